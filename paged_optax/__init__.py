@@ -1,0 +1,60 @@
+"""Optax optimizers whose moments live in host memory.
+
+Swap `optax.adamw` for `paged_adamw`, inside `optax.chain(...)` and everywhere else,
+and train the same model to the same numbers with a few pages of optimizer state on
+the device instead of 8 bytes a parameter.
+"""
+
+from paged_optax.aliases import (
+    paged_adafactor,
+    paged_adagrad,
+    paged_adam,
+    paged_adamw,
+    paged_adamw_32bit,
+    paged_ademamix,
+    paged_ademamix_32bit,
+    paged_lamb,
+    paged_lars,
+    paged_lion,
+    paged_lion_32bit,
+    paged_muon,
+    paged_nadamw,
+    paged_rmsprop,
+    paged_sgd,
+)
+from paged_optax.granularity import CrossLeafError
+from paged_optax.plan import PagePlan, plan
+from paged_optax.report import MemoryReport, memory_report
+from paged_optax.selfcheck import BackendError
+from paged_optax.step import DonationError, Step, jit_step
+from paged_optax.transform import paged
+
+__all__ = [
+    "BackendError",
+    "CrossLeafError",
+    "DonationError",
+    "MemoryReport",
+    "PagePlan",
+    "Step",
+    "jit_step",
+    "memory_report",
+    "paged",
+    "paged_adafactor",
+    "paged_adagrad",
+    "paged_adam",
+    "paged_adamw",
+    "paged_adamw_32bit",
+    "paged_ademamix",
+    "paged_ademamix_32bit",
+    "paged_lamb",
+    "paged_lars",
+    "paged_lion",
+    "paged_lion_32bit",
+    "paged_muon",
+    "paged_nadamw",
+    "paged_rmsprop",
+    "paged_sgd",
+    "plan",
+]
+
+__version__ = "0.1.0"

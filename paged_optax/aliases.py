@@ -1,0 +1,92 @@
+"""The optimizers users know by name, paged.
+
+Each takes `optax.X`'s own parameters, under their names and with their defaults, and
+then those of `paged`. The names that end in `_32bit` are those of Hugging Face and
+bitsandbytes.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from paged_optax.transform import paged
+
+_PAGING = tuple(
+    parameter
+    for parameter in inspect.signature(paged).parameters.values()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+)
+
+
+def _alias(
+    name: str, optimizer: Callable[..., optax.GradientTransformation], source: str
+) -> Callable[..., optax.GradientTransformationExtraArgs]:
+    """`paged(optimizer(...))` under one signature."""
+    own = inspect.signature(optimizer)
+    paging = {parameter.name for parameter in _PAGING}
+
+    @functools.wraps(optimizer)
+    def build(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
+        chosen = {key: kwargs.pop(key) for key in paging & kwargs.keys()}
+        return paged(optimizer(*args, **kwargs), **chosen)
+
+    build.__name__ = build.__qualname__ = name
+    build.__module__ = __name__
+    build.__doc__ = f"""`{source}`, its moments in host memory.
+
+    `paged({source}(...))`: the same numbers, a few pages of moments on the device.
+
+    Args:
+      ...: `{source}`'s own, under their names and with their defaults; then
+        `page_size`, `device_budget`, `min_paged_size` and `host_memory_kind`: see
+        `paged`.
+
+    Returns:
+      A transformation whose state is that of `{source}`.
+
+    Raises:
+      ValueError: As `paged`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, paged_optax as po
+      >>> params = jnp.ones((512, 512))
+      >>> tx = optax.chain(optax.clip_by_global_norm(1.0), po.{name}(1e-3))
+      >>> updates, state = tx.update(params, tx.init(params), params)
+      >>> updates.shape
+      (512, 512)
+
+    References:
+      The optimizer: `optax` documentation, `{source}`.
+    """
+    # `__wrapped__` would show the unpaged function to tools that look behind.
+    del build.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]
+    build.__signature__ = own.replace(  # pyright: ignore[reportFunctionMemberAccess]
+        parameters=[*own.parameters.values(), *_PAGING],
+        return_annotation=optax.GradientTransformationExtraArgs,
+    )
+    return build
+
+
+paged_adamw = _alias("paged_adamw", optax.adamw, "optax.adamw")
+paged_adam = _alias("paged_adam", optax.adam, "optax.adam")
+paged_nadamw = _alias("paged_nadamw", optax.nadamw, "optax.nadamw")
+paged_lion = _alias("paged_lion", optax.lion, "optax.lion")
+paged_ademamix = _alias(
+    "paged_ademamix", optax.contrib.ademamix, "optax.contrib.ademamix"
+)
+paged_sgd = _alias("paged_sgd", optax.sgd, "optax.sgd")
+paged_rmsprop = _alias("paged_rmsprop", optax.rmsprop, "optax.rmsprop")
+paged_adagrad = _alias("paged_adagrad", optax.adagrad, "optax.adagrad")
+paged_lamb = _alias("paged_lamb", optax.lamb, "optax.lamb")
+paged_lars = _alias("paged_lars", optax.lars, "optax.lars")
+paged_adafactor = _alias("paged_adafactor", optax.adafactor, "optax.adafactor")
+paged_muon = _alias("paged_muon", optax.contrib.muon, "optax.contrib.muon")
+
+paged_adamw_32bit = _alias("paged_adamw_32bit", optax.adamw, "optax.adamw")
+paged_lion_32bit = _alias("paged_lion_32bit", optax.lion, "optax.lion")
+paged_ademamix_32bit = _alias(
+    "paged_ademamix_32bit", optax.contrib.ademamix, "optax.contrib.ademamix"
+)

@@ -1,0 +1,427 @@
+"""What a page of a transformation may be, read off its jaxpr.
+
+`inner.update` is traced once, for the whole tree. The flattened computation falls
+apart into one program a parameter, and a few scalars that all of them share (step
+counts, learning rates, bias corrections):
+
+| dependence between leaves | a page is |
+| --- | --- |
+| element by element | a block of rows |
+| within one leaf (a norm, a factored moment, a matrix product) | the whole leaf |
+| across leaves (a global norm) | refused: `CrossLeafError` |
+
+Programs are values: two leaves of equal shape have equal programs, so that JAX
+traces and lowers the streaming loop once for both.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.extend import core
+
+#: Primitives that compute each element of their result from the same element of
+#: their operands.
+ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e
+    bessel_i1e broadcast_in_dim cbrt ceil clamp clz complex conj
+    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp
+    exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log
+    log1p logistic lt max min mul ne neg nextafter not or population_count pow real
+    reduce_precision rem reshape round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor zeta""".split()
+)
+
+#: Primitives that only call a jaxpr, and the parameter that holds it.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+}
+
+#: Values of at most this many elements that no gradient enters are computed once
+#: and shared; larger ones (noise, masks) are made anew by each leaf that needs
+#: them, so that they never exist for the whole tree.
+_SHARED_ELEMENTS = 1024
+
+
+class CrossLeafError(ValueError):
+    """The transformation mixes several parameters, so no page can be updated alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """A literal of the computation, compared by value, dtype and weak type."""
+
+    key: tuple[Any, ...]
+    value: Any = dataclasses.field(compare=False)
+
+    @classmethod
+    def of(cls, literal: Any) -> "Constant":
+        """Wraps a jaxpr's literal."""
+        aval = literal.aval
+        array = np.asarray(literal.val)
+        weak = getattr(aval, "weak_type", False)
+        return cls((array.tobytes(), array.shape, str(aval.dtype), weak), literal.val)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opaque:
+    """A parameter that cannot be hashed: equal to itself alone."""
+
+    value: Any = dataclasses.field(compare=False)
+    identity: int
+
+    @classmethod
+    def wrap(cls, value: Any) -> Any:
+        try:
+            hash(value)
+        except TypeError:
+            return cls(value, id(value))
+        return value
+
+
+#: An operand: the number of a value, or a constant.
+Operand = int | Constant
+
+
+@dataclasses.dataclass(frozen=True)
+class Equation:
+    """One primitive applied to numbered values."""
+
+    primitive: core.Primitive
+    params: tuple[tuple[str, Any], ...]
+    inputs: tuple[Operand, ...]
+    outputs: tuple[int, ...]
+
+    def bind(self, operands: Sequence[Any], shape: tuple[int, ...] | None) -> list[Any]:
+        """Applies the primitive; `shape` is the page's, or None for whole leaves."""
+        if shape is not None and self.primitive.name in ("broadcast_in_dim", "reshape"):
+            # Within an element-wise program these only fill a page with a scalar, or
+            # do nothing; the shape they were traced with is the whole leaf's.
+            (operand,) = operands
+            grown = not np.ndim(operand) and dict(self.params)["shape"]
+            return [jax.lax.broadcast(operand, shape) if grown else operand]
+        params = {
+            name: value.value if isinstance(value, _Opaque) else value
+            for name, value in self.params
+        }
+        result = self.primitive.bind(*operands, **params)
+        return list(result) if self.primitive.multiple_results else [result]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A straight line of equations; values `0 .. inputs-1` are its arguments."""
+
+    inputs: int
+    equations: tuple[Equation, ...]
+    outputs: tuple[Operand, ...]
+    elementwise: bool
+
+    def __call__(
+        self, arguments: Sequence[Any], shape: tuple[int, ...] | None = None
+    ) -> list[Any]:
+        """Runs the equations.
+
+        Args:
+          arguments: One array for each input.
+          shape: The shape of a page, where the arguments are pages of a leaf
+            (element-wise programs only); None where they are whole leaves.
+
+        Returns:
+          One array for each output.
+        """
+        values: dict[int, Any] = dict(enumerate(arguments))
+        read = lambda operand: (
+            operand.value if isinstance(operand, Constant) else values[operand]
+        )
+        for equation in self.equations:
+            results = equation.bind([read(x) for x in equation.inputs], shape)
+            values.update(zip(equation.outputs, results, strict=True))
+        results = [read(x) for x in self.outputs]
+        if shape is None:
+            return results
+        # A constant result has no page to take its shape from.
+        return [x if np.ndim(x) else jax.lax.broadcast(x, shape) for x in results]
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafUpdate:
+    """One parameter's part of the update, or one moment's that no gradient enters.
+
+    Attributes:
+      program: What to compute.
+      inputs: Numbers of the values that are the program's arguments.
+      outputs: Positions of its results among the traced function's outputs.
+      shape: The leaf's shape, that of every array an element-wise program touches.
+    """
+
+    program: Program
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Analysis:
+    """A traced function, taken apart.
+
+    Attributes:
+      constants: Values closed over; they follow the arguments in the numbering.
+      shared: The program of the scalars shared by all leaves.
+      shared_inputs: Numbers of the values that are its arguments.
+      shared_outputs: Numbers its results get.
+      leaves: One program a leaf.
+      direct: Outputs that are a numbered value or a constant: position to operand.
+    """
+
+    constants: tuple[Any, ...]
+    shared: Program
+    shared_inputs: tuple[int, ...]
+    shared_outputs: tuple[int, ...]
+    leaves: tuple[LeafUpdate, ...]
+    direct: tuple[tuple[int, Operand], ...]
+
+    def evaluate(
+        self,
+        arguments: Sequence[Any],
+        run_leaf: Callable[[LeafUpdate, list[Any]], Iterable[Any]],
+    ) -> list[Any]:
+        """Computes every output; `run_leaf` says how a leaf's program is run."""
+        values = dict(enumerate([*arguments, *self.constants]))
+        shared = self.shared([values[i] for i in self.shared_inputs])
+        values.update(zip(self.shared_outputs, shared, strict=True))
+        results: dict[int, Any] = {
+            position: x.value if isinstance(x, Constant) else values[x]
+            for position, x in self.direct
+        }
+        for leaf in self.leaves:
+            out = run_leaf(leaf, [values[i] for i in leaf.inputs])
+            results.update(zip(leaf.outputs, out, strict=True))
+        return [results[position] for position in range(len(results))]
+
+
+class _Flat:
+    """A jaxpr with its calls inlined and its values numbered."""
+
+    def __init__(self, closed: core.ClosedJaxpr):
+        self.avals: list[Any] = []
+        self.equations: list[Equation] = []
+        scope: dict[Any, Operand] = {}
+        for var in (*closed.jaxpr.invars, *closed.jaxpr.constvars):
+            scope[var] = self._number(var.aval)
+        self.arguments = len(self.avals)
+        self._inline(closed.jaxpr, scope)
+        self.outputs = [self._read(scope, x) for x in closed.jaxpr.outvars]
+
+    def _number(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    @staticmethod
+    def _read(scope: dict[Any, Operand], atom: Any) -> Operand:
+        return Constant.of(atom) if isinstance(atom, core.Literal) else scope[atom]
+
+    def _inline(self, jaxpr: core.Jaxpr, scope: dict[Any, Operand]) -> None:
+        for eqn in jaxpr.eqns:
+            operands = [self._read(scope, x) for x in eqn.invars]
+            body = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
+            if body is not None:
+                inner = dict(zip(body.jaxpr.invars, operands, strict=True))
+                # Constants of an inner jaxpr are arrays: keep them as literals.
+                for var, value in zip(body.jaxpr.constvars, body.consts, strict=True):
+                    inner[var] = Constant((id(value),), value)
+                self._inline(body.jaxpr, inner)
+                for var, out in zip(eqn.outvars, body.jaxpr.outvars, strict=True):
+                    scope[var] = self._read(inner, out)
+                continue
+            outputs = tuple(self._number(var.aval) for var in eqn.outvars)
+            scope.update(zip(eqn.outvars, outputs, strict=True))
+            params = tuple((k, _Opaque.wrap(v)) for k, v in eqn.params.items())
+            self.equations.append(
+                Equation(eqn.primitive, params, tuple(operands), outputs)
+            )
+
+    def size(self, value: int) -> int:
+        return math.prod(getattr(self.avals[value], "shape", ()))
+
+    def shape(self, value: Operand) -> tuple[int, ...]:
+        if isinstance(value, Constant):
+            return np.shape(value.value)
+        return self.avals[value].shape
+
+    def program(
+        self,
+        wanted: Sequence[Operand],
+        within: Callable[[int], bool],
+        producer: dict[int, int],
+        shape: tuple[int, ...],
+    ) -> tuple[Program, tuple[int, ...]]:
+        """The equations that `wanted` needs, stopping at values not `within`."""
+        needed: set[int] = set()
+        stack = [x for x in wanted if not isinstance(x, Constant)]
+        while stack:
+            index = producer.get(value := stack.pop())
+            if index is None or index in needed or not within(value):
+                continue
+            needed.add(index)
+            stack += [
+                x for x in self.equations[index].inputs if not isinstance(x, Constant)
+            ]
+        equations = [self.equations[i] for i in sorted(needed)]
+        made = {x for equation in equations for x in equation.outputs}
+        arguments: dict[int, int] = {}
+        for operand in (*(x for e in equations for x in e.inputs), *wanted):
+            if not isinstance(operand, Constant) and operand not in made:
+                arguments.setdefault(operand, len(arguments))
+        names = dict(arguments)
+        for equation in equations:
+            for value in equation.outputs:
+                names[value] = len(names)
+        rename = lambda x: x if isinstance(x, Constant) else names[x]
+        program = Program(
+            inputs=len(arguments),
+            equations=tuple(
+                Equation(
+                    e.primitive,
+                    e.params,
+                    tuple(map(rename, e.inputs)),
+                    tuple(names[x] for x in e.outputs),
+                )
+                for e in equations
+            ),
+            outputs=tuple(map(rename, wanted)),
+            elementwise=self._elementwise(equations, arguments, wanted, shape),
+        )
+        return program, tuple(arguments)
+
+    def _elementwise(
+        self,
+        equations: Sequence[Equation],
+        arguments: Iterable[int],
+        wanted: Sequence[Operand],
+        shape: tuple[int, ...],
+    ) -> bool:
+        fits = lambda x: self.shape(x) in (shape, ())
+        return (
+            all(self.shape(x) == shape for x in wanted if not isinstance(x, Constant))
+            and all(map(fits, arguments))
+            and all(
+                e.primitive.name in ELEMENTWISE
+                and all(map(fits, e.inputs))
+                and all(map(fits, e.outputs))
+                for e in equations
+            )
+        )
+
+
+def analyse(
+    closed: core.ClosedJaxpr,
+    owners: Sequence[int | None],
+    output_owners: Sequence[int | None],
+    name: Callable[[int], str],
+) -> Analysis:
+    """Takes a traced update apart into one program a leaf.
+
+    Args:
+      closed: The traced function.
+      owners: For each argument the number of the parameter it belongs to: its
+        gradient and the parameter itself. None for state and extra arguments:
+        whose they are shows in the computation.
+      output_owners: The same for each output; None for state.
+      name: A readable name of a parameter's number, for messages.
+
+    Returns:
+      The programs.
+
+    Raises:
+      CrossLeafError: If a value depends on two parameters.
+    """
+    flat = _Flat(closed)
+    owner: list[int | None] = [*owners, *[None] * (len(flat.avals) - len(owners))]
+    producer: dict[int, int] = {}
+    for index, equation in enumerate(flat.equations):
+        whose = {owner[x] for x in equation.inputs if not isinstance(x, Constant)}
+        whose.discard(None)
+        if len(whose) > 1:
+            first, second = sorted(whose)[:2]  # pyright: ignore[reportArgumentType]
+            raise CrossLeafError(
+                f"this transformation cannot be paged: `{equation.primitive.name}`"
+                f" combines values of {name(first)} and {name(second)}, so no page"  # pyright: ignore[reportArgumentType]
+                " can be updated without the others. Chain the part that looks across"
+                " parameters outside, as in"
+                " optax.chain(optax.clip_by_global_norm(1.0), paged(...))."
+            )
+        for value in equation.outputs:
+            producer[value] = index
+            owner[value] = next(iter(whose), None)
+
+    is_shared = lambda x: owner[x] is None and flat.size(x) <= _SHARED_ELEMENTS
+    groups: dict[Any, list[int]] = {}
+    direct: list[tuple[int, Operand]] = []
+    for position, value in enumerate(flat.outputs):
+        whose = output_owners[position]
+        if isinstance(value, Constant) or value < flat.arguments:
+            direct.append((position, value))  # handed through
+        elif (owned := owner[value]) is not None or not is_shared(value):
+            key = owned if owned is not None else whose
+            groups.setdefault(("orphan", position) if key is None else key, []).append(
+                position
+            )
+        else:
+            direct.append((position, value))
+
+    leaves = []
+    shared: dict[int, None] = {
+        x: None
+        for _, x in direct
+        if not isinstance(x, Constant) and x >= flat.arguments
+    }
+    for positions in groups.values():
+        wanted = [flat.outputs[p] for p in positions]
+        shape = flat.shape(wanted[0])
+        program, inputs = flat.program(
+            wanted, lambda x: not is_shared(x), producer, shape
+        )
+        shared.update((x, None) for x in inputs if x >= flat.arguments)
+        leaves.append(LeafUpdate(program, inputs, tuple(positions), shape))
+    program, inputs = flat.program(tuple(shared), lambda _: True, producer, ())
+    return Analysis(
+        constants=tuple(closed.consts),
+        shared=program,
+        shared_inputs=inputs,
+        shared_outputs=tuple(shared),
+        leaves=tuple(leaves),
+        direct=tuple(direct),
+    )
+
+
+def trace(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
+    """Traces a function of pytrees as if every array lived on the device.
+
+    Returns:
+      The closed jaxpr, and the pytree of `ShapeDtypeStruct` it returns.
+    """
+    return jax.make_jaxpr(function, return_shape=True)(
+        *jax.tree.map(abstract, arguments)
+    )
+
+
+def abstract(x: Array | Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an array, wherever it lives."""
+    aval = jax.typeof(x)
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)
+    )

@@ -1,0 +1,89 @@
+"""Memory spaces, and what a backend offers of them.
+
+Where a leaf lives is part of its JAX type: `jax.typeof(x).memory_space` is
+`Host` for an array in pinned memory, eager and under `jit` (checked with jax
+0.10.2 and 0.12.0.1). Everything here reads that type; nothing keeps books.
+"""
+
+import functools
+import math
+import os
+from typing import Any
+
+import jax
+
+HOST = jax.memory.Space.Host
+DEVICE = jax.memory.Space.Device
+
+#: The one memory kind that JAX types as host memory. `unpinned_host` exists too,
+#: but jax 0.10.2 to 0.12.0.1 give its arrays the type of device memory, so that
+#: no update could tell where they live.
+PINNED_HOST = "pinned_host"
+
+
+def on_host(x: Any) -> bool:
+    """Whether an array, a traced value or an abstract value lives in host memory."""
+    aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+    return aval.memory_space == HOST
+
+
+def nbytes(x: Any) -> int:
+    """Bytes of an array, a traced value or a `ShapeDtypeStruct`."""
+    return math.prod(x.shape) * x.dtype.itemsize
+
+
+@functools.cache
+def memory_kinds(device: jax.Device) -> tuple[str, ...]:
+    """The memory kinds a device can address, its default one first."""
+    default = device.default_memory().kind
+    others = (memory.kind for memory in device.addressable_memories())
+    return (default, *(kind for kind in others if kind != default))
+
+
+def resolve_host_memory_kind(asked: str, device: jax.Device | None = None) -> str:
+    """The memory kind that will hold paged moments on this backend.
+
+    Args:
+      asked: `"pinned_host"`, or `"auto"`, which takes pinned host memory where
+        there is some and device memory where there is none.
+      device: The device that will stream; the default backend's first if absent.
+
+    Returns:
+      `"pinned_host"`, or the device's own memory kind for `"auto"` on a backend
+      without pinned host memory: moments then stay on the device.
+
+    Raises:
+      ValueError: If the memory kind cannot hold paged moments, or the backend
+        lacks it.
+
+    Example:
+      >>> resolve_host_memory_kind("pinned_host")
+      'pinned_host'
+    """
+    device = device or jax.devices()[0]
+    kinds = memory_kinds(device)
+    if asked == "auto":
+        return PINNED_HOST if PINNED_HOST in kinds else kinds[0]
+    if asked != PINNED_HOST:
+        raise ValueError(
+            f"host_memory_kind={asked!r} cannot hold paged moments: JAX tells only"
+            f" {PINNED_HOST!r} from device memory in an array's type. This backend"
+            f" ({device.platform}) has {', '.join(kinds)}. Use {PINNED_HOST!r}, or"
+            ' "auto".'
+        )
+    if asked not in kinds:
+        raise ValueError(
+            f"host_memory_kind={asked!r}: this backend ({device.platform}) has only"
+            f' {", ".join(kinds)}. Pass host_memory_kind="auto" to keep the moments'
+            " in device memory where the host kind is missing."
+        )
+    return asked
+
+
+def host_pool_bytes() -> int:
+    """Bytes of pinned host memory that XLA:GPU will hand out.
+
+    64 GB unless `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` says otherwise (XLA's
+    `pjrt/gpu/gpu_helpers.h`).
+    """
+    return int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")) << 30

@@ -1,0 +1,442 @@
+"""What lives where: configuration, page geometry, residency, totals."""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import math
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from paged_optax.memory import host_pool_bytes, nbytes
+from paged_optax.table import readable_bytes, table
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+
+
+def parse_bytes(name: str, size: int | str) -> int:
+    """Reads a number of bytes.
+
+    Args:
+      name: The argument's name, for messages.
+      size: A number of bytes, or a string such as `"16MiB"`.
+
+    Returns:
+      The number of bytes.
+
+    Raises:
+      ValueError: If the size is negative or cannot be read.
+
+    Example:
+      >>> parse_bytes("page_size", "16MiB")
+      16777216
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        unit = match and _UNITS.get(match[2] or "B")
+        if match is None or unit is None:
+            raise ValueError(
+                f"{name}={size!r} is not a size: write bytes as an int, or a number"
+                f" with one of {', '.join(_UNITS)}, such as '16MiB'."
+            )
+        return int(float(match[1]) * unit)
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise ValueError(
+            f"{name}={size!r} is not a size: pass an int of bytes, or a string such as"
+            " '16MiB'."
+        )
+    if size < 0:
+        raise ValueError(f"{name}={size} is negative: pass 0 or more bytes.")
+    return size
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """What `paged` was asked for, in bytes.
+
+    Attributes:
+      page_size: Bytes of one page of one moment.
+      device_budget: Bytes of moments that may stay on the device; None: all.
+      min_paged_size: Moments of fewer bytes stay on the device.
+      host_memory_kind: `"pinned_host"` or `"auto"`.
+    """
+
+    page_size: int
+    device_budget: int | None
+    min_paged_size: int
+    host_memory_kind: str
+
+    @classmethod
+    def of(
+        cls,
+        page_size: int | str,
+        device_budget: int | str | None,
+        min_paged_size: int | str,
+        host_memory_kind: str,
+    ) -> "Configuration":
+        """Reads and checks the arguments of `paged`."""
+        page_bytes = parse_bytes("page_size", page_size)
+        if page_bytes == 0:
+            raise ValueError(
+                f"page_size={page_size!r}: a page needs at least one byte; the default"
+                " is '16MiB'."
+            )
+        if not isinstance(host_memory_kind, str):
+            raise ValueError(
+                f"host_memory_kind={host_memory_kind!r} is not a memory kind: pass"
+                " 'pinned_host' or 'auto'."
+            )
+        return cls(
+            page_bytes,
+            None
+            if device_budget is None
+            else parse_bytes("device_budget", device_budget),
+            parse_bytes("min_paged_size", min_paged_size),
+            host_memory_kind,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """How one leaf is cut.
+
+    The leaf, seen under the shape `view`, is sliced along `axis`, `size` entries a
+    page; what does not fill a page is a last, smaller one.
+
+    Attributes:
+      leaf: The leaf's shape.
+      view: A shape that holds the same values in the same order, and costs nothing.
+      axis: The axis to slice.
+      size: Entries of a page along it.
+      count: Pages, the last, smaller one included; 0 where leaves of several shapes
+        are updated together and travel whole.
+      aligned: Whether every page ends at a tile of the lanes. XLA:TPU slices host
+        memory along the last axis at whole tiles only, and takes an unaligned leaf
+        whole.
+    """
+
+    leaf: tuple[int, ...]
+    view: tuple[int, ...]
+    axis: int
+    size: int
+    count: int
+    aligned: bool = True
+
+    @property
+    def entries(self) -> int:
+        """Values of one full page."""
+        extent = max(1, self.view[self.axis]) if self.view else 1
+        return math.prod(self.view) // extent * self.size
+
+
+def whole(shape: tuple[int, ...]) -> Pages:
+    """The geometry of a leaf that can only be updated whole."""
+    return Pages(shape, shape, 0, 1, 0)
+
+
+@functools.cache
+def cut(shape: tuple[int, ...], itemsizes: tuple[int, ...], page_size: int) -> Pages:
+    """Cuts a leaf into pages of at most `page_size` bytes.
+
+    Leading axes collapse into rows where that costs nothing on a TPU, whose memory
+    is tiled: 8 rows of 128 float32, 16 of bfloat16, 32 of int8, 1024 float32 of a
+    vector. A page is a whole number of tiles. A page count that divides the leaf
+    is preferred, down to half the asked size.
+
+    Args:
+      shape: The leaf's shape.
+      itemsizes: Bytes a value of each moment that shares the leaf's pages.
+      page_size: Most bytes of a page of one moment.
+
+    Returns:
+      The geometry.
+
+    Example:
+      >>> pages = cut((4096, 4096), (4, 4), 8 * 2**20)
+      >>> pages.count, pages.size
+      (8, 512)
+    """
+    itemsize = max(itemsizes)
+    packing = max(1, 4 // min(itemsizes))
+    if len(shape) <= 1:
+        view, axis = (math.prod(shape),), 0
+        tile, unit = 1024 * packing, itemsize
+    else:
+        *leading, rows, columns = shape
+        matrix = rows * columns * itemsize
+        tile, axis = 8 * packing, 0
+        if leading and rows % tile and matrix <= page_size:
+            view, tile, unit = (math.prod(leading), rows, columns), 1, matrix
+        else:
+            view = (math.prod(leading) * rows, columns)
+            unit = columns * itemsize
+        if tile > 1 and tile * unit > page_size:
+            # Even one tile of rows is too long: cut the columns.
+            strip = view[0] * itemsize
+            if 128 * packing * strip <= page_size:
+                axis, tile, unit = 1, 128 * packing, strip
+    extent = view[axis]
+    largest = max(tile, page_size // unit // tile * tile)
+    if extent <= largest:
+        return Pages(shape, view, axis, extent, 1)
+    fewest = -(-extent // largest)
+    for count in range(fewest, 2 * fewest + 1):
+        if extent % count == 0 and extent // count % tile == 0:
+            return Pages(shape, view, axis, extent // count, count)
+    size = -(-extent // (fewest * tile)) * tile
+    aligned = axis < len(view) - 1 or extent % tile == 0
+    return Pages(shape, view, axis, size, -(-extent // size), aligned)
+
+
+def parameter_of(
+    state_paths: Sequence[jax.tree_util.KeyPath],
+    parameter_paths: Sequence[jax.tree_util.KeyPath],
+) -> list[int | None]:
+    """Which parameter each state leaf belongs to, by the end of its path.
+
+    Optax keeps moments in trees of the parameters' structure, so that the path of a
+    moment ends with the path of its parameter.
+
+    Returns:
+      For each state leaf the parameter's position, or None.
+    """
+    position = {tuple(path): i for i, path in enumerate(parameter_paths)}
+    lengths = sorted({len(path) for path in position}, reverse=True)
+    found: list[int | None] = []
+    for path in state_paths:
+        ends = (tuple(path[len(path) - n :]) for n in lengths if n < len(path))
+        found.append(next((position[end] for end in ends if end in position), None))
+    return found
+
+
+def resident(
+    leaves: Sequence[Any], owners: Sequence[int | None], configuration: Configuration
+) -> list[bool]:
+    """Which state leaves stay on the device.
+
+    A full sweep touches every page once a step, in one order, so the best choice
+    (Belady's) is a fixed set: small leaves, step counts and keys always, then the
+    moments of one parameter after the other until the budget is spent.
+
+    Args:
+      leaves: The state's leaves, or their abstract values.
+      owners: The parameter each belongs to, or None.
+      configuration: The budget, and the size below which nothing is paged.
+
+    Returns:
+      For each state leaf whether it stays.
+    """
+    budget = configuration.device_budget
+    if budget is None:
+        return [True] * len(leaves)
+    is_moment = lambda x: x.ndim and x.size and jnp.issubdtype(x.dtype, jnp.inexact)
+    stays = [
+        not is_moment(x) or nbytes(x) < configuration.min_paged_size for x in leaves
+    ]
+    together: dict[Any, list[int]] = {}
+    for leaf, owner in enumerate(owners):
+        if not stays[leaf]:
+            key = ("leaf", leaf) if owner is None else owner
+            together.setdefault(key, []).append(leaf)
+    for group in together.values():
+        size = sum(nbytes(leaves[leaf]) for leaf in group)
+        if size <= budget:
+            budget -= size
+            for leaf in group:
+                stays[leaf] = True
+    return stays
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """One leaf of a paged state, as the plan places it.
+
+    Attributes:
+      path: Its path in the state.
+      shape: Its shape.
+      dtype: Its dtype.
+      bytes: Its bytes.
+      on_host: Whether it lives in host memory.
+      pages: Pages a sweep cuts it into; 1 where it travels whole; 0 on the device.
+      page_bytes: Bytes of one of them.
+      leaf: Moments with equal numbers travel together.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    on_host: bool
+    pages: int
+    page_bytes: int
+    leaf: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PagePlan:
+    """What lives where, and what a step moves. Prints as a table.
+
+    Attributes:
+      moments: Every array of every paged state.
+      link_gigabytes_per_second: The stated rate of the link, each way, in 10^9 bytes.
+    """
+
+    moments: tuple[Moment, ...]
+    link_gigabytes_per_second: float
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of moments that stay on the device."""
+        return sum(x.bytes for x in self.moments if not x.on_host)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of moments in host memory."""
+        return sum(x.bytes for x in self.moments if x.on_host)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Device bytes of pages in flight: each page read, and each written.
+
+        The bound the engine is built to; `memory_report` says what XLA assigned.
+        """
+        flying: dict[int, int] = {}
+        for x in self.moments:
+            if x.on_host:
+                flying[x.leaf] = flying.get(x.leaf, 0) + 2 * x.page_bytes
+        return max(flying.values(), default=0)
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes a step moves over the link, both ways together."""
+        return 2 * self.host_bytes
+
+    @property
+    def link_seconds(self) -> float:
+        """Seconds those bytes take when one way waits for the other."""
+        return self.link_bytes / (self.link_gigabytes_per_second * 1e9)
+
+    def __str__(self) -> str:
+        groups: dict[Any, list[Moment]] = {}
+        for x in self.moments:
+            key = (x.shape, x.dtype, x.on_host, x.pages, x.page_bytes)
+            groups.setdefault(key, []).append(x)
+        rows = []
+        for group in sorted(groups.values(), key=lambda g: -sum(x.bytes for x in g)):
+            first = group[0]
+            rows.append(
+                (
+                    first.path + (f" +{len(group) - 1}" if len(group) > 1 else ""),
+                    "x".join(map(str, first.shape)) or "scalar",
+                    first.dtype,
+                    "host" if first.on_host else "device",
+                    f"{first.pages} x {readable_bytes(first.page_bytes)}"
+                    if first.on_host
+                    else "-",
+                    readable_bytes(sum(x.bytes for x in group)),
+                )
+            )
+        rate = self.link_gigabytes_per_second
+        totals = (
+            ("moments on the device", readable_bytes(self.device_bytes)),
+            ("moments on the host", readable_bytes(self.host_bytes)),
+            ("pages in flight (bound)", readable_bytes(self.scratch_bytes)),
+            ("over the link a step", readable_bytes(self.link_bytes)),
+            (f"seconds a step at {rate:g} GB/s", f"{self.link_seconds:.3g}"),
+        )
+        titles = ("moments", "shape", "dtype", "where", "pages", "bytes")
+        return "\n\n".join((table(titles, rows), table(("total", ""), totals)))
+
+
+_recorder: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar(
+    "paged_optax_plan", default=None
+)
+
+
+def record(transformation: Any, params: Any) -> None:
+    """Called by every paged `init`: tells a running `plan` what was placed."""
+    if (found := _recorder.get()) is not None:
+        found.append((transformation, params))
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Any]]:
+    """Collects what paged transformations place while the context is open."""
+    found: list[Any] = []
+    token = _recorder.set(found)
+    try:
+        yield found
+    finally:
+        _recorder.reset(token)
+
+
+def plan(
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    *,
+    link_gigabytes_per_second: float = 25.0,
+    **extra_args: Any,
+) -> PagePlan:
+    """Says beforehand what lives where, without allocating anything.
+
+    Finds every paged transformation inside `tx` (chained, masked, injected) by
+    initialising it on shapes alone.
+
+    Args:
+      tx: A transformation with `paged(...)` somewhere inside.
+      params: The parameters, or their `ShapeDtypeStruct`s.
+      link_gigabytes_per_second: The rate of the link between host and device in one
+        direction, in 10^9 bytes a second (PCIe 3 x16: about 12; 4: 25; 5: 50).
+      **extra_args: Arguments the wrapped `update` cannot be traced without.
+
+    Returns:
+      The plan. It prints as a table.
+
+    Raises:
+      ValueError: If the rate is not positive, or nothing in `tx` is paged.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, paged_optax as po
+      >>> params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
+      >>> po.plan(po.paged_adamw(1e-3), params).host_bytes // 2**20
+      128
+    """
+    if not link_gigabytes_per_second > 0:
+        raise ValueError(
+            f"link_gigabytes_per_second={link_gigabytes_per_second} is not positive."
+        )
+    with recording() as found:
+        jax.eval_shape(tx.init, params)
+    if not found:
+        raise ValueError(
+            "tx has no paged transformation inside: wrap one with paged(...), or use"
+            " an alias such as paged_adamw."
+        )
+    moments: list[Moment] = []
+    for transformation, placed in found:
+        leaves = len(moments)
+        for moment in transformation.moments(placed, extra_args):
+            moments.append(dataclasses.replace(moment, leaf=leaves + moment.leaf))
+    result = PagePlan(tuple(moments), link_gigabytes_per_second)
+    # Planning for a GPU is mostly done elsewhere; only a TPU has no such pool.
+    if jax.default_backend() != "tpu" and result.host_bytes > host_pool_bytes():
+        warnings.warn(
+            f"the moments need {readable_bytes(result.host_bytes)} of pinned host"
+            f" memory, and XLA's pool on a GPU holds"
+            f" {readable_bytes(host_pool_bytes())}: set"
+            " XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="
+            f"{-(-result.host_bytes * 9 // (8 * 2**30))} before JAX starts.",
+            stacklevel=2,
+        )
+    return result

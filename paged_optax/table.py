@@ -1,0 +1,38 @@
+"""Plain-text tables: the one way reports look."""
+
+from collections.abc import Iterable, Sequence
+
+
+def readable_bytes(size: float) -> str:
+    """A number of bytes for people.
+
+    Example:
+      >>> readable_bytes(33 * 2**20)
+      '33.0 MiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Aligned columns under a ruled heading; the last column is right-aligned.
+
+    Example:
+      >>> print(table(("space", "bytes"), [("device", "32.0 MiB")]))
+      space      bytes
+      ------  --------
+      device  32.0 MiB
+    """
+    cells = [tuple(map(str, titles)), *(tuple(map(str, row)) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    line = lambda row: "  ".join(
+        [cell.ljust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
+        + [row[-1].rjust(widths[-1])]
+    )
+    return "\n".join(
+        [line(cells[0]), "  ".join("-" * width for width in widths)]
+        + [line(row) for row in cells[1:]]
+    )

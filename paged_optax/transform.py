@@ -1,0 +1,444 @@
+"""`paged`: any Optax transformation, its state in host memory."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from paged_optax import granularity
+from paged_optax.memory import (
+    DEVICE,
+    HOST,
+    PINNED_HOST,
+    nbytes,
+    on_host,
+    resolve_host_memory_kind,
+)
+from paged_optax.plan import (
+    Configuration,
+    Moment,
+    Pages,
+    cut,
+    parameter_of,
+    record,
+    resident,
+    whole,
+)
+from paged_optax.selfcheck import check_backend
+from paged_optax.stream import open_gate, stream
+
+_keystr = jax.tree_util.keystr
+
+
+def paged(
+    inner: optax.GradientTransformation,
+    *,
+    page_size: int | str = "16MiB",
+    device_budget: int | str | None = "0B",
+    min_paged_size: int | str = "256KiB",
+    host_memory_kind: str = "pinned_host",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Pages a transformation: its moments live on the host, its numbers stay.
+
+    `update` streams each leaf's moments through the device, one page after the other:
+
+    .. math::
+        (u_p, s_p) \leftarrow \mathrm{inner}(g_p, s_p, \theta_p)
+        \quad\text{for each page } p \text{ of each leaf.}
+
+    Updates overwrite the gradients' buffers and moments their own, so that with
+    donated gradients and state a step allocates a few pages and nothing else. What a
+    page may be is read off `inner.update`'s jaxpr: a block of rows where it works
+    element by element, a whole leaf where it works within a leaf.
+
+    The state is Optax's own: the tree, shapes and dtypes of `inner.init(params)`, its
+    larger arrays in host memory. A checkpoint of `inner` loads into `paged(inner)`.
+    `update` reads from the arrays' types where each lives: host leaves stream, device
+    leaves are updated in place.
+
+    Args:
+      inner: The transformation. It may not combine several parameters: chain
+        `optax.clip_by_global_norm` and its like outside.
+      page_size: Bytes of one page of one moment, an int or a string such as
+        `"16MiB"`.
+      device_budget: Bytes of moments that may stay on the device: 0 pages everything,
+        None nothing.
+      min_paged_size: Moments of fewer bytes stay on the device: a transfer of a few
+        kilobytes costs its latency, and saves nothing.
+      host_memory_kind: `"pinned_host"`, or `"auto"` to keep the moments on the device
+        where a backend has no pinned host memory.
+
+    Returns:
+      A transformation to use wherever `inner` was used.
+
+    Raises:
+      ValueError: If an argument is not usable, at once; at `update`, if `inner`
+        combines parameters, or if parameters or gradients are found in host memory.
+      TypeError: At `init`, if a parameter is not of floating point or complex dtype.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, paged_optax as po
+      >>> tx = po.paged(optax.lion(1e-4), page_size="1MiB")
+      >>> params = {"w": jnp.ones((512, 512))}
+      >>> state = tx.init(params)
+      >>> optax.tree.get(state, "mu")["w"].sharding.memory_kind
+      'pinned_host'
+      >>> updates, state = tx.update(params, state, params)
+      >>> optax.tree.get(state, "mu")["w"].sharding.memory_kind
+      'pinned_host'
+
+    References:
+      Dettmers et al., `QLoRA <https://arxiv.org/abs/2305.14314>`_, 2023, for paged
+      optimizers; the streaming itself is described in `paged_optax.stream`.
+    """
+    for method in ("init", "update"):
+        if not callable(getattr(inner, method, None)):
+            raise ValueError(
+                f"inner={inner!r} is not an Optax transformation: pass one, such as"
+                " paged(optax.adamw(1e-3))."
+            )
+    configuration = Configuration.of(
+        page_size, device_budget, min_paged_size, host_memory_kind
+    )
+    pager = _Pager(optax.with_extra_args_support(inner), configuration)
+    return optax.GradientTransformationExtraArgs(pager.init, pager.update)
+
+
+class _Pager:
+    """`init` and `update` of one paged transformation."""
+
+    def __init__(
+        self,
+        inner: optax.GradientTransformationExtraArgs,
+        configuration: Configuration,
+    ):
+        self.inner = inner
+        self.configuration = configuration
+        self._eager = jax.jit(self._stream, static_argnames=("static",))
+
+    # -- init ---------------------------------------------------------------
+
+    def init(self, params: optax.Params) -> optax.OptState:
+        """The state of `inner`, its larger arrays in host memory."""
+        record(self, params)
+        paths, leaves = _paths(params)
+        for path, leaf in zip(paths, leaves, strict=True):
+            _refuse_dtype(path, leaf)
+        closed, shapes = granularity.trace(self.inner.init, params)
+        state_paths, avals = _paths(shapes)
+        owners = parameter_of(state_paths, paths)
+        stays = resident(avals, owners, self.configuration)
+        if not all(stays):
+            kind = resolve_host_memory_kind(self.configuration.host_memory_kind)
+            if kind != PINNED_HOST:
+                stays = [True] * len(stays)
+            check_backend()
+        analysis = granularity.analyse(
+            closed, [None] * len(leaves), [None] * len(avals), str
+        )
+        placed: list[Any] = [None] * len(avals)
+
+        def finish(position: int, value: Any) -> Any:
+            owner = owners[position]
+            like = leaves[owner] if owner is not None else None
+            return _place(value, avals[position], not stays[position], like, placed)
+
+        # One leaf at a time: each is placed before the next is made.
+        def run_leaf(leaf: granularity.LeafUpdate, inputs: list[Any]) -> list[Any]:
+            for position, value in zip(leaf.outputs, leaf.program(inputs), strict=True):
+                placed[position] = finish(position, value)
+            return [placed[position] for position in leaf.outputs]
+
+        made = analysis.evaluate(leaves, run_leaf)
+        for position, value in enumerate(made):
+            if placed[position] is None:
+                placed[position] = finish(position, value)
+        return jax.tree.unflatten(jax.tree.structure(shapes), placed)
+
+    # -- update -------------------------------------------------------------
+
+    def update(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        """Streams the state past the gradients; returns updates and the new state."""
+        _refuse_host("gradient", updates)
+        _refuse_host("parameter", params)
+        if params is not None:
+            _refuse_different(updates, params)
+        extra, treedef = jax.tree.flatten(extra_args)
+        is_array = [
+            isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex))
+            and not isinstance(x, bool)
+            for x in extra
+        ]
+        arrays = [x for x, yes in zip(extra, is_array, strict=True) if yes]
+        static = _Static(
+            treedef,
+            tuple(is_array),
+            tuple(x for x, yes in zip(extra, is_array, strict=True) if not yes),
+        )
+        arguments = (updates, state, params, arrays)
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments)):
+            return self._stream(*arguments, static=static)
+        return self._eager(*arguments, static=static)
+
+    def _stream(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
+        arrays: list[Any],
+        *,
+        static: "_Static",
+    ) -> tuple[optax.Updates, optax.OptState]:
+        analysis, structure, avals = self.analyse(
+            updates, state, params, arrays, static
+        )
+        gradients = jax.tree.leaves(updates)
+        arguments = jax.tree.leaves((updates, state, params, arrays))
+        if any(map(on_host, arguments)):
+            check_backend()
+        gate = open_gate()
+
+        def run_leaf(leaf: granularity.LeafUpdate, inputs: list[Any]) -> Sequence[Any]:
+            if not any(map(on_host, inputs)) and not any(
+                on_host(arguments[position]) for position in leaf.outputs
+            ):
+                return leaf.program(inputs)
+            extra, overwrites = [], []
+            for position in leaf.outputs:
+                old, new = arguments[position], avals[position]
+                if old.dtype != new.dtype or old.shape != new.shape:
+                    # An update of another dtype than its gradient cannot take over
+                    # its buffer.
+                    old = jnp.zeros(new.shape, new.dtype)
+                known = next((i for i, x in enumerate(inputs) if x is old), None)
+                if known is None:
+                    known = len(inputs) + len(extra)
+                    extra.append(old)
+                overwrites.append(known)
+            return stream(
+                (*inputs, *extra),
+                gate,
+                program=leaf.program,
+                overwrites=tuple(overwrites),
+                pages=self.pages(leaf, inputs),
+            )
+
+        results = analysis.evaluate(arguments, run_leaf)
+        # Values handed through, scalars shared by all: where their old ones live.
+        state_leaves = jax.tree.leaves(state)
+        for position, old in enumerate(state_leaves, len(gradients)):
+            if on_host(old) and not on_host(results[position]):
+                results[position] = jax.device_put(results[position], HOST)
+        return jax.tree.unflatten(structure, results)
+
+    def pages(self, leaf: granularity.LeafUpdate, inputs: Sequence[Any]) -> Pages:
+        """The geometry of a leaf whose program has these arguments."""
+        travelling = tuple(x.dtype.itemsize for x in inputs if on_host(x))
+        if not leaf.program.elementwise or not travelling:
+            return whole(leaf.shape)
+        return cut(leaf.shape, travelling, self.configuration.page_size)
+
+    def analyse(
+        self,
+        updates: Any,
+        state: Any,
+        params: Any,
+        arrays: list[Any],
+        static: "_Static",
+    ) -> tuple[granularity.Analysis, Any, list[Any]]:
+        """Traces `inner.update` once and takes it apart.
+
+        Returns:
+          The analysis, the structure of what `update` returns, and the abstract
+          values of its leaves: updates, then state.
+        """
+
+        def function(updates, state, params, arrays):
+            extra_args = static.merge(arrays)
+            return self.inner.update(updates, state, params, **extra_args)
+
+        paths, gradients = _paths(updates)
+        closed, shapes = granularity.trace(function, updates, state, params, arrays)
+        avals = jax.tree.leaves(shapes)
+        _refuse_changes(shapes, updates, state)
+        count = len(gradients)
+        states = len(jax.tree.leaves(state))
+        parameters = len(jax.tree.leaves(params))
+        owners = [
+            *range(count),
+            *[None] * states,
+            *(range(parameters) if parameters else ()),
+            *[None] * len(arrays),
+        ]
+        analysis = granularity.analyse(
+            closed,
+            owners,
+            [*range(count), *[None] * states],
+            lambda i: f"parameter {_keystr(paths[i])}",
+        )
+        return analysis, jax.tree.structure(shapes), avals
+
+    def moments(self, params: Any, extra_args: dict[str, Any]) -> list[Moment]:
+        """What `init` would place where, and how `update` would cut it."""
+        params = jax.tree.map(granularity.abstract, params)
+        shapes = jax.eval_shape(self.inner.init, params)
+        parameter_paths, _ = _paths(params)
+        state_paths, avals = _paths(shapes)
+        owners = parameter_of(state_paths, parameter_paths)
+        stays = resident(avals, owners, self.configuration)
+        extra, treedef = jax.tree.flatten(extra_args)
+        static = _Static(treedef, (False,) * len(extra), tuple(extra))
+        analysis, *_ = self.analyse(params, shapes, params, [], static)
+        gradients = len(parameter_paths)
+        geometry: dict[int, tuple[int, Pages]] = {}
+        for number, leaf in enumerate(analysis.leaves):
+            inside = {i - gradients for i in (*leaf.inputs, *leaf.outputs)}
+            inside = {i for i in inside if 0 <= i < len(avals) and not stays[i]}
+            itemsizes = tuple(avals[i].dtype.itemsize for i in sorted(inside))
+            pages = (
+                cut(leaf.shape, itemsizes, self.configuration.page_size)
+                if leaf.program.elementwise and itemsizes
+                else whole(leaf.shape)
+            )
+            geometry.update((i, (number, pages)) for i in inside)
+        found = []
+        for i, (path, x) in enumerate(zip(state_paths, avals, strict=True)):
+            number, pages = geometry.get(
+                i, (len(analysis.leaves) + i, whole(x.shape))
+            )
+            found.append(
+                Moment(
+                    path=_keystr(path),
+                    shape=x.shape,
+                    dtype=str(x.dtype),
+                    bytes=nbytes(x),
+                    on_host=not stays[i],
+                    pages=0 if stays[i] else max(1, pages.count),
+                    page_bytes=0
+                    if stays[i]
+                    else pages.entries * x.dtype.itemsize
+                    if pages.count
+                    else nbytes(x),
+                    leaf=number,
+                )
+            )
+        return found
+
+
+class _Static:
+    """Extra arguments that are not arrays, and where the arrays among them go."""
+
+    def __init__(self, treedef: Any, is_array: tuple[bool, ...], rest: tuple[Any, ...]):
+        self.treedef, self.is_array, self.rest = treedef, is_array, rest
+
+    def merge(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        array, rest = iter(arrays), iter(self.rest)
+        leaves = [next(array) if yes else next(rest) for yes in self.is_array]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+    def _key(self) -> Any:
+        return self.treedef, self.is_array, self.rest
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Static) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+def _paths(tree: Any) -> tuple[list[jax.tree_util.KeyPath], list[Any]]:
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [path for path, _ in flat], [leaf for _, leaf in flat]
+
+
+def _place(value: Any, aval: Any, host: bool, like: Any, placed: list[Any]) -> Any:
+    """Puts one leaf of a new state where it will live."""
+    value = jnp.asarray(value, aval.dtype)
+    traced = isinstance(value, jax.core.Tracer)
+    if traced:
+        return jax.device_put(value, HOST) if host else value
+    like_sharding = getattr(like, "sharding", None)
+    if getattr(like, "shape", None) == value.shape and getattr(like, "committed", False):
+        kind = PINNED_HOST if host else None
+        sharding = like_sharding.with_memory_kind(kind) if host else like_sharding
+        value = jax.device_put(value, sharding)
+    elif host:
+        value = jax.device_put(value, HOST)
+    return value.block_until_ready() if host else value
+
+
+def _refuse_dtype(path: Any, leaf: Any) -> None:
+    dtype = jax.typeof(leaf).dtype
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            f"parameter {_keystr(path)} has dtype {dtype}: only floating point and"
+            " complex parameters have moments. Leave it out with"
+            " optax.masked(paged(...), mask), or optax.partition."
+        )
+
+
+def _refuse_host(what: str, tree: Any) -> None:
+    for path, leaf in zip(*_paths(tree), strict=True):
+        if on_host(leaf):
+            raise ValueError(
+                f"{what} {_keystr(path)} is in host memory ({jax.typeof(leaf)}): only"
+                " moments belong there. jax.jit pairs donated buffers with outputs by"
+                " shape and order alone, so a step that donates the state can return"
+                " parameters in the moments' place. Build the step with"
+                " paged_optax.jit_step, or state out_shardings; to mend an array, use"
+                " jax.device_put(x, jax.memory.Space.Device)."
+            )
+
+
+def _refuse_different(updates: Any, params: Any) -> None:
+    update_paths, update_leaves = _paths(updates)
+    parameter_paths, parameter_leaves = _paths(params)
+    if jax.tree.structure(updates) != jax.tree.structure(params):
+        here, there = set(map(tuple, update_paths)), set(map(tuple, parameter_paths))
+        odd = sorted(map(_keystr, here ^ there)) or ["(another container type)"]
+        raise ValueError(
+            "the gradients' structure differs from the parameters' at"
+            f" {', '.join(odd[:3])}: pass gradients taken of these parameters."
+        )
+    for path, update, parameter in zip(
+        update_paths, update_leaves, parameter_leaves, strict=True
+    ):
+        if np.shape(update) != np.shape(parameter):
+            raise ValueError(
+                f"gradient {_keystr(path)} has shape {np.shape(update)}, its parameter"
+                f" {np.shape(parameter)}: pass gradients taken of these parameters."
+            )
+
+
+def _refuse_changes(shapes: Any, updates: Any, state: Any) -> None:
+    new_updates, new_state = shapes
+    if jax.tree.structure(new_state) != jax.tree.structure(state):
+        raise ValueError(
+            "inner.update returned a state of another structure than it was given:"
+            " pass the state that init made for these parameters."
+        )
+    for what, old, new in (
+        ("update", updates, new_updates),
+        ("state", state, new_state),
+    ):
+        for path, before, after in zip(
+            *_paths(old), jax.tree.leaves(new), strict=True
+        ):
+            same_dtype = what == "update" or before.dtype == after.dtype
+            if np.shape(before) != after.shape or not same_dtype:
+                raise ValueError(
+                    f"{what} {_keystr(path)} would turn from {jax.typeof(before)} into"
+                    f" {after.dtype}{list(after.shape)}, and could not stay in its own"
+                    " buffer: pass gradients of the shapes and dtypes that the state"
+                    " was made for."
+                )

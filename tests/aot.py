@@ -1,0 +1,98 @@
+"""The real accelerator compilers, on a machine without accelerators.
+
+`h200(build)` and `v5e(build)` hand a program to XLA:GPU for H200s and to XLA:TPU for
+v5e chips, and return its own buffer assignment and scheduled HLO. `build(mesh)`
+returns a jitted function and its abstract arguments, placed on that mesh.
+
+The H200 path leans on private JAX entry points (checked with jax 0.10.2 and
+0.12.0.1): the program is lowered for CUDA on a CPU mesh, because a device that is
+not there has no memories to name, and handed to the compile-only client.
+"""
+
+import collections
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import compiler
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxlib import _jax
+
+from paged_optax.report import MemoryReport
+
+Build = Callable[[Mesh], tuple[Any, tuple[Any, ...]]]
+
+_H200 = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
+
+
+def h200(build: Build, devices: int = 1) -> MemoryReport:
+    """Compiles `build(mesh)` for `devices` H200s of one host."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=_H200, topology=f"1x{devices}x1"
+    )
+    jitted, args = build(Mesh(np.array(jax.devices()[:devices]), ("x",)))
+    lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
+    options = compiler.get_compile_options(
+        num_replicas=1,
+        num_partitions=devices,
+        device_assignment=np.array([[d.id for d in topology.devices]]),
+    )
+    options.executable_build_options.use_spmd_partitioning = True
+    options.executable_build_options.use_shardy_partitioner = True
+    client = topology.devices[0].client
+    compiled = client.compile(
+        lowered.compiler_ir(), _jax.DeviceList(tuple(topology.devices)), options
+    )
+    return MemoryReport.of(
+        compiled.get_compiled_memory_stats(), compiled.hlo_modules()[0].to_string()
+    )
+
+
+def v5e(build: Build, devices: int = 1, topology: str = "v5e:2x2") -> MemoryReport:
+    """Compiles `build(mesh)` for the first `devices` chips of a TPU topology."""
+    chips = topologies.get_topology_desc(
+        platform="tpu", topology_name=topology
+    ).devices[:devices]
+    jitted, args = build(Mesh(np.array(chips), ("x",)))
+    compiled = jitted.lower(*args).compile()
+    return MemoryReport.of(compiled.memory_analysis(), compiled.as_text())
+
+
+def placements(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
+    """Replicated over the mesh: in device memory, and in pinned host memory."""
+    device = NamedSharding(mesh, PartitionSpec(), memory_kind="device")
+    return device, device.with_memory_kind("pinned_host")
+
+
+def descriptors(hlo: str) -> collections.Counter[tuple[str, str, int, int]]:
+    """Where the compiled H200 program really reads and writes host memory.
+
+    XLA:GPU attaches to each asynchronous slice of a host buffer inside a loop the
+    first byte and the bytes from one trip to the next.
+
+    Returns:
+      Counts of (operation, page shape, first byte, bytes from page to page).
+    """
+    found: collections.Counter[tuple[str, str, int, int]] = collections.Counter()
+    for computation in hlo.split("\n\n"):
+        if "S(5)" not in computation or "dynamic" not in computation[:80]:
+            continue
+        for line in computation.splitlines():
+            operation = re.search(r" dynamic-(update-)?slice\(", line)
+            if operation is None:
+                continue
+            fields = dict(re.findall(r'"byte_(offset|stride)":"(-?\d+)"', line))
+            if fields:
+                kind = "write" if operation[1] else "read"
+                shape = re.search(r"dynamic_slice_sizes=\{([\d,]*)\}", line)
+                found[
+                    kind,
+                    shape[1] if shape else "",
+                    int(fields["offset"]),
+                    int(fields["stride"]),
+                ] += 1
+    return found
