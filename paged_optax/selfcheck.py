@@ -15,7 +15,7 @@ import numpy as np
 from paged_optax import granularity
 from paged_optax.memory import HOST
 from paged_optax.plan import cut
-from paged_optax.stream import open_gate, stream
+from paged_optax.stream import stream
 
 
 class BackendError(RuntimeError):
@@ -53,7 +53,6 @@ def run_check(backend: str) -> None:
         pages = cut(shape, (4,), rows * shape[1] * 4)
         found = stream(
             tuple(arrays[i] for i in leaf.inputs),
-            open_gate(),
             program=leaf.program,
             overwrites=tuple(leaf.inputs.index(i) for i in leaf.outputs),
             pages=pages,

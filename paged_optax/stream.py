@@ -9,10 +9,10 @@ one loop a leaf. Two choices keep this right and small on every compiler at hand
   variable alone and ignores what is computed from it; with this form its transfer
   descriptors cover exactly the page in jax 0.10.2 and in 0.12.0.1. No reshape is
   needed either: a last page of fewer rows is one more access at a fixed row.
-- **Each leaf sits behind a gate**: an outer loop whose trip count the compiler
-  cannot see. Nothing of the leaf is hoisted out of it, so leaves of a single page
-  stay one at a time too (16 leaves of 64 MiB: 256 MiB of scratch on H200 and v5e
-  instead of 2176), and a gate of 0 moves no byte.
+- **A leaf of a single page sits behind a gate**: a loop whose trip count the compiler
+  cannot see. Nothing of the leaf is hoisted out of it, so such leaves stay one at a
+  time too (16 leaves of 64 MiB: 256 MiB of scratch on H200 and v5e instead of 2176).
+  A gate given from outside as 0 moves no byte.
 
 This module knows nothing of Optax.
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _CPU_DROPS_BARRIERS = jax.__version_info__ < (0, 11, 2)
 
 
-def open_gate() -> Int[Array, ""]:
+def _open_gate() -> Int[Array, ""]:
     """A trip count of 1: known to XLA:CPU, which has nothing to bound; else opaque."""
     return lax.platform_dependent(
         cpu=lambda: jnp.int32(1),
@@ -51,7 +51,7 @@ def open_gate() -> Int[Array, ""]:
 @functools.partial(jax.jit, static_argnames=("program", "overwrites", "pages"))
 def stream(
     arrays: tuple[Array, ...],
-    gate: Int[Array, ""],
+    gate: Int[Array, ""] | None = None,
     *,
     program: "Program",
     overwrites: tuple[int, ...],
@@ -63,7 +63,7 @@ def stream(
       arrays: The program's arguments, in host or device memory, then any further
         buffers to overwrite. Arrays of the leaf's shape are paged; others (scalars)
         are given to every page whole.
-      gate: 1 to update the leaf; 0 to leave it, moving nothing.
+      gate: 1 to update the leaf; 0 to leave it, moving nothing. None always updates.
       program: What to compute on a page; see `granularity.Program`.
       overwrites: For each of its results, the position of the array it replaces,
         of the same shape and dtype.
@@ -106,20 +106,24 @@ def stream(
                 return page
             return lax.dynamic_update_slice_in_dim(x, page, start, pages.axis)
 
-        inputs = [read(position) for position in range(program.inputs)]
-        page_shape = _page_shape(pages, size) if pages.count else None
-        results = _apart(lambda *x: tuple(program(x, page_shape)), inputs)
         # Only what travels is kept apart from its neighbours; gradients and
         # parameters are read and written by the computation itself.
+        inputs = _barrier(
+            [read(position) for position in range(program.inputs)],
+            [on_host(current[position]) for position in range(program.inputs)],
+        )
+        page_shape = _page_shape(pages, size) if pages.count else None
+        results = _apart(lambda *x: tuple(program(x, page_shape)), inputs)
         results = _barrier(results, [on_host(current[p]) for p in overwrites])
         for position, result in zip(overwrites, results, strict=True):
             current[position] = write(position, result)
         return tuple(current[position] for position in targets)
 
+    extent = pages.view[pages.axis] if pages.count else 1
+    size = pages.size if pages.count else 1
+    full = extent - extent % size
+
     def leaf(buffers: tuple[Array, ...]) -> tuple[Array, ...]:
-        extent = pages.view[pages.axis] if pages.count else 1
-        size = pages.size if pages.count else 1
-        full = extent - extent % size
         if full == size:
             buffers = update(0, size, buffers)
         else:
@@ -132,13 +136,43 @@ def stream(
             buffers = update(full, extent - full, buffers)
         return buffers
 
-    _, buffers = lax.while_loop(
-        lambda carry: carry[0] < gate,
-        lambda carry: (carry[0] + 1, leaf(carry[1])),
-        (jnp.int32(0), tuple(viewed[position] for position in targets)),
-    )
+    buffers = tuple(viewed[position] for position in targets)
+    if gate is None and size < extent == full:
+        buffers = leaf(buffers)  # its own loop keeps it together
+    else:
+        trips = _open_gate() if gate is None else gate
+        _, buffers = lax.while_loop(
+            lambda carry: carry[0] < trips,
+            lambda carry: (carry[0] + 1, leaf(carry[1])),
+            (jnp.int32(0), buffers),
+        )
     written = dict(zip(targets, buffers, strict=True))
     return tuple(written[p].reshape(arrays[p].shape) for p in overwrites)
+
+
+@functools.partial(jax.jit, static_argnames=("program", "pages", "dtype"))
+def fill(
+    arrays: tuple[Array, ...], *, program: "Program", pages: Pages, dtype: jnp.dtype
+) -> Array:
+    """Makes one leaf in host memory, page by page.
+
+    `lax.empty` moved to the host allocates there and nowhere else, on both
+    accelerators (jax 0.10.2, 0.12.0.1), so that the leaf never exists on the device.
+
+    Args:
+      arrays: The program's arguments.
+      program: What makes a page; its only result is the leaf.
+      pages: The geometry.
+      dtype: The leaf's dtype.
+
+    Returns:
+      The leaf.
+    """
+    blank = jax.device_put(lax.empty(pages.leaf, dtype), HOST)
+    (leaf,) = stream(
+        (*arrays, blank), program=program, overwrites=(len(arrays),), pages=pages
+    )
+    return leaf
 
 
 def _page_shape(pages: Pages, size: int) -> tuple[int, ...]:

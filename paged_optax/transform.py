@@ -1,6 +1,5 @@
 """`paged`: any Optax transformation, its state in host memory."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 
 from paged_optax import granularity
 from paged_optax.memory import (
-    DEVICE,
     HOST,
     PINNED_HOST,
     nbytes,
@@ -29,7 +28,7 @@ from paged_optax.plan import (
     whole,
 )
 from paged_optax.selfcheck import check_backend
-from paged_optax.stream import open_gate, stream
+from paged_optax.stream import fill, stream
 
 _keystr = jax.tree_util.keystr
 
@@ -140,23 +139,26 @@ class _Pager:
         analysis = granularity.analyse(
             closed, [None] * len(leaves), [None] * len(avals), str
         )
-        placed: list[Any] = [None] * len(avals)
 
-        def finish(position: int, value: Any) -> Any:
-            owner = owners[position]
-            like = leaves[owner] if owner is not None else None
-            return _place(value, avals[position], not stays[position], like, placed)
-
-        # One leaf at a time: each is placed before the next is made.
         def run_leaf(leaf: granularity.LeafUpdate, inputs: list[Any]) -> list[Any]:
-            for position, value in zip(leaf.outputs, leaf.program(inputs), strict=True):
-                placed[position] = finish(position, value)
-            return [placed[position] for position in leaf.outputs]
+            (position,) = leaf.outputs
+            if stays[position]:
+                return leaf.program(inputs)
+            dtype = avals[position].dtype
+            pages = self.pages(leaf, (dtype.itemsize,))
+            made = fill(tuple(inputs), program=leaf.program, pages=pages, dtype=dtype)
+            return [made]
 
-        made = analysis.evaluate(leaves, run_leaf)
-        for position, value in enumerate(made):
-            if placed[position] is None:
-                placed[position] = finish(position, value)
+        placed = [
+            _place(
+                jnp.asarray(value, aval.dtype),
+                not stay,
+                None if owner is None else leaves[owner],
+            )
+            for value, aval, stay, owner in zip(
+                analysis.evaluate(leaves, run_leaf), avals, stays, owners, strict=True
+            )
+        ]
         return jax.tree.unflatten(jax.tree.structure(shapes), placed)
 
     # -- update -------------------------------------------------------------
@@ -206,7 +208,6 @@ class _Pager:
         arguments = jax.tree.leaves((updates, state, params, arrays))
         if any(map(on_host, arguments)):
             check_backend()
-        gate = open_gate()
 
         def run_leaf(leaf: granularity.LeafUpdate, inputs: list[Any]) -> Sequence[Any]:
             if not any(map(on_host, inputs)) and not any(
@@ -227,10 +228,11 @@ class _Pager:
                 overwrites.append(known)
             return stream(
                 (*inputs, *extra),
-                gate,
                 program=leaf.program,
                 overwrites=tuple(overwrites),
-                pages=self.pages(leaf, inputs),
+                pages=self.pages(
+                    leaf, [x.dtype.itemsize for x in inputs if on_host(x)]
+                ),
             )
 
         results = analysis.evaluate(arguments, run_leaf)
@@ -241,12 +243,11 @@ class _Pager:
                 results[position] = jax.device_put(results[position], HOST)
         return jax.tree.unflatten(structure, results)
 
-    def pages(self, leaf: granularity.LeafUpdate, inputs: Sequence[Any]) -> Pages:
-        """The geometry of a leaf whose program has these arguments."""
-        travelling = tuple(x.dtype.itemsize for x in inputs if on_host(x))
-        if not leaf.program.elementwise or not travelling:
+    def pages(self, leaf: granularity.LeafUpdate, itemsizes: Sequence[int]) -> Pages:
+        """The geometry of a leaf whose travelling moments have these item sizes."""
+        if not leaf.program.elementwise or not itemsizes:
             return whole(leaf.shape)
-        return cut(leaf.shape, travelling, self.configuration.page_size)
+        return cut(leaf.shape, tuple(itemsizes), self.configuration.page_size)
 
     def analyse(
         self,
@@ -304,12 +305,7 @@ class _Pager:
         for number, leaf in enumerate(analysis.leaves):
             inside = {i - gradients for i in (*leaf.inputs, *leaf.outputs)}
             inside = {i for i in inside if 0 <= i < len(avals) and not stays[i]}
-            itemsizes = tuple(avals[i].dtype.itemsize for i in sorted(inside))
-            pages = (
-                cut(leaf.shape, itemsizes, self.configuration.page_size)
-                if leaf.program.elementwise and itemsizes
-                else whole(leaf.shape)
-            )
+            pages = self.pages(leaf, [avals[i].dtype.itemsize for i in sorted(inside)])
             geometry.update((i, (number, pages)) for i in inside)
         found = []
         for i, (path, x) in enumerate(zip(state_paths, avals, strict=True)):
@@ -361,20 +357,15 @@ def _paths(tree: Any) -> tuple[list[jax.tree_util.KeyPath], list[Any]]:
     return [path for path, _ in flat], [leaf for _, leaf in flat]
 
 
-def _place(value: Any, aval: Any, host: bool, like: Any, placed: list[Any]) -> Any:
-    """Puts one leaf of a new state where it will live."""
-    value = jnp.asarray(value, aval.dtype)
-    traced = isinstance(value, jax.core.Tracer)
-    if traced:
-        return jax.device_put(value, HOST) if host else value
-    like_sharding = getattr(like, "sharding", None)
-    if getattr(like, "shape", None) == value.shape and getattr(like, "committed", False):
-        kind = PINNED_HOST if host else None
-        sharding = like_sharding.with_memory_kind(kind) if host else like_sharding
-        value = jax.device_put(value, sharding)
-    elif host:
-        value = jax.device_put(value, HOST)
-    return value.block_until_ready() if host else value
+def _place(value: Array, host: bool, like: Any) -> Array:
+    """Puts one leaf of a new state beside its parameter, in the memory it belongs to."""
+    concrete = not isinstance(value, jax.core.Tracer)
+    if concrete and getattr(like, "committed", False) and like.shape == value.shape:
+        sharding = like.sharding
+        if host:
+            sharding = sharding.with_memory_kind(PINNED_HOST)
+        return jax.device_put(value, sharding)
+    return jax.device_put(value, HOST) if host and not on_host(value) else value
 
 
 def _refuse_dtype(path: Any, leaf: Any) -> None:
