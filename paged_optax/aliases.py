@@ -5,7 +5,6 @@ then those of `paged`. The names that end in `_32bit` are those of Hugging Face 
 bitsandbytes.
 """
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +27,6 @@ def _alias(
     own = inspect.signature(optimizer)
     paging = {parameter.name for parameter in _PAGING}
 
-    @functools.wraps(optimizer)
     def build(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
         chosen = {key: kwargs.pop(key) for key in paging & kwargs.keys()}
         return paged(optimizer(*args, **kwargs), **chosen)
@@ -61,12 +59,11 @@ def _alias(
     References:
       The optimizer: `optax` documentation, `{source}`.
     """
-    # `__wrapped__` would show the unpaged function to tools that look behind.
-    del build.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]
-    build.__signature__ = own.replace(  # pyright: ignore[reportFunctionMemberAccess]
+    signature = own.replace(
         parameters=[*own.parameters.values(), *_PAGING],
         return_annotation=optax.GradientTransformationExtraArgs,
     )
+    setattr(build, "__signature__", signature)  # noqa: B010: no declared attribute
     return build
 
 

@@ -56,6 +56,10 @@ _CALLS = {
 _SHARED_ELEMENTS = 1024
 
 
+#: Owner of what is made of all parameters laid end to end, as `optax.flatten` does.
+_JOINED = -1
+
+
 class CrossLeafError(ValueError):
     """The transformation mixes several parameters, so no page can be updated alone."""
 
@@ -164,13 +168,16 @@ class LeafUpdate:
     Attributes:
       program: What to compute.
       inputs: Numbers of the values that are the program's arguments.
-      outputs: Positions of its results among the traced function's outputs.
+      outputs: Positions of its results among the traced function's outputs; `~n` for
+        a result that is the value numbered `n`, on its way to some of them.
+      avals: The results' shapes and dtypes.
       shape: The leaf's shape, that of every array an element-wise program touches.
     """
 
     program: Program
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    avals: tuple[Any, ...]
     shape: tuple[int, ...]
 
 
@@ -184,6 +191,9 @@ class Analysis:
       shared_inputs: Numbers of the values that are its arguments.
       shared_outputs: Numbers its results get.
       leaves: One program a leaf.
+      tail: What cuts results of joined leaves apart again; empty otherwise.
+      tail_inputs: Numbers of the values that are its arguments.
+      tail_outputs: Positions of its results among the outputs.
       direct: Outputs that are a numbered value or a constant: position to operand.
     """
 
@@ -192,6 +202,9 @@ class Analysis:
     shared_inputs: tuple[int, ...]
     shared_outputs: tuple[int, ...]
     leaves: tuple[LeafUpdate, ...]
+    tail: Program
+    tail_inputs: tuple[int, ...]
+    tail_outputs: tuple[int, ...]
     direct: tuple[tuple[int, Operand], ...]
 
     def evaluate(
@@ -208,8 +221,14 @@ class Analysis:
             for position, x in self.direct
         }
         for leaf in self.leaves:
-            out = run_leaf(leaf, [values[i] for i in leaf.inputs])
-            results.update(zip(leaf.outputs, out, strict=True))
+            made = run_leaf(leaf, [values[i] for i in leaf.inputs])
+            for position, value in zip(leaf.outputs, made, strict=True):
+                if position < 0:
+                    values[~position] = value
+                else:
+                    results[position] = value
+        tail = self.tail([values[i] for i in self.tail_inputs])
+        results.update(zip(self.tail_outputs, tail, strict=True))
         return [results[position] for position in range(len(results))]
 
 
@@ -352,51 +371,86 @@ def analyse(
     flat = _Flat(closed)
     owner: list[int | None] = [*owners, *[None] * (len(flat.avals) - len(owners))]
     producer: dict[int, int] = {}
+    joined: dict[int, None] = {}
     for index, equation in enumerate(flat.equations):
-        whose = {owner[x] for x in equation.inputs if not isinstance(x, Constant)}
-        whose.discard(None)
-        if len(whose) > 1:
-            first, second = sorted(whose)[:2]  # pyright: ignore[reportArgumentType]
-            raise CrossLeafError(
-                f"this transformation cannot be paged: `{equation.primitive.name}`"
-                f" combines values of {name(first)} and {name(second)}, so no page"  # pyright: ignore[reportArgumentType]
-                " can be updated without the others. Chain the part that looks across"
-                " parameters outside, as in"
-                " optax.chain(optax.clip_by_global_norm(1.0), paged(...))."
-            )
+        whose = {
+            o
+            for x in equation.inputs
+            if not isinstance(x, Constant) and (o := owner[x]) is not None
+        }
+        if len(whose) > 1 and _JOINED not in whose:
+            if equation.primitive.name != "concatenate":
+                first, second = sorted(whose)[:2]
+                raise CrossLeafError(
+                    "this transformation cannot be paged:"
+                    f" `{equation.primitive.name}` combines values of {name(first)} and"
+                    f" {name(second)}, so no page can be updated without the others."
+                    " Chain the part that looks across parameters outside, as in"
+                    " optax.chain(optax.clip_by_global_norm(1.0), paged(...))."
+                )
+            joined.update((x, None) for x in equation.outputs)
         for value in equation.outputs:
             producer[value] = index
-            owner[value] = next(iter(whose), None)
+            owner[value] = _JOINED if len(whose) > 1 else next(iter(whose), None)
 
-    is_shared = lambda x: owner[x] is None and flat.size(x) <= _SHARED_ELEMENTS
+    def is_shared(value: int) -> bool:
+        small = owner[value] is None and flat.size(value) <= _SHARED_ELEMENTS
+        return small or value in joined
+
     groups: dict[Any, list[int]] = {}
     direct: list[tuple[int, Operand]] = []
     for position, value in enumerate(flat.outputs):
-        whose = output_owners[position]
-        if isinstance(value, Constant) or value < flat.arguments:
-            direct.append((position, value))  # handed through
-        elif (owned := owner[value]) is not None or not is_shared(value):
-            key = owned if owned is not None else whose
-            groups.setdefault(("orphan", position) if key is None else key, []).append(
-                position
-            )
-        else:
+        if isinstance(value, Constant) or value < flat.arguments or is_shared(value):
             direct.append((position, value))
+            continue
+        keys = (owner[value], output_owners[position])
+        key = next((key for key in keys if key is not None), ("orphan", position))
+        groups.setdefault(key, []).append(position)
+
+    shared: dict[int, None] = dict.fromkeys(
+        x for _, x in direct if isinstance(x, int) and x >= flat.arguments
+    )
+    share = lambda inputs: shared.update(
+        (x, None) for x in inputs if x >= flat.arguments and is_shared(x)
+    )
+    # Leaves laid end to end are one leaf to what follows element by element; where
+    # the result is cut apart again, that leaf ends and the tail begins.
+    cut_apart = [
+        position
+        for position in groups.get(_JOINED, ())
+        if flat.shape(flat.outputs[position]) != flat.shape(next(iter(joined)))
+    ]
+    full = flat.shape(next(iter(joined))) if joined else ()
+
+    def in_tail(value: int) -> bool:
+        if owner[value] != _JOINED or value in joined:
+            return False
+        equation = flat.equations[producer[value]]
+        operands = (*equation.inputs, *equation.outputs)
+        return not all(flat.shape(x) in (full, ()) for x in operands)
+
+    tail, tail_inputs = flat.program(
+        [flat.outputs[p] for p in cut_apart], in_tail, producer, ()
+    )
+    share(tail_inputs)
+    between = [x for x in tail_inputs if x >= flat.arguments and not is_shared(x)]
 
     leaves = []
-    shared: dict[int, None] = {
-        x: None
-        for _, x in direct
-        if not isinstance(x, Constant) and x >= flat.arguments
-    }
-    for positions in groups.values():
-        wanted = [flat.outputs[p] for p in positions]
+    for key, positions in groups.items():
+        outputs = [p for p in positions if p not in cut_apart]
+        wanted = [flat.outputs[p] for p in outputs]
+        if key == _JOINED:
+            wanted += between
+            outputs += [~x for x in between]
         shape = flat.shape(wanted[0])
         program, inputs = flat.program(
             wanted, lambda x: not is_shared(x), producer, shape
         )
-        shared.update((x, None) for x in inputs if x >= flat.arguments)
-        leaves.append(LeafUpdate(program, inputs, tuple(positions), shape))
+        share(inputs)
+        avals = tuple(
+            closed.out_avals[p] if p >= 0 else flat.avals[~p] for p in outputs
+        )
+        leaves.append(LeafUpdate(program, inputs, tuple(outputs), avals, shape))
     program, inputs = flat.program(tuple(shared), lambda _: True, producer, ())
     return Analysis(
         constants=tuple(closed.consts),
@@ -404,6 +458,9 @@ def analyse(
         shared_inputs=inputs,
         shared_outputs=tuple(shared),
         leaves=tuple(leaves),
+        tail=tail,
+        tail_inputs=tail_inputs,
+        tail_outputs=tuple(cut_apart),
         direct=tuple(direct),
     )
 

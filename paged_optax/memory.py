@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 
 HOST = jax.memory.Space.Host
 DEVICE = jax.memory.Space.Device
@@ -23,7 +24,7 @@ PINNED_HOST = "pinned_host"
 
 def on_host(x: Any) -> bool:
     """Whether an array, a traced value or an abstract value lives in host memory."""
-    aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+    aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
     return aval.memory_space == HOST
 
 
@@ -33,20 +34,20 @@ def nbytes(x: Any) -> int:
 
 
 @functools.cache
-def memory_kinds(device: jax.Device) -> tuple[str, ...]:
-    """The memory kinds a device can address, its default one first."""
+def memory_kinds() -> tuple[str, ...]:
+    """The memory kinds of the default backend's devices, their own default first."""
+    device = jax.devices()[0]
     default = device.default_memory().kind
     others = (memory.kind for memory in device.addressable_memories())
     return (default, *(kind for kind in others if kind != default))
 
 
-def resolve_host_memory_kind(asked: str, device: jax.Device | None = None) -> str:
+def resolve_host_memory_kind(asked: str) -> str:
     """The memory kind that will hold paged moments on this backend.
 
     Args:
       asked: `"pinned_host"`, or `"auto"`, which takes pinned host memory where
         there is some and device memory where there is none.
-      device: The device that will stream; the default backend's first if absent.
 
     Returns:
       `"pinned_host"`, or the device's own memory kind for `"auto"` on a backend
@@ -60,22 +61,20 @@ def resolve_host_memory_kind(asked: str, device: jax.Device | None = None) -> st
       >>> resolve_host_memory_kind("pinned_host")
       'pinned_host'
     """
-    device = device or jax.devices()[0]
-    kinds = memory_kinds(device)
+    kinds, backend = memory_kinds(), jax.default_backend()
     if asked == "auto":
         return PINNED_HOST if PINNED_HOST in kinds else kinds[0]
     if asked != PINNED_HOST:
         raise ValueError(
             f"host_memory_kind={asked!r} cannot hold paged moments: JAX tells only"
             f" {PINNED_HOST!r} from device memory in an array's type. This backend"
-            f" ({device.platform}) has {', '.join(kinds)}. Use {PINNED_HOST!r}, or"
-            ' "auto".'
+            f" ({backend}) has {', '.join(kinds)}. Use {PINNED_HOST!r}, or 'auto'."
         )
     if asked not in kinds:
         raise ValueError(
-            f"host_memory_kind={asked!r}: this backend ({device.platform}) has only"
-            f' {", ".join(kinds)}. Pass host_memory_kind="auto" to keep the moments'
-            " in device memory where the host kind is missing."
+            f"host_memory_kind={asked!r}: this backend ({backend}) has only"
+            f" {', '.join(kinds)}. Pass host_memory_kind='auto' to keep the moments in"
+            " device memory where the host kind is missing."
         )
     return asked
 

@@ -63,7 +63,7 @@ def run_check(backend: str) -> None:
         if wrong.size:
             raise BackendError(
                 f"jax {jax.__version__} corrupts pages on {backend}: rows"
-                f" {wrong[:8].tolist()} of the {name} came back wrong in the self-check."
+                f" {wrong[:8].tolist()} of the {name} are wrong in the self-check."
                 " Install jax 0.11.2 or newer, known to be good, and report this with"
                 " your driver's version; PAGED_OPTAX_SELF_CHECK=0 skips the check."
             )

@@ -121,7 +121,8 @@ def _check_donations(hlo: str, args: tuple[Any, ...], donated: tuple[int, ...]) 
     header = hlo[: hlo.find("\n\n")]
     aliases = re.search(r"input_output_alias=\{(.*?)\}, entry_computation", header)
     reused = {
-        int(number) for number in re.findall(r": \((\d+),", aliases[1] if aliases else "")
+        int(number)
+        for number in re.findall(r": \((\d+),", aliases[1] if aliases else "")
     }
     flat = jax.tree_util.tree_flatten_with_path(args)[0]
     lost = [

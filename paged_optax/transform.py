@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.core import Tracer
 
 from paged_optax import granularity
 from paged_optax.memory import (
@@ -188,7 +189,7 @@ class _Pager:
             tuple(x for x, yes in zip(extra, is_array, strict=True) if not yes),
         )
         arguments = (updates, state, params, arrays)
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments)):
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
             return self._stream(*arguments, static=static)
         return self._eager(*arguments, static=static)
 
@@ -201,33 +202,29 @@ class _Pager:
         *,
         static: "_Static",
     ) -> tuple[optax.Updates, optax.OptState]:
-        analysis, structure, avals = self.analyse(
-            updates, state, params, arrays, static
-        )
+        analysis, structure = self.analyse(updates, state, params, arrays, static)
         gradients = jax.tree.leaves(updates)
         arguments = jax.tree.leaves((updates, state, params, arrays))
         if any(map(on_host, arguments)):
             check_backend()
 
         def run_leaf(leaf: granularity.LeafUpdate, inputs: list[Any]) -> Sequence[Any]:
-            if not any(map(on_host, inputs)) and not any(
-                on_host(arguments[position]) for position in leaf.outputs
-            ):
+            olds = [arguments[p] if p >= 0 else None for p in leaf.outputs]
+            if not any(on_host(x) for x in (*inputs, *olds) if x is not None):
                 return leaf.program(inputs)
-            extra, overwrites = [], []
-            for position in leaf.outputs:
-                old, new = arguments[position], avals[position]
-                if old.dtype != new.dtype or old.shape != new.shape:
-                    # An update of another dtype than its gradient cannot take over
-                    # its buffer.
+            buffers, overwrites = list(inputs), []
+            for old, new in zip(olds, leaf.avals, strict=True):
+                if old is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+                    # An update of another dtype than its gradient, say, cannot take
+                    # over its buffer.
                     old = jnp.zeros(new.shape, new.dtype)
-                known = next((i for i, x in enumerate(inputs) if x is old), None)
+                known = next((i for i, x in enumerate(buffers) if x is old), None)
                 if known is None:
-                    known = len(inputs) + len(extra)
-                    extra.append(old)
+                    known = len(buffers)
+                    buffers.append(old)
                 overwrites.append(known)
             return stream(
-                (*inputs, *extra),
+                tuple(buffers),
                 program=leaf.program,
                 overwrites=tuple(overwrites),
                 pages=self.pages(
@@ -256,12 +253,11 @@ class _Pager:
         params: Any,
         arrays: list[Any],
         static: "_Static",
-    ) -> tuple[granularity.Analysis, Any, list[Any]]:
+    ) -> tuple[granularity.Analysis, Any]:
         """Traces `inner.update` once and takes it apart.
 
         Returns:
-          The analysis, the structure of what `update` returns, and the abstract
-          values of its leaves: updates, then state.
+          The analysis, and the structure of what `update` returns.
         """
 
         def function(updates, state, params, arrays):
@@ -270,7 +266,6 @@ class _Pager:
 
         paths, gradients = _paths(updates)
         closed, shapes = granularity.trace(function, updates, state, params, arrays)
-        avals = jax.tree.leaves(shapes)
         _refuse_changes(shapes, updates, state)
         count = len(gradients)
         states = len(jax.tree.leaves(state))
@@ -287,7 +282,7 @@ class _Pager:
             [*range(count), *[None] * states],
             lambda i: f"parameter {_keystr(paths[i])}",
         )
-        return analysis, jax.tree.structure(shapes), avals
+        return analysis, jax.tree.structure(shapes)
 
     def moments(self, params: Any, extra_args: dict[str, Any]) -> list[Moment]:
         """What `init` would place where, and how `update` would cut it."""
@@ -299,7 +294,7 @@ class _Pager:
         stays = resident(avals, owners, self.configuration)
         extra, treedef = jax.tree.flatten(extra_args)
         static = _Static(treedef, (False,) * len(extra), tuple(extra))
-        analysis, *_ = self.analyse(params, shapes, params, [], static)
+        analysis, _ = self.analyse(params, shapes, params, [], static)
         gradients = len(parameter_paths)
         geometry: dict[int, tuple[int, Pages]] = {}
         for number, leaf in enumerate(analysis.leaves):
@@ -309,9 +304,7 @@ class _Pager:
             geometry.update((i, (number, pages)) for i in inside)
         found = []
         for i, (path, x) in enumerate(zip(state_paths, avals, strict=True)):
-            number, pages = geometry.get(
-                i, (len(analysis.leaves) + i, whole(x.shape))
-            )
+            number, pages = geometry.get(i, (len(analysis.leaves) + i, whole(x.shape)))
             found.append(
                 Moment(
                     path=_keystr(path),
@@ -358,8 +351,8 @@ def _paths(tree: Any) -> tuple[list[jax.tree_util.KeyPath], list[Any]]:
 
 
 def _place(value: Array, host: bool, like: Any) -> Array:
-    """Puts one leaf of a new state beside its parameter, in the memory it belongs to."""
-    concrete = not isinstance(value, jax.core.Tracer)
+    """Puts one leaf of a new state beside its parameter, in its own memory."""
+    concrete = not isinstance(value, Tracer)
     if concrete and getattr(like, "committed", False) and like.shape == value.shape:
         sharding = like.sharding
         if host:
@@ -422,9 +415,7 @@ def _refuse_changes(shapes: Any, updates: Any, state: Any) -> None:
         ("update", updates, new_updates),
         ("state", state, new_state),
     ):
-        for path, before, after in zip(
-            *_paths(old), jax.tree.leaves(new), strict=True
-        ):
+        for path, before, after in zip(*_paths(old), jax.tree.leaves(new), strict=True):
             same_dtype = what == "update" or before.dtype == after.dtype
             if np.shape(before) != after.shape or not same_dtype:
                 raise ValueError(

@@ -58,7 +58,9 @@ def state_on(mesh, tx, params):
     device, host = aot.placements(mesh)
     closed, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
     leaves = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host if on_host(aval) else device)
+        jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=host if on_host(aval) else device
+        )
         for x, aval in zip(jax.tree.leaves(state), closed.out_avals, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(state), leaves)
@@ -176,7 +178,8 @@ def test_scratch_grows_only_by_what_libtpu_keeps_per_copy_on_v5e():
 @pytest.mark.parametrize("shape", [(4099, 4096), (4099, 4097), (7, 1000, 4096)])
 def test_odd_leaves_stay_bounded(compile_for, shape):
     """Leaves no page count divides: a smaller last page, and no copy."""
-    report = compile_for(updating(po.paged_adamw(1e-3, page_size="8MiB"), square(4, shape)))
+    tx = po.paged_adamw(1e-3, page_size="8MiB")
+    report = compile_for(updating(tx, square(4, shape)))
     assert_in_place(report)
     assert report.device_temp <= 48 * MIB
 
@@ -232,10 +235,8 @@ def test_init_allocates_a_page(compile_for, tx):
     assert report.device_temp <= 18 * MIB
 
 
-def test_training_step():
-    """A 16-layer MLP of 4096x4096 at batch 256: resident Optax needs 3224 MiB."""
-    params = square(16)
-    tx = po.paged_adamw(1e-3, page_size="8MiB")
+def training_step(tx, params):
+    """A step of a 16-layer MLP of 4096x4096 at batch 256, for a compiler."""
 
     def loss(params, x):
         for w in params.values():
@@ -258,10 +259,22 @@ def test_training_step():
         )
         return jitted, (weights, state, x)
 
-    report = aot.h200(build)
-    assert report.host_temp == 0
-    assert report.host_aliased == report.host_outputs == report.host_arguments
-    assert report.device_arguments + report.device_temp <= 1204 * MIB
+    return build
+
+
+def test_training_step():
+    """The whole step on an H200: resident Optax without its 2048 MiB of moments."""
+    params = square(16)
+    resident = aot.h200(training_step(optax.adamw(1e-3), params))
+    paged = aot.h200(training_step(po.paged_adamw(1e-3, page_size="8MiB"), params))
+    assert paged.host_temp == 0
+    assert paged.host_aliased == paged.host_outputs == paged.host_arguments
+    needs = lambda report: report.device_arguments + report.device_temp
+    assert needs(paged) <= needs(resident) - 2048 * MIB + 32 * MIB
+    # 3224 MiB resident with jax 0.10.2; XLA of 0.12.0.1 schedules the backward pass
+    # with more gradients alive, and needs 3520 without us.
+    if needs(resident) < 3225 * MIB:
+        assert needs(paged) <= 1204 * MIB
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (4099, 4096), (40, 197, 4096)])
@@ -312,7 +325,8 @@ def test_addresses_of_a_computed_index_are_told_apart():
             jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=s)
             for s in (device, host)
         ]
-        return jax.jit(update, donate_argnums=(0, 1), out_shardings=(device, host)), args
+        jitted = jax.jit(update, donate_argnums=(0, 1), out_shardings=(device, host))
+        return jitted, args
 
     steps = {step for *_, step in aot.descriptors(aot.h200(build).hlo)}
     right = 4 * 512 * 4096

@@ -1,0 +1,538 @@
+"""Train a language model whose AdamW moments live in host memory.
+
+The model is a decoder-only transformer in Flax NNX. It reads bytes of the Python
+standard library's own source files, so nothing is downloaded. It is trained twice
+from the same start, with `paged_adamw` and with `optax.adamw`, and the two runs
+must show the same losses.
+
+    python examples/finetune_lm.py                      # CPU: about a minute
+    python examples/finetune_lm.py --size 1b --no-compare   # a GPU or a TPU
+    python examples/finetune_lm.py --help
+
+What paging asks of a training script is in two places, marked (1) and (2):
+
+1. `paged_adamw` stands where `optax.adamw` stood;
+2. `jit_step` stands where `jax.jit` stood. It states for every array whether it
+   lives on the device or on the host, and checks that donated buffers are reused.
+
+To fine-tune weights of your own, put them into `params` before `tx.init`.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import math
+import pathlib
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from matplotlib.figure import Figure
+from rich import progress
+
+import paged_optax as po
+
+PyTree = Any
+MIB = 2**20
+
+
+# --- The model -----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSize:
+    """Width and depth of a decoder. Parameters: about `12 * layers * width**2`."""
+
+    width: int
+    layers: int
+    heads: int
+
+
+SIZES = {
+    "tiny": ModelSize(width=384, layers=4, heads=6),  # 7 M parameters
+    "100m": ModelSize(width=768, layers=14, heads=12),
+    "1b": ModelSize(width=2048, layers=20, heads=16),
+    "3b": ModelSize(width=3072, layers=28, heads=24),
+}
+VOCABULARY = 256  # one token a byte
+
+
+class Block(nnx.Module):
+    """Causal self-attention, then a two-layer perceptron, each with a residual."""
+
+    def __init__(self, size: ModelSize, *, rngs: nnx.Rngs) -> None:
+        linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
+        self.heads = size.heads
+        self.attention_norm = nnx.RMSNorm(size.width, rngs=rngs)
+        self.query_key_value = linear(size.width, 3 * size.width)
+        self.attention_out = linear(size.width, size.width)
+        self.mlp_norm = nnx.RMSNorm(size.width, rngs=rngs)
+        self.mlp_up = linear(size.width, 4 * size.width)
+        self.mlp_down = linear(4 * size.width, size.width)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        batch, length, width = x.shape
+        projected = self.query_key_value(self.attention_norm(x))
+        query, key, value = jnp.split(
+            projected.reshape(batch, length, 3 * self.heads, -1), 3, axis=2
+        )
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attention_out(mixed.reshape(batch, length, width))
+        return x + self.mlp_down(nnx.gelu(self.mlp_up(self.mlp_norm(x))))
+
+
+class Decoder(nnx.Module):
+    """Tokens `[batch, length]` to logits `[batch, length, VOCABULARY]`.
+
+    The output projection is the transposed token embedding.
+    """
+
+    def __init__(self, size: ModelSize, max_length: int, *, rngs: nnx.Rngs) -> None:
+        embed = functools.partial(
+            nnx.Embed,
+            features=size.width,
+            embedding_init=nnx.initializers.normal(0.02),
+            rngs=rngs,
+        )
+        self.tokens = embed(VOCABULARY)
+        self.positions = embed(max_length)
+        self.blocks = nnx.List([Block(size, rngs=rngs) for _ in range(size.layers)])
+        self.norm = nnx.RMSNorm(size.width, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.tokens.attend(self.norm(x))
+
+
+# --- The text ------------------------------------------------------------------
+
+
+def read_corpus() -> np.ndarray:
+    """The standard library's top-level modules as one array of bytes (4 to 5 MB)."""
+    folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    text = b"\n".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    return np.frombuffer(text, np.uint8)
+
+
+def batches(
+    corpus: np.ndarray, batch: int, length: int, seed: int
+) -> Iterator[np.ndarray]:
+    """Random windows of `length + 1` tokens; the last is only ever a target."""
+    rng = np.random.default_rng(seed)
+    window = np.arange(length + 1)
+    while True:
+        starts = rng.integers(0, len(corpus) - length, size=(batch, 1))
+        yield corpus[starts + window].astype(np.int32)
+
+
+# --- The training step ---------------------------------------------------------
+
+Step = Callable[[PyTree, PyTree, jax.Array], tuple[PyTree, PyTree, jax.Array]]
+
+
+def make_step(
+    graphdef: nnx.GraphDef[Decoder], tx: optax.GradientTransformation
+) -> Step:
+    """Plain Optax: nothing in here knows whether the moments are paged."""
+
+    def loss_fn(params: PyTree, batch: jax.Array) -> jax.Array:
+        model = nnx.merge(graphdef, params)
+        logits = model(batch[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, batch[:, 1:]
+        ).mean()
+
+    def step(
+        params: PyTree, opt_state: PyTree, batch: jax.Array
+    ) -> tuple[PyTree, PyTree, jax.Array]:
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step
+
+
+def new_model(args: argparse.Namespace) -> Decoder:
+    """The decoder that `args` asks for. Equal arguments give equal weights."""
+    return Decoder(SIZES[args.size], args.length, rngs=nnx.Rngs(args.seed))
+
+
+def make_optimizers(
+    args: argparse.Namespace,
+) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """The same optimizer twice: with paged moments, and as Optax has it."""
+    warmup = max(1, args.steps // 10)
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=args.learning_rate,
+        warmup_steps=warmup,
+        decay_steps=max(args.steps, warmup + 1),
+        end_value=0.1 * args.learning_rate,
+    )
+    paged = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        po.paged_adamw(  # (1) here stood optax.adamw
+            schedule,
+            weight_decay=0.1,
+            page_size=args.page_size,
+            device_budget=args.device_budget,
+        ),
+    )
+    plain = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1)
+    )
+    return paged, plain
+
+
+def whole_tree_offload(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+    """Offloading as it is usually written: everything in, update, everything out.
+
+    It frees the device between updates and saves nothing while one runs. It is
+    here for its bar in the memory chart.
+    """
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None
+    ) -> tuple[PyTree, PyTree]:
+        state = jax.device_put(state, jax.memory.Space.Device)
+        updates, state = inner.update(updates, state, params)
+        return updates, jax.device_put(state, jax.memory.Space.Host)
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+def train(
+    label: str,
+    args: argparse.Namespace,
+    tx: optax.GradientTransformation,
+    corpus: np.ndarray,
+) -> tuple[list[float], jax.stages.Compiled]:
+    """Trains from the same start, on the same batches, whatever `tx` is.
+
+    Returns:
+        The loss of every step in nats a token, and the compiled step.
+    """
+    graphdef, params = nnx.split(new_model(args))
+    opt_state = tx.init(params)
+    data = batches(corpus, args.batch, args.length, args.seed)
+
+    started = time.perf_counter()
+    step = po.jit_step(  # (2) here stood jax.jit
+        make_step(graphdef, tx), params, opt_state, next(data), donate_argnums=(0, 1)
+    )
+    print(f"{label}: compiled in {time.perf_counter() - started:.1f} s")
+
+    losses: list[float] = []
+    rate = 0.0
+    columns = (
+        progress.TextColumn("{task.description:12}"),
+        progress.BarColumn(bar_width=20),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("loss {task.fields[loss]:.3f}"),
+        progress.TextColumn("{task.fields[rate]:,.0f} tokens/s"),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("left"),
+    )
+    with progress.Progress(*columns) as bar:
+        task = bar.add_task(label, total=args.steps, loss=float("nan"), rate=rate)
+        started = time.perf_counter()
+        for batch in itertools.islice(data, args.steps):
+            params, opt_state, loss = step(params, opt_state, batch)
+            losses.append(float(loss))
+            tokens = len(losses) * args.batch * args.length
+            rate = tokens / (time.perf_counter() - started)
+            bar.update(task, advance=1, loss=losses[-1], rate=rate)
+    print(
+        f"{label}: loss {losses[0]:.3f} -> {np.mean(losses[-10:]):.3f}"
+        f" (mean of the last 10 steps), {rate:,.0f} tokens/s"
+    )
+    return losses, step.compiled
+
+
+# --- Device memory -------------------------------------------------------------
+
+VARIANTS: tuple[str, ...] = ("resident", "whole-tree offload", "paged")
+
+
+def place(tree: PyTree, memory_kind: str) -> PyTree:
+    """The shapes of `tree`, said to live in `memory_kind`. Allocates nothing."""
+    sharding = jax.sharding.SingleDeviceSharding(
+        jax.devices()[0], memory_kind=memory_kind
+    )
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+    )
+
+
+def compile_only(
+    args: argparse.Namespace, tx: optax.GradientTransformation, memory_kind: str
+) -> jax.stages.Compiled:
+    """The training step with its whole state in `memory_kind`, never run."""
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: new_model(args)))
+    opt_state = jax.eval_shape(tx.init, params)
+    batch = jax.ShapeDtypeStruct((args.batch, args.length + 1), jnp.int32)
+    return po.jit_step(
+        make_step(graphdef, tx),
+        place(params, "device"),
+        place(opt_state, memory_kind),
+        place(batch, "device"),
+        donate_argnums=(0, 1),
+    ).compiled
+
+
+def argument_bytes(compiled: jax.stages.Compiled, memory_kind: str) -> int:
+    """Bytes of the step's arguments that live in `memory_kind`."""
+    arguments = jax.tree.leaves(compiled.args_info)
+    shardings = jax.tree.leaves(compiled.input_shardings)
+    return sum(
+        math.prod(x.shape) * x.dtype.itemsize
+        for x, sharding in zip(arguments, shardings, strict=True)
+        if sharding.memory_kind == memory_kind
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryChart:
+    """Device bytes of each variant, in named parts, and where they come from."""
+
+    source: str
+    device: dict[str, dict[str, int]]  # variant -> part -> bytes
+    host: dict[str, int]  # variant -> bytes
+
+
+def reported_memory(compiled: dict[str, jax.stages.Compiled]) -> MemoryChart:
+    """What XLA's buffer assignment says of the whole training step."""
+    reports = {name: po.memory_report(step) for name, step in compiled.items()}
+    return MemoryChart(
+        "the whole training step, reported by XLA",
+        {
+            name: {
+                "arguments: parameters, moments that stay": report.device_arguments,
+                "scratch: gradients, activations, moments that visit": (
+                    report.device_total - report.device_arguments
+                ),
+            }
+            for name, report in reports.items()
+        },
+        {name: report.host_arguments for name, report in reports.items()},
+    )
+
+
+def computed_memory(
+    compiled: dict[str, jax.stages.Compiled], visiting: dict[str, int], parameters: int
+) -> MemoryChart:
+    """What must be on the device while the optimizer updates.
+
+    For the CPU backend, whose device and host are one memory: XLA reports no host
+    bytes there, and leaves out the copies from one to the other.
+
+    Args:
+        compiled: The training step of each variant.
+        visiting: Bytes of moments that each variant fetches from the host at a time.
+        parameters: Bytes of the parameters. Their gradients are as many.
+    """
+    return MemoryChart(
+        "the optimizer update, computed from sizes and memory kinds\n"
+        "(XLA:CPU does not tell host from device; activations not counted)",
+        {
+            name: {
+                "parameters": parameters,
+                "gradients": parameters,
+                "moments that stay": argument_bytes(step, "device") - parameters,
+                "moments that visit": visiting[name],
+            }
+            for name, step in compiled.items()
+        },
+        {name: argument_bytes(step, "pinned_host") for name, step in compiled.items()},
+    )
+
+
+# --- Plots ---------------------------------------------------------------------
+
+
+def plot_losses(losses: dict[str, list[float]], path: pathlib.Path) -> None:
+    """The runs on top of each other: a wide pale line, a thin dashed one."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    styles = (
+        {"color": "black", "linewidth": 1.2, "linestyle": "--", "zorder": 3},
+        {"color": "tab:orange", "linewidth": 5.0, "alpha": 0.5},
+    )
+    for (label, values), style in zip(losses.items(), styles, strict=False):
+        axes.plot(range(1, len(values) + 1), values, label=label, **style)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("loss (nats a byte)")
+    axes.set_title("Training loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def plot_memory(chart: MemoryChart, path: pathlib.Path) -> None:
+    """One stacked bar a variant, its total above it, its host bytes below."""
+    figure = Figure(figsize=(7, 4.6), layout="constrained")
+    axes = figure.subplots()
+    names = list(chart.device)
+    parts = list(chart.device[names[0]])
+    bottom = np.zeros(len(names))
+    fills = (("0.4", ""), ("0.8", "///"), ("tab:blue", "..."), ("tab:orange", "xx"))
+    for part, (color, hatch) in zip(parts, fills, strict=False):
+        height = np.array([chart.device[name][part] / MIB for name in names])
+        axes.bar(
+            names,
+            height,
+            width=0.6,
+            bottom=bottom,
+            label=part,
+            color=color,
+            hatch=hatch,
+            edgecolor="black",
+        )
+        bottom += height
+    for index, total in enumerate(bottom):
+        axes.text(index, total, f"{total:,.1f}", ha="center", va="bottom")
+    axes.set_xticks(
+        range(len(names)),
+        [f"{name}\n(host: {chart.host[name] / MIB:,.1f} MiB)" for name in names],
+    )
+    axes.set_ylabel("device memory (MiB)")
+    axes.set_ylim(0, 1.45 * bottom.max())  # room for the legend
+    axes.set_title(f"Device memory of {chart.source}", fontsize="medium")
+    axes.legend(loc="upper right", fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+# --- The program ---------------------------------------------------------------
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line. Raises `SystemExit` on a value that cannot work."""
+
+    def positive(text: str) -> int:
+        if (value := int(text)) < 1:
+            raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+        return value
+
+    def budget(text: str) -> int | str | None:
+        return None if text == "none" else int(text) if text.isdigit() else text
+
+    parser = argparse.ArgumentParser(
+        description="Train a small language model with AdamW moments in host memory.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="tiny", help="parameters of the model")
+    add("--steps", type=positive, default=60, help="training steps of each run")
+    add("--batch", type=positive, default=8, help="sequences a step")
+    add("--length", type=positive, default=64, help="tokens (bytes) a sequence")
+    add("--learning-rate", type=float, default=1e-3, help="peak of the schedule")
+    add(
+        "--page-size",
+        default="1MiB",
+        help="one page of one moment; 16MiB suits models of 100 M parameters and more",
+    )
+    add(
+        "--device-budget",
+        type=budget,
+        default=0,
+        help="moments that may stay on the device: bytes, 64MiB, or none (all)",
+    )
+    add("--seed", type=int, default=0, help="of the weights and of the batches")
+    add(
+        "--output-dir",
+        type=pathlib.Path,
+        default=pathlib.Path("out"),
+        help="where loss.png and memory.png are written",
+    )
+    add(
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="train with plain optax.adamw too and compare the losses",
+    )
+    add(
+        "--tolerance",
+        type=float,
+        default=0.01,
+        help="largest difference in loss at which the two runs agree, in nats; a CPU"
+        " shows about 1e-6, a GPU more, as it adds in another order in every run",
+    )
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    """Trains, compares, measures, plots. Returns the exit status."""
+    args = parse_arguments()
+    try:
+        paged, plain = make_optimizers(args)
+    except ValueError as error:  # such as a page size that cannot be read
+        sys.exit(f"finetune_lm.py: error: {error}")
+    corpus = read_corpus()
+    shapes = nnx.state(nnx.eval_shape(lambda: new_model(args)))
+    parameters = sum(x.size for x in jax.tree.leaves(shapes))
+    print(
+        f"{parameters / 1e6:.1f} M parameters, {len(corpus) / 1e6:.1f} MB of text,"
+        f" {jax.devices()[0].device_kind}, jax {jax.__version__}\n"
+    )
+    plan = po.plan(paged, shapes)
+    print(plan, end="\n\n")
+
+    losses: dict[str, list[float]] = {}
+    steps: dict[str, jax.stages.Compiled] = {}
+    losses["paged_adamw"], steps["paged"] = train("paged_adamw", args, paged, corpus)
+    if args.compare:
+        losses["optax.adamw"], steps["resident"] = train(
+            "optax.adamw", args, plain, corpus
+        )
+    report = po.memory_report(steps["paged"])
+    print(f"\nMemory of the paged step, as compiled:\n\n{report}\n")
+
+    for name, tx, memory_kind in (
+        ("resident", plain, "device"),
+        ("whole-tree offload", whole_tree_offload(plain), "pinned_host"),
+    ):
+        if name not in steps:
+            try:
+                steps[name] = compile_only(args, tx, memory_kind)
+            except jax.errors.JaxRuntimeError as error:  # a TPU's compiler says so
+                print(f"{name}: does not fit: {str(error).splitlines()[0]}")
+    steps = {name: steps[name] for name in VARIANTS if name in steps}
+    if report.host_known:
+        chart = reported_memory(steps)
+    else:
+        moments = plan.device_bytes + plan.host_bytes
+        visiting = dict(zip(VARIANTS, (0, moments, plan.scratch_bytes), strict=True))
+        chart = computed_memory(steps, visiting, 4 * parameters)
+
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    plot_losses(losses, args.output_dir / "loss.png")
+    plot_memory(chart, args.output_dir / "memory.png")
+    print(f"Wrote {args.output_dir / 'loss.png'} and {args.output_dir / 'memory.png'}")
+
+    if not args.compare:
+        return 0
+    paged_losses, plain_losses = map(np.array, losses.values())
+    difference = np.abs(paged_losses - plain_losses).max()
+    agree = difference <= args.tolerance
+    print(
+        f"Largest difference between the losses of the two runs: {difference:.1e}"
+        f" nats, {'within' if agree else 'OUTSIDE'} the tolerance of"
+        f" {args.tolerance:g}"
+    )
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
