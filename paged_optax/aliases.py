@@ -63,7 +63,8 @@ def _alias(
         parameters=[*own.parameters.values(), *_PAGING],
         return_annotation=optax.GradientTransformationExtraArgs,
     )
-    setattr(build, "__signature__", signature)  # noqa: B010: no declared attribute
+    # Functions declare no such attribute, so a plain assignment fails the type check.
+    setattr(build, "__signature__", signature)  # noqa: B010
     return build
 
 

@@ -1,0 +1,52 @@
+"""The self-check passes on a sound backend and refuses a corrupting one."""
+
+import jax
+import pytest
+
+from paged_optax import selfcheck
+from paged_optax.plan import cut
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    selfcheck.run_check.cache_clear()
+    yield
+    selfcheck.run_check.cache_clear()
+
+
+def test_it_covers_full_pages_and_a_smaller_one():
+    pages = cut((90, 128), (4,), 16 * 128 * 4)
+    assert (pages.size, pages.count, 90 % pages.size) == (16, 6, 10)
+
+
+def test_a_sound_backend_passes_eager_and_while_tracing():
+    selfcheck.run_check("cpu")
+    selfcheck.run_check.cache_clear()
+    jax.jit(lambda x: (selfcheck.run_check("cpu"), x)[1])(1.0)
+
+
+def test_a_corrupting_backend_is_refused(monkeypatch):
+    """A page that lands a row too far, as XLA:GPU of jax 0.10.2 can place it."""
+    right = selfcheck.stream
+
+    def wrong(*args, **kwargs):
+        update, moment = right(*args, **kwargs)
+        return update, moment.at[16:32].set(moment[17:33])
+
+    monkeypatch.setattr(selfcheck, "stream", wrong)
+    message = r"jax \S+ corrupts pages on gpu: rows \[16, 17.*moment.*0\.11\.2"
+    with pytest.raises(selfcheck.BackendError, match=message):
+        selfcheck.run_check("gpu")
+
+
+def test_it_runs_once_on_accelerators_and_can_be_switched_off(monkeypatch):
+    calls = []
+    monkeypatch.setattr(selfcheck, "run_check", calls.append)
+    selfcheck.check_backend()
+    assert calls == []  # the CPU has no link to distrust
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    selfcheck.check_backend()
+    assert calls == ["gpu"]
+    monkeypatch.setenv("PAGED_OPTAX_SELF_CHECK", "0")
+    selfcheck.check_backend()
+    assert calls == ["gpu"]
