@@ -1,13 +1,12 @@
 """What lives where: configuration, page geometry, residency, totals."""
 
-import contextlib
 import contextvars
 import dataclasses
 import functools
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -359,26 +358,27 @@ class PagePlan:
         return "\n\n".join((table(titles, rows), table(("total", ""), totals)))
 
 
-_recorder: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar(
+@dataclasses.dataclass
+class _Recording:
+    """A running `plan`: what to trace updates with, and what was found."""
+
+    extra_args: dict[str, Any]
+    found: list[list[Moment]]
+
+
+_recording: contextvars.ContextVar[_Recording | None] = contextvars.ContextVar(
     "paged_optax_plan", default=None
 )
 
 
-def record(transformation: Any, params: Any) -> None:
-    """Called by every paged `init`: tells a running `plan` what was placed."""
-    if (found := _recorder.get()) is not None:
-        found.append((transformation, params))
+def record(describe: Callable[[dict[str, Any]], list[Moment]]) -> None:
+    """Called by every paged `init`: tells a running `plan` what is placed where.
 
-
-@contextlib.contextmanager
-def recording() -> Iterator[list[Any]]:
-    """Collects what paged transformations place while the context is open."""
-    found: list[Any] = []
-    token = _recorder.set(found)
-    try:
-        yield found
-    finally:
-        _recorder.reset(token)
+    Args:
+      describe: Given the extra arguments of `update`, lists the state's moments.
+    """
+    if (recording := _recording.get()) is not None:
+        recording.found.append(describe(recording.extra_args))
 
 
 def plan(
@@ -416,18 +416,22 @@ def plan(
         raise ValueError(
             f"link_gigabytes_per_second={link_gigabytes_per_second} is not positive."
         )
-    with recording() as found:
-        jax.eval_shape(tx.init, params)
-    if not found:
+    recording = _Recording(extra_args, [])
+    token = _recording.set(recording)
+    try:
+        # A new function each time: JAX would not run one again that it has traced.
+        jax.eval_shape(lambda params: tx.init(params), params)
+    finally:
+        _recording.reset(token)
+    if not recording.found:
         raise ValueError(
             "tx has no paged transformation inside: wrap one with paged(...), or use"
             " an alias such as paged_adamw."
         )
     moments: list[Moment] = []
-    for transformation, placed in found:
-        leaves = len(moments)
-        for moment in transformation.moments(placed, extra_args):
-            moments.append(dataclasses.replace(moment, leaf=leaves + moment.leaf))
+    for found in recording.found:
+        before = len(moments)
+        moments += [dataclasses.replace(x, leaf=before + x.leaf) for x in found]
     result = PagePlan(tuple(moments), link_gigabytes_per_second)
     # Planning for a GPU is mostly done elsewhere; only a TPU has no such pool.
     if jax.default_backend() != "tpu" and result.host_bytes > host_pool_bytes():

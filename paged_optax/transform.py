@@ -120,11 +120,9 @@ class _Pager:
         self.configuration = configuration
         self._eager = jax.jit(self._stream, static_argnames=("static",))
 
-    # -- init ---------------------------------------------------------------
-
     def init(self, params: optax.Params) -> optax.OptState:
         """The state of `inner`, its larger arrays in host memory."""
-        record(self, params)
+        params = _arrays(params)
         paths, leaves = _paths(params)
         for path, leaf in zip(paths, leaves, strict=True):
             _refuse_dtype(path, leaf)
@@ -137,6 +135,7 @@ class _Pager:
             if kind != PINNED_HOST:
                 stays = [True] * len(stays)
             check_backend()
+        record(lambda extra_args: self.moments(params, shapes, stays, extra_args))
         analysis = granularity.analyse(
             closed, [None] * len(leaves), [None] * len(avals), str
         )
@@ -162,8 +161,6 @@ class _Pager:
         ]
         return jax.tree.unflatten(jax.tree.structure(shapes), placed)
 
-    # -- update -------------------------------------------------------------
-
     def update(
         self,
         updates: optax.Updates,
@@ -176,19 +173,8 @@ class _Pager:
         _refuse_host("parameter", params)
         if params is not None:
             _refuse_different(updates, params)
-        extra, treedef = jax.tree.flatten(extra_args)
-        is_array = [
-            isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex))
-            and not isinstance(x, bool)
-            for x in extra
-        ]
-        arrays = [x for x, yes in zip(extra, is_array, strict=True) if yes]
-        static = _Static(
-            treedef,
-            tuple(is_array),
-            tuple(x for x, yes in zip(extra, is_array, strict=True) if not yes),
-        )
-        arguments = (updates, state, params, arrays)
+        arrays, static = _split(extra_args)
+        arguments = (_arrays(updates), state, _arrays(params), arrays)
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
             return self._stream(*arguments, static=static)
         return self._eager(*arguments, static=static)
@@ -284,18 +270,14 @@ class _Pager:
         )
         return analysis, jax.tree.structure(shapes)
 
-    def moments(self, params: Any, extra_args: dict[str, Any]) -> list[Moment]:
-        """What `init` would place where, and how `update` would cut it."""
+    def moments(
+        self, params: Any, shapes: Any, stays: Sequence[bool], extra: dict[str, Any]
+    ) -> list[Moment]:
+        """What `init` places where, and how `update` will cut it, for `plan`."""
         params = jax.tree.map(granularity.abstract, params)
-        shapes = jax.eval_shape(self.inner.init, params)
-        parameter_paths, _ = _paths(params)
+        analysis, _ = self.analyse(params, shapes, params, *_split(extra))
+        gradients = len(jax.tree.leaves(params))
         state_paths, avals = _paths(shapes)
-        owners = parameter_of(state_paths, parameter_paths)
-        stays = resident(avals, owners, self.configuration)
-        extra, treedef = jax.tree.flatten(extra_args)
-        static = _Static(treedef, (False,) * len(extra), tuple(extra))
-        analysis, _ = self.analyse(params, shapes, params, [], static)
-        gradients = len(parameter_paths)
         geometry: dict[int, tuple[int, Pages]] = {}
         for number, leaf in enumerate(analysis.leaves):
             inside = {i - gradients for i in (*leaf.inputs, *leaf.outputs)}
@@ -305,6 +287,7 @@ class _Pager:
         found = []
         for i, (path, x) in enumerate(zip(state_paths, avals, strict=True)):
             number, pages = geometry.get(i, (len(analysis.leaves) + i, whole(x.shape)))
+            page = pages.entries * x.dtype.itemsize if pages.count else nbytes(x)
             found.append(
                 Moment(
                     path=_keystr(path),
@@ -313,11 +296,7 @@ class _Pager:
                     bytes=nbytes(x),
                     on_host=not stays[i],
                     pages=0 if stays[i] else max(1, pages.count),
-                    page_bytes=0
-                    if stays[i]
-                    else pages.entries * x.dtype.itemsize
-                    if pages.count
-                    else nbytes(x),
+                    page_bytes=0 if stays[i] else page,
                     leaf=number,
                 )
             )
@@ -343,6 +322,29 @@ class _Static:
 
     def __hash__(self) -> int:
         return hash(self._key())
+
+
+def _split(extra_args: dict[str, Any]) -> tuple[list[Any], _Static]:
+    """Takes the arrays and numbers among extra arguments apart from the rest."""
+    leaves, treedef = jax.tree.flatten(extra_args)
+    kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
+    numbers = (int, float, complex)  # a new value must not mean a new compilation
+    is_array = [
+        isinstance(x, (*kinds, *numbers)) and not isinstance(x, bool) for x in leaves
+    ]
+    arrays = [x for x, yes in zip(leaves, is_array, strict=True) if yes]
+    rest = tuple(x for x, yes in zip(leaves, is_array, strict=True) if not yes)
+    return arrays, _Static(treedef, tuple(is_array), rest)
+
+
+def _arrays(tree: Any) -> Any:
+    """Python numbers and NumPy arrays as JAX arrays."""
+    return jax.tree.map(
+        lambda x: (
+            x if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) else jnp.asarray(x)
+        ),
+        tree,
+    )
 
 
 def _paths(tree: Any) -> tuple[list[jax.tree_util.KeyPath], list[Any]]:
