@@ -5,9 +5,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-from jax.sharding import Sharding, SingleDeviceSharding
+import numpy as np
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
-from paged_optax.memory import PINNED_HOST, on_host
+from paged_optax.memory import PINNED_HOST, memory_kinds, on_host
 
 _keystr = jax.tree_util.keystr
 
@@ -80,64 +86,98 @@ def jit_step(
                 f"donate_argnums={donate_argnums} names argument {position}, and the"
                 f" step has {len(example_args)}."
             )
+    example_args = jax.tree.map(_typed, example_args)
+    inputs, outputs = _placements(step, example_args)
     # Unused arguments stay, so that a parameter's number is its leaf's.
     jitted = jax.jit(
         step,
         donate_argnums=donated,
-        out_shardings=_placements(step, example_args),
+        in_shardings=inputs,
+        out_shardings=outputs,
         keep_unused=True,
     )
     compiled = jitted.lower(*example_args).compile()
-    _check_donations(compiled.as_text() or "", example_args, donated)
+    _check_donations(compiled, example_args, donated)
     return Step(compiled)
 
 
-def _placements(step: Callable[..., Any], example_args: tuple[Any, ...]) -> Any:
-    """The sharding of every output, its memory kind among them."""
-    closed, shapes = jax.make_jaxpr(step, return_shape=True)(*example_args)
-    hosts = [on_host(x) for x in closed.out_avals]
-    shardings = {
-        sharding
-        for x in jax.tree.leaves(example_args)
-        if isinstance(sharding := getattr(x, "sharding", None), Sharding)
-    }
-    devices = {device for sharding in shardings for device in sharding.device_set}
-    if len(devices) <= 1:
-        device = next(iter(devices), jax.devices()[0])
-        kinds = [PINNED_HOST if host else None for host in hosts]
-        stated = [SingleDeviceSharding(device, memory_kind=kind) for kind in kinds]
-    else:
-        # Let the compiler choose the layout over devices first, with nothing donated
-        # and so nothing to confuse; then state what it chose.
-        chosen = jax.jit(step).lower(*example_args).compile().output_shardings
-        stated = [
-            sharding.with_memory_kind(PINNED_HOST) if host else sharding
-            for sharding, host in zip(jax.tree.leaves(chosen), hosts, strict=True)
-        ]
-    return jax.tree.unflatten(jax.tree.structure(shapes), stated)
+def _typed(x: Any) -> Any:
+    """A `ShapeDtypeStruct` whose memory shows in its type.
+
+    JAX takes it from a `NamedSharding` alone (0.10.2 to 0.12.0.1).
+    """
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(x, jax.ShapeDtypeStruct) or not isinstance(
+        sharding, SingleDeviceSharding
+    ):
+        return x
+    (device,) = sharding.device_set
+    mesh = Mesh(np.array([device]), ("device",))
+    named = NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named)
 
 
-def _check_donations(hlo: str, args: tuple[Any, ...], donated: tuple[int, ...]) -> None:
-    header = hlo[: hlo.find("\n\n")]
-    aliases = re.search(r"input_output_alias=\{(.*?)\}, entry_computation", header)
-    reused = {
-        int(number)
-        for number in re.findall(r": \((\d+),", aliases[1] if aliases else "")
-    }
-    flat = jax.tree_util.tree_flatten_with_path(args)[0]
-    lost = [
-        (path, leaf)
-        for number, (path, leaf) in enumerate(flat)
-        if path[0].idx in donated and number not in reused and leaf.size
+def _placements(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The shardings of all arguments and of all results, memory kinds among them."""
+    closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
+    structure = jax.tree.structure(shapes)
+    committed = [
+        x.sharding
+        if getattr(x, "committed", isinstance(x, jax.ShapeDtypeStruct))
+        else None
+        for x in jax.tree.leaves(args)
+        if hasattr(x, "sharding")
     ]
+    devices = {d for sharding in committed if sharding for d in sharding.device_set}
+
+    def kind(x: Any) -> str:
+        return PINNED_HOST if on_host(x) else memory_kinds()[0]
+
+    if len(devices) <= 1:
+        # Arguments are stated too, also those not committed to a device: JAX pairs an
+        # input of unstated memory with any output of its shape.
+        device = next(iter(devices), jax.devices()[0])
+        alone = lambda x: SingleDeviceSharding(device, memory_kind=kind(x))
+        stated = [alone(x) for x in closed.out_avals]
+        return jax.tree.map(alone, args), jax.tree.unflatten(structure, stated)
+    # Let the compiler choose the layout over devices first, with nothing donated and
+    # so nothing to confuse; then state what it chose.
+    chosen = jax.jit(step, keep_unused=True).lower(*args).compile()
+    place = lambda sharding, x: sharding.with_memory_kind(kind(x))
+    inputs = map(place, jax.tree.leaves(chosen.input_shardings), jax.tree.leaves(args))
+    outputs = map(place, jax.tree.leaves(chosen.output_shardings), closed.out_avals)
+    return (
+        jax.tree.unflatten(jax.tree.structure(args), list(inputs)),
+        jax.tree.unflatten(structure, list(outputs)),
+    )
+
+
+def _check_donations(
+    compiled: jax.stages.Compiled, args: tuple[Any, ...], donated: tuple[int, ...]
+) -> None:
+    """Looks every donated buffer up among the aliases of the compiled program."""
+    text = compiled.as_text() or ""
+    header = text[: text.find("\n\n")]
+    aliases = re.search(r"input_output_alias=\{(.*?)\}, entry_computation", header)
+    pairs = re.findall(r"\{(\d*)\}: \((\d+),", aliases[1] if aliases else "")
+    kinds = [
+        sharding.memory_kind or memory_kinds()[0]
+        for sharding in jax.tree.leaves(compiled.output_shardings)
+    ]
+    reused = {int(number): kinds[int(output or 0)] for output, number in pairs}
+    lost = []
+    for number, (path, leaf) in enumerate(
+        jax.tree_util.tree_flatten_with_path(args)[0]
+    ):
+        kind = PINNED_HOST if on_host(leaf) else memory_kinds()[0]
+        if path[0].idx in donated and leaf.size and reused.get(number) != kind:
+            lost.append(
+                f"argument {path[0].idx}{_keystr(path[1:])} ({jax.typeof(leaf)})"
+            )
     if lost:
-        names = ", ".join(
-            f"argument {path[0].idx}{_keystr(path[1:])} ({jax.typeof(leaf)})"
-            for path, leaf in lost[:3]
-        )
         raise DonationError(
             f"{len(lost)} donated buffer{'s are' if len(lost) > 1 else ' is'} not"
-            f" reused: {names}. The step must return an array of the same shape, dtype"
-            " and memory kind for each donated one; leave the others out of"
-            " donate_argnums."
+            f" reused: {', '.join(lost[:3])}. The step must return an array of the same"
+            " shape, dtype and memory kind for each donated one; leave the others out"
+            " of donate_argnums."
         )

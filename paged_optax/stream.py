@@ -19,7 +19,7 @@ This module knows nothing of Optax.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -106,15 +106,19 @@ def stream(
                 return page
             return lax.dynamic_update_slice_in_dim(x, page, start, pages.axis)
 
+        def compute() -> tuple[Array, ...]:
+            inputs = [read(position) for position in range(program.inputs)]
+            inputs = _fetched(inputs, [on_host(current[p]) for p in range(len(inputs))])
+            return tuple(program(inputs, page_shape))
+
         # Only what travels is kept apart from its neighbours; gradients and
         # parameters are read and written by the computation itself.
-        inputs = _barrier(
-            [read(position) for position in range(program.inputs)],
-            [on_host(current[position]) for position in range(program.inputs)],
-        )
         page_shape = _page_shape(pages, size) if pages.count else None
-        results = _apart(lambda *x: tuple(program(x, page_shape)), inputs)
-        results = _barrier(results, [on_host(current[p]) for p in overwrites])
+        sliced = pages.count > 0 and size < pages.view[pages.axis]
+        results = _apart(compute) if sliced else compute()
+        results = _each(
+            lax.optimization_barrier, results, [on_host(current[p]) for p in overwrites]
+        )
         for position, result in zip(overwrites, results, strict=True):
             current[position] = write(position, result)
         return tuple(current[position] for position in targets)
@@ -179,21 +183,40 @@ def _page_shape(pages: Pages, size: int) -> tuple[int, ...]:
     return (*pages.view[: pages.axis], size, *pages.view[pages.axis + 1 :])
 
 
-def _barrier(values: Sequence[Array], kept: Sequence[bool]) -> list[Array]:
-    """Keeps the chosen values from being fused with what comes before."""
-    chosen = [x for x, keep in zip(values, kept, strict=True) if keep]
-    fenced = iter(lax.optimization_barrier(chosen))
-    return [next(fenced) if keep else x for x, keep in zip(values, kept, strict=True)]
+def _each(
+    function: Callable[[list[Array]], Sequence[Array]],
+    values: Sequence[Array],
+    chosen: Sequence[bool],
+) -> list[Array]:
+    """Applies a function to the chosen values together."""
+    found = [x for x, yes in zip(values, chosen, strict=True) if yes]
+    made = iter(function(found))
+    return [next(made) if yes else x for x, yes in zip(values, chosen, strict=True)]
 
 
-def _apart(function, inputs: Sequence[Array]) -> Sequence[Array]:
-    """Calls a function so that its inputs exist as pages before it starts."""
+def _fetched(values: Sequence[Array], travelled: Sequence[bool]) -> list[Array]:
+    """Pages from the host, kept apart from what is computed of them.
+
+    On a TPU the results then take over the fetched pages (16 leaves of 4096x4096,
+    8 MiB pages, v5e: 19 MiB of scratch instead of 27). XLA:CPU would copy.
+    """
+
+    def fence(pages: list[Array]) -> Sequence[Array]:
+        return lax.platform_dependent(
+            pages, cpu=lambda pages: pages, default=lax.optimization_barrier
+        )
+
+    return _each(fence, values, travelled)
+
+
+def _apart(compute: Callable[[], tuple[Array, ...]]) -> tuple[Array, ...]:
+    """Calls a function so that XLA:CPU finishes it before its results are used."""
     if not _CPU_DROPS_BARRIERS:
-        return function(*inputs)
+        return compute()
 
-    def conditional(*inputs):
-        blank = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(function, *inputs)]
+    def conditional() -> tuple[Array, ...]:
+        blank = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(compute)]
         always = lax.optimization_barrier(True)
-        return lax.cond(always, function, lambda *_: tuple(blank), *inputs)
+        return lax.cond(always, compute, lambda: tuple(blank))
 
-    return lax.platform_dependent(*inputs, cpu=conditional, default=function)
+    return lax.platform_dependent(cpu=conditional, default=compute)

@@ -1,0 +1,333 @@
+"""The update's time and memory: resident, whole-tree offload, paged.
+
+All contestants compute the same function of the same state, so there is one state:
+it is moved to where a contestant keeps it, outside the time measured, and handed on.
+They take turns, in an order that turns around each time, and a ratio compares turns
+of one round. Gradients and state are donated; updates become the next gradients.
+"""
+
+import dataclasses
+import statistics
+import time
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import machine
+import optax
+from shapes import SIZES, Shapes, count, fill
+
+import paged_optax as po
+
+SECTION = "update"
+RESIDENT = "optax.adamw, resident"
+LEARNING_RATE, DECAY = 1e-3, 0.1
+
+# Of issue 2: the ratio to optax.adamw on CPU, 8 leaves of 2048x2048.
+_TARGETS = {"default": 1.05, "forced": 2.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """A transformation, and the most that its ratio should be on CPU."""
+
+    tx: optax.GradientTransformation
+    target: float | None = None
+
+
+def contestants(size: str) -> dict[str, Contestant]:
+    """Who runs at a size: forced pages only where leaves are of one page by default."""
+    adamw = optax.adamw(LEARNING_RATE, weight_decay=DECAY)
+    paged = lambda **how: po.paged_adamw(LEARNING_RATE, weight_decay=DECAY, **how)
+    judged = size == "8 x 2048x2048"
+    found = {
+        RESIDENT: Contestant(adamw),
+        "whole-tree offload": Contestant(whole_tree_offload(adamw)),
+        "paged, default": Contestant(paged(), _TARGETS["default"] if judged else None),
+    }
+    if size.startswith("8 x"):
+        width = int(size.rpartition("x")[2])
+        for pages in (4, 16):
+            found[f"paged, {pages} pages a leaf"] = Contestant(
+                paged(page_size=4 * width**2 // pages),
+                _TARGETS["forced"] if judged else None,
+            )
+    return found
+
+
+def whole_tree_offload(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+    """Offloading as it is usually written: everything in, update, everything out."""
+
+    def init(params: Any) -> Any:
+        return jax.device_put(inner.init(params), jax.memory.Space.Host)
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        state = jax.device_put(state, jax.memory.Space.Device)
+        updates, state = inner.update(gradients, state, params)
+        return updates, jax.device_put(state, jax.memory.Space.Host)
+
+    return optax.GradientTransformation(init, update)
+
+
+def abstract_arguments(
+    tx: optax.GradientTransformation, shapes: Shapes
+) -> tuple[Any, Any, Any]:
+    """Gradients, state and parameters of an update as shapes with placements."""
+    on_device, on_host = machine.placements()
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=on_device)
+        for name, shape in shapes.items()
+    }
+    closed, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
+    hosts = [x.memory_space == jax.memory.Space.Host for x in closed.out_avals]
+    state = jax.tree.unflatten(
+        jax.tree.structure(state),
+        [
+            jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=on_host if host else on_device
+            )
+            for x, host in zip(jax.tree.leaves(state), hosts, strict=True)
+        ],
+    )
+    if any(jax.typeof(x).memory_space != _space(x) for x in jax.tree.leaves(state)):
+        raise AssertionError("tracing would not see which moments are on the host")
+    return params, state, params
+
+
+def _space(x: jax.ShapeDtypeStruct) -> jax.memory.Space:
+    on_host = x.sharding.memory_kind == "pinned_host"
+    return jax.memory.Space.Host if on_host else jax.memory.Space.Device
+
+
+def _sharding(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def _host_bytes(tree: Any) -> int:
+    return sum(
+        x.size * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+        if x.sharding.memory_kind == "pinned_host"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """A compiled update.
+
+    Attributes:
+      compiled: Call it with gradients and state, both donated, and parameters.
+      state: The state's shapes and placements.
+      report: What XLA assigned.
+      seconds: Time to trace, lower and compile.
+      unused: XLA's words about donated buffers it did not reuse.
+    """
+
+    compiled: jax.stages.Compiled
+    state: Any
+    report: po.MemoryReport
+    seconds: float
+    unused: list[str]
+
+    @classmethod
+    def of(cls, tx: optax.GradientTransformation, shapes: Shapes) -> "Update":
+        """Compiles, placements stated, gradients and state donated."""
+        gradients, state, params = abstract_arguments(tx, shapes)
+        jitted = jax.jit(
+            tx.update,
+            donate_argnums=(0, 1),
+            out_shardings=(_sharding(gradients), _sharding(state)),
+        )
+        started = time.perf_counter()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            compiled = jitted.lower(gradients, state, params).compile()
+        return cls(
+            compiled,
+            state,
+            po.memory_report(compiled),
+            time.perf_counter() - started,
+            [str(x.message)[:200] for x in caught if "donated" in str(x.message)],
+        )
+
+    def shortage(self) -> str | None:
+        """Why this update cannot run on this machine, or None."""
+        return machine.shortage(self.report.device_total, self.report.host_total)
+
+
+def _arguments_shortage(shapes: Shapes) -> str | None:
+    """Why no contestant can run: parameters, gradients and moments do not fit."""
+    values = 4 * count(shapes)
+    return machine.shortage(2 * values, 2 * values)
+
+
+def measure(size: str, seconds: float, rounds: int) -> list[dict[str, Any]]:
+    """Times every contestant that fits.
+
+    Args:
+      size: A key of `SIZES`.
+      seconds: Start no further round after this time, once there are three.
+      rounds: Most rounds.
+
+    Returns:
+      A row a contestant: seconds, ratio, link rate, XLA's memory; or a reason.
+    """
+    shapes = SIZES[size]
+    field = contestants(size)
+    row = lambda name, **figures: {
+        "section": SECTION,
+        "name": f"{size}: {name}",
+        "size": size,
+        "contestant": name,
+        **figures,
+    }
+    if reason := _arguments_shortage(shapes):
+        return [row(name, reason=reason) for name in field]
+    rows, running = {}, {}
+    for name, contestant in field.items():
+        try:
+            update = Update.of(contestant.tx, shapes)
+        except jax.errors.JaxRuntimeError as error:
+            rows[name] = row(name, reason=f"does not compile: {_first_line(error)}")
+            continue
+        if reason := update.shortage():
+            rows[name] = row(name, reason=reason)
+        else:
+            running[name] = update
+    if not running:
+        return list(rows.values())
+
+    times, failed = _take_turns(running, shapes, seconds, rounds)
+    for name, reason in failed.items():
+        rows[name] = row(name, reason=reason)
+    on_cpu = jax.default_backend() == "cpu"
+    base = times.get(RESIDENT)
+    for name, turns in times.items():
+        update = running[name]
+        median = statistics.median(turns)
+        ratios = [x / y for x, y in zip(turns, base, strict=True)] if base else []
+        ratio = statistics.median(ratios) if ratios else None
+        target = field[name].target if on_cpu else None
+        moved = 2 * _host_bytes(update.state)
+        rows[name] = row(
+            name,
+            parameters=count(shapes),
+            leaves=len(shapes),
+            seconds=median,
+            seconds_range=[min(turns), max(turns)],
+            ratio=ratio,
+            ratio_range=[min(ratios), max(ratios)] if ratios else None,
+            ratio_quartiles=_quartiles(ratios),
+            rounds=len(turns),
+            target=target,
+            within_target=None if None in (target, ratio) else ratio <= target,
+            host_state_bytes=moved // 2,
+            link_gigabytes_per_second=(
+                moved / median / 1e9 if moved and not on_cpu else None
+            ),
+            compile_seconds=update.seconds,
+            xla_total_bytes=update.report.device_total,
+            xla_scratch_bytes=update.report.device_temp,
+            xla_host_scratch_bytes=update.report.host_temp,
+            xla_tells_host_from_device=update.report.host_known,
+            donated_but_unused=update.unused,
+        )
+    return [rows[name] for name in field]
+
+
+def _take_turns(
+    running: dict[str, Update],
+    shapes: Shapes,
+    seconds: float,
+    rounds: int,
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Median seconds of a turn's steps, a turn each a round; and who dropped out."""
+    params = fill(shapes, 0.02)
+    start = lambda: (
+        fill(shapes, 1e-3),
+        po.paged_adamw(LEARNING_RATE).init(params),
+    )
+    gradients, state = start()
+    times: dict[str, list[float]] = {}
+    failed: dict[str, str] = {}
+    for name, update in running.items():  # warms up, and sees who lacks memory
+        try:
+            state = _move(state, update.state)
+            gradients, state = jax.block_until_ready(
+                update.compiled(gradients, state, params)
+            )
+            times[name] = []
+        except jax.errors.JaxRuntimeError as error:
+            failed[name] = f"failed: {_first_line(error)}"
+            gradients = state = None
+            gradients, state = start()
+    started = time.perf_counter()
+    for turn in range(rounds):
+        if turn >= 3 and time.perf_counter() - started > seconds:
+            break
+        for name in list(times)[:: -1 if turn % 2 else 1]:
+            state = _move(state, running[name].state)
+            steps = []
+            for _ in range(4):  # the first meets its buffers
+                before = time.perf_counter()
+                gradients, state = jax.block_until_ready(
+                    running[name].compiled(gradients, state, params)
+                )
+                steps.append(time.perf_counter() - before)
+            times[name].append(statistics.median(steps[1:]))
+    return times, failed
+
+
+def _move(state: Any, like: Any) -> Any:
+    """Puts a state where a contestant keeps it, one leaf at a time; deletes the old."""
+
+    def move(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        if x.sharding.is_equivalent_to(wanted.sharding, x.ndim):
+            return x
+        moved = jax.device_put(x, wanted.sharding).block_until_ready()
+        x.delete()
+        return moved
+
+    return jax.tree.map(move, state, like)
+
+
+def peak(size: str, name: str) -> dict[str, Any]:
+    """The device's most bytes in use, in a process that runs nothing else.
+
+    Returns:
+      The allocator's figure after two updates, and before the first: parameters,
+      gradients, moments that stay, and what `init` took.
+    """
+    tx = contestants(size)[name].tx
+    shapes = SIZES[size]
+    update = Update.of(tx, shapes)
+    params = fill(shapes, 0.02)
+    # Before the gradients exist, so that init's own needs hide no update's.
+    state = _move(tx.init(params), update.state)
+    gradients = jax.block_until_ready(fill(shapes, 1e-3))
+    before = _most_bytes_in_use()
+    for _ in range(2):
+        gradients, state = update.compiled(gradients, state, params)
+    jax.block_until_ready((gradients, state))
+    return {
+        "peak_device_bytes": _most_bytes_in_use(),
+        "peak_device_bytes_before": before,
+    }
+
+
+def _most_bytes_in_use() -> int:
+    return jax.devices()[0].memory_stats()["peak_bytes_in_use"]
+
+
+def _quartiles(values: list[float]) -> list[float] | None:
+    if len(values) < 2:
+        return None
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return [low, high]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [repr(error)])[0][:300]
