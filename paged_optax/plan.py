@@ -13,7 +13,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from paged_optax.memory import host_pool_bytes, nbytes
+from paged_optax.memory import (
+    PINNED_HOST,
+    host_pool_bytes,
+    nbytes,
+    resolve_host_memory_kind,
+)
 from paged_optax.table import readable_bytes, table
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
@@ -91,11 +96,9 @@ class Configuration:
                 f"page_size={page_size!r}: a page needs at least one byte; the default"
                 " is '16MiB'."
             )
-        if not isinstance(host_memory_kind, str):
-            raise ValueError(
-                f"host_memory_kind={host_memory_kind!r} is not a memory kind: pass"
-                " 'pinned_host' or 'auto'."
-            )
+        if host_memory_kind not in ("auto", PINNED_HOST):
+            # Only now, when it raises anyway, may JAX be made to start its backend.
+            resolve_host_memory_kind(host_memory_kind)
         return cls(
             page_bytes,
             None

@@ -1,6 +1,7 @@
 """`jit_step`: jit with every placement stated and every donation checked."""
 
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -96,7 +97,10 @@ def jit_step(
         out_shardings=outputs,
         keep_unused=True,
     )
-    compiled = jitted.lower(*example_args).compile()
+    with warnings.catch_warnings():
+        # JAX only warns of what is an error here, and names no leaf.
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        compiled = jitted.lower(*example_args).compile()
     _check_donations(compiled, example_args, donated)
     return Step(compiled)
 

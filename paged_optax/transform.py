@@ -251,7 +251,11 @@ class _Pager:
             return self.inner.update(updates, state, params, **extra_args)
 
         paths, gradients = _paths(updates)
-        closed, shapes = granularity.trace(function, updates, state, params, arrays)
+        try:
+            closed, shapes = granularity.trace(function, updates, state, params, arrays)
+        except (TypeError, ValueError) as error:
+            _refuse_state(self.inner, updates, state, error)
+            raise
         _refuse_changes(shapes, updates, state)
         count = len(gradients)
         states = len(jax.tree.leaves(state))
@@ -404,6 +408,36 @@ def _refuse_different(updates: Any, params: Any) -> None:
                 f"gradient {_keystr(path)} has shape {np.shape(update)}, its parameter"
                 f" {np.shape(parameter)}: pass gradients taken of these parameters."
             )
+
+
+def _refuse_state(
+    inner: optax.GradientTransformation, updates: Any, state: Any, error: Exception
+) -> None:
+    """Names the leaf in which a state is not the one these gradients call for."""
+    try:
+        wanted = jax.eval_shape(inner.init, jax.tree.map(granularity.abstract, updates))
+    except Exception:
+        return  # the gradients are no parameters: the first error says more
+    here, there = (
+        dict(zip(*_paths(state), strict=True)),
+        dict(zip(*_paths(wanted), strict=True)),
+    )
+    odd = [
+        _keystr(path) for path in (*here, *there) if (path in here) != (path in there)
+    ]
+    if odd:
+        raise ValueError(
+            "the state's structure is not the one these gradients call for: they differ"
+            f" at state{', state'.join(odd[:3])}. Pass the state that init made for"
+            " these parameters."
+        ) from error
+    for path, leaf in here.items():
+        if leaf.shape != there[path].shape:
+            raise ValueError(
+                f"state{_keystr(path)} has shape {leaf.shape}, and these gradients call"
+                f" for {there[path].shape}: pass the state that init made for these"
+                " parameters."
+            ) from error
 
 
 def _refuse_changes(shapes: Any, updates: Any, state: Any) -> None:
