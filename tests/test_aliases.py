@@ -1,0 +1,83 @@
+"""Every name of the design, with Optax's own parameters first."""
+
+import inspect
+import re
+
+import optax
+import pytest
+
+import paged_optax as po
+
+#: The design's list, and what each pages. Its 8-bit names need codecs.
+NAMES = {
+    f"paged_{name}": getattr(optax, name, None) or getattr(optax.contrib, name)
+    for name in (
+        "adamw adam nadamw lion ademamix sgd rmsprop adagrad lamb lars adafactor muon"
+    ).split()
+} | {
+    "paged_adamw_32bit": optax.adamw,
+    "paged_lion_32bit": optax.lion,
+    "paged_ademamix_32bit": optax.contrib.ademamix,
+}
+
+PAGING = [
+    parameter
+    for parameter in inspect.signature(po.paged).parameters.values()
+    if parameter.name != "inner"
+]
+
+
+def test_paging_parameters_are_keywords_with_defaults():
+    assert {x.kind for x in PAGING} == {inspect.Parameter.KEYWORD_ONLY}
+    assert all(x.default is not inspect.Parameter.empty for x in PAGING)
+    assert [x.name for x in PAGING[:2]] == ["page_size", "device_budget"]
+
+
+def test_exactly_the_design_is_exported():
+    exported = {x for x in po.__all__ if x.startswith("paged_")}
+    assert exported == set(NAMES)
+    for name in (*NAMES, "paged", "plan", "memory_report", "jit_step"):
+        assert name in po.__all__
+        assert callable(getattr(po, name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_signature_is_optax_then_paging(name):
+    own = list(inspect.signature(NAMES[name]).parameters.values())
+    found = list(inspect.signature(getattr(po, name)).parameters.values())
+    key = lambda x: (x.name, x.default, x.kind)  # noqa: E731
+    assert list(map(key, found)) == list(map(key, own + PAGING))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_is_taken_by_position_and_by_name(name):
+    alias = getattr(po, name)
+    parameters = inspect.signature(NAMES[name]).parameters.values()
+    positional = [
+        1e-3 if x.default is inspect.Parameter.empty else x.default
+        for x in parameters
+        if x.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    assert alias(*positional, page_size="1MiB").init({}) is not None
+    defaults = {
+        x.name: x.default
+        for x in parameters
+        if x.default is not inspect.Parameter.empty
+    }
+    assert alias(**({"learning_rate": 1e-3} | defaults), min_paged_size=0) is not None
+    with pytest.raises(TypeError, match="unheard_of"):
+        alias(1e-3, unheard_of=1)
+    with pytest.raises(ValueError, match="page_size"):
+        alias(1e-3, page_size=0)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "paged", "plan", "memory_report", "jit_step"])
+def test_docstring_has_every_section(name):
+    function = getattr(po, name)
+    doc = inspect.getdoc(function)
+    for section in ("Args", "Returns", "Raises", "Example"):
+        assert re.search(rf"^{section}:$", doc, re.MULTILINE), section
+    assert ">>> " in doc
+    assert function.__name__ == name
+    if name in NAMES:
+        assert f"po.{name}(" in doc

@@ -1,0 +1,248 @@
+"""What bad input gets: an error that names the argument, the value and the way out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from reference import SMALL_PAGES, arrays
+
+import paged_optax as po
+
+SHAPES = {"a": (64, 64), "b": (70, 128)}
+
+
+def small(dtype=jnp.float32):
+    return arrays(dtype, shapes=SHAPES)
+
+
+def check(error, *words):
+    message = str(error.value)
+    for word in words:
+        assert word in message, (word, message)
+
+
+# -- the arguments of `paged` -----------------------------------------------------
+
+SIZES = ("page_size", "device_budget", "min_paged_size")
+
+
+@pytest.mark.parametrize("build", [po.paged_adam, po.paged_lion_32bit])
+@pytest.mark.parametrize("argument", SIZES)
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("16MiX", ("16MiB",)),
+        ("16 mib", ("16MiB",)),
+        ("MiB", ("16MiB",)),
+        ("", ("16MiB",)),
+        ("-1MiB", ()),
+        ("auto", ("16MiB",)),
+        (-1, ("negative",)),
+        (1.5, ("int",)),
+        (True, ("int",)),
+        (float("nan"), ("int",)),
+        ([16], ("int",)),
+    ],
+    ids=str,
+)
+def test_sizes(build, argument, value, words):
+    with pytest.raises(ValueError) as error:
+        build(1e-3, **{argument: value})
+    check(error, f"{argument}={value!r}", *words)
+
+
+@pytest.mark.parametrize("value", [0, "0B", "0.4B"])
+def test_page_of_no_bytes(value):
+    with pytest.raises(ValueError) as error:
+        po.paged_adam(1e-3, page_size=value)
+    check(error, f"page_size={value!r}", "at least one byte", "16MiB")
+
+
+@pytest.mark.parametrize("argument", ["page_size", "min_paged_size"])
+def test_none_is_a_budget_alone(argument):
+    po.paged_adam(1e-3, device_budget=None)
+    with pytest.raises(ValueError) as error:
+        po.paged_adam(1e-3, **{argument: None})
+    check(error, f"{argument}=None")
+
+
+@pytest.mark.parametrize("size", [4096, "4096", "4KiB", " 4.0 KiB ", "4.096KB"])
+def test_ways_to_write_a_size(size):
+    params = small()
+    plan = po.plan(po.paged_adam(1e-3, page_size=size, min_paged_size=0), params)
+    wanted = po.plan(po.paged_adam(1e-3, **SMALL_PAGES), params)
+    assert plan.moments == wanted.moments
+
+
+@pytest.mark.parametrize("kind", ["unknown", "unpinned_host", "device"])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_memory_kind_that_cannot_hold_moments(kind, jit):
+    with pytest.raises(ValueError) as error:
+        tx = po.paged_adam(1e-3, host_memory_kind=kind, **SMALL_PAGES)
+        (jax.jit(tx.init) if jit else tx.init)(small())
+    check(error, f"host_memory_kind={kind!r}", "pinned_host", "auto")
+
+
+def test_memory_kind_is_checked_where_nothing_is_paged():
+    # Small leaves today, large ones tomorrow: a typing error shows at once.
+    with pytest.raises(ValueError, match="host_memory_kind='unknown'"):
+        po.paged_adam(1e-3, host_memory_kind="unknown").init({"w": jnp.ones(3)})
+
+
+@pytest.mark.parametrize("kind", [None, 3])
+def test_memory_kind_of_another_type(kind):
+    with pytest.raises(ValueError) as error:
+        po.paged_adam(1e-3, host_memory_kind=kind)
+    check(error, f"host_memory_kind={kind!r}", "pinned_host")
+
+
+@pytest.mark.parametrize("inner", [1e-3, optax.adam, None])
+def test_inner_that_is_no_transformation(inner):
+    with pytest.raises(ValueError) as error:
+        po.paged(inner)
+    check(error, "inner=", "paged(optax.")
+
+
+# -- parameters ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [jnp.ones(3, jnp.int32), jnp.ones(3, bool), jax.random.key(0), np.arange(3)],
+    ids=["integer", "boolean", "key", "numpy integer"],
+)
+def test_leaves_that_have_no_moments(leaf):
+    with pytest.raises(TypeError) as error:
+        po.paged_adam(1e-3).init(small() | {"bad": leaf})
+    dtype = jax.typeof(leaf).dtype
+    check(error, "['bad']", str(dtype), "optax.masked", "optax.partition")
+
+
+# -- update ----------------------------------------------------------------------
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "jit"])
+def update(request):
+    tx = po.paged_adamw(1e-3, **SMALL_PAGES)
+    return jax.jit(tx.update) if request.param else tx.update
+
+
+@pytest.fixture
+def state():
+    return po.paged_adamw(1e-3, **SMALL_PAGES).init(small())
+
+
+def test_update_without_parameters(update, state):
+    with pytest.raises(ValueError, match="params"):
+        update(small(), state)
+
+
+def test_gradients_without_a_leaf(update, state):
+    with pytest.raises(ValueError) as error:
+        update({"a": small()["a"]}, state, small())
+    check(error, "gradients", "structure", "['b']")
+
+
+def test_gradients_in_another_container(update, state):
+    with pytest.raises(ValueError) as error:
+        update(tuple(small().values()), state, small())
+    check(error, "gradients", "structure")
+
+
+def test_gradient_of_another_shape(update, state):
+    with pytest.raises(ValueError) as error:
+        update(small() | {"b": jnp.ones((70, 127))}, state, small())
+    check(error, "gradient ['b']", "(70, 127)", "(70, 128)")
+
+
+def test_gradients_and_parameters_without_a_leaf_of_the_state(update, state):
+    less = {"a": small()["a"]}
+    with pytest.raises(ValueError) as error:
+        update(less, state, less)
+    check(error, "state", "['b']", "structure")
+
+
+def test_gradients_and_parameters_of_another_shape_than_the_state(update, state):
+    other = small() | {"b": jnp.ones((70, 127))}
+    with pytest.raises(ValueError) as error:
+        update(other, state, other)
+    check(error, "['b']", "(70, 127)", "(70, 128)")
+
+
+def test_gradients_alone_of_another_shape_than_the_state():
+    tx = po.paged_adam(1e-3, **SMALL_PAGES)
+    with pytest.raises(ValueError) as error:
+        tx.update(small() | {"b": jnp.ones((70, 127))}, tx.init(small()))
+    check(error, "['b']", "(70, 127)", "(70, 128)")
+
+
+def test_gradients_of_a_wider_dtype_than_the_state():
+    tx = po.paged_adam(1e-3, **SMALL_PAGES)
+    state = tx.init(small(jnp.bfloat16))
+    for update in (tx.update, jax.jit(tx.update)):
+        with pytest.raises(ValueError) as error:
+            update(small(), state, small(jnp.bfloat16))
+        check(error, "mu['a']", "bfloat16", "float32", "gradients", "dtype")
+
+
+def test_state_of_another_transformation(update):
+    with pytest.raises(ValueError):
+        update(small(), optax.sgd(1e-3, momentum=0.9).init(small()), small())
+
+
+@pytest.mark.parametrize("where", ["update", "jit", "plan"])
+def test_clipping_by_global_norm_inside(where):
+    tx = po.paged(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))
+    params = small()
+    with pytest.raises(po.CrossLeafError) as error:
+        if where == "plan":
+            po.plan(tx, params)
+        elif where == "jit":
+            jax.jit(tx.update)(params, tx.init(params), params)
+        else:
+            tx.update(params, tx.init(params), params)
+    check(error, "`add`", "['a']", "['b']", "optax.chain(", "clip_by_global_norm")
+    assert isinstance(error.value, ValueError)
+
+
+def test_other_reductions_across_leaves():
+    params = small()
+    for inner in (optax.contrib.prodigy(1e-3), optax.scale_by_lbfgs()):
+        tx = po.paged(inner, **SMALL_PAGES)
+        with pytest.raises(po.CrossLeafError, match="outside"):
+            tx.update(params, tx.init(params), params)
+
+
+def test_clipping_a_single_leaf_is_within_it():
+    params = {"w": arrays()["odd"]}
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-3))
+    tx = po.paged(inner, **SMALL_PAGES)
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert float(optax.tree.norm(updates)) > 0
+
+
+# -- reports ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [3, jax.jit(lambda x: x), jax.jit(lambda x: x + 1).lower(1.0)],
+    ids=["int", "jitted", "lowered"],
+)
+def test_memory_report_of_something_not_compiled(thing):
+    with pytest.raises(TypeError) as error:
+        po.memory_report(thing)
+    check(error, type(thing).__name__, ".compile()", "jit_step")
+
+
+def test_plan_of_an_unpaged_transformation():
+    with pytest.raises(ValueError) as error:
+        po.plan(optax.adamw(1e-3), small())
+    check(error, "no paged transformation", "paged_adamw")
+
+
+@pytest.mark.parametrize("rate", [0, -1.0, float("nan")])
+def test_plan_at_no_rate(rate):
+    with pytest.raises(ValueError, match="link_gigabytes_per_second"):
+        po.plan(po.paged_adam(1e-3), small(), link_gigabytes_per_second=rate)

@@ -1,0 +1,348 @@
+"""The state is Optax's own, and lives where it should, whoever moves it."""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from reference import ALIASES, SMALL_PAGES, arrays, assert_equal, distances, kinds
+
+import paged_optax as po
+
+HOST, DEVICE = "pinned_host", "device"
+SHAPES = {"a": (64, 64), "b": (70, 128)}  # 16 and 35 KiB
+TX = po.paged_adam(1e-2, **SMALL_PAGES)
+#: count, mu of a and b, nu of a and b
+ALL_PAGED = [DEVICE, HOST, HOST, HOST, HOST]
+
+
+def small(seed=0):
+    return arrays(shapes=SHAPES, seed=seed)
+
+
+def described(tree):
+    return [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(tree)]
+
+
+# -- init ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_init_is_optax_init(alias):
+    optimizer, kwargs = ALIASES[alias]
+    params = arrays()
+    wanted = optimizer(1e-2, **kwargs).init(params)
+    tx = getattr(po, alias)(1e-2, **kwargs, **SMALL_PAGES)
+    for init in (tx.init, jax.jit(tx.init), functools.partial(jax.eval_shape, tx.init)):
+        state = init(params)
+        chex.assert_trees_all_equal_structs(state, wanted)
+        assert described(state) == described(wanted)
+    state = tx.init(params)
+    assert_equal(state, wanted)
+    for x in jax.tree.leaves(state):
+        is_moment = x.ndim and jnp.issubdtype(x.dtype, jnp.inexact)
+        assert x.sharding.memory_kind == (HOST if is_moment else DEVICE)
+    assert kinds(jax.jit(tx.init)(params)) == kinds(state)
+
+
+def test_init_copies_parameters_and_leaves_them_alone():
+    tx = po.paged(optax.contrib.schedule_free_adamw(1e-2), **SMALL_PAGES)
+    params = small()
+    state = tx.init(params)
+    assert_equal(state.z, params)
+    assert kinds(state.z) == [HOST, HOST]
+    assert kinds(params) == [DEVICE, DEVICE]
+
+
+def test_init_of_shapes_alone_allocates_nothing():
+    params = {"w": jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)}  # 4 TiB
+    state = jax.eval_shape(po.paged_adamw(1e-3).init, params)
+    assert optax.tree.get(state, "mu")["w"].shape == (1 << 20, 1 << 20)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_state_is_beside_committed_parameters(jit):
+    device = jax.devices()[3]
+    params = jax.device_put(small(), device)
+    state = TX.init(params)
+    for moment in jax.tree.leaves((state[0].mu, state[0].nu)):
+        assert moment.devices() == {device}
+    update = jax.jit(TX.update) if jit else TX.update
+    updates, state = update(params, state, params)
+    assert {d for x in jax.tree.leaves((updates, state)) for d in x.devices()} == {
+        device
+    }
+    assert kinds(state) == ALL_PAGED
+
+
+def test_state_of_sharded_parameters_is_sharded_alike():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    params = jax.device_put(small(), sharding)
+    state = TX.init(params)
+    _, new = TX.update(params, state, params)
+    for tree in (state, new):
+        assert kinds(tree) == ALL_PAGED
+        for moment in jax.tree.leaves((tree[0].mu, tree[0].nu)):
+            assert moment.sharding.is_equivalent_to(sharding.with_memory_kind(HOST), 2)
+    assert_equal(new, TX.update(small(), TX.init(small()), small())[1])
+
+
+# -- residency -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("paging", "wanted"),
+    [
+        ({}, ALL_PAGED),
+        ({"device_budget": 0}, ALL_PAGED),
+        ({"device_budget": None}, [DEVICE] * 5),
+        # Both moments of a parameter stay, or neither does.
+        ({"device_budget": "31KiB"}, ALL_PAGED),
+        ({"device_budget": "32KiB"}, [DEVICE, DEVICE, HOST, DEVICE, HOST]),
+        ({"device_budget": "101KiB"}, [DEVICE, DEVICE, HOST, DEVICE, HOST]),
+        ({"device_budget": "102KiB"}, [DEVICE] * 5),
+        ({"min_paged_size": "16KiB"}, ALL_PAGED),
+        ({"min_paged_size": 2**14 + 1}, [DEVICE, DEVICE, HOST, DEVICE, HOST]),
+        ({"min_paged_size": "1MiB"}, [DEVICE] * 5),
+        ({"host_memory_kind": "auto"}, ALL_PAGED),
+    ],
+    ids=str,
+)
+def test_where_moments_live(paging, wanted):
+    tx = po.paged_adam(1e-2, **(SMALL_PAGES | paging))
+    params = small()
+    state = tx.init(params)
+    right = optax.adam(1e-2)
+    _, right_state = jax.jit(right.update)(params, right.init(params), params)
+    for start in (state, jax.jit(tx.init)(params)):
+        assert kinds(start) == wanted
+        for update in (tx.update, jax.jit(tx.update)):
+            updates, new = update(params, start, params)
+            assert kinds(new) == wanted
+            assert kinds(updates) == [DEVICE, DEVICE]
+            assert_equal(new, right_state)
+    # A user's own step and plan see the same.
+    plan = po.plan(tx, params)
+    assert [HOST if x.on_host else DEVICE for x in plan.moments] == wanted
+
+
+def test_update_follows_the_state_not_the_configuration():
+    params = small()
+    everywhere = optax.adam(1e-2).init(params)
+    assert kinds(TX.update(params, everywhere, params)[1]) == [DEVICE] * 5
+    nothing = po.paged_adam(1e-2, device_budget=None)
+    assert kinds(nothing.update(params, TX.init(params), params)[1]) == ALL_PAGED
+
+
+# -- Optax's own tools -----------------------------------------------------------
+
+
+def test_tree_get_set_and_map_params():
+    params = small()
+    _, state = TX.update(params, TX.init(params), params)
+    chex.assert_trees_all_equal_shapes(optax.tree.get(state, "mu"), params)
+    assert kinds(optax.tree.get(state, "mu")) == [HOST, HOST]
+    assert optax.tree.get(optax.tree.set(state, count=jnp.int32(7)), "count") == 7
+    marked = optax.tree_map_params(
+        TX, lambda _: "moment", state, transform_non_params=lambda _: "other"
+    )
+    assert marked[0].mu == {"a": "moment", "b": "moment"} == marked[0].nu
+    assert marked[0].count == "other"
+
+
+def test_state_of_optax_continues_paged_and_back():
+    adam, params = optax.adam(1e-2), small()
+    update = jax.jit(adam.update)
+    _, state = update(small(1), adam.init(params), params)
+    moved = jax.tree.map(
+        lambda x, like: jax.device_put(x, like.sharding), state, TX.init(params)
+    )
+    _, paged = TX.update(small(2), moved, params)
+    _, wanted = update(small(2), state, params)
+    assert_equal(paged, wanted)
+    back = jax.device_put(paged, jax.memory.Space.Device)
+    assert_equal(update(small(3), back, params)[1], update(small(3), wanted, params)[1])
+
+
+# -- tracing --------------------------------------------------------------------
+
+
+def counting(inner):
+    """A transformation, and the list that grows by one at each trace of `update`."""
+    traces = []
+
+    def update(updates, state, params=None):
+        traces.append(None)
+        return inner.update(updates, state, params)
+
+    return optax.GradientTransformation(inner.init, update), traces
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("leaves", [1, 30])
+def test_inner_update_is_traced_once(leaves, jit):
+    inner, traces = counting(optax.lion(1e-2))
+    tx = po.paged(inner, **SMALL_PAGES)
+    params = {f"w{i}": jnp.ones((40, 30 + i % 3)) for i in range(leaves)}
+    state = tx.init(params)
+    update = jax.jit(tx.update) if jit else tx.update
+    for _ in range(3):  # the state that comes back must not mean a second trace
+        _, state = update(params, state, params)
+    assert len(traces) == 1
+
+
+def test_jitted_init_then_update_does_not_retrace():
+    inner, traces = counting(optax.adam(1e-2))
+    tx = po.paged(inner, **SMALL_PAGES)
+    step = jax.jit(lambda s, p: tx.update(p, s, p)[1])
+    state = jax.jit(tx.init)(small())
+    for _ in range(3):
+        state = step(state, small())
+    assert len(traces) == 1
+
+
+# -- a user's own jit -------------------------------------------------------------
+
+
+def step_of(arguments, results, tx=TX):
+    """A training step with its arguments and results in a given order."""
+
+    def step(first, second, gradients):
+        named = dict(zip(arguments, (first, second), strict=True))
+        updates, state = tx.update(gradients, named["state"], named["params"])
+        params = optax.apply_updates(named["params"], updates)
+        made = {"params": params, "state": state}
+        return tuple(made[name] for name in results)
+
+    return step
+
+
+IN_ORDER = [
+    (("params", "state"), ("params", "state")),
+    (("state", "params"), ("state", "params")),
+]
+CROSSED = [
+    (("state", "params"), ("params", "state")),
+    (("params", "state"), ("state", "params")),
+]
+
+
+@pytest.mark.parametrize(("arguments", "results"), IN_ORDER)
+def test_donation_in_order_keeps_memory_kinds(arguments, results):
+    step = jax.jit(step_of(arguments, results), donate_argnums=(0, 1))
+    made = {"params": small(), "state": TX.init(small())}
+    plain = jax.jit(step_of(arguments, results, optax.adam(1e-2)))
+    wanted = {"params": small(), "state": optax.adam(1e-2).init(small())}
+    for number in range(3):
+        old = made
+        made = dict(
+            zip(results, step(*(old[x] for x in arguments), small(number)), strict=True)
+        )
+        wanted = dict(
+            zip(
+                results,
+                plain(*(wanted[x] for x in arguments), small(number)),
+                strict=True,
+            )
+        )
+        assert kinds(made["state"]) == ALL_PAGED
+        assert kinds(made["params"]) == [DEVICE, DEVICE]
+        assert all(x.is_deleted() for x in jax.tree.leaves(old))
+    assert_equal(made["state"], wanted["state"])
+
+
+@pytest.mark.parametrize(("arguments", "results"), CROSSED)
+def test_crossed_donation_never_goes_on_silently(arguments, results):
+    # jax.jit hands a moment's host buffer to the parameters. On CPU the runtime sees
+    # that no sharding fits such a buffer and ends the process; where it does not, the
+    # next update must refuse the parameters.
+    script = f"""
+import conftest, jax
+from test_state import TX, small, step_of
+step = jax.jit(step_of({arguments!r}, {results!r}), donate_argnums=(0, 1))
+made = {{"params": small(), "state": TX.init(small())}}
+for _ in range(2):
+    made = dict(zip({results!r}, step(*(made[x] for x in {arguments!r}), small())))
+print("went on")
+"""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "went on" not in done.stdout
+    seen_by_jax = "memory kind does not match" in done.stderr
+    assert seen_by_jax or "paged_optax.jit_step" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("which", ["parameter", "gradient"])
+def test_parameters_or_gradients_in_host_memory_are_refused(which, jit):
+    params, state = small(), TX.init(small())
+    moved = params | {"b": jax.device_put(params["b"], jax.memory.Space.Host)}
+    given = (params, moved) if which == "parameter" else (moved, params)
+    update = jax.jit(TX.update) if jit else TX.update
+    with pytest.raises(ValueError, match="host memory") as error:
+        update(given[0], state, given[1])
+    message = str(error.value)
+    assert f"{which} ['b']" in message
+    assert "jit_step" in message
+    assert "out_shardings" in message
+    assert "device_put" in message
+
+
+# -- Flax ---------------------------------------------------------------------
+
+
+def test_flax_train_state():
+    def train(tx):
+        state = TrainState.create(apply_fn=None, params=small(), tx=tx)
+        step = jax.jit(lambda s, g: s.apply_gradients(grads=g), donate_argnums=0)
+        for number in range(10):
+            state = step(state, small(number))
+        return state
+
+    found, wanted = train(TX), train(optax.adam(1e-2))
+    assert kinds(found.opt_state) == ALL_PAGED
+    assert kinds(found.params) == [DEVICE, DEVICE]
+    assert_equal(found.opt_state, wanted.opt_state)
+    chex.assert_trees_all_close(found.params, wanted.params, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("donated", [(), (0, 1), (1, 0)], ids=str)
+def test_flax_nnx_optimizer(donated):
+    def train(tx):
+        model = nnx.Linear(64, 70, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        def step(model, optimizer, x):
+            loss = lambda m: (m(x) ** 2).mean()  # noqa: E731
+            optimizer.update(model, nnx.grad(loss)(model))
+
+        step = nnx.jit(step, donate_argnums=donated)
+        for _ in range(10):
+            step(model, optimizer, jnp.ones((5, 64)))
+        return nnx.state(model), nnx.state(optimizer)
+
+    model, optimizer = train(TX)
+    wanted, _ = train(optax.adam(1e-2))
+    assert sorted(kinds(optimizer)) == [DEVICE] * 2 + [HOST] * 4
+    assert kinds(model) == [DEVICE, DEVICE]
+    assert distances(model, nnx.state(nnx.Linear(64, 70, rngs=nnx.Rngs(0)))) != {}
+    chex.assert_trees_all_close(model, wanted, rtol=1e-5, atol=1e-6)

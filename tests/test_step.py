@@ -1,0 +1,255 @@
+"""`jit_step`, `plan` and `memory_report`: what they say is what there is."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from exact import scale_by_value
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from reference import SMALL_PAGES, assert_equal, kinds
+from test_state import ALL_PAGED, CROSSED, DEVICE, HOST, IN_ORDER, TX, small, step_of
+
+import paged_optax as po
+
+# -- jit_step -----------------------------------------------------------------
+
+
+def run(step, arguments, results, made, gradients):
+    out = step(*(made[name] for name in arguments), gradients)
+    return dict(zip(results, out, strict=True))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(("arguments", "results"), IN_ORDER + CROSSED)
+def test_every_order_of_arguments(arguments, results, devices):
+    if devices == 1:
+        place = lambda tree: tree  # noqa: E731
+    else:
+        mesh = Mesh(np.array(jax.devices()[:devices]), ("x",))
+        place = lambda tree: jax.device_put(  # noqa: E731
+            tree, NamedSharding(mesh, PartitionSpec("x"))
+        )
+    made = {"params": place(small()), "state": TX.init(place(small()))}
+    example = (*(made[name] for name in arguments), place(small()))
+    step = po.jit_step(step_of(arguments, results), *example, donate_argnums=(0, 1))
+    # Before it runs: a buffer handed to the wrong memory ends the process on CPU.
+    flat, _ = jax.tree.flatten(example)
+    header = step.compiled.as_text().split("\n", 1)[0]
+    pairs = re.findall(r"\{(\d+)\}: \((\d+),", header)
+    outputs = jax.tree.leaves(step.compiled.output_shardings)
+    assert len(pairs) == len(flat) - 2  # all but the gradients
+    for output, argument in pairs:
+        kind = flat[int(argument)].sharding.memory_kind
+        assert outputs[int(output)].memory_kind == kind, (output, argument)
+
+    wanted = {"params": small(), "state": optax.adam(1e-2).init(small())}
+    plain = jax.jit(step_of(arguments, results, optax.adam(1e-2)))
+    for number in range(3):
+        old = made
+        made = run(step, arguments, results, made, place(small(number)))
+        wanted = run(plain, arguments, results, wanted, small(number))
+        assert kinds(made["state"]) == ALL_PAGED
+        assert kinds(made["params"]) == [DEVICE, DEVICE]
+        assert all(x.is_deleted() for x in jax.tree.leaves(old) if x.ndim)
+    assert_equal(made["state"], wanted["state"])
+    assert {len(x.devices()) for x in jax.tree.leaves(made["params"])} == {devices}
+
+
+def test_gradients_may_be_donated_too():
+    def step(params, state, gradients):
+        updates, state = TX.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, updates
+
+    params, state, gradients = small(), TX.init(small()), small(1)
+    step = po.jit_step(step, params, state, gradients, donate_argnums=(0, 1, 2))
+    params, state, updates = step(params, state, gradients)
+    assert all(x.is_deleted() for x in jax.tree.leaves(gradients))
+    assert kinds((params, state, updates)) == [DEVICE] * 2 + ALL_PAGED + [DEVICE] * 2
+
+
+def test_shapes_are_enough_for_an_example():
+    def shapes(tree):
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+        )
+
+    arguments = (small(), TX.init(small()), small(1))
+    order = ("params", "state")
+    step = po.jit_step(step_of(order, order), *shapes(arguments), donate_argnums=(0, 1))
+    params, state = step(*arguments)
+    assert kinds(params) == [DEVICE, DEVICE]
+    assert kinds(state) == ALL_PAGED
+
+
+def test_without_donation_nothing_is_consumed():
+    order = ("params", "state")
+    params, state = small(), TX.init(small())
+    step = po.jit_step(step_of(order, order), params, state, params)
+    first, second = step(params, state, params), step(params, state, params)
+    assert_equal(first, second)
+    assert kinds(first[1]) == ALL_PAGED
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_lost_buffers_are_named():
+    def narrowing(params, state, gradients):
+        updates, state = TX.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+        return params | {"b": params["b"].astype(jnp.bfloat16)}, state
+
+    params, state = small(), TX.init(small())
+    with pytest.raises(po.DonationError) as error:
+        po.jit_step(narrowing, params, state, params, donate_argnums=(0, 1))
+    message = str(error.value)
+    assert "1 donated buffer is not reused: argument 0['b']" in message
+    assert "float32[70,128]" in message
+    assert "donate_argnums" in message
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_dropped_state_is_named():
+    def forgetful(params, state, gradients):
+        updates, _ = TX.update(gradients, state, params)
+        return optax.apply_updates(params, updates)
+
+    params, state = small(), TX.init(small())
+    with pytest.raises(po.DonationError) as error:
+        po.jit_step(forgetful, params, state, params, donate_argnums=(0, 1))
+    assert "argument 1[0]" in str(error.value)
+    assert "not reused" in str(error.value)
+
+
+def test_donation_error_comes_without_jax_warning():
+    # The suite makes warnings errors, as users may: ours must be the one they see.
+    def forgetful(params, state, gradients):
+        updates, _ = TX.update(gradients, state, params)
+        return optax.apply_updates(params, updates)
+
+    params, state = small(), TX.init(small())
+    with pytest.raises(po.DonationError):
+        po.jit_step(forgetful, params, state, params, donate_argnums=(0, 1))
+
+
+@pytest.mark.parametrize("donated", [3, (0, 5), -1])
+def test_donated_argument_that_is_not_there(donated):
+    order = ("params", "state")
+    params, state = small(), TX.init(small())
+    with pytest.raises(ValueError) as error:
+        po.jit_step(
+            step_of(order, order), params, state, params, donate_argnums=donated
+        )
+    assert f"donate_argnums={donated}" in str(error.value)
+    assert "has 3" in str(error.value)
+
+
+def test_report_of_a_step():
+    order = ("params", "state")
+    params, state = small(), TX.init(small())
+    step = po.jit_step(
+        step_of(order, order), params, state, params, donate_argnums=(0, 1)
+    )
+    report = po.memory_report(step.compiled)
+    size = sum(x.nbytes for x in jax.tree.leaves((params, state, params)))
+    assert report.device_arguments + report.host_arguments == size
+    gradients = sum(x.nbytes for x in jax.tree.leaves(params))
+    assert report.device_aliased + report.host_aliased == size - gradients
+    assert "scratch" in str(report)
+    assert report.hlo not in repr(report)
+
+
+# -- plan ---------------------------------------------------------------------
+
+TRANSFORMATIONS = {
+    "adam": lambda: TX,
+    "budget": lambda: po.paged_adam(1e-2, device_budget="32KiB", min_paged_size=0),
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), TX),
+    "masked": lambda: optax.masked(TX, {"a": True, "b": False}),
+    "partition": lambda: optax.partition(
+        {"x": TX, "y": po.paged_lion(1e-2, **SMALL_PAGES)}, {"a": "x", "b": "y"}
+    ),
+    "inject": lambda: optax.inject_hyperparams(
+        lambda learning_rate: po.paged_adam(learning_rate, **SMALL_PAGES)
+    )(learning_rate=1e-2),
+    "whole leaves": lambda: po.paged_lamb(1e-2, **SMALL_PAGES),
+    "flatten": lambda: optax.flatten(TX),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_plan_totals_are_those_of_the_state(name):
+    tx, params = TRANSFORMATIONS[name](), small()
+    plan = po.plan(tx, params)
+    moments = [x for x in jax.tree.leaves(tx.init(params)) if x.ndim]
+    on = {
+        kind: sum(x.nbytes for x in moments if x.sharding.memory_kind == kind)
+        for kind in (HOST, DEVICE)
+    }
+    counts = sum(x.bytes for x in plan.moments if not x.shape)
+    assert plan.host_bytes == on[HOST] > 0
+    assert plan.device_bytes == on[DEVICE] + counts
+    assert plan.link_bytes == 2 * on[HOST]
+    assert plan.link_seconds == pytest.approx(plan.link_bytes / 25e9)
+    assert 0 < plan.scratch_bytes <= 4 * on[HOST]
+    for x in plan.moments:
+        if x.on_host:
+            assert x.page_bytes * (x.pages - 1) < x.bytes <= x.page_bytes * x.pages
+
+
+def test_plan_twice_and_after_init_of_shapes():
+    params = small()
+    first = po.plan(TX, params)
+    jax.eval_shape(TX.init, params)
+    assert po.plan(TX, params) == first
+    shapes = jax.eval_shape(lambda: params)
+    assert po.plan(TX, shapes) == first
+    assert "moments on the host" in str(first)
+
+
+def test_plan_prints_every_group_and_the_totals():
+    params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
+    params |= {f"v{i}": jax.ShapeDtypeStruct((1024,), jnp.bfloat16) for i in range(3)}
+    plan = po.plan(
+        po.paged_adamw(1e-3, page_size="8MiB"), params, link_gigabytes_per_second=50
+    )
+    lines = str(plan).splitlines()
+    cells = [re.split(r"\s{2,}", line.strip()) for line in lines]
+    assert cells[0] == ["moments", "shape", "dtype", "where", "pages", "bytes"]
+    assert ["[0].mu['w'] +1", "4096x4096", "float32", "host", "8 x 8.0 MiB"] in [
+        row[:5] for row in cells
+    ]
+    assert ["[0].mu['v0'] +5", "1024", "bfloat16", "device", "-", "12.0 KiB"] in cells
+    assert ["moments on the host", "128.0 MiB"] in cells
+    assert ["over the link a step", "256.0 MiB"] in cells
+    assert any(row[0] == "seconds a step at 50 GB/s" for row in cells)
+    assert plan.link_seconds == pytest.approx(2**28 / 50e9)
+    assert plan.scratch_bytes == 4 * 8 * 2**20
+
+
+def test_plan_allocates_nothing():
+    params = {"w": jax.ShapeDtypeStruct((1 << 19, 1 << 10), jnp.float32)}
+    assert po.plan(po.paged_adamw(1e-3), params).host_bytes == 2**32
+
+
+def test_plan_needs_the_extra_arguments_of_update():
+    tx = po.paged(scale_by_value(), **SMALL_PAGES)
+    assert po.plan(tx, small(), value=1.0).host_bytes == 2**14 + 70 * 128 * 4
+
+
+def test_plan_warns_where_the_host_pool_is_too_small(monkeypatch):
+    name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+    params = {"w": jax.ShapeDtypeStruct((1 << 20, 1 << 13), jnp.float32)}  # 32 GiB
+    tx = po.paged_adamw(1e-3)
+    monkeypatch.delenv(name, raising=False)
+    po.plan(tx, params)  # 64 GiB of moments in a pool of 64: no warning
+    params["v"] = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    with pytest.warns(UserWarning, match=name) as warned:
+        po.plan(tx, params)
+    (asked,) = re.findall(rf"{name}=(\d+)", str(warned[0].message))
+    monkeypatch.setenv(name, asked)
+    po.plan(tx, params)
+    monkeypatch.setenv(name, "1")
+    with pytest.warns(UserWarning, match="1.0 GiB"):
+        po.plan(tx, params)
