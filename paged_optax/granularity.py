@@ -59,6 +59,9 @@ _SHARED_ELEMENTS = 1024
 #: Owner of what is made of all parameters laid end to end, as `optax.flatten` does.
 _JOINED = -1
 
+#: Primitives that cut a joined leaf apart again.
+_CUTS = frozenset("convert_element_type reshape slice split squeeze".split())
+
 
 class CrossLeafError(ValueError):
     """The transformation mixes several parameters, so no page can be updated alone."""
@@ -378,20 +381,33 @@ def analyse(
             for x in equation.inputs
             if not isinstance(x, Constant) and (o := owner[x]) is not None
         }
-        if len(whose) > 1 and _JOINED not in whose:
-            if equation.primitive.name != "concatenate":
-                first, second = sorted(whose)[:2]
-                raise CrossLeafError(
-                    "this transformation cannot be paged:"
-                    f" `{equation.primitive.name}` combines values of {name(first)} and"
-                    f" {name(second)}, so no page can be updated without the others."
-                    " Chain the part that looks across parameters outside, as in"
-                    " optax.chain(optax.clip_by_global_norm(1.0), paged(...))."
-                )
+        primitive = equation.primitive.name
+        if _JOINED in whose:
+            shapes = {flat.shape(x) for x in (*equation.inputs, *equation.outputs)}
+            full = flat.shape(next(iter(joined)))
+            alone = whose == {_JOINED} and (
+                primitive in _CUTS
+                or (primitive in ELEMENTWISE and shapes <= {full, ()})
+            )
+        else:
+            alone = len(whose) < 2
+        if not alone and primitive == "concatenate" and _JOINED not in whose:
             joined.update((x, None) for x in equation.outputs)
+            whose = {_JOINED}
+        elif not alone:
+            first, second = (sorted(whose - {_JOINED}) + [None, None])[:2]
+            raise CrossLeafError(
+                f"this transformation cannot be paged: `{primitive}` combines values of"
+                f" {'all parameters' if first is None else name(first)}"
+                f"{'' if second is None else ' and ' + name(second)}, so no page can be"
+                " updated without the others. Chain the part that looks across"
+                " parameters outside, as in"
+                " optax.chain(optax.clip_by_global_norm(1.0), paged(...)); put wrappers"
+                " such as optax.MultiSteps around paged(...)."
+            )
         for value in equation.outputs:
             producer[value] = index
-            owner[value] = _JOINED if len(whose) > 1 else next(iter(whose), None)
+            owner[value] = next(iter(whose), None)
 
     def is_shared(value: int) -> bool:
         small = owner[value] is None and flat.size(value) <= _SHARED_ELEMENTS

@@ -175,7 +175,9 @@ class _Pager:
             _refuse_different(updates, params)
         arrays, static = _split(extra_args)
         arguments = (_arrays(updates), state, _arrays(params), arrays)
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
+        if static.needs_tracing or any(
+            isinstance(x, Tracer) for x in jax.tree.leaves(arguments)
+        ):
             return self._stream(*arguments, static=static)
         return self._eager(*arguments, static=static)
 
@@ -318,6 +320,15 @@ class _Static:
         leaves = [next(array) if yes else next(rest) for yes in self.is_array]
         return jax.tree.unflatten(self.treedef, leaves)
 
+    @property
+    def needs_tracing(self) -> bool:
+        """Whether nothing can be remembered by these: they have no hash."""
+        try:
+            hash(self)
+        except TypeError:
+            return True
+        return False
+
     def _key(self) -> Any:
         return self.treedef, self.is_array, self.rest
 
@@ -343,12 +354,19 @@ def _split(extra_args: dict[str, Any]) -> tuple[list[Any], _Static]:
 
 def _arrays(tree: Any) -> Any:
     """Python numbers and NumPy arrays as JAX arrays."""
-    return jax.tree.map(
-        lambda x: (
-            x if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) else jnp.asarray(x)
-        ),
-        tree,
-    )
+
+    def array(path: Any, x: Any) -> Any:
+        if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+            return x
+        try:
+            return jnp.asarray(x)
+        except TypeError as error:
+            raise TypeError(
+                f"leaf {_keystr(path)} is of type {type(x).__name__}: parameters and"
+                " gradients are trees of arrays."
+            ) from error
+
+    return jax.tree_util.tree_map_with_path(array, tree)
 
 
 def _paths(tree: Any) -> tuple[list[jax.tree_util.KeyPath], list[Any]]:
