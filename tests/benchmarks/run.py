@@ -11,6 +11,7 @@ Prints tables and writes them as JSON, with versions and device, to
 - update: seconds and peak device bytes of `optax.adamw` resident, offloaded as a
   whole tree, and paged;
 - tracing: at Llama 3 8B's 291 leaves, against `optax.adamw`.
+- compiling: the same for an H200, where XLA's compiler for it is installed.
 
 What could not run is listed with its reason. Needs jax, optax, numpy and jaxtyping;
 runs on the checkout it lies in, installed or not. Each part runs in a process of its
@@ -66,6 +67,10 @@ def work(part: str, arguments: dict[str, Any]) -> Any:
         import updates
 
         return updates.peak(**arguments)
+    if part == "compiling":
+        import compiling
+
+        return compiling.measure(**arguments)
     import tracing
 
     return tracing.trace(**arguments)
@@ -195,6 +200,10 @@ class Benchmark:
         self.collect(
             self.attempt("tracing", 90, quick=self.quick, env={"JAX_PLATFORMS": "cpu"})
         )
+        self.say("compiling for an H200, up to 291 leaves")
+        # No GPU is timed, so none is needed: XLA's compiler, as the tests install it.
+        env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_gpu_autotune_level=0"}
+        self.collect(self.attempt("compiling", 150, quick=self.quick, env=env))
         return {
             "program": "tests/benchmarks/run.py" + (" --quick" if self.quick else ""),
             **machine,
@@ -306,6 +315,16 @@ TABLES: dict[str, tuple[str, dict[str, Callable[[Row], str]]]] = {
             "ratio": lambda r: f"{r['ratio']:.2f}",
             "range": lambda r: _range(r["ratio_range"], ".2f"),
             "repeats": lambda r: str(r["repeats"]),
+            "target": _verdict,
+        },
+    ),
+    "compiling": (
+        "Tracing and compiling for an H200, once",
+        {
+            "update": lambda r: r["name"],
+            "seconds": lambda r: f"{r['seconds']:.1f}",
+            "ms a leaf": lambda r: _milliseconds(r["seconds_a_leaf"]),
+            "scratch MiB": lambda r: _mib(r["xla_scratch_bytes"]),
             "target": _verdict,
         },
     ),
