@@ -6,16 +6,18 @@ accelerator, a few distinct pages go through the engine and are compared.
 """
 
 import functools
+import inspect
 import os
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from paged_optax import granularity
-from paged_optax.memory import HOST
 from paged_optax.plan import cut
-from paged_optax.stream import stream
+from paged_optax.stream import fill, stream
 
 
 class BackendError(RuntimeError):
@@ -25,8 +27,8 @@ class BackendError(RuntimeError):
 def check_backend() -> None:
     """Sends distinct pages through the engine and compares them, once a process.
 
-    Runs on accelerators only, in milliseconds. `PAGED_OPTAX_SELF_CHECK=0` in the
-    environment switches it off.
+    Runs on accelerators only: milliseconds, and a moment of compiling before.
+    `PAGED_OPTAX_SELF_CHECK=0` in the environment switches it off.
 
     Raises:
       BackendError: If a page came back wrong.
@@ -40,24 +42,25 @@ def check_backend() -> None:
 def run_check(backend: str) -> None:
     """Compares five pages and a smaller last one with the same sums on NumPy."""
     shape, rows = (90, 128), 16  # five pages of 16 rows, and one of 10
+    pages = cut(shape, (4,), rows * shape[1] * 4)
+    update = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    moment = 3 * update + 1
     with jax.ensure_compile_time_eval():
-        closed, _ = granularity.trace(
-            lambda update, moment: (update - moment, moment + 2 * update),
-            *[jax.ShapeDtypeStruct(shape, jnp.float32)] * 2,
+        # As `init` makes a moment, and as `update` reads and writes one.
+        (made,) = _leaves(lambda update: (3 * update + 1,), shape)
+        array = jnp.asarray(update)
+        on_host = fill((array,), program=made.program, pages=pages, dtype=array.dtype)
+        (leaf,) = _leaves(
+            lambda update, moment: (update - moment, moment + update), shape
         )
-        analysis = granularity.analyse(closed, (0, None), (0, None), str)
-        (leaf,) = analysis.leaves
-        update = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-        moment = update[::-1, ::-1] * 3
-        arrays = [jnp.asarray(update), jax.device_put(moment, HOST)]
-        pages = cut(shape, (4,), rows * shape[1] * 4)
+        arrays = (array, on_host)
         found = stream(
             tuple(arrays[i] for i in leaf.inputs),
             program=leaf.program,
             overwrites=tuple(leaf.inputs.index(i) for i in leaf.outputs),
             pages=pages,
         )
-    wanted = (update - moment, moment + 2 * update)
+    wanted = (update - moment, moment + update)
     for name, new, right in zip(("update", "moment"), found, wanted, strict=True):
         wrong = np.flatnonzero((np.asarray(new) != right).any(1))
         if wrong.size:
@@ -67,3 +70,14 @@ def run_check(backend: str) -> None:
                 " Install jax 0.11.2 or newer, known to be good, and report this with"
                 " your driver's version; PAGED_OPTAX_SELF_CHECK=0 skips the check."
             )
+
+
+def _leaves(
+    function: Callable[..., tuple[Any, ...]], shape: tuple[int, ...]
+) -> tuple[granularity.LeafUpdate, ...]:
+    """The programs of a function of one parameter's arrays, its gradient first."""
+    count = len(inspect.signature(function).parameters)
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32)] * count
+    closed, _ = granularity.trace(function, *arguments)
+    owners = [0, *[None] * (count - 1)]
+    return granularity.analyse(closed, owners, owners, str).leaves

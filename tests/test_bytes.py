@@ -303,6 +303,21 @@ def test_addresses(shape, page_size):
     assert by_kind == {"read": 2 * leaves, "write": 2 * leaves}
 
 
+def test_addresses_of_init():
+    """A new moment is written page by page over the whole of its leaf."""
+    tx, params = po.paged_adamw(1e-3, page_size="8MiB"), square(2, (4099, 4096))
+
+    def build(mesh):
+        state = state_on(mesh, tx, params)
+        jitted = jax.jit(tx.init, out_shardings=shardings(state))
+        return jitted, (on_device(mesh, params),)
+
+    page_bytes = 4 * cut((4099, 4096), (4,), 8 * MIB).entries
+    found = aot.descriptors(aot.h200(build).hlo)
+    assert {key[0::2] for key in found} == {("write", 0)}
+    assert {key[3] for key in found} == {page_bytes}
+
+
 def test_addresses_of_a_computed_index_are_told_apart():
     """The check above can fail: the form the engine avoids is wrong in jax 0.10.2."""
     host_space, device_space = jax.memory.Space.Host, jax.memory.Space.Device
