@@ -349,29 +349,18 @@ class _Flat:
         )
 
 
-def analyse(
-    closed: core.ClosedJaxpr,
-    owners: Sequence[int | None],
-    output_owners: Sequence[int | None],
-    name: Callable[[int], str],
-) -> Analysis:
-    """Takes a traced update apart into one program a leaf.
-
-    Args:
-      closed: The traced function.
-      owners: For each argument the number of the parameter it belongs to: its
-        gradient and the parameter itself. None for state and extra arguments:
-        whose they are shows in the computation.
-      output_owners: The same for each output; None for state.
-      name: A readable name of a parameter's number, for messages.
+def _owned(
+    flat: _Flat, owners: Sequence[int | None], name: Callable[[int], str]
+) -> tuple[list[int | None], dict[int, int], dict[int, None]]:
+    """Follows each parameter's gradient through the computation.
 
     Returns:
-      The programs.
+      For each value the parameter it depends on; for each value made the position of
+      its equation; and the values that are all parameters laid end to end.
 
     Raises:
       CrossLeafError: If a value depends on two parameters.
     """
-    flat = _Flat(closed)
     owner: list[int | None] = [*owners, *[None] * (len(flat.avals) - len(owners))]
     producer: dict[int, int] = {}
     joined: dict[int, None] = {}
@@ -408,6 +397,33 @@ def analyse(
         for value in equation.outputs:
             producer[value] = index
             owner[value] = next(iter(whose), None)
+    return owner, producer, joined
+
+
+def analyse(
+    closed: core.ClosedJaxpr,
+    owners: Sequence[int | None],
+    output_owners: Sequence[int | None],
+    name: Callable[[int], str],
+) -> Analysis:
+    """Takes a traced update apart into one program a leaf.
+
+    Args:
+      closed: The traced function.
+      owners: For each argument the number of the parameter it belongs to: its
+        gradient and the parameter itself. None for state and extra arguments:
+        whose they are shows in the computation.
+      output_owners: The same for each output; None for state.
+      name: A readable name of a parameter's number, for messages.
+
+    Returns:
+      The programs.
+
+    Raises:
+      CrossLeafError: If a value depends on two parameters.
+    """
+    flat = _Flat(closed)
+    owner, producer, joined = _owned(flat, owners, name)
 
     def is_shared(value: int) -> bool:
         small = owner[value] is None and flat.size(value) <= _SHARED_ELEMENTS
