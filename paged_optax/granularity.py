@@ -284,6 +284,10 @@ class _Flat:
             return np.shape(value.value)
         return self.avals[value].shape
 
+    def fit(self, operands: Iterable[Operand], shape: tuple[int, ...]) -> bool:
+        """Whether all are of a leaf's shape, or scalars."""
+        return all(self.shape(x) in (shape, ()) for x in operands)
+
     def program(
         self,
         wanted: Sequence[Operand],
@@ -336,14 +340,12 @@ class _Flat:
         wanted: Sequence[Operand],
         shape: tuple[int, ...],
     ) -> bool:
-        fits = lambda x: self.shape(x) in (shape, ())
         return (
             all(self.shape(x) == shape for x in wanted if not isinstance(x, Constant))
-            and all(map(fits, arguments))
+            and self.fit(arguments, shape)
             and all(
                 e.primitive.name in ELEMENTWISE
-                and all(map(fits, e.inputs))
-                and all(map(fits, e.outputs))
+                and self.fit((*e.inputs, *e.outputs), shape)
                 for e in equations
             )
         )
@@ -372,11 +374,11 @@ def _owned(
         }
         primitive = equation.primitive.name
         if _JOINED in whose:
-            shapes = {flat.shape(x) for x in (*equation.inputs, *equation.outputs)}
             full = flat.shape(next(iter(joined)))
+            operands = (*equation.inputs, *equation.outputs)
             alone = whose == {_JOINED} and (
                 primitive in _CUTS
-                or (primitive in ELEMENTWISE and shapes <= {full, ()})
+                or (primitive in ELEMENTWISE and flat.fit(operands, full))
             )
         else:
             alone = len(whose) < 2
@@ -447,19 +449,18 @@ def analyse(
     )
     # Leaves laid end to end are one leaf to what follows element by element; where
     # the result is cut apart again, that leaf ends and the tail begins.
+    full = flat.shape(next(iter(joined))) if joined else ()
     cut_apart = [
         position
         for position in groups.get(_JOINED, ())
-        if flat.shape(flat.outputs[position]) != flat.shape(next(iter(joined)))
+        if flat.shape(flat.outputs[position]) != full
     ]
-    full = flat.shape(next(iter(joined))) if joined else ()
 
     def in_tail(value: int) -> bool:
         if owner[value] != _JOINED or value in joined:
             return False
         equation = flat.equations[producer[value]]
-        operands = (*equation.inputs, *equation.outputs)
-        return not all(flat.shape(x) in (full, ()) for x in operands)
+        return not flat.fit((*equation.inputs, *equation.outputs), full)
 
     tail, tail_inputs = flat.program(
         [flat.outputs[p] for p in cut_apart], in_tail, producer, ()

@@ -42,6 +42,11 @@ def memory_kinds() -> tuple[str, ...]:
     return (default, *(kind for kind in others if kind != default))
 
 
+def memory_kind(x: Any) -> str:
+    """The memory kind that a value's type calls for on the default backend."""
+    return PINNED_HOST if on_host(x) else memory_kinds()[0]
+
+
 def resolve_host_memory_kind(asked: str) -> str:
     """The memory kind that will hold paged moments on this backend.
 

@@ -14,7 +14,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from paged_optax.memory import PINNED_HOST, memory_kinds, on_host
+from paged_optax.memory import memory_kind, memory_kinds
 
 _keystr = jax.tree_util.keystr
 
@@ -134,20 +134,17 @@ def _placements(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, A
     ]
     devices = {d for sharding in committed if sharding for d in sharding.device_set}
 
-    def kind(x: Any) -> str:
-        return PINNED_HOST if on_host(x) else memory_kinds()[0]
-
     if len(devices) <= 1:
         # Arguments are stated too, also those not committed to a device: JAX pairs an
         # input of unstated memory with any output of its shape.
         device = next(iter(devices), jax.devices()[0])
-        alone = lambda x: SingleDeviceSharding(device, memory_kind=kind(x))
+        alone = lambda x: SingleDeviceSharding(device, memory_kind=memory_kind(x))
         stated = [alone(x) for x in closed.out_avals]
         return jax.tree.map(alone, args), jax.tree.unflatten(structure, stated)
     # Let the compiler choose the layout over devices first, with nothing donated and
     # so nothing to confuse; then state what it chose.
     chosen = jax.jit(step, keep_unused=True).lower(*args).compile()
-    place = lambda sharding, x: sharding.with_memory_kind(kind(x))
+    place = lambda sharding, x: sharding.with_memory_kind(memory_kind(x))
     inputs = map(place, jax.tree.leaves(chosen.input_shardings), jax.tree.leaves(args))
     outputs = map(place, jax.tree.leaves(chosen.output_shardings), closed.out_avals)
     return (
@@ -173,8 +170,8 @@ def _check_donations(
     for number, (path, leaf) in enumerate(
         jax.tree_util.tree_flatten_with_path(args)[0]
     ):
-        kind = PINNED_HOST if on_host(leaf) else memory_kinds()[0]
-        if path[0].idx in donated and leaf.size and reused.get(number) != kind:
+        kept = reused.get(number) == memory_kind(leaf)
+        if path[0].idx in donated and leaf.size and not kept:
             lost.append(
                 f"argument {path[0].idx}{_keystr(path[1:])} ({jax.typeof(leaf)})"
             )

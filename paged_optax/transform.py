@@ -132,9 +132,10 @@ class _Pager:
         stays = resident(avals, owners, self.configuration)
         if not all(stays):
             kind = resolve_host_memory_kind(self.configuration.host_memory_kind)
-            if kind != PINNED_HOST:
+            if kind == PINNED_HOST:
+                check_backend()
+            else:
                 stays = [True] * len(stays)
-            check_backend()
         record(lambda extra_args: self.moments(params, shapes, stays, extra_args))
         analysis = granularity.analyse(
             closed, [None] * len(leaves), [None] * len(avals), str

@@ -1,9 +1,11 @@
 """The self-check passes on a sound backend and refuses a corrupting one."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from paged_optax import selfcheck
+import paged_optax as po
+from paged_optax import memory, selfcheck
 from paged_optax.plan import cut
 
 
@@ -50,3 +52,15 @@ def test_it_runs_once_on_accelerators_and_can_be_switched_off(monkeypatch):
     monkeypatch.setenv("PAGED_OPTAX_SELF_CHECK", "0")
     selfcheck.check_backend()
     assert calls == ["gpu"]
+
+
+def test_it_does_not_run_where_nothing_can_be_paged(monkeypatch):
+    """`auto` on a backend without pinned host memory keeps the moments there."""
+    monkeypatch.setattr(memory, "memory_kinds", lambda: ("device",))
+    calls = []
+    monkeypatch.setattr("paged_optax.transform.check_backend", lambda: calls.append(1))
+    state = po.paged_adamw(1e-3, host_memory_kind="auto", min_paged_size=0).init(
+        jnp.ones((64, 64))
+    )
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"device"}
+    assert calls == []
