@@ -26,18 +26,51 @@ from paged_optax.granularity import CrossLeafError
 from paged_optax.plan import PagePlan, plan
 from paged_optax.report import MemoryReport, memory_report
 from paged_optax.selfcheck import BackendError
+from paged_optax.state import (
+    abstract_state,
+    device_bytes,
+    device_resident_count,
+    get_step,
+    host_bytes,
+    increment_step,
+    init_param,
+    is_device_resident,
+    page_in,
+    page_out,
+    rebalance,
+)
 from paged_optax.step import DonationError, Step, jit_step
 from paged_optax.transform import paged
+from paged_optax.wrappers import (
+    MultiSteps,
+    apply_if_finite,
+    conditionally_mask,
+    conditionally_transform,
+)
 
 __all__ = [
     "BackendError",
     "CrossLeafError",
     "DonationError",
     "MemoryReport",
+    "MultiSteps",
     "PagePlan",
     "Step",
+    "abstract_state",
+    "apply_if_finite",
+    "conditionally_mask",
+    "conditionally_transform",
+    "device_bytes",
+    "device_resident_count",
+    "get_step",
+    "host_bytes",
+    "increment_step",
+    "init_param",
+    "is_device_resident",
     "jit_step",
     "memory_report",
+    "page_in",
+    "page_out",
     "paged",
     "paged_adafactor",
     "paged_adagrad",
@@ -55,6 +88,7 @@ __all__ = [
     "paged_rmsprop",
     "paged_sgd",
     "plan",
+    "rebalance",
 ]
 
 __version__ = "0.1.0"

@@ -16,7 +16,7 @@ traces and lowers the streaming loop once for both.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -175,6 +175,7 @@ class LeafUpdate:
         a result that is the value numbered `n`, on its way to some of them.
       avals: The results' shapes and dtypes.
       shape: The leaf's shape, that of every array an element-wise program touches.
+      owner: The number of the parameter it belongs to; None if to no single one.
     """
 
     program: Program
@@ -182,6 +183,7 @@ class LeafUpdate:
     outputs: tuple[int, ...]
     avals: tuple[Any, ...]
     shape: tuple[int, ...]
+    owner: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,17 +216,46 @@ class Analysis:
         self,
         arguments: Sequence[Any],
         run_leaf: Callable[[LeafUpdate, list[Any]], Iterable[Any]],
+        own: Mapping[int, Sequence[Any]] | None = None,
     ) -> list[Any]:
-        """Computes every output; `run_leaf` says how a leaf's program is run."""
+        """Computes every output.
+
+        Args:
+          arguments: The traced function's arguments.
+          run_leaf: Says how a leaf's program is run.
+          own: Scalars of which each parameter has one of its own: by the number of the
+            argument, one value for each parameter. What the shared program makes of
+            them is then made for each.
+
+        Returns:
+          The outputs; one that depends on such scalars and belongs to no leaf is a list
+          with one value for each parameter.
+        """
         values = dict(enumerate([*arguments, *self.constants]))
-        shared = self.shared([values[i] for i in self.shared_inputs])
-        values.update(zip(self.shared_outputs, shared, strict=True))
-        results: dict[int, Any] = {
-            position: x.value if isinstance(x, Constant) else values[x]
-            for position, x in self.direct
-        }
+
+        def share(values: dict[int, Any]) -> dict[int, Any]:
+            shared = self.shared([values[i] for i in self.shared_inputs])
+            return values | dict(zip(self.shared_outputs, shared, strict=True))
+
+        values = share(values)
+        scopes: list[dict[int, Any]] = []
+        if own:
+            scopes = [
+                share(values | {number: each[owner] for number, each in own.items()})
+                for owner in range(len(next(iter(own.values()))))
+            ]
+        made_of_own = self.reached_from(own or ())
+        results: dict[int, Any] = {}
+        for position, x in self.direct:
+            if isinstance(x, Constant):
+                results[position] = x.value
+            elif x in made_of_own:
+                results[position] = [scope[x] for scope in scopes]
+            else:
+                results[position] = values[x]
         for leaf in self.leaves:
-            made = run_leaf(leaf, [values[i] for i in leaf.inputs])
+            scope = scopes[leaf.owner] if scopes and leaf.owner is not None else values
+            made = run_leaf(leaf, [scope[i] for i in leaf.inputs])
             for position, value in zip(leaf.outputs, made, strict=True):
                 if position < 0:
                     values[~position] = value
@@ -233,6 +264,23 @@ class Analysis:
         tail = self.tail([values[i] for i in self.tail_inputs])
         results.update(zip(self.tail_outputs, tail, strict=True))
         return [results[position] for position in range(len(results))]
+
+    def reached_from(self, numbers: Iterable[int]) -> set[int]:
+        """The shared values that depend on the arguments of these numbers."""
+        reached = set(numbers)
+        if not reached:
+            return reached
+        inside = {i for i, x in enumerate(self.shared_inputs) if x in reached}
+        for equation in self.shared.equations:
+            if inside.intersection(
+                x for x in equation.inputs if not isinstance(x, Constant)
+            ):
+                inside.update(equation.outputs)
+        return reached | {
+            number
+            for number, x in zip(self.shared_outputs, self.shared.outputs, strict=True)
+            if x in inside
+        }
 
 
 class _Flat:
@@ -483,7 +531,8 @@ def analyse(
         avals = tuple(
             closed.out_avals[p] if p >= 0 else flat.avals[~p] for p in outputs
         )
-        leaves.append(LeafUpdate(program, inputs, tuple(outputs), avals, shape))
+        own = key if isinstance(key, int) and key != _JOINED else None
+        leaves.append(LeafUpdate(program, inputs, tuple(outputs), avals, shape, own))
     program, inputs = flat.program(tuple(shared), lambda _: True, producer, ())
     return Analysis(
         constants=tuple(closed.consts),

@@ -84,6 +84,15 @@ def resolve_host_memory_kind(asked: str) -> str:
     return asked
 
 
+def device_memory() -> tuple[int, int]:
+    """Bytes of the default device's memory, and how many of them are in use.
+
+    Zero on a backend that keeps no such statistics (CPU).
+    """
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    return statistics.get("bytes_limit", 0), statistics.get("bytes_in_use", 0)
+
+
 def host_pool_bytes() -> int:
     """Bytes of pinned host memory that XLA:GPU will hand out.
 

@@ -7,7 +7,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import optax
 
 from paged_optax.memory import (
     PINNED_HOST,
+    device_memory,
     host_pool_bytes,
     nbytes,
     resolve_host_memory_kind,
@@ -71,13 +72,14 @@ class Configuration:
 
     Attributes:
       page_size: Bytes of one page of one moment.
-      device_budget: Bytes of moments that may stay on the device; None: all.
+      device_budget: Bytes of moments that may stay on the device; None: all; `"auto"`:
+        what the device has left.
       min_paged_size: Moments of fewer bytes stay on the device.
       host_memory_kind: `"pinned_host"` or `"auto"`.
     """
 
     page_size: int
-    device_budget: int | None
+    device_budget: int | Literal["auto"] | None
     min_paged_size: int
     host_memory_kind: str
 
@@ -85,7 +87,7 @@ class Configuration:
     def of(
         cls,
         page_size: int | str,
-        device_budget: int | str | None,
+        device_budget: Any,
         min_paged_size: int | str,
         host_memory_kind: str,
     ) -> "Configuration":
@@ -99,14 +101,42 @@ class Configuration:
         if host_memory_kind not in ("auto", PINNED_HOST):
             # Only now, when it raises anyway, may JAX be made to start its backend.
             resolve_host_memory_kind(host_memory_kind)
+        if device_budget is not None and device_budget != "auto":
+            device_budget = parse_bytes("device_budget", device_budget)
         return cls(
             page_bytes,
-            None
-            if device_budget is None
-            else parse_bytes("device_budget", device_budget),
+            device_budget,
             parse_bytes("min_paged_size", min_paged_size),
             host_memory_kind,
         )
+
+    def budget(self, parameters: int, moments: int = 0) -> int | None:
+        """The device budget in bytes.
+
+        `"auto"` takes what the device has free now, less a reserve for what a training
+        step will need: gradients (as many bytes as parameters) and, for activations and
+        pages, a quarter of the device's memory. Where the backend keeps no statistics
+        (CPU) everything is paged.
+
+        Args:
+          parameters: Bytes of the parameters, which are on the device already.
+          moments: Bytes of moments on the device that count as free.
+
+        Returns:
+          Bytes of moments that may stay on the device; None: all.
+
+        Raises:
+          ValueError: For `"auto"` in one of several processes.
+        """
+        if self.device_budget != "auto":
+            return self.device_budget
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"device_budget='auto' in one of {jax.process_count()} processes: each"
+                " would measure its own devices and build another program. Pass bytes."
+            )
+        limit, used = device_memory()
+        return max(0, limit - used + moments - parameters - limit // 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +253,10 @@ def parameter_of(
 
 
 def resident(
-    leaves: Sequence[Any], owners: Sequence[int | None], configuration: Configuration
+    leaves: Sequence[Any],
+    owners: Sequence[int | None],
+    budget: int | None,
+    min_paged_size: int,
 ) -> list[bool]:
     """Which state leaves stay on the device.
 
@@ -234,18 +267,16 @@ def resident(
     Args:
       leaves: The state's leaves, or their abstract values.
       owners: The parameter each belongs to, or None.
-      configuration: The budget, and the size below which nothing is paged.
+      budget: Bytes of moments that may stay; None: all.
+      min_paged_size: Moments of fewer bytes stay, and cost no budget.
 
     Returns:
       For each state leaf whether it stays.
     """
-    budget = configuration.device_budget
     if budget is None:
         return [True] * len(leaves)
     is_moment = lambda x: x.ndim and x.size and jnp.issubdtype(x.dtype, jnp.inexact)
-    stays = [
-        not is_moment(x) or nbytes(x) < configuration.min_paged_size for x in leaves
-    ]
+    stays = [not is_moment(x) or nbytes(x) < min_paged_size for x in leaves]
     together: dict[Any, list[int]] = {}
     for leaf, owner in enumerate(owners):
         if not stays[leaf]:
@@ -361,27 +392,48 @@ class PagePlan:
         return "\n\n".join((table(titles, rows), table(("total", ""), totals)))
 
 
-@dataclasses.dataclass
-class _Recording:
-    """A running `plan`: what to trace updates with, and what was found."""
+#: Lists what a paged `update` will do, given its extra arguments.
+Describe = Callable[[dict[str, Any]], list[Moment]]
 
-    extra_args: dict[str, Any]
-    found: list[list[Moment]]
-
-
-_recording: contextvars.ContextVar[_Recording | None] = contextvars.ContextVar(
-    "paged_optax_plan", default=None
+_recording: contextvars.ContextVar[list[tuple[Configuration, Describe]] | None] = (
+    contextvars.ContextVar("paged_optax_recording", default=None)
 )
 
 
-def record(describe: Callable[[dict[str, Any]], list[Moment]]) -> None:
-    """Called by every paged `init`: tells a running `plan` what is placed where.
+def record(configuration: Configuration, describe: Describe) -> None:
+    """Called by every paged `init`: tells `recorded` of itself."""
+    if (recording := _recording.get()) is not None:
+        recording.append((configuration, describe))
+
+
+def recorded(
+    tx: optax.GradientTransformation, params: optax.Params
+) -> list[tuple[Configuration, Describe]]:
+    """Finds every paged transformation inside `tx`: chained, masked, injected.
 
     Args:
-      describe: Given the extra arguments of `update`, lists the state's moments.
+      tx: The transformation; it is initialised on shapes alone.
+      params: The parameters, or their `ShapeDtypeStruct`s.
+
+    Returns:
+      What each was asked for, and what lists its moments.
+
+    Raises:
+      ValueError: If nothing in `tx` is paged.
     """
-    if (recording := _recording.get()) is not None:
-        recording.found.append(describe(recording.extra_args))
+    found: list[tuple[Configuration, Describe]] = []
+    token = _recording.set(found)
+    try:
+        # A new function each time: JAX would not run one again that it has traced.
+        jax.eval_shape(lambda params: tx.init(params), params)
+    finally:
+        _recording.reset(token)
+    if not found:
+        raise ValueError(
+            "tx has no paged transformation inside: wrap one with paged(...), or use"
+            " an alias such as paged_adamw."
+        )
+    return found
 
 
 def plan(
@@ -392,9 +444,6 @@ def plan(
     **extra_args: Any,
 ) -> PagePlan:
     """Says beforehand what lives where, without allocating anything.
-
-    Finds every paged transformation inside `tx` (chained, masked, injected) by
-    initialising it on shapes alone.
 
     Args:
       tx: A transformation with `paged(...)` somewhere inside.
@@ -419,22 +468,12 @@ def plan(
         raise ValueError(
             f"link_gigabytes_per_second={link_gigabytes_per_second} is not positive."
         )
-    recording = _Recording(extra_args, [])
-    token = _recording.set(recording)
-    try:
-        # A new function each time: JAX would not run one again that it has traced.
-        jax.eval_shape(lambda params: tx.init(params), params)
-    finally:
-        _recording.reset(token)
-    if not recording.found:
-        raise ValueError(
-            "tx has no paged transformation inside: wrap one with paged(...), or use"
-            " an alias such as paged_adamw."
-        )
     moments: list[Moment] = []
-    for found in recording.found:
+    for _, describe in recorded(tx, params):
         before = len(moments)
-        moments += [dataclasses.replace(x, leaf=before + x.leaf) for x in found]
+        moments += [
+            dataclasses.replace(x, leaf=before + x.leaf) for x in describe(extra_args)
+        ]
     result = PagePlan(tuple(moments), link_gigabytes_per_second)
     # Planning for a GPU is mostly done elsewhere; only a TPU has no such pool.
     if jax.default_backend() != "tpu" and result.host_bytes > host_pool_bytes():

@@ -11,7 +11,9 @@ from jax import Array
 from jax.core import Tracer
 
 from paged_optax import granularity
+from paged_optax.gate import Gate, either, gates_of
 from paged_optax.memory import (
+    DEVICE,
     HOST,
     PINNED_HOST,
     nbytes,
@@ -29,6 +31,7 @@ from paged_optax.plan import (
     whole,
 )
 from paged_optax.selfcheck import check_backend
+from paged_optax.steps import StepCounts
 from paged_optax.stream import fill, stream
 
 _keystr = jax.tree_util.keystr
@@ -41,6 +44,7 @@ def paged(
     device_budget: int | str | None = "0B",
     min_paged_size: int | str = "256KiB",
     host_memory_kind: str = "pinned_host",
+    per_parameter_steps: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Pages a transformation: its moments live on the host, its numbers stay.
 
@@ -60,17 +64,28 @@ def paged(
     `update` reads from the arrays' types where each lives: host leaves stream, device
     leaves are updated in place.
 
+    `update(..., active=...)` updates some parameters only: a pytree of bools, static or
+    traced, of the gradients' structure or a prefix of it (mixtures of experts,
+    adapters, sampled or frozen layers). The others keep their moments and, with
+    `per_parameter_steps`, their step count; their updates are zero, and no byte of
+    theirs crosses the link. Counts that all parameters share stand still when none is
+    active.
+
     Args:
       inner: The transformation. It may not combine several parameters: chain
         `optax.clip_by_global_norm` and its like outside.
       page_size: Bytes of one page of one moment, an int or a string such as
         `"16MiB"`.
       device_budget: Bytes of moments that may stay on the device: 0 pages everything,
-        None nothing.
+        None nothing. `"auto"` takes what the device has free at `init` less a reserve:
+        the parameters' bytes again for gradients, and a quarter of the device.
       min_paged_size: Moments of fewer bytes stay on the device: a transfer of a few
         kilobytes costs its latency, and saves nothing.
       host_memory_kind: `"pinned_host"`, or `"auto"` to keep the moments on the device
         where a backend has no pinned host memory.
+      per_parameter_steps: Whether each parameter counts its own steps, for its bias
+        corrections and schedules. Each integer scalar of the state is then a tree of
+        the parameters' structure.
 
     Returns:
       A transformation to use wherever `inner` was used.
@@ -104,7 +119,9 @@ def paged(
     configuration = Configuration.of(
         page_size, device_budget, min_paged_size, host_memory_kind
     )
-    pager = _Pager(optax.with_extra_args_support(inner), configuration)
+    pager = _Pager(
+        optax.with_extra_args_support(inner), configuration, per_parameter_steps
+    )
     return optax.GradientTransformationExtraArgs(pager.init, pager.update)
 
 
@@ -115,9 +132,11 @@ class _Pager:
         self,
         inner: optax.GradientTransformationExtraArgs,
         configuration: Configuration,
+        per_parameter_steps: bool,
     ):
         self.inner = inner
         self.configuration = configuration
+        self.per_parameter_steps = per_parameter_steps
         self._eager = jax.jit(self._stream, static_argnames=("static",))
 
     def init(self, params: optax.Params) -> optax.OptState:
@@ -129,14 +148,19 @@ class _Pager:
         closed, shapes = granularity.trace(self.inner.init, params)
         state_paths, avals = _paths(shapes)
         owners = parameter_of(state_paths, paths)
-        stays = resident(avals, owners, self.configuration)
+        budget = self.configuration.budget(parameters=sum(map(nbytes, leaves)))
+        stays = resident(avals, owners, budget, self.configuration.min_paged_size)
         if not all(stays):
             kind = resolve_host_memory_kind(self.configuration.host_memory_kind)
             if kind == PINNED_HOST:
                 check_backend()
             else:
                 stays = [True] * len(stays)
-        record(lambda extra_args: self.moments(params, shapes, stays, extra_args))
+        like = jax.tree.map(granularity.abstract, params)
+        record(
+            self.configuration,
+            lambda extra_args: self.moments(like, shapes, stays, extra_args),
+        )
         analysis = granularity.analyse(
             closed, [None] * len(leaves), [None] * len(avals), str
         )
@@ -160,13 +184,16 @@ class _Pager:
                 analysis.evaluate(leaves, run_leaf), avals, stays, owners, strict=True
             )
         ]
-        return jax.tree.unflatten(jax.tree.structure(shapes), placed)
+        state = jax.tree.unflatten(jax.tree.structure(shapes), placed)
+        return self.step_counts(params).split(state)
 
     def update(
         self,
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None = None,
+        *,
+        active: Any = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         """Streams the state past the gradients; returns updates and the new state."""
@@ -174,7 +201,8 @@ class _Pager:
         _refuse_host("parameter", params)
         if params is not None:
             _refuse_different(updates, params)
-        arrays, static = _split(extra_args)
+        gates = gates_of(active, updates)
+        arrays, static = _split({"gates": gates, "extra_args": extra_args})
         arguments = (_arrays(updates), state, _arrays(params), arrays)
         if static.needs_tracing or any(
             isinstance(x, Tracer) for x in jax.tree.leaves(arguments)
@@ -191,14 +219,33 @@ class _Pager:
         *,
         static: "_Static",
     ) -> tuple[optax.Updates, optax.OptState]:
-        analysis, structure = self.analyse(updates, state, params, arrays, static)
         gradients = jax.tree.leaves(updates)
+        counts = self.step_counts(updates)
+        try:
+            state, own = counts.join(state)
+        except ValueError as error:
+            _refuse_state(self.inner, updates, state, error)
+            raise
+        analysis, structure = self.analyse(updates, state, params, arrays, static)
         arguments = jax.tree.leaves((updates, state, params, arrays))
+        own = {len(gradients) + position: each for position, each in own.items()}
+        _refuse_own_steps(analysis, own, state, len(gradients))
         if any(map(on_host, arguments)):
             check_backend()
+        gates = static.merge(arrays)["gates"] or [True] * len(gradients)
+        gate_of_all = either(gates) if gradients else True
+        gate_of = lambda owner: gate_of_all if owner is None else gates[owner]
 
         def run_leaf(leaf: granularity.LeafUpdate, inputs: list[Any]) -> Sequence[Any]:
+            gate = gate_of(leaf.owner)
+            if leaf.owner is None and len({id(gate) for gate in gates}) > 1:
+                _refuse_joined(leaf)
             olds = [arguments[p] if p >= 0 else None for p in leaf.outputs]
+            if gate is False:
+                return [
+                    jnp.zeros(new.shape, new.dtype) if p < len(gradients) else old
+                    for p, old, new in zip(leaf.outputs, olds, leaf.avals, strict=True)
+                ]
             if not any(on_host(x) for x in (*inputs, *olds) if x is not None):
                 return leaf.program(inputs)
             buffers, overwrites = list(inputs), []
@@ -214,6 +261,7 @@ class _Pager:
                 overwrites.append(known)
             return stream(
                 tuple(buffers),
+                None if gate is True else gate.astype(jnp.int32),
                 program=leaf.program,
                 overwrites=tuple(overwrites),
                 pages=self.pages(
@@ -221,13 +269,32 @@ class _Pager:
                 ),
             )
 
-        results = analysis.evaluate(arguments, run_leaf)
-        # Values handed through, scalars shared by all: where their old ones live.
-        state_leaves = jax.tree.leaves(state)
-        for position, old in enumerate(state_leaves, len(gradients)):
-            if on_host(old) and not on_host(results[position]):
-                results[position] = jax.device_put(results[position], HOST)
+        results = analysis.evaluate(arguments, run_leaf, own)
+        owners = {p: leaf.owner for leaf in analysis.leaves for p in leaf.outputs}
+        for position, new in enumerate(results):
+            if position < len(gradients):
+                results[position] = _choose(gates[position], new, None)
+                continue
+            old = arguments[position]
+            if position in own:
+                olds = own[position]
+                chosen = map(_choose, gates, new, olds)
+                results[position] = jax.tree.unflatten(counts.parameters, chosen)
+            elif not on_host(new):
+                gate = gate_of(owners.get(position))
+                results[position] = _choose(gate, new, old)
+                if on_host(old) and not on_host(results[position]):
+                    # Handed through, or shared by all: where the old value lives.
+                    results[position] = jax.device_put(results[position], HOST)
         return jax.tree.unflatten(structure, results)
+
+    def step_counts(self, params: Any) -> StepCounts:
+        """Where each parameter's own step counts are; nowhere if all share one."""
+        if not self.per_parameter_steps:
+            return StepCounts(None, (), None)
+        return StepCounts.of(
+            self.inner.init, jax.tree.map(granularity.abstract, params)
+        )
 
     def pages(self, leaf: granularity.LeafUpdate, itemsizes: Sequence[int]) -> Pages:
         """The geometry of a leaf whose travelling moments have these item sizes."""
@@ -250,7 +317,7 @@ class _Pager:
         """
 
         def function(updates, state, params, arrays):
-            extra_args = static.merge(arrays)
+            extra_args = static.merge(arrays)["extra_args"]
             return self.inner.update(updates, state, params, **extra_args)
 
         paths, gradients = _paths(updates)
@@ -282,7 +349,9 @@ class _Pager:
     ) -> list[Moment]:
         """What `init` places where, and how `update` will cut it, for `plan`."""
         params = jax.tree.map(granularity.abstract, params)
-        analysis, _ = self.analyse(params, shapes, params, *_split(extra))
+        analysis, _ = self.analyse(
+            params, shapes, params, *_split({"extra_args": extra})
+        )
         gradients = len(jax.tree.leaves(params))
         state_paths, avals = _paths(shapes)
         geometry: dict[int, tuple[int, Pages]] = {}
@@ -375,6 +444,16 @@ def _paths(tree: Any) -> tuple[list[jax.tree_util.KeyPath], list[Any]]:
     return [path for path, _ in flat], [leaf for _, leaf in flat]
 
 
+def _choose(gate: Gate, new: Any, old: Any) -> Any:
+    """The new value where a gate is open; else the old one, or zero without one."""
+    if gate is True:
+        return new
+    old = jnp.zeros_like(new) if old is None else old
+    if gate is False:
+        return old
+    return jnp.where(gate, new, jax.device_put(old, DEVICE) if on_host(old) else old)
+
+
 def _place(value: Array, host: bool, like: Any) -> Array:
     """Puts one leaf of a new state beside its parameter, in its own memory."""
     concrete = not isinstance(value, Tracer)
@@ -457,6 +536,34 @@ def _refuse_state(
                 f" for {there[path].shape}: pass the state that init made for these"
                 " parameters."
             ) from error
+
+
+def _refuse_own_steps(
+    analysis: granularity.Analysis, own: Any, state: Any, gradients: int
+) -> None:
+    """Names what all parameters share although it follows from their step counts."""
+    if not own:
+        return
+    reached = analysis.reached_from(own)
+    shared = [p for p, x in analysis.direct if x in reached and p not in own]
+    for leaf in analysis.leaves:
+        if leaf.owner is None and reached.intersection(leaf.inputs):
+            shared += leaf.outputs
+    if shared:
+        path = _paths(state)[0][max(0, shared[0] - gradients)]
+        raise ValueError(
+            f"per_parameter_steps=True, but state{_keystr(path)} is one value for all"
+            " parameters and is computed from their step counts: put what keeps it"
+            " (optax.inject_hyperparams, optax.flatten) around paged(...)."
+        )
+
+
+def _refuse_joined(leaf: granularity.LeafUpdate) -> None:
+    if any(position < 0 for position in leaf.outputs):
+        raise ValueError(
+            "active=... differs between parameters that inner lays end to end: pass one"
+            " bool for all, or leave optax.flatten out of paged(...)."
+        )
 
 
 def _refuse_changes(shapes: Any, updates: Any, state: Any) -> None:

@@ -37,7 +37,7 @@ SIZES = ("page_size", "device_budget", "min_paged_size")
         ("MiB", ("16MiB",)),
         ("", ("16MiB",)),
         ("-1MiB", ()),
-        ("auto", ("16MiB",)),
+        ("automatic", ("16MiB",)),
         (-1, ("negative",)),
         (1.5, ("int",)),
         (True, ("int",)),

@@ -1,0 +1,641 @@
+"""One parameter's state: in, out, steps, residency.
+
+Parameters are named by path: `"blocks/0/attn/q/kernel"`, or JAX's key path. A path that
+leads to a group of parameters names all of them; functions of one parameter take it
+where the group has one member (Flax's `.../kernel/value`).
+
+Everything is read off the state itself: its structure says which leaf is whose moment,
+its arrays' memory kinds say where each lives.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.core import Tracer
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Int
+
+from paged_optax.memory import (
+    DEVICE,
+    HOST,
+    PINNED_HOST,
+    memory_kinds,
+    nbytes,
+    on_host,
+)
+from paged_optax.plan import parameter_of, recorded
+
+#: A path string, or a JAX key path.
+Path = str | tuple[Any, ...]
+
+#: What `optax.inject_hyperparams` keeps beside moments: trees of settings.
+_SETTINGS = ("hyperparams", "hyperparams_states")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """One leaf of a state.
+
+    Attributes:
+      node: The path of the Optax state it belongs to.
+      field: The name of its field there: `"mu"`, `"count"`.
+      parameter: The path of its parameter; `""` where it is not in a tree of them.
+      value: The array.
+    """
+
+    node: str
+    field: str
+    parameter: str
+    value: Any
+
+    @property
+    def is_moment(self) -> bool:
+        if self.field in _SETTINGS or not jnp.issubdtype(self.value.dtype, jnp.inexact):
+            return False
+        return bool(self.parameter) or self.value.ndim > 0
+
+    @property
+    def is_count(self) -> bool:
+        integer = jnp.issubdtype(self.value.dtype, jnp.integer)
+        return self.field not in _SETTINGS and integer and self.value.ndim == 0
+
+
+def page_in(state: optax.OptState, path: Path) -> dict[str, Array]:
+    """One parameter's moments, on the device.
+
+    The state stays as it is: the result is a copy.
+
+    Args:
+      state: A state, with a paged transformation's anywhere inside.
+      path: The parameter.
+
+    Returns:
+      Its moments in device memory, by name. The name is that of Optax's field (`"mu"`,
+      `"nu"`, `"trace"`), with the path to it where two fields have one name.
+
+    Raises:
+      ValueError: If the state has no such parameter; the message has close names.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> params = {"block": {"kernel": jnp.ones((512, 512))}}
+      >>> state = po.paged_adamw(1e-3).init(params)
+      >>> moments = po.page_in(state, "block/kernel")
+      >>> sorted(moments), moments["mu"].shape
+      (['mu', 'nu'], (512, 512))
+    """
+    return {
+        name: jax.device_put(leaf.value, DEVICE)
+        for name, (_, leaf) in _moments_of(state, path).items()
+    }
+
+
+def page_out(
+    state: optax.OptState, path: Path, moments: Mapping[str, Array]
+) -> optax.OptState:
+    """A state with one parameter's moments replaced, and in host memory.
+
+    Args:
+      state: A state; it stays as it is.
+      path: The parameter.
+      moments: Its new moments, by the names of `page_in`, of the old ones' shapes and
+        dtypes.
+
+    Returns:
+      The new state. It shares every other array with the old one.
+
+    Raises:
+      ValueError: If the state has no such parameter, or the moments are not its.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> state = po.paged_adamw(1e-3).init({"w": jnp.ones((512, 512))})
+      >>> moments = po.page_in(state, "w")
+      >>> state = po.page_out(state, "w", moments | {"mu": moments["mu"] + 1.0})
+      >>> float(po.page_in(state, "w")["mu"][0, 0]), po.is_device_resident(state, "w")
+      (1.0, False)
+    """
+    known = _moments_of(state, path)
+    if set(moments) != set(known):
+        raise ValueError(
+            f"moments={sorted(moments)}: parameter {_name(path)!r} has the moments"
+            f" {sorted(known)}: pass those, as page_in gives them."
+        )
+    leaves, structure = jax.tree.flatten(state)
+    for name, (position, leaf) in known.items():
+        value, old = jnp.asarray(moments[name]), leaf.value
+        if (value.shape, value.dtype) != (old.shape, old.dtype):
+            raise ValueError(
+                f"moments[{name!r}] is {value.dtype}{list(value.shape)}, and the state"
+                f" of parameter {_name(path)!r} holds {old.dtype}{list(old.shape)}."
+            )
+        leaves[position] = jax.device_put(value, HOST)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def init_param(
+    tx: optax.GradientTransformation,
+    state: optax.OptState,
+    params: optax.Params,
+    path: Path,
+) -> optax.OptState:
+    """A state with the moments of a parameter that joins, or starts again.
+
+    Only the new parameter's moments are allocated.
+
+    Args:
+      tx: The transformation.
+      state: Its state, for the parameters without the new one, or with it.
+      params: The parameters with the new one.
+      path: The new parameter, or a group of them (an adapter).
+
+    Returns:
+      The state that `tx` needs for `params`: all others' moments and counts are those
+      of `state`.
+
+    Raises:
+      ValueError: If `params` has no such parameter, or others that the state lacks.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> params = {"old": jnp.ones((512, 512))}
+      >>> tx = po.paged_adamw(1e-3)
+      >>> state = tx.init(params)
+      >>> params["new"] = jnp.ones((512, 256))
+      >>> state = po.init_param(tx, state, params, "new")
+      >>> po.page_in(state, "new")["mu"].shape
+      (512, 256)
+    """
+    flat, structure = jax.tree_util.tree_flatten_with_path(params)
+    names = [_name(key_path) for key_path, _ in flat]
+    joins = set(_select(path, names, "params"))
+    # All others empty: their moments cost nothing, and are not used.
+    alone = [
+        x if name in joins else jnp.zeros((0, *x.shape[1:]), x.dtype)
+        for name, (_, x) in zip(names, flat, strict=True)
+    ]
+    made = tx.init(jax.tree.unflatten(structure, alone))
+    placed = jax.tree.leaves(abstract_state(tx, params))
+    old = dict(jax.tree_util.tree_flatten_with_path(state)[0])
+    leaves = []
+    for (key_path, x), leaf, place in zip(
+        jax.tree_util.tree_flatten_with_path(made)[0],
+        _leaves(made),
+        placed,
+        strict=True,
+    ):
+        if leaf.parameter in joins:
+            leaves.append(_moved(x, place.sharding))
+        elif key_path in old:
+            leaves.append(old[key_path])
+        else:
+            raise ValueError(
+                f"the state has no {leaf.field} of parameter {leaf.parameter!r} either:"
+                f" name it too, by a path that leads to it and to {_name(path)!r}, or"
+                " add one after the other."
+            )
+    return jax.tree.unflatten(jax.tree.structure(made), leaves)
+
+
+def get_step(state: optax.OptState, path: Path) -> Int[Array, ""]:
+    """How many steps one parameter has had.
+
+    Args:
+      state: A state.
+      path: The parameter.
+
+    Returns:
+      Its own count with `per_parameter_steps=True`, else the count it shares.
+
+    Raises:
+      ValueError: If the state has no such parameter, or counts no steps.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> params = {"a": jnp.ones((512, 512)), "b": jnp.ones((512, 512))}
+      >>> tx = po.paged_adamw(1e-3, per_parameter_steps=True)
+      >>> state = tx.init(params)
+      >>> active = {"a": True, "b": False}
+      >>> _, state = tx.update(params, state, params, active=active)
+      >>> int(po.get_step(state, "a")), int(po.get_step(state, "b"))
+      (1, 0)
+    """
+    leaves = _leaves(state)
+    parameter = _single(path, leaves)
+    counts = [leaf for leaf in leaves if leaf.is_count]
+    nodes = {leaf.node for leaf in leaves if leaf.parameter == parameter}
+    for wanted in (
+        lambda leaf: leaf.parameter == parameter != "",
+        lambda leaf: not leaf.parameter and leaf.node in nodes,
+        lambda leaf: not leaf.parameter and leaf.field == "count",
+    ):
+        found = next(filter(wanted, counts), None)
+        if found is not None:
+            return found.value
+    raise ValueError(
+        f"the state of parameter {parameter!r} counts no steps: its transformation has"
+        " no use for them."
+    )
+
+
+def increment_step(state: optax.OptState, path: Path) -> optax.OptState:
+    """A state in which one parameter has had one step more.
+
+    Args:
+      state: A state with `per_parameter_steps=True`; it stays as it is.
+      path: The parameter.
+
+    Returns:
+      The new state.
+
+    Raises:
+      ValueError: If the state has no such parameter, or one count for all.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> tx = po.paged_adamw(1e-3, per_parameter_steps=True)
+      >>> state = tx.init({"w": jnp.ones((512, 512))})
+      >>> int(po.get_step(po.increment_step(state, "w"), "w"))
+      1
+    """
+    leaves = _leaves(state)
+    parameter = _single(path, leaves)
+    own = [leaf.is_count and leaf.parameter == parameter for leaf in leaves]
+    if not any(own) or not parameter:
+        raise ValueError(
+            f"parameter {parameter!r} has no step count of its own: the state has one"
+            " count for all parameters, or none. Build the transformation with"
+            " per_parameter_steps=True."
+        )
+    values = [
+        optax.safe_increment(leaf.value) if yes else leaf.value
+        for leaf, yes in zip(leaves, own, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(state), values)
+
+
+def is_device_resident(state: optax.OptState, path: Path) -> bool:
+    """Whether all moments of a parameter, or of a group, are in device memory.
+
+    Args:
+      state: A state.
+      path: The parameter, or a group.
+
+    Returns:
+      Whether no moment is in host memory.
+
+    Raises:
+      ValueError: If the state has no such parameter.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> params = {"small": jnp.ones(8), "large": jnp.ones((512, 512))}
+      >>> state = po.paged_adamw(1e-3).init(params)
+      >>> [po.is_device_resident(state, name) for name in ("small", "large")]
+      [True, False]
+    """
+    leaves = [leaf for leaf in _leaves(state) if leaf.is_moment]
+    inside = set(_select(path, [leaf.parameter for leaf in leaves], "the state"))
+    return not any(on_host(x.value) for x in leaves if x.parameter in inside)
+
+
+def device_resident_count(state: optax.OptState) -> int:
+    """How many parameters have all their moments in device memory.
+
+    Args:
+      state: A state.
+
+    Returns:
+      The number of parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> params = {"small": jnp.ones(8), "large": jnp.ones((512, 512))}
+      >>> po.device_resident_count(po.paged_adamw(1e-3).init(params))
+      1
+    """
+    leaves = [leaf for leaf in _leaves(state) if leaf.is_moment]
+    paged = {leaf.parameter for leaf in leaves if on_host(leaf.value)}
+    return len({leaf.parameter for leaf in leaves} - paged)
+
+
+def device_bytes(state: optax.OptState, path: Path | None = None) -> int:
+    """Bytes of a state in device memory.
+
+    Args:
+      state: A state.
+      path: The parameter, or group, whose moments to count; None: every array.
+
+    Returns:
+      Bytes, of all devices together where arrays are sharded.
+
+    Raises:
+      ValueError: If the state has no such parameter.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> state = po.paged_adamw(1e-3).init({"w": jnp.ones((512, 512))})
+      >>> po.device_bytes(state, "w"), po.device_bytes(state)  # the step count
+      (0, 4)
+    """
+    return sum(nbytes(x) for x in _arrays_of(state, path) if not on_host(x))
+
+
+def host_bytes(state: optax.OptState, path: Path | None = None) -> int:
+    """Bytes of a state in host memory.
+
+    Args:
+      state: A state.
+      path: The parameter, or group, whose moments to count; None: every array.
+
+    Returns:
+      Bytes, of all hosts together where arrays are sharded.
+
+    Raises:
+      ValueError: If the state has no such parameter.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> state = po.paged_adamw(1e-3).init({"w": jnp.ones((512, 512))})
+      >>> po.host_bytes(state, "w") == 2 * 512 * 512 * 4
+      True
+    """
+    return sum(nbytes(x) for x in _arrays_of(state, path) if on_host(x))
+
+
+def rebalance(
+    tx: optax.GradientTransformation,
+    state: optax.OptState,
+    recent_paths: Iterable[Path],
+) -> optax.OptState:
+    """Keeps the most recently used parameters' moments on the device.
+
+    For steps that update some parameters only (`active=`): experts, adapters, sampled
+    layers. From the last of `recent_paths` backwards, moments stay on the device, or
+    are fetched, as long as they fit `device_budget`; the first that does not fit ends
+    the run, and all older ones are in host memory afterwards. A parameter larger than
+    the whole budget is passed over. So the result follows from the list and the budget
+    alone, also after a restart; for parameters of equal size it is what a least
+    recently used cache keeps.
+
+    Evictions come first, and one array moves at a time, so that no more than the budget
+    is ever on the device. `state` is consumed: arrays that move are deleted there.
+
+    Where a moment lives is part of its type: an update compiles again for each new set
+    of residents.
+
+    Args:
+      tx: The transformation, for its `device_budget`. Several paged transformations
+        share the sum of their budgets.
+      state: Its state.
+      recent_paths: Parameters, or groups, in the order of their use, the most recent
+        last. Of several mentions the last counts.
+
+    Returns:
+      The state, bit for bit the same, its arrays where they belong.
+
+    Raises:
+      ValueError: If a path is unknown, or if called inside `jit`.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> experts = {name: jnp.ones((512, 512)) for name in ("a", "b", "c")}
+      >>> tx = po.paged_adamw(1e-3, device_budget="4MiB")  # room for two
+      >>> state = po.rebalance(tx, tx.init(experts), ["a", "b", "c"])
+      >>> [po.is_device_resident(state, name) for name in experts]
+      [False, True, True]
+    """
+    leaves = _leaves(state)
+    if any(isinstance(leaf.value, Tracer) for leaf in leaves):
+        raise ValueError(
+            "rebalance moves arrays and cannot be traced: call it outside jit, between"
+            " steps."
+        )
+    budget, smallest = _budget(tx, state, leaves)
+    movable = [x.is_moment and nbytes(x.value) >= smallest for x in leaves]
+    sizes: dict[str, int] = {}
+    for leaf, moves in zip(leaves, movable, strict=True):
+        if leaf.is_moment:
+            size = nbytes(leaf.value) if moves else 0
+            sizes[leaf.parameter] = sizes.get(leaf.parameter, 0) + size
+    used = [name for path in recent_paths for name in _select(path, sizes, "the state")]
+    stays = set(sizes) if budget is None else set()
+    left = budget or 0
+    for name in dict.fromkeys(reversed(used)):
+        if budget is not None and sizes[name] <= budget:
+            if sizes[name] > left:
+                break
+            left -= sizes[name]
+            stays.add(name)
+    values = [leaf.value for leaf in leaves]
+    for to_host in (True, False):
+        for position, leaf in enumerate(leaves):
+            belongs_on_host = leaf.parameter not in stays
+            moves = movable[position] and belongs_on_host != on_host(leaf.value)
+            if moves and belongs_on_host == to_host:
+                kind = PINNED_HOST if to_host else memory_kinds()[0]
+                sharding = leaf.value.sharding.with_memory_kind(kind)
+                values[position] = _moved(leaf.value, sharding)
+    return jax.tree.unflatten(jax.tree.structure(state), values)
+
+
+def abstract_state(
+    tx: optax.GradientTransformation, params: optax.Params
+) -> optax.OptState:
+    """Shapes, dtypes and placements of the state that `tx.init(params)` would make.
+
+    Allocates nothing. Given to Orbax as the target of a restore, it brings a checkpoint
+    into host memory without a detour over the device.
+
+    Args:
+      tx: The transformation.
+      params: The parameters, or their `ShapeDtypeStruct`s.
+
+    Returns:
+      The state's tree of `jax.ShapeDtypeStruct`, each with its memory kind stated.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, paged_optax as po
+      >>> params = {"w": jnp.ones((512, 512))}
+      >>> target = po.abstract_state(po.paged_adamw(1e-3), params)
+      >>> target[0].mu["w"].sharding.memory_kind
+      'pinned_host'
+
+      What `flax.serialization` reads is NumPy arrays; this puts them in place:
+
+      >>> import flax
+      >>> state = po.paged_adamw(1e-3).init(params)
+      >>> saved = flax.serialization.to_bytes(state)
+      >>> state = flax.serialization.from_bytes(target, saved)
+      >>> state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, target))
+      >>> state[0].mu["w"].sharding.memory_kind
+      'pinned_host'
+    """
+    # A new function each time: JAX would not run one again that it has traced.
+    closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(params)
+    state_leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
+    parameters = jax.tree_util.tree_flatten_with_path(params)[0]
+    owners = parameter_of([p for p, _ in state_leaves], [p for p, _ in parameters])
+    default = SingleDeviceSharding(jax.devices()[0])
+    placed = []
+    for (_, x), aval, owner in zip(state_leaves, closed.out_avals, owners, strict=True):
+        sharding = default
+        if owner is not None and parameters[owner][1].shape == x.shape:
+            sharding = getattr(parameters[owner][1], "sharding", None) or default
+        kind = PINNED_HOST if on_host(aval) else memory_kinds()[0]
+        sharding = sharding.with_memory_kind(kind)
+        placed.append(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding))
+    return jax.tree.unflatten(structure, placed)
+
+
+def _name(path: Path) -> str:
+    if isinstance(path, str):
+        return path.strip("/")
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _is_state(node: Any) -> bool:
+    """Whether a node is an Optax state, or a container of such.
+
+    Optax's states are named tuples called `...State`; what they hold in their fields is
+    trees of the parameters' structure, which may be of any type.
+    """
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node).__name__.endswith("State")
+    if type(node) in (tuple, list):
+        return any(map(_is_state, node))
+    return type(node) is dict and any(map(_is_state, node.values()))
+
+
+def _fields(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """The fields of all Optax states inside: paths, and what they hold."""
+    if not _is_state(node):
+        yield path, node
+        return
+    for key_path, child in jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda x: x is not node
+    )[0]:
+        yield from _fields(child, (*path, *key_path))
+
+
+def _leaves(state: Any) -> list[_Leaf]:
+    """The leaves of a state, in order, each with its place."""
+    return [
+        _Leaf(_name(path[:-1]), _name(path[-1:]), _name(key_path), value)
+        for path, field in _fields(state)
+        for key_path, value in jax.tree_util.tree_flatten_with_path(field)[0]
+    ]
+
+
+def _select(path: Path, known: Iterable[str], where: str) -> list[str]:
+    """The parameters that a path names: one, or a group."""
+    wanted, known = _name(path), list(dict.fromkeys(known))
+    found = [
+        name
+        for name in known
+        if name == wanted or not wanted or name.startswith(f"{wanted}/")
+    ]
+    if not found:
+        close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.3) or known[:3]
+        raise ValueError(
+            f"path={wanted!r}: {where} has no such parameter. Close names:"
+            f" {', '.join(map(repr, close)) or 'none, it has no parameters'}."
+        )
+    return found
+
+
+def _single(path: Path, leaves: Iterable[_Leaf]) -> str:
+    names = [leaf.parameter for leaf in leaves if leaf.is_moment]
+    found = _select(path, names, "the state")
+    if len(found) > 1:
+        raise ValueError(
+            f"path={_name(path)!r} leads to {len(found)} parameters"
+            f" ({', '.join(map(repr, found[:3]))}, ...): name one."
+        )
+    return found[0]
+
+
+def _moments_of(state: Any, path: Path) -> dict[str, tuple[int, _Leaf]]:
+    """One parameter's moments by name, with their positions in the state."""
+    leaves = _leaves(state)
+    parameter = _single(path, leaves)
+    own = [
+        (position, leaf)
+        for position, leaf in enumerate(leaves)
+        if leaf.is_moment and leaf.parameter == parameter
+    ]
+    fields = [leaf.field for _, leaf in own]
+    return {
+        leaf.field if fields.count(leaf.field) == 1 else f"{leaf.node}/{leaf.field}": (
+            position,
+            leaf,
+        )
+        for position, leaf in own
+    }
+
+
+def _arrays_of(state: Any, path: Path | None) -> list[Any]:
+    if path is None:
+        return jax.tree.leaves(state)
+    leaves = [leaf for leaf in _leaves(state) if leaf.is_moment]
+    inside = set(_select(path, [leaf.parameter for leaf in leaves], "the state"))
+    return [leaf.value for leaf in leaves if leaf.parameter in inside]
+
+
+def _moved(x: Array, sharding: Any) -> Array:
+    """An array moved, the old one gone before this returns."""
+    if x.sharding.memory_kind == sharding.memory_kind:
+        return x
+    moved = jax.block_until_ready(jax.device_put(x, sharding))
+    x.delete()
+    return moved
+
+
+def _budget(
+    tx: optax.GradientTransformation, state: Any, leaves: list[_Leaf]
+) -> tuple[int | None, int]:
+    """The device budget of a transformation, and the smallest moment it pages."""
+    params = _parameters_like(state)
+    moments = sum(
+        nbytes(x.value) for x in leaves if x.is_moment and not on_host(x.value)
+    )
+    budgets, smallest = {}, []
+    for number, (configuration, _) in enumerate(recorded(tx, params)):
+        # What the device has left it has left once, however many ask.
+        key = "auto" if configuration.device_budget == "auto" else number
+        parameters = sum(map(nbytes, jax.tree.leaves(params)))
+        budgets[key] = configuration.budget(parameters, moments)
+        smallest.append(configuration.min_paged_size)
+    if None in budgets.values():
+        return None, 0
+    return sum(budgets.values()), min(smallest)
+
+
+def _parameters_like(state: Any) -> Any:
+    """A tree of the parameters' structure, made of what a state holds for them."""
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)
+    count = lambda tree: len(jax.tree.leaves(tree, is_leaf=is_masked))
+    trees = [
+        field
+        for path, field in _fields(state)
+        if _name(path[-1:]) not in _SETTINGS
+        and any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(field))
+    ]
+    merged = max(trees, key=count, default={})
+    structure = jax.tree.structure(merged, is_leaf=is_masked)
+    for tree in trees:
+        # Each label of optax.partition has moments for its own parameters alone.
+        if jax.tree.structure(tree, is_leaf=is_masked) == structure:
+            merged = jax.tree.map(
+                lambda first, second: second if is_masked(first) else first,
+                merged,
+                tree,
+                is_leaf=is_masked,
+            )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), merged)

@@ -1,0 +1,264 @@
+"""Optax's wrappers that skip steps, for moments that live on the host.
+
+Optax selects between the old state and the new with `jnp.where` or `lax.cond`. Between
+host arrays XLA copies the whole state for that (`MultiSteps` on GPUs; `lax.cond` on
+GPUs, jax 0.10.2) or fails to compile (`MultiSteps` on TPUs), and every micro-step moves
+every byte. Here a skipped step runs its page loops zero times.
+
+The semantics are Optax's by construction: its own wrapper runs, around a transformation
+that has a single bool for state, and that bool says afterwards whether the wrapper
+would have updated.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from paged_optax.gate import only_if
+from paged_optax.memory import on_host
+
+#: Hands updates through, and remembers in its state whether its update counted.
+_PROBE = optax.GradientTransformationExtraArgs(
+    lambda params: jnp.asarray(False),
+    lambda updates, state, params=None, **extra_args: (updates, jnp.asarray(True)),
+)
+
+
+class _Wrapped(NamedTuple):
+    """An Optax wrapper taken apart from what it wraps."""
+
+    init: Callable[..., Any]
+    update: Callable[..., Any]
+    inner: optax.GradientTransformationExtraArgs
+    field: str
+    zero: bool
+
+    def init_around(self, params: optax.Params) -> Any:
+        return self.init(params)._replace(**{self.field: self.inner.init(params)})
+
+    def update_around(
+        self,
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, Any]:
+        old = getattr(state, self.field)
+        blank = state._replace(**{self.field: jnp.asarray(False)})
+        passed, outer = self.update(updates, blank, params, **extra_args)
+        happens = getattr(outer, self.field)
+        with only_if(happens):
+            changed, new = self.inner.update(passed, old, params, **extra_args)
+        # Paged moments were kept by their loops; all else is selected here.
+        new = jax.tree.map(
+            lambda new, old: new if on_host(new) else jnp.where(happens, new, old),
+            new,
+            old,
+        )
+        changed = jax.tree.map(
+            lambda changed, passed: jnp.where(
+                happens,
+                changed,
+                jnp.zeros_like(changed) if self.zero else passed.astype(changed.dtype),
+            ),
+            changed,
+            passed,
+        )
+        return changed, outer._replace(**{self.field: new})
+
+
+def _around(
+    wrapper: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
+    *,
+    zero: bool,
+) -> optax.GradientTransformationExtraArgs:
+    inner = optax.with_extra_args_support(inner)
+    wrapped = _Wrapped(wrapper.init, wrapper.update, inner, "inner_state", zero)
+    return optax.GradientTransformationExtraArgs(
+        wrapped.init_around, wrapped.update_around
+    )
+
+
+class MultiSteps(optax.MultiSteps):
+    """`optax.MultiSteps` whose micro-steps move no byte of a paged state.
+
+    Gradients accumulate over `every_k_schedule` calls of `update`; on the last of them
+    the wrapped transformation updates, and on the others its page loops run zero times
+    and the updates are zero. The state is an `optax.MultiStepsState` of the wrapped
+    transformation's state.
+
+    Args:
+      opt: The wrapped transformation, with `paged(...)` anywhere inside, or nowhere.
+      every_k_schedule: Micro-steps a step: an int, or a function of the step count.
+      use_grad_mean: Whether to average the gradients; otherwise they are summed.
+      should_skip_update_fn: Decides whether a micro-step is left out, such as
+        `optax.skip_not_finite`.
+      accumulator_dtype: The dtype that gradients accumulate in.
+
+    Returns:
+      An object with `init`, `update`, `has_updated` and `gradient_transformation`.
+
+    Raises:
+      ValueError: As `optax.MultiSteps`.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> tx = po.MultiSteps(po.paged_adamw(1e-3), every_k_schedule=2)
+      >>> params = {"w": jnp.ones((512, 512))}
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(params, state, params)
+      >>> float(jnp.abs(updates["w"]).max()), bool(tx.has_updated(state))
+      (0.0, False)
+      >>> updates, state = tx.update(params, state, params)
+      >>> bool(jnp.abs(updates["w"]).max() > 0), bool(tx.has_updated(state))
+      (True, True)
+
+    References:
+      `optax.MultiSteps`, whose own code keeps the accumulators and the counts.
+    """
+
+    def __init__(
+        self,
+        opt: optax.GradientTransformation,
+        every_k_schedule: Any,
+        use_grad_mean: bool = True,
+        should_skip_update_fn: Any = None,
+        accumulator_dtype: Any = jnp.float32,
+    ):
+        super().__init__(
+            _PROBE,
+            every_k_schedule,
+            use_grad_mean,
+            should_skip_update_fn,
+            accumulator_dtype,
+        )
+        self._wrapped = _Wrapped(
+            super().init,
+            super().update,
+            optax.with_extra_args_support(opt),
+            "inner_opt_state",
+            zero=True,
+        )
+
+    @property
+    def inner_opt(self) -> optax.GradientTransformationExtraArgs:
+        """The wrapped transformation."""
+        return self._wrapped.inner
+
+    def init(self, params: optax.Params) -> optax.MultiStepsState:
+        """The state: zero accumulators and counts around the wrapped state."""
+        return self._wrapped.init_around(params)
+
+    def update(
+        self,
+        updates: optax.Updates,
+        state: optax.MultiStepsState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.MultiStepsState]:
+        """Accumulates gradients, and on the last micro-step updates with them."""
+        return self._wrapped.update_around(updates, state, params, **extra_args)
+
+
+def apply_if_finite(
+    inner: optax.GradientTransformation, max_consecutive_errors: int
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.apply_if_finite` whose rejected steps move no byte of a paged state.
+
+    A step whose gradients hold an infinity or a NaN leaves the state as it is and gives
+    zero updates, up to `max_consecutive_errors` times in a row.
+
+    Args:
+      inner: The wrapped transformation, with `paged(...)` anywhere inside, or nowhere.
+      max_consecutive_errors: Rejections in a row after which an update is let through.
+
+    Returns:
+      A transformation whose state is an `optax.ApplyIfFiniteState`.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> tx = po.apply_if_finite(po.paged_adamw(1e-3), max_consecutive_errors=3)
+      >>> params = {"w": jnp.ones((512, 512))}
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update({"w": params["w"] * jnp.nan}, state, params)
+      >>> float(jnp.abs(updates["w"]).max()), int(state.notfinite_count)
+      (0.0, 1)
+
+    References:
+      `optax.apply_if_finite`, whose own code counts the errors.
+    """
+    return _around(
+        optax.apply_if_finite(_PROBE, max_consecutive_errors), inner, zero=True
+    )
+
+
+def conditionally_transform(
+    inner: optax.GradientTransformation,
+    should_transform_fn: Callable[..., Any],
+    forward_extra_args: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.conditionally_transform` that moves no byte where it does not transform.
+
+    Where the condition does not hold, updates are handed through and the state stays.
+
+    Args:
+      inner: The wrapped transformation, with `paged(...)` anywhere inside, or nowhere.
+      should_transform_fn: The condition, a function of the count of calls.
+      forward_extra_args: Whether it is given `update`'s extra arguments too.
+
+    Returns:
+      A transformation whose state is an `optax.ConditionallyTransformState`.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> odd = lambda step: step % 2 == 1
+      >>> tx = po.conditionally_transform(po.paged_adam(1e-3), odd)
+      >>> params = {"w": jnp.ones((512, 512))}
+      >>> updates, state = tx.update(params, tx.init(params), params)
+      >>> float(updates["w"][0, 0])
+      1.0
+
+    References:
+      `optax.conditionally_transform`, whose own code asks the condition.
+    """
+    wrapper = optax.conditionally_transform(
+        _PROBE, should_transform_fn, forward_extra_args
+    )
+    return _around(wrapper, inner, zero=False)
+
+
+def conditionally_mask(
+    inner: optax.GradientTransformation,
+    should_transform_fn: Callable[..., Any],
+    forward_extra_args: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.conditionally_mask` that moves no byte where it does not transform.
+
+    Where the condition does not hold, updates are zero and the state stays.
+
+    Args:
+      inner: The wrapped transformation, with `paged(...)` anywhere inside, or nowhere.
+      should_transform_fn: The condition, a function of the count of calls.
+      forward_extra_args: Whether it is given `update`'s extra arguments too.
+
+    Returns:
+      A transformation whose state is an `optax.ConditionallyMaskState`.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> odd = lambda step: step % 2 == 1
+      >>> tx = po.conditionally_mask(po.paged_adam(1e-3), odd)
+      >>> params = {"w": jnp.ones((512, 512))}
+      >>> updates, state = tx.update(params, tx.init(params), params)
+      >>> float(updates["w"][0, 0])
+      0.0
+
+    References:
+      `optax.conditionally_mask`, whose own code asks the condition.
+    """
+    wrapper = optax.conditionally_mask(_PROBE, should_transform_fn, forward_extra_args)
+    return _around(wrapper, inner, zero=True)
