@@ -2,7 +2,7 @@
 
 Each takes `optax.X`'s own parameters, under their names and with their defaults, and
 then those of `paged`. The names that end in `_32bit` are those of Hugging Face and
-bitsandbytes.
+bitsandbytes, as are those that end in `_8bit`.
 """
 
 import inspect
@@ -19,31 +19,44 @@ _PAGING = tuple(
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 )
 
+_EIGHT_BITS = "dynamic_int8"
+
 
 def _alias(
-    name: str, optimizer: Callable[..., optax.GradientTransformation], source: str
+    name: str,
+    optimizer: Callable[..., optax.GradientTransformation],
+    source: str,
+    codec: str | None = None,
 ) -> Callable[..., optax.GradientTransformationExtraArgs]:
     """`paged(optimizer(...))` under one signature."""
     own = inspect.signature(optimizer)
-    paging = {parameter.name for parameter in _PAGING}
+    paging = [
+        parameter.replace(default=codec) if parameter.name == "codec" else parameter
+        for parameter in _PAGING
+    ]
+    names = {parameter.name for parameter in paging}
 
     def build(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
-        chosen = {key: kwargs.pop(key) for key in paging & kwargs.keys()}
+        chosen = {key: kwargs.pop(key) for key in names & kwargs.keys()}
+        chosen.setdefault("codec", codec)
         return paged(optimizer(*args, **kwargs), **chosen)
 
+    stored, promise = "", "the same numbers, a few pages of moments on the device"
+    if codec is not None:
+        stored = ", eight bits a value"
+        promise = "a quarter of the host memory and of the link's traffic"
     build.__name__ = build.__qualname__ = name
     build.__module__ = __name__
-    build.__doc__ = f"""`{source}`, its moments in host memory.
+    build.__doc__ = f"""`{source}`, its moments in host memory{stored}.
 
-    `paged({source}(...))`: the same numbers, a few pages of moments on the device.
+    `paged({source}(...))`: {promise}.
 
     Args:
       ...: `{source}`'s own, under their names and with their defaults; then
-        `page_size`, `device_budget`, `min_paged_size` and `host_memory_kind`: see
-        `paged`.
+        `page_size`, `device_budget`, `codec` and the others of `paged`.
 
     Returns:
-      A transformation whose state is that of `{source}`.
+      A transformation whose state has the structure of `{source}`'s.
 
     Raises:
       ValueError: As `paged`.
@@ -60,7 +73,7 @@ def _alias(
       The optimizer: `optax` documentation, `{source}`.
     """
     signature = own.replace(
-        parameters=[*own.parameters.values(), *_PAGING],
+        parameters=[*own.parameters.values(), *paging],
         return_annotation=optax.GradientTransformationExtraArgs,
     )
     # Functions declare no such attribute, so a plain assignment fails the type check.
@@ -87,4 +100,13 @@ paged_adamw_32bit = _alias("paged_adamw_32bit", optax.adamw, "optax.adamw")
 paged_lion_32bit = _alias("paged_lion_32bit", optax.lion, "optax.lion")
 paged_ademamix_32bit = _alias(
     "paged_ademamix_32bit", optax.contrib.ademamix, "optax.contrib.ademamix"
+)
+
+paged_adamw_8bit = _alias("paged_adamw_8bit", optax.adamw, "optax.adamw", _EIGHT_BITS)
+paged_lion_8bit = _alias("paged_lion_8bit", optax.lion, "optax.lion", _EIGHT_BITS)
+paged_ademamix_8bit = _alias(
+    "paged_ademamix_8bit",
+    optax.contrib.ademamix,
+    "optax.contrib.ademamix",
+    _EIGHT_BITS,
 )

@@ -23,14 +23,19 @@ PINNED_HOST = "pinned_host"
 
 
 def on_host(x: Any) -> bool:
-    """Whether an array, a traced value or an abstract value lives in host memory."""
+    """Whether an array, a traced value or an abstract value lives in host memory.
+
+    Of a moment that a codec stores in several arrays, which live together, the first
+    one says.
+    """
+    x = x if isinstance(x, ShapedArray) else jax.tree.leaves(x)[0]
     aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
     return aval.memory_space == HOST
 
 
-def nbytes(x: Any) -> int:
-    """Bytes of an array, a traced value or a `ShapeDtypeStruct`."""
-    return math.prod(x.shape) * x.dtype.itemsize
+def nbytes(tree: Any) -> int:
+    """Bytes of arrays, traced values or `ShapeDtypeStruct`s: one, or a pytree."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 @functools.cache

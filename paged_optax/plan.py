@@ -10,14 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from paged_optax.memory import (
     PINNED_HOST,
     device_memory,
     host_pool_bytes,
-    nbytes,
     resolve_host_memory_kind,
 )
 from paged_optax.table import readable_bytes, table
@@ -178,7 +176,12 @@ def whole(shape: tuple[int, ...]) -> Pages:
 
 
 @functools.cache
-def cut(shape: tuple[int, ...], itemsizes: tuple[int, ...], page_size: int) -> Pages:
+def cut(
+    shape: tuple[int, ...],
+    itemsizes: tuple[int, ...],
+    page_size: int,
+    block: int = 1,
+) -> Pages:
     """Cuts a leaf into pages of at most `page_size` bytes.
 
     Leading axes collapse into rows where that costs nothing on a TPU, whose memory
@@ -190,6 +193,7 @@ def cut(shape: tuple[int, ...], itemsizes: tuple[int, ...], page_size: int) -> P
       shape: The leaf's shape.
       itemsizes: Bytes a value of each moment that shares the leaf's pages.
       page_size: Most bytes of a page of one moment.
+      block: Consecutive values that a codec stores together: a page holds whole blocks.
 
     Returns:
       The geometry.
@@ -213,11 +217,13 @@ def cut(shape: tuple[int, ...], itemsizes: tuple[int, ...], page_size: int) -> P
         else:
             view = (math.prod(leading) * rows, columns)
             unit = columns * itemsize
-        if tile > 1 and tile * unit > page_size:
+        if tile > 1 and tile * unit > page_size and block == 1:
             # Even one tile of rows is too long: cut the columns.
             strip = view[0] * itemsize
             if 128 * packing * strip <= page_size:
                 axis, tile, unit = 1, 128 * packing, strip
+    values = unit // itemsize  # of one entry along the axis
+    tile = math.lcm(tile, block // math.gcd(block, values))
     extent = view[axis]
     largest = max(tile, page_size // unit // tile * tile)
     if extent <= largest:
@@ -253,7 +259,7 @@ def parameter_of(
 
 
 def resident(
-    leaves: Sequence[Any],
+    sizes: Sequence[int | None],
     owners: Sequence[int | None],
     budget: int | None,
     min_paged_size: int,
@@ -265,7 +271,7 @@ def resident(
     moments of one parameter after the other until the budget is spent.
 
     Args:
-      leaves: The state's leaves, or their abstract values.
+      sizes: Bytes of each of the state's leaves; None for what is never paged.
       owners: The parameter each belongs to, or None.
       budget: Bytes of moments that may stay; None: all.
       min_paged_size: Moments of fewer bytes stay, and cost no budget.
@@ -274,16 +280,15 @@ def resident(
       For each state leaf whether it stays.
     """
     if budget is None:
-        return [True] * len(leaves)
-    is_moment = lambda x: x.ndim and x.size and jnp.issubdtype(x.dtype, jnp.inexact)
-    stays = [not is_moment(x) or nbytes(x) < min_paged_size for x in leaves]
+        return [True] * len(sizes)
+    stays = [size is None or size < min_paged_size for size in sizes]
     together: dict[Any, list[int]] = {}
     for leaf, owner in enumerate(owners):
         if not stays[leaf]:
             key = ("leaf", leaf) if owner is None else owner
             together.setdefault(key, []).append(leaf)
     for group in together.values():
-        size = sum(nbytes(leaves[leaf]) for leaf in group)
+        size = sum(sizes[leaf] or 0 for leaf in group)
         if size <= budget:
             budget -= size
             for leaf in group:

@@ -10,6 +10,7 @@ its arrays' memory kinds say where each lives.
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Int
 
+from paged_optax.codecs import Quantized
 from paged_optax.memory import (
     DEVICE,
     HOST,
@@ -56,14 +58,17 @@ class _Leaf:
 
     @property
     def is_moment(self) -> bool:
+        if isinstance(self.value, Quantized):
+            return True
         if self.field in _SETTINGS or not jnp.issubdtype(self.value.dtype, jnp.inexact):
             return False
         return bool(self.parameter) or self.value.ndim > 0
 
     @property
     def is_count(self) -> bool:
-        integer = jnp.issubdtype(self.value.dtype, jnp.integer)
-        return self.field not in _SETTINGS and integer and self.value.ndim == 0
+        if isinstance(self.value, Quantized) or self.field in _SETTINGS:
+            return False
+        return self.value.ndim == 0 and jnp.issubdtype(self.value.dtype, jnp.integer)
 
 
 def page_in(state: optax.OptState, path: Path) -> dict[str, Array]:
@@ -77,7 +82,8 @@ def page_in(state: optax.OptState, path: Path) -> dict[str, Array]:
 
     Returns:
       Its moments in device memory, by name. The name is that of Optax's field (`"mu"`,
-      `"nu"`, `"trace"`), with the path to it where two fields have one name.
+      `"nu"`, `"trace"`), with the path to it where two fields have one name. A moment
+      that a codec stores in blocks is a `codecs.Quantized`.
 
     Raises:
       ValueError: If the state has no such parameter; the message has close names.
@@ -127,13 +133,15 @@ def page_out(
             f"moments={sorted(moments)}: parameter {_name(path)!r} has the moments"
             f" {sorted(known)}: pass those, as page_in gives them."
         )
-    leaves, structure = jax.tree.flatten(state)
+    leaves, structure = jax.tree.flatten(state, is_leaf=_is_quantized)
     for name, (position, leaf) in known.items():
-        value, old = jnp.asarray(moments[name]), leaf.value
-        if (value.shape, value.dtype) != (old.shape, old.dtype):
+        value, old = jax.tree.map(jnp.asarray, moments[name]), leaf.value
+        given, held = jax.tree.map(jax.typeof, (value, old))
+        describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+        if describe(value) != describe(old):
             raise ValueError(
-                f"moments[{name!r}] is {value.dtype}{list(value.shape)}, and the state"
-                f" of parameter {_name(path)!r} holds {old.dtype}{list(old.shape)}."
+                f"moments[{name!r}] is {given}, and the state of parameter"
+                f" {_name(path)!r} holds {held}."
             )
         leaves[position] = jax.device_put(value, HOST)
     return jax.tree.unflatten(structure, leaves)
@@ -181,17 +189,20 @@ def init_param(
         for name, (_, x) in zip(names, flat, strict=True)
     ]
     made = tx.init(jax.tree.unflatten(structure, alone))
-    placed = jax.tree.leaves(abstract_state(tx, params))
-    old = dict(jax.tree_util.tree_flatten_with_path(state)[0])
+    flatten = functools.partial(
+        jax.tree_util.tree_flatten_with_path, is_leaf=_is_quantized
+    )
+    placed = [x for _, x in flatten(abstract_state(tx, params))[0]]
+    old = dict(flatten(state)[0])
     leaves = []
     for (key_path, x), leaf, place in zip(
-        jax.tree_util.tree_flatten_with_path(made)[0],
+        flatten(made)[0],
         _leaves(made),
         placed,
         strict=True,
     ):
         if leaf.parameter in joins:
-            leaves.append(_moved(x, place.sharding))
+            leaves.append(jax.tree.map(_placed, x, place))
         elif key_path in old:
             leaves.append(old[key_path])
         else:
@@ -200,7 +211,7 @@ def init_param(
                 f" name it too, by a path that leads to it and to {_name(path)!r}, or"
                 " add one after the other."
             )
-    return jax.tree.unflatten(jax.tree.structure(made), leaves)
+    return jax.tree.unflatten(jax.tree.structure(made, is_leaf=_is_quantized), leaves)
 
 
 def get_step(state: optax.OptState, path: Path) -> Int[Array, ""]:
@@ -277,7 +288,8 @@ def increment_step(state: optax.OptState, path: Path) -> optax.OptState:
         optax.safe_increment(leaf.value) if yes else leaf.value
         for leaf, yes in zip(leaves, own, strict=True)
     ]
-    return jax.tree.unflatten(jax.tree.structure(state), values)
+    structure = jax.tree.structure(state, is_leaf=_is_quantized)
+    return jax.tree.unflatten(structure, values)
 
 
 def is_device_resident(state: optax.OptState, path: Path) -> bool:
@@ -412,7 +424,7 @@ def rebalance(
       [False, True, True]
     """
     leaves = _leaves(state)
-    if any(isinstance(leaf.value, Tracer) for leaf in leaves):
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
         raise ValueError(
             "rebalance moves arrays and cannot be traced: call it outside jit, between"
             " steps."
@@ -440,9 +452,10 @@ def rebalance(
             moves = movable[position] and belongs_on_host != on_host(leaf.value)
             if moves and belongs_on_host == to_host:
                 kind = PINNED_HOST if to_host else memory_kinds()[0]
-                sharding = leaf.value.sharding.with_memory_kind(kind)
-                values[position] = _moved(leaf.value, sharding)
-    return jax.tree.unflatten(jax.tree.structure(state), values)
+                move = functools.partial(_moved, kind=kind)
+                values[position] = jax.tree.map(move, leaf.value)
+    structure = jax.tree.structure(state, is_leaf=_is_quantized)
+    return jax.tree.unflatten(structure, values)
 
 
 def abstract_state(
@@ -479,18 +492,26 @@ def abstract_state(
     """
     # A new function each time: JAX would not run one again that it has traced.
     closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(params)
-    state_leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
+    stored, structure = jax.tree_util.tree_flatten_with_path(
+        shapes, is_leaf=_is_quantized
+    )
     parameters = jax.tree_util.tree_flatten_with_path(params)[0]
-    owners = parameter_of([p for p, _ in state_leaves], [p for p, _ in parameters])
+    owners = parameter_of([p for p, _ in stored], [p for p, _ in parameters])
     default = SingleDeviceSharding(jax.devices()[0])
-    placed = []
-    for (_, x), aval, owner in zip(state_leaves, closed.out_avals, owners, strict=True):
+    avals = iter(closed.out_avals)
+
+    def place(x: Any, parameter: Any) -> jax.ShapeDtypeStruct:
         sharding = default
-        if owner is not None and parameters[owner][1].shape == x.shape:
-            sharding = getattr(parameters[owner][1], "sharding", None) or default
-        kind = PINNED_HOST if on_host(aval) else memory_kinds()[0]
+        if parameter is not None and parameter.shape == x.shape:
+            sharding = getattr(parameter, "sharding", None) or default
+        kind = PINNED_HOST if on_host(next(avals)) else memory_kinds()[0]
         sharding = sharding.with_memory_kind(kind)
-        placed.append(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    placed = []
+    for (_, x), owner in zip(stored, owners, strict=True):
+        parameter = None if owner is None else parameters[owner][1]
+        placed.append(jax.tree.map(lambda x, p=parameter: place(x, p), x))
     return jax.tree.unflatten(structure, placed)
 
 
@@ -513,6 +534,10 @@ def _is_state(node: Any) -> bool:
     return type(node) is dict and any(map(_is_state, node.values()))
 
 
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, Quantized)
+
+
 def _fields(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
     """The fields of all Optax states inside: paths, and what they hold."""
     if not _is_state(node):
@@ -529,7 +554,9 @@ def _leaves(state: Any) -> list[_Leaf]:
     return [
         _Leaf(_name(path[:-1]), _name(path[-1:]), _name(key_path), value)
         for path, field in _fields(state)
-        for key_path, value in jax.tree_util.tree_flatten_with_path(field)[0]
+        for key_path, value in jax.tree_util.tree_flatten_with_path(
+            field, is_leaf=_is_quantized
+        )[0]
     ]
 
 
@@ -585,16 +612,21 @@ def _arrays_of(state: Any, path: Path | None) -> list[Any]:
         return jax.tree.leaves(state)
     leaves = [leaf for leaf in _leaves(state) if leaf.is_moment]
     inside = set(_select(path, [leaf.parameter for leaf in leaves], "the state"))
-    return [leaf.value for leaf in leaves if leaf.parameter in inside]
+    return jax.tree.leaves([x.value for x in leaves if x.parameter in inside])
 
 
-def _moved(x: Array, sharding: Any) -> Array:
-    """An array moved, the old one gone before this returns."""
-    if x.sharding.memory_kind == sharding.memory_kind:
+def _moved(x: Array, kind: str) -> Array:
+    """An array moved to a memory, the old one gone before this returns."""
+    if x.sharding.memory_kind == kind:
         return x
+    sharding = x.sharding.with_memory_kind(kind)
     moved = jax.block_until_ready(jax.device_put(x, sharding))
     x.delete()
     return moved
+
+
+def _placed(x: Array, like: Any) -> Array:
+    return _moved(x, like.sharding.memory_kind)
 
 
 def _budget(
@@ -620,22 +652,28 @@ def _budget(
 def _parameters_like(state: Any) -> Any:
     """A tree of the parameters' structure, made of what a state holds for them."""
     is_masked = lambda x: isinstance(x, optax.MaskedNode)
-    count = lambda tree: len(jax.tree.leaves(tree, is_leaf=is_masked))
+    is_leaf = lambda x: is_masked(x) or _is_quantized(x)
     trees = [
         field
         for path, field in _fields(state)
         if _name(path[-1:]) not in _SETTINGS
         and any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(field))
     ]
-    merged = max(trees, key=count, default={})
-    structure = jax.tree.structure(merged, is_leaf=is_masked)
+    merged = max(
+        trees, key=lambda tree: len(jax.tree.leaves(tree, is_leaf=is_leaf)), default={}
+    )
+    structure = jax.tree.structure(merged, is_leaf=is_leaf)
     for tree in trees:
         # Each label of optax.partition has moments for its own parameters alone.
-        if jax.tree.structure(tree, is_leaf=is_masked) == structure:
+        if jax.tree.structure(tree, is_leaf=is_leaf) == structure:
             merged = jax.tree.map(
                 lambda first, second: second if is_masked(first) else first,
                 merged,
                 tree,
-                is_leaf=is_masked,
+                is_leaf=is_leaf,
             )
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), merged)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jax.tree.leaves(x)[0].shape, jnp.float32),
+        merged,
+        is_leaf=_is_quantized,
+    )

@@ -19,19 +19,25 @@ This module knows nothing of Optax.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
-from jaxtyping import Int
+from jaxtyping import Int, UInt32
 
+from paged_optax.codecs import Codec, Noise, Quantized
 from paged_optax.memory import DEVICE, HOST, on_host
 from paged_optax.plan import Pages, whole
 
 if TYPE_CHECKING:
     from paged_optax.granularity import Program
+
+#: An array, or what a codec stores in its place.
+Stored = Array | Quantized
 
 # XLA:CPU of jax < 0.11.2 drops optimization barriers before it fuses. The fetches
 # then fuse into every one of their uses, reads and writes of a leaf overlap, and
@@ -48,15 +54,19 @@ def _open_gate() -> Int[Array, ""]:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("program", "overwrites", "pages"))
+@functools.partial(
+    jax.jit, static_argnames=("program", "overwrites", "pages", "codecs")
+)
 def stream(
-    arrays: tuple[Array, ...],
+    arrays: tuple[Stored, ...],
     gate: Int[Array, ""] | None = None,
+    noise: tuple[UInt32[Array, "2"] | None, ...] | None = None,
     *,
     program: "Program",
     overwrites: tuple[int, ...],
     pages: Pages,
-) -> tuple[Array, ...]:
+    codecs: tuple[Codec | None, ...] = (),
+) -> tuple[Stored, ...]:
     """Runs a program over one leaf, page by page, in place.
 
     Args:
@@ -64,144 +74,284 @@ def stream(
         buffers to overwrite. Arrays of the leaf's shape are paged; others (scalars)
         are given to every page whole.
       gate: 1 to update the leaf; 0 to leave it, moving nothing. None always updates.
+      noise: For each result the random words that its codec rounds by, or None.
       program: What to compute on a page; see `granularity.Program`.
       overwrites: For each of its results, the position of the array it replaces,
         of the same shape and dtype.
       pages: The geometry.
+      codecs: What stores each of `arrays`, or None; empty where nothing is coded.
 
     Returns:
       The new arrays, in the order of the results, each in the memory space of the
       array it replaces.
     """
     if not pages.aligned:
-        again = functools.partial(stream, program=program, overwrites=overwrites)
+        again = functools.partial(
+            stream, program=program, overwrites=overwrites, codecs=codecs
+        )
         return lax.platform_dependent(
             arrays,
             gate,
+            noise,
             tpu=functools.partial(again, pages=whole(pages.leaf)),
             default=functools.partial(
                 again, pages=dataclasses.replace(pages, aligned=True)
             ),
         )
+    codecs = codecs or (None,) * len(arrays)
     targets = tuple(dict.fromkeys(overwrites))
-    paged = [x.shape == pages.leaf and pages.count > 0 for x in arrays]
-    viewed = [
-        x.reshape(pages.view) if is_paged else x
-        for x, is_paged in zip(arrays, paged, strict=True)
-    ]
+    leaves = [_Leaf(x, pages, codec) for x, codec in zip(arrays, codecs, strict=True)]
+    words = noise or (None,) * len(overwrites)
 
-    def update(start: Int[Array, ""] | int, size: int, buffers: Sequence[Array]):
-        current = dict(enumerate(viewed)) | dict(zip(targets, buffers, strict=True))
+    def update(
+        start: Int[Array, ""] | int, size: int, current: dict[int, Quantized]
+    ) -> dict[int, Quantized]:
+        page_shape = _page_shape(pages, size)
 
-        def read(position: int) -> Array:
-            x = current[position]
-            if paged[position] and size < pages.view[pages.axis]:
-                x = lax.dynamic_slice_in_dim(x, start, size, pages.axis)
-            return jax.device_put(x, DEVICE) if on_host(current[position]) else x
-
-        def write(position: int, page: Array) -> Array:
-            x = current[position]
-            page = jax.device_put(page, HOST) if on_host(x) else page
-            if not paged[position] or size == pages.view[pages.axis]:
-                return page
-            return lax.dynamic_update_slice_in_dim(x, page, start, pages.axis)
-
-        def compute() -> tuple[Array, ...]:
-            inputs = [read(position) for position in range(program.inputs)]
-            inputs = _fetched(inputs, [on_host(current[p]) for p in range(len(inputs))])
-            return tuple(program(inputs, page_shape))
+        def compute() -> tuple[Quantized, ...]:
+            stored = [
+                leaf.read(current[position], start, size)
+                for position, leaf in enumerate(leaves[: program.inputs])
+            ]
+            stored = _fetched(stored, [leaf.travels for leaf in leaves[: len(stored)]])
+            inputs = [
+                leaf.decode(page, page_shape)
+                for leaf, page in zip(leaves, stored, strict=False)
+            ]
+            if any(codecs):
+                inputs = _on_cpu(lax.optimization_barrier, inputs)
+            results = program(inputs, page_shape if pages.count else None)
+            if any(codecs):
+                results = lax.optimization_barrier(results)
+            return tuple(
+                leaves[position].encode(result, start, word)
+                for position, result, word in zip(
+                    overwrites, results, words, strict=True
+                )
+            )
 
         # Only what travels is kept apart from its neighbours; gradients and
         # parameters are read and written by the computation itself.
-        page_shape = _page_shape(pages, size) if pages.count else None
         sliced = pages.count > 0 and size < pages.view[pages.axis]
         results = _apart(compute) if sliced else compute()
         results = _each(
-            lax.optimization_barrier, results, [on_host(current[p]) for p in overwrites]
+            lax.optimization_barrier, results, [leaves[p].travels for p in overwrites]
         )
-        for position, result in zip(overwrites, results, strict=True):
-            current[position] = write(position, result)
-        return tuple(current[position] for position in targets)
+        written = {
+            position: leaves[position].write(current[position], result, start, size)
+            for position, result in zip(overwrites, results, strict=True)
+        }
+        return current | written
 
     extent = pages.view[pages.axis] if pages.count else 1
     size = pages.size if pages.count else 1
     full = extent - extent % size
 
-    def leaf(buffers: tuple[Array, ...]) -> tuple[Array, ...]:
+    def run(buffers: tuple[Quantized, ...]) -> tuple[Quantized, ...]:
+        views = [leaf.view for leaf in leaves]
+        views = dict(enumerate(views)) | dict(zip(targets, buffers, strict=True))
+        # Scales are few: those of a leaf travel together, before its first page and
+        # after its last.
+        views = {p: leaves[p].with_scales(x, DEVICE) for p, x in views.items()}
         if full == size:
-            buffers = update(0, size, buffers)
+            views = update(0, size, views)
         else:
-            _, buffers = lax.while_loop(
-                lambda carry: carry[0] < full,
-                lambda carry: (carry[0] + size, update(carry[0], size, carry[1])),
-                (jnp.int32(0), buffers),
-            )
-        if extent > full:
-            buffers = update(full, extent - full, buffers)
-        return buffers
+            constant = {p: x for p, x in views.items() if p not in targets}
 
-    buffers = tuple(viewed[position] for position in targets)
-    if gate is None and size < extent == full:
-        buffers = leaf(buffers)  # its own loop keeps it together
+            def next_page(carry: Any) -> Any:
+                start, changing = carry
+                changed = update(start, size, constant | changing)
+                return start + size, {p: changed[p] for p in targets}
+
+            _, changing = lax.while_loop(
+                lambda carry: carry[0] < full,
+                next_page,
+                (jnp.int32(0), {p: views[p] for p in targets}),
+            )
+            views = constant | changing
+        if extent > full:
+            views = update(full, extent - full, views)
+        return tuple(leaves[p].with_scales(views[p], HOST) for p in targets)
+
+    buffers = tuple(leaves[position].view for position in targets)
+    if gate is None and size < extent == full and not any(codecs):
+        buffers = run(buffers)  # its own loop keeps it together
     else:
         trips = _open_gate() if gate is None else gate
         _, buffers = lax.while_loop(
             lambda carry: carry[0] < trips,
-            lambda carry: (carry[0] + 1, leaf(carry[1])),
+            lambda carry: (carry[0] + 1, run(carry[1])),
             (jnp.int32(0), buffers),
         )
     written = dict(zip(targets, buffers, strict=True))
-    return tuple(written[p].reshape(arrays[p].shape) for p in overwrites)
+    return tuple(leaves[p].restore(written[p]) for p in overwrites)
 
 
-@functools.partial(jax.jit, static_argnames=("program", "pages", "dtype"))
+class _Leaf:
+    """One array of a leaf, or what a codec stores of it, seen page by page.
+
+    Within the loops an array is codes without scales, so that both are one case.
+
+    Attributes:
+      view: The array under the shape that pages are cut from.
+      travels: Whether it lives in host memory.
+    """
+
+    def __init__(self, x: Stored, pages: Pages, codec: Codec | None):
+        self.pages, self.codec = pages, codec
+        self.is_quantized = isinstance(x, Quantized)
+        stored: Any = x if isinstance(x, Quantized) else Quantized(x, None)
+        self.shape = stored.codes.shape
+        self.travels = on_host(stored.codes)
+        self.paged = pages.count > 0 and (codec is not None or self.shape == pages.leaf)
+        self.view = stored
+        if self.paged:
+            # A codec may put several values of the last axis into one.
+            last = pages.view[-1:] if self.shape == pages.leaf else self.shape[-1:]
+            codes = stored.codes.reshape(*pages.view[:-1], *last)
+            self.view = stored._replace(codes=codes)
+
+    def restore(self, x: Quantized) -> Stored:
+        """What was given, back in its own shape."""
+        codes = x.codes.reshape(self.shape)
+        return Quantized(codes, x.scales) if self.is_quantized else codes
+
+    def read(self, x: Quantized, start: Int[Array, ""] | int, size: int) -> Quantized:
+        """A page as it is stored, in device memory."""
+        codes, scales = x
+        if self._sliced(size):
+            codes = lax.dynamic_slice_in_dim(codes, start, size, self.pages.axis)
+            if scales is not None:
+                scales = lax.dynamic_slice_in_dim(scales, *self._blocks(start, size))
+        return Quantized(
+            jax.device_put(codes, DEVICE) if self.travels else codes, scales
+        )
+
+    def write(
+        self, x: Quantized, page: Quantized, start: Int[Array, ""] | int, size: int
+    ) -> Quantized:
+        """The array with a page of it replaced."""
+        codes, scales = page
+        codes = jax.device_put(codes, HOST) if self.travels else codes
+        if self._sliced(size):
+            put = lax.dynamic_update_slice_in_dim
+            codes = put(x.codes, codes, start, self.pages.axis)
+            if scales is not None:
+                scales = put(x.scales, scales, self._blocks(start, size)[0], 0)
+        return Quantized(codes, scales)
+
+    def decode(self, page: Quantized, shape: tuple[int, ...]) -> Array:
+        """What the program sees of a page."""
+        if self.codec is None:
+            return page.codes
+        return self.codec.decode(page if self.is_quantized else page.codes, shape)
+
+    def encode(
+        self, page: Array, start: Int[Array, ""] | int, words: Array | None
+    ) -> Quantized:
+        """What is stored of a result."""
+        if self.codec is None:
+            return Quantized(page, None)
+        first = jnp.asarray(start, jnp.uint32) * np.uint32(self._values % 2**32)
+        noise = None if words is None else Noise(words, first)
+        stored = self.codec.encode(page, noise)
+        return stored if isinstance(stored, Quantized) else Quantized(stored, None)
+
+    def with_scales(self, x: Quantized, space: Any) -> Quantized:
+        """Brings the scales to the device, or back to where they live."""
+        if x.scales is None or not self.travels:
+            return x
+        return x._replace(scales=jax.device_put(x.scales, space))
+
+    def _sliced(self, size: int) -> bool:
+        return self.paged and size < self.pages.view[self.pages.axis]
+
+    @property
+    def _values(self) -> int:
+        """Values of one entry along the axis that is cut."""
+        pages = self.pages
+        return math.prod(pages.view[pages.axis + 1 :]) if pages.count else 1
+
+    def _blocks(self, start: Int[Array, ""] | int, size: int) -> tuple[Any, int]:
+        """The first block of a page, and how many it has."""
+        assert self.codec is not None
+        together = math.gcd(self.codec.block, self._values)
+        entries = self.codec.block // together  # that are whole blocks
+        first = start // np.int32(entries) * np.int32(self._values // together)
+        return first, -(-size * self._values // self.codec.block)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("program", "pages", "dtype", "codec", "host")
+)
 def fill(
-    arrays: tuple[Array, ...], *, program: "Program", pages: Pages, dtype: jnp.dtype
-) -> Array:
-    """Makes one leaf in host memory, page by page.
+    arrays: tuple[Array, ...],
+    noise: UInt32[Array, "2"] | None = None,
+    *,
+    program: "Program",
+    pages: Pages,
+    dtype: jnp.dtype,
+    codec: Codec | None = None,
+    host: bool = True,
+) -> Stored:
+    """Makes one leaf, page by page.
 
     `lax.empty` moved to the host allocates there and nowhere else, on both
     accelerators (jax 0.10.2, 0.12.0.1), so that the leaf never exists on the device.
 
     Args:
       arrays: The program's arguments.
+      noise: The random words that the codec rounds by, or None.
       program: What makes a page; its only result is the leaf.
       pages: The geometry.
-      dtype: The leaf's dtype.
+      dtype: The leaf's dtype, as the program makes it.
+      codec: What stores it, or None.
+      host: Whether it is made in host memory.
 
     Returns:
       The leaf.
     """
-    blank = jax.device_put(lax.empty(pages.leaf, dtype), HOST)
+    stored = jax.ShapeDtypeStruct(pages.leaf, dtype)
+    if codec is not None:
+        stored = codec.stored(pages.leaf)
+    blank = jax.tree.map(lambda x: lax.empty(x.shape, x.dtype), stored)
     (leaf,) = stream(
-        (*arrays, blank), program=program, overwrites=(len(arrays),), pages=pages
+        (*arrays, jax.device_put(blank, HOST) if host else blank),
+        None,
+        None if noise is None else (noise,),
+        program=program,
+        overwrites=(len(arrays),),
+        pages=pages,
+        codecs=(*[None] * len(arrays), codec),
     )
     return leaf
 
 
 def _page_shape(pages: Pages, size: int) -> tuple[int, ...]:
+    if not pages.count:
+        return pages.leaf
     return (*pages.view[: pages.axis], size, *pages.view[pages.axis + 1 :])
 
 
 def _each(
-    function: Callable[[list[Array]], Sequence[Array]],
-    values: Sequence[Array],
+    function: Callable[[list[Quantized]], Sequence[Quantized]],
+    values: Sequence[Quantized],
     chosen: Sequence[bool],
-) -> list[Array]:
+) -> list[Quantized]:
     """Applies a function to the chosen values together."""
     found = [x for x, yes in zip(values, chosen, strict=True) if yes]
     made = iter(function(found))
     return [next(made) if yes else x for x, yes in zip(values, chosen, strict=True)]
 
 
-def _fetched(values: Sequence[Array], travelled: Sequence[bool]) -> list[Array]:
+def _fetched(values: Sequence[Quantized], travelled: Sequence[bool]) -> list[Quantized]:
     """Pages from the host, kept apart from what is computed of them.
 
     On a TPU the results then take over the fetched pages (16 leaves of 4096x4096,
     8 MiB pages, v5e: 19 MiB of scratch instead of 27). XLA:CPU would copy.
     """
 
-    def fence(pages: list[Array]) -> Sequence[Array]:
+    def fence(pages: list[Quantized]) -> Sequence[Quantized]:
         return lax.platform_dependent(
             pages, cpu=lambda pages: pages, default=lax.optimization_barrier
         )
@@ -209,14 +359,19 @@ def _fetched(values: Sequence[Array], travelled: Sequence[bool]) -> list[Array]:
     return _each(fence, values, travelled)
 
 
-def _apart(compute: Callable[[], tuple[Array, ...]]) -> tuple[Array, ...]:
+def _on_cpu(function: Callable[[Any], Any], values: Any) -> Any:
+    return lax.platform_dependent(values, cpu=function, default=lambda values: values)
+
+
+def _apart(compute: Callable[[], tuple[Quantized, ...]]) -> tuple[Quantized, ...]:
     """Calls a function so that XLA:CPU finishes it before its results are used."""
     if not _CPU_DROPS_BARRIERS:
         return compute()
 
-    def conditional() -> tuple[Array, ...]:
-        blank = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(compute)]
+    def conditional() -> tuple[Quantized, ...]:
+        shapes = jax.eval_shape(compute)
         always = lax.optimization_barrier(True)
-        return lax.cond(always, compute, lambda: tuple(blank))
+        blank = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return lax.cond(always, compute, blank)
 
     return lax.platform_dependent(cpu=conditional, default=compute)

@@ -1,6 +1,7 @@
 """`paged`: any Optax transformation, its state in host memory."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,10 @@ from jax import Array
 from jax.core import Tracer
 
 from paged_optax import granularity
+from paged_optax.choice import CodecLike, check, choose, draws
+from paged_optax.codecs import Codec, draw
 from paged_optax.gate import Gate, either, gates_of
+from paged_optax.layout import Layout
 from paged_optax.memory import (
     DEVICE,
     HOST,
@@ -30,8 +34,8 @@ from paged_optax.plan import (
     resident,
     whole,
 )
+from paged_optax.precision import counted, in_float32, with_master_weights
 from paged_optax.selfcheck import check_backend
-from paged_optax.steps import StepCounts
 from paged_optax.stream import fill, stream
 
 _keystr = jax.tree_util.keystr
@@ -45,6 +49,8 @@ def paged(
     min_paged_size: int | str = "256KiB",
     host_memory_kind: str = "pinned_host",
     per_parameter_steps: bool = False,
+    codec: CodecLike | Mapping[str, CodecLike | Mapping[str, CodecLike]] = None,
+    master_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Pages a transformation: its moments live on the host, its numbers stay.
 
@@ -75,7 +81,7 @@ def paged(
       inner: The transformation. It may not combine several parameters: chain
         `optax.clip_by_global_norm` and its like outside.
       page_size: Bytes of one page of one moment, an int or a string such as
-        `"16MiB"`.
+        `"16MiB"`; with a codec, bytes of the float32 that it decodes to.
       device_budget: Bytes of moments that may stay on the device: 0 pages everything,
         None nothing. `"auto"` takes what the device has free at `init` less a reserve:
         the parameters' bytes again for gradients, and a quarter of the device.
@@ -86,6 +92,14 @@ def paged(
       per_parameter_steps: Whether each parameter counts its own steps, for its bias
         corrections and schedules. Each integer scalar of the state is then a tree of
         the parameters' structure.
+      codec: How moments are stored: the name of a codec (`"dynamic_int8"`,
+        `"dynamic_int4"`, `"float8_e4m3"`, `"bfloat16"`, `"bfloat16_stochastic"`), an
+        object like those of `paged_optax.codecs`, or several by moment and by pattern
+        of parameter paths, of which the last that applies counts:
+        `{"mu": "bfloat16", "nu": "dynamic_int8", "*/embedding": "float32"}`. `inner`
+        computes in float32. Moments of fewer than 4096 values are stored in float32.
+      master_dtype: Keeps a copy of the parameters in this dtype, paged like a moment,
+        for parameters in fewer bits: `"float32"`. The moments have it too.
 
     Returns:
       A transformation to use wherever `inner` was used.
@@ -119,9 +133,15 @@ def paged(
     configuration = Configuration.of(
         page_size, device_budget, min_paged_size, host_memory_kind
     )
-    pager = _Pager(
-        optax.with_extra_args_support(inner), configuration, per_parameter_steps
-    )
+    rules = check(codec)
+    inner = optax.with_extra_args_support(inner)
+    if master_dtype is not None:
+        inner = with_master_weights(inner, master_dtype)
+    elif rules:
+        inner = in_float32(inner)
+    if draws(rules):
+        inner = counted(inner)
+    pager = _Pager(inner, configuration, rules, per_parameter_steps)
     return optax.GradientTransformationExtraArgs(pager.init, pager.update)
 
 
@@ -132,10 +152,12 @@ class _Pager:
         self,
         inner: optax.GradientTransformationExtraArgs,
         configuration: Configuration,
+        rules: dict[str, Any],
         per_parameter_steps: bool,
     ):
         self.inner = inner
         self.configuration = configuration
+        self.rules = rules
         self.per_parameter_steps = per_parameter_steps
         self._eager = jax.jit(self._stream, static_argnames=("static",))
 
@@ -147,9 +169,12 @@ class _Pager:
             _refuse_dtype(path, leaf)
         closed, shapes = granularity.trace(self.inner.init, params)
         state_paths, avals = _paths(shapes)
+        layout = self.layout(params, shapes)
         owners = parameter_of(state_paths, paths)
-        budget = self.configuration.budget(parameters=sum(map(nbytes, leaves)))
-        stays = resident(avals, owners, budget, self.configuration.min_paged_size)
+        budget = self.configuration.budget(parameters=nbytes(leaves))
+        stays = resident(
+            layout.sizes(), owners, budget, self.configuration.min_paged_size
+        )
         if not all(stays):
             kind = resolve_host_memory_kind(self.configuration.host_memory_kind)
             if kind == PINNED_HOST:
@@ -167,25 +192,36 @@ class _Pager:
 
         def run_leaf(leaf: granularity.LeafUpdate, inputs: list[Any]) -> list[Any]:
             (position,) = leaf.outputs
-            if stays[position]:
+            codec = layout.codecs[position]
+            if stays[position] and codec is None:
                 return leaf.program(inputs)
-            dtype = avals[position].dtype
-            pages = self.pages(leaf, (dtype.itemsize,))
-            made = fill(tuple(inputs), program=leaf.program, pages=pages, dtype=dtype)
+            made = fill(
+                tuple(inputs),
+                jnp.zeros(2, jnp.uint32) if codec and codec.draws else None,
+                program=leaf.program,
+                pages=self.pages(leaf, [layout.stored(position)], [codec]),
+                dtype=avals[position].dtype,
+                codec=codec,
+                host=not stays[position],
+            )
             return [made]
 
         placed = [
             _place(
-                jnp.asarray(value, aval.dtype),
+                jnp.asarray(value, aval.dtype) if codec is None else value,
                 not stay,
                 None if owner is None else leaves[owner],
             )
-            for value, aval, stay, owner in zip(
-                analysis.evaluate(leaves, run_leaf), avals, stays, owners, strict=True
+            for value, aval, codec, stay, owner in zip(
+                analysis.evaluate(leaves, run_leaf),
+                avals,
+                layout.codecs,
+                stays,
+                owners,
+                strict=True,
             )
         ]
-        state = jax.tree.unflatten(jax.tree.structure(shapes), placed)
-        return self.step_counts(params).split(state)
+        return layout.build(placed)
 
     def update(
         self,
@@ -220,21 +256,25 @@ class _Pager:
         static: "_Static",
     ) -> tuple[optax.Updates, optax.OptState]:
         gradients = jax.tree.leaves(updates)
-        counts = self.step_counts(updates)
+        layout = self.layout(updates, state)
         try:
-            state, own = counts.join(state)
+            leaves, own = layout.take_apart(state)
         except ValueError as error:
             _refuse_state(self.inner, updates, state, error)
             raise
-        analysis, structure = self.analyse(updates, state, params, arrays, static)
-        arguments = jax.tree.leaves((updates, state, params, arrays))
-        own = {len(gradients) + position: each for position, each in own.items()}
-        _refuse_own_steps(analysis, own, state, len(gradients))
+        seen = layout.seen(leaves)
+        analysis, structure = self.analyse(updates, seen, params, arrays, static)
+        first = len(gradients)  # of the state's leaves, among arguments and results
+        arguments = [*gradients, *leaves, *jax.tree.leaves((params, arrays))]
+        codecs = dict(enumerate(layout.codecs, first))
+        own = {first + position: each for position, each in own.items()}
+        _refuse_own_steps(analysis, own, seen, first)
         if any(map(on_host, arguments)):
             check_backend()
         gates = static.merge(arrays)["gates"] or [True] * len(gradients)
         gate_of_all = either(gates) if gradients else True
         gate_of = lambda owner: gate_of_all if owner is None else gates[owner]
+        streamed: set[int] = set()
 
         def run_leaf(leaf: granularity.LeafUpdate, inputs: list[Any]) -> Sequence[Any]:
             gate = gate_of(leaf.owner)
@@ -243,14 +283,16 @@ class _Pager:
             olds = [arguments[p] if p >= 0 else None for p in leaf.outputs]
             if gate is False:
                 return [
-                    jnp.zeros(new.shape, new.dtype) if p < len(gradients) else old
+                    jnp.zeros(new.shape, new.dtype) if p < first else old
                     for p, old, new in zip(leaf.outputs, olds, leaf.avals, strict=True)
                 ]
-            if not any(on_host(x) for x in (*inputs, *olds) if x is not None):
-                return leaf.program(inputs)
-            buffers, overwrites = list(inputs), []
-            for old, new in zip(olds, leaf.avals, strict=True):
-                if old is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+            buffers, coded = list(inputs), [codecs.get(i) for i in leaf.inputs]
+            overwrites: list[int] = []
+            for p, old, new in zip(leaf.outputs, olds, leaf.avals, strict=True):
+                codec = codecs.get(p)
+                if codec is None and (
+                    old is None or (old.shape, old.dtype) != (new.shape, new.dtype)
+                ):
                     # An update of another dtype than its gradient, say, cannot take
                     # over its buffer.
                     old = jnp.zeros(new.shape, new.dtype)
@@ -258,49 +300,79 @@ class _Pager:
                 if known is None:
                     known = len(buffers)
                     buffers.append(old)
+                    coded.append(codec)
                 overwrites.append(known)
+            moving = [
+                (x, codec)
+                for x, codec in zip(buffers, coded, strict=True)
+                if codec is not None or on_host(x)
+            ]
+            if not moving:
+                return leaf.program(inputs)
+            streamed.update(leaf.outputs)
             return stream(
                 tuple(buffers),
                 None if gate is True else gate.astype(jnp.int32),
+                _noise(leaves, leaf.outputs, [coded[i] for i in overwrites]),
                 program=leaf.program,
                 overwrites=tuple(overwrites),
-                pages=self.pages(
-                    leaf, [x.dtype.itemsize for x in inputs if on_host(x)]
-                ),
+                pages=self.pages(leaf, *zip(*moving, strict=True)),
+                codecs=tuple(coded),
             )
 
         results = analysis.evaluate(arguments, run_leaf, own)
         owners = {p: leaf.owner for leaf in analysis.leaves for p in leaf.outputs}
         for position, new in enumerate(results):
-            if position < len(gradients):
+            if position < first:
                 results[position] = _choose(gates[position], new, None)
                 continue
             old = arguments[position]
             if position in own:
-                olds = own[position]
-                chosen = map(_choose, gates, new, olds)
-                results[position] = jax.tree.unflatten(counts.parameters, chosen)
-            elif not on_host(new):
-                gate = gate_of(owners.get(position))
-                results[position] = _choose(gate, new, old)
+                chosen = map(_choose, gates, new, own[position])
+                results[position] = jax.tree.unflatten(layout.parameters, chosen)
+            elif position not in streamed and new is not old:
+                results[position] = _choose(gate_of(owners.get(position)), new, old)
                 if on_host(old) and not on_host(results[position]):
                     # Handed through, or shared by all: where the old value lives.
                     results[position] = jax.device_put(results[position], HOST)
         return jax.tree.unflatten(structure, results)
 
-    def step_counts(self, params: Any) -> StepCounts:
-        """Where each parameter's own step counts are; nowhere if all share one."""
-        if not self.per_parameter_steps:
-            return StepCounts(None, (), None)
-        return StepCounts.of(
-            self.inner.init, jax.tree.map(granularity.abstract, params)
+    def layout(self, params: Any, state: Any) -> Layout:
+        """The layout of a state of `inner`, or of one made by `init`."""
+        shapes = state
+        if self.rules or self.per_parameter_steps:
+            shapes = jax.eval_shape(
+                self.inner.init, jax.tree.map(granularity.abstract, params)
+            )
+        paths, avals = _paths(shapes)
+        return Layout.of(
+            shapes,
+            choose(self.rules, paths, avals, _paths(params)[0]),
+            params,
+            per_parameter_steps=self.per_parameter_steps,
         )
 
-    def pages(self, leaf: granularity.LeafUpdate, itemsizes: Sequence[int]) -> Pages:
-        """The geometry of a leaf whose travelling moments have these item sizes."""
-        if not leaf.program.elementwise or not itemsizes:
+    def pages(
+        self,
+        leaf: granularity.LeafUpdate,
+        stored: Sequence[Any],
+        codecs: Sequence[Codec | None],
+    ) -> Pages:
+        """The geometry of a leaf, given its moments that travel or are coded."""
+        if not leaf.program.elementwise or not stored:
             return whole(leaf.shape)
-        return cut(leaf.shape, tuple(itemsizes), self.configuration.page_size)
+        itemsizes: list[int] = []
+        block = 1
+        for x, codec in zip(stored, codecs, strict=True):
+            codes = jax.tree.leaves(x)[0]
+            itemsizes.append(codes.dtype.itemsize)
+            if codec is not None:
+                if len(leaf.shape) == 1 and codes.shape != leaf.shape:
+                    return whole(leaf.shape)  # several values a code, and no rows
+                itemsizes.append(4)  # a page is one of float32, to `inner`
+                block = math.lcm(block, codec.block)
+        page_size = self.configuration.page_size
+        return cut(leaf.shape, tuple(itemsizes), page_size, block)
 
     def analyse(
         self,
@@ -348,28 +420,31 @@ class _Pager:
         self, params: Any, shapes: Any, stays: Sequence[bool], extra: dict[str, Any]
     ) -> list[Moment]:
         """What `init` places where, and how `update` will cut it, for `plan`."""
-        params = jax.tree.map(granularity.abstract, params)
+        layout = self.layout(params, shapes)
         analysis, _ = self.analyse(
             params, shapes, params, *_split({"extra_args": extra})
         )
-        gradients = len(jax.tree.leaves(params))
+        first = len(jax.tree.leaves(params))
         state_paths, avals = _paths(shapes)
         geometry: dict[int, tuple[int, Pages]] = {}
         for number, leaf in enumerate(analysis.leaves):
-            inside = {i - gradients for i in (*leaf.inputs, *leaf.outputs)}
-            inside = {i for i in inside if 0 <= i < len(avals) and not stays[i]}
-            pages = self.pages(leaf, [avals[i].dtype.itemsize for i in sorted(inside)])
+            inside = {i - first for i in (*leaf.inputs, *leaf.outputs)}
+            inside = sorted(i for i in inside if 0 <= i < len(avals))
+            inside = [i for i in inside if not stays[i] or layout.codecs[i]]
+            stored = [layout.stored(i) for i in inside]
+            pages = self.pages(leaf, stored, [layout.codecs[i] for i in inside])
             geometry.update((i, (number, pages)) for i in inside)
         found = []
         for i, (path, x) in enumerate(zip(state_paths, avals, strict=True)):
             number, pages = geometry.get(i, (len(analysis.leaves) + i, whole(x.shape)))
             page = pages.entries * x.dtype.itemsize if pages.count else nbytes(x)
+            codec = layout.codecs[i]
             found.append(
                 Moment(
                     path=_keystr(path),
                     shape=x.shape,
-                    dtype=str(x.dtype),
-                    bytes=nbytes(x),
+                    dtype=str(x.dtype if codec is None else codec),
+                    bytes=nbytes(layout.stored(i)),
                     on_host=not stays[i],
                     pages=0 if stays[i] else max(1, pages.count),
                     page_bytes=0 if stays[i] else page,
@@ -454,15 +529,34 @@ def _choose(gate: Gate, new: Any, old: Any) -> Any:
     return jnp.where(gate, new, jax.device_put(old, DEVICE) if on_host(old) else old)
 
 
-def _place(value: Array, host: bool, like: Any) -> Array:
+def _place(value: Any, host: bool, like: Any) -> Any:
     """Puts one leaf of a new state beside its parameter, in its own memory."""
-    concrete = not isinstance(value, Tracer)
-    if concrete and getattr(like, "committed", False) and like.shape == value.shape:
-        sharding = like.sharding
-        if host:
-            sharding = sharding.with_memory_kind(PINNED_HOST)
-        return jax.device_put(value, sharding)
-    return jax.device_put(value, HOST) if host and not on_host(value) else value
+
+    def place(x: Array) -> Array:
+        concrete = not isinstance(x, Tracer)
+        if concrete and getattr(like, "committed", False) and like.shape == x.shape:
+            sharding = like.sharding
+            if host:
+                sharding = sharding.with_memory_kind(PINNED_HOST)
+            return jax.device_put(x, sharding)
+        return jax.device_put(x, HOST) if host and not on_host(x) else x
+
+    return jax.tree.map(place, value)
+
+
+def _noise(
+    leaves: Sequence[Any], outputs: Sequence[int], codecs: Sequence[Codec | None]
+) -> tuple[Any, ...] | None:
+    """The random words by which results are rounded: of this moment, at this step."""
+    if not any(codec is not None and codec.draws for codec in codecs):
+        return None
+    step = leaves[0]  # the first field of the state of `precision.counted`
+    return tuple(
+        draw(jax.random.key(position), step).words
+        if codec is not None and codec.draws
+        else None
+        for position, codec in zip(outputs, codecs, strict=True)
+    )
 
 
 def _refuse_dtype(path: Any, leaf: Any) -> None:
