@@ -25,6 +25,7 @@ from paged_optax.aliases import (
     paged_rmsprop,
     paged_sgd,
 )
+from paged_optax.convert import from_bitsandbytes, to_bitsandbytes
 from paged_optax.granularity import CrossLeafError
 from paged_optax.plan import PagePlan, plan
 from paged_optax.report import MemoryReport, memory_report
@@ -65,6 +66,7 @@ __all__ = [
     "conditionally_transform",
     "device_bytes",
     "device_resident_count",
+    "from_bitsandbytes",
     "get_step",
     "host_bytes",
     "increment_step",
@@ -95,6 +97,7 @@ __all__ = [
     "paged_sgd",
     "plan",
     "rebalance",
+    "to_bitsandbytes",
 ]
 
 __version__ = "0.1.0"

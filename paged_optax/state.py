@@ -133,7 +133,7 @@ def page_out(
             f"moments={sorted(moments)}: parameter {_name(path)!r} has the moments"
             f" {sorted(known)}: pass those, as page_in gives them."
         )
-    leaves, structure = jax.tree.flatten(state, is_leaf=_is_quantized)
+    leaves, structure = jax.tree.flatten(state, is_leaf=is_quantized)
     for name, (position, leaf) in known.items():
         value, old = jax.tree.map(jnp.asarray, moments[name]), leaf.value
         given, held = jax.tree.map(jax.typeof, (value, old))
@@ -190,14 +190,14 @@ def init_param(
     ]
     made = tx.init(jax.tree.unflatten(structure, alone))
     flatten = functools.partial(
-        jax.tree_util.tree_flatten_with_path, is_leaf=_is_quantized
+        jax.tree_util.tree_flatten_with_path, is_leaf=is_quantized
     )
     placed = [x for _, x in flatten(abstract_state(tx, params))[0]]
     old = dict(flatten(state)[0])
     leaves = []
     for (key_path, x), leaf, place in zip(
         flatten(made)[0],
-        _leaves(made),
+        leaves_of(made),
         placed,
         strict=True,
     ):
@@ -211,7 +211,7 @@ def init_param(
                 f" name it too, by a path that leads to it and to {_name(path)!r}, or"
                 " add one after the other."
             )
-    return jax.tree.unflatten(jax.tree.structure(made, is_leaf=_is_quantized), leaves)
+    return jax.tree.unflatten(jax.tree.structure(made, is_leaf=is_quantized), leaves)
 
 
 def get_step(state: optax.OptState, path: Path) -> Int[Array, ""]:
@@ -237,7 +237,7 @@ def get_step(state: optax.OptState, path: Path) -> Int[Array, ""]:
       >>> int(po.get_step(state, "a")), int(po.get_step(state, "b"))
       (1, 0)
     """
-    leaves = _leaves(state)
+    leaves = leaves_of(state)
     parameter = _single(path, leaves)
     counts = [leaf for leaf in leaves if leaf.is_count]
     nodes = {leaf.node for leaf in leaves if leaf.parameter == parameter}
@@ -275,7 +275,7 @@ def increment_step(state: optax.OptState, path: Path) -> optax.OptState:
       >>> int(po.get_step(po.increment_step(state, "w"), "w"))
       1
     """
-    leaves = _leaves(state)
+    leaves = leaves_of(state)
     parameter = _single(path, leaves)
     own = [leaf.is_count and leaf.parameter == parameter for leaf in leaves]
     if not any(own) or not parameter:
@@ -288,7 +288,7 @@ def increment_step(state: optax.OptState, path: Path) -> optax.OptState:
         optax.safe_increment(leaf.value) if yes else leaf.value
         for leaf, yes in zip(leaves, own, strict=True)
     ]
-    structure = jax.tree.structure(state, is_leaf=_is_quantized)
+    structure = jax.tree.structure(state, is_leaf=is_quantized)
     return jax.tree.unflatten(structure, values)
 
 
@@ -312,7 +312,7 @@ def is_device_resident(state: optax.OptState, path: Path) -> bool:
       >>> [po.is_device_resident(state, name) for name in ("small", "large")]
       [True, False]
     """
-    leaves = [leaf for leaf in _leaves(state) if leaf.is_moment]
+    leaves = [leaf for leaf in leaves_of(state) if leaf.is_moment]
     inside = set(_select(path, [leaf.parameter for leaf in leaves], "the state"))
     return not any(on_host(x.value) for x in leaves if x.parameter in inside)
 
@@ -332,7 +332,7 @@ def device_resident_count(state: optax.OptState) -> int:
       >>> po.device_resident_count(po.paged_adamw(1e-3).init(params))
       1
     """
-    leaves = [leaf for leaf in _leaves(state) if leaf.is_moment]
+    leaves = [leaf for leaf in leaves_of(state) if leaf.is_moment]
     paged = {leaf.parameter for leaf in leaves if on_host(leaf.value)}
     return len({leaf.parameter for leaf in leaves} - paged)
 
@@ -423,7 +423,7 @@ def rebalance(
       >>> [po.is_device_resident(state, name) for name in experts]
       [False, True, True]
     """
-    leaves = _leaves(state)
+    leaves = leaves_of(state)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
         raise ValueError(
             "rebalance moves arrays and cannot be traced: call it outside jit, between"
@@ -454,7 +454,7 @@ def rebalance(
                 kind = PINNED_HOST if to_host else memory_kinds()[0]
                 move = functools.partial(_moved, kind=kind)
                 values[position] = jax.tree.map(move, leaf.value)
-    structure = jax.tree.structure(state, is_leaf=_is_quantized)
+    structure = jax.tree.structure(state, is_leaf=is_quantized)
     return jax.tree.unflatten(structure, values)
 
 
@@ -493,7 +493,7 @@ def abstract_state(
     # A new function each time: JAX would not run one again that it has traced.
     closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(params)
     stored, structure = jax.tree_util.tree_flatten_with_path(
-        shapes, is_leaf=_is_quantized
+        shapes, is_leaf=is_quantized
     )
     parameters = jax.tree_util.tree_flatten_with_path(params)[0]
     owners = parameter_of([p for p, _ in stored], [p for p, _ in parameters])
@@ -534,7 +534,8 @@ def _is_state(node: Any) -> bool:
     return type(node) is dict and any(map(_is_state, node.values()))
 
 
-def _is_quantized(node: Any) -> bool:
+def is_quantized(node: Any) -> bool:
+    """Whether a node of a state is one moment, stored in several arrays."""
     return isinstance(node, Quantized)
 
 
@@ -549,13 +550,13 @@ def _fields(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
         yield from _fields(child, (*path, *key_path))
 
 
-def _leaves(state: Any) -> list[_Leaf]:
+def leaves_of(state: Any) -> list[_Leaf]:
     """The leaves of a state, in order, each with its place."""
     return [
         _Leaf(_name(path[:-1]), _name(path[-1:]), _name(key_path), value)
         for path, field in _fields(state)
         for key_path, value in jax.tree_util.tree_flatten_with_path(
-            field, is_leaf=_is_quantized
+            field, is_leaf=is_quantized
         )[0]
     ]
 
@@ -590,7 +591,7 @@ def _single(path: Path, leaves: Iterable[_Leaf]) -> str:
 
 def _moments_of(state: Any, path: Path) -> dict[str, tuple[int, _Leaf]]:
     """One parameter's moments by name, with their positions in the state."""
-    leaves = _leaves(state)
+    leaves = leaves_of(state)
     parameter = _single(path, leaves)
     own = [
         (position, leaf)
@@ -610,7 +611,7 @@ def _moments_of(state: Any, path: Path) -> dict[str, tuple[int, _Leaf]]:
 def _arrays_of(state: Any, path: Path | None) -> list[Any]:
     if path is None:
         return jax.tree.leaves(state)
-    leaves = [leaf for leaf in _leaves(state) if leaf.is_moment]
+    leaves = [leaf for leaf in leaves_of(state) if leaf.is_moment]
     inside = set(_select(path, [leaf.parameter for leaf in leaves], "the state"))
     return jax.tree.leaves([x.value for x in leaves if x.parameter in inside])
 
@@ -652,7 +653,7 @@ def _budget(
 def _parameters_like(state: Any) -> Any:
     """A tree of the parameters' structure, made of what a state holds for them."""
     is_masked = lambda x: isinstance(x, optax.MaskedNode)
-    is_leaf = lambda x: is_masked(x) or _is_quantized(x)
+    is_leaf = lambda x: is_masked(x) or is_quantized(x)
     trees = [
         field
         for path, field in _fields(state)
@@ -675,5 +676,5 @@ def _parameters_like(state: Any) -> Any:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(jax.tree.leaves(x)[0].shape, jnp.float32),
         merged,
-        is_leaf=_is_quantized,
+        is_leaf=is_quantized,
     )

@@ -1,0 +1,171 @@
+"""Optimizer states of bitsandbytes and Hugging Face, read and written.
+
+Their 8-bit states are ours, array for array: codes of the dynamic map in the
+parameter's shape, and the largest magnitude of each 256 values.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from paged_optax.codecs import Quantized
+from paged_optax.codecs.maps import dynamic_map
+from paged_optax.state import is_quantized, leaves_of
+
+#: Optax's moments, and where bitsandbytes keeps each: its array, the position in it.
+_FIELDS: dict[str, tuple[str, int | None]] = {
+    "mu": ("1", None),
+    "nu": ("2", None),
+    "m1": ("1", 0),
+    "m2": ("1", 1),
+}
+
+
+def to_bitsandbytes(state: optax.OptState) -> dict[str, dict[str, Any]]:
+    """A state as bitsandbytes keeps it, in NumPy arrays.
+
+    Args:
+      state: The state of an Adam, Lion or AdEMAMix, with `paged(...)` anywhere inside.
+
+    Returns:
+      For each parameter's path the entry of a bitsandbytes `state_dict()["state"]`:
+      `step`, and `state1`, `absmax1`, `qmap1` (`state2`, ... for the second moment), or
+      `state1` alone where the moment is in float32. Their order is the parameters'.
+
+    Raises:
+      ValueError: If a moment is not stored as bitsandbytes would.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> params = {"w": jnp.ones((64, 128))}
+      >>> state = po.paged_adamw_8bit(1e-3).init(params)
+      >>> sorted(po.to_bitsandbytes(state)["w"])
+      ['absmax1', 'absmax2', 'qmap1', 'qmap2', 'state1', 'state2', 'step']
+
+    References:
+      bitsandbytes, `optim/optimizer.py <https://github.com/bitsandbytes-foundation>`_.
+    """
+    step = 0
+    parts: dict[str, dict[str, dict[int | None, Any]]] = {}
+    for leaf in leaves_of(state):
+        if leaf.is_count and leaf.field == "count":
+            step = max(step, int(leaf.value))
+        if not (leaf.is_moment and leaf.field in _FIELDS):
+            continue
+        number, position = _FIELDS[leaf.field]
+        entry = parts.setdefault(leaf.parameter, {})
+        arrays = {f"state{number}": leaf.value}
+        if isinstance(leaf.value, Quantized):
+            codes, scales = leaf.value
+            if codes.dtype != jnp.uint8:
+                raise ValueError(
+                    f"moment {leaf.field} of parameter {leaf.parameter!r} is stored in"
+                    f" {codes.dtype}: bitsandbytes knows dynamic_int8 alone."
+                )
+            arrays = {f"state{number}": codes, f"absmax{number}": scales}
+            qmap = np.array(dynamic_map(signed=number == "1"))
+            entry[f"qmap{number}"] = {None: qmap}
+        for name, x in arrays.items():
+            entry.setdefault(name, {})[position] = np.asarray(x)
+    return {
+        parameter: {"step": step}
+        | {
+            name: by_position[None]
+            if None in by_position
+            else np.stack(
+                [by_position[i] for i in sorted(by_position, key=lambda i: i or 0)]
+            )
+            for name, by_position in entry.items()
+        }
+        for parameter, entry in parts.items()
+    }
+
+
+def from_bitsandbytes(
+    state: optax.OptState, entries: Mapping[str, Mapping[str, Any]]
+) -> optax.OptState:
+    """A state with the moments and the step of a bitsandbytes optimizer.
+
+    Args:
+      state: A state of the same optimizer, as `init` makes it.
+      entries: For each parameter's path the entry of `state_dict()["state"]`, its
+        tensors as NumPy arrays. Arrays have the parameter's own shape: blocks run
+        through it row by row, so that a transposed matrix has other blocks.
+
+    Returns:
+      The state; every array is where that of `state` was.
+
+    Raises:
+      ValueError: If a parameter is missing, or an array does not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> params = {"w": jnp.ones((64, 128))}
+      >>> tx = po.paged_adamw_8bit(1e-3)
+      >>> _, state = tx.update(params, tx.init(params), params)
+      >>> entries = po.to_bitsandbytes(state)
+      >>> again = po.from_bitsandbytes(tx.init(params), entries)
+      >>> bool((again[0].nu["w"].codes == state[0].nu["w"].codes).all())
+      True
+
+    References:
+      bitsandbytes, `optim/optimizer.py <https://github.com/bitsandbytes-foundation>`_.
+    """
+    steps = {int(entry["step"]) for entry in entries.values() if "step" in entry}
+    values = []
+    for leaf in leaves_of(state):
+        value = leaf.value
+        if leaf.is_count and leaf.field == "count" and steps:
+            own = entries.get(leaf.parameter, {}).get("step", max(steps))
+            value = _like(jnp.asarray(own, value.dtype), value)
+        elif leaf.is_moment and leaf.field in _FIELDS:
+            if leaf.parameter not in entries:
+                raise ValueError(
+                    f"entries have no parameter {leaf.parameter!r}: they have"
+                    f" {', '.join(map(repr, list(entries)[:3]))}, ..."
+                )
+            value = _read(entries[leaf.parameter], leaf)
+        values.append(value)
+    structure = jax.tree.structure(state, is_leaf=is_quantized)
+    return jax.tree.unflatten(structure, values)
+
+
+def _read(entry: Mapping[str, Any], leaf: Any) -> Any:
+    number, position = _FIELDS[leaf.field]
+    wanted = {f"state{number}": leaf.value}
+    if isinstance(leaf.value, Quantized):
+        wanted = {
+            f"state{number}": leaf.value.codes,
+            f"absmax{number}": leaf.value.scales,
+        }
+        qmap = np.asarray(entry.get(f"qmap{number}", np.zeros(0)), np.float32)
+        if not np.array_equal(qmap, dynamic_map(signed=number == "1")):
+            raise ValueError(
+                f"qmap{number} of parameter {leaf.parameter!r} is not the dynamic map:"
+                " its codes mean other numbers."
+            )
+    found = []
+    for name, old in wanted.items():
+        if name not in entry:
+            raise ValueError(
+                f"the entry of parameter {leaf.parameter!r} has no {name!r}: it has"
+                f" {', '.join(sorted(entry))}."
+            )
+        array = np.asarray(entry[name])
+        array = array if position is None else array[position]
+        if (array.shape, array.dtype) != (old.shape, old.dtype):
+            raise ValueError(
+                f"{name!r} of parameter {leaf.parameter!r} is"
+                f" {array.dtype}{list(array.shape)}, and the state holds"
+                f" {old.dtype}{list(old.shape)}."
+            )
+        found.append(_like(array, old))
+    return Quantized(*found) if isinstance(leaf.value, Quantized) else found[0]
+
+
+def _like(array: Any, old: Any) -> Any:
+    return jax.device_put(array, old.sharding)
