@@ -1,0 +1,318 @@
+"""Moments that a codec stores, and master weights, in training and in memory."""
+
+import aot
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from test_bytes import assert_in_place, square, updating
+
+import paged_optax as po
+from paged_optax.codecs import DynamicInt8, Quantized
+from paged_optax.memory import nbytes
+
+NAMES = [
+    "dynamic_int8",
+    "dynamic_int4",
+    "float8_e4m3",
+    "bfloat16",
+    "bfloat16_stochastic",
+]
+SHAPES = {"even": (512, 256), "odd": (129, 65), "vector": (8192,), "small": (7,)}
+ALL_PAGED = {"page_size": "16KiB", "min_paged_size": "1B"}
+
+
+def trained(tx, steps=3, dtype=jnp.float32, eager=False):
+    """Parameters and state after a few steps."""
+    params = reference.arrays(dtype, 0, SHAPES)
+    gradients = reference.arrays(dtype, 1, SHAPES)
+    state = tx.init(params)
+    update = tx.update if eager else jax.jit(tx.update)
+    for step in range(steps):
+        scaled = jax.tree.map(lambda x, n=step: x * (n + 1), gradients)
+        updates, state = update(scaled, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize("codec", NAMES)
+def test_pages_change_no_bit(codec):
+    """The state is the same bit for bit with pages of any size, eager and jitted."""
+    build = lambda size: po.paged_adamw(
+        1e-2, codec=codec, page_size=size, min_paged_size="1B"
+    )
+    results = [
+        trained(build(size), eager=eager)
+        for size, eager in [
+            ("16KiB", False),
+            ("64KiB", False),
+            ("1MiB", False),
+            ("1GiB", False),
+            ("64KiB", True),
+        ]
+    ]
+    for params, state in results[1:]:
+        reference.assert_equal(state, results[0][1])
+        distances = reference.distances(params, results[0][0])
+        assert max(distances.values(), default=0) <= 1, distances
+
+
+@pytest.mark.parametrize("codec", NAMES)
+def test_memory_kinds_and_dtypes(codec):
+    """Stored moments stay on the host; small ones are float32, as bitsandbytes'."""
+    params, state = trained(po.paged_adamw(1e-2, codec=codec, **ALL_PAGED))
+    stored = jax.tree.leaves(optax.tree.get(state, "mu")["even"])
+    assert {x.sharding.memory_kind for x in stored} == {"pinned_host"}
+    assert optax.tree.get(state, "mu")["small"].dtype == jnp.float32
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(params)} == {"device"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"codec": "dynamic_int8"}, 2.03125),
+        ({"codec": "dynamic_int4"}, 1.0625),
+        ({"codec": "dynamic_int8", "master_dtype": "float32"}, 6.03125),
+    ],
+    ids=["8-bit", "4-bit", "master + 8-bit"],
+)
+def test_bytes_a_parameter(settings, wanted):
+    """Host bytes a parameter of AdamW."""
+    params = {"w": jnp.ones((1024, 1024), jnp.bfloat16)}
+    tx = po.paged_adamw(1e-3, **settings)
+    state = tx.init(params)
+    assert po.host_bytes(state) / params["w"].size == wanted
+    assert po.plan(tx, params).host_bytes == po.host_bytes(state)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("optimizer", "reference_of"),
+    [(po.paged_adamw_8bit, optax.adamw), (po.paged_lion_8bit, optax.lion)],
+)
+def test_bitsandbytes_protocol(optimizer, reference_of, dtype):
+    """bitsandbytes' own test of its 8-bit optimizers, with its tolerances.
+
+    50 steps beside the 32-bit optimizer; after each, its moments and parameters are
+    set to those of the 8-bit one, so that every step is compared alone.
+    """
+    random = np.random.default_rng(0)
+    shape = (1024, 256)
+    draw = lambda scale: jnp.asarray(random.normal(size=shape) * scale, dtype)
+    lr = 1e-3 if reference_of is optax.adamw else 1e-4
+    tx, plain = optimizer(lr, page_size="64KiB"), reference_of(lr)
+    params = {"w": draw(0.1)}
+    state = tx.init(params)
+    in_float32 = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    plain_state = plain.init(in_float32(params))
+    update, plain_update = jax.jit(tx.update), jax.jit(plain.update)
+    errors, relative = [], []
+    signed = {"mu": True, "nu": False}
+    for _ in range(50):
+        gradients = {"w": draw(0.01)}
+        updates, state = update(gradients, state, params)
+        full = in_float32(params)
+        plain_updates, plain_state = plain_update(
+            in_float32(gradients), plain_state, full
+        )
+        params = optax.apply_updates(params, updates)
+        full = optax.apply_updates(full, plain_updates)
+        moments = {
+            name: DynamicInt8(signed[name]).decode(x, shape)
+            for name, x in po.page_in(state, "w").items()
+        }
+        for name, decoded in moments.items():
+            exact = optax.tree.get(plain_state, name)["w"]
+            close = np.isclose(exact, decoded, atol=3e-3, rtol=1e-3)
+            assert (~close).sum() < 20, name
+        error = np.abs(np.asarray(full["w"]) - np.asarray(in_float32(params)["w"]))
+        errors.append(error.mean())
+        relative.append((error / (np.abs(np.asarray(full["w"])) + 1e-9)).mean())
+        plain_state = optax.tree.set(
+            plain_state, **{name: {"w": x} for name, x in moments.items()}
+        )
+    bf16 = dtype == jnp.bfloat16
+    if reference_of is optax.adamw:
+        assert np.mean(errors) < (1.7e-4 if bf16 else 6e-5)
+        assert np.mean(relative) < (1.6e-3 if bf16 else 6e-4)
+
+
+@pytest.mark.parametrize("codec", [None, "dynamic_int8"])
+def test_master_weights(codec):
+    """The parameters are the master copy rounded, but where no difference says so.
+
+    Over 1000 steps: everywhere else equal; there within one ulp of what was added; and
+    as few such places at the end as at the beginning.
+    """
+    random = np.random.default_rng(0)
+    tx = po.paged_adamw(1e-3, codec=codec, master_dtype="float32", **ALL_PAGED)
+    params = {"w": jnp.asarray(random.normal(size=(64, 128)) * 0.02, jnp.bfloat16)}
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, noise):
+        gradients = jax.tree.map(lambda p, n: p * 0.5 + n, params, noise)
+        updates, state = tx.update(gradients, state, params)
+        assert updates["w"].dtype == jnp.bfloat16
+        return optax.apply_updates(params, updates), state, updates
+
+    wide = lambda x: np.asarray(x.astype(jnp.float32))
+    counts = []
+    for _ in range(1000):
+        noise = {"w": jnp.asarray(random.normal(size=(64, 128)), jnp.bfloat16)}
+        old = wide(params["w"])
+        params, state, updates = step(params, state, noise)
+        wanted = wide(state.master["w"].astype(jnp.bfloat16))
+        found = wide(params["w"])
+        differs = found != wanted
+        counts.append(differs.sum())
+        # Differences of numbers within a factor of two are exact (Sterbenz).
+        expressible = (wanted * old > 0) & (
+            np.abs(np.abs(wanted) - np.abs(old))
+            <= np.minimum(*map(np.abs, (old, wanted)))
+        )
+        assert not np.any(differs & expressible)
+        largest = np.maximum(np.abs(old), np.abs(wide(updates["w"])))
+        assert np.all(np.abs(found - wanted) <= largest * 2.0**-7)
+    assert np.mean(counts) < 0.02 * params["w"].size
+    assert np.mean(counts[-100:]) <= np.mean(counts[:100]) + 0.01 * params["w"].size
+
+
+def test_master_weights_learn_what_bfloat16_forgets():
+    """Steps far below the parameters' resolution add up."""
+    params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
+    tx = po.paged(optax.sgd(1e-4), master_dtype="float32", **ALL_PAGED)
+    state = tx.init(params)
+    for _ in range(100):
+        updates, state = tx.update(params, state, params)
+        params = optax.apply_updates(params, updates)
+    assert abs(float(params["w"][0, 0]) - 0.99) < 4e-3
+    plain, bare = optax.sgd(1e-4), {"w": jnp.ones((64, 128), jnp.bfloat16)}
+    updates, _ = plain.update(bare, plain.init(bare), bare)
+    assert float(optax.apply_updates(bare, updates)["w"][0, 0]) == 1.0
+
+
+def test_resident_and_coded():
+    """With no budget at all, coded moments stay on the device, and give the numbers."""
+    resident = po.paged_adamw_8bit(1e-2, device_budget=None, page_size="16KiB")
+    params, state = trained(resident)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"device"}
+    paged_params, paged_state = trained(po.paged_adamw_8bit(1e-2, **ALL_PAGED))
+    reference.assert_equal(state, paged_state)
+    assert max(reference.distances(params, paged_params).values(), default=0) <= 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_nothing_turns_finite(name, value):
+    """A moment that is not finite does not come back as a number."""
+    tx = po.paged_adamw(1e-3, codec=name, **ALL_PAGED)
+    params = {"w": jnp.ones((64, 128))}
+    gradients = {"w": jnp.ones((64, 128)).at[3, 5].set(value)}
+    state = tx.init(params)
+    for _ in range(2):
+        updates, state = tx.update(gradients, state, params)
+    assert not np.isfinite(np.asarray(updates["w"][3, 5]))
+    updates, _ = tx.update(params, state, params)
+    assert not np.isfinite(np.asarray(updates["w"][3, 5]))
+
+
+def test_choice_by_moment_and_path():
+    """The last rule that applies counts; keys are moments or parameter patterns."""
+    params = {"embed": jnp.ones((64, 128)), "block": {"kernel": jnp.ones((64, 128))}}
+    codec = {
+        "mu": "bfloat16",
+        "nu": "dynamic_int8",
+        "embed": "float32",
+        "block/*": {"mu": DynamicInt8()},
+    }
+    state = po.paged_adamw(1e-3, codec=codec).init(params)[0]
+    assert state.mu["embed"].dtype == state.nu["embed"].dtype == jnp.float32
+    assert isinstance(state.mu["block"]["kernel"], Quantized)
+    assert isinstance(state.nu["block"]["kernel"], jax.Array)
+
+
+@pytest.mark.parametrize(
+    ("codec", "words"),
+    [
+        ("int8", ("'int8'", "dynamic_int8")),
+        ({"numu": "bfloat16"}, ("'numu'", "mu, nu", "(w,")),
+        (DynamicInt8(signed=False), ("signed=False", "'mu'")),
+        (3, ("codec=3",)),
+        ({1: "bfloat16"}, ("key 1",)),
+    ],
+    ids=str,
+)
+def test_bad_codecs(codec, words):
+    """A codec unknown, or unfit for a moment, is refused by name."""
+    with pytest.raises(ValueError) as error:
+        po.paged_adamw(1e-3, codec=codec).init({"w": jnp.ones((64, 128))})
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_mu_dtype_is_refused():
+    """A codec says how moments are stored, and mu_dtype too: one too many."""
+    tx = po.paged_adamw(1e-3, mu_dtype=jnp.bfloat16, codec="dynamic_int8")
+    with pytest.raises(ValueError, match="mu_dtype"):
+        tx.init({"w": jnp.ones((64, 128))})
+
+
+def test_another_codecs_state():
+    """A state of float32 moments is no state of coded ones."""
+    params = {"w": jnp.ones((64, 128))}
+    state = po.paged_adamw(1e-3).init(params)
+    with pytest.raises(ValueError, match="DynamicInt8"):
+        po.paged_adamw_8bit(1e-3).update(params, state, params)
+
+
+def test_bitsandbytes_state():
+    """A state goes to bitsandbytes' layout and comes back bit for bit."""
+    tx = po.paged_adamw_8bit(1e-2, **ALL_PAGED)
+    _, state = trained(tx)
+    entries = po.to_bitsandbytes(state)
+    assert entries["even"]["state1"].dtype == np.uint8
+    assert entries["even"]["absmax2"].shape == (512,)
+    assert entries["even"]["step"] == 3
+    blank = tx.init(reference.arrays(jnp.float32, 0, SHAPES))
+    again = po.from_bitsandbytes(blank, entries)
+    reference.assert_equal(again, state)
+    assert reference.kinds(again) == reference.kinds(state)
+    with pytest.raises(ValueError, match="no parameter 'even'"):
+        po.from_bitsandbytes(blank, {})
+    entries["even"]["qmap1"] = entries["even"]["qmap1"] * 2
+    with pytest.raises(ValueError, match="qmap1"):
+        po.from_bitsandbytes(blank, entries)
+
+
+def test_partial_updates():
+    """An inactive parameter's codes and scales stay."""
+    tx = po.paged_adamw_8bit(1e-2, per_parameter_steps=True, **ALL_PAGED)
+    params, state = trained(tx)
+    active = {"even": jnp.asarray(False), "odd": True, "vector": False, "small": True}
+    updates, after = jax.jit(tx.update)(params, state, params, active=active)
+    assert not np.any(np.asarray(updates["even"]))
+    reference.assert_equal(po.page_in(after, "even"), po.page_in(state, "even"))
+    assert reference.distances(po.page_in(after, "odd"), po.page_in(state, "odd"))
+    assert [int(po.get_step(after, name)) for name in ("even", "odd")] == [3, 4]
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("codec", ["dynamic_int8", "dynamic_int4", "float8_e4m3"])
+@pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
+def test_scratch(compile_for, codec):
+    """DESIGN's 16 leaves: no more scratch than in 32 bits, everything in place."""
+    build = lambda codec: updating(
+        po.paged_adamw(1e-3, page_size="8MiB", codec=codec), square(16)
+    )
+    plain, coded = compile_for(build(None)), compile_for(build(codec))
+    assert_in_place(coded)
+    assert coded.device_temp <= plain.device_temp
+    if compile_for is aot.h200:
+        found = aot.descriptors(coded.hlo)
+        page = 512 * 4096 // (2 if codec == "dynamic_int4" else 1)
+        assert {stride for _, _, _, stride in found} == {page}
+        assert {first for _, _, first, _ in found} == {0}
+    assert nbytes(square(16)) == 2**30
