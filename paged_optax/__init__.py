@@ -50,6 +50,7 @@ from paged_optax.wrappers import (
     apply_if_finite,
     conditionally_mask,
     conditionally_transform,
+    lookahead,
 )
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "init_param",
     "is_device_resident",
     "jit_step",
+    "lookahead",
     "memory_report",
     "page_in",
     "page_out",

@@ -41,6 +41,30 @@ def only_if(gate: Gate) -> Iterator[None]:
         _ambient.reset(token)
 
 
+_restart: contextvars.ContextVar[Array | None] = contextvars.ContextVar(
+    "paged_optax_restart_if", default=None
+)
+
+
+@contextlib.contextmanager
+def restart_if(gate: Array) -> Iterator[None]:
+    """Makes every paged update called within start its state again after it.
+
+    Args:
+      gate: Whether the state becomes what `init` makes; otherwise nothing changes.
+    """
+    token = _restart.set(gate)
+    try:
+        yield
+    finally:
+        _restart.reset(token)
+
+
+def restart() -> Array | None:
+    """The gate of the `restart_if` around, or None."""
+    return _restart.get()
+
+
 def both(first: Gate, second: Gate) -> Gate:
     """Whether two gates are open."""
     if isinstance(first, bool):

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from paged_optax import granularity
 from paged_optax.choice import CodecLike, check, choose, draws
 from paged_optax.codecs import Codec, draw
-from paged_optax.gate import Gate, either, gates_of
+from paged_optax.gate import Gate, either, gates_of, restart
 from paged_optax.layout import Layout
 from paged_optax.memory import (
     DEVICE,
@@ -238,7 +238,9 @@ class _Pager:
         if params is not None:
             _refuse_different(updates, params)
         gates = gates_of(active, updates)
-        arrays, static = _split({"gates": gates, "extra_args": extra_args})
+        arrays, static = _split(
+            {"gates": gates, "restart": restart(), "extra_args": extra_args}
+        )
         arguments = (_arrays(updates), state, _arrays(params), arrays)
         if static.needs_tracing or any(
             isinstance(x, Tracer) for x in jax.tree.leaves(arguments)
@@ -389,8 +391,18 @@ class _Pager:
         """
 
         def function(updates, state, params, arrays):
-            extra_args = static.merge(arrays)["extra_args"]
-            return self.inner.update(updates, state, params, **extra_args)
+            given = static.merge(arrays)
+            result = self.inner.update(updates, state, params, **given["extra_args"])
+            if given.get("restart") is None:
+                return result
+            first = self.inner.init(updates if params is None else params)
+            return result[0], jax.tree.map(
+                lambda first, new: jnp.where(given["restart"], first, new).astype(
+                    new.dtype
+                ),
+                first,
+                result[1],
+            )
 
         paths, gradients = _paths(updates)
         try:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from paged_optax.gate import only_if
+from paged_optax.gate import only_if, restart_if
 from paged_optax.memory import on_host
 
 #: Hands updates through, and remembers in its state whether its update counted.
@@ -262,3 +262,57 @@ def conditionally_mask(
     """
     wrapper = optax.conditionally_mask(_PROBE, should_transform_fn, forward_extra_args)
     return _around(wrapper, inner, zero=True)
+
+
+def lookahead(
+    fast_optimizer: optax.GradientTransformation,
+    sync_period: int,
+    slow_step_size: float,
+    reset_state: bool = False,
+) -> optax.GradientTransformation:
+    """`optax.lookahead` that can start a paged state again.
+
+    Optax's own works around `paged(...)` as it is but for `reset_state=True`, where it
+    multiplies host arrays. Here a page is made anew as it passes through the device.
+
+    Args:
+      fast_optimizer: The wrapped transformation, with `paged(...)` anywhere inside.
+      sync_period: Steps from one synchronisation to the next.
+      slow_step_size: The step size of the slow parameters.
+      reset_state: Whether the wrapped state starts again at a synchronisation.
+
+    Returns:
+      A transformation of `optax.LookaheadParams`; its state is an
+      `optax.LookaheadState`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, paged_optax as po
+      >>> tx = po.lookahead(po.paged_adamw(1e-3), 2, 0.5, reset_state=True)
+      >>> params = optax.LookaheadParams.init_synced({"w": jnp.ones((512, 512))})
+      >>> state = tx.init(params)
+      >>> for _ in range(2):
+      ...     updates, state = tx.update(params.fast, state, params)
+      >>> int(po.get_step(state, "w")), float(po.page_in(state, "w")["mu"].max())
+      (0, 0.0)
+
+    References:
+      `optax.lookahead`; Zhang et al., `Lookahead Optimizer: k steps forward, 1 step
+      back <https://arxiv.org/abs/1907.08610>`_, 2019.
+    """
+    wrapper = optax.lookahead(fast_optimizer, sync_period, slow_step_size)
+    if not reset_state:
+        return wrapper
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        syncs = state.steps_since_sync == sync_period - 1
+        with restart_if(syncs):
+            updates, state = wrapper.update(updates, state, params)
+        # Paged moments started again in their loops; all else is selected here.
+        fast = jax.tree.map(
+            lambda new, first: new if on_host(new) else jnp.where(syncs, first, new),
+            state.fast_state,
+            fast_optimizer.init(params.fast),
+        )
+        return updates, state._replace(fast_state=fast)
+
+    return optax.GradientTransformation(wrapper.init, update)
