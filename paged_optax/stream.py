@@ -55,7 +55,7 @@ def _open_gate() -> Int[Array, ""]:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("program", "overwrites", "pages", "codecs")
+    jax.jit, static_argnames=("program", "overwrites", "pages", "codecs", "whole_bytes")
 )
 def stream(
     arrays: tuple[Stored, ...],
@@ -66,6 +66,7 @@ def stream(
     overwrites: tuple[int, ...],
     pages: Pages,
     codecs: tuple[Codec | None, ...] = (),
+    whole_bytes: bool | None = None,
 ) -> tuple[Stored, ...]:
     """Runs a program over one leaf, page by page, in place.
 
@@ -80,6 +81,10 @@ def stream(
         of the same shape and dtype.
       pages: The geometry.
       codecs: What stores each of `arrays`, or None; empty where nothing is coded.
+      whole_bytes: Whether codes of one byte travel whole, before the first page and
+        after the last. None: on TPUs alone, where XLA cannot slice a host array of
+        them: it copies all of it to the device and back, in another tiling, for each
+        page (libtpu 0.0.51).
 
     Returns:
       The new arrays, in the order of the results, each in the memory space of the
@@ -98,9 +103,23 @@ def stream(
                 again, pages=dataclasses.replace(pages, aligned=True)
             ),
         )
+    if whole_bytes is None and any(codecs) and pages.count > 1:
+        again = functools.partial(
+            stream, program=program, overwrites=overwrites, pages=pages, codecs=codecs
+        )
+        return lax.platform_dependent(
+            arrays,
+            gate,
+            noise,
+            tpu=functools.partial(again, whole_bytes=True),
+            default=functools.partial(again, whole_bytes=False),
+        )
     codecs = codecs or (None,) * len(arrays)
     targets = tuple(dict.fromkeys(overwrites))
-    leaves = [_Leaf(x, pages, codec) for x, codec in zip(arrays, codecs, strict=True)]
+    leaves = [
+        _Leaf(x, pages, codec, bool(whole_bytes))
+        for x, codec in zip(arrays, codecs, strict=True)
+    ]
     words = noise or (None,) * len(overwrites)
 
     def update(
@@ -152,7 +171,7 @@ def stream(
         views = dict(enumerate(views)) | dict(zip(targets, buffers, strict=True))
         # Scales are few: those of a leaf travel together, before its first page and
         # after its last.
-        views = {p: leaves[p].with_scales(x, DEVICE) for p, x in views.items()}
+        views = {p: leaves[p].ahead(x, DEVICE) for p, x in views.items()}
         if full == size:
             views = update(0, size, views)
         else:
@@ -171,7 +190,7 @@ def stream(
             views = constant | changing
         if extent > full:
             views = update(full, extent - full, views)
-        return tuple(leaves[p].with_scales(views[p], HOST) for p in targets)
+        return tuple(leaves[p].ahead(views[p], HOST) for p in targets)
 
     buffers = tuple(leaves[position].view for position in targets)
     if gate is None and size < extent == full and not any(codecs):
@@ -194,15 +213,17 @@ class _Leaf:
 
     Attributes:
       view: The array under the shape that pages are cut from.
-      travels: Whether it lives in host memory.
+      travels: Whether its pages come from host memory.
     """
 
-    def __init__(self, x: Stored, pages: Pages, codec: Codec | None):
+    def __init__(self, x: Stored, pages: Pages, codec: Codec | None, whole_bytes: bool):
         self.pages, self.codec = pages, codec
         self.is_quantized = isinstance(x, Quantized)
         stored: Any = x if isinstance(x, Quantized) else Quantized(x, None)
         self.shape = stored.codes.shape
-        self.travels = on_host(stored.codes)
+        self.is_hosted = on_host(stored.codes)
+        byte = codec is not None and stored.codes.dtype.itemsize == 1
+        self.travels = self.is_hosted and not (whole_bytes and byte)
         self.paged = pages.count > 0 and (codec is not None or self.shape == pages.leaf)
         self.view = stored
         if self.paged:
@@ -257,11 +278,13 @@ class _Leaf:
         stored = self.codec.encode(page, noise)
         return stored if isinstance(stored, Quantized) else Quantized(stored, None)
 
-    def with_scales(self, x: Quantized, space: Any) -> Quantized:
-        """Brings the scales to the device, or back to where they live."""
-        if x.scales is None or not self.travels:
+    def ahead(self, x: Quantized, space: Any) -> Quantized:
+        """Brings what does not travel in pages to the device, or back home."""
+        if not self.is_hosted:
             return x
-        return x._replace(scales=jax.device_put(x.scales, space))
+        codes = x.codes if self.travels else jax.device_put(x.codes, space)
+        scales = x.scales if x.scales is None else jax.device_put(x.scales, space)
+        return Quantized(codes, scales)
 
     def _sliced(self, size: int) -> bool:
         return self.paged and size < self.pages.view[self.pages.axis]

@@ -303,13 +303,18 @@ def test_partial_updates():
 @pytest.mark.parametrize("codec", ["dynamic_int8", "dynamic_int4", "float8_e4m3"])
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
 def test_scratch(compile_for, codec):
-    """DESIGN's 16 leaves: no more scratch than in 32 bits, everything in place."""
+    """DESIGN's 16 leaves: no more scratch than in 32 bits, everything in place.
+
+    On a TPU the codes of one leaf's two moments come on top: XLA:TPU cannot slice
+    bytes in host memory.
+    """
     build = lambda codec: updating(
         po.paged_adamw(1e-3, page_size="8MiB", codec=codec), square(16)
     )
     plain, coded = compile_for(build(None)), compile_for(build(codec))
     assert_in_place(coded)
-    assert coded.device_temp <= plain.device_temp
+    codes = 0 if compile_for is aot.h200 else 2 * 4096 * 4096
+    assert coded.device_temp <= plain.device_temp + codes
     if compile_for is aot.h200:
         found = aot.descriptors(coded.hlo)
         page = 512 * 4096 // (2 if codec == "dynamic_int4" else 1)
