@@ -143,7 +143,9 @@ def _read(entry: Mapping[str, Any], leaf: Any) -> Any:
             f"absmax{number}": leaf.value.scales,
         }
         qmap = np.asarray(entry.get(f"qmap{number}", np.zeros(0)), np.float32)
-        if not np.array_equal(qmap, dynamic_map(signed=number == "1")):
+        wanted_map = dynamic_map(signed=number == "1")
+        # PyTorch's linspace rounds differently from release to release.
+        if qmap.shape != wanted_map.shape or not np.allclose(qmap, wanted_map, 1e-6, 0):
             raise ValueError(
                 f"qmap{number} of parameter {leaf.parameter!r} is not the dynamic map:"
                 " its codes mean other numbers."

@@ -1,0 +1,59 @@
+"""How moments are stored: one codec a file, and their names."""
+
+from collections.abc import Callable
+
+from paged_optax.codecs.bfloat16 import BFloat16Codec
+from paged_optax.codecs.codec import Codec, Noise, Quantized, draw
+from paged_optax.codecs.dynamic_int4 import DynamicInt4
+from paged_optax.codecs.dynamic_int8 import DynamicInt8
+from paged_optax.codecs.float8_e4m3 import Float8E4M3
+from paged_optax.codecs.float32 import Float32Codec
+
+__all__ = [
+    "BFloat16Codec",
+    "Codec",
+    "DynamicInt4",
+    "DynamicInt8",
+    "Float32Codec",
+    "Float8E4M3",
+    "Noise",
+    "Quantized",
+    "draw",
+    "named",
+]
+
+_BY_NAME: dict[str, Callable[[bool], Codec]] = {
+    "float32": lambda signed: Float32Codec(),
+    "bfloat16": lambda signed: BFloat16Codec(),
+    "bfloat16_stochastic": lambda signed: BFloat16Codec(stochastic=True),
+    "dynamic_int8": DynamicInt8,
+    "dynamic_int4": DynamicInt4,
+    "float8_e4m3": lambda signed: Float8E4M3(),
+}
+
+
+def named(name: str, signed: bool) -> Codec:
+    """Finds a codec by its name.
+
+    Args:
+      name: One of `"float32"`, `"bfloat16"`, `"bfloat16_stochastic"`,
+        `"dynamic_int8"`, `"dynamic_int4"` and `"float8_e4m3"`.
+      signed: Whether the moment has negative values. Where it has none, codecs that
+        can use the sign's bit for a digit do.
+
+    Returns:
+      The codec.
+
+    Raises:
+      ValueError: If no codec has this name.
+
+    Example:
+      >>> named("dynamic_int8", signed=False)
+      DynamicInt8(signed=False)
+    """
+    if name not in _BY_NAME:
+        raise ValueError(
+            f"codec {name!r} is unknown: use one of {', '.join(map(repr, _BY_NAME))},"
+            " or an object with the methods of paged_optax.codecs.Codec."
+        )
+    return _BY_NAME[name](signed)

@@ -1,0 +1,106 @@
+"""What a codec is: the protocol that the engine calls once a page."""
+
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float32, UInt32
+
+Leaf = TypeVar("Leaf")
+
+
+class Quantized(NamedTuple, Generic[Leaf]):
+    """A moment stored in blocks that share a scale.
+
+    Attributes:
+      codes: One code a value, in the moment's own shape; two 4-bit codes a byte.
+      scales: One float32 scale a block, in the order of the flattened moment.
+    """
+
+    codes: Leaf
+    scales: Leaf
+
+
+class Noise(NamedTuple):
+    """What stochastic rounding draws its bits from.
+
+    The bits of a value are a function of the two words and of the value's own
+    position in its moment, so that they do not depend on how it was paged.
+
+    Attributes:
+      words: Random words, of one moment at one step.
+      start: The position in the flattened moment of the page's first value.
+    """
+
+    words: UInt32[Array, "2"]
+    start: UInt32[Array, ""]
+
+
+class Codec(Protocol):
+    """How a moment is stored.
+
+    A codec is a frozen dataclass: it is hashed as a static argument of `jit`. Its
+    functions are pure, and a page of whole blocks is stored as the whole moment
+    would be: encoding page by page and concatenating changes no bit.
+    """
+
+    @property
+    def block(self) -> int:
+        """Consecutive values of the flattened moment that share a scale."""
+        ...
+
+    @property
+    def signed(self) -> bool:
+        """Whether negative values can be stored."""
+        ...
+
+    @property
+    def draws(self) -> bool:
+        """Whether `encode` needs noise."""
+        ...
+
+    def stored(self, shape: tuple[int, ...]) -> Any:
+        """The shapes and dtypes in which a moment, or page, of this shape is stored."""
+        ...
+
+    def encode(self, page: Float32[Array, "*shape"], noise: Noise | None = None) -> Any:
+        """Stores a page.
+
+        Args:
+          page: The values, a whole number of blocks unless the moment ends here.
+          noise: Required where `draws`, unused elsewhere.
+
+        Returns:
+          Arrays of the shapes and dtypes that `stored` states.
+        """
+        ...
+
+    def decode(self, stored: Any, shape: tuple[int, ...]) -> Float32[Array, "*shape"]:
+        """Gives a page back, in float32.
+
+        Args:
+          stored: What `encode` returned.
+          shape: The page's shape.
+        """
+        ...
+
+
+def draw(key: Array, step: Any, start: Any = 0) -> Noise:
+    """The noise of one page.
+
+    Args:
+      key: A key of `jax.random`, of one moment.
+      step: The step's number.
+      start: The position in the flattened moment of the page's first value.
+
+    Returns:
+      The noise. Only `start` differs between pages of one moment.
+
+    Example:
+      >>> import jax
+      >>> draw(jax.random.key(0), step=3).words.shape
+      (2,)
+    """
+    words = jax.random.bits(jax.random.fold_in(key, step), (2,), "uint32")
+    return Noise(words, jnp.asarray(start, jnp.uint32))

@@ -1,0 +1,158 @@
+"""Moments in four bits, as torchao stores them."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float32, Int32, UInt8
+
+from paged_optax.codecs import blocks
+from paged_optax.codecs.blocks import choose, from_bits
+from paged_optax.codecs.codec import Noise, Quantized
+from paged_optax.codecs.maps import dynamic_map, linear_map
+
+_SMALLEST_ABSMAX = np.float32(1e-12)
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicInt4:
+    """Stores half a byte a value, two of them in one byte: 0.5 + 4/128 bytes.
+
+    First moments use the signed dynamic map of three decades, second moments the 16
+    multiples of 1/16, which leave zero out: codes and scales are those of torchao's
+    `Adam4bit`, where the scale of 128 values is their largest magnitude, at least
+    1e-12, and the nearest code is stored, of two as near the higher.
+
+    One difference: a block of zeros has the scale zero, as in a fresh torchao state,
+    and decodes to zeros. When torchao stores one again its scale is 1e-12, which makes
+    6.25e-14 of every zero in a second moment.
+
+    Two codes share a byte along the last axis, the first in the higher bits; the last
+    byte of a row of odd length holds one. A block that holds NaN or an infinity has
+    that scale and decodes to nothing finite.
+
+    Attributes:
+      signed: Whether the map holds negative numbers.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> codec = DynamicInt4(signed=False)
+      >>> stored = codec.encode(jnp.array([[1.0, 0.5, 0.1]]))
+      >>> [hex(byte) for byte in stored.codes[0].tolist()]
+      ['0xf7', '0x10']
+
+    References:
+      Li et al., `Memory Efficient Optimizers with 4-bit States
+      <https://arxiv.org/abs/2309.01507>`_, 2023; torchao's
+      `torchao/optim/subclass_4bit.py <https://github.com/pytorch/ao>`_.
+    """
+
+    signed: bool = True
+    block = 128
+    draws = False
+
+    def stored(self, shape: tuple[int, ...]) -> Quantized[jax.ShapeDtypeStruct]:
+        """uint8 pairs of codes along the last axis, a float32 scale for each block."""
+        return Quantized(
+            jax.ShapeDtypeStruct(_packed(shape), jnp.uint8),
+            jax.ShapeDtypeStruct((blocks.count(shape, self.block),), jnp.float32),
+        )
+
+    def encode(
+        self, page: Float32[Array, "*shape"], noise: Noise | None = None
+    ) -> Quantized[Array]:
+        """Stores a page."""
+        values = blocks.split(page, self.block)
+        largest = blocks.absmax(values)
+        divisors = jnp.maximum(largest, _SMALLEST_ABSMAX)
+        scaled = blocks.divide(values, divisors[:, None])
+        codes = jnp.zeros(values.shape, jnp.int32)
+        for threshold in _thresholds(self.signed):
+            codes = codes + (scaled >= np.float32(threshold)).astype(jnp.int32)
+        codes = _pack(codes.astype(jnp.uint8), page.shape)
+        scales = jnp.where(blocks.bits(largest) == 0, largest, divisors)
+        return Quantized(codes, scales)
+
+    def decode(
+        self, stored: Quantized[Array], shape: tuple[int, ...]
+    ) -> Float32[Array, "*shape"]:
+        """Gives a page back."""
+        codes = _unpack(stored.codes, shape, self.block)
+        numbers = choose(codes, _map(self.signed).view(np.int32).tolist(), jnp.int32)
+        return blocks.join(from_bits(numbers) * stored.scales[:, None], shape)
+
+
+def _map(signed: bool) -> np.ndarray:
+    return dynamic_map(True, decades=3) if signed else linear_map()
+
+
+@functools.cache
+def _thresholds(signed: bool) -> tuple[float, ...]:
+    """The least float32 that torchao rounds up to each number but the lowest.
+
+    It compares differences: `x - down >= (up - down) * 0.5`, each rounded to float32.
+    """
+    numbers, found = _map(signed), []
+    for down, up in zip(numbers[:-1], numbers[1:], strict=True):
+        half = (up - down) * np.float32(0.5)
+        x = np.float32((np.float64(down) + np.float64(up)) / 2)
+        while x - down >= half:
+            x = np.nextafter(x, down)
+        while x - down < half:
+            x = np.nextafter(x, up)
+        found.append(float(x))
+    return tuple(found)
+
+
+def _packed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-1], -(-shape[-1] // 2)) if shape else ()
+
+
+def _pairs_run_on(shape: tuple[int, ...]) -> bool:
+    """Whether pairs along the last axis are the pairs of the flattened moment."""
+    return not shape or shape[-1] % 2 == 0 or math.prod(shape[:-1]) == 1
+
+
+def _pack(
+    codes: UInt8[Array, "blocks block"], shape: tuple[int, ...]
+) -> UInt8[Array, "*packed"]:
+    """Puts two codes in a byte, along the last axis of the shape."""
+    packed = _packed(shape)
+    if not _pairs_run_on(shape):
+        rows = blocks.join(codes, shape).reshape(-1, shape[-1])
+        codes = jnp.pad(rows, ((0, 0), (0, 1)))
+    pairs = (codes[:, ::2] << np.uint8(4)) | codes[:, 1::2]
+    return blocks.join(pairs, packed)
+
+
+def _unpack(
+    packed: UInt8[Array, "*packed"], shape: tuple[int, ...], block: int
+) -> Int32[Array, "blocks block"]:
+    """Undoes `_pack`."""
+    run_on = _pairs_run_on(shape)
+    width = block // 2 if run_on else packed.shape[-1]
+    rows = blocks.split(packed, width).astype(jnp.int32)
+    # A last axis of two would take 64 times the space on a TPU; elsewhere it is
+    # nothing but an index, and vectorises as padding between the columns does not.
+    codes = lax.platform_dependent(rows, tpu=_put_between, default=_repeat)
+    return codes if run_on else blocks.split(codes[:, : shape[-1]], block)
+
+
+def _put_between(rows: Int32[Array, "rows half"]) -> Int32[Array, "rows whole"]:
+    zero, rest = np.int32(0), (0, 0, 0)
+    first = lax.pad(rows >> np.int32(4), zero, (rest, (0, 1, 1)))
+    second = lax.pad(rows & np.int32(15), zero, (rest, (1, 0, 1)))
+    return first | second
+
+
+def _repeat(rows: Int32[Array, "rows half"]) -> Int32[Array, "rows whole"]:
+    count, half = rows.shape
+    twice = jnp.broadcast_to(rows[:, :, None], (count, half, 2)).reshape(
+        count, 2 * half
+    )
+    column = lax.broadcasted_iota(jnp.int32, twice.shape, 1)
+    return (twice >> (4 - 4 * (column & np.int32(1)))) & np.int32(15)

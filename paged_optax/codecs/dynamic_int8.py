@@ -1,0 +1,322 @@
+r"""Moments in eight bits, as bitsandbytes stores them.
+
+A code is a position in the dynamic map (`maps.dynamic_map`), a scale the largest
+magnitude of 256 values, and the code stored is the nearest to `x * (1 / scale)`; of
+two as near, the lower.
+
+Neither way needs to look among 256 entries. Counted from zero, positions have the form
+:math:`2^e + j`: the leading bit names the decade, the others the place in it. Numbers,
+and the midpoints between them, lie on one line a decade,
+
+.. math:: \text{number} = c_e (18 m - 16 \cdot 2^e + 9), \qquad
+          \text{midpoint below } t = c'_e (9 t - 8 \cdot 2^e),
+
+up to what float32 rounded off when the map was made: at most three units in the last
+place, which two bits an entry put right. So a code costs some sixty element-wise
+operations that fuse with what surrounds them, on any backend, and is exact.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float32, Int32, UInt8
+
+from paged_optax.codecs import blocks
+from paged_optax.codecs.blocks import (
+    MAGNITUDE,
+    SMALLEST_NORMAL,
+    bits,
+    choose,
+    from_bits,
+)
+from paged_optax.codecs.codec import Noise, Quantized
+from paged_optax.codecs.maps import dynamic_map
+
+_EXPONENT = np.int32(0x7F800000)
+_HUGE = np.float32(2.0**126)
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicInt8:
+    """Stores a code of the dynamic map a value: 1 + 4/256 bytes.
+
+    Codes and scales are those of bitsandbytes on the CPU, bit for bit, as its exact
+    kernels compute them (float32 up to 0.49, float64 in any version). From 0.50 on its
+    float32 kernel rounds `x / scale` to a grid of 2/65535 first, and so turns zeros
+    into 2.1e-5 (signed) and 1.6e-5 (unsigned) of the scale; this codec does not.
+
+    A block that holds NaN has the scale NaN, one that holds an infinity the scale
+    infinity: either decodes to nothing finite. (bitsandbytes' float32 kernel ignores
+    NaN in the scale and stores it as a finite number.) An unsigned map stores negative
+    numbers as zero. Denormal numbers are stored exactly; whether decoding flushes them
+    to zero is up to the backend.
+
+    Attributes:
+      signed: Whether the map holds negative numbers: True for first moments, False
+        for second moments, which then have one more bit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> codec = DynamicInt8(signed=True)
+      >>> stored = codec.encode(jnp.array([-2.0, 0.0, 1e-3, 2.0]))
+      >>> stored.codes.tolist(), stored.scales.tolist()
+      ([0, 127, 138, 255], [2.0])
+
+    References:
+      Dettmers et al., `8-bit Optimizers via Block-wise Quantization
+      <https://arxiv.org/abs/2110.02861>`_, 2022.
+    """
+
+    signed: bool = True
+    block = 256
+    draws = False
+
+    def stored(self, shape: tuple[int, ...]) -> Quantized[jax.ShapeDtypeStruct]:
+        """uint8 codes of the moment's shape, a float32 scale for each block."""
+        return Quantized(
+            jax.ShapeDtypeStruct(shape, jnp.uint8),
+            jax.ShapeDtypeStruct((blocks.count(shape, self.block),), jnp.float32),
+        )
+
+    def encode(
+        self, page: Float32[Array, "*shape"], noise: Noise | None = None
+    ) -> Quantized[Array]:
+        """Stores a page."""
+        values = blocks.split(page, self.block)
+        scales = blocks.absmax(values)
+        scaled = _scaled(values, scales[:, None])
+        codes = _nearest(scaled, bits(values) < 0, self.signed).astype(jnp.uint8)
+        return Quantized(blocks.join(codes, page.shape), scales)
+
+    def decode(
+        self, stored: Quantized[Array], shape: tuple[int, ...]
+    ) -> Float32[Array, "*shape"]:
+        """Gives a page back."""
+        numbers = _number(blocks.split(stored.codes, self.block), self.signed)
+        return blocks.join(numbers * stored.scales[:, None], shape)
+
+
+def _scaled(
+    x: Float32[Array, "blocks block"], scale: Float32[Array, "blocks 1"]
+) -> Float32[Array, "blocks block"]:
+    """Computes `abs(x) * (1 / scale)` with bitsandbytes' roundings, at most 1.
+
+    Backends that flush denormal numbers to zero must not meet one: those of `x` are
+    read off their bits, times 2^126; a reciprocal that would be one (of 2^126 and
+    above) is rounded to its few digits here, times 2^126 too. Zero times the infinite
+    reciprocal of a zero or tiny scale is NaN, as in bitsandbytes.
+    """
+    one, unit = np.float32(1), np.float32(2.0**-23)
+    shift = np.float32(2.0**-126)
+    tiny, huge = bits(scale) < SMALLEST_NORMAL, scale >= _HUGE
+    units = bits(scale).astype(jnp.float32) * np.float32(2.0**-22)
+    reciprocal = jnp.where(tiny, np.float32(2.0**127) / units, one / scale)
+    reciprocal = jnp.where(huge, _few_digits(scale * shift), reciprocal)
+    magnitude = bits(x) & MAGNITUDE
+    denormal = magnitude < SMALLEST_NORMAL
+    magnitudes = from_bits(magnitude) * jnp.where(huge, shift, one)
+    scaled = jnp.where(
+        denormal, magnitude.astype(jnp.float32) * unit, magnitudes
+    ) * jnp.where(denormal, reciprocal * shift, reciprocal)
+    return jnp.minimum(scaled, one)
+
+
+def _few_digits(x: Float32[Array, "blocks 1"]) -> Float32[Array, "blocks 1"]:
+    """Rounds `1 / x`, of 1 <= x < 4, to a multiple of 2^-23.
+
+    The quotient has been rounded once already. Where that made it a tie, the exact
+    remainder decides: it is small, so that its lowest 32 bits are all of it.
+    """
+    quotient = np.float32(2.0**23) / x
+    below = jnp.floor(quotient)
+    half = quotient - below
+    integer = (x * np.float32(2.0**23)).astype(jnp.int32)
+    remainder = -(2 * below.astype(jnp.int32) + 1) * integer
+    up = (half > np.float32(0.5)) | ((half == np.float32(0.5)) & (remainder > 0))
+    return (below + up.astype(jnp.float32)) * np.float32(2.0**-23)
+
+
+def _nearest(
+    scaled: Float32[Array, "*shape"], negative: Bool[Array, "*shape"], signed: bool
+) -> Int32[Array, "*shape"]:
+    """The code of the number nearest to a magnitude with a sign; 0 for NaN."""
+    law = _law(signed)
+    # Of two numbers as near, the lower: below zero that is the larger magnitude. So
+    # one bit more tells a midpoint that is met from one that lies between two floats.
+    key = 2 * bits(scaled) + (negative.astype(jnp.int32) if signed else 0)
+    columns = (law.powers, law.slopes, law.midpoints.factors)
+    power, slope, factor = (np.float32(column[0]) for column in columns)
+    for edge, *entries in zip(law.edges[1:-1], *(c[1:] for c in columns), strict=True):
+        above = key > np.int32(edge)
+        power, slope, factor = (
+            jnp.where(above, np.float32(new), old)
+            for new, old in zip(entries, (power, slope, factor), strict=True)
+        )
+    # The midpoint nearest to the value, or one as near within rounding.
+    t = jnp.round(scaled * slope + power * np.float32(8 / 9))
+    line = (np.float32(27) * t - np.float32(24) * power) * factor
+    t, first = t.astype(jnp.int32), power.astype(jnp.int32)
+    midpoint = 2 * bits(line) + law.midpoints.correction(t)
+    position = t - 1 + (key > midpoint).astype(jnp.int32)
+    position = jnp.clip(position, first, 2 * first - 1)
+    position = jnp.where(key > np.int32(law.edges[0]), position, law.zero)
+    position = jnp.where(key > np.int32(law.edges[-1]), law.one, position)
+    if signed:
+        code = jnp.where(negative, jnp.maximum(127 - position, 0), 127 + position)
+    else:
+        code = jnp.where(negative, 0, position - 1)
+    return jnp.where(jnp.isnan(scaled), 0, code)
+
+
+def _number(code: UInt8[Array, "*shape"], signed: bool) -> Float32[Array, "*shape"]:
+    """The number that a code stands for."""
+    law = _law(signed)
+    code = code.astype(jnp.int32)
+    position = jnp.abs(code - 127) if signed else code + 1
+    as_float = position.astype(jnp.float32)
+    power = from_bits(bits(as_float) & _EXPONENT)
+    factor = np.float32(law.numbers.factors[0])
+    entries = zip(law.powers[1:], law.numbers.factors[1:], strict=True)
+    for first, new in entries:
+        factor = jnp.where(position >= np.int32(first), np.float32(new), factor)
+    line = (np.float32(18) * as_float - np.float32(16) * power + np.float32(9)) * factor
+    number = from_bits(bits(line) + law.numbers.correction(position))
+    number = jnp.where(position == law.zero, np.float32(0), number)
+    number = jnp.where(position == law.one, np.float32(1), number)
+    return jnp.where(code < 127, -number, number) if signed else number
+
+
+class _Lines(NamedTuple):
+    """What float32 arithmetic needs to meet the entries of a map to the last bit.
+
+    Attributes:
+      factors: The factor of each decade's line.
+      words: Two bits an entry, sixteen entries a word.
+      unit: What one step of these two bits means.
+      least: What is added where they are 0.
+    """
+
+    factors: tuple[float, ...]
+    words: tuple[int, ...]
+    unit: int
+    least: int
+
+    def correction(self, entry: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+        word = choose(entry >> np.int32(4), self.words, jnp.int32)
+        two_bits = (word >> ((entry & np.int32(15)) * 2)) & np.int32(3)
+        return two_bits * self.unit + self.least
+
+
+class _Law(NamedTuple):
+    """The map as arithmetic.
+
+    A position counts numbers from zero on, so that decade e begins at a power of two.
+
+    Attributes:
+      powers: The first position of each decade.
+      slopes: Positions a unit in each decade.
+      edges: The midpoints below each decade and below 1, as `_nearest` compares them.
+      zero: The position of 0.
+      one: The position of 1.
+      midpoints: The midpoint below each other position.
+      numbers: The number at each position.
+    """
+
+    powers: tuple[int, ...]
+    slopes: tuple[float, ...]
+    edges: tuple[int, ...]
+    zero: int
+    one: int
+    midpoints: _Lines
+    numbers: _Lines
+
+
+@functools.cache
+def _law(signed: bool) -> _Law:
+    numbers = dynamic_map(signed)[127 if signed else 0 :]
+    zero = 0 if signed else 1
+    powers = tuple(2**e for e in range(zero, zero + 7))
+    tops = [10.0 ** (e - 6) for e in range(7)]
+    # By position: the number there, and the key of the midpoint below it.
+    values = np.concatenate([np.zeros(zero, np.int32), numbers.view(np.int32)])
+    keys = np.concatenate([np.zeros(zero + 1, np.int32), _keys(numbers)])
+    return _Law(
+        powers=powers,
+        slopes=tuple(p / (0.9 * top) for p, top in zip(powers, tops, strict=True)),
+        edges=tuple(int(keys[p]) for p in (*powers, 2 * powers[-1])),
+        zero=zero,
+        one=2 * powers[-1],
+        midpoints=_lines(
+            [np.arange(p + 1, 2 * p) for p in powers],
+            [27.0 * np.arange(1, p) + 3 * p for p in powers],
+            [top / (30 * p) for p, top in zip(powers, tops, strict=True)],
+            # Without negative numbers a key is even, and which midpoints are met
+            # makes no difference.
+            *((keys, 2, 1, 0) if signed else (keys & ~1, 2, 2, -4)),
+        ),
+        numbers=_lines(
+            [np.arange(p, 2 * p) for p in powers],
+            [18.0 * np.arange(p) + 2 * p + 9 for p in powers],
+            [top / (20 * p) for p, top in zip(powers, tops, strict=True)],
+            *(values, 1, 1, -1),
+        ),
+    )
+
+
+def _keys(numbers: np.ndarray) -> np.ndarray:
+    """Twice the bits of the last float nearer to each number than to the next.
+
+    One more where that float is not exactly as near to both. Distances are rounded to
+    float32, as bitsandbytes' are; between 5.5e-7 and 3.25e-6 that moves the midpoint.
+    """
+    low, high = numbers[:-1], numbers[1:]
+    middle = ((low + high) / np.float32(2)).view(np.int32)
+    around = middle + np.arange(-3, 4, dtype=np.int32)[:, None]
+    nearer_high = (high - around.view(np.float32)) < (around.view(np.float32) - low)
+    last = middle - 4 + (~nearer_high).sum(axis=0).astype(np.int32)
+    met = high - last.view(np.float32) == last.view(np.float32) - low
+    return 2 * last + 1 - met
+
+
+def _lines(
+    entries: Sequence[np.ndarray],
+    multiples: Sequence[np.ndarray],
+    factors: Sequence[float],
+    wanted: np.ndarray,
+    scale: int,
+    unit: int,
+    least: int,
+) -> _Lines:
+    """Finds factors that come so near that two bits an entry are enough.
+
+    Args:
+      entries: The entries of each decade.
+      multiples: The multiples of the decade's factor at each.
+      factors: The factors by the real law; the ones found are a few ulps away.
+      wanted: What is to come out at each entry, as an integer.
+      scale: Its units for one unit in the last place of the line.
+      unit: Its units for one step of the two bits.
+      least: What the two bits count from.
+    """
+    found, steps = [], np.zeros(wanted.size - 1, np.int64)
+    for entry, multiple, factor in zip(entries, multiples, factors, strict=True):
+        start = np.float32(factor).view(np.int32)
+        for ulps in sorted(range(-8, 9), key=abs):
+            candidate = (start + np.int32(ulps)).view(np.float32)
+            line = multiple.astype(np.float32) * candidate
+            away = wanted[entry] - scale * line.view(np.int32) - least
+            if np.all((away >= 0) & (away <= 3 * unit)):
+                break
+        else:
+            raise AssertionError("no factor comes near enough to the map")
+        found.append(float(candidate))
+        steps[entry] = away // unit
+    packed = (steps.reshape(-1, 16) << 2 * np.arange(16)).sum(axis=1)
+    words = tuple(packed.astype(np.uint32).view(np.int32).tolist())
+    return _Lines(tuple(found), words, unit, least)
