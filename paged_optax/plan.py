@@ -152,8 +152,8 @@ class Pages:
       count: Pages, the last, smaller one included; 0 where leaves of several shapes
         are updated together and travel whole.
       aligned: Whether every page ends at a tile of the lanes. XLA:TPU slices host
-        memory along the last axis at whole tiles only, and takes an unaligned leaf
-        whole.
+        memory along the last axis at whole tiles only, and along the rows no single row
+        of two bytes a value (libtpu 0.0.52); it takes an unaligned leaf whole.
     """
 
     leaf: tuple[int, ...]
@@ -234,6 +234,8 @@ def cut(
             return Pages(shape, view, axis, extent // count, count)
     size = -(-extent // (fewest * tile)) * tile
     aligned = axis < len(view) - 1 or extent % tile == 0
+    if axis == len(view) - 2 and packing == 2:
+        aligned = extent % 2 == 0
     return Pages(shape, view, axis, size, -(-extent // size), aligned)
 
 

@@ -253,13 +253,40 @@ class _Leaf:
     ) -> Quantized:
         """The array with a page of it replaced."""
         codes, scales = page
-        codes = jax.device_put(codes, HOST) if self.travels else codes
-        if self._sliced(size):
-            put = lax.dynamic_update_slice_in_dim
-            codes = put(x.codes, codes, start, self.pages.axis)
-            if scales is not None:
-                scales = put(x.scales, scales, self._blocks(start, size)[0], 0)
+        if not self._sliced(size):
+            return Quantized(
+                jax.device_put(codes, HOST) if self.travels else codes, scales
+            )
+        put = functools.partial(self._put, start=start)
+        if self.travels and size % 8:
+            codes = lax.platform_dependent(
+                x.codes,
+                codes,
+                tpu=functools.partial(put, sizes=_binary(size)),
+                default=functools.partial(put, sizes=[size]),
+            )
+        else:
+            codes = put(x.codes, codes, sizes=[size])
+        if scales is not None:
+            scales = lax.dynamic_update_slice_in_dim(
+                x.scales, scales, self._blocks(start, size)[0], 0
+            )
         return Quantized(codes, scales)
+
+    def _put(
+        self, x: Array, page: Array, start: Int[Array, ""] | int, sizes: Sequence[int]
+    ) -> Array:
+        """Writes a page in pieces of these sizes."""
+        axis = self.pages.axis
+        done = 0
+        for size in sizes:
+            piece = page
+            if size < page.shape[axis]:
+                piece = lax.slice_in_dim(page, done, done + size, axis=axis)
+            piece = jax.device_put(piece, HOST) if self.travels else piece
+            x = lax.dynamic_update_slice_in_dim(x, piece, start + done, axis)
+            done += size
+        return x
 
     def decode(self, page: Quantized, shape: tuple[int, ...]) -> Array:
         """What the program sees of a page."""
@@ -348,6 +375,16 @@ def fill(
         codecs=(*[None] * len(arrays), codec),
     )
     return leaf
+
+
+def _binary(size: int) -> list[int]:
+    """A number of rows as multiples of 8, and powers of two.
+
+    XLA:TPU writes no others to the host (libtpu 0.0.52: "Updating the sublane dimension
+    across multiple lane chunks is only supported when the sublane update size is a
+    multiple of the chunk sublane size").
+    """
+    return [n for n in (size // 8 * 8, size & 4, size & 2, size & 1) if n]
 
 
 def _page_shape(pages: Pages, size: int) -> tuple[int, ...]:

@@ -164,14 +164,15 @@ def test_scratch_is_flat_in_leaves_on_h200():
 
 
 def test_scratch_grows_only_by_what_libtpu_keeps_per_copy_on_v5e():
-    """XLA:TPU reserves about 40 KiB of scratch for every asynchronous copy it emits.
+    """XLA:TPU reserves about 52 KiB of scratch for every asynchronous copy it emits.
 
-    Four a leaf here, whatever a page's size: no page is among what grows.
+    (libtpu 0.0.52; 40 KiB in 0.0.51.) Four a leaf here, whatever a page's size: no page
+    is among what grows.
     """
     tx = po.paged_adamw(1e-3, page_size="8MiB")
     few, many = (aot.v5e(updating(tx, square(n))).device_temp for n in (16, 64))
     assert few <= 48 * MIB
-    assert (many - few) / 48 <= 4 * 48 * 2**10
+    assert (many - few) / 48 <= 4 * 54 * 2**10
 
 
 @COMPILERS
@@ -182,6 +183,18 @@ def test_odd_leaves_stay_bounded(compile_for, shape):
     report = compile_for(updating(tx, square(4, shape)))
     assert_in_place(report)
     assert report.device_temp <= 48 * MIB
+
+
+@pytest.mark.parametrize(("rows", "whole"), [(50258, False), (50257, True)])
+def test_odd_rows_of_bfloat16_on_v5e(rows, whole):
+    """XLA:TPU reads and writes no single row of bfloat16: such a leaf goes whole."""
+    tx, leaf = po.paged_adamw(1e-3, page_size="8MiB"), 2 * rows * 768
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), square(2, (rows, 768))
+    )
+    report = aot.v5e(updating(tx, shapes))
+    assert_in_place(report)
+    assert report.device_temp <= (4.1 * leaf if whole else 48 * MIB)
 
 
 def test_unaligned_vectors_are_paged_on_h200():

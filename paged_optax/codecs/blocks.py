@@ -47,16 +47,11 @@ def join(
 def absmax(x: Float32[Array, "blocks block"]) -> Float32[Array, " blocks"]:
     """The largest magnitude of each block; NaN where one of its values is NaN.
 
-    Backends that flush denormal numbers to zero (XLA:CPU, XLA:TPU) must still find the
-    largest of them: they are compared as negative integers, below all others.
-    (A maximum of bit patterns would do too, in four times the time on CPU.)
+    Magnitudes are compared by their bit patterns. As numbers, backends that flush
+    denormal ones to zero (XLA:CPU, XLA:TPU) would not find the largest of those, and
+    XLA:CPU's maximum over the rows of a matrix passes NaN over (jax 0.10.2, 0.12.0.1).
     """
-    magnitude = bits(x) & MAGNITUDE
-    denormal = (magnitude - SMALLEST_NORMAL).astype(jnp.float32)
-    ordered = jnp.where(magnitude < SMALLEST_NORMAL, denormal, from_bits(magnitude))
-    largest = jnp.max(ordered, axis=1)
-    pattern = largest.astype(jnp.int32) + SMALLEST_NORMAL
-    return jnp.where(largest < 0, from_bits(pattern), largest)
+    return from_bits(jnp.max(bits(x) & MAGNITUDE, axis=1))
 
 
 def divide(

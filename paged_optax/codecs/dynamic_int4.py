@@ -73,7 +73,9 @@ class DynamicInt4:
         codes = jnp.zeros(values.shape, jnp.int32)
         for threshold in _thresholds(self.signed):
             codes = codes + (scaled >= np.float32(threshold)).astype(jnp.int32)
-        codes = _pack(codes.astype(jnp.uint8), page.shape)
+        # What fills a byte or a block up is a zero, in every page alike.
+        zero = sum(threshold <= 0 for threshold in _thresholds(self.signed))
+        codes = _pack(codes.astype(jnp.uint8), page.shape, zero)
         scales = jnp.where(blocks.bits(largest) == 0, largest, divisors)
         return Quantized(codes, scales)
 
@@ -118,13 +120,13 @@ def _pairs_run_on(shape: tuple[int, ...]) -> bool:
 
 
 def _pack(
-    codes: UInt8[Array, "blocks block"], shape: tuple[int, ...]
+    codes: UInt8[Array, "blocks block"], shape: tuple[int, ...], fill: int
 ) -> UInt8[Array, "*packed"]:
     """Puts two codes in a byte, along the last axis of the shape."""
     packed = _packed(shape)
     if not _pairs_run_on(shape):
         rows = blocks.join(codes, shape).reshape(-1, shape[-1])
-        codes = jnp.pad(rows, ((0, 0), (0, 1)))
+        codes = jnp.pad(rows, ((0, 0), (0, 1)), constant_values=fill)
     pairs = (codes[:, ::2] << np.uint8(4)) | codes[:, 1::2]
     return blocks.join(pairs, packed)
 
