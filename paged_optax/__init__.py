@@ -45,6 +45,12 @@ from paged_optax.state import (
 )
 from paged_optax.step import DonationError, Step, jit_step
 from paged_optax.transform import paged
+from paged_optax.workspace import (
+    GradientWorkspace,
+    LayerwiseOutput,
+    layerwise_step,
+    offload,
+)
 from paged_optax.wrappers import (
     MultiSteps,
     apply_if_finite,
@@ -57,6 +63,8 @@ __all__ = [
     "BackendError",
     "CrossLeafError",
     "DonationError",
+    "GradientWorkspace",
+    "LayerwiseOutput",
     "MemoryReport",
     "MultiSteps",
     "PagePlan",
@@ -74,8 +82,10 @@ __all__ = [
     "init_param",
     "is_device_resident",
     "jit_step",
+    "layerwise_step",
     "lookahead",
     "memory_report",
+    "offload",
     "page_in",
     "page_out",
     "paged",

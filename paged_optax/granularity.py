@@ -14,9 +14,11 @@ Programs are values: two leaves of equal shape have equal programs, so that JAX
 traces and lowers the streaming loop once for both.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -61,6 +63,30 @@ _JOINED = -1
 
 #: Primitives that cut a joined leaf apart again.
 _CUTS = frozenset("convert_element_type reshape slice split squeeze".split())
+
+
+_looking: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "paged_optax_seen_through", default=False
+)
+
+
+@contextlib.contextmanager
+def seen_through() -> Iterator[None]:
+    """Makes every paged update traced within compute as if nothing were paged.
+
+    For a look at what a chain of transformations computes, never to run it: moments
+    that a codec stores are zeros.
+    """
+    token = _looking.set(True)
+    try:
+        yield
+    finally:
+        _looking.reset(token)
+
+
+def is_seen_through() -> bool:
+    """Whether `seen_through` is around."""
+    return _looking.get()
 
 
 class CrossLeafError(ValueError):

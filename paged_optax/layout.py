@@ -129,6 +129,17 @@ class Layout:
             ],
         )
 
+    def blank(self, leaves: Sequence[Any]) -> Any:
+        """The same, to trace with: zeros where coded."""
+        return jax.tree.map(
+            lambda x: (
+                lax.empty(x.shape, x.dtype)
+                if isinstance(x, jax.ShapeDtypeStruct)
+                else x
+            ),
+            self.seen(leaves),
+        )
+
 
 def _copy(count: Any) -> Any:
     return count if isinstance(count, Tracer) else jnp.array(count, copy=True)

@@ -233,6 +233,10 @@ class _Pager:
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         """Streams the state past the gradients; returns updates and the new state."""
+        if granularity.is_seen_through():
+            leaves, _ = self.layout(updates, state).take_apart(state)
+            plain = self.layout(updates, state).blank(leaves)
+            return self.inner.update(updates, plain, params, **extra_args)
         _refuse_host("gradient", updates)
         _refuse_host("parameter", params)
         if params is not None:

@@ -1,0 +1,607 @@
+"""A training step whose backward pass handles one layer at a time."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from paged_optax.memory import DEVICE, HOST, on_host
+from paged_optax.workspace.applied import Applied
+from paged_optax.workspace.stacks import (
+    downwards,
+    goes_in_slabs,
+    kept,
+    put,
+    slab,
+    upwards,
+)
+from paged_optax.workspace.workspace import GradientWorkspace, length_of
+
+#: Everything the step is about, by name: a pytree of parameters, of a batch.
+Tree = Any
+
+
+class LayerwiseOutput(NamedTuple):
+    """What a step says of itself.
+
+    Attributes:
+      loss: The loss, averaged over micro-batches.
+      metrics: What `epilogue` returned beside it, or None; of each micro-batch.
+      gradient_norm: The global norm of the gradients, before any clipping.
+    """
+
+    loss: Float[Array, ""]
+    metrics: Any
+    gradient_norm: Float[Array, ""]
+
+
+def layerwise_step(
+    prologue: Callable[[Tree, Tree], tuple[Any, Any]],
+    layer: Callable[[Tree, Any, Any, Int[Array, ""]], tuple[Any, Any]],
+    epilogue: Callable[[Tree, Any, Any, Tree], Any],
+    tx: optax.GradientTransformation,
+    *,
+    max_norm: float | None = None,
+    clip: Literal["global", "layer"] = "global",
+    accumulate: bool = False,
+    activations_on_host: bool = False,
+) -> Callable[..., Any]:
+    r"""A training step with the gradients of one layer alive, instead of all.
+
+    Forward over the layers, which saves each one's input; then, from the last layer to
+    the first, the layer's VJP into the workspace and its update:
+
+    .. math::
+        g_i, \bar x_{i} = \mathrm{vjp}_i(\bar x_{i+1}), \qquad
+        \theta_i, s_i \leftarrow \mathrm{tx}(g_i, s_i, \theta_i),
+        \qquad i = L-1, \ldots, 0.
+
+    The moments of a layer travel while its VJP computes. Parameters and state are those
+    of an ordinary step; so are the numbers, to the rounding of sums in another order.
+
+    The parameters are a mapping with the key `"layers"`, the layers' parameters stacked
+    on the leading axis of each leaf (as `nnx.vmap`, `nnx.scan`, Linen's `nn.scan` and
+    `jax.vmap` of an initialiser give them), and whatever else the model has. What else
+    there is goes to prologue and epilogue alike, so that embeddings may be tied.
+    Stacks in host memory stay there, and each layer's weights are fetched for its
+    forward and its backward pass.
+
+    What one layer needs of `tx` must be element by element: `paged_adamw` and its like,
+    chained, masked, scheduled. Clip by `max_norm` here, not in `tx`.
+
+    | clipping by the global norm | device bytes | over the link | backward passes |
+    | --- | --- | --- | --- |
+    | a workspace with `host_dtype` | one layer's gradients | gradients, both ways | 1 |
+    | a workspace without | one layer's gradients | nothing more | 2 |
+
+    Args:
+      prologue: `prologue(rest, batch)` returns the first layer's input, and anything
+        that all layers may see (masks, rotary tables, dropout keys; stacked tables to
+        be indexed by layer), or None. `rest` is the parameters without `"layers"`.
+      layer: `layer(weights, x, context, i)` returns the next layer's input, and
+        anything to keep of this layer (a balancing loss), or None. `i` is the layer's
+        number, to fold into keys. Wrap in `jax.checkpoint` what it should compute again
+        within its own backward pass.
+      epilogue: `epilogue(rest, x, kept, batch)` returns the loss, or the loss and
+        metrics. `kept` has what the layers kept, stacked.
+      tx: The transformation of the whole tree of parameters, with `paged(...)` inside
+        or without.
+      max_norm: The norm that gradients are scaled down to; None: no clipping.
+      clip: The norm of what: `"global"` is `optax.clip_by_global_norm`, exactly;
+        `"layer"` clips each layer, and the rest, by its own norm, which costs nothing.
+      accumulate: Whether `batch` is several micro-batches, stacked on the leading axis
+        of its leaves; the step is that of the mean of their losses. Layer by layer, all
+        micro-batches' inputs are kept and each layer's gradients add up in the
+        workspace; with a workspace's `host_dtype` they add up on the host, one
+        micro-batch after the other.
+      activations_on_host: Whether the layers' inputs wait in host memory.
+
+    Returns:
+      `step(params, state, workspace, batch)`, which returns the new parameters, state
+      and workspace, and a `LayerwiseOutput`. Compile it with `jit_step`, or `jax.jit`,
+      and donate the first three.
+
+    Raises:
+      ValueError: When traced, if `tx` needs several elements of a layer, if the
+        workspace is of another model, or if the layers are not stacked alike.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> params = {"layers": {"kernel": jnp.full((3, 64, 64), 0.01)}}
+      >>> step = po.layerwise_step(
+      ...     lambda rest, batch: (batch, None),
+      ...     lambda weights, x, context, i: (x + x @ weights["kernel"], None),
+      ...     lambda rest, x, kept, batch: jnp.mean((x - 1.0) ** 2),
+      ...     tx := po.paged_adamw(1e-2),
+      ...     max_norm=1.0,
+      ... )
+      >>> workspace = po.GradientWorkspace.allocate(params["layers"])
+      >>> args = params, tx.init(params), workspace, jnp.ones((8, 64))
+      >>> step = po.jit_step(step, *args, donate_argnums=(0, 1, 2))
+      >>> params, state, workspace, output = step(*args)
+      >>> workspace.gradients["kernel"].shape, bool(output.gradient_norm > 0)
+      ((64, 64), True)
+
+    References:
+      Lv et al., `Full Parameter Fine-tuning for Large Language Models with Limited
+      Resources <https://arxiv.org/abs/2306.09782>`_, 2023 (LOMO), which clips by two
+      backward passes.
+    """
+    if clip not in ("global", "layer"):
+        raise ValueError(f"clip={clip!r} is neither 'global' nor 'layer'.")
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm} is not positive: pass None not to clip.")
+    model = _Model(prologue, layer, epilogue, activations_on_host)
+    norms = _Norms(max_norm, clip)
+
+    def step(
+        params: Tree, state: optax.OptState, workspace: GradientWorkspace, batch: Tree
+    ) -> tuple[Tree, optax.OptState, GradientWorkspace, LayerwiseOutput]:
+        if not isinstance(params, Mapping) or "layers" not in params:
+            raise ValueError(
+                f"params={jax.tree.structure(params)} is no mapping with the key"
+                " 'layers': stack the layers' parameters on a leading axis under it."
+            )
+        workspace.check(params["layers"])
+        run = _Run(model, Applied(tx, params, state), norms, accumulate)
+        return run(params, workspace, batch)
+
+    return step
+
+
+@dataclasses.dataclass(frozen=True)
+class _Norms:
+    """How gradients are clipped."""
+
+    max_norm: float | None
+    clip: str
+
+    @property
+    def needed_first(self) -> bool:
+        """Whether all gradients are needed before the first may be used."""
+        return self.max_norm is not None and self.clip == "global"
+
+    def scaled(self, gradients: Any, norm: Float[Array, ""]) -> Any:
+        """Optax's own formula, so that numbers agree to the last bit."""
+        limit = self.max_norm
+        if limit is None:
+            return gradients
+        return jax.tree.map(
+            lambda g: jnp.where(norm < limit, g, g / norm.astype(g.dtype) * limit),
+            gradients,
+        )
+
+
+def _square(tree: Any) -> Float[Array, ""]:
+    """The square of a tree's norm."""
+    squares = [
+        jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)
+    ]
+    return sum(squares, jnp.float32(0))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """The user's three functions."""
+
+    prologue: Callable[..., Any]
+    layer: Callable[..., Any]
+    epilogue: Callable[..., Any]
+    activations_on_host: bool
+
+    def forward(
+        self, weights: "_Weights", rest: Any, batch: Any, each: Any
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        """Runs prologue and layers.
+
+        Returns:
+          The last layer's output, every layer's input, what the layers kept, what they
+          all see, and the stacks.
+        """
+        x, context = each(lambda b: self.prologue(rest, b), batch)
+        length = weights.length
+        run = lambda i, slabs, x: each(
+            lambda x, c: self.layer(weights.of(slabs), x, c, i), x, context
+        )
+        shapes = jax.eval_shape(
+            lambda stacks, x: run(jnp.int32(0), weights.slabs(stacks, jnp.int32(0)), x),
+            weights.stacks,
+            x,
+        )
+        _refuse_other_input(x, shapes[0])
+        blank = lambda x: lax.empty((length, *x.shape), x.dtype)
+        inputs = jax.tree.map(blank, x)
+        if self.activations_on_host:
+            inputs = jax.device_put(inputs, HOST)
+        keep = jax.tree.map(blank, shapes[1])
+
+        def body(i: Any, carry: Any) -> Any:
+            x, inputs, keep, stacks = carry
+            stacks, slabs = kept(stacks, weights.slabs(stacks, i), i)
+            inputs = jax.tree.map(lambda to, x: put(to, x[None], i), inputs, x)
+            x, made = run(i, slabs, x)
+            keep = jax.tree.map(lambda to, x: put(to, x[None], i), keep, made)
+            return x, inputs, keep, stacks
+
+        x, inputs, keep, stacks = upwards(
+            length, body, (x, inputs, keep, weights.stacks)
+        )
+        return x, inputs, keep, context, stacks
+
+    def head(self, rest: Any, x: Any, keep: Any, batch: Any) -> tuple[Any, ...]:
+        """The loss of one micro-batch, its metrics, and the gradients.
+
+        Returns:
+          Loss, metrics, and the gradients by `rest`, `x` and what is differentiable of
+          what the layers kept.
+        """
+        floats, merge = _inexact(keep)
+
+        def loss(rest: Any, x: Any, floats: Any) -> Any:
+            result = self.epilogue(rest, x, merge(floats), batch)
+            return result if isinstance(result, tuple) else (result, None)
+
+        (value, metrics), gradients = jax.value_and_grad(
+            loss, argnums=(0, 1, 2), has_aux=True
+        )(rest, x, floats)
+        return value, metrics, *gradients
+
+    def pull(
+        self, weights: Any, x: Any, context: Any, i: Any, dx: Any, dkept: Any
+    ) -> tuple[Any, Any]:
+        """One layer's gradients by its weights and by its input."""
+
+        def run(weights: Any, x: Any) -> Any:
+            x, made = self.layer(weights, x, context, i)
+            return x, _inexact(made)[0]
+
+        return jax.vjp(run, weights, x)[1]((dx, dkept))
+
+    def first(self, rest: Any, batch: Any, dx: Any) -> Any:
+        """The prologue's gradients by `rest`."""
+        _, pull, _ = jax.vjp(lambda r: self.prologue(r, batch), rest, has_aux=True)
+        return pull(dx)[0]
+
+
+class _Weights:
+    """The layers' parameters, stacked."""
+
+    def __init__(self, layers: Any):
+        self.stacks, self.structure = jax.tree.flatten(layers)
+        self.length = length_of(layers)
+
+    def slabs(self, stacks: list[Any], i: Any) -> list[Any]:
+        return [slab(x, i) for x in stacks]
+
+    def of(self, slabs: list[Any]) -> Any:
+        """One layer's parameters, as the model sees them."""
+        return jax.tree.unflatten(self.structure, [x[0] for x in slabs])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """One step, being traced."""
+
+    model: _Model
+    applied: Applied
+    norms: _Norms
+    accumulate: bool
+
+    def __call__(
+        self, params: Any, workspace: GradientWorkspace, batch: Any
+    ) -> tuple[Any, Any, GradientWorkspace, LayerwiseOutput]:
+        rest = {name: x for name, x in params.items() if name != "layers"}
+        weights = _Weights(params["layers"])
+        # Rows of matrices that live on the host are no whole tiles on a TPU.
+        home = [on_host(x) and not goes_in_slabs(x) for x in weights.stacks]
+        weights.stacks = [
+            jax.device_put(x, DEVICE) if moves else x
+            for x, moves in zip(weights.stacks, home, strict=True)
+        ]
+        sweep = self._from_host if workspace.host is not None else self._at_once
+        stacks, slabs, small, drest, workspace, output = sweep(
+            weights, rest, workspace, batch
+        )
+        stacks, rest, state = self.applied.rest(stacks, slabs, small, rest, drest)
+        stacks = [
+            jax.device_put(x, HOST) if moves else x
+            for x, moves in zip(stacks, home, strict=True)
+        ]
+        layers = jax.tree.unflatten(weights.structure, stacks)
+        found = {name: rest[name] if name != "layers" else layers for name in params}
+        return type(params)(found), state, workspace, output
+
+    def _at_once(
+        self, weights: _Weights, rest: Any, workspace: GradientWorkspace, batch: Any
+    ) -> tuple[Any, ...]:
+        """Each layer's update follows its gradients."""
+        one = self._bundle(weights, rest, batch, workspace, self.accumulate)
+        norm = drest = None
+        if self.norms.needed_first:
+            square, stacks, dx, _ = one.backward(_only_norm, jnp.float32(0))
+            drest = one.rest_gradients(dx)
+            norm = jnp.sqrt(square + _square(drest))
+            # The second pass is not to be taken for a part of the first.
+            norm, stacks, drest, one.inputs = lax.optimization_barrier(
+                (norm, stacks, drest, one.inputs)
+            )
+            one.stacks = stacks
+
+        def visit(carry: Any, i: Any, slabs: list[Any], gradients: Any) -> Any:
+            square, slots, workspace, small = carry
+            own = _square(gradients)
+            found = jnp.sqrt(own) if norm is None else norm
+            workspace = workspace.zero_accumulators().write(
+                self.norms.scaled(gradients, found)
+            )
+            gradients = [x[None] for x in jax.tree.leaves(workspace.gradients)]
+            small = self.applied.collect(small, gradients, i)
+            slots, new = self.applied.layer(slots, slabs, gradients, i)
+            return (square + own, slots, workspace, small), new
+
+        start = (
+            jnp.float32(0),
+            self.applied.slots,
+            workspace,
+            self.applied.collector(workspace.gradients, weights.length),
+        )
+        (square, slots, workspace, small), stacks, dx, _ = one.backward(visit, start)
+        if norm is None:
+            drest = one.rest_gradients(dx)
+            own = _square(drest)
+            norm = jnp.sqrt(square + own)
+            drest = self.norms.scaled(drest, jnp.sqrt(own))
+        else:
+            drest = self.norms.scaled(drest, norm)
+        output = LayerwiseOutput(one.loss, one.metrics, norm)
+        return stacks, slots, small, drest, workspace, output
+
+    def _from_host(
+        self, weights: _Weights, rest: Any, workspace: GradientWorkspace, batch: Any
+    ) -> tuple[Any, ...]:
+        """Gradients leave for the host; updates follow when all are there."""
+        host, structure = jax.tree.flatten(workspace.host)
+        count = len(jax.tree.leaves(batch)[0]) if self.accumulate else 1
+
+        def one_batch(carry: Any, given: Any) -> Any:
+            stacks, host, workspace, drest = carry
+            number, batch = given
+            weights_now = _Weights(jax.tree.unflatten(weights.structure, stacks))
+            one = self._bundle(weights_now, rest, batch, workspace, False)
+
+            def visit(carry: Any, i: Any, slabs: list[Any], gradients: Any) -> Any:
+                square, host, workspace = carry
+                workspace = workspace.zero_accumulators().write(gradients)
+                new = []
+                for old, g in zip(
+                    host, jax.tree.leaves(workspace.gradients), strict=True
+                ):
+                    g = g[None] / count
+                    if count > 1:
+                        before = slab(old, i).astype(g.dtype)
+                        g = g + jnp.where(number == 0, jnp.zeros_like(g), before)
+                    new.append(g.astype(old.dtype))
+                host = [put(old, g, i) for old, g in zip(host, new, strict=True)]
+                return (square + _square(new), host, workspace), slabs
+
+            start = (jnp.float32(0), host, workspace)
+            (square, host, workspace), stacks, dx, _ = one.backward(visit, start)
+            made = jax.tree.map(lambda x: x / count, one.rest_gradients(dx))
+            if drest is not None:
+                made = jax.tree.map(jnp.add, drest, made)
+            return (stacks, host, workspace, made), (one.loss, one.metrics, square)
+
+        if self.accumulate:
+            zeros = jax.tree.map(jnp.zeros_like, rest)
+            (stacks, host, workspace, drest), (losses, metrics, squares) = lax.scan(
+                one_batch,
+                (weights.stacks, host, workspace, zeros),
+                (jnp.arange(count), batch),
+            )
+            loss, square = jnp.mean(losses), squares[-1]
+        else:
+            (stacks, host, workspace, drest), (loss, metrics, square) = one_batch(
+                (weights.stacks, host, workspace, None), (jnp.int32(0), batch)
+            )
+        own = _square(drest)
+        norm = jnp.sqrt(square + own)
+        norm, stacks, host = lax.optimization_barrier((norm, stacks, host))
+
+        def body(i: Any, carry: Any) -> Any:
+            stacks, slots, small = carry
+            slabs = weights.slabs(stacks, i)
+            gradients = [
+                slab(g, i).astype(x.dtype)
+                for g, x in zip(host, jax.tree.leaves(workspace.gradients), strict=True)
+            ]
+            here = norm if self.norms.clip == "global" else jnp.sqrt(_square(gradients))
+            gradients = self.norms.scaled(gradients, here)
+            small = self.applied.collect(small, gradients, i)
+            slots, new = self.applied.layer(slots, slabs, gradients, i)
+            stacks = self._written(stacks, slabs, new, i)
+            return stacks, slots, small
+
+        small = self.applied.collector(workspace.gradients, weights.length)
+        stacks, slots, small = upwards(
+            weights.length, body, (stacks, self.applied.slots, small)
+        )
+        drest = self.norms.scaled(
+            drest, norm if self.norms.clip == "global" else jnp.sqrt(own)
+        )
+        workspace = dataclasses.replace(
+            workspace, host=jax.tree.unflatten(structure, host)
+        )
+        output = LayerwiseOutput(loss, metrics, norm)
+        return stacks, slots, small, drest, workspace, output
+
+    @staticmethod
+    def _written(stacks: list[Any], slabs: list[Any], new: list[Any], i: Any) -> Any:
+        return [
+            x if made is old else put(x, made, i)
+            for x, old, made in zip(stacks, slabs, new, strict=True)
+        ]
+
+    def _bundle(
+        self,
+        weights: _Weights,
+        rest: Any,
+        batch: Any,
+        workspace: GradientWorkspace,
+        several: bool,
+    ) -> "_Bundle":
+        return _Bundle(self.model, weights, rest, batch, workspace, several)
+
+
+def _only_norm(
+    square: Float[Array, ""], i: Any, slabs: list[Any], gradients: Any
+) -> tuple[Any, list[Any]]:
+    del i
+    return square + _square(gradients), slabs
+
+
+class _Bundle:
+    """The micro-batches that go through the layers together: all of them, or one."""
+
+    def __init__(
+        self,
+        model: _Model,
+        weights: _Weights,
+        rest: Any,
+        batch: Any,
+        workspace: GradientWorkspace,
+        several: bool,
+    ):
+        self.model, self.weights, self.rest, self.batch = model, weights, rest, batch
+        self.several = several
+        self.dtypes = [x.dtype for x in jax.tree.leaves(workspace.gradients)]
+        x, self.inputs, keep, self.context, self.stacks = model.forward(
+            weights, rest, batch, self._each
+        )
+        if not several:
+            self.loss, self.metrics, self.drest, self.dx, self.dkept = model.head(
+                rest, x, keep, batch
+            )
+            return
+        count = len(jax.tree.leaves(batch)[0])
+
+        def head(drest: Any, given: Any) -> Any:
+            loss, metrics, dr, dx, dkept = model.head(rest, *given)
+            mean = lambda tree: jax.tree.map(lambda g: g / count, tree)
+            drest = jax.tree.map(lambda s, g: s + g.astype(s.dtype) / count, drest, dr)
+            return drest, (loss, metrics, mean(dx), mean(dkept))
+
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), rest)
+        keep = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), keep)
+        self.drest, (losses, self.metrics, self.dx, dkept) = lax.scan(
+            head, zeros, (x, keep, batch)
+        )
+        self.dkept = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), dkept)
+        self.loss = jnp.mean(losses)
+
+    def _each(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function for each micro-batch, one after the other."""
+        if not self.several:
+            return function(*arguments)
+        return lax.map(lambda xs: function(*xs), arguments)
+
+    def backward(self, visit: Callable[..., Any], start: Any) -> tuple[Any, ...]:
+        """Runs `visit(carry, i, slabs, gradients)` for each layer, the last first.
+
+        Returns:
+          The last carry, the stacks with what `visit` returned in place of the slabs,
+          the gradients by the first layer's input, and the inputs.
+        """
+
+        def body(i: Any, carry: Any) -> Any:
+            carry, dx, stacks = carry
+            fetched = self.weights.slabs(stacks, i)
+            x = jax.tree.map(lambda to: slab(to, i)[0], self.inputs)
+            dkept = jax.tree.map(lambda to: slab(to, i)[0], self.dkept)
+            gradients, dx = self._pull(fetched, x, i, dx, dkept)
+            # Or XLA:CPU fuses the products into the update, and copies the stacks.
+            gradients, fetched, dx = lax.platform_dependent(
+                (gradients, fetched, dx),
+                cpu=lax.optimization_barrier,
+                default=lambda values: values,
+            )
+            carry, new = visit(carry, i, fetched, gradients)
+            if all(a is b for a, b in zip(new, fetched, strict=True)):
+                stacks, _ = kept(stacks, fetched, i)
+            else:
+                stacks = _Run._written(stacks, fetched, new, i)
+            return carry, dx, stacks
+
+        carry, dx, stacks = downwards(
+            self.weights.length, body, (start, self.dx, self.stacks)
+        )
+        return carry, stacks, dx, self.inputs
+
+    def _pull(
+        self, slabs: list[Any], x: Any, i: Any, dx: Any, dkept: Any
+    ) -> tuple[Any, Any]:
+        weights = self.weights.of(slabs)
+        narrow = lambda g: jax.tree.unflatten(
+            self.weights.structure,
+            [
+                x.astype(dtype)
+                for x, dtype in zip(jax.tree.leaves(g), self.dtypes, strict=True)
+            ],
+        )
+        if not self.several:
+            gradients, dx = self.model.pull(weights, x, self.context, i, dx, dkept)
+            return narrow(gradients), dx
+
+        def one(total: Any, given: Any) -> Any:
+            x, context, dx, dkept = given
+            gradients, dx = self.model.pull(weights, x, context, i, dx, dkept)
+            return jax.tree.map(jnp.add, total, narrow(gradients)), dx
+
+        zeros = jax.tree.map(jnp.zeros_like, narrow(weights))
+        return lax.scan(one, zeros, (x, self.context, dx, dkept))
+
+    def rest_gradients(self, dx: Any) -> Any:
+        """The gradients by all parameters but the layers': the prologue's added."""
+        if not self.several:
+            made = self.model.first(self.rest, self.batch, dx)
+            return jax.tree.map(jnp.add, self.drest, made)
+
+        def one(total: Any, given: Any) -> Any:
+            made = self.model.first(self.rest, *given)
+            return jax.tree.map(lambda s, g: s + g.astype(s.dtype), total, made), None
+
+        return lax.scan(one, self.drest, (self.batch, dx))[0]
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype that micro-batches are added up in."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _inexact(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """What is differentiable of a tree, and what puts it back."""
+    leaves, structure = jax.tree.flatten(tree)
+    inside = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+
+    def merge(floats: list[Any]) -> Any:
+        given = iter(floats)
+        return jax.tree.unflatten(
+            structure,
+            [next(given) if yes else x for x, yes in zip(leaves, inside, strict=True)],
+        )
+
+    return [x for x, yes in zip(leaves, inside, strict=True) if yes], merge
+
+
+def _refuse_other_input(x: Any, made: Any) -> None:
+    describe = lambda tree: jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+    if describe(x) != describe(made):
+        raise ValueError(
+            f"layer turns {describe(x)} into {describe(made)}: a layer's output is the"
+            " next one's input, so that both must be alike; cast in the layer, or in"
+            " the prologue."
+        )

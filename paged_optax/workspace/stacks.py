@@ -1,0 +1,105 @@
+"""Slabs of stacked layers: fetched, and put back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Int
+
+from paged_optax.choice import SMALLEST_CODED
+from paged_optax.codecs import Quantized
+from paged_optax.memory import DEVICE, HOST, on_host
+
+# XLA:GPU of jax < 0.11.2 (before openxla/xla#46308) derives a transfer's address from
+# the loop's own variable and ignores what is computed of it; the later one follows
+# `L - 1 - i` exactly, and reads a loop that counts down wrongly as no transfer.
+_COUNTS_DOWN = jax.__version_info__ < (0, 11, 2)
+
+
+def goes_in_slabs(x: Any) -> bool:
+    """Whether a stack of layers is handled layer by layer.
+
+    Vectors (norms, biases) are few, and on a TPU a row of a matrix is no whole tile.
+    """
+    return len(x.shape) >= 3 and x.size // max(1, x.shape[0]) >= SMALLEST_CODED
+
+
+def slab(x: Any, i: Int[Array, ""]) -> Any:
+    """Layer i of a stack, with a leading axis of 1, on the device."""
+    if isinstance(x, Quantized):
+        blocks = x.scales.shape[0] // x.codes.shape[0]
+        scales = lax.dynamic_slice_in_dim(x.scales, i * blocks, blocks)
+        return Quantized(slab(x.codes, i), scales)
+    found = lax.dynamic_slice_in_dim(x, i, 1)
+    return jax.device_put(found, DEVICE) if on_host(x) else found
+
+
+def put(x: Any, new: Any, i: Int[Array, ""]) -> Any:
+    """A stack with layer i replaced."""
+    if isinstance(x, Quantized):
+        blocks = x.scales.shape[0] // x.codes.shape[0]
+        scales = lax.dynamic_update_slice_in_dim(x.scales, new.scales, i * blocks, 0)
+        return Quantized(put(x.codes, new.codes, i), scales)
+    new = jax.device_put(new, HOST) if on_host(x) else new
+    return lax.dynamic_update_slice_in_dim(x, new, i, 0)
+
+
+def upwards(length: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """Runs `body(i, carry)` for the layers from the first to the last."""
+    return lax.while_loop(
+        lambda c: c[0] < length,
+        lambda c: (c[0] + 1, body(c[0], c[1])),
+        (jnp.int32(0), carry),
+    )[1]
+
+
+def downwards(length: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """Runs `body(i, carry)` for the layers from the last to the first."""
+    if _COUNTS_DOWN:
+        return lax.while_loop(
+            lambda c: c[0] >= 0,
+            lambda c: (c[0] - 1, body(c[0], c[1])),
+            (jnp.int32(length - 1), carry),
+        )[1]
+    return upwards(length, lambda i, carry: body(length - 1 - i, carry), carry)
+
+
+def kept(stacks: list[Any], slabs: list[Any], i: Int[Array, ""]) -> tuple[Any, Any]:
+    """Stacks on the device and their slabs, so that XLA:TPU casts a slab at a time.
+
+    Its matrix units take bfloat16. Of float32 stacks that a loop only reads it would
+    make a copy in bfloat16, all layers at once, before the loop (libtpu 0.0.52: half
+    the bytes of the weights again). A slab written back over itself prevents that.
+    """
+
+    def write(stacks: list[Any], slabs: list[Any]) -> tuple[Any, Any]:
+        slabs = lax.optimization_barrier(slabs)
+        return [
+            x if on_host(x) else put(x, new, i)
+            for x, new in zip(stacks, slabs, strict=True)
+        ], slabs
+
+    return lax.platform_dependent(
+        stacks, slabs, tpu=write, default=lambda stacks, slabs: (stacks, slabs)
+    )
+
+
+def finished(compute: Callable[[], Any]) -> Any:
+    """Calls a function so that XLA:CPU finishes it before any of it is stored.
+
+    Otherwise reads and writes of a stack overlap, and it copies the stack.
+    """
+    if not _COUNTS_DOWN:
+        return lax.platform_dependent(
+            cpu=lambda: lax.optimization_barrier(compute()), default=compute
+        )
+
+    def conditional() -> Any:
+        # XLA:CPU of jax < 0.11.2 drops barriers before it fuses.
+        shapes = jax.eval_shape(compute)
+        blank = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return lax.cond(lax.optimization_barrier(True), compute, blank)
+
+    return lax.platform_dependent(cpu=conditional, default=compute)

@@ -1,0 +1,66 @@
+"""A small decoder in layers, for the layerwise step and for a plain one."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+HIDDEN, WORDS = 64, 96
+
+
+def parameters(layers, tied=False, dtype=jnp.float32, seed=0):
+    keys = iter(jax.random.split(jax.random.key(seed), 8))
+    normal = lambda *shape: jax.random.normal(next(keys), shape, dtype) * 0.1
+    params = {
+        "embed": normal(WORDS, HIDDEN),
+        "layers": {
+            "norm": {"scale": jnp.ones((layers, HIDDEN), dtype)},
+            "up": normal(layers, HIDDEN, 2 * HIDDEN),
+            "down": normal(layers, 2 * HIDDEN, HIDDEN),
+        },
+        "norm": jnp.ones(HIDDEN, dtype),
+    }
+    return params if tied else params | {"head": normal(HIDDEN, WORDS)}
+
+
+def batch(seed=0, shape=(4, 8)):
+    key = jax.random.key(seed + 100)
+    tokens = jax.random.randint(key, shape, 0, WORDS)
+    return {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=-1)}
+
+
+def _normalised(x, scale):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+
+def prologue(rest, batch):
+    table = jnp.linspace(0.5, 1.5, 16)
+    return rest["embed"][batch["tokens"]], table
+
+
+def layer(weights, x, context, i):
+    y = _normalised(x, weights["norm"]["scale"])
+    y = jnp.cumsum(y, axis=-2) * context[i].astype(y.dtype)
+    x = x + jax.nn.gelu(y @ weights["up"]) @ weights["down"]
+    return x, {"balance": jnp.mean(x * x), "largest": jnp.argmax(x)}
+
+
+def epilogue(rest, x, kept, batch):
+    x = _normalised(x, rest["norm"])
+    head = rest["head"] if "head" in rest else rest["embed"].T
+    loss = optax.softmax_cross_entropy_with_integer_labels(
+        (x @ head).astype(jnp.float32), batch["targets"]
+    ).mean()
+    return loss + 0.01 * kept["balance"].mean(), {"cross_entropy": loss}
+
+
+def loss(params, batch):
+    """The same as one function of all parameters."""
+    rest = {name: x for name, x in params.items() if name != "layers"}
+    x, context = prologue(rest, batch)
+    length = len(jax.tree.leaves(params["layers"])[0])
+    x, kept = jax.lax.scan(
+        lambda x, given: layer(given[1], x, context, given[0]),
+        x,
+        (jnp.arange(length), params["layers"]),
+    )
+    return epilogue(rest, x, kept, batch)[0]

@@ -1,0 +1,322 @@
+"""The gradient workspace, contract C-GRADWS-001, and the layerwise step's numbers."""
+
+import jax
+import jax.numpy as jnp
+import layered
+import numpy as np
+import optax
+import pytest
+
+import paged_optax as po
+
+SETTINGS = {"page_size": "16KiB", "min_paged_size": "16KiB"}
+
+
+def layerwise(tx, **settings):
+    return po.layerwise_step(
+        layered.prologue, layered.layer, layered.epilogue, tx, **settings
+    )
+
+
+def plain_step(tx, accumulate=False):
+    """`jax.grad` of the whole model, and Optax."""
+
+    def mean(params, batch):
+        if not accumulate:
+            return layered.loss(params, batch)
+        return jnp.mean(jax.lax.map(lambda b: layered.loss(params, b), batch))
+
+    @jax.jit
+    def step(params, state, batch):
+        loss, gradients = jax.value_and_grad(mean)(params, batch)
+        updates, state = tx.update(gradients, state, params)
+        norm = optax.tree.norm(gradients)
+        return optax.apply_updates(params, updates), state, loss, norm, gradients
+
+    return step
+
+
+def far(found, wanted):
+    """The largest distance of two leaves, relative to the leaf's norm."""
+    wide = lambda x: np.asarray(x, np.float64)
+    return max(
+        np.linalg.norm(wide(a) - wide(b)) / max(np.linalg.norm(wide(b)), 1e-30)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    )
+
+
+def run(step, params, state, workspace, batches):
+    compiled = None
+    for batch in batches:
+        args = params, state, workspace, batch
+        compiled = compiled or po.jit_step(step, *args, donate_argnums=(0, 1, 2))
+        params, state, workspace, output = compiled(*args)
+    return params, state, workspace, output
+
+
+@pytest.mark.parametrize("host_dtype", [None, jnp.float32], ids=["device", "host"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("max_norm", [None, 0.05], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_equals_a_plain_step(layers, accumulate, max_norm, tied, host_dtype):
+    params = layered.parameters(layers, tied)
+    shape = (4, 8) if accumulate == 1 else (accumulate, 2, 8)
+    batches = [layered.batch(seed, shape) for seed in range(3)]
+    clip = [] if max_norm is None else [optax.clip_by_global_norm(max_norm)]
+    adamw = optax.adamw(1e-3, weight_decay=0.1)
+    tx = optax.chain(*clip, adamw)
+    plain, plain_params, plain_state = plain_step(tx, accumulate > 1), params, None
+    plain_state = tx.init(params)
+    for batch in batches:
+        plain_params, plain_state, loss, norm, _ = plain(
+            plain_params, plain_state, batch
+        )
+
+    paged = po.paged_adamw(1e-3, weight_decay=0.1, **SETTINGS)
+    step = layerwise(paged, max_norm=max_norm, accumulate=accumulate > 1)
+    workspace = po.GradientWorkspace.allocate(params["layers"], host_dtype=host_dtype)
+    state = paged.init(params)
+    kinds = jax.tree.map(lambda x: x.sharding.memory_kind, state)
+    params = jax.tree.map(jnp.copy, params)
+    params, state, workspace, output = run(step, params, state, workspace, batches)
+    assert far(params, plain_params) < 1e-6
+    assert far(optax.tree.get(state, "mu"), optax.tree.get(plain_state, "mu")) < 1e-6
+    assert far(optax.tree.get(state, "nu"), optax.tree.get(plain_state, "nu")) < 1e-6
+    assert far(output.loss, loss) < 1e-6
+    assert far(output.gradient_norm, norm) < 1e-6
+    assert int(optax.tree.get(state, "count")) == 3
+    assert jax.tree.map(lambda x: x.sharding.memory_kind, state) == kinds
+
+
+def test_allocated_once():
+    """C-GRADWS-001, precondition: one layer's sizes, and no others are accepted."""
+    params = layered.parameters(5)
+    workspace = po.GradientWorkspace.allocate(params["layers"])
+    assert jax.tree.map(jnp.shape, workspace.gradients) == jax.tree.map(
+        lambda x: x.shape[1:], params["layers"]
+    )
+    other = layered.parameters(5)
+    other["layers"]["up"] = jnp.ones((5, 64, 192))
+    tx = po.paged_adamw(1e-3)
+    with pytest.raises(ValueError, match=r"\['up'\].*\(64, 128\).*\(64, 192\)"):
+        layerwise(tx)(other, tx.init(other), workspace, layered.batch())
+
+
+def test_holds_the_layer_handled_last():
+    """C-GRADWS-001, postcondition: after a step, the first layer's gradients."""
+    params = layered.parameters(3)
+    tx = po.paged_adamw(1e-3, **SETTINGS)
+    *_, gradients = plain_step(optax.adamw(1e-3))(
+        params, optax.adamw(1e-3).init(params), layered.batch()
+    )
+    workspace = po.GradientWorkspace.allocate(params["layers"])
+    # Whatever it held before.
+    workspace = jax.tree.map(lambda x: x + 7, workspace)
+    _, _, workspace, _ = run(
+        layerwise(tx), params, tx.init(params), workspace, [layered.batch()]
+    )
+    wanted = jax.tree.map(lambda x: x[0], gradients["layers"])
+    assert far(workspace.gradients, wanted) < 1e-6
+
+
+def test_never_reallocated():
+    """C-GRADWS-001, invariant: the same buffers throughout, for 50 steps."""
+    params = layered.parameters(3)
+    tx = po.paged_adamw(1e-3, **SETTINGS)
+    workspace = po.GradientWorkspace.allocate(params["layers"])
+    args = [params, tx.init(params), workspace, layered.batch()]
+    addresses = lambda tree: [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)]
+    first = addresses(args[2])
+    step = po.jit_step(layerwise(tx), *args, donate_argnums=(0, 1, 2))
+    for _ in range(50):
+        *args[:3], _ = step(*args)
+        assert addresses(args[2]) == first
+
+
+def test_norms_accumulate_until_zeroed():
+    """C-GRADWS-001: matrices are overwritten; norms grow unless they are zeroed."""
+    params = layered.parameters(3)
+    workspace = po.GradientWorkspace.allocate(params["layers"])
+    ones = jax.tree.map(jnp.ones_like, workspace.gradients)
+    grown = workspace.write(ones).write(ones)
+    assert float(grown.gradients["norm"]["scale"][0]) == 2
+    assert float(grown.gradients["up"][0, 0]) == 1
+    zeroed = workspace.write(ones).zero_accumulators().write(ones)
+    assert float(zeroed.gradients["norm"]["scale"][0]) == 1
+    everything = po.GradientWorkspace.allocate(params["layers"], accumulate=["*"])
+    assert all(everything.accumulates)
+
+
+def test_weights_on_the_host():
+    """Stacks that live on the host stay there, and the numbers are the same."""
+    tx = po.paged_adamw(1e-3, **SETTINGS)
+    results = []
+    for place in (lambda x: x, lambda x: po.offload(x, min_size="16KiB")):
+        params = layered.parameters(3)
+        params["layers"] = place(params["layers"])
+        workspace = po.GradientWorkspace.allocate(params["layers"])
+        state = tx.init(layered.parameters(3))
+        results.append(
+            run(layerwise(tx), params, state, workspace, [layered.batch()] * 2)
+        )
+    params = results[1][0]
+    assert params["layers"]["up"].sharding.memory_kind == "pinned_host"
+    assert params["layers"]["norm"]["scale"].sharding.memory_kind == "device"
+    assert far(params, results[0][0]) < 1e-7
+
+
+def test_activations_on_the_host():
+    tx = po.paged_adamw(1e-3, **SETTINGS)
+    results = []
+    for on_host in (False, True):
+        params = layered.parameters(3)
+        workspace = po.GradientWorkspace.allocate(params["layers"])
+        step = layerwise(tx, activations_on_host=on_host)
+        args = params, tx.init(params), workspace, layered.batch()
+        results.append(jax.jit(step)(*args)[0])
+    assert far(*results) < 1e-7
+
+
+def test_clips_each_layer():
+    """`clip="layer"`: each layer, and the rest, is scaled by its own norm."""
+    params = layered.parameters(3)
+    sgd = optax.sgd(1.0)
+    *_, gradients = plain_step(sgd)(params, sgd.init(params), layered.batch())
+    layers = gradients.pop("layers")
+    scaled = lambda g: optax.clip_by_global_norm(0.02).update(g, optax.EmptyState())[0]
+    wanted = {
+        "layers": jax.vmap(scaled)(layers),
+        **scaled(gradients),
+    }
+    wanted = jax.tree.map(lambda p, g: p - g, params, wanted)
+    workspace = po.GradientWorkspace.allocate(params["layers"])
+    tx = po.paged_sgd(1.0)
+    step = layerwise(tx, max_norm=0.02, clip="layer")
+    found, *_ = step(params, tx.init(params), workspace, layered.batch())
+    assert far(found, wanted) < 1e-6
+
+
+def test_master_weights_and_bfloat16():
+    """bfloat16 weights, float32 masters on the host, float32 accumulation."""
+    params = layered.parameters(3, dtype=jnp.bfloat16)
+    tx = po.paged_adamw(1e-2, master_dtype="float32", **SETTINGS)
+    workspace = po.GradientWorkspace.allocate(params["layers"], dtype="float32")
+    state = tx.init(params)
+    step = layerwise(tx, accumulate=True)
+    batches = [layered.batch(shape=(4, 2, 8))] * 20
+    args = params, state, workspace, batches[0]
+    first = jax.jit(step)(*args)[3].loss
+    params, state, workspace, output = run(step, params, state, workspace, batches)
+    assert workspace.gradients["up"].dtype == jnp.float32
+    assert params["layers"]["up"].dtype == jnp.bfloat16
+    assert output.loss < first - 0.5
+    master = optax.tree.get(state, "master")["layers"]["up"]
+    assert master.sharding.memory_kind == "pinned_host"
+    rounded = np.asarray(master).astype(jnp.bfloat16)
+    assert np.mean(rounded != np.asarray(params["layers"]["up"])) < 0.02
+
+
+def test_codecs():
+    """Coded moments are read and written layer by layer."""
+    tx = po.paged_adamw_8bit(1e-3, **SETTINGS)
+    params = layered.parameters(3)
+    _, plain_state, *_ = plain_step(tx)(params, tx.init(params), layered.batch())
+    workspace = po.GradientWorkspace.allocate(params["layers"])
+    _, state, *_ = run(
+        layerwise(tx), params, tx.init(params), workspace, [layered.batch()]
+    )
+    for found, wanted in zip(
+        jax.tree.leaves(state), jax.tree.leaves(plain_state), strict=True
+    ):
+        assert found.sharding.memory_kind == wanted.sharding.memory_kind
+        differs = np.asarray(found) != np.asarray(wanted)
+        # Codes at a midpoint may fall either way with the last bit of a gradient.
+        assert np.mean(differs) < 0.01 or found.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda paged: optax.chain(optax.clip(0.01), paged, optax.scale(0.5)),
+        lambda paged: optax.masked(
+            paged, lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+        ),
+        lambda paged: optax.partition(
+            {"a": paged, "b": optax.sgd(1e-2)},
+            lambda p: {name: "b" if name == "embed" else "a" for name in p},
+        ),
+        lambda paged: po.paged_adamw(
+            optax.cosine_decay_schedule(1e-2, 10), per_parameter_steps=True, **SETTINGS
+        ),
+        lambda paged: optax.inject_hyperparams(po.paged_adamw)(1e-3),
+        lambda paged: po.paged_lion(1e-3, **SETTINGS),
+    ],
+    ids=["chain", "masked", "partition", "per_parameter_steps", "injected", "lion"],
+)
+def test_transformations(make):
+    """Whatever is element by element gives what it gives in an ordinary step."""
+    tx = make(po.paged_adamw(1e-3, **SETTINGS))
+    params = layered.parameters(3)
+    plain_params, plain_state = params, tx.init(params)
+    plain = plain_step(tx)
+    for seed in range(2):
+        plain_params, plain_state, *_ = plain(
+            plain_params, plain_state, layered.batch(seed)
+        )
+    workspace = po.GradientWorkspace.allocate(params["layers"])
+    params, state, *_ = run(
+        layerwise(tx),
+        params,
+        tx.init(params),
+        workspace,
+        [layered.batch(seed) for seed in range(2)],
+    )
+    assert jax.tree.structure(state) == jax.tree.structure(plain_state)
+    assert far(params, plain_params) < 1e-6
+    assert far(state, plain_state) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("tx", "words"),
+    [
+        (po.paged_lamb(1e-3), ("element by element", "layers", "paged_adamw")),
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), po.paged_adam(1e-3)),
+            ("outside",),
+        ),
+        (optax.add_noise(0.1, 0.9, 0), ("element by element",)),
+    ],
+    ids=["lamb", "clip", "noise"],
+)
+def test_refused_transformations(tx, words):
+    params = layered.parameters(3)
+    workspace = po.GradientWorkspace.allocate(params["layers"])
+    with pytest.raises(ValueError) as error:
+        layerwise(tx)(params, tx.init(params), workspace, layered.batch())
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_bad_input():
+    params = layered.parameters(3)
+    tx = po.paged_adamw(1e-3)
+    workspace = po.GradientWorkspace.allocate(params["layers"])
+    with pytest.raises(ValueError, match="clip='all'"):
+        layerwise(tx, clip="all")
+    with pytest.raises(ValueError, match="max_norm=0"):
+        layerwise(tx, max_norm=0)
+    with pytest.raises(ValueError, match="'layers'"):
+        layerwise(tx)({"blocks": 1}, (), workspace, layered.batch())
+    with pytest.raises(ValueError, match="lengths"):
+        po.GradientWorkspace.allocate({"a": jnp.ones((3, 4)), "b": jnp.ones((2, 4))})
+    with pytest.raises(ValueError, match=r"has shape \(\)"):
+        po.GradientWorkspace.allocate({"a": jnp.ones(())})
+    other = po.layerwise_step(
+        layered.prologue,
+        lambda weights, x, context, i: (x.astype(jnp.bfloat16), None),
+        layered.epilogue,
+        tx,
+    )
+    with pytest.raises(ValueError, match="bfloat16"):
+        other(params, tx.init(params), workspace, layered.batch())
