@@ -133,7 +133,7 @@ class Layout:
         """The same, to trace with: zeros where coded."""
         return jax.tree.map(
             lambda x: (
-                lax.empty(x.shape, x.dtype)
+                jnp.zeros(x.shape, x.dtype)
                 if isinstance(x, jax.ShapeDtypeStruct)
                 else x
             ),

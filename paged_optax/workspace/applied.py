@@ -243,8 +243,9 @@ class Applied:
             raise ValueError(
                 f"the update of {name(owner)} is not element by element (a norm, a"
                 " factored moment, a matrix product, noise), so that one layer's part"
-                " of the stack cannot be updated without the others: use a transformation"
-                " such as paged_adamw, paged_lion or paged_sgd with layerwise_step."
+                " of the stack cannot be updated without the others: with"
+                " layerwise_step use a transformation such as paged_adamw, paged_lion"
+                " or paged_sgd."
             )
 
 
