@@ -1,5 +1,7 @@
 """The gradient workspace, contract C-GRADWS-001, and the layerwise step's numbers."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import layered
@@ -54,15 +56,22 @@ def run(step, params, state, workspace, batches):
     return params, state, workspace, output
 
 
-@pytest.mark.parametrize("host_dtype", [None, jnp.float32], ids=["device", "host"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("max_norm", [None, 0.05], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("layers", [1, 2, 5])
+def cases():
+    """Every combination on the device, and those that matter with gradients on host."""
+    for layers, accumulate, max_norm, tied, host_dtype in itertools.product(
+        (1, 2, 5), (1, 4), (None, 0.05), (False, True), (None, jnp.float32)
+    ):
+        if host_dtype is None or (layers, tied) == (5, True):
+            yield layers, accumulate, max_norm, tied, host_dtype
+
+
+@pytest.mark.parametrize(
+    ("layers", "accumulate", "max_norm", "tied", "host_dtype"), cases()
+)
 def test_equals_a_plain_step(layers, accumulate, max_norm, tied, host_dtype):
     params = layered.parameters(layers, tied)
     shape = (4, 8) if accumulate == 1 else (accumulate, 2, 8)
-    batches = [layered.batch(seed, shape) for seed in range(3)]
+    batches = [layered.batch(seed, shape) for seed in range(2)]
     clip = [] if max_norm is None else [optax.clip_by_global_norm(max_norm)]
     adamw = optax.adamw(1e-3, weight_decay=0.1)
     tx = optax.chain(*clip, adamw)
@@ -85,7 +94,7 @@ def test_equals_a_plain_step(layers, accumulate, max_norm, tied, host_dtype):
     assert far(optax.tree.get(state, "nu"), optax.tree.get(plain_state, "nu")) < 1e-6
     assert far(output.loss, loss) < 1e-6
     assert far(output.gradient_norm, norm) < 1e-6
-    assert int(optax.tree.get(state, "count")) == 3
+    assert int(optax.tree.get(state, "count")) == 2
     assert jax.tree.map(lambda x: x.sharding.memory_kind, state) == kinds
 
 

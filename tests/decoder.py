@@ -1,0 +1,189 @@
+"""A decoder of real models' shapes, for the accelerator compilers."""
+
+import dataclasses
+import functools
+import math
+
+import aot
+import jax
+import jax.numpy as jnp
+import optax
+
+import paged_optax as po
+from paged_optax.memory import on_host
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """Sizes of a decoder; without a vocabulary it is its layers alone."""
+
+    hidden: int
+    query: int
+    key: int
+    inner: int
+    layers: int
+    vocabulary: int = 0
+    tied: bool = True
+    head: int = 128
+    dtype: type = jnp.float32
+
+    def shapes(self):
+        hidden, inner = self.hidden, self.inner
+        layer = {
+            "norm1": (hidden,),
+            "q": (hidden, self.query),
+            "k": (hidden, self.key),
+            "v": (hidden, self.key),
+            "o": (self.query, hidden),
+            "norm2": (hidden,),
+            "gate": (hidden, inner),
+            "up": (hidden, inner),
+            "down": (inner, hidden),
+        }
+        tree = {"layers": {k: (self.layers, *shape) for k, shape in layer.items()}}
+        if self.vocabulary:
+            tree |= {"embed": (self.vocabulary, hidden), "norm": (hidden,)}
+            if not self.tied:
+                tree["head"] = (hidden, self.vocabulary)
+        return jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, self.dtype),
+            tree,
+            is_leaf=lambda x: isinstance(x, tuple),
+        )
+
+    def prologue(self, rest, batch):
+        if not self.vocabulary:
+            return batch["x"], None
+        return rest["embed"][batch["tokens"]], None
+
+    def layer(self, weights, x, context, i):
+        batch, length, _ = x.shape
+        heads = lambda y: y.reshape(batch, length, -1, self.head)
+        y = _normalised(x, weights["norm1"])
+        q, k, v = (heads(y @ weights[name]) for name in "qkv")
+        times = -(-q.shape[2] // k.shape[2])
+        k, v = (jnp.repeat(y, times, 2)[:, :, : q.shape[2]] for y in (k, v))
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) / math.sqrt(self.head)
+        causal = jnp.tril(jnp.ones((length, length), bool))
+        weighted = jax.nn.softmax(jnp.where(causal, scores, -1e30), -1)
+        y = jnp.einsum("bhts,bshd->bthd", weighted, v).reshape(batch, length, -1)
+        x = x + y @ weights["o"]
+        y = _normalised(x, weights["norm2"])
+        return x + (jax.nn.silu(y @ weights["gate"]) * (y @ weights["up"])) @ weights[
+            "down"
+        ], None
+
+    def epilogue(self, rest, x, kept, batch):
+        if not self.vocabulary:
+            return jnp.mean((x - batch["y"]) ** 2)
+        head = rest["embed"].T if self.tied else rest["head"]
+        logits = _normalised(x, rest["norm"]) @ head
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), batch["targets"]
+        ).mean()
+
+    def loss(self, params, batch):
+        """The same as one function of all parameters, each layer computed again."""
+        rest = {name: x for name, x in params.items() if name != "layers"}
+        layer = jax.checkpoint(lambda x, w: self.layer(w, x, None, 0))
+        x, _ = jax.lax.scan(layer, self.prologue(rest, batch)[0], params["layers"])
+        return self.epilogue(rest, x, None, batch)
+
+    def batch(self, sharding, size=(1, 512)):
+        make = lambda shape, dtype: jax.ShapeDtypeStruct(
+            shape, dtype, sharding=sharding
+        )
+        if self.vocabulary:
+            return {name: make(size, jnp.int32) for name in ("tokens", "targets")}
+        return {name: make((*size, self.hidden), self.dtype) for name in "xy"}
+
+
+def _normalised(x, scale):
+    square = jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)
+    return x * jax.lax.rsqrt(square + 1e-6).astype(x.dtype) * scale
+
+
+def placed(tree, sharding):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+    )
+
+
+def _by_type(shapes, avals, mesh):
+    device, host = aot.placements(mesh)
+    leaves = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host if on_host(a) else device)
+        for x, a in zip(jax.tree.leaves(shapes), avals, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def layerwise(model, tx, *, weights_on_host=False, host_dtype=None, **settings):
+    """What `aot` compiles: the layerwise step, everything donated."""
+    step = po.layerwise_step(
+        model.prologue, model.layer, model.epilogue, tx, **settings
+    )
+
+    def build(mesh):
+        device, host = aot.placements(mesh)
+        params = placed(model.shapes(), device)
+        if weights_on_host:
+            params["layers"] = {
+                name: placed(x, host) if len(x.shape) == 3 else x
+                for name, x in params["layers"].items()
+            }
+        closed, state = jax.make_jaxpr(tx.init, return_shape=True)(model.shapes())
+        state = _by_type(state, closed.out_avals, mesh)
+        workspace = po.GradientWorkspace.allocate(
+            params["layers"], host_dtype=host_dtype
+        )
+        args = params, state, workspace, model.batch(device)
+        closed, results = jax.make_jaxpr(step, return_shape=True)(*args)
+        results = _by_type(results, closed.out_avals, mesh)
+        jitted = jax.jit(
+            step,
+            donate_argnums=(0, 1, 2),
+            keep_unused=True,
+            out_shardings=jax.tree.map(lambda x: x.sharding, results),
+        )
+        return jitted, args
+
+    return build
+
+
+def ordinary(model, tx):
+    """The step that Optax's users write: all gradients are there at once."""
+
+    def step(params, state, batch):
+        loss, gradients = jax.value_and_grad(model.loss)(params, batch)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    def build(mesh):
+        device, _ = aot.placements(mesh)
+        params = placed(model.shapes(), device)
+        closed, state = jax.make_jaxpr(tx.init, return_shape=True)(model.shapes())
+        state = _by_type(state, closed.out_avals, mesh)
+        shardings = jax.tree.map(lambda x: x.sharding, (params, state))
+        jitted = jax.jit(
+            step, donate_argnums=(0, 1), out_shardings=(*shardings, device)
+        )
+        return jitted, (params, state, model.batch(device))
+
+    return build
+
+
+QWEN = functools.partial(Decoder, hidden=2560, key=1024, inner=9728, layers=36)
+#: The shapes of the reference implementation: layers alone, a narrower attention.
+REFERENCE = QWEN(query=2560)
+QWEN3_4B = QWEN(query=4096, vocabulary=151936, dtype=jnp.bfloat16)
+LLAMA3_70B = Decoder(
+    hidden=8192,
+    query=8192,
+    key=1024,
+    inner=28672,
+    layers=80,
+    vocabulary=128256,
+    tied=False,
+    dtype=jnp.bfloat16,
+)
