@@ -20,6 +20,9 @@ SMALLEST_CODED = 4096
 #: Names of Optax's moments that are means or sums of squares.
 _SQUARES = frozenset("nu v v_row v_col sum_of_squares".split())
 
+#: Names of its moments that have negative values, whatever a rule says.
+_SIGNED = frozenset("m m1 m2 mu trace".split())
+
 #: Not a moment: the parameters themselves (see `precision`).
 _MASTER = "master"
 
@@ -97,13 +100,13 @@ def choose(
             )
     found: list[Codec | None] = []
     for moment, owner, aval in zip(moments, owners, avals, strict=True):
-        rule = None
+        rule, by_name = None, False
         for key, candidate in rules.items():
             by_path = owner is not None and fnmatch.fnmatchcase(parameters[owner], key)
             if moment == key or (by_path and moment != _MASTER):
-                rule = candidate
+                rule, by_name = candidate, moment == key
         if isinstance(rule, Mapping):
-            rule = rule.get(moment)
+            rule, by_name = rule.get(moment), True
         small = int(np.prod(aval.shape)) < SMALLEST_CODED
         if owner is None or moment is None or small or rule in (None, "float32"):
             found.append(None)
@@ -111,10 +114,14 @@ def choose(
         signed = moment not in _SQUARES
         codec = _codec(rule, signed)
         assert codec is not None
-        if signed and not codec.signed:
+        # Of a moment that Optax does not know, its name in the rules is the word.
+        if signed and not codec.signed and (moment in _SIGNED or not by_name):
+            way_out = "use a signed one"
+            if moment not in _SIGNED:
+                way_out += f", or, if it has none, name it: codec={{{moment!r}: ...}}"
             raise ValueError(
-                f"codec {codec!r} cannot store moment {moment!r}, which has negative"
-                " values: use a signed one."
+                f"codec {codec!r} cannot store moment {moment!r}, which may have"
+                f" negative values: {way_out}."
             )
         if aval.dtype != jnp.float32:
             raise ValueError(
@@ -133,7 +140,7 @@ def _codec(codec: CodecLike, signed: bool) -> Codec | None:
         return named(codec, signed)
     lacks = [
         name
-        for name in ("block", "stored", "encode", "decode")
+        for name in ("block", "signed", "draws", "stored", "encode", "decode")
         if not hasattr(codec, name)
     ]
     if lacks:

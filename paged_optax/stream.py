@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from paged_optax.granularity import Program
 
 #: An array, or what a codec stores in its place.
-Stored = Array | Quantized
+Stored = Array | Quantized[Array]
 
 # XLA:CPU of jax < 0.11.2 drops optimization barriers before it fuses. The fetches
 # then fuse into every one of their uses, reads and writes of a leaf overlap, and
@@ -123,11 +123,11 @@ def stream(
     words = noise or (None,) * len(overwrites)
 
     def update(
-        start: Int[Array, ""] | int, size: int, current: dict[int, Quantized]
-    ) -> dict[int, Quantized]:
+        start: Int[Array, ""] | int, size: int, current: dict[int, _Held]
+    ) -> dict[int, _Held]:
         page_shape = _page_shape(pages, size)
 
-        def compute() -> tuple[Quantized, ...]:
+        def compute() -> tuple[_Held, ...]:
             stored = [
                 leaf.read(current[position], start, size)
                 for position, leaf in enumerate(leaves[: program.inputs])
@@ -166,7 +166,7 @@ def stream(
     size = pages.size if pages.count else 1
     full = extent - extent % size
 
-    def run(buffers: tuple[Quantized, ...]) -> tuple[Quantized, ...]:
+    def run(buffers: tuple[_Held, ...]) -> tuple[_Held, ...]:
         views = [leaf.view for leaf in leaves]
         views = dict(enumerate(views)) | dict(zip(targets, buffers, strict=True))
         # Scales are few: those of a leaf travel together, before its first page and
@@ -206,10 +206,20 @@ def stream(
     return tuple(leaves[p].restore(written[p]) for p in overwrites)
 
 
+class _Held(NamedTuple):
+    """What is held of a leaf or a page: codes and scales, or an array without scales.
+
+    Attributes:
+      codes: The codes, or the array itself.
+      scales: One a block of a `Quantized`; None where there are no blocks.
+    """
+
+    codes: Array
+    scales: Array | None
+
+
 class _Leaf:
     """One array of a leaf, or what a codec stores of it, seen page by page.
-
-    Within the loops an array is codes without scales, so that both are one case.
 
     Attributes:
       view: The array under the shape that pages are cut from.
@@ -218,8 +228,9 @@ class _Leaf:
 
     def __init__(self, x: Stored, pages: Pages, codec: Codec | None, whole_bytes: bool):
         self.pages, self.codec = pages, codec
-        self.is_quantized = isinstance(x, Quantized)
-        stored: Any = x if isinstance(x, Quantized) else Quantized(x, None)
+        stored = (
+            _Held(x.codes, x.scales) if isinstance(x, Quantized) else _Held(x, None)
+        )
         self.shape = stored.codes.shape
         self.is_hosted = on_host(stored.codes)
         byte = codec is not None and stored.codes.dtype.itemsize == 1
@@ -232,31 +243,27 @@ class _Leaf:
             codes = stored.codes.reshape(*pages.view[:-1], *last)
             self.view = stored._replace(codes=codes)
 
-    def restore(self, x: Quantized) -> Stored:
+    def restore(self, x: _Held) -> Stored:
         """What was given, back in its own shape."""
         codes = x.codes.reshape(self.shape)
-        return Quantized(codes, x.scales) if self.is_quantized else codes
+        return codes if x.scales is None else Quantized(codes, x.scales)
 
-    def read(self, x: Quantized, start: Int[Array, ""] | int, size: int) -> Quantized:
+    def read(self, x: _Held, start: Int[Array, ""] | int, size: int) -> _Held:
         """A page as it is stored, in device memory."""
         codes, scales = x
         if self._sliced(size):
             codes = lax.dynamic_slice_in_dim(codes, start, size, self.pages.axis)
             if scales is not None:
                 scales = lax.dynamic_slice_in_dim(scales, *self._blocks(start, size))
-        return Quantized(
-            jax.device_put(codes, DEVICE) if self.travels else codes, scales
-        )
+        return _Held(jax.device_put(codes, DEVICE) if self.travels else codes, scales)
 
     def write(
-        self, x: Quantized, page: Quantized, start: Int[Array, ""] | int, size: int
-    ) -> Quantized:
+        self, x: _Held, page: _Held, start: Int[Array, ""] | int, size: int
+    ) -> _Held:
         """The array with a page of it replaced."""
         codes, scales = page
         if not self._sliced(size):
-            return Quantized(
-                jax.device_put(codes, HOST) if self.travels else codes, scales
-            )
+            return _Held(jax.device_put(codes, HOST) if self.travels else codes, scales)
         put = functools.partial(self._put, start=start)
         if self.travels and size % 8:
             codes = lax.platform_dependent(
@@ -267,11 +274,11 @@ class _Leaf:
             )
         else:
             codes = put(x.codes, codes, sizes=[size])
-        if scales is not None:
+        if scales is not None and x.scales is not None:
             scales = lax.dynamic_update_slice_in_dim(
                 x.scales, scales, self._blocks(start, size)[0], 0
             )
-        return Quantized(codes, scales)
+        return _Held(codes, scales)
 
     def _put(
         self, x: Array, page: Array, start: Int[Array, ""] | int, sizes: Sequence[int]
@@ -288,30 +295,33 @@ class _Leaf:
             done += size
         return x
 
-    def decode(self, page: Quantized, shape: tuple[int, ...]) -> Array:
+    def decode(self, page: _Held, shape: tuple[int, ...]) -> Array:
         """What the program sees of a page."""
         if self.codec is None:
             return page.codes
-        return self.codec.decode(page if self.is_quantized else page.codes, shape)
+        stored = page.codes if page.scales is None else Quantized(*page)
+        return self.codec.decode(stored, shape)
 
     def encode(
         self, page: Array, start: Int[Array, ""] | int, words: Array | None
-    ) -> Quantized:
+    ) -> _Held:
         """What is stored of a result."""
         if self.codec is None:
-            return Quantized(page, None)
+            return _Held(page, None)
         first = jnp.asarray(start, jnp.uint32) * np.uint32(self._values % 2**32)
         noise = None if words is None else Noise(words, first)
         stored = self.codec.encode(page, noise)
-        return stored if isinstance(stored, Quantized) else Quantized(stored, None)
+        if isinstance(stored, Quantized):
+            return _Held(stored.codes, stored.scales)
+        return _Held(stored, None)
 
-    def ahead(self, x: Quantized, space: Any) -> Quantized:
+    def ahead(self, x: _Held, space: Any) -> _Held:
         """Brings what does not travel in pages to the device, or back home."""
         if not self.is_hosted:
             return x
         codes = x.codes if self.travels else jax.device_put(x.codes, space)
         scales = x.scales if x.scales is None else jax.device_put(x.scales, space)
-        return Quantized(codes, scales)
+        return _Held(codes, scales)
 
     def _sliced(self, size: int) -> bool:
         return self.paged and size < self.pages.view[self.pages.axis]
@@ -394,24 +404,24 @@ def _page_shape(pages: Pages, size: int) -> tuple[int, ...]:
 
 
 def _each(
-    function: Callable[[list[Quantized]], Sequence[Quantized]],
-    values: Sequence[Quantized],
+    function: Callable[[list[_Held]], Sequence[_Held]],
+    values: Sequence[_Held],
     chosen: Sequence[bool],
-) -> list[Quantized]:
+) -> list[_Held]:
     """Applies a function to the chosen values together."""
     found = [x for x, yes in zip(values, chosen, strict=True) if yes]
     made = iter(function(found))
     return [next(made) if yes else x for x, yes in zip(values, chosen, strict=True)]
 
 
-def _fetched(values: Sequence[Quantized], travelled: Sequence[bool]) -> list[Quantized]:
+def _fetched(values: Sequence[_Held], travelled: Sequence[bool]) -> list[_Held]:
     """Pages from the host, kept apart from what is computed of them.
 
     On a TPU the results then take over the fetched pages (16 leaves of 4096x4096,
     8 MiB pages, v5e: 19 MiB of scratch instead of 27). XLA:CPU would copy.
     """
 
-    def fence(pages: list[Quantized]) -> Sequence[Quantized]:
+    def fence(pages: list[_Held]) -> Sequence[_Held]:
         return lax.platform_dependent(
             pages, cpu=lambda pages: pages, default=lax.optimization_barrier
         )
@@ -423,12 +433,12 @@ def _on_cpu(function: Callable[[Any], Any], values: Any) -> Any:
     return lax.platform_dependent(values, cpu=function, default=lambda values: values)
 
 
-def _apart(compute: Callable[[], tuple[Quantized, ...]]) -> tuple[Quantized, ...]:
+def _apart(compute: Callable[[], tuple[_Held, ...]]) -> tuple[_Held, ...]:
     """Calls a function so that XLA:CPU finishes it before its results are used."""
     if not _CPU_DROPS_BARRIERS:
         return compute()
 
-    def conditional() -> tuple[Quantized, ...]:
+    def conditional() -> tuple[_Held, ...]:
         shapes = jax.eval_shape(compute)
         always = lax.optimization_barrier(True)
         blank = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

@@ -98,6 +98,10 @@ def paged(
         of parameter paths, of which the last that applies counts:
         `{"mu": "bfloat16", "nu": "dynamic_int8", "*/embedding": "float32"}`. `inner`
         computes in float32. Moments of fewer than 4096 values are stored in float32.
+        A codec's name takes no sign's bit for Optax's moments of squares, `nu` and its
+        like; for one of your own name it: `{"*": "dynamic_int8", "energy":
+        DynamicInt8(signed=False)}`. A block of a moment that holds NaN or an infinity
+        comes back with nothing finite in it: chain `apply_if_finite` around.
       master_dtype: Keeps a copy of the parameters in this dtype, paged like a moment,
         for parameters in fewer bits: `"float32"`. The moments have it too.
 
@@ -567,10 +571,13 @@ def _noise(
     if not any(codec is not None and codec.draws for codec in codecs):
         return None
     step = leaves[0]  # the first field of the state of `precision.counted`
+
+    def words(position: int, codec: Codec) -> Array:
+        key = jax.random.key(getattr(codec, "seed", 0))
+        return draw(jax.random.fold_in(key, position), step).words
+
     return tuple(
-        draw(jax.random.key(position), step).words
-        if codec is not None and codec.draws
-        else None
+        words(position, codec) if codec is not None and codec.draws else None
         for position, codec in zip(outputs, codecs, strict=True)
     )
 

@@ -191,7 +191,8 @@ def maker():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for library in ("torch", "bitsandbytes", "torchao.optim"):
-            pytest.importorskip(library)
+            why = f"{library} is not installed: pip install '.[oracle]'"
+            pytest.importorskip(library, reason=why)
     spec = importlib.util.spec_from_file_location("make", DATA / "make_codecs.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["make"] = module

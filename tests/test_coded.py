@@ -10,7 +10,7 @@ import reference
 from test_bytes import assert_in_place, square, updating
 
 import paged_optax as po
-from paged_optax.codecs import DynamicInt8, Quantized
+from paged_optax.codecs import BFloat16Codec, DynamicInt8, Quantized
 from paged_optax.memory import nbytes
 
 NAMES = [
@@ -234,10 +234,73 @@ def test_choice_by_moment_and_path():
     assert isinstance(state.nu["block"]["kernel"], jax.Array)
 
 
+def energies(decay=0.9):
+    """A user's own transformation: `energy` averages squares, `drift` gradients."""
+
+    def init(params):
+        zeros = lambda: jax.tree.map(jnp.zeros_like, params)
+        return {"energy": zeros(), "drift": zeros()}
+
+    def update(updates, state, params=None):
+        del params
+        mean = lambda old, new: decay * old + (1 - decay) * new
+        energy = jax.tree.map(lambda e, g: mean(e, g * g), state["energy"], updates)
+        drift = jax.tree.map(mean, state["drift"], updates)
+        moved = jax.tree.map(lambda d, e: -d / (jnp.sqrt(e) + 1e-8), drift, energy)
+        return moved, {"energy": energy, "drift": drift}
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        {"*": "dynamic_int8", "energy": DynamicInt8(signed=False)},
+        {"*": {"drift": "dynamic_int8", "energy": DynamicInt8(signed=False)}},
+    ],
+    ids=["by moment", "by path and moment"],
+)
+def test_squares_of_ones_own(codec):
+    """An unsigned codec for a moment of another name: by naming it."""
+    params = {"w": jnp.ones((64, 128))}
+    gradients = reference.arrays(jnp.float32, 1, {"w": (64, 128)})
+    decoded = {}
+    for name, rules in {"signed": "dynamic_int8", "unsigned": codec}.items():
+        tx = po.paged(energies(), codec=rules, **ALL_PAGED)
+        _, state = tx.update(gradients, tx.init(params), params)
+        stored = state["energy"]["w"]
+        stored = jax.device_put(stored, jax.memory.Space.Device)
+        decoded[name] = DynamicInt8(name == "signed").decode(stored, (64, 128))
+    exact = 0.1 * np.asarray(gradients["w"]) ** 2
+    error = {name: np.abs(x - exact).mean() for name, x in decoded.items()}
+    assert error["unsigned"] < 0.7 * error["signed"]  # it has a bit more
+    for rules in (DynamicInt8(signed=False), {"w": DynamicInt8(signed=False)}):
+        with pytest.raises(ValueError, match=r"name it: codec=\{'(energy|drift)': "):
+            po.paged(energies(), codec=rules).init(params)
+
+
+def test_seeds_of_stochastic_rounding():
+    """A seed gives the same bits again, another seed others."""
+    gradients = reference.arrays(jnp.float32, 1, {"w": (64, 128)})
+
+    def stored(codec):
+        tx = po.paged(optax.trace(0.9), codec=codec, **ALL_PAGED)
+        _, state = tx.update(gradients, tx.init(gradients))
+        return optax.tree.get(state, "trace")["w"]
+
+    first, again, other = (
+        stored(BFloat16Codec(stochastic=True, seed=seed)) for seed in (0, 0, 1)
+    )
+    reference.assert_equal(again, first)
+    reference.assert_equal(stored("bfloat16_stochastic"), first)
+    assert 0.1 < np.mean(np.asarray(other) != np.asarray(first)) < 0.9
+
+
 @pytest.mark.parametrize(
     ("codec", "words"),
     [
         ("int8", ("'int8'", "dynamic_int8")),
+        ({"mu": DynamicInt8(signed=False)}, ("'mu'", "use a signed one.")),
         ({"numu": "bfloat16"}, ("'numu'", "mu, nu", "(w,")),
         (DynamicInt8(signed=False), ("signed=False", "'mu'")),
         (3, ("codec=3",)),

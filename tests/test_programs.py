@@ -1,5 +1,6 @@
 """What a stranger runs first: the example, the notebook, the README's code."""
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -9,6 +10,8 @@ import sys
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+import paged_optax as po
 
 ROOT = pathlib.Path(__file__).parents[1]
 # The programs run as a user runs them: one device, this checkout importable.
@@ -40,10 +43,45 @@ def test_example(tmp_path):
         assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
 
 
-def test_example_refuses_a_bad_flag():
-    done = example("--page-size", "16Mb")
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [("--page-size", "16Mb", "page_size='16Mb'"), ("--codec", "int7", "codec 'int7'")],
+)
+def test_example_refuses_a_bad_flag(flag, value, words):
+    done = example(flag, value)
     assert done.returncode != 0
-    assert "page_size='16Mb'" in done.stderr
+    assert words in done.stderr
+
+
+@pytest.mark.slow
+def test_eight_bits_train_as_well(monkeypatch):
+    """The final loss is within 1% of that of 32 bits, whatever the seed."""
+    path = ROOT / "examples" / "finetune_lm.py"
+    spec = importlib.util.spec_from_file_location("finetune_lm", path)
+    assert spec is not None and spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "finetune_lm", program)
+    spec.loader.exec_module(program)
+    # As small as moments can be that are in eight bits and in several pages.
+    small = program.ModelSize(width=256, layers=1, heads=4)
+    monkeypatch.setitem(program.SIZES, "tiny", small)
+    corpus = program.read_corpus()
+    for seed in range(3):
+        args = program.parse_arguments(
+            f"--optimizer paged_adamw_8bit --page-size 256KiB --steps 40 --seed {seed}"
+            " --learning-rate 3e-3".split()
+        )
+        paged, plain = program.make_optimizers(args)
+        shapes = program.nnx.state(program.new_model(args))
+        assert any(
+            m.pages > 1 and "Int8" in m.dtype for m in po.plan(paged, shapes).moments
+        )
+        eight, _ = program.train("8 bits", args, paged, corpus)
+        exact, _ = program.train("32 bits", args, plain, corpus)
+        difference, _ = program.compare(eight, exact, coded=True)
+        assert difference < 0.01, seed
+        assert eight != exact
+        assert program.final_loss(exact) < 0.6 * exact[0]  # it did learn
 
 
 @pytest.mark.slow

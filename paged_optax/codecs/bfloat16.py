@@ -24,6 +24,8 @@ class BFloat16Codec:
 
     Attributes:
       stochastic: Whether to round stochastically.
+      seed: What the random bits of a paged state follow from, beside moment and step;
+        of use where `stochastic`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -41,6 +43,7 @@ class BFloat16Codec:
     """
 
     stochastic: bool = False
+    seed: int = 0
     block = 1
     signed = True
 

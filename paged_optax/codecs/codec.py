@@ -43,6 +43,10 @@ class Codec(Protocol):
     A codec is a frozen dataclass: it is hashed as a static argument of `jit`. Its
     functions are pure, and a page of whole blocks is stored as the whole moment
     would be: encoding page by page and concatenating changes no bit.
+
+    A block that holds NaN or an infinity decodes to nothing finite, so that a loss
+    that diverged is seen and not trained on; other blocks keep their values. Skip such
+    steps, with `paged_optax.apply_if_finite`, and no moment ever holds one.
     """
 
     @property
@@ -57,7 +61,10 @@ class Codec(Protocol):
 
     @property
     def draws(self) -> bool:
-        """Whether `encode` needs noise."""
+        """Whether `encode` needs noise.
+
+        The engine draws it by the codec's `seed`, an int, or by 0 where it has none.
+        """
         ...
 
     def stored(self, shape: tuple[int, ...]) -> Any:

@@ -10,6 +10,8 @@ Prints tables and writes them as JSON, with versions and device, to
 - link: its rate to the device, to the host, and both at once;
 - update: seconds and peak device bytes of `optax.adamw` resident, offloaded as a
   whole tree, and paged;
+- eight bits: seconds of `paged_adamw_8bit` on the CPU, beside bitsandbytes' and
+  torchao's AdamW8bit where they are installed (`pip install ".[oracle]"`);
 - tracing: at Llama 3 8B's 291 leaves, against `optax.adamw`.
 - compiling: the same for an H200, where XLA's compiler for it is installed.
 
@@ -39,7 +41,7 @@ sys.path.insert(0, str(FOLDER.parents[1]))  # this checkout, installed or not
 Row = dict[str, Any]
 
 #: Seconds after which no further part is started.
-BUDGET = 330
+BUDGET = 420
 
 
 # --- Parts: each runs in a process of its own -------------------------------------
@@ -67,6 +69,10 @@ def work(part: str, arguments: dict[str, Any]) -> Any:
         import updates
 
         return updates.peak(**arguments)
+    if part == "eight bits":
+        import eight_bits
+
+        return eight_bits.measure(**arguments)
     if part == "compiling":
         import compiling
 
@@ -195,14 +201,18 @@ class Benchmark:
                 if "reason" not in row:
                     self.peak(row, counted=machine["device_bytes"] is not None)
             self.collect(rows)
+        cpu = {"JAX_PLATFORMS": "cpu"}
+        width, rounds = (512, 2) if self.quick else (4096, 9)
+        self.say(f"eight bits on the CPU, one leaf of {width}x{width}")
+        self.collect(
+            self.attempt("eight bits", 150, width=width, rounds=rounds, env=cpu)
+        )
         self.say("tracing, 291 leaves")
         # Shapes alone: the accelerator is not needed, nor its self-check timed.
-        self.collect(
-            self.attempt("tracing", 90, quick=self.quick, env={"JAX_PLATFORMS": "cpu"})
-        )
+        self.collect(self.attempt("tracing", 90, quick=self.quick, env=cpu))
         self.say("compiling for an H200, up to 291 leaves")
         # No GPU is timed, so none is needed: XLA's compiler, as the tests install it.
-        env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_gpu_autotune_level=0"}
+        env = cpu | {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}
         self.collect(self.attempt("compiling", 150, quick=self.quick, env=env))
         return {
             "program": "tests/benchmarks/run.py" + (" --quick" if self.quick else ""),
@@ -305,6 +315,21 @@ TABLES: dict[str, tuple[str, dict[str, Callable[[Row], str]]]] = {
             ),
             "scratch MiB": lambda r: _mib(r["xla_scratch_bytes"]),
             "peak MiB": lambda r: _mib(r["peak_device_bytes"]),
+        },
+    ),
+    "eight bits": (
+        "AdamW in eight bits on the CPU (ratio: to the faster library, paired turns)",
+        {
+            "optimizer": lambda r: r["name"],
+            "version": lambda r: r["version"],
+            "parameters": lambda r: f"{r['parameters'] / 1e6:.1f} M",
+            "threads": lambda r: str(r["threads"]),
+            "ms": lambda r: _milliseconds(r["seconds"]),
+            "ratio": lambda r: "-" if r["ratio"] is None else f"{r['ratio']:.2f}",
+            "range": lambda r: _range(r["ratio_range"], ".2f"),
+            "rounds": lambda r: str(r["rounds"]),
+            "target": _verdict,
+            "off": lambda r: f"{r['share_of_the_way_off']:.1%}",
         },
     ),
     "tracing": (
