@@ -66,7 +66,7 @@ def cases():
 
 
 @pytest.mark.parametrize(
-    ("layers", "accumulate", "max_norm", "tied", "host_dtype"), cases()
+    ("layers", "accumulate", "max_norm", "tied", "host_dtype"), list(cases())
 )
 def test_equals_a_plain_step(layers, accumulate, max_norm, tied, host_dtype):
     params = layered.parameters(layers, tied)
