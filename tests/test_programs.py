@@ -1,5 +1,6 @@
-"""What a stranger runs first: the example, the notebook, the README's code."""
+"""What a stranger runs first: the examples, the notebook, the README's code."""
 
+import importlib
 import importlib.util
 import os
 import pathlib
@@ -8,6 +9,7 @@ import subprocess
 import sys
 
 import nbformat
+import numpy as np
 import pytest
 from nbclient import NotebookClient
 
@@ -82,6 +84,29 @@ def test_eight_bits_train_as_well(monkeypatch):
         assert difference < 0.01, seed
         assert eight != exact
         assert program.final_loss(exact) < 0.6 * exact[0]  # it did learn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags", [[], ["--weights-on-host", "--micro-batches=2"]], ids=["device", "host"]
+)
+def test_layerwise_example(flags, tmp_path, monkeypatch, capsys):
+    """A short run: losses agree, and the gradients' memory is saved."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    train_layerwise = importlib.import_module("train_layerwise")
+    sizes = ["--layers=6", "--hidden=128", "--batch=2", "--length=32", "--steps=3"]
+    losses, memory = train_layerwise.main([*sizes, *flags, f"--output-dir={tmp_path}"])
+    usual, ours = losses.values()
+    np.testing.assert_allclose(ours, usual, rtol=0, atol=1e-4)
+    assert usual[-1] < usual[0]
+    ordinary, layerwise, offloaded = memory.values()
+    assert layerwise.scratch < 0.7 * ordinary.scratch
+    assert layerwise.moments < 0.1 * ordinary.moments
+    assert offloaded.parameters < 0.5 * layerwise.parameters
+    assert offloaded.host > layerwise.host > ordinary.host == 0
+    assert "within the tolerance" in capsys.readouterr().out
+    picture = tmp_path / "layerwise_memory.png"
+    assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.slow
