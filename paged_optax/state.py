@@ -491,7 +491,8 @@ def abstract_state(
     """Shapes, dtypes and placements of the state that `tx.init(params)` would make.
 
     Allocates nothing. Given to Orbax as the target of a restore, it brings a checkpoint
-    into host memory without a detour over the device.
+    into host memory without a detour over the device. A restore without a target, or
+    with that of `jax.eval_shape`, puts the whole state on the device.
 
     Args:
       tx: The transformation.

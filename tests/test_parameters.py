@@ -21,6 +21,8 @@ from reference import ALIASES, SMALL_PAGES, arrays, assert_equal, kinds
 
 import paged_optax as po
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 HOST, DEVICE = "pinned_host", "device"
 #: 16 and 35 KiB, and one that is smaller than a page.
 SHAPES = {"a": (64, 64), "b": (70, 128), "c": (9,)}

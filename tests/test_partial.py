@@ -35,6 +35,8 @@ from test_bytes import (
 import paged_optax as po
 from paged_optax.plan import cut
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 HOST, DEVICE = "pinned_host", "device"
 #: Ulps by which state and updates may differ, for the reasons that `test_numbers`
 #: gives: with the flags of `exact` there is no difference, for any alias. A step count
@@ -897,8 +899,10 @@ def test_a_flag_is_the_trip_count_of_all_that_travels(compile_for):
         flag: sum(f"__{flag}__" in name or f"_{flag}_" in name for name in found)
         for flag in params
     }
-    # mu and nu, in and out; the odd leaf has a last page beside its loop's.
-    assert count == {"even": 4, "odd": 8, "single": 4}
+    # mu and nu, in and out; the odd leaf has a last page beside its loop's, and XLA:TPU
+    # writes its 148 rows as 144 and 4.
+    odd = 10 if compile_for is aot.v5e else 8
+    assert count == {"even": 4, "odd": odd, "single": 4}
     assert len(found) == sum(count.values())
     assert not re.search(r"S\(5\)\S* copy\(", report.hlo)
 
