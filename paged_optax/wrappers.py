@@ -35,7 +35,7 @@ class _Wrapped(NamedTuple):
       update: The wrapper's, around `_PROBE`.
       inner: What it wraps.
       field: Where its state holds that of `inner`.
-      zero: Whether the updates of a skipped step are zero; else they are handed through.
+      zero: Whether the updates of a skipped step are zero, not its gradients.
       accumulates: Whether `inner` is given other gradients than the wrapper.
     """
 
