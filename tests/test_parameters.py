@@ -949,6 +949,19 @@ def test_get_step_of_each_label():
     assert [int(po.get_step(state, name)) for name in "abc"] == [4, 2, 4]
 
 
+def test_get_step_of_each_labels_schedule():
+    """Beside its moments, not in their state: the count of the same label."""
+    sgd = po.paged_sgd(lambda count: 1e-2, momentum=0.9, **SMALL_PAGES)
+    tx = optax.partition(
+        {"x": sgd, "y": po.MultiSteps(sgd, 2).gradient_transformation()},
+        {"a": "x", "b": "y", "c": "x"},
+    )
+    state, update = tx.init(small()), jax.jit(tx.update)
+    for _ in range(4):
+        _, state = update(small(), state, small())
+    assert [int(po.get_step(state, name)) for name in "abc"] == [4, 2, 4]
+
+
 # -- rebalance ------------------------------------------------------------------
 
 

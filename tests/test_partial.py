@@ -593,12 +593,12 @@ ACTIVITY = ((1, 1, 1), (1, 0, 0), (0, 0, 1), (0, 0, 0), (1, 1, 0), (0, 1, 1), (1
 #: Each way to use a step count: bias corrections, two of them, decays, a schedule.
 COUNTING = [
     "paged_adamw",
-    "paged_nadamw",
     "paged_ademamix",
-    "paged_lion",
-    "paged_rmsprop",
-    "paged_adafactor",
     "paged_muon",
+    *(
+        pytest.param(alias, marks=pytest.mark.slow)
+        for alias in ("paged_nadamw", "paged_lion", "paged_rmsprop", "paged_adafactor")
+    ),
 ]
 
 

@@ -228,6 +228,8 @@ WRAPPERS: dict[str, Wrapper] = {
         not_finite=(4, 5, 9),
     ),
 }
+#: Left to the slow tests: what another case says of the same wrapper too.
+SLOW = re.compile(r"po\..*( by schedule| that skips| of .*|_mask) / (adamw|paged)")
 CASES = [
     f"{name} / {inner}"
     for name in WRAPPERS
@@ -376,12 +378,17 @@ def _outcome(case: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def outcomes():
+def outcomes(request):
+    cases = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if item.name.startswith("test_contract[")
+    ]
     here = Path(__file__)
     path = os.pathsep.join([str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
     environment = {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(here), *CASES],
+        [sys.executable, "-W", "error", str(here), *cases],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -391,7 +398,13 @@ def outcomes():
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow) if SLOW.fullmatch(case) else case
+        for case in CASES
+    ],
+)
 def test_contract(outcomes, case):
     """Optax's state and numbers, skips that skip, memory that stays: see `keep`."""
     assert outcomes[case] == "kept", outcomes[case]
