@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 #: A bool known when traced, or one known on the device.
 Gate = bool | Array
@@ -24,8 +25,28 @@ _ambient: contextvars.ContextVar[Gate] = contextvars.ContextVar(
 )
 
 
+_restart: contextvars.ContextVar[Gate] = contextvars.ContextVar(
+    "paged_optax_restart_if", default=False
+)
+
+#: Part of the key of JAX's trace caches: an inner `jax.jit` must not take the trace of
+#: one gate, which holds it as a constant, for that of another.
+_trace_key = jax.make_user_context(default_value=(True, False))
+
+
 @contextlib.contextmanager
-def only_if(gate: Gate) -> Iterator[None]:
+def _within(variable: contextvars.ContextVar[Gate], gate: Gate) -> Iterator[None]:
+    token = variable.set(gate)
+    gates = (_ambient.get(), _restart.get())
+    key = tuple(object() if isinstance(x, Tracer) else bool(x) for x in gates)
+    try:
+        with _trace_key(key):
+            yield
+    finally:
+        variable.reset(token)
+
+
+def only_if(gate: Gate) -> contextlib.AbstractContextManager[None]:
     """Gates every paged update called within.
 
     An argument could get lost on its way through wrappers that do not forward extra
@@ -34,34 +55,20 @@ def only_if(gate: Gate) -> Iterator[None]:
     Args:
       gate: Whether the updates happen.
     """
-    token = _ambient.set(both(_ambient.get(), gate))
-    try:
-        yield
-    finally:
-        _ambient.reset(token)
+    return _within(_ambient, both(_ambient.get(), gate))
 
 
-_restart: contextvars.ContextVar[Array | None] = contextvars.ContextVar(
-    "paged_optax_restart_if", default=None
-)
-
-
-@contextlib.contextmanager
-def restart_if(gate: Array) -> Iterator[None]:
+def restart_if(gate: Gate) -> contextlib.AbstractContextManager[None]:
     """Makes every paged update called within start its state again after it.
 
     Args:
       gate: Whether the state becomes what `init` makes; otherwise nothing changes.
     """
-    token = _restart.set(gate)
-    try:
-        yield
-    finally:
-        _restart.reset(token)
+    return _within(_restart, gate)
 
 
-def restart() -> Array | None:
-    """The gate of the `restart_if` around, or None."""
+def restart() -> Gate:
+    """The gate of the `restart_if` around, else False."""
     return _restart.get()
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.extend import core
@@ -501,8 +502,21 @@ def analyse(
     flat = _Flat(closed)
     owner, producer, joined = _owned(flat, owners, name)
 
+    # What is made of moments alone (`b1 * mu`) may be on the host, and pages with them.
+    of_moments = {
+        value
+        for value in range(flat.arguments)
+        if flat.shape(value) and jnp.issubdtype(flat.avals[value].dtype, jnp.inexact)
+    }
+    for equation in flat.equations:
+        if not of_moments.isdisjoint(
+            x for x in equation.inputs if not isinstance(x, Constant)
+        ):
+            of_moments.update(equation.outputs)
+
     def is_shared(value: int) -> bool:
         small = owner[value] is None and flat.size(value) <= _SHARED_ELEMENTS
+        small = small and value not in of_moments
         return small or value in joined
 
     groups: dict[Any, list[int]] = {}

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 from jax.core import Tracer
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Int
 
 from paged_optax.codecs import Quantized
@@ -38,6 +38,10 @@ Path = str | tuple[Any, ...]
 
 #: What `optax.inject_hyperparams` keeps beside moments: trees of settings.
 _SETTINGS = ("hyperparams", "hyperparams_states")
+
+#: Fields of the parameters' structure that no parameter's update reads and writes: the
+#: accumulators of `optax.MultiSteps` stay on the device.
+_NO_MOMENTS = (*_SETTINGS, "acc_grads")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +64,9 @@ class _Leaf:
     def is_moment(self) -> bool:
         if isinstance(self.value, Quantized):
             return True
-        if self.field in _SETTINGS or not jnp.issubdtype(self.value.dtype, jnp.inexact):
+        if self.field in _NO_MOMENTS:
+            return False
+        if not jnp.issubdtype(self.value.dtype, jnp.inexact):
             return False
         return bool(self.parameter) or self.value.ndim > 0
 
@@ -69,6 +75,11 @@ class _Leaf:
         if isinstance(self.value, Quantized) or self.field in _SETTINGS:
             return False
         return self.value.ndim == 0 and jnp.issubdtype(self.value.dtype, jnp.integer)
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """What holds it, and its like of every other parameter."""
+        return self.node, self.field
 
 
 def page_in(state: optax.OptState, path: Path) -> dict[str, Array]:
@@ -111,10 +122,12 @@ def page_out(
       state: A state; it stays as it is.
       path: The parameter.
       moments: Its new moments, by the names of `page_in`, of the old ones' shapes and
-        dtypes.
+        dtypes. They go beside the parameter, on the device or the shards of the old
+        ones.
 
     Returns:
-      The new state. It shares every other array with the old one.
+      The new state. It shares every other array with the old one. What is never paged
+      stays on the device: the trace of an `optax.trace` beside `paged(...)`.
 
     Raises:
       ValueError: If the state has no such parameter, or the moments are not its.
@@ -134,16 +147,16 @@ def page_out(
             f" {sorted(known)}: pass those, as page_in gives them."
         )
     leaves, structure = jax.tree.flatten(state, is_leaf=is_quantized)
+    unpaged = _unpaged(leaves_of(state))
     for name, (position, leaf) in known.items():
-        value, old = jax.tree.map(jnp.asarray, moments[name]), leaf.value
-        given, held = jax.tree.map(jax.typeof, (value, old))
-        describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-        if describe(value) != describe(old):
+        given, held = _describe(moments[name]), _describe(leaf.value)
+        if given != held:
             raise ValueError(
                 f"moments[{name!r}] is {given}, and the state of parameter"
-                f" {_name(path)!r} holds {held}."
+                f" {_name(path)!r} holds {held}: pass moments as page_in gives them."
             )
-        leaves[position] = jax.device_put(value, HOST)
+        put = functools.partial(_put_beside, host=leaf.place not in unpaged)
+        leaves[position] = jax.tree.map(put, moments[name], leaf.value)
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -189,29 +202,27 @@ def init_param(
         for name, (_, x) in zip(names, flat, strict=True)
     ]
     made = tx.init(jax.tree.unflatten(structure, alone))
-    flatten = functools.partial(
-        jax.tree_util.tree_flatten_with_path, is_leaf=is_quantized
-    )
-    placed = [x for _, x in flatten(abstract_state(tx, params))[0]]
-    old = dict(flatten(state)[0])
+    placed = jax.tree.leaves(abstract_state(tx, params), is_leaf=is_quantized)
+    known = leaves_of(state)
+    old = {(*leaf.place, leaf.parameter): leaf.value for leaf in known}
+    wanted = leaves_of(made)
     leaves = []
-    for (key_path, x), leaf, place in zip(
-        flatten(made)[0],
-        leaves_of(made),
-        placed,
-        strict=True,
-    ):
-        if leaf.parameter in joins:
-            leaves.append(jax.tree.map(_placed, x, place))
-        elif key_path in old:
-            leaves.append(old[key_path])
+    for leaf, place in zip(wanted, placed, strict=True):
+        key = (*leaf.place, leaf.parameter)
+        if leaf.parameter in joins and leaf.field not in _SETTINGS:
+            leaves.append(jax.tree.map(_placed, leaf.value, place))
+        elif key in old:
+            leaves.append(old[key])
         else:
             raise ValueError(
                 f"the state has no {leaf.field} of parameter {leaf.parameter!r} either:"
                 f" name it too, by a path that leads to it and to {_name(path)!r}, or"
                 " add one after the other."
             )
-    return jax.tree.unflatten(jax.tree.structure(made, is_leaf=is_quantized), leaves)
+    # Where nothing joins, the state keeps its containers: `nnx.Optimizer` has its own.
+    same = [(*x.place, x.parameter) for x in wanted] == list(old)
+    like = state if same and len(old) == len(known) else made
+    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_quantized), leaves)
 
 
 def get_step(state: optax.OptState, path: Path) -> Int[Array, ""]:
@@ -240,15 +251,20 @@ def get_step(state: optax.OptState, path: Path) -> Int[Array, ""]:
     leaves = leaves_of(state)
     parameter = _single(path, leaves)
     counts = [leaf for leaf in leaves if leaf.is_count]
-    nodes = {leaf.node for leaf in leaves if leaf.parameter == parameter}
-    for wanted in (
-        lambda leaf: leaf.parameter == parameter != "",
-        lambda leaf: not leaf.parameter and leaf.node in nodes,
-        lambda leaf: not leaf.parameter and leaf.field == "count",
-    ):
-        found = next(filter(wanted, counts), None)
-        if found is not None:
-            return found.value
+    own = [leaf for leaf in counts if leaf.parameter == parameter != ""]
+    if own:
+        return own[0].value
+    nodes = {x.node for x in leaves if x.is_moment and x.parameter == parameter}
+    shared = [
+        leaf
+        for leaf in counts
+        if not leaf.parameter and (leaf.node in nodes or leaf.field == "count")
+    ]
+    if shared:
+        # The count beside its moments, or that of a schedule of the same chain: each
+        # label of optax.partition has its own.
+        nearest = lambda leaf: max(_common(leaf.node, node) for node in nodes)
+        return max(shared, key=lambda x: (x.node in nodes, nearest(x))).value
     raise ValueError(
         f"the state of parameter {parameter!r} counts no steps: its transformation has"
         " no use for them."
@@ -277,8 +293,15 @@ def increment_step(state: optax.OptState, path: Path) -> optax.OptState:
     """
     leaves = leaves_of(state)
     parameter = _single(path, leaves)
-    own = [leaf.is_count and leaf.parameter == parameter for leaf in leaves]
-    if not any(own) or not parameter:
+    nodes = {leaf.node for leaf in leaves if leaf.is_moment}
+    own = [
+        leaf.is_count
+        and leaf.parameter == parameter
+        # A single array has every count to itself, but for those of wrappers around.
+        and (parameter or not any(_is_above(leaf.node, node) for node in nodes))
+        for leaf in leaves
+    ]
+    if not any(own):
         raise ValueError(
             f"parameter {parameter!r} has no step count of its own: the state has one"
             " count for all parameters, or none. Build the transformation with"
@@ -430,7 +453,11 @@ def rebalance(
             " steps."
         )
     budget, smallest = _budget(tx, state, leaves)
-    movable = [x.is_moment and nbytes(x.value) >= smallest for x in leaves]
+    unpaged = _unpaged(leaves)
+    movable = [
+        x.is_moment and nbytes(x.value) >= smallest and x.place not in unpaged
+        for x in leaves
+    ]
     sizes: dict[str, int] = {}
     for leaf, moves in zip(leaves, movable, strict=True):
         if leaf.is_moment:
@@ -464,7 +491,8 @@ def abstract_state(
     """Shapes, dtypes and placements of the state that `tx.init(params)` would make.
 
     Allocates nothing. Given to Orbax as the target of a restore, it brings a checkpoint
-    into host memory without a detour over the device.
+    into host memory without a detour over the device. A restore without a target, or
+    with that of `jax.eval_shape`, puts the whole state on the device.
 
     Args:
       tx: The transformation.
@@ -497,7 +525,7 @@ def abstract_state(
     )
     parameters = jax.tree_util.tree_flatten_with_path(params)[0]
     owners = parameter_of([p for p, _ in stored], [p for p, _ in parameters])
-    default = SingleDeviceSharding(jax.devices()[0])
+    default = _beside(x for _, x in parameters)
     avals = iter(closed.out_avals)
 
     def place(x: Any, parameter: Any) -> jax.ShapeDtypeStruct:
@@ -529,9 +557,19 @@ def _is_state(node: Any) -> bool:
     """
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return type(node).__name__.endswith("State")
-    if type(node) in (tuple, list):
+    if isinstance(node, (tuple, list)):
         return any(map(_is_state, node))
-    return type(node) is dict and any(map(_is_state, node.values()))
+    return isinstance(node, dict) and any(map(_is_state, node.values()))
+
+
+def _holds_states(node: Any, key: Any) -> bool:
+    """Whether a child of a state may be a state itself.
+
+    Optax says so in the field's name (`inner_state`, `fast_state`). All others are
+    trees of parameters, which may have a name that ends in `State` too.
+    """
+    optax_own = type(node).__module__.partition(".")[0] in ("optax", "paged_optax")
+    return not (optax_own and hasattr(node, "_fields")) or "state" in key.name
 
 
 def is_quantized(node: Any) -> bool:
@@ -547,18 +585,32 @@ def _fields(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
     for key_path, child in jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda x: x is not node
     )[0]:
-        yield from _fields(child, (*path, *key_path))
+        if _holds_states(node, *key_path):
+            yield from _fields(child, (*path, *key_path))
+        else:
+            yield (*path, *key_path), child
 
 
 def leaves_of(state: Any) -> list[_Leaf]:
     """The leaves of a state, in order, each with its place."""
     return [
-        _Leaf(_name(path[:-1]), _name(path[-1:]), _name(key_path), value)
+        _Leaf(
+            _name(path[:-1]),
+            _name(path[-1:]),
+            "" if _is_count_variable(key_path, value) else _name(key_path),
+            value,
+        )
         for path, field in _fields(state)
         for key_path, value in jax.tree_util.tree_flatten_with_path(
             field, is_leaf=is_quantized
         )[0]
     ]
+
+
+def _is_count_variable(key_path: tuple[Any, ...], value: Any) -> bool:
+    """Whether a field is a count in a variable, as in Flax's `nnx.Optimizer`."""
+    alone = key_path == (jax.tree_util.GetAttrKey("value"),)
+    return alone and jnp.issubdtype(value.dtype, jnp.integer)
 
 
 def _select(path: Path, known: Iterable[str], where: str) -> list[str]:
@@ -614,6 +666,65 @@ def _arrays_of(state: Any, path: Path | None) -> list[Any]:
     leaves = [leaf for leaf in leaves_of(state) if leaf.is_moment]
     inside = set(_select(path, [leaf.parameter for leaf in leaves], "the state"))
     return jax.tree.leaves([x.value for x in leaves if x.parameter in inside])
+
+
+def _unpaged(leaves: Iterable[_Leaf]) -> set[tuple[str, str]]:
+    """Fields that nothing pages, such as that of an `optax.trace` beside `paged(...)`.
+
+    Moments of a parameter move together, so a field without a single moment on the
+    host, although other moments of its parameters are there, is not paged.
+    """
+    moments = [leaf for leaf in leaves if leaf.is_moment]
+    paged = {leaf.place for leaf in moments if on_host(leaf.value)}
+    away = {leaf.parameter for leaf in moments if on_host(leaf.value)}
+    return {leaf.place for leaf in moments if leaf.parameter in away} - paged
+
+
+def _common(first: str, second: str) -> int:
+    """How many keys two nodes' paths have in common."""
+    same = 0
+    for one, other in zip(first.split("/"), second.split("/"), strict=False):
+        if one != other:
+            break
+        same += 1
+    return same
+
+
+def _is_above(node: str, other: str) -> bool:
+    """Whether a state holds another inside."""
+    return node != other and (not node or other.startswith(f"{node}/"))
+
+
+def _describe(moment: Any) -> str:
+    """A moment's dtype and shape, for messages."""
+    if isinstance(moment, Quantized):
+        codes, scales = map(_describe, moment)
+        return f"Quantized(codes={codes}, scales={scales})"
+    aval = jax.typeof(moment)
+    return f"{aval.dtype}{list(aval.shape)}"
+
+
+def _put_beside(x: Any, old: Array, *, host: bool) -> Array:
+    """A new value in the place of an old one; `host`: in host memory."""
+    if not isinstance(old, Tracer) and old.committed:
+        kind = PINNED_HOST if host else memory_kinds()[0]
+        return jax.device_put(x, old.sharding.with_memory_kind(kind))
+    return jax.device_put(x, HOST if host else DEVICE)
+
+
+def _beside(parameters: Iterable[Any]) -> Any:
+    """Where what belongs to no single parameter goes: whole, on all their devices.
+
+    A count restored to one device alone is committed there, and no update could take
+    it together with parameters that are elsewhere.
+    """
+    for parameter in parameters:
+        sharding = getattr(parameter, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return NamedSharding(sharding.mesh, PartitionSpec())
+        if isinstance(sharding, SingleDeviceSharding):
+            return sharding
+    return SingleDeviceSharding(jax.devices()[0])
 
 
 def _moved(x: Array, kind: str) -> Array:

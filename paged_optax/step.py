@@ -14,6 +14,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
+from paged_optax.host_compute import warn_of_host_compute
 from paged_optax.memory import memory_kind, memory_kinds
 
 _keystr = jax.tree_util.keystr
@@ -50,6 +51,9 @@ def jit_step(
     and returns `(params, state)` can put the parameters in host memory. Here each
     output's memory is read off the traced step and stated, and each donated buffer
     is looked up in the compiled program.
+
+    A step that computes on host arrays, as Optax's own wrappers that skip steps do
+    around `paged(...)`, is warned of on accelerators; the warning names what to use.
 
     Args:
       step: A function of pytrees of arrays.
@@ -133,6 +137,7 @@ def _placements(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, A
         if hasattr(x, "sharding")
     ]
     devices = {d for sharding in committed if sharding for d in sharding.device_set}
+    warn_of_host_compute(closed, next(iter(devices), jax.devices()[0]).platform)
 
     if len(devices) <= 1:
         # Arguments are stated too, also those not committed to a device: JAX pairs an

@@ -1,5 +1,6 @@
 """`paged`: any Optax transformation, its state in host memory."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -247,7 +248,11 @@ class _Pager:
             _refuse_different(updates, params)
         gates = gates_of(active, updates)
         arrays, static = _split(
-            {"gates": gates, "restart": restart(), "extra_args": extra_args}
+            {
+                "gates": gates and _Gates.of(gates),
+                "restart": restart(),
+                "extra_args": extra_args,
+            }
         )
         arguments = (_arrays(updates), state, _arrays(params), arrays)
         if static.needs_tracing or any(
@@ -281,7 +286,8 @@ class _Pager:
         _refuse_own_steps(analysis, own, seen, first)
         if any(map(on_host, arguments)):
             check_backend()
-        gates = static.merge(arrays)["gates"] or [True] * len(gradients)
+        gates = static.merge(arrays)["gates"]
+        gates = gates.each() if gates else [True] * len(gradients)
         gate_of_all = either(gates) if gradients else True
         gate_of = lambda owner: gate_of_all if owner is None else gates[owner]
         streamed: set[int] = set()
@@ -338,7 +344,9 @@ class _Pager:
                 continue
             old = arguments[position]
             if position in own:
-                chosen = map(_choose, gates, new, own[position])
+                # One value: shared by all, or that of a single parameter's leaf.
+                each = new if isinstance(new, list) else [new] * len(gates)
+                chosen = map(_choose, gates, each, own[position])
                 results[position] = jax.tree.unflatten(layout.parameters, chosen)
             elif position not in streamed and new is not old:
                 results[position] = _choose(gate_of(owners.get(position)), new, old)
@@ -401,7 +409,7 @@ class _Pager:
         def function(updates, state, params, arrays):
             given = static.merge(arrays)
             result = self.inner.update(updates, state, params, **given["extra_args"])
-            if given.get("restart") is None:
+            if given.get("restart", False) is False:
                 return result
             first = self.inner.init(updates if params is None else params)
             return result[0], jax.tree.map(
@@ -472,6 +480,33 @@ class _Pager:
                 )
             )
         return found
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Gates:
+    """The gates of all gradients, each once.
+
+    Passed one for each gradient, one tracer for all of them would become as many that
+    are not known to be equal.
+
+    Attributes:
+      distinct: The gates.
+      number: For each gradient the number of its gate.
+    """
+
+    distinct: list[Gate]
+    number: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, gates: Sequence[Gate]) -> "_Gates":
+        distinct = {id(gate): gate for gate in gates}
+        positions = list(distinct)
+        numbers = tuple(positions.index(id(gate)) for gate in gates)
+        return cls(list(distinct.values()), numbers)
+
+    def each(self) -> list[Gate]:
+        return [self.distinct[i] for i in self.number]
 
 
 class _Static:
@@ -663,6 +698,9 @@ def _refuse_own_steps(
         return
     reached = analysis.reached_from(own)
     shared = [p for p, x in analysis.direct if x in reached and p not in own]
+    for leaf in analysis.leaves:
+        if gradients > 1:  # a count that follows from one gradient is not each one's
+            shared += own.keys() & leaf.outputs
     for leaf in analysis.leaves:
         if leaf.owner is None and reached.intersection(leaf.inputs):
             shared += leaf.outputs

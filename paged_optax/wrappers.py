@@ -28,13 +28,23 @@ _PROBE = optax.GradientTransformationExtraArgs(
 
 
 class _Wrapped(NamedTuple):
-    """An Optax wrapper taken apart from what it wraps."""
+    """An Optax wrapper taken apart from what it wraps.
+
+    Attributes:
+      init: The wrapper's, around `_PROBE`.
+      update: The wrapper's, around `_PROBE`.
+      inner: What it wraps.
+      field: Where its state holds that of `inner`.
+      zero: Whether the updates of a skipped step are zero, not its gradients.
+      accumulates: Whether `inner` is given other gradients than the wrapper.
+    """
 
     init: Callable[..., Any]
     update: Callable[..., Any]
     inner: optax.GradientTransformationExtraArgs
     field: str
     zero: bool
+    accumulates: bool = False
 
     def init_around(self, params: optax.Params) -> Any:
         return self.init(params)._replace(**{self.field: self.inner.init(params)})
@@ -50,6 +60,9 @@ class _Wrapped(NamedTuple):
         blank = state._replace(**{self.field: jnp.asarray(False)})
         passed, outer = self.update(updates, blank, params, **extra_args)
         happens = getattr(outer, self.field)
+        if not self.accumulates:
+            # The same, but not out of Optax's conditional, which would copy them.
+            passed = updates
         with only_if(happens):
             changed, new = self.inner.update(passed, old, params, **extra_args)
         # Paged moments were kept by their loops; all else is selected here.
@@ -95,8 +108,9 @@ class MultiSteps(optax.MultiSteps):
       opt: The wrapped transformation, with `paged(...)` anywhere inside, or nowhere.
       every_k_schedule: Micro-steps a step: an int, or a function of the step count.
       use_grad_mean: Whether to average the gradients; otherwise they are summed.
-      should_skip_update_fn: Decides whether a micro-step is left out, such as
-        `optax.skip_not_finite`.
+      should_skip_update_fn: Decides whether a micro-step is left out. Without
+        `optax.skip_not_finite` a NaN that is once accumulated stays: Optax multiplies
+        the accumulators by zero to empty them.
       accumulator_dtype: The dtype that gradients accumulate in.
 
     Returns:
@@ -142,6 +156,7 @@ class MultiSteps(optax.MultiSteps):
             optax.with_extra_args_support(opt),
             "inner_opt_state",
             zero=True,
+            accumulates=True,
         )
 
     @property

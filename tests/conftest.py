@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Each test process loads libtpu to compile, never to run.
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
@@ -11,3 +13,15 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_gpu_autotune_level=0 --xla_force_host_platform_device_count=8"
 )
+
+
+@pytest.fixture
+def quick_to_compile(request):
+    """Leaves most of XLA:CPU's optimizations out, for tests of many small programs."""
+    import jax
+
+    quick = request.node.get_closest_marker("compiler") is None
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", quick)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -1,0 +1,415 @@
+"""Checkpoints: saved from host memory, restored into it, and trained on bit for bit.
+
+Orbax's restore target is `abstract_state`: it says of every leaf where it belongs.
+"""
+
+import collections
+import functools
+import threading
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax.training import orbax_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from reference import arrays, assert_equal, kinds
+from test_bytes import llama
+
+import paged_optax as po
+from paged_optax.memory import nbytes
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+HOST, DEVICE = "pinned_host", "device"
+#: Several pages, a stack, one page, and one that stays on the device.
+SHAPES = {"w": (70, 32), "stack": (3, 5, 130), "v": (40,), "t": (3,)}
+PAGING = {"page_size": "4KiB", "min_paged_size": "64B"}
+
+
+def paged_adamw(**paging):
+    return po.paged_adamw(1e-2, weight_decay=0.1, **(PAGING | paging))
+
+
+@functools.cache
+def compiled(tx, places):
+    """A step with everything donated, compiled once for states in these places."""
+
+    def step(params, state, gradients):
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, updates
+
+    params = arrays(shapes=SHAPES)
+    state = tx.init(params)
+    assert tuple(kinds(state)) == places
+    return po.jit_step(step, params, state, params, donate_argnums=(0, 1, 2))
+
+
+def train(tx, params, state, numbers):
+    """Some steps of a run, by their numbers, jitted and donated."""
+    step = compiled(tx, tuple(kinds(state)))
+    params, state = jax.tree.map(_copied, (params, state))
+    for number in numbers:
+        gradients = arrays(shapes=SHAPES, seed=100 + number)
+        params, state, _ = step(params, state, gradients)
+    return params, state
+
+
+def _copied(x):
+    return jax.device_put(np.array(x), x.sharding)
+
+
+def bits(tree):
+    return [(x.dtype, x.shape, np.array(x).tobytes()) for x in jax.tree.leaves(tree)]
+
+
+def assert_same(found, wanted):
+    """Bit for bit, in structure and in place."""
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    assert bits(found) == bits(wanted)
+    assert kinds(found) == kinds(wanted)
+
+
+# -- how a checkpoint is written and read -----------------------------------------
+
+
+def standard(directory, saved, target):
+    """Orbax's `StandardCheckpointer`."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(directory / "standard", saved)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(directory / "standard", target)
+
+
+def manager(directory, saved, target):
+    """Orbax's `CheckpointManager`, asynchronous as by default."""
+    with ocp.CheckpointManager(directory / "manager") as checkpoints:
+        checkpoints.save(0, args=ocp.args.StandardSave(saved))
+        checkpoints.wait_until_finished()
+        return checkpoints.restore(0, args=ocp.args.StandardRestore(target))
+
+
+def pytree(directory, saved, target):
+    """Orbax's `PyTreeCheckpointer`, with the arguments that Flax derives."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(
+            directory / "pytree",
+            saved,
+            save_args=orbax_utils.save_args_from_target(saved),
+        )
+        return checkpointer.restore(
+            directory / "pytree",
+            item=target,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+        )
+
+
+def flax_bytes(directory, saved, target):
+    """Flax's own format: NumPy arrays, then one `device_put` into place."""
+    del directory
+    read = flax.serialization.from_bytes(target, flax.serialization.to_bytes(saved))
+    return jax.device_put(read, jax.tree.map(lambda x: x.sharding, target))
+
+
+def flax_dict(directory, saved, target):
+    """Flax's dicts of arrays, as NumPy arrays."""
+    del directory
+    read = jax.tree.map(np.array, flax.serialization.to_state_dict(saved))
+    read = flax.serialization.from_state_dict(target, read)
+    return jax.device_put(read, jax.tree.map(lambda x: x.sharding, target))
+
+
+WAYS = pytest.mark.parametrize(
+    "way", [standard, manager, pytree, flax_bytes, flax_dict]
+)
+
+
+def target_of(tx, params):
+    """Where parameters and state belong, allocating nothing."""
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+    )
+    return shapes, po.abstract_state(tx, shapes)
+
+
+# -- there and back ---------------------------------------------------------------
+
+STATES = {
+    "adamw": paged_adamw(),
+    "steps of its own": paged_adamw(per_parameter_steps=True),
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), paged_adamw()),
+    "injected": optax.inject_hyperparams(lambda learning_rate: paged_adamw())(1e-2),
+    "masked": optax.masked(
+        paged_adamw(), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+    ),
+    "MultiSteps": po.MultiSteps(paged_adamw(), 3),
+    "apply_if_finite": po.apply_if_finite(paged_adamw(), 3),
+    "bfloat16 mu": paged_adamw(mu_dtype=jnp.bfloat16),
+    "schedule free": po.paged(optax.contrib.schedule_free_adamw(1e-2), **PAGING),
+}
+
+
+@functools.cache
+def begun(name):
+    """Parameters and state after two steps."""
+    tx, params = STATES[name], arrays(shapes=SHAPES)
+    return train(tx, params, tx.init(params), range(2))
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        *((standard, name) for name in STATES),
+        *(
+            (way, name)
+            for way in (manager, pytree, flax_bytes, flax_dict)
+            for name in ("steps of its own", "MultiSteps", "bfloat16 mu")
+        ),
+    ],
+)
+def test_a_restored_state_is_paged_and_the_same(tmp_path, way, name):
+    """Structure, bits and memory kinds of the state that was saved."""
+    tx, (params, state) = STATES[name], begun(name)
+    assert HOST in kinds(state) and DEVICE in kinds(state)
+    target = target_of(tx, params)
+    assert kinds(target) == kinds((params, state))
+    assert_same(way(tmp_path, (params, state), target), (params, state))
+
+
+@functools.cache
+def straight(name):
+    """The end of 20 steps without a stop, and their middle."""
+    tx, params = STATES[name], arrays(shapes=SHAPES)
+    middle = train(tx, params, tx.init(params), range(10))
+    return middle, train(tx, *middle, range(10, 20))
+
+
+@functools.cache
+def in_one_go(name):
+    tx, params = STATES[name], arrays(shapes=SHAPES)
+    return train(tx, params, tx.init(params), range(20))
+
+
+@WAYS
+@pytest.mark.parametrize("name", ["adamw", "MultiSteps"])
+def test_resume_after_10_of_20_steps_is_20_straight(tmp_path, way, name):
+    """Bit for bit; the tenth step of MultiSteps leaves a half-filled accumulator."""
+    tx = STATES[name]
+    middle = straight(name)[0]
+    restored = way(tmp_path, middle, target_of(tx, middle[0]))
+    assert_same(train(tx, *restored, range(10, 20)), in_one_go(name))
+
+
+# -- other transformations, other pages, other devices ----------------------------
+
+
+def test_a_checkpoint_of_adamw_becomes_paged_and_back(tmp_path):
+    """One format: `optax.adamw` restores into `paged_adamw`, and the other way."""
+    params = arrays(shapes=SHAPES)
+    adamw, paged = optax.adamw(1e-2, weight_decay=0.1), paged_adamw()
+    middle = train(adamw, params, adamw.init(params), range(3))
+    assert set(kinds(middle)) == {DEVICE}
+    (tmp_path / "there").mkdir()
+    there = standard(tmp_path / "there", middle, target_of(paged, params))
+    assert bits(there) == bits(middle)
+    assert kinds(there) == kinds((params, paged.init(params)))
+    further = train(paged, *there, range(3, 6))
+    (tmp_path / "back").mkdir()
+    back = standard(tmp_path / "back", further, target_of(adamw, params))
+    assert bits(back) == bits(further)
+    assert set(kinds(back)) == {DEVICE}
+    # And the state is the one that never was paged: see test_numbers for its rounding.
+    assert_equal(back[1], train(adamw, *middle, range(3, 6))[1])
+
+
+@pytest.mark.parametrize(
+    "paging",
+    [
+        {"page_size": "16KiB"},
+        {"page_size": "1GiB"},
+        {"device_budget": "6KiB"},
+        {"device_budget": None},
+        {"min_paged_size": "4KiB"},
+        {"min_paged_size": "1B"},
+    ],
+    ids=str,
+)
+def test_other_pages_change_no_number(tmp_path, paging):
+    """What is saved depends on neither page size nor residency."""
+    saved, (_, wanted) = straight("adamw")[0], straight("adamw")[1]
+    tx = paged_adamw(**paging)
+    restored = standard(tmp_path, saved, target_of(tx, saved[0]))
+    assert bits(restored) == bits(saved)
+    assert kinds(restored[1]) == kinds(tx.init(saved[0]))
+    assert_equal(train(tx, *restored, range(10, 20))[1], wanted)
+
+
+def mesh_of(devices):
+    return Mesh(np.array(jax.devices()[:devices]), ("x",))
+
+
+def sharded(devices):
+    """Parameters with every matrix over some devices, whole on each where it is not."""
+    mesh, shapes = mesh_of(devices), {"w": (64, 32), "u": (128, 16), "t": (3,)}
+    return {
+        name: jax.device_put(
+            x, NamedSharding(mesh, PartitionSpec(*["x"][: x.ndim // 2]))
+        )
+        for name, x in arrays(shapes=shapes).items()
+    }
+
+
+@pytest.mark.parametrize("way", [standard, manager, flax_bytes])
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_another_number_of_devices(tmp_path, way, devices):
+    """Saved over four devices, restored over others: each its own shard of it."""
+    tx, params = STATES["adamw"], sharded(4)
+    gradients = jax.tree.map(lambda x: x + 1, params)
+    _, state = tx.update(gradients, tx.init(params), params)
+    there = sharded(devices)
+    target = target_of(tx, there)
+    found, restored = way(tmp_path, (params, state), target)
+    assert bits((found, restored)) == bits((params, state))
+    for x, wanted in zip(
+        jax.tree.leaves((found, restored)), jax.tree.leaves(target), strict=True
+    ):
+        assert x.sharding.memory_kind == wanted.sharding.memory_kind
+        assert x.sharding.is_equivalent_to(wanted.sharding, x.ndim)
+    for name in ("w", "u"):
+        moment = optax.tree.get(restored, "mu")[name]
+        assert moment.sharding.memory_kind == HOST
+        assert len(moment.addressable_shards) == devices
+        assert {x.data.shape[0] for x in moment.addressable_shards} == {
+            moment.shape[0] // devices
+        }
+    # And it goes on: the next step's numbers are those of the devices before.
+    _, wanted = tx.update(gradients, state, params)
+    gradients = jax.tree.map(
+        lambda x, y: jax.device_put(x, y.sharding), gradients, there
+    )
+    _, ours = tx.update(gradients, restored, found)
+    assert kinds(ours) == kinds(restored)
+    assert_equal(jax.tree.map(np.array, ours), jax.tree.map(np.array, wanted))
+
+
+def test_a_state_restored_for_parameters_on_another_device_goes_on(tmp_path):
+    """All of it is beside its parameters, the step count too."""
+    tx, params = STATES["adamw"], arrays(shapes=SHAPES)
+    params = jax.device_put(params, jax.devices()[3])
+    _, state = tx.update(params, tx.init(params), params)
+    found, restored = standard(tmp_path, (params, state), target_of(tx, params))
+    for x in jax.tree.leaves((found, restored)):
+        assert x.devices() == {jax.devices()[3]}
+    assert_same(tx.update(found, restored, found), tx.update(params, state, params))
+
+
+# -- what a target is for ---------------------------------------------------------
+
+
+def test_a_target_without_placements_is_restored_to_the_device(tmp_path):
+    """Why `abstract_state` states placements: `jax.eval_shape` has none to give."""
+    tx, params = paged_adamw(), arrays(shapes=SHAPES)
+    state = tx.init(params)
+    shapes = jax.eval_shape(tx.init, params)
+    restored = standard(tmp_path, state, shapes)
+    assert set(kinds(restored)) == {DEVICE}
+    # Such a state still trains, resident; and one device_put mends it.
+    target = po.abstract_state(tx, params)
+    mended = jax.device_put(restored, jax.tree.map(lambda x: x.sharding, target))
+    assert_same(mended, state)
+
+
+# -- device bytes -----------------------------------------------------------------
+
+
+class Watch:
+    """The most bytes that arrays held on the devices beyond those of the beginning.
+
+    A thread samples `jax.live_arrays()`, and so does every `jax.device_put`, before it
+    starts and after it is done: what Orbax and JAX make arrays with on a restore.
+    """
+
+    def __init__(self, monkeypatch):
+        self.most, self.puts = 0, collections.Counter()
+        self._before, self._done = self._bytes(), threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        put = jax.device_put
+
+        def device_put(x, *args, **kwargs):
+            self._note()
+            made = put(x, *args, **kwargs)
+            for array in jax.tree.leaves(made):
+                if isinstance(array, jax.Array) and not isinstance(x, jax.core.Tracer):
+                    self.puts[array.sharding.memory_kind] += nbytes(array)
+            self._note()
+            return made
+
+        monkeypatch.setattr(jax, "device_put", device_put)
+
+    @staticmethod
+    def _bytes():
+        return sum(
+            nbytes(x)
+            for x in jax.live_arrays()
+            if not x.is_deleted() and x.sharding.memory_kind == DEVICE
+        )
+
+    def _note(self):
+        self.most = max(self.most, self._bytes() - self._before)
+
+    def _sample(self):
+        while not self._done.wait(1e-3):
+            self._note()
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._done.set()
+        self._thread.join()
+        self._note()
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        standard,
+        flax_bytes,
+        pytest.param(manager, marks=pytest.mark.slow),
+        pytest.param(pytree, marks=pytest.mark.slow),
+    ],
+)
+def test_saving_and_restoring_hold_one_leaf_on_the_device(tmp_path, monkeypatch, way):
+    """The 291 leaves of Llama-3-8B at 1/64 of each size, moments alone.
+
+    What stays on the device by design is its vectors: 1/4096 of a leaf each.
+    """
+    shapes = llama(hidden=64, inner=224, grouped=16, vocabulary=2004)
+    assert len(jax.tree.leaves(shapes)) == 291
+    tx = po.paged_adamw(1e-3, page_size="64KiB", min_paged_size="2KiB")
+    params = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
+    state = tx.init(params)
+    leaf = max(map(nbytes, jax.tree.leaves(shapes)))
+    assert po.host_bytes(state) > 30 * leaf
+    target = po.abstract_state(tx, shapes)
+    resident = po.device_bytes(state)
+    with Watch(monkeypatch) as watch:
+        restored = way(tmp_path, state, target)
+    assert_same(restored, state)
+    assert watch.most <= leaf
+    # Nothing but what belongs there was ever put on the device.
+    assert watch.puts[DEVICE] <= resident
+    assert watch.puts[HOST] == po.host_bytes(state)
+
+
+def test_the_watch_sees_a_detour(tmp_path, monkeypatch):
+    """The check above can fail: a restore without placements goes to the device."""
+    tx, params = paged_adamw(), arrays(shapes={"a": (256, 64), "b": (256, 64)})
+    state = tx.init(params)
+    with Watch(monkeypatch) as watch:
+        standard(tmp_path, state, jax.eval_shape(tx.init, params))
+    assert watch.most >= po.host_bytes(state)
