@@ -1,7 +1,6 @@
 """What a stranger runs first: the examples, the notebook, the README's code."""
 
 import importlib
-import importlib.util
 import os
 import pathlib
 import re
@@ -58,12 +57,8 @@ def test_example_refuses_a_bad_flag(flag, value, words):
 @pytest.mark.slow
 def test_eight_bits_train_as_well(monkeypatch):
     """The final loss is within 1% of that of 32 bits, whatever the seed."""
-    path = ROOT / "examples" / "finetune_lm.py"
-    spec = importlib.util.spec_from_file_location("finetune_lm", path)
-    assert spec is not None and spec.loader is not None
-    program = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "finetune_lm", program)
-    spec.loader.exec_module(program)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    program = importlib.import_module("finetune_lm")
     # As small as moments can be that are in eight bits and in several pages.
     small = program.ModelSize(width=256, layers=1, heads=4)
     monkeypatch.setitem(program.SIZES, "tiny", small)
