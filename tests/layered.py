@@ -25,7 +25,8 @@ def parameters(layers, tied=False, dtype=jnp.float32, seed=0):
 def batch(seed=0, shape=(4, 8)):
     key = jax.random.key(seed + 100)
     tokens = jax.random.randint(key, shape, 0, WORDS)
-    return {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=-1)}
+    keys = jax.random.split(key, shape[:-2]) if len(shape) > 2 else key
+    return {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=-1), "key": keys}
 
 
 def _normalised(x, scale):
@@ -33,13 +34,15 @@ def _normalised(x, scale):
 
 
 def prologue(rest, batch):
-    table = jnp.linspace(0.5, 1.5, 16)
-    return rest["embed"][batch["tokens"]], table
+    context = {"table": jnp.linspace(0.5, 1.5, 16), "key": batch["key"]}
+    return rest["embed"][batch["tokens"]], context
 
 
 def layer(weights, x, context, i):
     y = _normalised(x, weights["norm"]["scale"])
-    y = jnp.cumsum(y, axis=-2) * context[i].astype(y.dtype)
+    y = jnp.cumsum(y, axis=-2) * context["table"][i].astype(y.dtype)
+    key = jax.random.fold_in(context["key"], i)
+    y = jnp.where(jax.random.bernoulli(key, 0.9, y.shape), y, 0)  # dropout
     x = x + jax.nn.gelu(y @ weights["up"]) @ weights["down"]
     return x, {"balance": jnp.mean(x * x), "largest": jnp.argmax(x)}
 

@@ -91,7 +91,9 @@ def test_equals_a_plain_step(layers, accumulate, max_norm, tied, host_dtype):
     params, state, workspace, output = run(step, params, state, workspace, batches)
     assert far(params, plain_params) < 1e-6
     assert far(optax.tree.get(state, "mu"), optax.tree.get(plain_state, "mu")) < 1e-6
-    assert far(optax.tree.get(state, "nu"), optax.tree.get(plain_state, "nu")) < 1e-6
+    # Of squares the root, which is what the update divides by.
+    root = lambda state: jax.tree.map(np.sqrt, optax.tree.get(state, "nu"))
+    assert far(root(state), root(plain_state)) < 1e-6
     assert far(output.loss, loss) < 1e-6
     assert far(output.gradient_norm, norm) < 1e-6
     assert int(optax.tree.get(state, "count")) == 2
@@ -172,6 +174,10 @@ def test_weights_on_the_host():
     params = results[1][0]
     assert params["layers"]["up"].sharding.memory_kind == "pinned_host"
     assert params["layers"]["norm"]["scale"].sharding.memory_kind == "device"
+    shapes = jax.eval_shape(lambda: layered.parameters(3)["layers"])
+    shapes = po.offload(shapes, min_size="16KiB")
+    assert shapes["up"].sharding.memory_kind == "pinned_host"
+    assert shapes["norm"]["scale"].sharding is None
     assert far(params, results[0][0]) < 1e-7
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
-from paged_optax.memory import DEVICE, HOST, PINNED_HOST, memory_kinds, on_host
+from paged_optax.memory import DEVICE, HOST, PINNED_HOST, memory_kinds, nbytes, on_host
 from paged_optax.plan import parse_bytes
 from paged_optax.workspace.stacks import goes_in_slabs
 
@@ -168,7 +169,8 @@ def offload(layers: Any, min_size: int | str = "256KiB") -> Any:
     """Puts stacked layers in host memory, from which each layer's weights are fetched.
 
     Args:
-      layers: The layers' parameters, stacked on the leading axis of each leaf.
+      layers: The layers' parameters, stacked on the leading axis of each leaf, or their
+        `ShapeDtypeStruct`s.
       min_size: Leaves of fewer bytes a layer stay on the device.
 
     Returns:
@@ -183,9 +185,13 @@ def offload(layers: Any, min_size: int | str = "256KiB") -> Any:
     smallest = parse_bytes("min_size", min_size)
 
     def place(x: Any) -> Any:
-        if not goes_in_slabs(x) or x.nbytes // x.shape[0] < smallest or on_host(x):
+        if not goes_in_slabs(x) or nbytes(x) // x.shape[0] < smallest or on_host(x):
             return x
-        return jax.device_put(x, x.sharding.with_memory_kind(PINNED_HOST))
+        sharding = x.sharding or SingleDeviceSharding(jax.devices()[0])
+        sharding = sharding.with_memory_kind(PINNED_HOST)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.device_put(x, sharding)
 
     return jax.tree.map(place, layers)
 
