@@ -26,7 +26,9 @@ def test_quick_run(tmp_path):
     assert {"date", "backend", "device_kind", "load_average"} <= result.keys()
 
     sections = {row["section"] for row in result["rows"]}
-    assert sections == {"numbers", "update", "eight bits", "tracing", "compiling"}
+    assert sections == (
+        {"numbers", "update", "eight bits", "layerwise", "tracing", "compiling"}
+    )
     numbers = [row for row in result["rows"] if row["section"] == "numbers"]
     assert all(row["right"] for row in numbers)
     assert any(row["leaves_with_a_smaller_last_page"] for row in numbers)

@@ -99,8 +99,8 @@ def test_equals_a_plain_step(layers, accumulate, max_norm, tied, host_dtype):
         )
 
 
-def test_allocated_once():
-    """C-GRADWS-001, precondition: one layer's sizes, and no others are accepted."""
+def test_c_gradws_001_precondition_allocated_once():
+    """Precondition: one layer's sizes, and no others are accepted."""
     params = layered.parameters(5)
     workspace = po.GradientWorkspace.allocate(params["layers"])
     assert jax.tree.map(jnp.shape, workspace.gradients) == jax.tree.map(
@@ -113,8 +113,8 @@ def test_allocated_once():
         layerwise(tx)(other, tx.init(other), workspace, layered.batch())
 
 
-def test_holds_the_layer_handled_last():
-    """C-GRADWS-001, postcondition: after a step, the first layer's gradients."""
+def test_c_gradws_001_postcondition_holds_the_layer_handled_last():
+    """Postcondition: after a step, the first layer's gradients."""
     params = layered.parameters(3)
     tx = po.paged_adamw(1e-3, **SETTINGS)
     *_, gradients = plain_step(optax.adamw(1e-3))(
@@ -130,8 +130,8 @@ def test_holds_the_layer_handled_last():
     assert far(workspace.gradients, wanted) < 1e-6
 
 
-def test_never_reallocated():
-    """C-GRADWS-001, invariant: the same buffers throughout, for 50 steps."""
+def test_c_gradws_001_invariant_never_reallocated():
+    """Invariant: the same buffers throughout, for 50 steps."""
     params = layered.parameters(3)
     tx = po.paged_adamw(1e-3, **SETTINGS)
     workspace = po.GradientWorkspace.allocate(params["layers"])
@@ -144,8 +144,8 @@ def test_never_reallocated():
         assert addresses(args[2]) == first
 
 
-def test_norms_accumulate_until_zeroed():
-    """C-GRADWS-001: matrices are overwritten; norms grow unless they are zeroed."""
+def test_c_gradws_001_accumulators_grow_until_zeroed():
+    """Matrices are overwritten; norms grow unless they are zeroed."""
     params = layered.parameters(3)
     workspace = po.GradientWorkspace.allocate(params["layers"])
     ones = jax.tree.map(jnp.ones_like, workspace.gradients)

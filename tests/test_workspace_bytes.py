@@ -75,14 +75,22 @@ def test_master_weights_on_h200():
     assert report.device_total <= 2 * parameters(QWEN3_4B) + 3 * GB
 
 
-@pytest.mark.parametrize(
-    ("compile_for", "most"), [(aot.h200, 4.78 * GB), (aot.v5e, 4.78 * GB)]
-)
-def test_weights_on_the_host(compile_for, most):
-    """4 GB and the embedding, which a TPU v5e of 15.75 GB has room for."""
+@pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
+def test_weights_on_the_host(compile_for):
+    """4 GB and the embedding, which a TPU v5e of 15.75 GB has room for.
+
+    Forward and backward, weights travel while matrix products are computed.
+    """
     report = compile_for(decoder.layerwise(QWEN3_4B, masters(), weights_on_host=True))
     in_place(report)
-    assert report.device_total <= most
+    assert report.device_total <= 4.78 * GB
+    loops = schedule.overlaps(report.hlo)
+    assert len(loops) >= 2
+    for loop in loops:
+        assert loop.covered >= loop.products / 2
+        # XLA:GPU of jax 0.10.2 closes most of the backward's transfers early.
+        if compile_for is aot.v5e or jax.__version_info__ >= (0, 11, 2):
+            assert loop.hidden >= loop.bytes / 3
 
 
 def test_70b_on_one_h200():

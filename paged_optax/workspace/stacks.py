@@ -75,7 +75,11 @@ def kept(stacks: list[Any], slabs: list[Any], i: Int[Array, ""]) -> tuple[Any, A
     """
 
     def write(stacks: list[Any], slabs: list[Any]) -> tuple[Any, Any]:
-        slabs = lax.optimization_barrier(slabs)
+        # Each by itself: what is fetched from the host may come when it is needed.
+        slabs = [
+            new if on_host(x) else lax.optimization_barrier(new)
+            for x, new in zip(stacks, slabs, strict=True)
+        ]
         return [
             x if on_host(x) else put(x, new, i)
             for x, new in zip(stacks, slabs, strict=True)

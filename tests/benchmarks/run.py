@@ -12,6 +12,8 @@ Prints tables and writes them as JSON, with versions and device, to
   whole tree, and paged;
 - eight bits: seconds of `paged_adamw_8bit` on the CPU, beside bitsandbytes' and
   torchao's AdamW8bit where they are installed (`pip install ".[oracle]"`);
+- layerwise: seconds of a training step with one layer's gradients alive, beside an
+  ordinary one;
 - tracing: at Llama 3 8B's 291 leaves, against `optax.adamw`.
 - compiling: the same for an H200, where XLA's compiler for it is installed.
 
@@ -41,7 +43,7 @@ sys.path.insert(0, str(FOLDER.parents[1]))  # this checkout, installed or not
 Row = dict[str, Any]
 
 #: Seconds after which no further part is started.
-BUDGET = 420
+BUDGET = 480
 
 
 # --- Parts: each runs in a process of its own -------------------------------------
@@ -73,6 +75,10 @@ def work(part: str, arguments: dict[str, Any]) -> Any:
         import eight_bits
 
         return eight_bits.measure(**arguments)
+    if part == "layerwise":
+        import layerwise
+
+        return layerwise.measure(**arguments)
     if part == "compiling":
         import compiling
 
@@ -207,6 +213,11 @@ class Benchmark:
         self.collect(
             self.attempt("eight bits", 150, width=width, rounds=rounds, env=cpu)
         )
+        self.say("layerwise: a training step")
+        size = {"hidden": 128, "layers": 2, "rounds": 2}
+        if not self.quick:
+            size = {"hidden": 1024, "layers": 8, "rounds": 9}
+        self.collect(self.attempt("layerwise", 150, **size))
         self.say("tracing, 291 leaves")
         # Shapes alone: the accelerator is not needed, nor its self-check timed.
         self.collect(self.attempt("tracing", 90, quick=self.quick, env=cpu))
@@ -330,6 +341,18 @@ TABLES: dict[str, tuple[str, dict[str, Callable[[Row], str]]]] = {
             "rounds": lambda r: str(r["rounds"]),
             "target": _verdict,
             "off": lambda r: f"{r['share_of_the_way_off']:.1%}",
+        },
+    ),
+    "layerwise": (
+        "A training step with one layer's gradients alive (ratio: to jax.grad)",
+        {
+            "step": lambda r: r["name"],
+            "layers": lambda r: str(r["layers"]),
+            "parameters": lambda r: f"{r['parameters'] / 1e6:.1f} M",
+            "ms": lambda r: _milliseconds(r["seconds"]),
+            "ratio": lambda r: f"{r['ratio']:.2f}",
+            "range": lambda r: _range(r["ratio_range"], ".2f"),
+            "rounds": lambda r: str(r["rounds"]),
         },
     ),
     "tracing": (
