@@ -1,7 +1,7 @@
 """Optimizer states of bitsandbytes and Hugging Face, read and written.
 
-Their 8-bit states are ours, array for array: codes of the dynamic map in the
-parameter's shape, and the largest magnitude of each 256 values.
+Their 8-bit states are ours, byte for byte: codes of the dynamic map in the parameter's
+shape, four of a row in one of our words, and the largest magnitude of each 256 values.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from paged_optax.codecs import Quantized
+from paged_optax.codecs import DynamicInt8, Quantized
 from paged_optax.codecs.maps import dynamic_map
 from paged_optax.state import is_quantized, leaves_of
 
@@ -60,11 +60,15 @@ def to_bitsandbytes(state: optax.OptState) -> dict[str, dict[str, Any]]:
         entry = parts.setdefault(leaf.parameter, {})
         arrays = {f"state{number}": leaf.value}
         if isinstance(leaf.value, Quantized):
-            codes, scales = leaf.value
-            if codes.dtype != jnp.uint8:
+            codes, scales = map(np.asarray, leaf.value)
+            if codes.dtype == np.uint32:
+                codes = codes.view(np.uint8)
+            blocks = -(-codes.size // DynamicInt8.block)
+            if codes.dtype != np.uint8 or scales.size != blocks:
                 raise ValueError(
-                    f"moment {leaf.field} of parameter {leaf.parameter!r} is stored in"
-                    f" {codes.dtype}: bitsandbytes knows dynamic_int8 alone."
+                    f"moment {leaf.field} of parameter {leaf.parameter!r} has"
+                    f" {scales.size} scales and {codes.size} codes of {codes.dtype}:"
+                    " bitsandbytes knows dynamic_int8 alone."
                 )
             arrays = {f"state{number}": codes, f"absmax{number}": scales}
             qmap = np.array(dynamic_map(signed=number == "1"))
@@ -159,6 +163,8 @@ def _read(entry: Mapping[str, Any], leaf: Any) -> Any:
             )
         array = np.asarray(entry[name])
         array = array if position is None else array[position]
+        if old.dtype == np.uint32 and array.dtype == np.uint8:
+            array = np.ascontiguousarray(array).view(np.uint32)
         if (array.shape, array.dtype) != (old.shape, old.dtype):
             raise ValueError(
                 f"{name!r} of parameter {leaf.parameter!r} is"

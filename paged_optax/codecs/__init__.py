@@ -8,6 +8,7 @@ from paged_optax.codecs.dynamic_int4 import DynamicInt4
 from paged_optax.codecs.dynamic_int8 import DynamicInt8
 from paged_optax.codecs.float8_e4m3 import Float8E4M3
 from paged_optax.codecs.float32 import Float32Codec
+from paged_optax.codecs.words import in_words
 
 __all__ = [
     "BFloat16Codec",
@@ -19,6 +20,7 @@ __all__ = [
     "Noise",
     "Quantized",
     "draw",
+    "in_words",
     "named",
 ]
 
