@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_optax.codecs import Codec, in_words, named
+from paged_optax.codecs import Codec, named
 from paged_optax.plan import parameter_of
 
 #: What `paged(codec=...)` takes for one moment.
@@ -129,7 +129,7 @@ def choose(
                 f" {parameters[owner]!r} is {aval.dtype}: leave mu_dtype and its like"
                 " out, the codec says how moments are stored."
             )
-        found.append(in_words(codec, aval.shape))
+        found.append(codec)
     return found
 
 

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from paged_optax.codecs import Codec
+from paged_optax.codecs import Codec, arranged
 from paged_optax.memory import nbytes
+from paged_optax.sharding import Shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Layout:
       codecs: What stores each leaf; None where it is stored as it is.
       counts: The positions of step counts of which each parameter has its own.
       parameters: The structure of the parameters.
+      shards: How each leaf is divided over a mesh; None where it is not.
     """
 
     structure: Any
@@ -35,6 +37,7 @@ class Layout:
     codecs: tuple[Codec | None, ...]
     counts: tuple[int, ...]
     parameters: Any
+    shards: tuple[Shards | None, ...]
 
     @classmethod
     def of(
@@ -42,10 +45,19 @@ class Layout:
         shapes: Any,
         codecs: Sequence[Codec | None],
         params: Any,
+        shards: Sequence[Shards | None],
         *,
         per_parameter_steps: bool,
     ) -> "Layout":
-        """Lays a state out, given the shapes of the transformation's own."""
+        """Lays a state out, given the shapes of the transformation's own.
+
+        Args:
+          shapes: The transformation's own state.
+          codecs: What stores each of its leaves, or None.
+          params: The parameters.
+          shards: How each of its leaves is divided, or None.
+          per_parameter_steps: Whether each parameter has its own step counts.
+        """
         avals, structure = jax.tree.flatten(shapes)
         parameters = jax.tree.structure(params)
         counts = [
@@ -56,12 +68,26 @@ class Layout:
             and x.ndim == 0
             and jnp.issubdtype(x.dtype, jnp.integer)
         ]
-        return cls(structure, tuple(avals), tuple(codecs), tuple(counts), parameters)
+        codecs = [
+            codec and arranged(codec, part.local(x.shape) if part else x.shape)
+            for codec, x, part in zip(codecs, avals, shards, strict=True)
+        ]
+        return cls(
+            structure,
+            tuple(avals),
+            tuple(codecs),
+            tuple(counts),
+            parameters,
+            tuple(shards),
+        )
 
     def stored(self, position: int) -> Any:
         """The shapes and dtypes in which a leaf is stored."""
         codec, aval = self.codecs[position], self.avals[position]
-        return aval if codec is None else codec.stored(aval.shape)
+        if codec is None:
+            return aval
+        shards = self.shards[position]
+        return shards.stored(codec, aval.shape) if shards else codec.stored(aval.shape)
 
     def sizes(self) -> list[int | None]:
         """Bytes of each leaf as it is stored; None for what is no moment."""

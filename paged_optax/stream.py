@@ -29,9 +29,10 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int, UInt32
 
-from paged_optax.codecs import Codec, Noise, Quantized
+from paged_optax.codecs import Codec, Noise, Quantized, are_by_columns
 from paged_optax.memory import DEVICE, HOST, on_host
 from paged_optax.plan import Pages, whole
+from paged_optax.sharding import Place, Shards, on_shards
 
 if TYPE_CHECKING:
     from paged_optax.granularity import Program
@@ -55,18 +56,28 @@ def _open_gate() -> Int[Array, ""]:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("program", "overwrites", "pages", "codecs", "whole_bytes")
+    jax.jit,
+    static_argnames=(
+        "program",
+        "overwrites",
+        "pages",
+        "codecs",
+        "whole_bytes",
+        "shards",
+    ),
 )
 def stream(
     arrays: tuple[Stored, ...],
     gate: Int[Array, ""] | None = None,
     noise: tuple[UInt32[Array, "2"] | None, ...] | None = None,
+    place: UInt32[Array, ""] | None = None,
     *,
     program: "Program",
     overwrites: tuple[int, ...],
     pages: Pages,
     codecs: tuple[Codec | None, ...] = (),
     whole_bytes: bool | None = None,
+    shards: Shards | None = None,
 ) -> tuple[Stored, ...]:
     """Runs a program over one leaf, page by page, in place.
 
@@ -76,20 +87,42 @@ def stream(
         are given to every page whole.
       gate: 1 to update the leaf; 0 to leave it, moving nothing. None always updates.
       noise: For each result the random words that its codec rounds by, or None.
+      place: The position in the flattened leaf of the first value here; None: 0.
       program: What to compute on a page; see `granularity.Program`.
       overwrites: For each of its results, the position of the array it replaces,
         of the same shape and dtype.
-      pages: The geometry.
+      pages: The geometry; of one shard, where there are shards.
       codecs: What stores each of `arrays`, or None; empty where nothing is coded.
       whole_bytes: Whether codes of one byte travel whole, before the first page and
         after the last. None: on TPUs alone, where XLA cannot slice a host array of
         them: it copies all of it to the device and back, in another tiling, for each
         page (libtpu 0.0.51).
+      shards: How the leaf is divided over a mesh: each device pages its own shard.
 
     Returns:
       The new arrays, in the order of the results, each in the memory space of the
       array it replaces.
     """
+    codecs = codecs or (None,) * len(arrays)
+    if shards is not None:
+
+        def on_one(place: Place, arrays: Any, scalars: Any) -> tuple[Stored, ...]:
+            gate, noise = scalars
+            noise = jax.tree.map(lambda words: words + place.part, noise)
+            return stream(
+                arrays,
+                gate,
+                noise,
+                place.start,
+                program=program,
+                overwrites=overwrites,
+                pages=pages,
+                codecs=codecs,
+            )
+
+        return on_shards(
+            on_one, shards, arrays, codecs, pages.leaf, overwrites, (gate, noise)
+        )
     if not pages.aligned:
         again = functools.partial(
             stream, program=program, overwrites=overwrites, codecs=codecs
@@ -98,6 +131,7 @@ def stream(
             arrays,
             gate,
             noise,
+            place,
             tpu=functools.partial(again, pages=whole(pages.leaf)),
             default=functools.partial(
                 again, pages=dataclasses.replace(pages, aligned=True)
@@ -111,10 +145,10 @@ def stream(
             arrays,
             gate,
             noise,
+            place,
             tpu=functools.partial(again, whole_bytes=True),
             default=functools.partial(again, whole_bytes=False),
         )
-    codecs = codecs or (None,) * len(arrays)
     targets = tuple(dict.fromkeys(overwrites))
     leaves = [
         _Leaf(x, pages, codec, bool(whole_bytes))
@@ -143,7 +177,7 @@ def stream(
             if any(codecs):
                 results = lax.optimization_barrier(results)
             return tuple(
-                leaves[position].encode(result, start, word)
+                leaves[position].encode(result, start, word, place)
                 for position, result, word in zip(
                     overwrites, results, words, strict=True
                 )
@@ -228,6 +262,7 @@ class _Leaf:
 
     def __init__(self, x: Stored, pages: Pages, codec: Codec | None, whole_bytes: bool):
         self.pages, self.codec = pages, codec
+        self.by_columns = codec is not None and are_by_columns(codec)
         stored = (
             _Held(x.codes, x.scales) if isinstance(x, Quantized) else _Held(x, None)
         )
@@ -241,12 +276,20 @@ class _Leaf:
             # A codec may put several values of the last axis into one.
             last = pages.view[-1:] if self.shape == pages.leaf else self.shape[-1:]
             codes = stored.codes.reshape(*pages.view[:-1], *last)
-            self.view = stored._replace(codes=codes)
+            scales = stored.scales
+            if self.by_columns and scales is not None:
+                scales = scales.reshape(scales.shape[0], *pages.view[:-1])
+            self.view = _Held(codes, scales)
 
     def restore(self, x: _Held) -> Stored:
         """What was given, back in its own shape."""
         codes = x.codes.reshape(self.shape)
-        return codes if x.scales is None else Quantized(codes, x.scales)
+        if x.scales is None:
+            return codes
+        scales = x.scales
+        if self.by_columns:
+            scales = scales.reshape(scales.shape[0], *self.shape[:-1])
+        return Quantized(codes, scales)
 
     def read(self, x: _Held, start: Int[Array, ""] | int, size: int) -> _Held:
         """A page as it is stored, in device memory."""
@@ -254,7 +297,8 @@ class _Leaf:
         if self._sliced(size):
             codes = lax.dynamic_slice_in_dim(codes, start, size, self.pages.axis)
             if scales is not None:
-                scales = lax.dynamic_slice_in_dim(scales, *self._blocks(start, size))
+                first, count, axis = self._blocks(start, size)
+                scales = lax.dynamic_slice_in_dim(scales, first, count, axis)
         return _Held(jax.device_put(codes, DEVICE) if self.travels else codes, scales)
 
     def write(
@@ -275,9 +319,8 @@ class _Leaf:
         else:
             codes = put(x.codes, codes, sizes=[size])
         if scales is not None and x.scales is not None:
-            scales = lax.dynamic_update_slice_in_dim(
-                x.scales, scales, self._blocks(start, size)[0], 0
-            )
+            first, _, axis = self._blocks(start, size)
+            scales = lax.dynamic_update_slice_in_dim(x.scales, scales, first, axis)
         return _Held(codes, scales)
 
     def _put(
@@ -303,12 +346,17 @@ class _Leaf:
         return self.codec.decode(stored, shape)
 
     def encode(
-        self, page: Array, start: Int[Array, ""] | int, words: Array | None
+        self,
+        page: Array,
+        start: Int[Array, ""] | int,
+        words: Array | None,
+        place: UInt32[Array, ""] | None,
     ) -> _Held:
         """What is stored of a result."""
         if self.codec is None:
             return _Held(page, None)
         first = jnp.asarray(start, jnp.uint32) * np.uint32(self._values % 2**32)
+        first = first if place is None else first + place
         noise = None if words is None else Noise(words, first)
         stored = self.codec.encode(page, noise)
         if isinstance(stored, Quantized):
@@ -332,17 +380,19 @@ class _Leaf:
         pages = self.pages
         return math.prod(pages.view[pages.axis + 1 :]) if pages.count else 1
 
-    def _blocks(self, start: Int[Array, ""] | int, size: int) -> tuple[Any, int]:
-        """The first block of a page, and how many it has."""
+    def _blocks(self, start: Int[Array, ""] | int, size: int) -> tuple[Any, int, int]:
+        """The first scales of a page, how many it has, and along which axis."""
         assert self.codec is not None
+        if self.by_columns:
+            return start, size, self.pages.axis + 1
         together = math.gcd(self.codec.block, self._values)
         entries = self.codec.block // together  # that are whole blocks
         first = start // np.int32(entries) * np.int32(self._values // together)
-        return first, -(-size * self._values // self.codec.block)
+        return first, -(-size * self._values // self.codec.block), 0
 
 
 @functools.partial(
-    jax.jit, static_argnames=("program", "pages", "dtype", "codec", "host")
+    jax.jit, static_argnames=("program", "pages", "dtype", "codec", "host", "shards")
 )
 def fill(
     arrays: tuple[Array, ...],
@@ -353,6 +403,7 @@ def fill(
     dtype: jnp.dtype,
     codec: Codec | None = None,
     host: bool = True,
+    shards: Shards | None = None,
 ) -> Stored:
     """Makes one leaf, page by page.
 
@@ -363,14 +414,35 @@ def fill(
       arrays: The program's arguments.
       noise: The random words that the codec rounds by, or None.
       program: What makes a page; its only result is the leaf.
-      pages: The geometry.
+      pages: The geometry; of one shard, where there are shards.
       dtype: The leaf's dtype, as the program makes it.
       codec: What stores it, or None.
       host: Whether it is made in host memory.
+      shards: How the leaf is divided over a mesh: each device makes its own shard.
 
     Returns:
       The leaf.
     """
+    if shards is not None:
+
+        def run(place: Place, arrays: Any, noise: Any) -> tuple[Stored]:
+            made = fill(
+                arrays,
+                noise,
+                program=program,
+                pages=pages,
+                dtype=dtype,
+                codec=codec,
+                host=host,
+            )
+            return (made,)
+
+        codecs = [None] * len(arrays)
+        shape = tuple(n * d for n, d in zip(pages.leaf, shards.divisions, strict=True))
+        like = jax.ShapeDtypeStruct(shape, dtype)
+        result = codec, shards.stored(codec, shape) if codec else like
+        (leaf,) = on_shards(run, shards, arrays, codecs, pages.leaf, [result], noise)
+        return leaf
     stored = jax.ShapeDtypeStruct(pages.leaf, dtype)
     if codec is not None:
         stored = codec.stored(pages.leaf)
@@ -379,6 +451,7 @@ def fill(
         (*arrays, jax.device_put(blank, HOST) if host else blank),
         None,
         None if noise is None else (noise,),
+        None,
         program=program,
         overwrites=(len(arrays),),
         pages=pages,

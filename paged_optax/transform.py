@@ -37,6 +37,7 @@ from paged_optax.plan import (
 )
 from paged_optax.precision import counted, in_float32, with_master_weights
 from paged_optax.selfcheck import check_backend
+from paged_optax.sharding import Known, Shards
 from paged_optax.stream import fill, stream
 
 _keystr = jax.tree_util.keystr
@@ -49,6 +50,7 @@ def paged(
     device_budget: int | str | None = "0B",
     min_paged_size: int | str = "256KiB",
     host_memory_kind: str = "pinned_host",
+    shardings: Any = None,
     per_parameter_steps: bool = False,
     codec: CodecLike | Mapping[str, CodecLike | Mapping[str, CodecLike]] = None,
     master_dtype: Any = None,
@@ -90,6 +92,9 @@ def paged(
         kilobytes costs its latency, and saves nothing.
       host_memory_kind: `"pinned_host"`, or `"auto"` to keep the moments on the device
         where a backend has no pinned host memory.
+      shardings: The parameters' shardings over a mesh, a pytree of `NamedSharding` or
+        `PartitionSpec` of their structure or a prefix of it, where they cannot be read
+        off the arrays: see `paged_optax.sharding`.
       per_parameter_steps: Whether each parameter counts its own steps, for its bias
         corrections and schedules. Each integer scalar of the state is then a tree of
         the parameters' structure.
@@ -146,7 +151,8 @@ def paged(
         inner = in_float32(inner)
     if draws(rules):
         inner = counted(inner)
-    pager = _Pager(inner, configuration, rules, per_parameter_steps)
+    known = Known(shardings)
+    pager = _Pager(inner, configuration, rules, per_parameter_steps, known)
     return optax.GradientTransformationExtraArgs(pager.init, pager.update)
 
 
@@ -159,12 +165,14 @@ class _Pager:
         configuration: Configuration,
         rules: dict[str, Any],
         per_parameter_steps: bool,
+        known: Known,
     ):
         self.inner = inner
+        self.known = known
         self.configuration = configuration
         self.rules = rules
         self.per_parameter_steps = per_parameter_steps
-        self._eager = jax.jit(self._stream, static_argnames=("static",))
+        self._eager = jax.jit(self._stream, static_argnames=("static", "shards"))
 
     def init(self, params: optax.Params) -> optax.OptState:
         """The state of `inner`, its larger arrays in host memory."""
@@ -172,9 +180,11 @@ class _Pager:
         paths, leaves = _paths(params)
         for path, leaf in zip(paths, leaves, strict=True):
             _refuse_dtype(path, leaf)
+        self.known.remember(paths, leaves)
+        shards = self.known.find(paths, leaves)
         closed, shapes = granularity.trace(self.inner.init, params)
         state_paths, avals = _paths(shapes)
-        layout = self.layout(params, shapes)
+        layout = self.layout(params, shapes, shards)
         owners = parameter_of(state_paths, paths)
         budget = self.configuration.budget(parameters=nbytes(leaves))
         stays = resident(
@@ -189,7 +199,7 @@ class _Pager:
         like = jax.tree.map(granularity.abstract, params)
         record(
             self.configuration,
-            lambda extra_args: self.moments(like, shapes, stays, extra_args),
+            lambda extra_args: self.moments(like, shapes, stays, shards, extra_args),
         )
         analysis = granularity.analyse(
             closed, [None] * len(leaves), [None] * len(avals), str
@@ -197,17 +207,18 @@ class _Pager:
 
         def run_leaf(leaf: granularity.LeafUpdate, inputs: list[Any]) -> list[Any]:
             (position,) = leaf.outputs
-            codec = layout.codecs[position]
-            if stays[position] and codec is None:
+            codec, divided = layout.codecs[position], layout.shards[position]
+            if stays[position] and codec is None and divided is None:
                 return leaf.program(inputs)
             made = fill(
                 tuple(inputs),
                 jnp.zeros(2, jnp.uint32) if codec and codec.draws else None,
                 program=leaf.program,
-                pages=self.pages(leaf, [layout.stored(position)], [codec]),
+                pages=self.pages(leaf, [layout.stored(position)], [codec], divided),
                 dtype=avals[position].dtype,
                 codec=codec,
                 host=not stays[position],
+                shards=divided,
             )
             return [made]
 
@@ -239,8 +250,9 @@ class _Pager:
     ) -> tuple[optax.Updates, optax.OptState]:
         """Streams the state past the gradients; returns updates and the new state."""
         if granularity.is_seen_through():
-            leaves, _ = self.layout(updates, state).take_apart(state)
-            plain = self.layout(updates, state).blank(leaves)
+            layout = self.layout(updates, state, self.shards(updates, params))
+            leaves, _ = layout.take_apart(state)
+            plain = layout.blank(leaves)
             return self.inner.update(updates, plain, params, **extra_args)
         _refuse_host("gradient", updates)
         _refuse_host("parameter", params)
@@ -255,11 +267,12 @@ class _Pager:
             }
         )
         arguments = (_arrays(updates), state, _arrays(params), arrays)
+        shards = self.shards(arguments[0], arguments[2])
         if static.needs_tracing or any(
             isinstance(x, Tracer) for x in jax.tree.leaves(arguments)
         ):
-            return self._stream(*arguments, static=static)
-        return self._eager(*arguments, static=static)
+            return self._stream(*arguments, static=static, shards=shards)
+        return self._eager(*arguments, static=static, shards=shards)
 
     def _stream(
         self,
@@ -269,9 +282,10 @@ class _Pager:
         arrays: list[Any],
         *,
         static: "_Static",
+        shards: tuple[Shards | None, ...],
     ) -> tuple[optax.Updates, optax.OptState]:
         gradients = jax.tree.leaves(updates)
-        layout = self.layout(updates, state)
+        layout = self.layout(updates, state, shards)
         try:
             leaves, own = layout.take_apart(state)
         except ValueError as error:
@@ -323,6 +337,10 @@ class _Pager:
                 for x, codec in zip(buffers, coded, strict=True)
                 if codec is not None or on_host(x)
             ]
+            divided = None
+            if leaf.owner is not None and leaf.program.elementwise:
+                same = leaf.shape == gradients[leaf.owner].shape
+                divided = shards[leaf.owner] if same else None
             if not moving:
                 return leaf.program(inputs)
             streamed.update(leaf.outputs)
@@ -330,10 +348,14 @@ class _Pager:
                 tuple(buffers),
                 None if gate is True else gate.astype(jnp.int32),
                 _noise(leaves, leaf.outputs, [coded[i] for i in overwrites]),
+                None,
                 program=leaf.program,
                 overwrites=tuple(overwrites),
-                pages=self.pages(leaf, *zip(*moving, strict=True)),
+                pages=self.pages(
+                    leaf, [x for x, _ in moving], [c for _, c in moving], divided
+                ),
                 codecs=tuple(coded),
+                shards=divided,
             )
 
         results = analysis.evaluate(arguments, run_leaf, own)
@@ -355,7 +377,14 @@ class _Pager:
                     results[position] = jax.device_put(results[position], HOST)
         return jax.tree.unflatten(structure, results)
 
-    def layout(self, params: Any, state: Any) -> Layout:
+    def shards(self, *trees: Any) -> tuple[Shards | None, ...]:
+        """How each parameter is divided, given arrays of the parameters' shapes."""
+        paths = _paths(trees[0])[0]
+        return self.known.find(paths, *map(jax.tree.leaves, trees))
+
+    def layout(
+        self, params: Any, state: Any, shards: Sequence[Shards | None]
+    ) -> Layout:
         """The layout of a state of `inner`, or of one made by `init`."""
         shapes = state
         if self.rules or self.per_parameter_steps:
@@ -363,10 +392,17 @@ class _Pager:
                 self.inner.init, jax.tree.map(granularity.abstract, params)
             )
         paths, avals = _paths(shapes)
+        parameter_paths, parameters = _paths(params)
+        owners = parameter_of(paths, parameter_paths)
+        divided = [
+            None if i is None or x.shape != parameters[i].shape else shards[i]
+            for i, x in zip(owners, avals, strict=True)
+        ]
         return Layout.of(
             shapes,
-            choose(self.rules, paths, avals, _paths(params)[0]),
+            choose(self.rules, paths, avals, parameter_paths),
             params,
+            divided,
             per_parameter_steps=self.per_parameter_steps,
         )
 
@@ -375,22 +411,24 @@ class _Pager:
         leaf: granularity.LeafUpdate,
         stored: Sequence[Any],
         codecs: Sequence[Codec | None],
+        shards: Shards | None = None,
     ) -> Pages:
         """The geometry of a leaf, given its moments that travel or are coded."""
+        shape = shards.local(leaf.shape) if shards else leaf.shape
         if not leaf.program.elementwise or not stored:
-            return whole(leaf.shape)
+            return whole(shape)
         itemsizes: list[int] = []
         block = 1
         for x, codec in zip(stored, codecs, strict=True):
             codes = jax.tree.leaves(x)[0]
             itemsizes.append(codes.dtype.itemsize)
             if codec is not None:
-                if len(leaf.shape) == 1 and codes.shape != leaf.shape:
-                    return whole(leaf.shape)  # several values a code, and no rows
+                if len(shape) == 1 and codes.shape != leaf.shape:
+                    return whole(shape)  # several values a code, and no rows
                 itemsizes.append(4)  # a page is one of float32, to `inner`
                 block = math.lcm(block, codec.block)
         page_size = self.configuration.page_size
-        return cut(leaf.shape, tuple(itemsizes), page_size, block)
+        return cut(shape, tuple(itemsizes), page_size, block)
 
     def analyse(
         self,
@@ -445,10 +483,15 @@ class _Pager:
         return analysis, jax.tree.structure(shapes)
 
     def moments(
-        self, params: Any, shapes: Any, stays: Sequence[bool], extra: dict[str, Any]
+        self,
+        params: Any,
+        shapes: Any,
+        stays: Sequence[bool],
+        shards: Sequence[Shards | None],
+        extra: dict[str, Any],
     ) -> list[Moment]:
         """What `init` places where, and how `update` will cut it, for `plan`."""
-        layout = self.layout(params, shapes)
+        layout = self.layout(params, shapes, shards)
         analysis, _ = self.analyse(
             params, shapes, params, *_split({"extra_args": extra})
         )

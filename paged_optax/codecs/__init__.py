@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 
+from paged_optax.codecs.arranged import Arranged, are_by_columns, arranged, codes_of
 from paged_optax.codecs.bfloat16 import BFloat16Codec
 from paged_optax.codecs.codec import Codec, Noise, Quantized, draw
 from paged_optax.codecs.dynamic_int4 import DynamicInt4
 from paged_optax.codecs.dynamic_int8 import DynamicInt8
 from paged_optax.codecs.float8_e4m3 import Float8E4M3
 from paged_optax.codecs.float32 import Float32Codec
-from paged_optax.codecs.words import in_words
 
 __all__ = [
+    "Arranged",
     "BFloat16Codec",
     "Codec",
     "DynamicInt4",
@@ -19,8 +20,10 @@ __all__ = [
     "Float8E4M3",
     "Noise",
     "Quantized",
+    "are_by_columns",
+    "arranged",
+    "codes_of",
     "draw",
-    "in_words",
     "named",
 ]
 
