@@ -18,6 +18,7 @@ from paged_optax.memory import (
     host_pool_bytes,
     resolve_host_memory_kind,
 )
+from paged_optax.sharding import stated
 from paged_optax.table import readable_bytes, table
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
@@ -432,7 +433,8 @@ def recorded(
     token = _recording.set(found)
     try:
         # A new function each time: JAX would not run one again that it has traced.
-        jax.eval_shape(lambda params: tx.init(params), params)
+        with stated(params):
+            jax.eval_shape(lambda params: tx.init(params), params)
     finally:
         _recording.reset(token)
     if not found:

@@ -203,6 +203,62 @@ def on_shards(
     )(arrays, scalars)
 
 
+def automatically(function: Callable[..., Any], results: Sequence[Any]) -> Any:
+    """Lets XLA divide what a function does on a mesh of explicit axes.
+
+    Args:
+      function: Of arrays, traced as if nothing were divided.
+      results: Arrays that its results are divided like; None for a scalar.
+    """
+    types: list[Any] = [None if x is None else jax.typeof(x).sharding for x in results]
+    mesh = next((x.mesh for x in types if _is_explicit(x)), None)
+    if mesh is None:
+        return function
+    specs = (PartitionSpec() if x is None else x.spec for x in types)
+    # The mesh is stated too: without one around, `auto_axes` would do nothing.
+    out_sharding = tuple(NamedSharding(mesh, spec) for spec in specs)
+    return jax.sharding.auto_axes(function, out_sharding=out_sharding)
+
+
+def explicitly(
+    program: Callable[..., Sequence[Any]],
+    arrays: Sequence[Any],
+    shards: Shards | None,
+    results: Sequence[Any],
+) -> Sequence[Any]:
+    """Runs a leaf's program where it is, on a mesh of explicit axes too.
+
+    Its equations were traced as if nothing were divided: those that fill an array would
+    make one of another type than the leaf's.
+
+    Args:
+      program: Of arrays, and the shape of a shard.
+      arrays: Its arguments.
+      shards: How the leaf is divided, where the program is element by element.
+      results: Arrays that its results are divided like; None for a scalar.
+    """
+    if not any(_is_explicit(jax.typeof(x).sharding) for x in arrays):
+        return program(arrays)
+    if shards is None:
+        made = automatically(lambda *arrays: tuple(program(arrays)), results)(*arrays)
+        return list(made)
+    shape = next(x.shape for x in arrays if x.ndim == len(shards.axes))
+    local = shards.local(shape)
+    return on_shards(
+        lambda place, arrays, scalars: tuple(program(arrays, local)),
+        shards,
+        tuple(arrays),
+        [None] * len(arrays),
+        local,
+        [(None, jax.ShapeDtypeStruct(shape, jnp.float32))] * len(results),
+    )
+
+
+def _is_explicit(sharding: Any) -> bool:
+    mesh = getattr(sharding, "mesh", None)
+    return AxisType.Explicit in getattr(mesh, "axis_types", ())
+
+
 def _index(shards: Shards, names: tuple[str, ...]) -> UInt32[Array, ""]:
     sizes, number = dict(shards.mesh.shape), jnp.uint32(0)
     for name in names:
@@ -276,7 +332,7 @@ class Known:
         for x in arrays:
             sharding: Any = getattr(jax.typeof(x), "sharding", None)
             types = set(getattr(getattr(sharding, "mesh", None), "axis_types", ()))
-            if types == {AxisType.Explicit}:
+            if types == {AxisType.Explicit}:  # what a mix does not say, others may
                 mesh = getattr(getattr(x, "sharding", None), "mesh", sharding.mesh)
                 return Shards.of(NamedSharding(mesh, sharding.spec), shape)
             if AxisType.Manual in types:
@@ -321,6 +377,24 @@ class Known:
 _stated: contextvars.ContextVar[dict[_Key, Shards | None] | None] = (
     contextvars.ContextVar("paged_optax_stated", default=None)
 )
+
+
+def explicit(params: Any) -> Any:
+    """Shapes of the parameters, of which a trace says how everything is divided."""
+
+    def typed(x: Any) -> jax.ShapeDtypeStruct:
+        sharding: Any = getattr(x, "sharding", None)
+        if Shards.of(sharding, x.shape) is None:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        mesh = AbstractMesh(
+            sharding.mesh.axis_sizes,
+            sharding.mesh.axis_names,
+            axis_types=(AxisType.Explicit,) * len(sharding.mesh.axis_names),
+        )
+        sharding = NamedSharding(mesh, sharding.spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(typed, params)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from paged_optax.memory import (
     on_host,
 )
 from paged_optax.plan import parameter_of, recorded
+from paged_optax.sharding import explicit, stated
 
 #: A path string, or a JAX key path.
 Path = str | tuple[Any, ...]
@@ -519,8 +520,11 @@ def abstract_state(
       >>> state[0].mu["w"].sharding.memory_kind
       'pinned_host'
     """
-    # A new function each time: JAX would not run one again that it has traced.
-    closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(params)
+    with stated(params):
+        # A new function each time: JAX would not run one again that it has traced.
+        closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(
+            explicit(params)
+        )
     stored, structure = jax.tree_util.tree_flatten_with_path(
         shapes, is_leaf=is_quantized
     )
@@ -530,10 +534,12 @@ def abstract_state(
     avals = iter(closed.out_avals)
 
     def place(x: Any, parameter: Any) -> jax.ShapeDtypeStruct:
-        sharding = default
+        sharding, aval = default, next(avals)
         if parameter is not None and parameter.shape == x.shape:
             sharding = getattr(parameter, "sharding", None) or default
-        kind = PINNED_HOST if on_host(next(avals)) else memory_kinds()[0]
+        elif isinstance(default, NamedSharding) and default.mesh.size > 1:
+            sharding = NamedSharding(default.mesh, aval.sharding.spec)
+        kind = PINNED_HOST if on_host(aval) else memory_kinds()[0]
         sharding = sharding.with_memory_kind(kind)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 

@@ -1,6 +1,7 @@
 """`paged`: any Optax transformation, its state in host memory."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,7 +38,7 @@ from paged_optax.plan import (
 )
 from paged_optax.precision import counted, in_float32, with_master_weights
 from paged_optax.selfcheck import check_backend
-from paged_optax.sharding import Known, Shards
+from paged_optax.sharding import Known, Shards, automatically, explicitly
 from paged_optax.stream import fill, stream
 
 _keystr = jax.tree_util.keystr
@@ -342,13 +343,10 @@ class _Pager:
                 same = leaf.shape == gradients[leaf.owner].shape
                 divided = shards[leaf.owner] if same else None
             if not moving:
-                return leaf.program(inputs)
+                return explicitly(leaf.program, inputs, divided, olds)
             streamed.update(leaf.outputs)
-            return stream(
-                tuple(buffers),
-                None if gate is True else gate.astype(jnp.int32),
-                _noise(leaves, leaf.outputs, [coded[i] for i in overwrites]),
-                None,
+            run = functools.partial(
+                stream,
                 program=leaf.program,
                 overwrites=tuple(overwrites),
                 pages=self.pages(
@@ -356,6 +354,12 @@ class _Pager:
                 ),
                 codecs=tuple(coded),
                 shards=divided,
+            )
+            run = run if divided else automatically(run, olds)
+            return run(
+                tuple(buffers),
+                None if gate is True else gate.astype(jnp.int32),
+                _noise(leaves, leaf.outputs, [coded[i] for i in overwrites]),
             )
 
         results = analysis.evaluate(arguments, run_leaf, own)
