@@ -61,6 +61,7 @@ def to_bitsandbytes(state: optax.OptState) -> dict[str, dict[str, Any]]:
         arrays = {f"state{number}": leaf.value}
         if isinstance(leaf.value, Quantized):
             codes, scales = map(np.asarray, leaf.value)
+            scales = _in_order(scales)
             if codes.dtype == np.uint32:
                 codes = codes.view(np.uint8)
             blocks = -(-codes.size // DynamicInt8.block)
@@ -165,6 +166,8 @@ def _read(entry: Mapping[str, Any], leaf: Any) -> Any:
         array = array if position is None else array[position]
         if old.dtype == np.uint32 and array.dtype == np.uint8:
             array = np.ascontiguousarray(array).view(np.uint32)
+        if name.startswith("absmax") and old.ndim > 1 and array.size == old.size:
+            array = np.moveaxis(array.reshape(*old.shape[1:], -1), -1, 0)
         if (array.shape, array.dtype) != (old.shape, old.dtype):
             raise ValueError(
                 f"{name!r} of parameter {leaf.parameter!r} is"
@@ -173,6 +176,11 @@ def _read(entry: Mapping[str, Any], leaf: Any) -> Any:
             )
         found.append(_like(array, old))
     return Quantized(*found) if isinstance(leaf.value, Quantized) else found[0]
+
+
+def _in_order(scales: np.ndarray) -> np.ndarray:
+    """Scales of the flattened moment; ours are `[blocks of a row, *rows]`."""
+    return np.moveaxis(scales, 0, -1).reshape(-1) if scales.ndim > 1 else scales
 
 
 def _like(array: Any, old: Any) -> Any:

@@ -5,9 +5,12 @@ Where a leaf lives is part of its JAX type: `jax.typeof(x).memory_space` is
 0.10.2 and 0.12.0.1). Everything here reads that type; nothing keeps books.
 """
 
+import contextlib
+import contextvars
 import functools
 import math
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,6 +34,26 @@ def on_host(x: Any) -> bool:
     x = x if isinstance(x, ShapedArray) else jax.tree.leaves(x)[0]
     aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
     return aval.memory_space == HOST
+
+
+_fetched: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "paged_optax_fetched", default=False
+)
+
+
+@contextlib.contextmanager
+def fetched() -> Iterator[None]:
+    """Says that the moments of an update within are on the device on purpose."""
+    token = _fetched.set(True)
+    try:
+        yield
+    finally:
+        _fetched.reset(token)
+
+
+def are_fetched() -> bool:
+    """Whether `fetched` is around."""
+    return _fetched.get()
 
 
 def nbytes(tree: Any) -> int:

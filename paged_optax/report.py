@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from paged_optax.sharding import UNSHARDED
 from paged_optax.table import readable_bytes, table
 
 # An asynchronous copy between memory spaces in optimized HLO. XLA marks buffers in
@@ -32,6 +33,8 @@ class MemoryReport:
       transfers: Asynchronous transfers to or from host memory in the program's text.
       host_known: Whether this backend tells host from device memory. XLA:CPU does
         not: everything counts as device memory there.
+      unsharded: Whether it is a program of several devices that pages leaves whose
+        shardings were not known: XLA then gathers pages from all devices.
       hlo: The optimized program.
     """
 
@@ -45,6 +48,7 @@ class MemoryReport:
     host_temp: int
     transfers: int
     host_known: bool = True
+    unsharded: bool = False
     hlo: str = dataclasses.field(default="", repr=False)
 
     @property
@@ -79,6 +83,7 @@ class MemoryReport:
             read("host_temp"),
             len(_TRANSFER.findall(hlo)),
             host_known,
+            bool(re.search(r"num_partitions=(?!1\b)", hlo)) and UNSHARDED in hlo,
             hlo,
         )
 
@@ -93,9 +98,17 @@ class MemoryReport:
             for space in spaces
         ]
         text = table(("memory", *names[:3], "scratch", "peak"), rows)
+        notes = [f"transfers in the program: {self.transfers}"]
         if not self.host_known:
-            return f"{text}\n\nThis backend does not tell host from device memory."
-        return f"{text}\n\ntransfers in the program: {self.transfers}"
+            notes = ["This backend does not tell host from device memory."]
+        if self.unsharded:
+            notes.append(
+                "Paging fell back: the shardings of some parameters are not known here,"
+                " and XLA gathers\ntheir pages. Pass paged(..., shardings=...), make"
+                " the state with tx.init on the sharded\nparameters, or use a mesh of"
+                " explicit axes."
+            )
+        return "\n\n".join((text, *notes))
 
 
 def memory_report(compiled: jax.stages.Compiled) -> MemoryReport:

@@ -31,6 +31,10 @@ from jaxtyping import UInt32
 from paged_optax.codecs import Codec, Quantized, are_by_columns
 from paged_optax.memory import PINNED_HOST
 
+#: The scope in which a leaf is paged of which no sharding is known. On one device that
+#: is as it should be; a program of several is slow there, and `memory_report` says so.
+UNSHARDED = "paged_optax_without_shardings"
+
 _keystr = jax.tree_util.keystr
 _Key = tuple[str, tuple[int, ...]]
 
@@ -210,14 +214,15 @@ def automatically(function: Callable[..., Any], results: Sequence[Any]) -> Any:
       function: Of arrays, traced as if nothing were divided.
       results: Arrays that its results are divided like; None for a scalar.
     """
-    types: list[Any] = [None if x is None else jax.typeof(x).sharding for x in results]
+    types = [jax.typeof(x).sharding for x in jax.tree.leaves(list(results))]
     mesh = next((x.mesh for x in types if _is_explicit(x)), None)
     if mesh is None:
         return function
-    specs = (PartitionSpec() if x is None else x.spec for x in types)
     # The mesh is stated too: without one around, `auto_axes` would do nothing.
-    out_sharding = tuple(NamedSharding(mesh, spec) for spec in specs)
-    return jax.sharding.auto_axes(function, out_sharding=out_sharding)
+    whole = NamedSharding(mesh, PartitionSpec())
+    like = lambda x: NamedSharding(mesh, jax.typeof(x).sharding.spec)
+    shardings = tuple(whole if x is None else jax.tree.map(like, x) for x in results)
+    return jax.sharding.auto_axes(function, out_sharding=shardings)
 
 
 def explicitly(

@@ -1,8 +1,10 @@
 """`paged`: any Optax transformation, its state in host memory."""
 
+import contextlib
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from paged_optax.memory import (
     DEVICE,
     HOST,
     PINNED_HOST,
+    are_fetched,
     nbytes,
     on_host,
     resolve_host_memory_kind,
@@ -38,8 +41,15 @@ from paged_optax.plan import (
 )
 from paged_optax.precision import counted, in_float32, with_master_weights
 from paged_optax.selfcheck import check_backend
-from paged_optax.sharding import Known, Shards, automatically, explicitly
+from paged_optax.sharding import (
+    UNSHARDED,
+    Known,
+    Shards,
+    automatically,
+    explicitly,
+)
 from paged_optax.stream import fill, stream
+from paged_optax.table import readable_bytes
 
 _keystr = jax.tree_util.keystr
 
@@ -292,6 +302,7 @@ class _Pager:
         except ValueError as error:
             _refuse_state(self.inner, updates, state, error)
             raise
+        self.warn_of_moved(layout, leaves)
         seen = layout.seen(leaves)
         analysis, structure = self.analyse(updates, seen, params, arrays, static)
         first = len(gradients)  # of the state's leaves, among arguments and results
@@ -356,11 +367,13 @@ class _Pager:
                 shards=divided,
             )
             run = run if divided else automatically(run, olds)
-            return run(
-                tuple(buffers),
-                None if gate is True else gate.astype(jnp.int32),
-                _noise(leaves, leaf.outputs, [coded[i] for i in overwrites]),
-            )
+            alone = divided is None and leaf.program.elementwise
+            with jax.named_scope(UNSHARDED) if alone else contextlib.nullcontext():
+                return run(
+                    tuple(buffers),
+                    None if gate is True else gate.astype(jnp.int32),
+                    _noise(leaves, leaf.outputs, [coded[i] for i in overwrites]),
+                )
 
         results = analysis.evaluate(arguments, run_leaf, own)
         owners = {p: leaf.owner for leaf in analysis.leaves for p in leaf.outputs}
@@ -380,6 +393,34 @@ class _Pager:
                     # Handed through, or shared by all: where the old value lives.
                     results[position] = jax.device_put(results[position], HOST)
         return jax.tree.unflatten(structure, results)
+
+    def warn_of_moved(self, layout: Layout, leaves: Sequence[Any]) -> None:
+        """Reports moments on the device that the budget has no room for."""
+        budget = self.configuration.device_budget
+        if not isinstance(budget, int) or are_fetched():
+            return
+        if resolve_host_memory_kind(self.configuration.host_memory_kind) != PINNED_HOST:
+            return
+        paths, _ = _paths(jax.tree.unflatten(layout.structure, range(len(leaves))))
+        moved = [
+            (path, size)
+            for path, x, size in zip(paths, leaves, layout.sizes(), strict=True)
+            if size is not None
+            and size >= self.configuration.min_paged_size
+            and not on_host(x)
+        ]
+        total = sum(size for _, size in moved)
+        if total > budget:
+            warnings.warn(
+                f"{len(moved)} moments of {readable_bytes(total)} are in device memory,"
+                f" state{_keystr(moved[0][0])} first, and device_budget="
+                f"{readable_bytes(budget)} leaves them no room: a jax.device_put, a"
+                " restore or out_shardings without a memory kind moved them. Put the"
+                " state back by jax.device_put(state, shardings), with the shardings of"
+                " paged_optax.abstract_state(tx, params); or, if they are to stay,"
+                " pass device_budget=None.",
+                stacklevel=2,
+            )
 
     def shards(self, *trees: Any) -> tuple[Shards | None, ...]:
         """How each parameter is divided, given arrays of the parameters' shapes."""

@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 from paged_optax import granularity
 from paged_optax.codecs import Quantized
-from paged_optax.memory import DEVICE, HOST, on_host
+from paged_optax.memory import DEVICE, HOST, fetched, on_host
 from paged_optax.plan import parameter_of
 from paged_optax.state import is_quantized
 from paged_optax.workspace.stacks import finished, goes_in_slabs, put, slab
@@ -206,11 +206,12 @@ class Applied:
                 if absent
                 else x
             )
-        made, new = self.tx.update(
-            jax.tree.unflatten(self.params_structure, updates),
-            jax.tree.unflatten(structure, given),
-            tree,
-        )
+        with fetched():
+            made, new = self.tx.update(
+                jax.tree.unflatten(self.params_structure, updates),
+                jax.tree.unflatten(structure, given),
+                tree,
+            )
         tree = optax.apply_updates(tree, made)
         new = jax.tree.leaves(new, is_leaf=is_quantized)
         choice = self.slabbed if wanted_params is None else wanted_params
@@ -269,6 +270,7 @@ def _refuse_other_stack(path: Any, x: Any, parameter: Any) -> None:
         if not isinstance(x, Quantized)
         else (
             x.codes.shape[0] == length
+            and (x.scales.ndim == 1 or x.scales.shape[1] == length)
             and x.scales.size % length == 0
             and values % -(-values // (x.scales.size // length)) == 0
         )

@@ -1,0 +1,271 @@
+"""Each device pages its own shard: numbers, bytes, and where everything lives."""
+
+import collections
+import re
+
+import aot
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import paged_optax as po
+
+MiB = 2**20
+#: Divided along the leading axis, the trailing, both, two axes on one dimension, none;
+#: in pages that divide a shard and in pages that do not.
+SHAPES = {
+    "leading": (72, 96),
+    "trailing": (40, 512),
+    "both": (64, 1024),
+    "twice": (128, 64),
+    "stack": (3, 64, 256),
+    "vector": (8192,),
+    "replicated": (33, 65),
+    "bias": (64,),
+}
+SPECS = {
+    "leading": P("x"),
+    "trailing": P(None, "y"),
+    "both": P("x", "y"),
+    "twice": P(("x", "y")),
+    "stack": P(None, ("x", "y")),
+    "vector": P(("y", "x")),
+    "replicated": P(),
+    "bias": P("y"),
+}
+PAGED = {"page_size": "4KiB", "min_paged_size": "1KiB"}
+
+
+def mesh_of(axis_type=AxisType.Auto):
+    return jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+
+
+def divided(tree, mesh):
+    return {
+        name: jax.device_put(x, NamedSharding(mesh, SPECS[name]))
+        for name, x in tree.items()
+    }
+
+
+def train(tx, params, gradients, *, jit=True, steps=3):
+    state = tx.init(params)
+    update = jax.jit(tx.update) if jit else tx.update
+    for _ in range(steps):
+        updates, state = update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def specs_of(state):
+    """Specs and memory kinds, without the Nones that end a spec."""
+
+    def spec(x):
+        found = list(x.sharding.spec)
+        while found and found[-1] is None:
+            found.pop()
+        return tuple(found), x.sharding.memory_kind
+
+    return [spec(x) for x in jax.tree.leaves(state)]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("ours", "plain"),
+    [
+        (po.paged_adamw, optax.adamw),
+        (po.paged_lion, optax.lion),
+        (po.paged_lamb, optax.lamb),
+    ],
+)
+def test_numbers(ours, plain, jit, axis_type):
+    """On eight devices the state is Optax's on one; it stays where init put it."""
+    params = reference.arrays(jnp.float32, 0, SHAPES)
+    gradients = reference.arrays(jnp.float32, 1, SHAPES)
+    wanted, wanted_state = train(plain(1e-2), params, gradients)
+    mesh = mesh_of(axis_type)
+    tx = ours(1e-2, **PAGED)
+    params, gradients = divided(params, mesh), divided(gradients, mesh)
+    found, state = train(tx, params, gradients, jit=jit)
+    reference.assert_equal(state, wanted_state)
+    for name, x in found.items():
+        np.testing.assert_allclose(x, wanted[name], rtol=0, atol=1e-6)
+    assert specs_of(state) == specs_of(tx.init(params))
+    kinds = {
+        name: x.sharding.memory_kind for name, x in optax.tree.get(state, "mu").items()
+    }
+    assert kinds.pop("bias") == "device"
+    assert set(kinds.values()) == {"pinned_host"}
+
+
+@pytest.mark.parametrize("codec", ["dynamic_int8", "dynamic_int4", "bfloat16"])
+def test_codecs(codec):
+    """Where shards are whole blocks, dividing them changes no bit."""
+    params = reference.arrays(jnp.float32, 0, SHAPES)
+    gradients = reference.arrays(jnp.float32, 1, SHAPES)
+    build = lambda: po.paged_adamw(1e-2, codec=codec, **PAGED)
+    _, wanted = train(build(), params, gradients)
+    mesh = mesh_of()
+    _, found = train(build(), divided(params, mesh), divided(gradients, mesh))
+    for name in SHAPES:
+        ours, theirs = (optax.tree.get(s, "mu")[name] for s in (found, wanted))
+        assert jax.tree.map(jnp.shape, ours) == jax.tree.map(jnp.shape, theirs), name
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_blocks_end_with_a_shard():
+    """Rows of half a block: the layout shows in the scales' shape, and is checked."""
+    mesh = mesh_of()
+    place = NamedSharding(mesh, P(None, ("x", "y")))
+    params = {"w": jax.device_put(jnp.ones((64, 1024)), place)}
+    tx = po.paged_adamw_8bit(1e-2, **PAGED)
+    whole = po.paged_adamw_8bit(1e-2, **PAGED).init({"w": jnp.ones((64, 1024))})
+    _, state = train(tx, params, params)
+    scales = optax.tree.get(state, "mu")["w"].scales
+    assert scales.shape == (8, 64 * 128 // 256)
+    assert scales.sharding.spec == P(("x", "y"))
+    with pytest.raises(ValueError, match="make the state with this"):
+        tx.update(params, whole, params)
+
+
+@pytest.mark.parametrize("given", ["shardings", "specs", "init", "state"])
+def test_sources(given):
+    """In a `jit` over automatic axes arrays do not say how they are divided."""
+    mesh = mesh_of()
+    params = divided(reference.arrays(jnp.float32, 0, SHAPES), mesh)
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    asked = {"shardings": shardings, "specs": SPECS}.get(given)
+    tx = po.paged_adamw(1e-2, shardings=asked, **PAGED)
+    with jax.set_mesh(mesh):
+        if given == "init":
+            state = tx.init(params)
+        else:
+            other = po.paged_adamw(1e-2, **PAGED).init(params)
+            state = other
+        if given == "state":  # restored: nothing but the target was asked of `tx`
+            target = po.abstract_state(tx, params)
+            state = jax.device_put(other, jax.tree.map(lambda x: x.sharding, target))
+        compiled = jax.jit(tx.update).lower(params, state, params).compile()
+    assert not po.memory_report(compiled).unsharded
+
+
+def test_fallback_is_reported():
+    """Nothing is known: the numbers are right, and the report says what to do."""
+    mesh = mesh_of()
+    params = divided(reference.arrays(jnp.float32, 0, SHAPES), mesh)
+    known, unknown = (po.paged_adamw(1e-2, **PAGED) for _ in range(2))
+    state = known.init(params)
+    compiled = jax.jit(unknown.update).lower(params, state, params).compile()
+    report = po.memory_report(compiled)
+    assert report.unsharded
+    assert "Paging fell back" in str(report)
+    assert "shardings=" in str(report)
+    _, wanted = known.update(params, state, params)
+    reference.assert_equal(compiled(params, state, params)[1], wanted)
+
+
+def test_one_device_does_not_fall_back():
+    params = {"w": jnp.ones((512, 512))}
+    tx = po.paged_adamw(1e-2)
+    compiled = jax.jit(tx.update).lower(params, tx.init(params), params).compile()
+    assert not po.memory_report(compiled).unsharded
+
+
+def test_bad_shardings():
+    mesh = mesh_of()
+    params = {"w": jnp.ones((6, 10)), "b": jnp.ones(3)}
+    whole = NamedSharding(mesh, P())
+    for shardings, words in [
+        ({"w": whole}, r"nothing for parameter \['b'\]"),
+        ({"w": NamedSharding(mesh, P("x")), "b": whole}, r"\['w'\] of shape \(6, 10\)"),
+        ({"w": NamedSharding(mesh, P(None, None, "x")), "b": whole}, r"\['w'\]"),
+        (P("x"), "no mesh around"),
+        ({"w": "x", "b": whole}, "neither a NamedSharding nor"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            po.paged_adamw(1e-2, shardings=shardings).init(params)
+
+
+@pytest.mark.parametrize("way", ["device_put", "jit"])
+def test_moved_state_is_reported(way):
+    """A state that lost its memory kind is told of at the next update."""
+    params = {"w": jnp.ones((512, 512)), "v": jnp.ones((512, 512))}
+    tx = po.paged_adamw(1e-2)
+    state = tx.init(params)
+    if way == "device_put":
+        state = jax.device_put(state, jax.devices()[0])
+        state = jax.device_put(state, jax.memory.Space.Device)
+    else:
+        place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        state = jax.jit(
+            lambda s: jax.device_put(s, jax.memory.Space.Device), out_shardings=place
+        )(state)
+    with pytest.warns(UserWarning, match=r"4 moments of 4.0 MiB are in device memory"):
+        tx.update(params, state, params)
+    with pytest.warns(UserWarning, match=r"device_budget=None"):
+        jax.jit(tx.update).lower(params, state, params)
+
+
+def sharded_update(tx, spec, shape, names, leaves, axis_type=AxisType.Auto):
+    """An update of square leaves for a compiler, and where its arguments are."""
+
+    def build(mesh):
+        types = (axis_type,) * len(names)
+        mesh = Mesh(mesh.devices.reshape(shape), names, axis_types=types)
+        place = NamedSharding(mesh, spec, memory_kind="device")
+        leaf = jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=place)
+        params = {f"w{i:02}": leaf for i in range(leaves)}
+
+        def where(x):
+            kind = x.sharding.memory_kind
+            kind = kind if kind == "pinned_host" else "device"
+            sharding = x.sharding.with_memory_kind(kind)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        state = jax.tree.map(where, po.abstract_state(tx, params))
+        out = jax.tree.map(lambda x: x.sharding, (params, state))
+        update = lambda gradients, state, params: tx.update(gradients, state, params)
+        jitted = jax.jit(update, donate_argnums=(0, 1), out_shardings=out)
+        return jitted, (params, state, params)
+
+    return build
+
+
+def collectives(hlo):
+    names = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    return collections.Counter(re.findall(rf" ({names})(?:-start)?\(", hlo))
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(
+    ("compile_for", "shape", "spec", "settings", "leaves"),
+    [
+        (aot.h200, (4,), P("x"), {}, 16),
+        (aot.h200, (4,), P("x"), {"axis_type": AxisType.Explicit}, 3),
+        (aot.h200, (4,), P(None, "x"), {"codec": "dynamic_int8"}, 3),
+        (aot.h200, (4, 2), P("x", "y"), {}, 3),
+        (aot.v5e, (4,), P("x"), {}, 16),
+        (aot.v5e, (4,), P(), {}, 3),
+        (aot.v5e, (2, 2), P("x", "y"), {"codec": "dynamic_int8"}, 3),
+    ],
+)
+def test_scratch_and_collectives(compile_for, shape, spec, settings, leaves):
+    """12 MiB a device, nothing on the host, and no collective because of paging."""
+    settings = dict(settings)
+    axis_type = settings.pop("axis_type", AxisType.Auto)
+    names = ("x", "y")[: len(shape)]
+    tx = po.paged_adamw(1e-3, page_size="2MiB", **settings)
+    build = sharded_update(tx, spec, shape, names, leaves, axis_type)
+    report = compile_for(build, int(np.prod(shape)))
+    assert report.device_temp <= 12 * MiB
+    assert report.host_temp == 0
+    assert report.host_aliased == report.host_arguments
+    unpaged = sharded_update(optax.adamw(1e-3), spec, shape, names, 1, axis_type)
+    plain = compile_for(unpaged, int(np.prod(shape)))
+    assert collectives(report.hlo) == collectives(plain.hlo)
+    assert not report.unsharded
