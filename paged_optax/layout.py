@@ -19,6 +19,10 @@ from paged_optax.memory import nbytes
 from paged_optax.sharding import Shards
 
 
+class OtherLayoutError(ValueError):
+    """A state holds a moment as another codec, or other shards, would store it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """A state's structure, and what is stored differently.
@@ -139,10 +143,10 @@ class Layout:
     def _check(found: Any, codec: Codec, wanted: Any) -> None:
         describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
         if describe(found) != describe(wanted):
-            raise ValueError(
+            raise OtherLayoutError(
                 f"the state holds {jax.tree.map(jax.typeof, found)} where codec"
                 f" {codec!r} stores {wanted}: make the state with this transformation's"
-                " own init."
+                " own init, for parameters divided as these are."
             )
 
     def seen(self, leaves: Sequence[Any]) -> Any:

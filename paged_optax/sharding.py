@@ -384,22 +384,27 @@ _stated: contextvars.ContextVar[dict[_Key, Shards | None] | None] = (
 )
 
 
-def explicit(params: Any) -> Any:
+@contextlib.contextmanager
+def explicitly_typed(params: Any) -> Iterator[Any]:
     """Shapes of the parameters, of which a trace says how everything is divided."""
+    meshes = []
 
     def typed(x: Any) -> jax.ShapeDtypeStruct:
-        sharding: Any = getattr(x, "sharding", None)
-        if Shards.of(sharding, x.shape) is None:
+        shards = Shards.of(getattr(x, "sharding", None), x.shape)
+        if shards is None:
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        mesh = AbstractMesh(
-            sharding.mesh.axis_sizes,
-            sharding.mesh.axis_names,
-            axis_types=(AxisType.Explicit,) * len(sharding.mesh.axis_names),
-        )
-        sharding = NamedSharding(mesh, sharding.spec)
+        names = shards.mesh.axis_names
+        types = (AxisType.Explicit,) * len(names)
+        meshes.append(AbstractMesh(shards.mesh.axis_sizes, names, axis_types=types))
+        sharding = NamedSharding(meshes[-1], shards.spec)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return jax.tree.map(typed, params)
+    shapes = jax.tree.map(typed, params)
+    if not meshes:
+        yield shapes
+        return
+    with jax.sharding.use_abstract_mesh(meshes[0]):
+        yield shapes
 
 
 @contextlib.contextmanager

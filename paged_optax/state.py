@@ -32,7 +32,7 @@ from paged_optax.memory import (
     on_host,
 )
 from paged_optax.plan import parameter_of, recorded
-from paged_optax.sharding import explicit, stated
+from paged_optax.sharding import explicitly_typed, stated
 
 #: A path string, or a JAX key path.
 Path = str | tuple[Any, ...]
@@ -520,11 +520,9 @@ def abstract_state(
       >>> state[0].mu["w"].sharding.memory_kind
       'pinned_host'
     """
-    with stated(params):
+    with stated(params), explicitly_typed(params) as shapes:
         # A new function each time: JAX would not run one again that it has traced.
-        closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(
-            explicit(params)
-        )
+        closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(shapes)
     stored, structure = jax.tree_util.tree_flatten_with_path(
         shapes, is_leaf=is_quantized
     )

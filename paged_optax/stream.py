@@ -173,7 +173,7 @@ def stream(
             ]
             if any(codecs):
                 inputs = _on_cpu(lax.optimization_barrier, inputs)
-            results = program(inputs, page_shape if pages.count else None)
+            results = program(inputs, page_shape if program.elementwise else None)
             if any(codecs):
                 results = lax.optimization_barrier(results)
             return tuple(
@@ -276,20 +276,12 @@ class _Leaf:
             # A codec may put several values of the last axis into one.
             last = pages.view[-1:] if self.shape == pages.leaf else self.shape[-1:]
             codes = stored.codes.reshape(*pages.view[:-1], *last)
-            scales = stored.scales
-            if self.by_columns and scales is not None:
-                scales = scales.reshape(scales.shape[0], *pages.view[:-1])
-            self.view = _Held(codes, scales)
+            self.view = stored._replace(codes=codes)
 
     def restore(self, x: _Held) -> Stored:
         """What was given, back in its own shape."""
         codes = x.codes.reshape(self.shape)
-        if x.scales is None:
-            return codes
-        scales = x.scales
-        if self.by_columns:
-            scales = scales.reshape(scales.shape[0], *self.shape[:-1])
-        return Quantized(codes, scales)
+        return codes if x.scales is None else Quantized(codes, x.scales)
 
     def read(self, x: _Held, start: Int[Array, ""] | int, size: int) -> _Held:
         """A page as it is stored, in device memory."""
@@ -365,10 +357,17 @@ class _Leaf:
 
     def ahead(self, x: _Held, space: Any) -> _Held:
         """Brings what does not travel in pages to the device, or back home."""
-        if not self.is_hosted:
-            return x
-        codes = x.codes if self.travels else jax.device_put(x.codes, space)
-        scales = x.scales if x.scales is None else jax.device_put(x.scales, space)
+        codes, scales = x
+        home = space == HOST
+        if self.by_columns and home and scales is not None:
+            scales = scales.reshape(scales.shape[0], *self.shape[:-1])
+        if self.is_hosted:
+            codes = codes if self.travels else jax.device_put(codes, space)
+            scales = scales if scales is None else jax.device_put(scales, space)
+        if self.by_columns and not home and scales is not None:
+            # Only now: in host memory XLA:TPU does not turn one tiling into another.
+            rows = self.pages.view[:-1] if self.paged else self.shape[:-1]
+            scales = scales.reshape(scales.shape[0], *rows)
         return _Held(codes, scales)
 
     def _sliced(self, size: int) -> bool:

@@ -14,12 +14,13 @@ import numpy as np
 import optax
 from jax import Array
 from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from paged_optax import granularity
 from paged_optax.choice import CodecLike, check, choose, draws
 from paged_optax.codecs import Codec, draw
 from paged_optax.gate import Gate, either, gates_of, restart
-from paged_optax.layout import Layout
+from paged_optax.layout import Layout, OtherLayoutError
 from paged_optax.memory import (
     DEVICE,
     HOST,
@@ -233,11 +234,13 @@ class _Pager:
             )
             return [made]
 
+        mesh = next((x.mesh for x in shards if x), None)
         placed = [
             _place(
                 jnp.asarray(value, aval.dtype) if codec is None else value,
                 not stay,
                 None if owner is None else leaves[owner],
+                mesh,
             )
             for value, aval, codec, stay, owner in zip(
                 analysis.evaluate(leaves, run_leaf),
@@ -299,6 +302,8 @@ class _Pager:
         layout = self.layout(updates, state, shards)
         try:
             leaves, own = layout.take_apart(state)
+        except OtherLayoutError:
+            raise
         except ValueError as error:
             _refuse_state(self.inner, updates, state, error)
             raise
@@ -672,11 +677,16 @@ def _choose(gate: Gate, new: Any, old: Any) -> Any:
     return jnp.where(gate, new, jax.device_put(old, DEVICE) if on_host(old) else old)
 
 
-def _place(value: Any, host: bool, like: Any) -> Any:
-    """Puts one leaf of a new state beside its parameter, in its own memory."""
+def _place(value: Any, host: bool, like: Any, mesh: Any) -> Any:
+    """Puts one leaf of a new state beside its parameter, in its own memory.
+
+    What belongs to no single parameter is on all devices of the mesh, if there is one.
+    """
 
     def place(x: Array) -> Array:
         concrete = not isinstance(x, Tracer)
+        if concrete and isinstance(mesh, Mesh) and not host and x.ndim == 0:
+            return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
         if concrete and getattr(like, "committed", False) and like.shape == x.shape:
             sharding = like.sharding
             if host:
