@@ -165,7 +165,7 @@ layer's moments and updates |
       >>> import paged_optax as po
       >>> ways = po.what_fits(po.model_shapes("8B"), device_memory="24GiB")
       >>> [way.way for way in ways.fitting]
-      ['layerwise']
+      ['layerwise', 'layerwise, weights on the host']
     """
     limit = parse_bytes("device_memory", device_memory)
     inner = optax.adamw(1e-3) if inner is None else inner

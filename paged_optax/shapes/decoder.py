@@ -128,7 +128,7 @@ def model_shapes(name: str, dtype: Any = "bfloat16") -> dict[str, Any]:
       `ShapeDtypeStruct`s, the layers stacked under `"layers"`.
 
     Raises:
-      ValueError: If there is no such model.
+      ValueError: If there is no such model, or no such dtype.
 
     Example:
       >>> import paged_optax as po
@@ -144,4 +144,10 @@ def model_shapes(name: str, dtype: Any = "bfloat16") -> dict[str, Any]:
                 f" '350M', nor one of {', '.join(DECODERS)}."
             )
         decoder = of_size(float(match[1]) * {"M": 1e6, "B": 1e9}[match[2]])
-    return dataclasses.replace(decoder, dtype=jnp.dtype(dtype)).shapes()
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(
+            f"dtype={dtype!r} is none: pass such as 'bfloat16'."
+        ) from error
+    return dataclasses.replace(decoder, dtype=dtype).shapes()

@@ -30,7 +30,7 @@ def module_shapes(name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # As `python -m` does, for a console script.
     try:
-        make = importlib.import_module(place)
+        make: Any = importlib.import_module(place)
         for part in attribute.split("."):
             make = getattr(make, part)
     except (ImportError, AttributeError) as error:
