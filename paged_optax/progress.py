@@ -1,32 +1,50 @@
 """Progress of what takes long, on a terminal where rich is installed."""
 
+import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
 
+#: Fewer bytes than these move before anybody asks how far it is.
+LARGE = 1 << 30
 
-def track(items: Iterable[T], what: str, total: int) -> Iterator[T]:
-    """Yields the items, and shows how far it is; nothing where nobody looks.
+
+@contextlib.contextmanager
+def progress(what: str, total: int, shown: bool = True) -> Iterator[Callable[[], None]]:
+    """Shows how far a loop is; nothing where nobody looks.
 
     Args:
-      items: What is worked on.
       what: What is done, in a few words.
-      total: How many there are.
+      total: How many times it is done.
+      shown: Whether it takes long enough to be shown.
+
+    Yields:
+      What to call after each time.
+    """
+    if shown and sys.stderr.isatty():
+        try:
+            from rich.console import Console
+            from rich.progress import Progress
+        except ImportError:
+            pass
+        else:
+            with Progress(console=Console(stderr=True), transient=True) as bar:
+                task = bar.add_task(what, total=total)
+                yield lambda: bar.advance(task)
+            return
+    yield lambda: None
+
+
+def track(items: Iterable[T], what: str, total: int, shown: bool = True) -> Iterator[T]:
+    """Yields the items, and shows how far it is, as `progress` does.
 
     Example:
       >>> list(track("abc", "spelling", 3))
       ['a', 'b', 'c']
     """
-    if sys.stderr.isatty():
-        try:
-            from rich.console import Console
-            from rich.progress import track as bar
-        except ImportError:
-            pass
-        else:
-            console = Console(stderr=True)
-            yield from bar(items, what, total, console=console, transient=True)
-            return
-    yield from items
+    with progress(what, total, shown) as advance:
+        for item in items:
+            yield item
+            advance()

@@ -1,5 +1,6 @@
 """`python -m paged_optax`: what it prints, and what a mistake gets."""
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -7,13 +8,14 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import safetensors.numpy
 
 import paged_optax as po
-from paged_optax import link, selfcheck, table
+from paged_optax import link, selfcheck, table, transform
 from paged_optax.commands import doctor, main
 
 ROOT = pathlib.Path(po.__file__).parents[1]
@@ -136,24 +138,61 @@ def test_a_link_that_loses_values_is_reported(monkeypatch):
     assert "are not those that were sent" in first.reason
 
 
-def test_tables_and_progress_on_a_terminal():
-    """By rich, without losing a word; in a pseudo-terminal, as users see it."""
-    code = (
-        "from paged_optax.table import show; from paged_optax.progress import track;"
-        "show(('name', 'bytes'), [('[w]', '3 GiB')]);"
-        "print(list(track(range(3), 'counting', 3)))"
-    )
+TERMINAL = """
+import jax.numpy as jnp, paged_optax as po
+from paged_optax import progress, transform
+from paged_optax.table import show
+show(("name", "bytes"), [("[w]", "3 GiB")])
+print(list(progress.track(range(3), "counting", 3)))
+transform.LARGE = 0
+po.paged_adamw(1e-3).init({"w": jnp.ones((512, 512))})
+"""
+
+
+@pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
+def test_on_a_terminal(rich):
+    """Tables, a bar for a loop, and one for the moments of a large state."""
     pty = pytest.importorskip("pty")
+    hide = "" if rich else "import sys; sys.modules['rich'] = None\n"
     ours, theirs = pty.openpty()
     done = subprocess.run(
-        [sys.executable, "-c", code], stdout=theirs, stderr=theirs, cwd=ROOT
+        [sys.executable, "-W", "error", "-c", hide + TERMINAL],
+        stdout=theirs,
+        stderr=theirs,
+        cwd=ROOT,
     )
     text = os.read(ours, 1 << 16).decode()
     os.close(ours)
     os.close(theirs)
     assert done.returncode == 0, text
     assert "[w]" in text and "3 GiB" in text and "[0, 1, 2]" in text
-    assert "─" in text or "━" in text
+    assert ("counting" in text and "moments" in text and "100%" in text) == rich
+
+
+def test_no_progress_where_nobody_looks(capfd, monkeypatch):
+    monkeypatch.setattr(transform, "LARGE", 0)
+    params = {"w": jnp.ones((512, 512))}
+    state = po.paged_adamw(1e-3).init(params)
+    po.from_bitsandbytes(state, po.to_bitsandbytes(state))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_no_progress_while_tracing(monkeypatch):
+    """Under `jit` there is nothing to wait for."""
+    monkeypatch.setattr(transform, "LARGE", 0)
+    shown = []
+
+    @contextlib.contextmanager
+    def watched(what, total, wanted):
+        shown.append(wanted)
+        yield lambda: None
+
+    monkeypatch.setattr(transform, "progress", watched)
+    tx, params = po.paged_adamw(1e-3), {"w": jnp.ones((512, 512))}
+    tx.init(params)
+    jax.eval_shape(tx.init, params)
+    po.plan(tx, params)
+    assert shown == [True, False, False]
 
 
 def test_without_rich_tables_are_plain(monkeypatch, capsys):
