@@ -3,6 +3,10 @@
 Swap `optax.adamw` for `paged_adamw`, inside `optax.chain(...)` and everywhere else,
 and train the same model to the same numbers with a few pages of optimizer state on
 the device instead of 8 bytes a parameter.
+
+The guide is the README:
+
+.. include:: ../README.md
 """
 
 from paged_optax.aliases import (

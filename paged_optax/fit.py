@@ -127,7 +127,7 @@ def what_fits(
     link_gigabytes_per_second: float = 25.0,
     layers: str = "layers",
 ) -> Footprints:
-    r"""Compares ways to train a model by the memory they take.
+    """Compares ways to train a model by the memory they take.
 
     All have the parameters and one kind of gradients on the device:
 
@@ -136,8 +136,10 @@ def what_fits(
     | resident | of all parameters | all | |
     | whole tree offloaded | of all parameters | all, while they are updated | |
     | paged, with `codec` and without | of all parameters | small ones | pages |
-    | layerwise, with `codec` | of a layer, and of what is no layer | small ones | one \
-layer's moments and updates |
+    | layerwise, with `codec` | of one layer, and the rest | small ones | one layer's |
+
+    "One layer's" are its moments and its updates. A last row has the layers' weights on
+    the host too.
 
     Bytes of moments, of pages and of the link are `plan`'s; XLA's own buffer assignment
     for an H200 agrees with the sums (`tests/test_fit.py`).
