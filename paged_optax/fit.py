@@ -93,7 +93,9 @@ class Footprints(Sequence[Footprint]):
         """What to know when reading the table."""
         rate = f"{self.link_gigabytes_per_second:g} GB/s"
         notes = [
-            "What is left is for activations, which are not counted.",
+            "What is left is for activations, which are not counted. XLA takes three"
+            " quarters of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.",
+            "Scratch: pages in flight, or one layer's moments and updates.",
             f"Link seconds: at {rate} each way, one way after the other.",
         ]
         if not any(row.way == _LAYERWISE for row in self.rows):

@@ -64,6 +64,7 @@ def test_plan_of_a_checkpoint(tmp_path, capsys):
     [
         ("--params", "8Q", "'8Q' is neither"),
         ("--device-memory", "24Gigs", "device_memory='24Gigs'"),
+        ("--device-memory", "24", "as in 24GiB"),
         ("--codec", "int7", "codec 'int7'"),
         ("--dtype", "float33", "float33"),
         ("--link", "fast", "--link 'fast'"),
@@ -89,7 +90,13 @@ def test_doctor(capsys):
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
     assert f"jax {jax.__version__}" in " ".join(printed.split())
-    for words in ("pinned_host", "not measured: no link", "bit for bit", "is right"):
+    for words in (
+        "No accelerator",
+        "pinned_host",
+        "not measured: no link",
+        "bit for bit",
+        "is right",
+    ):
         assert words in printed
     assert "FAILED" not in printed
 

@@ -30,6 +30,8 @@ def run(given: argparse.Namespace) -> int:
     except RuntimeError as error:  # JAX found no backend.
         print(f"JAX does not start: {error}")
         return 1
+    if jax.default_backend() == "cpu":
+        print("\nNo accelerator: for a GPU install jax[cuda13], for a TPU jax[tpu].")
     print()
     rates = link.measure(link.SIZE, 3)
     count = len(link.programs())

@@ -89,6 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Prints the table."""
+    if given.device_memory.isdigit() and int(given.device_memory) < 1 << 20:
+        raise ValueError(
+            f"--device-memory {given.device_memory} would be bytes: give a unit, as in"
+            f" {given.device_memory}GiB."
+        )
     rate = _rate(given.link)  # First: it needs the accelerator, the rest does not.
     if given.link != "measured":
         # Shapes alone: no accelerator's memory is to be taken for them.
