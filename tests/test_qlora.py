@@ -19,10 +19,7 @@ pytestmark = [
 ]
 
 #: As small as adapters can be whose moments are in eight bits: 16 x 256 values.
-FLAGS = (
-    "--base-steps=80 --steps=100 --save-every=50 --learning-rate=3e-3"
-    " --batch=4 --length=32"
-).split()
+FLAGS = ("--base-steps=80 --steps=100 --save-every=50 --batch=4 --length=32").split()
 
 
 @pytest.fixture(scope="module")
