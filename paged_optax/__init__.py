@@ -3,6 +3,10 @@
 Swap `optax.adamw` for `paged_adamw`, inside `optax.chain(...)` and everywhere else,
 and train the same model to the same numbers with a few pages of optimizer state on
 the device instead of 8 bytes a parameter.
+
+The guide is the README:
+
+.. include:: ../README.md
 """
 
 from paged_optax.aliases import (
@@ -26,10 +30,12 @@ from paged_optax.aliases import (
     paged_sgd,
 )
 from paged_optax.convert import from_bitsandbytes, to_bitsandbytes
+from paged_optax.fit import Footprint, Footprints, what_fits
 from paged_optax.granularity import CrossLeafError
 from paged_optax.plan import PagePlan, plan
 from paged_optax.report import MemoryReport, memory_report
 from paged_optax.selfcheck import BackendError
+from paged_optax.shapes import model_shapes
 from paged_optax.state import (
     abstract_state,
     device_bytes,
@@ -63,6 +69,8 @@ __all__ = [
     "BackendError",
     "CrossLeafError",
     "DonationError",
+    "Footprint",
+    "Footprints",
     "GradientWorkspace",
     "LayerwiseOutput",
     "MemoryReport",
@@ -85,6 +93,7 @@ __all__ = [
     "layerwise_step",
     "lookahead",
     "memory_report",
+    "model_shapes",
     "offload",
     "page_in",
     "page_out",
@@ -110,6 +119,7 @@ __all__ = [
     "plan",
     "rebalance",
     "to_bitsandbytes",
+    "what_fits",
 ]
 
 __version__ = "0.1.0"

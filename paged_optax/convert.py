@@ -4,7 +4,7 @@ Their 8-bit states are ours, array for array: codes of the dynamic map in the
 parameter's shape, and the largest magnitude of each 256 values.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,8 @@ import optax
 
 from paged_optax.codecs import Quantized
 from paged_optax.codecs.maps import dynamic_map
+from paged_optax.memory import nbytes
+from paged_optax.progress import LARGE, track
 from paged_optax.state import is_quantized, leaves_of
 
 #: Optax's moments, and where bitsandbytes keeps each: its array, the position in it.
@@ -51,7 +53,7 @@ def to_bitsandbytes(state: optax.OptState) -> dict[str, dict[str, Any]]:
     """
     step = 0
     parts: dict[str, dict[str, dict[int | None, Any]]] = {}
-    for leaf in leaves_of(state):
+    for leaf in _leaves(state):
         if leaf.is_count and leaf.field == "count":
             step = max(step, int(leaf.value))
         if not (leaf.is_moment and leaf.field in _FIELDS):
@@ -117,7 +119,7 @@ def from_bitsandbytes(
     """
     steps = {int(entry["step"]) for entry in entries.values() if "step" in entry}
     values = []
-    for leaf in leaves_of(state):
+    for leaf in _leaves(state):
         value = leaf.value
         if leaf.is_count and leaf.field == "count" and steps:
             own = entries.get(leaf.parameter, {}).get("step", max(steps))
@@ -132,6 +134,12 @@ def from_bitsandbytes(
         values.append(value)
     structure = jax.tree.structure(state, is_leaf=is_quantized)
     return jax.tree.unflatten(structure, values)
+
+
+def _leaves(state: optax.OptState) -> Iterator[Any]:
+    """The leaves, and how far it is with those of a large state."""
+    leaves = list(leaves_of(state))
+    return track(leaves, "moments", len(leaves), shown=nbytes(state) >= LARGE)
 
 
 def _read(entry: Mapping[str, Any], leaf: Any) -> Any:

@@ -1,5 +1,6 @@
-"""Plain-text tables: the one way reports look."""
+"""Tables: the one way reports look."""
 
+import sys
 from collections.abc import Iterable, Sequence
 
 
@@ -36,3 +37,31 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         [line(cells[0]), "  ".join("-" * width for width in widths)]
         + [line(row) for row in cells[1:]]
     )
+
+
+def show(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints a table: by rich on a terminal where it is installed, else as plain text.
+
+    Example:
+      >>> show(("space", "bytes"), [("device", "32.0 MiB")])
+      space      bytes
+      ------  --------
+      device  32.0 MiB
+    """
+    if sys.stdout.isatty():
+        try:
+            from rich.box import SIMPLE_HEAD
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            pass
+        else:
+            made = Table(box=SIMPLE_HEAD)
+            for i, title in enumerate(titles):
+                last = i == len(titles) - 1
+                made.add_column(title, justify="right" if last else "left")
+            for row in rows:
+                made.add_row(*row)
+            Console(markup=False).print(made)
+            return
+    print(table(titles, rows))

@@ -36,6 +36,7 @@ from paged_optax.plan import (
     whole,
 )
 from paged_optax.precision import counted, in_float32, with_master_weights
+from paged_optax.progress import LARGE, progress
 from paged_optax.selfcheck import check_backend
 from paged_optax.stream import fill, stream
 
@@ -211,6 +212,22 @@ class _Pager:
             )
             return [made]
 
+        moving = sum(
+            size or 0
+            for size, stay in zip(layout.sizes(), stays, strict=True)
+            if not stay
+        )
+        shown = moving >= LARGE and not any(isinstance(x, Tracer) for x in leaves)
+        with progress("moments", len(analysis.leaves), shown) as advance:
+
+            def run_and_tell(leaf: granularity.LeafUpdate, inputs: list[Any]) -> Any:
+                made = run_leaf(leaf, inputs)
+                if shown:
+                    jax.block_until_ready(made)
+                    advance()
+                return made
+
+            values = analysis.evaluate(leaves, run_and_tell)
         placed = [
             _place(
                 jnp.asarray(value, aval.dtype) if codec is None else value,
@@ -218,7 +235,7 @@ class _Pager:
                 None if owner is None else leaves[owner],
             )
             for value, aval, codec, stay, owner in zip(
-                analysis.evaluate(leaves, run_leaf),
+                values,
                 avals,
                 layout.codecs,
                 stays,

@@ -10,46 +10,16 @@ import jax.numpy as jnp
 import optax
 
 import paged_optax as po
+from paged_optax import shapes
 from paged_optax.memory import on_host
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoder:
-    """Sizes of a decoder; without a vocabulary it is its layers alone."""
+class Decoder(shapes.Decoder):
+    """One that computes; without a vocabulary it is its layers alone."""
 
-    hidden: int
-    query: int
-    key: int
-    inner: int
-    layers: int
-    vocabulary: int = 0
-    tied: bool = True
     head: int = 128
     dtype: type = jnp.float32
-
-    def shapes(self):
-        hidden, inner = self.hidden, self.inner
-        layer = {
-            "norm1": (hidden,),
-            "q": (hidden, self.query),
-            "k": (hidden, self.key),
-            "v": (hidden, self.key),
-            "o": (self.query, hidden),
-            "norm2": (hidden,),
-            "gate": (hidden, inner),
-            "up": (hidden, inner),
-            "down": (inner, hidden),
-        }
-        tree = {"layers": {k: (self.layers, *shape) for k, shape in layer.items()}}
-        if self.vocabulary:
-            tree |= {"embed": (self.vocabulary, hidden), "norm": (hidden,)}
-            if not self.tied:
-                tree["head"] = (hidden, self.vocabulary)
-        return jax.tree.map(
-            lambda shape: jax.ShapeDtypeStruct(shape, self.dtype),
-            tree,
-            is_leaf=lambda x: isinstance(x, tuple),
-        )
 
     def prologue(self, rest, batch):
         if not self.vocabulary:

@@ -1,158 +1,32 @@
-"""The rate of the link between host and device, inside `jit`, pinned buffers.
+"""The rate of the link, as `paged_optax.link` measures it, in the benchmark's rows."""
 
-Each direction alone, then both at once; as one transfer of a whole buffer, and page
-by page in a loop, which is how the engine moves them.
-"""
-
-import functools
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import machine
-import numpy as np
-from jax import lax
+from paged_optax.link import measure
 
 SECTION = "link"
-COLUMNS = 1024
-PAGE_ROWS = (16 << 20) // (4 * COLUMNS)  # 16 MiB, the engine's default page
-
-_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
-def whole(source: jax.Array, target: jax.Array, to: Any) -> jax.Array:
-    """`source` in the memory of `target`, whose buffer it takes over."""
-    del target
-    return jax.device_put(source, to)
-
-
-def pages(source: jax.Array, target: jax.Array, to: Any) -> jax.Array:
-    """The same page by page; the loop's own variable is the row."""
-
-    def body(carry: Any) -> Any:
-        row, target = carry
-        page = lax.dynamic_slice_in_dim(source, row, PAGE_ROWS)
-        page = jax.device_put(page, to)
-        return row + PAGE_ROWS, lax.dynamic_update_slice_in_dim(target, page, row, 0)
-
-    rows = source.shape[0]
-    return lax.while_loop(lambda c: c[0] < rows, body, (jnp.int32(0), target))[1]
-
-
-def both_in_pages(
-    up: jax.Array, down: jax.Array, up_target: jax.Array, down_target: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """One loop: a page to the device and another to the host in each turn."""
-
-    def body(carry: Any) -> Any:
-        row, up_target, down_target = carry
-        read = lambda x, to: jax.device_put(
-            lax.dynamic_slice_in_dim(x, row, PAGE_ROWS), to
-        )
-        write = lambda x, page: lax.dynamic_update_slice_in_dim(x, page, row, 0)
-        return (
-            row + PAGE_ROWS,
-            write(up_target, read(up, _DEVICE)),
-            write(down_target, read(down, _HOST)),
-        )
-
-    rows = up.shape[0]
-    carry = (jnp.int32(0), up_target, down_target)
-    return lax.while_loop(lambda c: c[0] < rows, body, carry)[1:]
-
-
-def programs() -> dict[str, tuple[Callable[..., Any], str, str]]:
-    """Name to function, kinds of its sources, kinds of its targets: h(ost), d."""
-    up = functools.partial(whole, to=_DEVICE)
-    down = functools.partial(whole, to=_HOST)
-    return {
-        "host to device": (up, "h", "d"),
-        "device to host": (down, "d", "h"),
-        "both at once": (lambda a, b, x, y: (up(a, x), down(b, y)), "hd", "dh"),
-        "host to device, in pages": (functools.partial(pages, to=_DEVICE), "h", "d"),
-        "device to host, in pages": (functools.partial(pages, to=_HOST), "d", "h"),
-        "both at once, in pages": (both_in_pages, "hd", "dh"),
-    }
-
-
-def jit(
-    function: Callable[..., Any], sources: str, targets: str, shardings: dict[str, Any]
-) -> Any:
-    """Jits a program, its targets donated."""
-    places = tuple(shardings[kind] for kind in targets)
-    first = len(sources)
-    return jax.jit(
-        function,
-        donate_argnums=tuple(range(first, first + len(targets))),
-        out_shardings=places if len(places) > 1 else places[0],
-        keep_unused=True,
-    )
-
-
-def measure(size: int, repeats: int) -> list[dict[str, Any]]:
-    """Gigabytes a second of each program.
+def rows(size: int, repeats: int) -> list[dict[str, Any]]:
+    """Gigabytes a second of each program, or why there are none.
 
     Args:
       size: Bytes of one buffer; whole pages of 16 MiB.
       repeats: Transfers timed, after one that is not.
     """
-    names = list(programs())
-    if jax.default_backend() == "cpu":
-        return [_row(name, reason="not measured: no link") for name in names]
-    # Two buffers a direction, in each memory.
-    if reason := machine.shortage(2 * size, 2 * size):
-        return [_row(name, reason=reason) for name in names]
-    shardings = dict(zip("dh", machine.placements(), strict=True))
-    shape = (size // (4 * COLUMNS), COLUMNS)
-    rows = []
-    for name, (function, sources, targets) in programs().items():
-        try:
-            seconds = _time(
-                jit(function, sources, targets, shardings),
-                [_make(shape, shardings[kind], 1.0) for kind in sources],
-                [_make(shape, shardings[kind], 0.0) for kind in targets],
-                repeats,
-            )
-        except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
-            rows.append(_row(name, reason=reason))
-            continue
-        rates = [len(sources) * size / s / 1e9 for s in seconds]
-        rows.append(
-            _row(
-                name,
-                gigabytes_per_second=statistics.median(rates),
-                gigabytes_per_second_range=[min(rates), max(rates)],
-                directions=len(sources),
-                buffer_bytes=size,
-                page_bytes=4 * COLUMNS * PAGE_ROWS if "pages" in name else size,
-                repeats=repeats,
-            )
-        )
-    return rows
+    return [_row(rate, size, repeats) for rate in measure(size, repeats)]
 
 
-def _row(name: str, **figures: Any) -> dict[str, Any]:
-    return {"section": SECTION, "name": name, **figures}
-
-
-def _make(shape: tuple[int, int], sharding: Any, scale: float) -> jax.Array:
-    values = scale * jnp.arange(1, shape[0] + 1, dtype=jnp.float32)[:, None]
-    return jax.device_put(jnp.broadcast_to(values, shape), sharding).block_until_ready()
-
-
-def _time(jitted: Any, sources: list[Any], targets: list[Any], n: int) -> list[float]:
-    """Seconds of each of `n` calls, after one; raises if values were not moved."""
-    seconds = []
-    for _ in range(n + 1):
-        started = time.perf_counter()
-        moved = jax.block_until_ready(jitted(*sources, *targets))
-        seconds.append(time.perf_counter() - started)
-        targets = list(moved) if isinstance(moved, tuple) else [moved]
-    for source, target in zip(sources, targets, strict=True):
-        if not np.array_equal(np.asarray(source), np.asarray(target)):
-            raise AssertionError("the values that arrived are not those that were sent")
-    return seconds[1:]
+def _row(rate: Any, size: int, repeats: int) -> dict[str, Any]:
+    row = {"section": SECTION, "name": rate.name}
+    if rate.reason:
+        return row | {"reason": rate.reason}
+    found = rate.gigabytes_per_second
+    return row | {
+        "gigabytes_per_second": rate.median,
+        "gigabytes_per_second_range": [min(found), max(found)],
+        "directions": rate.directions,
+        "buffer_bytes": size,
+        "page_bytes": rate.page_bytes,
+        "repeats": repeats,
+    }

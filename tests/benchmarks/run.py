@@ -52,7 +52,7 @@ BUDGET = 480
 def work(part: str, arguments: dict[str, Any]) -> Any:
     """Runs one part in this process."""
     if part == "machine":
-        import machine
+        from paged_optax import machine
 
         return machine.describe()
     if part == "numbers":
@@ -62,7 +62,7 @@ def work(part: str, arguments: dict[str, Any]) -> Any:
     if part == "link":
         import link
 
-        return link.measure(**arguments)
+        return link.rows(**arguments)
     if part == "update":
         import updates
 

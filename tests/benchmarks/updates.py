@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import machine
 import optax
 from shapes import SIZES, Shapes, count, fill
 
 import paged_optax as po
+from paged_optax import machine
 
 SECTION = "update"
 RESIDENT = "optax.adamw, resident"

@@ -1,6 +1,7 @@
 """What this machine is, and how much memory is left on it."""
 
 import datetime
+import importlib.metadata
 import os
 import pathlib
 import platform
@@ -8,14 +9,13 @@ import re
 from typing import Any
 
 import jax
-import jaxlib
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import paged_optax as po
+from paged_optax.memory import PINNED_HOST, device_memory, host_pool_bytes
 
-#: Most of the free memory that a benchmark takes. On the CPU backend the device's
+#: Most of the free memory that a measurement takes. On the CPU backend the device's
 #: memory is the machine's own, which others may be using too.
 HOST_SHARE = 0.65
 DEVICE_SHARE = 0.95
@@ -23,20 +23,22 @@ DEVICE_SHARE = 0.95
 
 def describe() -> dict[str, Any]:
     """Versions, the device, and the load of the machine."""
+    from paged_optax import __version__
+
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {
             "python": platform.python_version(),
             "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
+            "jaxlib": importlib.metadata.version("jaxlib"),
             "optax": optax.__version__,
             "numpy": np.__version__,
-            "paged_optax": po.__version__,
+            "paged_optax": __version__,
         },
         "backend": jax.default_backend(),
         "device_kind": device.device_kind,
-        "device_bytes": device_limit(),
+        "device_bytes": device_memory()[0] or None,
         "devices": jax.device_count(),
         "platform_version": device.client.platform_version.splitlines()[0],
         "cpu": _cpu(),
@@ -56,7 +58,7 @@ def placements() -> tuple[NamedSharding, NamedSharding]:
     own = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
     return (
         own.with_memory_kind(device.default_memory().kind),
-        own.with_memory_kind("pinned_host"),
+        own.with_memory_kind(PINNED_HOST),
     )
 
 
@@ -67,24 +69,19 @@ def typed(tree: Any) -> Any:
         lambda x: jax.ShapeDtypeStruct(
             x.shape,
             x.dtype,
-            sharding=host if x.sharding.memory_kind == "pinned_host" else own,
+            sharding=host if x.sharding.memory_kind == PINNED_HOST else own,
         ),
         tree,
     )
-
-
-def device_limit() -> int | None:
-    """Bytes XLA may take of the device; None where that is the host's memory."""
-    stats = jax.devices()[0].memory_stats() or {}
-    return stats.get("bytes_limit")
 
 
 def host_available() -> int:
     """Bytes of memory that this machine, or this container, has left."""
     try:
         text = pathlib.Path("/proc/meminfo").read_text()
-        left = 1024 * int(re.search(r"^MemAvailable:\s+(\d+)", text, re.M)[1])
-    except (OSError, TypeError):  # not Linux: take half of all there is
+        (kilobytes,) = re.findall(r"^MemAvailable:\s+(\d+)", text, re.M)
+        left = 1024 * int(kilobytes)
+    except (OSError, ValueError):  # not Linux: take half of all there is
         left = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     try:
         group = pathlib.Path("/sys/fs/cgroup")
@@ -102,9 +99,9 @@ def shortage(device_bytes: int, host_bytes: int) -> str | None:
       device_bytes: Bytes needed on the device.
       host_bytes: Bytes needed on the host; counted together where they are one.
     """
-    limit = device_limit()
+    limit, _ = device_memory()
     free = host_available() * HOST_SHARE
-    if limit is None:
+    if not limit:
         device_bytes, host_bytes = 0, device_bytes + host_bytes
     elif device_bytes > limit * DEVICE_SHARE:
         return (
@@ -117,7 +114,7 @@ def shortage(device_bytes: int, host_bytes: int) -> str | None:
             f"{free / HOST_SHARE / 1e9:.1f} GB are free, of which at most "
             f"{HOST_SHARE:.0%} are used here"
         )
-    pool = int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")) << 30
+    pool = host_pool_bytes()
     if jax.default_backend() == "gpu" and host_bytes > pool:
         return (
             f"needs {host_bytes / 1e9:.1f} GB of pinned memory; XLA's pool holds "
@@ -129,6 +126,6 @@ def shortage(device_bytes: int, host_bytes: int) -> str | None:
 def _cpu() -> str:
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text()
-        return re.search(r"^model name\s*:\s*(.*)", text, re.M)[1]
-    except (OSError, TypeError):
+        return re.findall(r"^model name\s*:\s*(.*)", text, re.M)[0]
+    except (OSError, IndexError):
         return platform.processor() or platform.machine()

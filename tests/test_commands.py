@@ -1,0 +1,209 @@
+"""`python -m paged_optax`: what it prints, and what a mistake gets."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import safetensors.numpy
+
+import paged_optax as po
+from paged_optax import link, selfcheck, table, transform
+from paged_optax.commands import doctor, main
+
+ROOT = pathlib.Path(po.__file__).parents[1]
+MODELS = "import jax\ndef make():\n    return {'w': jax.numpy.ones((512, 512))}\n"
+
+
+def test_as_a_program(tmp_path):
+    """As a user calls it, from a folder with a model; warnings are errors."""
+    (tmp_path / "mymodels.py").write_text(MODELS)
+    command = "plan --module mymodels:make --device-memory 24GiB --codec bfloat16"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "paged_optax", *command.split()],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "paged, bfloat16" in done.stdout and "fits 24.0 GiB" in done.stdout
+
+
+def test_plan_prints_what_what_fits_says(capsys):
+    command = "plan --params 1B --device-memory 8GiB --optimizer lion --link 50"
+    assert main(command.split()) == 0
+    printed = capsys.readouterr().out
+    ways = po.what_fits(
+        po.model_shapes("1B"),
+        optax.lion(1e-3),
+        device_memory="8GiB",
+        link_gigabytes_per_second=50.0,
+    )
+    assert printed.endswith(f"{ways}\n")
+    assert "billion parameters in bfloat16" in printed
+
+
+def test_plan_of_a_checkpoint(tmp_path, capsys):
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({"w": np.ones((512, 1024), np.float32)}, path)
+    assert main(["plan", "--checkpoint", str(path), "--device-memory", "1GiB"]) == 0
+    assert "in float32, 2.0 MiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--params", "8Q", "'8Q' is neither"),
+        ("--device-memory", "24Gigs", "device_memory='24Gigs'"),
+        ("--device-memory", "24", "as in 24GiB"),
+        ("--codec", "int7", "codec 'int7'"),
+        ("--dtype", "float33", "float33"),
+        ("--link", "fast", "--link 'fast'"),
+        ("--link", "-1", "link_gigabytes_per_second=-1.0"),
+        ("--link", "measured", "not measured: no link; pass a rate"),
+    ],
+)
+def test_plan_of_a_mistake(flag, value, words, capsys):
+    given = {"--params": "1B", "--device-memory": "8GiB", flag: value}
+    assert main(["plan", *(word for pair in given.items() for word in pair)]) == 1
+    captured = capsys.readouterr()
+    assert words in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize("command", ["", "plan", "plan --params 1B", "prescribe"])
+def test_usage(command, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(command.split())
+    assert "usage: paged_optax" in capsys.readouterr().err
+
+
+def test_doctor(capsys):
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert f"jax {jax.__version__}" in " ".join(printed.split())
+    for words in (
+        "No accelerator",
+        "pinned_host",
+        "not measured: no link",
+        "bit for bit",
+        "is right",
+    ):
+        assert words in printed
+    assert "FAILED" not in printed
+
+
+@pytest.mark.parametrize("what", ["numbers", "pages", "crash", "no host memory"])
+def test_doctor_of_a_sick_backend(what, monkeypatch, capsys):
+    if what == "numbers":
+        compare = doctor.compare
+
+        def wrong(inner, steps):
+            found = compare(inner, steps)
+            state = dataclasses.replace(found.state, differing=1, ulps=99, error=0.5)
+            return dataclasses.replace(found, state=state)
+
+        monkeypatch.setattr(doctor, "compare", wrong)
+    elif what == "no host memory":
+        monkeypatch.setattr(doctor, "memory_kinds", lambda: ("device",))
+    else:
+        error = selfcheck.BackendError if what == "pages" else MemoryError
+
+        def broken(backend):
+            raise error("rows 16 are wrong")
+
+        monkeypatch.setattr(selfcheck, "run_check", broken)
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED" in printed and "Do not train" in printed
+
+
+def test_rates_of_a_link_that_is_there(monkeypatch):
+    """The loops run on the CPU too, whose rates say nothing and are not shown."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "an accelerator")
+    rates = list(link.measure(32 << 20, 2))
+    assert [rate.name for rate in rates] == list(link.programs())
+    for rate in rates:
+        assert not rate.reason
+        assert len(rate.gigabytes_per_second) == 2 and rate.median > 0
+        assert rate.directions == 1 + rate.name.startswith("both")
+        assert ("pages" in rate.name) == (rate.page_bytes == 16 << 20)
+
+
+def test_a_link_that_loses_values_is_reported(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "an accelerator")
+    monkeypatch.setattr(link, "whole", lambda source, target, to: target)
+    first = next(link.measure(16 << 20, 1))
+    assert "are not those that were sent" in first.reason
+
+
+TERMINAL = """
+import jax.numpy as jnp, paged_optax as po
+from paged_optax import progress, transform
+from paged_optax.table import show
+show(("name", "bytes"), [("[w]", "3 GiB")])
+print(list(progress.track(range(3), "counting", 3)))
+transform.LARGE = 0
+po.paged_adamw(1e-3).init({"w": jnp.ones((512, 512))})
+"""
+
+
+@pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
+def test_on_a_terminal(rich):
+    """Tables, a bar for a loop, and one for the moments of a large state."""
+    pty = pytest.importorskip("pty")
+    hide = "" if rich else "import sys; sys.modules['rich'] = None\n"
+    ours, theirs = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", hide + TERMINAL],
+        stdout=theirs,
+        stderr=theirs,
+        cwd=ROOT,
+    )
+    text = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    os.close(theirs)
+    assert done.returncode == 0, text
+    assert "[w]" in text and "3 GiB" in text and "[0, 1, 2]" in text
+    assert ("counting" in text and "moments" in text and "100%" in text) == rich
+
+
+def test_no_progress_where_nobody_looks(capfd, monkeypatch):
+    monkeypatch.setattr(transform, "LARGE", 0)
+    params = {"w": jnp.ones((512, 512))}
+    state = po.paged_adamw(1e-3).init(params)
+    po.from_bitsandbytes(state, po.to_bitsandbytes(state))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_no_progress_while_tracing(monkeypatch):
+    """Under `jit` there is nothing to wait for."""
+    monkeypatch.setattr(transform, "LARGE", 0)
+    shown = []
+
+    @contextlib.contextmanager
+    def watched(what, total, wanted):
+        shown.append(wanted)
+        yield lambda: None
+
+    monkeypatch.setattr(transform, "progress", watched)
+    tx, params = po.paged_adamw(1e-3), {"w": jnp.ones((512, 512))}
+    tx.init(params)
+    jax.eval_shape(tx.init, params)
+    po.plan(tx, params)
+    assert shown == [True, False, False]
+
+
+def test_without_rich_tables_are_plain(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich.box", None)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    table.show(("name", "bytes"), [("w", "3 GiB")])
+    assert capsys.readouterr().out == "name  bytes\n----  -----\nw     3 GiB\n"

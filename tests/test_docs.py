@@ -1,0 +1,167 @@
+"""What is written for people is true: README and reference, word by word."""
+
+import ast
+import importlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import warnings
+
+import optax
+import pytest
+from flax import nnx
+
+import paged_optax as po
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+#: Blocks that make an environment: `.ci/run` runs the first, and tests/test_programs.py
+#: the programs of the others, in the environment that is there.
+ENVIRONMENTS = {"test", "example"}
+INSTALL = ["pip install .\n"]
+
+
+def section(title):
+    (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.S | re.M)
+    return text
+
+
+def rows(text):
+    """The cells of a section's table, without its heading."""
+    found = re.findall(r"^\| (.*) \|$", text, re.M)
+    return [row.split(" | ") for row in found[2:]]
+
+
+def shell_blocks():
+    return dict(re.findall(r"<!-- command: (\w+) -->\n```sh\n(.*?)```", README, re.S))
+
+
+def test_every_shell_block_is_run_somewhere():
+    every = re.findall(r"```sh\n(.*?)```", README, re.S)
+    assert sorted(every) == sorted([*shell_blocks().values(), *INSTALL])
+    assert shell_blocks().keys() == {"plan", "doctor", "docs"} | ENVIRONMENTS
+    assert set(re.findall(r"```(\w+)\n", README)) == {"python", "sh", "diff", "text"}
+
+
+@pytest.mark.parametrize("name", ["plan", "doctor", "docs"])
+def test_shell_block(name, tmp_path):
+    """As it is written, with the interpreter that is there."""
+    folder = pathlib.Path(sys.executable).parent
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", shell_blocks()[name]],
+        cwd=tmp_path,
+        env=os.environ
+        | {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warn" not in done.stderr
+    expected = {"plan": "fits 24.0 GiB", "doctor": "Paging is right", "docs": ""}
+    assert expected[name] in done.stdout
+    if name == "docs":
+        check_pages(tmp_path / "out" / "docs")
+
+
+def check_pages(folder):
+    """Each public name has its place, and its docstring was understood."""
+    text = (folder / "paged_optax.html").read_text()
+    for name in po.__all__:
+        assert f'<section id="{name}">' in text, name
+    assert (folder / "paged_optax" / "codecs.html").exists()
+    assert "How paging works" in text  # The README is its front page.
+    documented = re.findall(r'<div class="docstring">(.*?)</div>', text, re.S)
+    assert documented
+    for docstring in documented:
+        for sign in ("Args:\n", ".. math::", ":class:", "| --- |"):
+            assert sign not in docstring, docstring[:500]
+
+
+def test_reference_of_our_own_annotations(tmp_path):
+    """Of the warnings that the command leaves out, none is of this package's making."""
+    pdoc = importlib.import_module("pdoc")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pdoc.pdoc("paged_optax", "paged_optax.codecs", output_directory=tmp_path)
+    # chex's recursive type of pytrees, which Optax's annotations name.
+    ours = [str(x.message) for x in caught if "'ArrayTree'" not in str(x.message)]
+    assert ours == []
+
+
+NAMES = {name: getattr(po, name) for name in po.__all__}
+
+
+def test_names_for_those_who_come_from_elsewhere():
+    """Each right-hand side is Python that runs, and optimizers are transformations."""
+    table = rows(section("From bitsandbytes or Hugging Face"))
+    assert len(table) > 10
+    scope = NAMES | {"nnx": nnx, "optax": optax}
+    scope["model"] = nnx.LoRA(8, 2, 8, rngs=nnx.Rngs(0))
+    for there, here in table:
+        codes = re.findall(r"`([^`]+)`", here)
+        assert codes and there
+        for code in codes:
+            made = eval(code, scope)
+            if "(" in code:
+                kinds = (optax.GradientTransformation, nnx.Optimizer, po.MultiSteps)
+                assert isinstance(made, kinds), code
+            else:
+                assert made is NAMES[code]
+
+
+def test_names_of_hugging_face_are_ours():
+    """`optim="paged_..."` is found under the same name."""
+    text = section("From bitsandbytes or Hugging Face")
+    named = re.findall(r'`optim="(paged_\w+)"`.*\| `(\w+)` \|', text)
+    assert len(named) == 6
+    assert all(there == here and there in po.__all__ for there, here in named)
+
+
+def test_choices():
+    """Each is an argument that `paged` takes."""
+    for choice, _ in rows(section("Page size, budget and codec")):
+        for code in re.findall(r"`([^`]+)`", choice):
+            eval(f"paged_adamw(1e-3, {code})", NAMES)
+
+
+def strings_of(path):
+    """Every string of a file, f-strings with their expressions left out."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            parts = [
+                x.value if isinstance(x, ast.Constant) else "" for x in node.values
+            ]
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_are_those_of_the_package():
+    texts = [
+        text
+        for path in (ROOT / "paged_optax").rglob("*.py")
+        for text in strings_of(path)
+    ]
+    table = rows(section("Limits and troubleshooting"))
+    assert len(table) > 10
+    for message, way_out in table:
+        pattern = re.escape(message.strip("`")).replace("…", ".*")
+        assert any(re.search(pattern, text, re.S) for text in texts), message
+        assert way_out
+
+
+def test_links_lead_somewhere():
+    titles = re.findall(r"^#+ (.*)$", README, re.M)
+    anchors = {re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles}
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        if target.startswith("#"):
+            assert target[1:] in anchors, target
+        elif "://" not in target:
+            assert (ROOT / target).exists(), target
+
+
+def test_contributing_is_last():
+    assert re.findall(r"^## (.*)$", README, re.M)[-1] == "Contribute"

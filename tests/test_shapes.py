@@ -1,0 +1,157 @@
+"""Shapes of named models, of modules and of checkpoints."""
+
+import json
+import math
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+from flax import linen, nnx
+
+import paged_optax as po
+from paged_optax.shapes import checkpoint_shapes, module_shapes
+from paged_optax.shapes.decoder import of_size
+
+
+def count(tree):
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama3.2-1b", 1_235_814_400),
+        ("llama3.2-3b", 3_212_749_824),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        # Less 256 a layer, of norms within the heads.
+        ("qwen3-0.6b", 596_049_920 - 28 * 256),
+        ("qwen3-4b", 4_022_468_096 - 36 * 256),
+        ("qwen3-8b", 8_190_735_360 - 36 * 256),
+        ("qwen3-32b", 32_762_123_264 - 64 * 256),
+    ],
+)
+def test_named_models_have_their_published_size(name, parameters):
+    assert count(po.model_shapes(name)) == parameters
+
+
+@pytest.mark.parametrize("size", [5e7, 3.5e8, 1e9, 1.3e10, 7e10, 4e11])
+def test_a_size_is_met(size):
+    assert of_size(size).size == pytest.approx(size, rel=0.02)
+
+
+def test_dtype():
+    shapes = po.model_shapes("350M", dtype="float32")
+    assert {x.dtype for x in jax.tree.leaves(shapes)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("name", ["llama9", "8", "8GB", "", "1M"])
+def test_no_such_model(name):
+    with pytest.raises(ValueError, match="8B.*llama3-8b|fewer than"):
+        po.model_shapes(name)
+
+
+def nnx_model():
+    return nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+
+
+def linen_model():
+    return linen.Dense(32), jnp.ones((1, 64))
+
+
+def own_shapes():
+    return {"kernel": jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)}
+
+
+def huge_model():
+    return nnx.Linear(2**20, 2**20, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.setitem(sys.modules, "models_of_mine", sys.modules[__name__])
+
+
+@pytest.mark.parametrize("name", ["nnx_model", "linen_model"])
+def test_flax_modules(name):
+    found = module_shapes(f"models_of_mine:{name}")
+    assert {k: x.shape for k, x in found.items()} == {"kernel": (64, 32), "bias": (32,)}
+
+
+def test_other_functions():
+    assert module_shapes("models_of_mine:own_shapes") == own_shapes()
+
+
+def test_nothing_is_allocated():
+    assert count(module_shapes("models_of_mine:huge_model")) > 2**40
+
+
+@pytest.mark.parametrize(
+    "name", ["models_of_mine", "models_of_mine:missing", "no_such_module:make"]
+)
+def test_no_such_module(name):
+    with pytest.raises(ValueError, match=f"'{name}': --module .*package.module:"):
+        module_shapes(name)
+
+
+ARRAYS = {
+    "model.embed.weight": np.ones((16, 8), np.float16),
+    "model.layers.0.weight": np.ones((8, 8), np.float32),
+    "position_ids": np.arange(4),
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    safetensors.numpy.save_file(
+        ARRAYS, tmp_path / "model.safetensors", {"format": "pt"}
+    )
+    return tmp_path / "model.safetensors"
+
+
+def test_safetensors(file):
+    found = checkpoint_shapes(file)
+    assert checkpoint_shapes(file.parent) == found
+    wanted = {k: (x.shape, x.dtype) for k, x in ARRAYS.items() if x.dtype.kind == "f"}
+    assert {k: (x.shape, x.dtype) for k, x in found.items()} == wanted
+
+
+def test_safetensors_in_several_files(file):
+    safetensors.numpy.save_file(
+        {"head": np.ones((8, 16), np.float32)}, file.with_name("model-2.safetensors")
+    )
+    assert len(checkpoint_shapes(file.parent)) == 3
+
+
+def test_bfloat16(tmp_path):
+    header = {"w": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}}
+    text = json.dumps(header).encode()
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(12))
+    assert checkpoint_shapes(path)["w"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["params", "bare"])
+def test_orbax(tmp_path, inside):
+    params = {"kernel": jnp.ones((8, 4), jnp.bfloat16), "count": jnp.zeros((), int)}
+    saved = {"params": params, "opt_state": {"mu": jnp.ones(3)}} if inside else params
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", saved)
+    (found,) = jax.tree.leaves(checkpoint_shapes(tmp_path / "saved"))
+    assert (found.shape, found.dtype) == ((8, 4), jnp.bfloat16)
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        checkpoint_shapes(tmp_path / "missing")
+    with pytest.raises(ValueError, match="no Orbax checkpoint"):
+        checkpoint_shapes(tmp_path)
+    path = pathlib.Path(tmp_path / "text.safetensors")
+    path.write_text("no header at all, but text")
+    with pytest.raises(ValueError, match="is no safetensors file"):
+        checkpoint_shapes(path)
