@@ -146,7 +146,7 @@ def train_base(args: argparse.Namespace) -> PyTree:
 def compile_step(variant: Variant, args: argparse.Namespace) -> po.Step:
     """The training step of a variant, compiled from shapes: nothing is allocated."""
     model = nnx.eval_shape(variant.model)
-    model.remat = True  # or the decoded weights wait for the backward pass
+    model.remat = True  # of the activations, which all ways share, little is kept
     # (2) What is trained is the step's first argument, what is frozen its last.
     graphdef, trained, frozen = nnx.split(model, variant.trained, ...)
     trained, frozen = place((trained, frozen), "device")
@@ -334,7 +334,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--resume",
         action="store_true",
-        help="go on from the last checkpoint under --output-dir",
+        help="go on from the last checkpoint under --output-dir; a new run replaces it",
     )
     add(
         "--compare",
@@ -363,12 +363,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What came out: losses and bytes by name, the adapters, and their state."""
+    """What came out: losses and bytes by name, adapters and their state, the step."""
 
     losses: dict[str, float]
     memory: dict[str, Memory]
     adapters: PyTree
     state: PyTree
+    step: po.Step
 
 
 def main(argv: list[str] | None = None) -> Result:
@@ -412,7 +413,7 @@ def main(argv: list[str] | None = None) -> Result:
     )
     plot_memory(chart, path)
     print(f"Wrote {path}, and under {folder} what --resume goes on from")
-    return Result(losses, memory, adapters, state)
+    return Result(losses, memory, adapters, state, step)
 
 
 if __name__ == "__main__":

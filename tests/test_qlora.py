@@ -4,9 +4,12 @@ import importlib
 import pathlib
 import shutil
 
+import aot
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import paged_optax as po
 
@@ -22,14 +25,17 @@ pytestmark = [
 FLAGS = ("--base-steps=80 --steps=100 --save-every=50 --batch=4 --length=32").split()
 
 
+def model_size(*sizes):
+    return importlib.import_module("finetune_lm").ModelSize(*sizes)
+
+
 @pytest.fixture(scope="module")
 def program():
     """The example, its model cut to one layer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "examples"))
         program = importlib.import_module("finetune_qlora")
-        small = importlib.import_module("finetune_lm").ModelSize(256, 1, 4)
-        patch.setitem(program.SIZES, "mini", small)
+        patch.setitem(program.SIZES, "mini", model_size(256, 1, 4))
         yield program
 
 
@@ -69,9 +75,7 @@ def test_where_the_bytes_go(program, straight):
     stored = sum(x.nbytes for x in jax.tree.leaves(result.state) if x.ndim)
     assert stored == paged.host
 
-    args = program.parse_arguments(FLAGS)
-    *_, variant = program.variants(args).values()
-    compiled = program.compile_step(variant, args).compiled
+    compiled = result.step.compiled
     counted = [program.argument_bytes(compiled, k) for k in ("device", "pinned_host")]
     assert sum(map(sum, counted)) == po.memory_report(compiled).device_arguments
 
@@ -89,6 +93,48 @@ def test_it_resumes_bit_for_bit(program, straight, tmp_path):
         assert jax.tree.structure(ours) == jax.tree.structure(wanted)
         jax.tree.map(np.testing.assert_array_equal, ours, wanted)
         assert kinds(ours) == kinds(wanted)
+
+
+def on_h200(program, variant, args):
+    """What XLA assigns to a variant's step on an H200."""
+    model = nnx.eval_shape(variant.model)
+    graphdef, trained, frozen = nnx.split(model, variant.trained, ...)
+    state = po.abstract_state(variant.tx, trained)
+
+    def build(mesh):
+        device, host = aot.placements(mesh)
+        on_device = lambda tree: jax.tree.map(lambda x: stated(x, device), tree)
+        stated = lambda x, sharding: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=sharding
+        )
+        params = on_device(trained)
+        moments = jax.tree.map(
+            lambda x: stated(x, host if "host" in x.sharding.memory_kind else device),
+            state,
+        )
+        batch = jax.ShapeDtypeStruct((1, args.length + 1), jnp.int32, sharding=device)
+        places = jax.tree.map(lambda x: x.sharding, (params, moments))
+        step = jax.jit(
+            program.make_step(graphdef, variant.tx),
+            donate_argnums=(0, 1),
+            out_shardings=(*places, device),
+        )
+        return step, (params, moments, batch, on_device(frozen))
+
+    return aot.h200(build)
+
+
+@pytest.mark.compiler
+def test_bytes_on_an_accelerator(program, monkeypatch):
+    """Two float32 moments leave the device, and nothing of theirs comes to stay."""
+    monkeypatch.setitem(program.SIZES, "mini", model_size(1024, 1, 8))
+    args = program.parse_arguments(["--length=32"])
+    ways = program.variants(args)
+    plain, paged = (on_h200(program, ways[name], args) for name in list(ways)[-2:])
+    moments = 2 * 4 * args.rank * 16 * 1024  # of four matrices' two adapters
+    assert plain.device_arguments - paged.device_arguments == moments
+    assert plain.device_total - paged.device_total > 0.8 * moments
+    assert paged.host_temp == 0
 
 
 def test_it_refuses_adapters_too_small_to_page(program, tmp_path):
