@@ -71,7 +71,9 @@ class Footprints(Sequence[Footprint]):
         return tuple(row for row in self.rows if row.device < self.device_memory)
 
     def cells(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Titles and rows of the table."""
+        """Titles and rows of the table, in the unit that suits the device."""
+        unit, scale = ("GiB", 30) if self.device_memory >= 2**30 else ("MiB", 20)
+        number = lambda size: f"{size / 2**scale:.1f}"
         sizes = ("parameters", "gradients", "moments", "scratch", "device", "host")
         rows = []
         for row in self.rows:
@@ -79,24 +81,25 @@ class Footprints(Sequence[Footprint]):
             rows.append(
                 (
                     row.way,
-                    *(readable_bytes(getattr(row, size)) for size in sizes),
+                    *(number(getattr(row, size)) for size in sizes),
                     f"{row.link_seconds:.2g}",
-                    f"yes, {readable_bytes(left)} left"
+                    f"yes, {number(left)} left"
                     if left > 0
-                    else f"no, {readable_bytes(-left)} too much",
+                    else f"no, {number(-left)} over",
                 )
             )
-        fits = f"fits {readable_bytes(self.device_memory)}"
-        return ("way", *sizes, "link s/step", fits), rows
+        fits = f"fits {number(self.device_memory)} {unit}"
+        return (f"way, in {unit}", *sizes, "link s", fits), rows
 
     def notes(self) -> list[str]:
         """What to know when reading the table."""
         rate = f"{self.link_gigabytes_per_second:g} GB/s"
         notes = [
-            "What is left is for activations, which are not counted. XLA takes three"
-            " quarters of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.",
+            "What is left is for activations, which are not counted.",
+            "XLA takes three quarters of a GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION"
+            " says otherwise.",
             "Scratch: pages in flight, or one layer's moments and updates.",
-            f"Link seconds: at {rate} each way, one way after the other.",
+            f"Link: seconds a step at {rate} each way, one way after the other.",
         ]
         if not any(row.way == _LAYERWISE for row in self.rows):
             notes.append(
@@ -171,7 +174,7 @@ def what_fits(
       >>> import paged_optax as po
       >>> ways = po.what_fits(po.model_shapes("8B"), device_memory="24GiB")
       >>> [way.way for way in ways.fitting]
-      ['layerwise', 'layerwise, weights on the host']
+      ['layerwise', 'layerwise, weights on host']
     """
     limit = parse_bytes("device_memory", device_memory)
     inner = optax.adamw(1e-3) if inner is None else inner
@@ -227,7 +230,7 @@ def what_fits(
         travels = 3 * stacks / (link_gigabytes_per_second * 1e9)
         rows.append(
             footprint(
-                f"{_LAYERWISE}, weights on the host",
+                f"{_LAYERWISE}, weights on host",
                 layer + rest,
                 coded,
                 parameters=rest + layer,

@@ -40,7 +40,9 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def show(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table: by rich on a terminal where it is installed, else as plain text.
+    """Prints a table: by rich on a terminal that it fits, where rich is installed.
+
+    As plain text elsewhere.
 
     Example:
       >>> show(("space", "bytes"), [("device", "32.0 MiB")])
@@ -48,6 +50,8 @@ def show(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
       ------  --------
       device  32.0 MiB
     """
+    rows = list(rows)
+    text = table(titles, rows)
     if sys.stdout.isatty():
         try:
             from rich.box import SIMPLE_HEAD
@@ -56,12 +60,15 @@ def show(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         except ImportError:
             pass
         else:
+            console = Console(markup=False)
             made = Table(box=SIMPLE_HEAD)
             for i, title in enumerate(titles):
                 last = i == len(titles) - 1
                 made.add_column(title, justify="right" if last else "left")
             for row in rows:
                 made.add_row(*row)
-            Console(markup=False).print(made)
-            return
-    print(table(titles, rows))
+            # A measurement is never wider than the console that takes it.
+            if Console(width=1000).measure(made).maximum <= console.width:
+                console.print(made)
+                return
+    print(text)

@@ -176,6 +176,15 @@ def test_on_a_terminal(rich):
     assert ("counting" in text and "moments" in text and "100%" in text) == rich
 
 
+def test_a_table_wider_than_the_terminal_is_plain(monkeypatch, capsys):
+    """Rich would break its words; so would it in a pipe."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    for width, lines in ((10, 3), (40, 5)):
+        monkeypatch.setenv("COLUMNS", str(width))
+        table.show(("name", "bytes"), [("parameters", "3 GiB")])
+        assert len(capsys.readouterr().out.splitlines()) == lines
+
+
 def test_no_progress_where_nobody_looks(capfd, monkeypatch):
     monkeypatch.setattr(transform, "LARGE", 0)
     params = {"w": jnp.ones((512, 512))}

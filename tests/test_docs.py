@@ -20,6 +20,7 @@ README = (ROOT / "README.md").read_text()
 #: Blocks that make an environment: `.ci/run` runs the first, and tests/test_programs.py
 #: the programs of the others, in the environment that is there.
 ENVIRONMENTS = {"test", "example"}
+#: What both begin with, in short.
 INSTALL = ["pip install .\n"]
 
 
@@ -42,6 +43,7 @@ def test_every_shell_block_is_run_somewhere():
     every = re.findall(r"```sh\n(.*?)```", README, re.S)
     assert sorted(every) == sorted([*shell_blocks().values(), *INSTALL])
     assert shell_blocks().keys() == {"plan", "doctor", "docs"} | ENVIRONMENTS
+    assert "$(readme_command test)" in (ROOT / ".ci" / "run").read_text()
     assert set(re.findall(r"```(\w+)\n", README)) == {"python", "sh", "diff", "text"}
 
 

@@ -83,7 +83,7 @@ def _orbax(path: pathlib.Path) -> Any:
         raise ValueError(
             f"{str(path)!r} has no .safetensors file and is no Orbax checkpoint of"
             " arrays: pass the folder that a checkpointer saved to (of a"
-            " CheckpointManager, the item's folder in the step's)."
+            " CheckpointManager, such as 100/default)."
         )
     return jax.tree.map(
         lambda x: (
