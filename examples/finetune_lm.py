@@ -58,6 +58,7 @@ class ModelSize:
 
 
 SIZES = {
+    "mini": ModelSize(width=256, layers=4, heads=4),  # 3 M parameters
     "tiny": ModelSize(width=384, layers=4, heads=6),  # 7 M parameters
     "100m": ModelSize(width=768, layers=14, heads=12),
     "1b": ModelSize(width=2048, layers=20, heads=16),
@@ -90,11 +91,24 @@ class Block(nnx.Module):
         return x + self.mlp_down(nnx.gelu(self.mlp_up(self.mlp_norm(x))))
 
 
+def recomputed(block: Block, x: jax.Array) -> jax.Array:
+    """`block(x)`, of which the backward pass keeps nothing and computes all again."""
+    graphdef, weights = nnx.split(block)
+    return jax.checkpoint(lambda weights, x: nnx.merge(graphdef, weights)(x))(
+        weights, x
+    )
+
+
 class Decoder(nnx.Module):
     """Tokens `[batch, length]` to logits `[batch, length, VOCABULARY]`.
 
     The output projection is the transposed token embedding.
+
+    Attributes:
+        remat: Whether only the blocks' inputs are kept for the backward pass.
     """
+
+    remat: bool = False
 
     def __init__(self, size: ModelSize, max_length: int, *, rngs: nnx.Rngs) -> None:
         embed = functools.partial(
@@ -111,7 +125,7 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         for block in self.blocks:
-            x = block(x)
+            x = recomputed(block, x) if self.remat else block(x)
         return self.tokens.attend(self.norm(x))
 
 
@@ -138,25 +152,30 @@ def batches(
 
 # --- The training step ---------------------------------------------------------
 
-Step = Callable[[PyTree, PyTree, jax.Array], tuple[PyTree, PyTree, jax.Array]]
+Step = Callable[..., tuple[PyTree, PyTree, jax.Array]]
+
+
+def mean_loss(model: Decoder, batch: jax.Array) -> jax.Array:
+    """Nats a byte, of windows of `length + 1` tokens."""
+    return optax.softmax_cross_entropy_with_integer_labels(
+        model(batch[:, :-1]), batch[:, 1:]
+    ).mean()
 
 
 def make_step(
     graphdef: nnx.GraphDef[Decoder], tx: optax.GradientTransformation
 ) -> Step:
-    """Plain Optax: nothing in here knows whether the moments are paged."""
+    """Plain Optax: nothing in here knows whether the moments are paged.
 
-    def loss_fn(params: PyTree, batch: jax.Array) -> jax.Array:
-        model = nnx.merge(graphdef, params)
-        logits = model(batch[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits, batch[:, 1:]
-        ).mean()
+    What is `frozen` is the rest of the model, where not all of it is trained.
+    """
 
     def step(
-        params: PyTree, opt_state: PyTree, batch: jax.Array
+        params: PyTree, opt_state: PyTree, batch: jax.Array, *frozen: PyTree
     ) -> tuple[PyTree, PyTree, jax.Array]:
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        loss, grads = jax.value_and_grad(
+            lambda params: mean_loss(nnx.merge(graphdef, params, *frozen), batch)
+        )(params)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -222,6 +241,47 @@ def final_loss(losses: Sequence[float]) -> float:
     return float(np.mean(losses[-10:]))
 
 
+def run(
+    label: str,
+    step: Step,
+    params: PyTree,
+    opt_state: PyTree,
+    data: Sequence[np.ndarray],
+    *frozen: PyTree,
+) -> tuple[PyTree, PyTree, list[float]]:
+    """Takes a training step a batch, and shows how far it is.
+
+    Returns:
+        The parameters, the optimizer's state, and the loss of every step in nats a
+        token.
+    """
+    losses: list[float] = []
+    tokens, rate = 0, 0.0
+    columns = (
+        progress.TextColumn("{task.description:12}"),
+        progress.BarColumn(bar_width=20),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("loss {task.fields[loss]:.3f}"),
+        progress.TextColumn("{task.fields[rate]:,.0f} tokens/s"),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("left"),
+    )
+    with progress.Progress(*columns) as bar:
+        task = bar.add_task(label, total=len(data), loss=float("nan"), rate=rate)
+        started = time.perf_counter()
+        for batch in data:
+            params, opt_state, loss = step(params, opt_state, batch, *frozen)
+            losses.append(float(loss))
+            tokens += batch[:, 1:].size
+            rate = tokens / (time.perf_counter() - started)
+            bar.update(task, advance=1, loss=losses[-1], rate=rate)
+    print(
+        f"{label}: loss {losses[0]:.3f} -> {final_loss(losses):.3f}"
+        f" (mean of the last 10 steps), {rate:,.0f} tokens/s"
+    )
+    return params, opt_state, losses
+
+
 def train(
     label: str,
     args: argparse.Namespace,
@@ -243,30 +303,8 @@ def train(
     )
     print(f"{label}: compiled in {time.perf_counter() - started:.1f} s")
 
-    losses: list[float] = []
-    rate = 0.0
-    columns = (
-        progress.TextColumn("{task.description:12}"),
-        progress.BarColumn(bar_width=20),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("loss {task.fields[loss]:.3f}"),
-        progress.TextColumn("{task.fields[rate]:,.0f} tokens/s"),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("left"),
-    )
-    with progress.Progress(*columns) as bar:
-        task = bar.add_task(label, total=args.steps, loss=float("nan"), rate=rate)
-        started = time.perf_counter()
-        for batch in itertools.islice(data, args.steps):
-            params, opt_state, loss = step(params, opt_state, batch)
-            losses.append(float(loss))
-            tokens = len(losses) * args.batch * args.length
-            rate = tokens / (time.perf_counter() - started)
-            bar.update(task, advance=1, loss=losses[-1], rate=rate)
-    print(
-        f"{label}: loss {losses[0]:.3f} -> {final_loss(losses):.3f}"
-        f" (mean of the last 10 steps), {rate:,.0f} tokens/s"
-    )
+    steps = list(itertools.islice(data, args.steps))
+    _, _, losses = run(label, step, params, opt_state, steps)
     return losses, step.compiled
 
 
@@ -301,15 +339,23 @@ def compile_only(
     ).compiled
 
 
-def argument_bytes(compiled: jax.stages.Compiled, memory_kind: str) -> int:
-    """Bytes of the step's arguments that live in `memory_kind`."""
-    arguments = jax.tree.leaves(compiled.args_info)
-    shardings = jax.tree.leaves(compiled.input_shardings)
-    return sum(
-        math.prod(x.shape) * x.dtype.itemsize
-        for x, sharding in zip(arguments, shardings, strict=True)
-        if sharding.memory_kind == memory_kind
-    )
+def argument_bytes(compiled: jax.stages.Compiled, memory_kind: str) -> list[int]:
+    """Bytes of each of the step's arguments that live in `memory_kind`.
+
+    XLA packs values narrower than a byte: of four bits, two into one.
+    """
+    return [
+        sum(
+            math.prod(x.shape) * jax.dtypes.itemsize_bits(x.dtype) // 8
+            for x, sharding in zip(
+                jax.tree.leaves(argument), jax.tree.leaves(shardings), strict=True
+            )
+            if sharding.memory_kind == memory_kind
+        )
+        for argument, shardings in zip(
+            compiled.args_info[0], compiled.input_shardings[0], strict=True
+        )
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,12 +405,15 @@ def computed_memory(
             name: {
                 "parameters": parameters,
                 "gradients": parameters,
-                "moments that stay": argument_bytes(step, "device") - parameters,
+                "moments that stay": argument_bytes(step, "device")[1],
                 "moments that visit": visiting[name],
             }
             for name, step in compiled.items()
         },
-        {name: argument_bytes(step, "pinned_host") for name, step in compiled.items()},
+        {
+            name: sum(argument_bytes(step, "pinned_host"))
+            for name, step in compiled.items()
+        },
     )
 
 
@@ -549,7 +598,7 @@ def main() -> int:
     if report.host_known:
         chart = reported_memory(steps)
     else:
-        offloaded = argument_bytes(steps["whole-tree offload"], "pinned_host")
+        offloaded = argument_bytes(steps["whole-tree offload"], "pinned_host")[1]
         visiting = dict(zip(VARIANTS, (0, offloaded, plan.scratch_bytes), strict=True))
         chart = computed_memory(steps, visiting, 4 * parameters)
 

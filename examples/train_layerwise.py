@@ -21,7 +21,6 @@ What the layerwise step asks of a training script is in three places, marked:
 import argparse
 import dataclasses
 import itertools
-import math
 import pathlib
 import sys
 import time
@@ -32,9 +31,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from finetune_lm import VOCABULARY, Block, ModelSize, batches, read_corpus
+from finetune_lm import (
+    VOCABULARY,
+    Block,
+    MemoryChart,
+    ModelSize,
+    argument_bytes,
+    batches,
+    plot_memory,
+    read_corpus,
+)
 from flax import nnx
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -235,57 +242,11 @@ class Memory:
         XLA:CPU counts host memory as device memory, so that arguments are told apart
         by their memory kinds.
         """
-
-        def count(arguments: PyTree, shardings: PyTree, kind: str = "device") -> int:
-            return sum(
-                math.prod(x.shape) * x.dtype.itemsize
-                for x, sharding in zip(
-                    jax.tree.leaves(arguments), jax.tree.leaves(shardings), strict=True
-                )
-                if sharding.memory_kind == kind
-            )
-
-        arguments, shardings = compiled.args_info[0], compiled.input_shardings[0]
-        parameters, moments, *workspace, _ = map(count, arguments, shardings)
+        parameters, moments, *workspace, _ = argument_bytes(compiled, "device")
         report = po.memory_report(compiled)
         scratch = report.device_total - report.device_arguments
-        host = count(arguments, shardings, "pinned_host") + report.host_temp
+        host = sum(argument_bytes(compiled, "pinned_host")) + report.host_temp
         return cls(parameters, moments, sum(workspace) + scratch, host)
-
-
-def plot_memory(memory: dict[str, Memory], path: pathlib.Path) -> None:
-    """One stacked bar a variant, its total above it, its host bytes below."""
-    figure = Figure(figsize=(7, 4.6), layout="constrained")
-    axes = figure.subplots()
-    bottom = np.zeros(len(memory))
-    for part, label, color, hatch in (
-        ("parameters", "parameters", "0.4", ""),
-        ("moments", "moments", "0.8", "///"),
-        ("scratch", "gradients and scratch", "tab:orange", "xx"),
-    ):
-        height = np.array([getattr(x, part) / MIB for x in memory.values()])
-        axes.bar(
-            list(memory),
-            height,
-            width=0.6,
-            bottom=bottom,
-            label=label,
-            color=color,
-            hatch=hatch,
-            edgecolor="black",
-        )
-        bottom += height
-    for index, total in enumerate(bottom):
-        axes.text(index, total, f"{total:,.1f}", ha="center", va="bottom")
-    axes.set_xticks(
-        range(len(memory)),
-        [f"{name}\n(host: {x.host / MIB:,.1f} MiB)" for name, x in memory.items()],
-    )
-    axes.set_ylabel("device memory (MiB)")
-    axes.set_ylim(0, 1.1 * bottom.max())
-    axes.set_title("Device memory of a training step", fontsize="medium")
-    axes.legend(loc="upper right", fontsize="small", reverse=True)
-    figure.savefig(path, dpi=150)
 
 
 # --- The program ---------------------------------------------------------------
@@ -387,7 +348,16 @@ def main(
     print_tables(losses, memory)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     path = args.output_dir / "layerwise_memory.png"
-    plot_memory(memory, path)
+    parts = {
+        name: {
+            "parameters": x.parameters,
+            "moments": x.moments,
+            "gradients and scratch": x.scratch,
+        }
+        for name, x in memory.items()
+    }
+    host = {name: x.host for name, x in memory.items()}
+    plot_memory(MemoryChart("a training step", parts, host), path)
     print(f"Wrote {path}")
 
     difference = np.abs(np.subtract(*losses.values())).max()
