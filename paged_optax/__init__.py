@@ -36,6 +36,7 @@ from paged_optax.plan import PagePlan, plan
 from paged_optax.report import MemoryReport, memory_report
 from paged_optax.selfcheck import BackendError
 from paged_optax.shapes import model_shapes
+from paged_optax.sharding import fully_sharded
 from paged_optax.state import (
     abstract_state,
     device_bytes,
@@ -84,6 +85,7 @@ __all__ = [
     "device_bytes",
     "device_resident_count",
     "from_bitsandbytes",
+    "fully_sharded",
     "get_step",
     "host_bytes",
     "increment_step",

@@ -7,6 +7,7 @@ and schedules follow the updates a parameter has really had.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,13 +95,18 @@ class Layout:
         return shards.stored(codec, aval.shape) if shards else codec.stored(aval.shape)
 
     def sizes(self) -> list[int | None]:
-        """Bytes of each leaf as it is stored; None for what is no moment."""
+        """Bytes a device of each leaf as it is stored; None for what is no moment."""
         return [
-            nbytes(self.stored(position))
+            nbytes(self.stored(position)) // self.parts(position)
             if x.ndim and jnp.issubdtype(x.dtype, jnp.inexact) and nbytes(x)
             else None
             for position, x in enumerate(self.avals)
         ]
+
+    def parts(self, position: int) -> int:
+        """Into how many parts a leaf is divided."""
+        shards = self.shards[position]
+        return math.prod(shards.divisions) if shards else 1
 
     def build(self, leaves: Sequence[Any]) -> Any:
         """A new state of stored leaves; each parameter gets a copy of every count."""

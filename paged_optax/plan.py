@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 import optax
+from jax.sharding import AbstractMesh, Mesh
 
 from paged_optax.memory import (
     PINNED_HOST,
@@ -18,7 +19,7 @@ from paged_optax.memory import (
     host_pool_bytes,
     resolve_host_memory_kind,
 )
-from paged_optax.sharding import stated
+from paged_optax.sharding import Shards, fully_sharded, stated
 from paged_optax.table import readable_bytes, table
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
@@ -305,9 +306,9 @@ class Moment:
 
     Attributes:
       path: Its path in the state.
-      shape: Its shape.
+      shape: Its shape; on a mesh, that of one device's shard.
       dtype: Its dtype.
-      bytes: Its bytes.
+      bytes: Its bytes, on one device or for it.
       on_host: Whether it lives in host memory.
       pages: Pages a sweep cuts it into; 1 where it travels whole; 0 on the device.
       page_bytes: Bytes of one of them.
@@ -331,10 +332,14 @@ class PagePlan:
     Attributes:
       moments: Every array of every paged state.
       link_gigabytes_per_second: The stated rate of the link, each way, in 10^9 bytes.
+      devices: Devices of the mesh. All bytes are those of one of them.
+      devices_per_host: Devices that share a host's memory.
     """
 
     moments: tuple[Moment, ...]
     link_gigabytes_per_second: float
+    devices: int = 1
+    devices_per_host: int = 1
 
     @property
     def device_bytes(self) -> int:
@@ -345,6 +350,11 @@ class PagePlan:
     def host_bytes(self) -> int:
         """Bytes of moments in host memory."""
         return sum(x.bytes for x in self.moments if x.on_host)
+
+    @property
+    def bytes_per_host(self) -> int:
+        """Bytes of moments in the memory of one host, for all its devices."""
+        return self.host_bytes * min(self.devices, self.devices_per_host)
 
     @property
     def scratch_bytes(self) -> int:
@@ -389,15 +399,21 @@ class PagePlan:
                 )
             )
         rate = self.link_gigabytes_per_second
-        totals = (
+        totals = [
             ("moments on the device", readable_bytes(self.device_bytes)),
             ("moments on the host", readable_bytes(self.host_bytes)),
             ("pages in flight (bound)", readable_bytes(self.scratch_bytes)),
             ("over the link a step", readable_bytes(self.link_bytes)),
             (f"seconds a step at {rate:g} GB/s", f"{self.link_seconds:.3g}"),
-        )
+        ]
+        title = "total"
+        if self.devices > 1:
+            title = f"each of {self.devices} devices"
+            here = min(self.devices, self.devices_per_host)
+            each = f"moments on a host of {here} devices"
+            totals.append((each, readable_bytes(self.bytes_per_host)))
         titles = ("moments", "shape", "dtype", "where", "pages", "bytes")
-        return "\n\n".join((table(titles, rows), table(("total", ""), totals)))
+        return "\n\n".join((table(titles, rows), table((title, ""), totals)))
 
 
 #: Lists what a paged `update` will do, given its extra arguments.
@@ -450,15 +466,24 @@ def plan(
     params: optax.Params,
     *,
     link_gigabytes_per_second: float = 25.0,
+    mesh: Mesh | AbstractMesh | None = None,
+    devices_per_host: int = 8,
     **extra_args: Any,
 ) -> PagePlan:
     """Says beforehand what lives where, without allocating anything.
+
+    On a mesh all figures are those of one device, which pages its own shard over its
+    own link. Parameters that say how they are divided are taken at their word, others
+    are divided as `fully_sharded` does.
 
     Args:
       tx: A transformation with `paged(...)` somewhere inside.
       params: The parameters, or their `ShapeDtypeStruct`s.
       link_gigabytes_per_second: The rate of the link between host and device in one
         direction, in 10^9 bytes a second (PCIe 3 x16: about 12; 4: 25; 5: 50).
+      mesh: Devices to divide the parameters over. They need not be there:
+        `jax.sharding.AbstractMesh((64,), ("data",))`.
+      devices_per_host: Devices that share one host's memory.
       **extra_args: Arguments the wrapped `update` cannot be traced without.
 
     Returns:
@@ -472,7 +497,31 @@ def plan(
       >>> params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
       >>> po.plan(po.paged_adamw(1e-3), params).host_bytes // 2**20
       128
+
+      The same on eight devices, each with its own part of the moments:
+
+      >>> mesh = jax.sharding.AbstractMesh((8,), ("data",))
+      >>> po.plan(po.paged_adamw(1e-3), params, mesh=mesh).host_bytes // 2**20
+      16
     """
+    if mesh is not None:
+        params = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(
+                x.shape,
+                x.dtype,
+                sharding=getattr(x, "sharding", None)
+                if Shards.of(getattr(x, "sharding", None), x.shape)
+                else sharding,
+            ),
+            params,
+            fully_sharded(params, mesh),
+        )
+    meshes = {
+        shards.mesh.size
+        for x in jax.tree.leaves(params)
+        if (shards := Shards.of(getattr(x, "sharding", None), x.shape))
+    }
+    devices = max(meshes, default=1)
     if not link_gigabytes_per_second > 0:
         raise ValueError(
             f"link_gigabytes_per_second={link_gigabytes_per_second} is not positive."
@@ -483,15 +532,17 @@ def plan(
         moments += [
             dataclasses.replace(x, leaf=before + x.leaf) for x in describe(extra_args)
         ]
-    result = PagePlan(tuple(moments), link_gigabytes_per_second)
+    result = PagePlan(
+        tuple(moments), link_gigabytes_per_second, devices, devices_per_host
+    )
     # Planning for a GPU is mostly done elsewhere; only a TPU has no such pool.
-    if jax.default_backend() != "tpu" and result.host_bytes > host_pool_bytes():
+    if jax.default_backend() != "tpu" and result.bytes_per_host > host_pool_bytes():
         warnings.warn(
-            f"the moments need {readable_bytes(result.host_bytes)} of pinned host"
+            f"the moments need {readable_bytes(result.bytes_per_host)} of pinned host"
             f" memory, and XLA's pool on a GPU holds"
             f" {readable_bytes(host_pool_bytes())}: set"
             " XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="
-            f"{-(-result.host_bytes * 9 // (8 * 2**30))} before JAX starts.",
+            f"{-(-result.bytes_per_host * 9 // (8 * 2**30))} before JAX starts.",
             stacklevel=2,
         )
     return result

@@ -570,19 +570,24 @@ class _Pager:
             inside = sorted(i for i in inside if 0 <= i < len(avals))
             inside = [i for i in inside if not stays[i] or layout.codecs[i]]
             stored = [layout.stored(i) for i in inside]
-            pages = self.pages(leaf, stored, [layout.codecs[i] for i in inside])
+            divided = None
+            if leaf.owner is not None and leaf.program.elementwise:
+                divided = shards[leaf.owner]
+            codecs = [layout.codecs[i] for i in inside]
+            pages = self.pages(leaf, stored, codecs, divided)
             geometry.update((i, (number, pages)) for i in inside)
         found = []
         for i, (path, x) in enumerate(zip(state_paths, avals, strict=True)):
             number, pages = geometry.get(i, (len(analysis.leaves) + i, whole(x.shape)))
+            codec, part = layout.codecs[i], layout.shards[i]
+            shape = part.local(x.shape) if part else x.shape
             page = pages.entries * x.dtype.itemsize if pages.count else nbytes(x)
-            codec = layout.codecs[i]
             found.append(
                 Moment(
                     path=_keystr(path),
-                    shape=x.shape,
+                    shape=shape,
                     dtype=str(x.dtype if codec is None else codec),
-                    bytes=nbytes(layout.stored(i)),
+                    bytes=nbytes(layout.stored(i)) // layout.parts(i),
                     on_host=not stays[i],
                     pages=0 if stays[i] else max(1, pages.count),
                     page_bytes=0 if stays[i] else page,

@@ -68,10 +68,12 @@ class Decoder:
 
 #: From the models' published configurations, without Qwen3's norms of queries and keys.
 DECODERS = {
+    "llama2-7b": Decoder(4096, 4096, 4096, 11008, 32, 32000, tied=False),
     "llama3.2-1b": Decoder(2048, 2048, 512, 8192, 16, 128256),
     "llama3.2-3b": Decoder(3072, 3072, 1024, 8192, 28, 128256),
     "llama3-8b": Decoder(4096, 4096, 1024, 14336, 32, 128256, tied=False),
     "llama3-70b": Decoder(8192, 8192, 1024, 28672, 80, 128256, tied=False),
+    "llama3-405b": Decoder(16384, 16384, 1024, 53248, 126, 128256, tied=False),
     "qwen3-0.6b": Decoder(1024, 2048, 1024, 3072, 28, 151936),
     "qwen3-4b": Decoder(2560, 4096, 1024, 9728, 36, 151936),
     "qwen3-8b": Decoder(4096, 4096, 1024, 12288, 36, 151936, tied=False),
