@@ -8,6 +8,7 @@ must show the same losses; with moments in fewer bits, final losses within 1%.
     python examples/finetune_lm.py                      # CPU: about a minute
     python examples/finetune_lm.py --optimizer paged_adamw_8bit
     python examples/finetune_lm.py --size 1b --no-compare   # a GPU or a TPU
+    python examples/finetune_lm.py --devices 8     # FSDP, on a CPU that plays eight
     python examples/finetune_lm.py --help
 
 What paging asks of a training script is in two places, marked (1) and (2):
@@ -15,6 +16,10 @@ What paging asks of a training script is in two places, marked (1) and (2):
 1. `paged_adamw` stands where `optax.adamw` stood;
 2. `jit_step` stands where `jax.jit` stood. It states for every array whether it
    lives on the device or on the host, and checks that donated buffers are reused.
+
+With `--devices` parameters, gradients and moments are divided over as many devices
+(FSDP), and each pages its own part of the moments. On a TPU slice or a host of several
+GPUs the command is the same; every process of a slice runs it.
 
 To fine-tune weights of your own, put them into `params` before `tx.init`.
 """
@@ -36,6 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
 from rich import progress
 
@@ -187,6 +193,23 @@ def new_model(args: argparse.Namespace) -> Decoder:
     return Decoder(SIZES[args.size], args.length, rngs=nnx.Rngs(args.seed))
 
 
+def make_mesh(count: int) -> Mesh:
+    """The first devices; what is divided over them is cut along the axis `data`.
+
+    XLA works out how activations are divided (`AxisType.Auto`).
+    """
+    devices = jax.devices()[:count]
+    return jax.make_mesh((count,), ("data",), (AxisType.Auto,), devices=devices)
+
+
+def divided(tree: PyTree, mesh: Mesh, memory_kind: str | None = None) -> PyTree:
+    """A sharding for each array: over all devices, along its longest dimension."""
+    return jax.tree.map(
+        lambda sharding: sharding.with_memory_kind(memory_kind),
+        po.fully_sharded(tree, mesh),
+    )
+
+
 def make_optimizers(
     args: argparse.Namespace,
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
@@ -246,7 +269,7 @@ def run(
     step: Step,
     params: PyTree,
     opt_state: PyTree,
-    data: Sequence[np.ndarray],
+    data: Sequence[np.ndarray | jax.Array],
     *frozen: PyTree,
 ) -> tuple[PyTree, PyTree, list[float]]:
     """Takes a training step a batch, and shows how far it is.
@@ -293,9 +316,15 @@ def train(
     Returns:
         The loss of every step in nats a token, and the compiled step.
     """
+    mesh = make_mesh(args.devices)
     graphdef, params = nnx.split(new_model(args))
+    params = jax.device_put(params, divided(params, mesh))
     opt_state = tx.init(params)
-    data = batches(corpus, args.batch, args.length, args.seed)
+    by_sequence = NamedSharding(mesh, PartitionSpec("data"))
+    data = (
+        jax.device_put(batch, by_sequence)
+        for batch in batches(corpus, args.batch, args.length, args.seed)
+    )
 
     started = time.perf_counter()
     step = po.jit_step(  # (2) here stood jax.jit
@@ -313,13 +342,13 @@ def train(
 VARIANTS: tuple[str, ...] = ("resident", "whole-tree offload", "paged")
 
 
-def place(tree: PyTree, memory_kind: str) -> PyTree:
+def place(tree: PyTree, memory_kind: str, mesh: Mesh | None = None) -> PyTree:
     """The shapes of `tree`, said to live in `memory_kind`. Allocates nothing."""
-    sharding = jax.sharding.SingleDeviceSharding(
-        jax.devices()[0], memory_kind=memory_kind
-    )
+    mesh = mesh or make_mesh(1)
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        tree,
+        divided(tree, mesh, memory_kind),
     )
 
 
@@ -329,24 +358,31 @@ def compile_only(
     """The training step with its whole state in `memory_kind`, never run."""
     graphdef, params = nnx.split(nnx.eval_shape(lambda: new_model(args)))
     opt_state = jax.eval_shape(tx.init, params)
-    batch = jax.ShapeDtypeStruct((args.batch, args.length + 1), jnp.int32)
+    mesh = make_mesh(args.devices)
+    batch = jax.ShapeDtypeStruct(
+        (args.batch, args.length + 1),
+        jnp.int32,
+        sharding=NamedSharding(mesh, PartitionSpec("data"), memory_kind="device"),
+    )
     return po.jit_step(
         make_step(graphdef, tx),
-        place(params, "device"),
-        place(opt_state, memory_kind),
-        place(batch, "device"),
+        place(params, "device", mesh),
+        place(opt_state, memory_kind, mesh),
+        batch,
         donate_argnums=(0, 1),
     ).compiled
 
 
 def argument_bytes(compiled: jax.stages.Compiled, memory_kind: str) -> list[int]:
-    """Bytes of each of the step's arguments that live in `memory_kind`.
+    """Bytes on one device of each of the step's arguments in `memory_kind`.
 
     XLA packs values narrower than a byte: of four bits, two into one.
     """
     return [
         sum(
-            math.prod(x.shape) * jax.dtypes.itemsize_bits(x.dtype) // 8
+            math.prod(sharding.shard_shape(x.shape))
+            * jax.dtypes.itemsize_bits(x.dtype)
+            // 8
             for x, sharding in zip(
                 jax.tree.leaves(argument), jax.tree.leaves(shardings), strict=True
             )
@@ -386,7 +422,7 @@ def reported_memory(compiled: dict[str, jax.stages.Compiled]) -> MemoryChart:
 
 
 def computed_memory(
-    compiled: dict[str, jax.stages.Compiled], visiting: dict[str, int], parameters: int
+    compiled: dict[str, jax.stages.Compiled], visiting: dict[str, int]
 ) -> MemoryChart:
     """What must be on the device while the optimizer updates.
 
@@ -396,15 +432,14 @@ def computed_memory(
     Args:
         compiled: The training step of each variant.
         visiting: Bytes of moments that each variant fetches from the host at a time.
-        parameters: Bytes of the parameters. Their gradients are as many.
     """
     return MemoryChart(
         "the optimizer update, computed from sizes and memory kinds\n"
         "(XLA:CPU does not tell host from device; activations not counted)",
         {
             name: {
-                "parameters": parameters,
-                "gradients": parameters,
+                "parameters": argument_bytes(step, "device")[0],
+                "gradients": argument_bytes(step, "device")[0],
                 "moments that stay": argument_bytes(step, "device")[1],
                 "moments that visit": visiting[name],
             }
@@ -505,6 +540,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--steps", type=positive, default=60, help="training steps of each run")
     add("--batch", type=positive, default=8, help="sequences a step")
+    add(
+        "--devices",
+        type=positive,
+        default=1,
+        help="divide parameters, moments and batches over this many devices; a machine"
+        " without accelerators plays them",
+    )
     add("--length", type=positive, default=64, help="tokens (bytes) a sequence")
     add("--learning-rate", type=float, default=1e-3, help="peak of the schedule")
     add(
@@ -539,7 +581,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         " (a CPU shows about 1e-6, a GPU more, as it adds in another order in every"
         " run); with moments in fewer bits, that of the final loss, as a share of it",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.batch % args.devices:
+        parser.error(
+            f"--batch {args.batch} does not divide over {args.devices} devices"
+        )
+    return args
 
 
 def compare(
@@ -560,6 +607,12 @@ def compare(
 def main() -> int:
     """Trains, compares, measures, plots. Returns the exit status."""
     args = parse_arguments()
+    jax.config.update("jax_num_cpu_devices", args.devices)
+    if args.devices > jax.device_count():
+        sys.exit(
+            f"finetune_lm.py: error: --devices {args.devices}, and JAX sees"
+            f" {jax.device_count()}"
+        )
     try:
         paged, plain = make_optimizers(args)
     except ValueError as error:  # such as a page size that cannot be read
@@ -569,9 +622,10 @@ def main() -> int:
     parameters = sum(x.size for x in jax.tree.leaves(shapes))
     print(
         f"{parameters / 1e6:.1f} M parameters, {len(corpus) / 1e6:.1f} MB of text,"
-        f" {jax.devices()[0].device_kind}, jax {jax.__version__}\n"
+        f" {args.devices} x {jax.devices()[0].device_kind}, jax {jax.__version__}\n"
     )
-    plan = po.plan(paged, shapes)
+    mesh = make_mesh(args.devices)
+    plan = po.plan(paged, shapes, mesh=mesh, devices_per_host=jax.local_device_count())
     print(plan, end="\n\n")
 
     losses: dict[str, list[float]] = {}
@@ -600,7 +654,7 @@ def main() -> int:
     else:
         offloaded = argument_bytes(steps["whole-tree offload"], "pinned_host")[1]
         visiting = dict(zip(VARIANTS, (0, offloaded, plan.scratch_bytes), strict=True))
-        chart = computed_memory(steps, visiting, 4 * parameters)
+        chart = computed_memory(steps, visiting)
 
     args.output_dir.mkdir(parents=True, exist_ok=True)
     plot_losses(losses, args.output_dir / "loss.png")

@@ -44,9 +44,24 @@ def test_example(tmp_path):
         assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
+def test_example_on_several_devices(tmp_path):
+    """FSDP by one flag: each device pages its own part of the moments."""
+    flags = ("--devices", "4", "--size", "mini", "--steps", "3")
+    done = example(*flags, "--output-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "within the tolerance" in done.stdout
+    assert "each of 4 devices" in done.stdout
+    assert re.search(r"256x256 +float32 +host +1 x 256.0 KiB", done.stdout)
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "words"),
-    [("--page-size", "16Mb", "page_size='16Mb'"), ("--codec", "int7", "codec 'int7'")],
+    [
+        ("--page-size", "16Mb", "page_size='16Mb'"),
+        ("--codec", "int7", "codec 'int7'"),
+        ("--devices", "3", "does not divide"),
+    ],
 )
 def test_example_refuses_a_bad_flag(flag, value, words):
     done = example(flag, value)
