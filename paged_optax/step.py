@@ -92,7 +92,7 @@ def jit_step(
                 f" step has {len(example_args)}."
             )
     example_args = jax.tree.map(_typed, example_args)
-    inputs, outputs = _placements(step, example_args)
+    inputs, outputs = _placements(step, example_args, donated)
     # Unused arguments stay, so that a parameter's number is its leaf's.
     jitted = jax.jit(
         step,
@@ -125,7 +125,9 @@ def _typed(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named)
 
 
-def _placements(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
+def _placements(
+    step: Callable[..., Any], args: tuple[Any, ...], donated: tuple[int, ...]
+) -> tuple[Any, Any]:
     """The shardings of all arguments and of all results, memory kinds among them."""
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
     structure = jax.tree.structure(shapes)
@@ -151,11 +153,40 @@ def _placements(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, A
     chosen = jax.jit(step, keep_unused=True).lower(*args).compile()
     place = lambda sharding, x: sharding.with_memory_kind(memory_kind(x))
     inputs = map(place, jax.tree.leaves(chosen.input_shardings), jax.tree.leaves(args))
+    inputs = jax.tree.unflatten(jax.tree.structure(args), list(inputs))
     outputs = map(place, jax.tree.leaves(chosen.output_shardings), closed.out_avals)
-    return (
-        jax.tree.unflatten(jax.tree.structure(args), list(inputs)),
-        jax.tree.unflatten(structure, list(outputs)),
+    outputs = jax.tree.unflatten(structure, list(outputs))
+    return inputs, _given_back(args, inputs, shapes, outputs, donated)
+
+
+def _given_back(
+    args: tuple[Any, ...],
+    inputs: tuple[Any, ...],
+    results: Any,
+    outputs: Any,
+    donated: tuple[int, ...],
+) -> Any:
+    """The results' shardings, where one is like a donated argument that argument's.
+
+    The compiler may divide parameters that it updates otherwise than it was given them;
+    then no buffer would serve again, and the next step not take them.
+    """
+    describe = lambda tree: (
+        jax.tree.structure(tree),
+        [(x.shape, x.dtype) for x in jax.tree.leaves(tree)],
     )
+    left = [(describe(args[i]), inputs[i]) for i in donated]
+
+    def choose(result: Any, chosen: Any) -> Any:
+        found = next((given for given in left if given[0] == describe(result)), None)
+        if found is None:
+            return chosen
+        left.remove(found)
+        return found[1]
+
+    if type(results) in (tuple, list):
+        return type(results)(map(choose, results, outputs))
+    return choose(results, outputs)
 
 
 def _check_donations(

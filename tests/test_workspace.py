@@ -8,6 +8,8 @@ import layered
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
 
@@ -334,3 +336,43 @@ def test_bad_input():
     )
     with pytest.raises(ValueError, match="bfloat16"):
         other(params, tx.init(params), workspace, layered.batch())
+
+
+@pytest.mark.parametrize("host_dtype", [None, jnp.float32], ids=["device", "host"])
+def test_on_a_mesh(host_dtype):
+    """Parameters and batch over eight devices: the numbers of one."""
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    axis = {"up": P(None, "data"), "down": P(None, None, "data")}
+    spec = lambda path: axis.get(getattr(path[-1], "key", None), P())
+    place = lambda path, x: jax.device_put(x, NamedSharding(mesh, spec(path)))
+    results = []
+    for divide in (False, True):
+        tx = po.paged_adamw(1e-3, page_size="16KiB", min_paged_size="1KiB")
+        here = layered.parameters(3)
+        here = jax.tree_util.tree_map_with_path(place, here) if divide else here
+        batches = [layered.batch(seed, (8, 8)) for seed in range(2)]
+        if divide:
+            rows = NamedSharding(mesh, P("data"))
+            for batch in batches:
+                for name in ("tokens", "targets"):
+                    batch[name] = jax.device_put(batch[name], rows)
+        state = tx.init(here)
+        workspace = po.GradientWorkspace.allocate(here["layers"], host_dtype=host_dtype)
+        placed = [
+            (x.sharding.memory_kind, getattr(x.sharding, "spec", None))
+            for x in jax.tree.leaves((here, state, workspace))
+        ]
+        step = layerwise(tx, max_norm=0.05)
+        results.append(run(step, here, state, workspace, batches))
+        if divide:
+            found = jax.tree.leaves(results[-1][:3])
+            for x, (kind, wanted) in zip(found, placed, strict=True):
+                assert x.sharding.memory_kind == kind
+                entries = len(x.shape)
+                whole = NamedSharding(mesh, wanted or P())
+                assert x.sharding.is_equivalent_to(
+                    whole.with_memory_kind(kind), entries
+                )
+    (params, *_, output), (wanted, *_, exact) = reversed(results)
+    assert far(params, wanted) < 1e-5
+    assert far(output.gradient_norm, exact.gradient_norm) < 1e-6

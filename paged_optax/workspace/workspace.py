@@ -12,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from paged_optax.memory import DEVICE, HOST, PINNED_HOST, memory_kinds, nbytes, on_host
 from paged_optax.plan import parse_bytes
+from paged_optax.sharding import Shards
 from paged_optax.workspace.stacks import goes_in_slabs
 
 
@@ -219,12 +220,14 @@ def _zeros(like: Any, shape: tuple[int, ...], dtype: Any, host: bool = False) ->
     """Zeros beside an array, or what stands for them beside a `ShapeDtypeStruct`."""
     sharding = getattr(like, "sharding", None)
     kind = PINNED_HOST if host else memory_kinds()[0]
+    shards = Shards.of(sharding, like.shape)
+    if shards is not None:
+        axes = shards.axes[len(like.shape) - len(shape) :]  # a layer has one fewer
+        sharding = Shards(shards.mesh, axes).sharding(host=False)
     if isinstance(like, jax.ShapeDtypeStruct):
         if sharding is not None:
-            kind = PINNED_HOST if host else "device"
-            sharding = sharding.with_memory_kind(kind)
+            sharding = sharding.with_memory_kind(PINNED_HOST if host else "device")
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
-    zeros = jnp.zeros(shape, dtype)
-    if getattr(like, "committed", False) and len(like.sharding.device_set) == 1:
-        return jax.device_put(zeros, like.sharding.with_memory_kind(kind))
-    return jax.device_put(zeros, HOST if host else DEVICE)
+    if sharding is not None and (shards is not None or like.committed):
+        return jax.device_put(jnp.zeros(shape, dtype), sharding.with_memory_kind(kind))
+    return jax.device_put(jnp.zeros(shape, dtype), HOST if host else DEVICE)
