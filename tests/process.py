@@ -1,6 +1,6 @@
 """One process of several: trains on its own devices, saves, and restores.
 
-    python tests/process.py NUMBER PROCESSES PORT FOLDER LAST_STEP [KILLED_AT]
+    python tests/process.py NUMBER PROCESSES PORT FOLDER LAST_STEP [KILLED AT_STEP]
 
 Begins at the last checkpoint in the folder, if there is one. Process 0 writes what all
 parameters and moments have become.
@@ -40,7 +40,7 @@ def transformation():
 
 def main():
     number, processes, port, folder, last = sys.argv[1:6]
-    killed_at = int(sys.argv[6]) if len(sys.argv) > 6 else None
+    killed = tuple(sys.argv[6:8])
     jax.distributed.initialize(f"localhost:{port}", int(processes), int(number))
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     shardings = {k: NamedSharding(mesh, spec) for k, spec in SPECS.items()}
@@ -73,7 +73,7 @@ def main():
             found = manager.restore(first, args=ocp.args.StandardRestore(target))
             params, state = found["params"], found["state"]
         for number_of_step in range(first + 1, int(last) + 1):
-            if number_of_step == killed_at and number == "1":
+            if killed == (number, str(number_of_step)):
                 os.kill(os.getpid(), signal.SIGKILL)
             params, state = step(params, state, everywhere(values(number_of_step)))
             tree = {"params": params, "state": state}

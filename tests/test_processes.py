@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 4
 
 
-def launch(processes, folder, last, killed_at=None):
+def launch(processes, folder, last, killed=()):
     """Starts the processes, of two devices each; returns their exit statuses.
 
     One that dies takes the others along: they could only wait for it.
@@ -36,7 +36,7 @@ def launch(processes, folder, last, killed_at=None):
     for number, log in enumerate(logs):
         command = [
             *(sys.executable, ROOT / "tests" / "process.py", number, processes),
-            *(port, folder, last, *([killed_at] if killed_at else [])),
+            *(port, folder, last, *killed),
         ]
         with log.open("w") as output:
             running.append(
@@ -56,7 +56,7 @@ def launch(processes, folder, last, killed_at=None):
         if p.poll() is None:
             p.kill()
     statuses = [p.wait() for p in running]
-    if killed_at is None:
+    if not killed:
         assert statuses == [0] * processes, "\n\n".join(x.read_text() for x in logs)
     return statuses
 
@@ -101,8 +101,8 @@ def test_saved_by_four_and_restored_by_two(tmp_path, straight):
 
 @pytest.mark.slow
 def test_killed_and_resumed(tmp_path, straight):
-    """One of two processes is killed; both begin again at the last checkpoint."""
-    statuses = launch(2, tmp_path, STEPS, killed_at=3)
-    assert statuses[1] == -9
+    """One after the other is killed; both begin again at the last checkpoint."""
+    assert launch(2, tmp_path, STEPS, killed=(1, 2))[1] == -9
+    assert launch(2, tmp_path, STEPS, killed=(0, 4))[0] == -9
     launch(2, tmp_path, STEPS)
-    check(tmp_path, straight, first=2, devices=4)
+    check(tmp_path, straight, first=3, devices=4)

@@ -1,9 +1,11 @@
 """Each device pages its own shard: numbers, bytes, and where everything lives."""
 
 import collections
+import functools
 import re
 
 import aot
+import decoder
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -254,7 +256,7 @@ def collectives(hlo):
     ],
 )
 def test_scratch_and_collectives(compile_for, shape, spec, settings, leaves):
-    """12 MiB a device, nothing on the host, and no collective because of paging."""
+    """As planned: 12 MiB a device, nothing on the host, no collective of paging."""
     settings = dict(settings)
     axis_type = settings.pop("axis_type", AxisType.Auto)
     names = ("x", "y")[: len(shape)]
@@ -264,7 +266,91 @@ def test_scratch_and_collectives(compile_for, shape, spec, settings, leaves):
     assert report.device_temp <= 12 * MiB
     assert report.host_temp == 0
     assert report.host_aliased == report.host_arguments
+    mesh = jax.sharding.AbstractMesh(shape, names)
+    leaf = jax.ShapeDtypeStruct(
+        (4096, 4096), jnp.float32, sharding=NamedSharding(mesh, spec)
+    )
+    plan = po.plan(tx, {f"w{i:02}": leaf for i in range(leaves)})
+    assert plan.devices == np.prod(shape)
+    assert plan.host_bytes == report.host_arguments
+    assert report.device_temp <= plan.scratch_bytes + 1.25 * MiB
     unpaged = sharded_update(optax.adamw(1e-3), spec, shape, names, 1, axis_type)
     plain = compile_for(unpaged, int(np.prod(shape)))
     assert collectives(report.hlo) == collectives(plain.hlo)
     assert not report.unsharded
+
+
+def divided_layerwise(model, tx):
+    """The layerwise step over a mesh for a compiler: FSDP, a sequence a device."""
+    step = po.layerwise_step(model.prologue, model.layer, model.epilogue, tx)
+
+    def build(mesh):
+        place = lambda *axes: NamedSharding(mesh, P(*axes), memory_kind="device")
+
+        def divide(x):
+            sharding = place(None, "x") if len(x.shape) == 3 else place()
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        def at_home(x):
+            kind = x.sharding.memory_kind
+            kind = kind if kind == "pinned_host" else "device"
+            sharding = x.sharding.with_memory_kind(kind)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        params = jax.tree.map(divide, model.shapes())
+        state = jax.tree.map(at_home, po.abstract_state(tx, params))
+        workspace = po.GradientWorkspace.allocate(params["layers"])
+        args = params, state, workspace, model.batch(place("x"), (mesh.size, 128))
+        made = jax.eval_shape(step, *args)
+        out = jax.tree.map(lambda x: x.sharding, args[:3])
+        whole = jax.tree.map(lambda x: place(), made[3])
+        jitted = jax.jit(
+            step,
+            donate_argnums=(0, 1, 2),
+            keep_unused=True,
+            out_shardings=(*out, whole),
+        )
+        return jitted, args
+
+    return build
+
+
+@pytest.mark.compiler
+def test_layerwise_on_h200s():
+    """One layer's gradients at a time, reduced and scattered inside the loop.
+
+    Twice the layers take twice the arguments, and no more scratch.
+    """
+    model = functools.partial(decoder.Decoder, 1024, 1024, 1024, 2048)
+    tx = po.paged_adamw(1e-4, page_size="1MiB")
+    reports = [
+        aot.h200(divided_layerwise(model(layers=layers), tx), 4) for layers in (4, 8)
+    ]
+    short, long = reports
+    for report in reports:
+        assert report.host_temp == 0
+        assert report.host_aliased == report.host_arguments
+        assert report.device_outputs - report.device_aliased <= 4096
+        assert collectives(report.hlo)["reduce-scatter"] > 0
+    layer = 4 * (4 * 1024 * 1024 + 3 * 1024 * 2048)
+    boundary = 4 * 128 * 1024 * 4  # of each further layer: its input, in float32
+    assert long.device_temp - short.device_temp <= boundary + layer / 100
+    assert collectives(long.hlo) == collectives(short.hlo)
+    assert long.host_arguments >= 2 * 4 * 8 * layer / 4 / 4
+
+
+@pytest.mark.parametrize("model", ["llama2-7b", "llama3-70b", "llama3-405b"])
+def test_scaling_plan(model, recwarn):
+    """Eight times the devices: an eighth of the bytes a device, and of the seconds."""
+    params, tx = po.model_shapes(model), po.paged_adamw(1e-4, master_dtype="float32")
+    count = sum(x.size for x in jax.tree.leaves(params))
+    plans = {
+        devices: po.plan(tx, params, mesh=jax.sharding.AbstractMesh((devices,), "x"))
+        for devices in (8, 64, 1024)
+    }
+    for devices, plan in plans.items():
+        total = (plan.host_bytes + plan.device_bytes) * devices
+        assert 12 * count <= total <= 12.02 * count
+        assert plan.bytes_per_host == 8 * plan.host_bytes
+        assert f"each of {devices} devices" in str(plan)
+    assert plans[8].link_seconds / plans[1024].link_seconds == pytest.approx(128, 0.01)
