@@ -25,6 +25,7 @@ from jax.sharding import (
     Mesh,
     NamedSharding,
     PartitionSpec,
+    SingleDeviceSharding,
 )
 from jaxtyping import UInt32
 
@@ -283,6 +284,19 @@ def _spec(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
+
+
+def typed_by_memory(sharding: Any) -> Any:
+    """The same placement as a sharding from which JAX takes an array's memory type.
+
+    An array made with a `SingleDeviceSharding`, as by a restore, has the type of device
+    memory whatever its memory kind (jax 0.10.2 to 0.12.0.1); no update would page it.
+    """
+    if not isinstance(sharding, SingleDeviceSharding):
+        return sharding
+    (device,) = sharding.device_set
+    mesh = Mesh(np.array([device]), ("device",))
+    return NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
 
 
 def fully_sharded(params: Any, mesh: Mesh | AbstractMesh) -> Any:

@@ -32,7 +32,7 @@ from paged_optax.memory import (
     on_host,
 )
 from paged_optax.plan import parameter_of, recorded
-from paged_optax.sharding import explicitly_typed, stated
+from paged_optax.sharding import explicitly_typed, stated, typed_by_memory
 
 #: A path string, or a JAX key path.
 Path = str | tuple[Any, ...]
@@ -538,7 +538,7 @@ def abstract_state(
         elif isinstance(default, NamedSharding) and default.mesh.size > 1:
             sharding = NamedSharding(default.mesh, aval.sharding.spec)
         kind = PINNED_HOST if on_host(aval) else memory_kinds()[0]
-        sharding = sharding.with_memory_kind(kind)
+        sharding = typed_by_memory(sharding.with_memory_kind(kind))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     placed = []

@@ -6,16 +6,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import (
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
     SingleDeviceSharding,
 )
 
 from paged_optax.host_compute import warn_of_host_compute
 from paged_optax.memory import memory_kind, memory_kinds
+from paged_optax.sharding import typed_by_memory
 
 _keystr = jax.tree_util.keystr
 
@@ -110,19 +107,10 @@ def jit_step(
 
 
 def _typed(x: Any) -> Any:
-    """A `ShapeDtypeStruct` whose memory shows in its type.
-
-    JAX takes it from a `NamedSharding` alone (0.10.2 to 0.12.0.1).
-    """
-    sharding = getattr(x, "sharding", None)
-    if not isinstance(x, jax.ShapeDtypeStruct) or not isinstance(
-        sharding, SingleDeviceSharding
-    ):
+    """A `ShapeDtypeStruct` whose memory shows in its type."""
+    if not isinstance(x, jax.ShapeDtypeStruct) or x.sharding is None:
         return x
-    (device,) = sharding.device_set
-    mesh = Mesh(np.array([device]), ("device",))
-    named = NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=typed_by_memory(x.sharding))
 
 
 def _placements(

@@ -324,9 +324,9 @@ class _Pager:
         except ValueError as error:
             _refuse_state(self.inner, updates, state, error)
             raise
-        self.warn_of_moved(layout, leaves)
         seen = layout.seen(leaves)
         analysis, structure = self.analyse(updates, seen, params, arrays, static)
+        self.warn_of_moved(layout, leaves)
         first = len(gradients)  # of the state's leaves, among arguments and results
         arguments = [*gradients, *leaves, *jax.tree.leaves((params, arrays))]
         codecs = dict(enumerate(layout.codecs, first))

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 import paged_optax as po
+from paged_optax.memory import on_host
 
 #: Each alias, the optimizer it pages, and keyword arguments that reach most of it.
 ALIASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -111,7 +112,13 @@ def assert_equal(first: Any, second: Any) -> None:
 
 
 def kinds(tree: Any) -> list[str]:
-    """The memory kind of every array of a tree, in order."""
+    """The memory kind of every array of a tree, in order; each is of that type too.
+
+    What is in host memory and has the type of device memory would not be paged.
+    """
+    for x in jax.tree.leaves(tree):
+        hosted = x.sharding.memory_kind == "pinned_host"
+        assert on_host(x) == hosted or isinstance(x, jax.ShapeDtypeStruct)
     return [x.sharding.memory_kind for x in jax.tree.leaves(tree)]
 
 

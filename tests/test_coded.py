@@ -26,8 +26,9 @@ ALL_PAGED = {"page_size": "16KiB", "min_paged_size": "1B"}
 
 
 def in_bytes(stored):
-    """Codes as the codec made them, of moments that are stored in words."""
-    return stored._replace(codes=stored.codes.view(jnp.uint8))
+    """Codes and scales as the codec made them, before they were arranged."""
+    scales = jnp.moveaxis(stored.scales, 0, -1).reshape(-1)
+    return type(stored)(stored.codes.view(jnp.uint8), scales)
 
 
 def trained(tx, steps=3, dtype=jnp.float32, eager=False):
