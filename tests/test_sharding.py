@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 MiB = 2**20
 #: Divided along the leading axis, the trailing, both, two axes on one dimension, none;
 #: in pages that divide a shard and in pages that do not.
@@ -81,7 +83,7 @@ def specs_of(state):
     ("ours", "plain"),
     [
         (po.paged_adamw, optax.adamw),
-        (po.paged_lion, optax.lion),
+        pytest.param(po.paged_lion, optax.lion, marks=pytest.mark.slow),
         (po.paged_lamb, optax.lamb),
     ],
 )
@@ -105,7 +107,9 @@ def test_numbers(ours, plain, jit, axis_type):
     assert set(kinds.values()) == {"pinned_host"}
 
 
-@pytest.mark.parametrize("codec", ["dynamic_int8", "dynamic_int4", "bfloat16"])
+@pytest.mark.parametrize(
+    "codec", ["dynamic_int8", pytest.param("dynamic_int4", marks=pytest.mark.slow)]
+)
 def test_codecs(codec):
     """Where shards are whole blocks, dividing them changes no bit."""
     params = reference.arrays(jnp.float32, 0, SHAPES)

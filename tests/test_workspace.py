@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 SETTINGS = {"page_size": "16KiB", "min_paged_size": "16KiB"}
 
 
@@ -64,7 +66,8 @@ def cases():
         (1, 2, 5), (1, 4), (None, 0.05), (False, True), (None, jnp.float32)
     ):
         if host_dtype is None or (layers, tied) == (5, True):
-            yield layers, accumulate, max_norm, tied, host_dtype
+            case = layers, accumulate, max_norm, tied, host_dtype
+            yield pytest.param(*case, marks=pytest.mark.slow) if layers == 2 else case
 
 
 @pytest.mark.parametrize(
