@@ -216,6 +216,41 @@ def test_moved_state_is_reported(way):
         jax.jit(tx.update).lower(params, state, params)
 
 
+@pytest.mark.parametrize("asked", [False, True], ids=["out_shardings", "shardings"])
+def test_init_in_a_jit(asked):
+    """The same state as outside, each shard on its device's host."""
+    mesh = mesh_of()
+    params = divided(reference.arrays(jnp.float32, 0, SHAPES), mesh)
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    eager = po.paged_adamw(1e-2, **PAGED).init(params)
+    tx = po.paged_adamw(1e-2, shardings=shardings if asked else None, **PAGED)
+    out = jax.tree.map(lambda x: x.sharding, eager)
+    state = jax.jit(tx.init, out_shardings=None if asked else out)(params)
+    reference.assert_equal(state, eager)
+    # `bias` and the step count, which stay, are divided as XLA likes.
+    hosted = lambda tree: [spec for spec in specs_of(tree) if "pinned_host" in spec]
+    assert hosted(state) == hosted(eager)
+
+
+@pytest.mark.compiler
+def test_init_needs_no_device_memory():
+    """Each of four H200s makes its part of the moments on the host, page by page."""
+
+    def build(mesh):
+        place = NamedSharding(mesh, P("x"), memory_kind="device")
+        leaf = jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=place)
+        params = {f"w{i}": leaf for i in range(4)}
+        shardings = jax.tree.map(lambda x: x.sharding, params)
+        tx = po.paged_adamw(1e-3, page_size="2MiB", shardings=shardings)
+        return jax.jit(lambda params: tx.init(params)), (params,)
+
+    report = aot.h200(build, 4)
+    assert report.host_outputs == 2 * 4 * 4096 * 4096 * 4 // 4
+    assert report.device_temp + report.device_outputs <= 4 * MiB
+    assert report.host_temp == 0
+    assert not collectives(report.hlo)
+
+
 def sharded_update(tx, spec, shape, names, leaves, axis_type=AxisType.Auto):
     """An update of square leaves for a compiler, and where its arguments are."""
 
