@@ -76,7 +76,7 @@ def layerwise_step(
 
     | clipping by the global norm | device bytes | over the link | passes | time |
     | --- | --- | --- | --- | --- |
-    | workspace with `host_dtype` | one layer's gradients | gradients, both ways | 1 | 1.0 |
+    | workspace with `host_dtype` | one layer's gradients | gradients, twice | 1 | 1.0 |
     | workspace without | one layer's gradients | nothing more | 2 | 1.5 |
 
     Passes are backward passes. Times are to a step that does not clip: on a CPU, whose
