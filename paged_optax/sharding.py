@@ -398,12 +398,10 @@ class Known:
                 return None
         if self.asked:
             return self._asked(path, shape)
-        for x in arrays:
-            if not isinstance(x, Tracer):
-                found = Shards.of(getattr(x, "sharding", None), shape)
-                if found is not None:
-                    return found
-        return self.seen.get((_keystr(path), shape))
+        concrete = [x for x in arrays if not isinstance(x, Tracer)]
+        own = (Shards.of(getattr(x, "sharding", None), shape) for x in concrete)
+        found = next((shards for shards in own if shards is not None), None)
+        return found if concrete else self.seen.get((_keystr(path), shape))
 
     def _asked(self, path: Any, shape: tuple[int, ...]) -> Shards | None:
         ends = (tuple(path[:n]) for n in range(len(path), -1, -1))
