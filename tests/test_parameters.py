@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from reference import ALIASES, SMALL_PAGES, arrays, assert_equal, kinds
 
 import paged_optax as po
+from paged_optax.memory import on_host
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
@@ -1440,7 +1441,20 @@ def test_abstract_state_is_that_of_init(name):
         ):
             assert isinstance(x, jax.ShapeDtypeStruct)
             assert (x.shape, x.dtype) == (wanted.shape, wanted.dtype)
-            assert x.sharding == wanted.sharding
+            assert x.sharding.is_equivalent_to(wanted.sharding, x.ndim)
+            assert x.sharding.memory_kind == wanted.sharding.memory_kind
+
+
+@pytest.mark.parametrize("device", [0, 3])
+def test_what_is_made_by_its_placements_is_paged(device):
+    """Restores make arrays so; those in host memory must have its type too."""
+    params = jax.device_put(small(), jax.devices()[device])
+    for x in jax.tree.leaves(po.abstract_state(adam(), params)):
+        zeros = np.zeros(x.shape, x.dtype)
+        made = jax.make_array_from_callback(
+            x.shape, x.sharding, lambda i, z=zeros: z[i]
+        )
+        assert on_host(made) == (x.sharding.memory_kind == HOST)
 
 
 def test_abstract_state_allocates_nothing():
