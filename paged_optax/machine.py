@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from paged_optax.memory import PINNED_HOST, device_memory, host_pool_bytes
+from paged_optax.sharding import typed_by_memory
 
 #: Most of the free memory that a measurement takes. On the CPU backend the device's
 #: memory is the machine's own, which others may be using too.
@@ -51,11 +52,10 @@ def describe() -> dict[str, Any]:
 def placements() -> tuple[NamedSharding, NamedSharding]:
     """The first device's own memory, and pinned memory of its host.
 
-    Over a mesh of one device: tracing `ShapeDtypeStruct`s, jax 0.10.2 to 0.12.0.1
-    take the memory kind from a `NamedSharding` and lose a `SingleDeviceSharding`'s.
+    Said so that it shows in the type of what is traced or made.
     """
     device = jax.devices()[0]
-    own = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
+    own = typed_by_memory(SingleDeviceSharding(device))
     return (
         own.with_memory_kind(device.default_memory().kind),
         own.with_memory_kind(PINNED_HOST),

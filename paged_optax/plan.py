@@ -509,19 +509,13 @@ def plan(
             lambda x, sharding: jax.ShapeDtypeStruct(
                 x.shape,
                 x.dtype,
-                sharding=getattr(x, "sharding", None)
-                if Shards.of(getattr(x, "sharding", None), x.shape)
-                else sharding,
+                sharding=x.sharding if Shards.of_array(x) else sharding,
             ),
             params,
             fully_sharded(params, mesh),
         )
-    meshes = {
-        shards.mesh.size
-        for x in jax.tree.leaves(params)
-        if (shards := Shards.of(getattr(x, "sharding", None), x.shape))
-    }
-    devices = max(meshes, default=1)
+    found = filter(None, map(Shards.of_array, jax.tree.leaves(params)))
+    devices = max((shards.mesh.size for shards in found), default=1)
     if not link_gigabytes_per_second > 0:
         raise ValueError(
             f"link_gigabytes_per_second={link_gigabytes_per_second} is not positive."

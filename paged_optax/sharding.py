@@ -30,7 +30,6 @@ from jax.sharding import (
 from jaxtyping import UInt32
 
 from paged_optax.codecs import Codec, Quantized, are_by_columns
-from paged_optax.memory import PINNED_HOST
 
 #: The scope in which a leaf is paged of which no sharding is known. On one device that
 #: is as it should be; a program of several is slow there, and `memory_report` says so.
@@ -65,6 +64,11 @@ class Shards:
         whole = (n % d == 0 for n, d in zip(shape, found.divisions, strict=True))
         return found if all(whole) else None
 
+    @classmethod
+    def of_array(cls, x: Any) -> "Shards | None":
+        """Those of an array, or of a `ShapeDtypeStruct`, that says where it is."""
+        return cls.of(getattr(x, "sharding", None), x.shape)
+
     @property
     def divisions(self) -> tuple[int, ...]:
         """Into how many parts each dimension is cut."""
@@ -97,8 +101,8 @@ class Shards:
         scales = found.scales
         if are_by_columns(codec):
             scales = grown(scales, (self.divisions[-1], *self.divisions[:-1]))
-        elif (rows := math.prod(others)) > 1:
-            shape = (rows, first * scales.shape[0])
+        elif self.has_rows:
+            shape = (math.prod(others), first * scales.shape[0])
             scales = jax.ShapeDtypeStruct(shape, scales.dtype)
         else:
             scales = grown(scales, (first,))
@@ -107,8 +111,9 @@ class Shards:
     def spec_of(self, codec: Codec | None, x: Any, local: tuple[int, ...]) -> Any:
         """The spec of one of a leaf's arrays, or of what a codec stores of it."""
         if not isinstance(x, Quantized):
-            whole = codec is not None or self.local_or_none(x.shape) == local
-            return self.spec if whole else PartitionSpec()
+            if codec is None and len(x.shape) == len(self.axes):
+                return self.spec if self.local(x.shape) == local else PartitionSpec()
+            return PartitionSpec() if codec is None else self.spec
         assert codec is not None
         first, *others = self.axes
         names = tuple(name for names in others for name in names)
@@ -123,14 +128,10 @@ class Shards:
         """Whether shards are no ranges of the flattened leaf."""
         return math.prod(self.divisions[1:]) > 1
 
-    def local_or_none(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape of one shard, of an array that may be no leaf."""
-        return self.local(shape) if len(shape) == len(self.axes) else None
-
-    def sharding(self, host: bool) -> NamedSharding:
-        """The leaf's own, in either memory."""
-        kind = PINNED_HOST if host else None
-        return NamedSharding(self.mesh, self.spec, memory_kind=kind)
+    @property
+    def sharding(self) -> NamedSharding:
+        """The leaf's own."""
+        return NamedSharding(self.mesh, self.spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -371,7 +372,7 @@ class Known:
             if stated is not None and key in stated:
                 self.seen[key] = stated[key]
             elif not isinstance(x, Tracer) and hasattr(x, "sharding"):
-                self.seen[key] = Shards.of(x.sharding, x.shape)
+                self.seen[key] = Shards.of_array(x)
 
     def find(
         self, paths: Sequence[Any], *trees: Sequence[Any] | None
@@ -399,7 +400,7 @@ class Known:
         if self.asked:
             return self._asked(path, shape)
         concrete = [x for x in arrays if not isinstance(x, Tracer)]
-        own = (Shards.of(getattr(x, "sharding", None), shape) for x in concrete)
+        own = map(Shards.of_array, concrete)
         found = next((shards for shards in own if shards is not None), None)
         return found if concrete else self.seen.get((_keystr(path), shape))
 
@@ -442,7 +443,7 @@ def explicitly_typed(params: Any) -> Iterator[Any]:
     meshes = []
 
     def typed(x: Any) -> jax.ShapeDtypeStruct:
-        shards = Shards.of(getattr(x, "sharding", None), x.shape)
+        shards = Shards.of_array(x)
         if shards is None:
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
         names = shards.mesh.axis_names
@@ -464,7 +465,7 @@ def stated(params: Any) -> Iterator[None]:
     """Says the shardings of parameters of which only shapes will be traced."""
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     found = {
-        (_keystr(path), x.shape): Shards.of(x.sharding, x.shape)
+        (_keystr(path), x.shape): Shards.of_array(x)
         for path, x in flat
         if getattr(x, "sharding", None) is not None
     }

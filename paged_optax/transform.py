@@ -371,10 +371,7 @@ class _Pager:
                 for x, codec in zip(buffers, coded, strict=True)
                 if codec is not None or on_host(x)
             ]
-            divided = None
-            if leaf.owner is not None and leaf.program.elementwise:
-                same = leaf.shape == gradients[leaf.owner].shape
-                divided = shards[leaf.owner] if same else None
+            divided = _divided(leaf, gradients, shards)
             if not moving:
                 return explicitly(leaf.program, inputs, divided, olds)
             streamed.update(leaf.outputs)
@@ -570,9 +567,7 @@ class _Pager:
             inside = sorted(i for i in inside if 0 <= i < len(avals))
             inside = [i for i in inside if not stays[i] or layout.codecs[i]]
             stored = [layout.stored(i) for i in inside]
-            divided = None
-            if leaf.owner is not None and leaf.program.elementwise:
-                divided = shards[leaf.owner]
+            divided = _divided(leaf, jax.tree.leaves(params), shards)
             codecs = [layout.codecs[i] for i in inside]
             pages = self.pages(leaf, stored, codecs, divided)
             geometry.update((i, (number, pages)) for i in inside)
@@ -697,6 +692,17 @@ def _choose(gate: Gate, new: Any, old: Any) -> Any:
     if gate is False:
         return old
     return jnp.where(gate, new, jax.device_put(old, DEVICE) if on_host(old) else old)
+
+
+def _divided(
+    leaf: granularity.LeafUpdate,
+    parameters: Sequence[Any],
+    shards: Sequence[Shards | None],
+) -> Shards | None:
+    """How a leaf is divided: as its parameter, where it is one value by value."""
+    if leaf.owner is None or not leaf.program.elementwise:
+        return None
+    return shards[leaf.owner] if leaf.shape == parameters[leaf.owner].shape else None
 
 
 def _place(value: Any, host: bool, like: Any, mesh: Any) -> Any:

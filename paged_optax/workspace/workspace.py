@@ -220,10 +220,10 @@ def _zeros(like: Any, shape: tuple[int, ...], dtype: Any, host: bool = False) ->
     """Zeros beside an array, or what stands for them beside a `ShapeDtypeStruct`."""
     sharding = getattr(like, "sharding", None)
     kind = PINNED_HOST if host else memory_kinds()[0]
-    shards = Shards.of(sharding, like.shape)
+    shards = Shards.of_array(like)
     if shards is not None:
         axes = shards.axes[len(like.shape) - len(shape) :]  # a layer has one fewer
-        sharding = Shards(shards.mesh, axes).sharding(host=False)
+        sharding = Shards(shards.mesh, axes).sharding
     if isinstance(like, jax.ShapeDtypeStruct):
         if sharding is not None:
             sharding = sharding.with_memory_kind(PINNED_HOST if host else "device")
