@@ -11,14 +11,16 @@ devices, and no way of dividing changes what it holds.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float32, Int32, Shaped, UInt8
+from jaxtyping import Float32, Int32, UInt8
 
+from paged_optax.codecs import blocks
 from paged_optax.codecs.codec import Codec, Noise, Quantized
 
 
@@ -169,16 +171,10 @@ def _bytes(words: Int32[Array, "rows words"]) -> UInt8[Array, "rows columns"]:
 
 def _every_fourth(codes: UInt8[Array, "rows columns"]) -> Int32[Array, "rows words"]:
     wide = codes.astype(jnp.int32)
-    return _any_of([wide[:, i::4] << np.int32(8 * i) for i in range(4)])
+    parts = [wide[:, i::4] << np.int32(8 * i) for i in range(4)]
+    return functools.reduce(lax.bitwise_or, parts)
 
 
 def _put_between(words: Int32[Array, "rows words"]) -> UInt8[Array, "rows columns"]:
-    zero, rest = np.int32(0), (0, 0, 0)
     codes = [(words >> np.int32(8 * i)) & np.int32(255) for i in range(4)]
-    wide = [lax.pad(x, zero, (rest, (i, 3 - i, 3))) for i, x in enumerate(codes)]
-    return _any_of(wide).astype(jnp.uint8)
-
-
-def _any_of(words: list[Shaped[Array, "rows words"]]) -> Any:
-    first, second, third, fourth = words
-    return (first | second) | (third | fourth)
+    return blocks.interleaved(codes).astype(jnp.uint8)

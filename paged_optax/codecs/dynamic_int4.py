@@ -145,10 +145,7 @@ def _unpack(
 
 
 def _put_between(rows: Int32[Array, "rows half"]) -> Int32[Array, "rows whole"]:
-    zero, rest = np.int32(0), (0, 0, 0)
-    first = lax.pad(rows >> np.int32(4), zero, (rest, (0, 1, 1)))
-    second = lax.pad(rows & np.int32(15), zero, (rest, (1, 0, 1)))
-    return first | second
+    return blocks.interleaved([rows >> np.int32(4), rows & np.int32(15)])
 
 
 def _repeat(rows: Int32[Array, "rows half"]) -> Int32[Array, "rows whole"]:
