@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
+from paged_optax.memory import on_host
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
@@ -163,35 +164,52 @@ def test_c_gradws_001_accumulators_grow_until_zeroed():
     assert all(everything.accumulates)
 
 
-def test_weights_on_the_host():
+@pytest.mark.parametrize(
+    ("layers", "max_norm", "host_dtype"),
+    [(1, None, None), (2, None, None), (4, 0.05, jnp.float32), (5, 0.05, None)],
+)
+def test_weights_on_the_host(layers, max_norm, host_dtype):
     """Stacks that live on the host stay there, and the numbers are the same."""
     tx = po.paged_adamw(1e-3, **SETTINGS)
     results = []
     for place in (lambda x: x, lambda x: po.offload(x, min_size="16KiB")):
-        params = layered.parameters(3)
+        params = layered.parameters(layers)
         params["layers"] = place(params["layers"])
-        workspace = po.GradientWorkspace.allocate(params["layers"])
-        state = tx.init(layered.parameters(3))
-        results.append(
-            run(layerwise(tx), params, state, workspace, [layered.batch()] * 2)
+        workspace = po.GradientWorkspace.allocate(
+            params["layers"], host_dtype=host_dtype
         )
+        state = tx.init(layered.parameters(layers))
+        step = layerwise(tx, max_norm=max_norm)
+        results.append(run(step, params, state, workspace, [layered.batch()] * 2))
     params = results[1][0]
     assert params["layers"]["up"].sharding.memory_kind == "pinned_host"
     assert params["layers"]["norm"]["scale"].sharding.memory_kind == "device"
-    shapes = jax.eval_shape(lambda: layered.parameters(3)["layers"])
-    shapes = po.offload(shapes, min_size="16KiB")
+    assert far(params, results[0][0]) < 1e-7
+
+
+def test_offload_of_shapes():
+    """They are placed as the arrays would be."""
+    params = layered.parameters(3)["layers"]
+    shapes = po.offload(jax.eval_shape(lambda: params), min_size="16KiB")
+    arrays = po.offload(params, min_size="16KiB")
     assert shapes["up"].sharding.memory_kind == "pinned_host"
     assert shapes["norm"]["scale"].sharding is None
-    assert far(params, results[0][0]) < 1e-7
+    assert arrays["up"].sharding.memory_kind == "pinned_host"
+    # What a restore makes of them has the type of host memory, and is fetched.
+    values = np.asarray(params["up"])
+    made = jax.make_array_from_callback(
+        values.shape, shapes["up"].sharding, lambda index: values[index]
+    )
+    assert on_host(made)
 
 
 def test_activations_on_the_host():
     tx = po.paged_adamw(1e-3, **SETTINGS)
     results = []
-    for on_host in (False, True):
+    for waiting in (False, True):
         params = layered.parameters(3)
         workspace = po.GradientWorkspace.allocate(params["layers"])
-        step = layerwise(tx, activations_on_host=on_host)
+        step = layerwise(tx, activations_on_host=waiting)
         args = params, tx.init(params), workspace, layered.batch()
         results.append(jax.jit(step)(*args)[0])
     assert far(*results) < 1e-7

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from paged_optax.memory import DEVICE, HOST, on_host
 from paged_optax.workspace.applied import Applied
 from paged_optax.workspace.stacks import (
+    FETCHES_AHEAD,
     downwards,
     goes_in_slabs,
     kept,
@@ -69,7 +70,8 @@ def layerwise_step(
     `jax.vmap` of an initialiser give them), and whatever else the model has. What else
     there is goes to prologue and epilogue alike, so that embeddings may be tied.
     Stacks in host memory stay there, and each layer's weights are fetched for its
-    forward and its backward pass.
+    forward and its backward pass, while the layer before computes (jax >= 0.11.2;
+    before, while its own other parts do).
 
     What one layer needs of `tx` must be element by element: `paged_adamw` and its like,
     chained, masked, scheduled. Clip by `max_norm` here, not in `tx`.
@@ -213,7 +215,7 @@ class _Model:
             lambda x, c: self.layer(weights.of(slabs), x, c, i), x, context
         )
         shapes = jax.eval_shape(
-            lambda stacks, x: run(jnp.int32(0), weights.slabs(stacks, jnp.int32(0)), x),
+            lambda stacks, x: run(jnp.int32(0), [slab(s, 0) for s in stacks], x),
             weights.stacks,
             x,
         )
@@ -224,16 +226,21 @@ class _Model:
             inputs = jax.device_put(inputs, HOST)
         keep = jax.tree.map(blank, shapes[1])
 
-        def body(i: Any, carry: Any) -> Any:
-            x, inputs, keep, stacks = carry
-            stacks, slabs = kept(stacks, weights.slabs(stacks, i), i)
+        def body(i: Any, following: Any, carry: Any) -> Any:
+            x, inputs, keep, stacks, ahead = carry
+            stacks, slabs = kept(stacks, weights.slabs(stacks, i, ahead), i)
+            ahead = weights.fetched(stacks, following)
             inputs = jax.tree.map(lambda to, x: put(to, x[None], i), inputs, x)
             x, made = run(i, slabs, x)
             keep = jax.tree.map(lambda to, x: put(to, x[None], i), keep, made)
-            return x, inputs, keep, stacks
+            return x, inputs, keep, stacks, ahead
 
-        x, inputs, keep, stacks = upwards(
-            length, body, (x, inputs, keep, weights.stacks)
+        ahead = weights.fetched(weights.stacks, 0)
+        x, inputs, keep, stacks, _ = upwards(
+            length,
+            body,
+            (x, inputs, keep, weights.stacks, ahead),
+            ahead=weights.ahead,
         )
         return x, inputs, keep, context, stacks
 
@@ -279,8 +286,23 @@ class _Weights:
         self.stacks, self.structure = jax.tree.flatten(layers)
         self.length = length_of(layers)
 
-    def slabs(self, stacks: list[Any], i: Any) -> list[Any]:
-        return [slab(x, i) for x in stacks]
+    @property
+    def ahead(self) -> bool:
+        """Whether weights are fetched while the layer before is computed."""
+        return FETCHES_AHEAD and self.length > 1 and any(map(on_host, self.stacks))
+
+    def fetched(self, stacks: list[Any], i: Any) -> list[Any]:
+        """What is fetched ahead of layer i's turn; None for what need not be."""
+        if i is None or not self.ahead:
+            return [None] * len(stacks)
+        return [slab(x, i) if on_host(x) else None for x in stacks]
+
+    def slabs(self, stacks: list[Any], i: Any, ahead: list[Any]) -> list[Any]:
+        """Layer i, of which `ahead` has been fetched."""
+        return [
+            slab(x, i) if here is None else here
+            for x, here in zip(stacks, ahead, strict=True)
+        ]
 
     def of(self, slabs: list[Any]) -> Any:
         """One layer's parameters, as the model sees them."""
@@ -416,9 +438,10 @@ class _Run:
         norm = jnp.sqrt(square + own)
         norm, stacks, host = lax.optimization_barrier((norm, stacks, host))
 
-        def body(i: Any, carry: Any) -> Any:
+        def body(i: Any, following: Any, carry: Any) -> Any:
+            del following  # the moments take longer than the weights, and come alone
             stacks, slots, small = carry
-            slabs = weights.slabs(stacks, i)
+            slabs = [slab(x, i) for x in stacks]
             gradients = [
                 slab(g, i).astype(x.dtype)
                 for g, x in zip(host, jax.tree.leaves(workspace.gradients), strict=True)
@@ -466,6 +489,20 @@ def _only_norm(
 ) -> tuple[Any, list[Any]]:
     del i
     return square + _square(gradients), slabs
+
+
+def _each_with(gradients: Any, ahead: list[Any]) -> tuple[Any, list[Any]]:
+    """Has each matrix of the following layer there when its gradient is made.
+
+    So it travels while the gradients are computed, and is read from the stack before
+    this layer's is written to it; otherwise XLA would copy the stack.
+    """
+    flat, structure = jax.tree.flatten(gradients)
+    pairs = [
+        (g, a) if a is None else lax.optimization_barrier((g, a))
+        for g, a in zip(flat, ahead, strict=True)
+    ]
+    return jax.tree.unflatten(structure, [g for g, _ in pairs]), [a for _, a in pairs]
 
 
 class _Bundle:
@@ -520,10 +557,12 @@ class _Bundle:
           The last carry, the stacks with what `visit` returned in place of the slabs,
           the gradients by the first layer's input, and the inputs.
         """
+        weights = self.weights
 
-        def body(i: Any, carry: Any) -> Any:
-            carry, dx, stacks = carry
-            fetched = self.weights.slabs(stacks, i)
+        def body(i: Any, following: Any, carry: Any) -> Any:
+            carry, dx, stacks, ahead = carry
+            fetched = weights.slabs(stacks, i, ahead)
+            ahead = weights.fetched(stacks, following)
             x = jax.tree.map(lambda to: slab(to, i)[0], self.inputs)
             dkept = jax.tree.map(lambda to: slab(to, i)[0], self.dkept)
             gradients, dx = self._pull(fetched, x, i, dx, dkept)
@@ -533,15 +572,23 @@ class _Bundle:
                 cpu=lax.optimization_barrier,
                 default=lambda values: values,
             )
+            gradients, ahead = _each_with(gradients, ahead)
             carry, new = visit(carry, i, fetched, gradients)
             if all(a is b for a, b in zip(new, fetched, strict=True)):
                 stacks, _ = kept(stacks, fetched, i)
             else:
                 stacks = _Run._written(stacks, fetched, new, i)
-            return carry, dx, stacks
+            if weights.ahead:
+                # Of two layers a trip, the second's moments wait for the first's.
+                carry, dx = lax.optimization_barrier((carry, dx))
+            return carry, dx, stacks, ahead
 
-        carry, dx, stacks = downwards(
-            self.weights.length, body, (start, self.dx, self.stacks)
+        ahead = weights.fetched(self.stacks, weights.length - 1)
+        carry, dx, stacks, _ = downwards(
+            weights.length,
+            body,
+            (start, self.dx, self.stacks, ahead),
+            ahead=weights.ahead,
         )
         return carry, stacks, dx, self.inputs
 

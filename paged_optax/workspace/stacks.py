@@ -16,6 +16,8 @@ from paged_optax.memory import DEVICE, HOST, on_host
 # the loop's own variable and ignores what is computed of it; the later one follows
 # `L - 1 - i` exactly, and reads a loop that counts down wrongly as no transfer.
 _COUNTS_DOWN = jax.__version_info__ < (0, 11, 2)
+# Nor can it fetch the layer that comes next, whose index is computed.
+FETCHES_AHEAD = not _COUNTS_DOWN
 
 
 def goes_in_slabs(x: Any) -> bool:
@@ -26,7 +28,7 @@ def goes_in_slabs(x: Any) -> bool:
     return len(x.shape) >= 3 and x.size // max(1, x.shape[0]) >= SMALLEST_CODED
 
 
-def slab(x: Any, i: Int[Array, ""]) -> Any:
+def slab(x: Any, i: Int[Array, ""] | int) -> Any:
     """Layer i of a stack, with a leading axis of 1, on the device."""
     if isinstance(x, Quantized):
         first, blocks, axis = _scales_of(x, i)
@@ -46,7 +48,7 @@ def put(x: Any, new: Any, i: Int[Array, ""]) -> Any:
     return lax.dynamic_update_slice_in_dim(x, new, i, 0)
 
 
-def _scales_of(x: Quantized[Array], i: Int[Array, ""]) -> tuple[Any, int, int]:
+def _scales_of(x: Quantized[Array], i: Any) -> tuple[Any, int, int]:
     """The first of layer i's scales, how many it has, and along which axis."""
     if x.scales.ndim > 1:  # by columns
         return i, 1, 1
@@ -54,24 +56,62 @@ def _scales_of(x: Quantized[Array], i: Int[Array, ""]) -> tuple[Any, int, int]:
     return i * blocks, blocks, 0
 
 
-def upwards(length: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """Runs `body(i, carry)` for the layers from the first to the last."""
-    return lax.while_loop(
-        lambda c: c[0] < length,
-        lambda c: (c[0] + 1, body(c[0], c[1])),
-        (jnp.int32(0), carry),
-    )[1]
+def upwards(
+    length: int, body: Callable[..., Any], carry: Any, *, ahead: bool = False
+) -> Any:
+    """Runs `body(i, following, carry)` for the layers from the first to the last.
+
+    Args:
+      length: How many layers.
+      body: Returns the next carry. `following` is the layer whose turn is next, or None
+        where no turn is known to come.
+      carry: The first carry.
+      ahead: Whether `body` fetches of the following layer, and puts that in the carry.
+
+    Returns:
+      The last carry.
+    """
+    return _visited(length, lambda k: k, body, carry, ahead)
 
 
-def downwards(length: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """Runs `body(i, carry)` for the layers from the last to the first."""
+def downwards(
+    length: int, body: Callable[..., Any], carry: Any, *, ahead: bool = False
+) -> Any:
+    """Runs `body(i, following, carry)` for the layers from the last to the first."""
     if _COUNTS_DOWN:
         return lax.while_loop(
             lambda c: c[0] >= 0,
-            lambda c: (c[0] - 1, body(c[0], c[1])),
+            lambda c: (c[0] - 1, body(c[0], None, c[1])),
             (jnp.int32(length - 1), carry),
         )[1]
-    return upwards(length, lambda i, carry: body(length - 1 - i, carry), carry)
+    return _visited(length, lambda k: length - 1 - k, body, carry, ahead)
+
+
+def _visited(
+    length: int,
+    layer: Callable[[Any], Any],
+    body: Callable[..., Any],
+    carry: Any,
+    ahead: bool,
+) -> Any:
+    """Runs the k-th turn for `layer(k)`."""
+    if not ahead:
+        trips, trip, left = length, lambda k, c: body(layer(k), None, c), range(0)
+    else:
+        # Two turns a trip: of a loop's carry there is one buffer, so that what a turn
+        # hands on would be fetched when it has used up what it was handed. And no trip
+        # for the last: XLA:GPU follows indices that are linear, not clamped ones.
+        trips = (length - 1) // 2
+        turn = lambda k, c: body(layer(k), layer(k + 1), c)
+        trip = lambda k, c: turn(2 * k + 1, turn(2 * k, c))
+        left = range(2 * trips, length)
+    carry = lax.while_loop(
+        lambda c: c[0] < trips, lambda c: (c[0] + 1, trip(*c)), (jnp.int32(0), carry)
+    )[1]
+    for k in left:
+        following = layer(k + 1) if k + 1 < length else None
+        carry = body(jnp.int32(layer(k)), following, carry)
+    return carry
 
 
 def kept(stacks: list[Any], slabs: list[Any], i: Int[Array, ""]) -> tuple[Any, Any]:

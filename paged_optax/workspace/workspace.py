@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from paged_optax.memory import DEVICE, HOST, PINNED_HOST, memory_kinds, nbytes, on_host
 from paged_optax.plan import parse_bytes
-from paged_optax.sharding import Shards
+from paged_optax.sharding import Shards, typed_by_memory
 from paged_optax.workspace.stacks import goes_in_slabs
 
 
@@ -188,8 +188,9 @@ def offload(layers: Any, min_size: int | str = "256KiB") -> Any:
     def place(x: Any) -> Any:
         if not goes_in_slabs(x) or nbytes(x) // x.shape[0] < smallest or on_host(x):
             return x
-        sharding = x.sharding or SingleDeviceSharding(jax.devices()[0])
-        sharding = sharding.with_memory_kind(PINNED_HOST)
+        sharding = typed_by_memory(
+            x.sharding or SingleDeviceSharding(jax.devices()[0])
+        ).with_memory_kind(PINNED_HOST)
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         return jax.device_put(x, sharding)
