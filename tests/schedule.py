@@ -1,7 +1,9 @@
-"""Which transfers are open while which matrix products run, in a scheduled HLO."""
+"""What runs while transfers from and to the host are open, in a scheduled HLO."""
 
 import dataclasses
+import functools
 import re
+from collections.abc import Callable, Iterator
 
 _BYTES = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "u8": 1, "s8": 1, "pred": 1}
 
@@ -25,21 +27,48 @@ class Overlap:
 
 def overlaps(hlo: str) -> list[Overlap]:
     """One entry for each loop body that has matrix products and transfers."""
+    found = []
+    for text, computations in _bodies(hlo):
+        result = Overlap()
+        for size, count in _beside(text, functools.partial(_is_product, computations)):
+            if size is None:
+                result.products += 1
+                result.covered += bool(count)
+            else:
+                result.bytes += size
+                result.hidden += size if count else 0
+        if result.products and result.bytes:
+            found.append(result)
+    return found
+
+
+def reductions(hlo: str) -> list[int]:
+    """For each reduction in a loop: how many transfers are open when it starts."""
+    return [
+        count
+        for text, _ in _bodies(hlo)
+        for size, count in _beside(text, _is_reduction)
+        if size is None
+    ]
+
+
+def _bodies(hlo: str) -> Iterator[tuple[str, dict[str, str]]]:
     computations = {}
     for text in hlo.split("\n\n"):
         name = re.match(r"\s*(?:ENTRY )?%?([\w.\-]+) ", text)
         if name and "{" in text:
             computations[name[1]] = text
-    bodies = dict.fromkeys(re.findall(r"body=%?([\w.\-]+)", hlo))
-    found = [
-        _overlap(computations[b], computations) for b in bodies if b in computations
-    ]
-    return [x for x in found if x.products and x.bytes]
+    for body in dict.fromkeys(re.findall(r"body=%?([\w.\-]+)", hlo)):
+        if body in computations:
+            yield computations[body], computations
 
 
-def _overlap(text: str, computations: dict[str, str]) -> Overlap:
-    result = Overlap()
-    flying: dict[str, list[int]] = {}
+def _beside(
+    text: str, wanted: Callable[[str], bool]
+) -> Iterator[tuple[int | None, int]]:
+    """None for what is wanted, with how many transfers are open; and a transfer's
+    bytes, with how much of that it was open for."""
+    flying: dict[str, tuple[int, int]] = {}
     for line in text.splitlines():
         match = re.match(r"\s*(?:ROOT )?%([\w.\-]+) = (.*)", line)
         if not match:
@@ -50,17 +79,16 @@ def _overlap(text: str, computations: dict[str, str]) -> Overlap:
         if start and "S(5)" in rest:
             shapes = re.findall(r"(\w+)\[([\d,]+)\]", rest[: start.start()])
             sizes = [size for size in map(_size, shapes) if size > 64]
-            flying[name] = [min(sizes, default=0), 0]
+            flying[name] = min(sizes, default=0), 0
         elif done and done[1] in flying:
-            size, during = flying.pop(done[1])
-            result.bytes += size
-            result.hidden += size if during else 0
-        elif _is_product(rest, computations):
-            result.products += 1
-            result.covered += bool(flying)
-            for entry in flying.values():
-                entry[1] += 1
-    return result
+            yield flying.pop(done[1])
+        elif wanted(rest):
+            yield None, len(flying)
+            flying = {name: (size, n + 1) for name, (size, n) in flying.items()}
+
+
+def _is_reduction(line: str) -> bool:
+    return " reduce-scatter-start(" in line or " reduce-scatter(" in line
 
 
 def _size(shape: tuple[str, str]) -> int:
@@ -70,7 +98,7 @@ def _size(shape: tuple[str, str]) -> int:
     return size
 
 
-def _is_product(line: str, computations: dict[str, str]) -> bool:
+def _is_product(computations: dict[str, str], line: str) -> bool:
     product = r" (dot|convolution)\(|cublas|gemm"
     if re.search(product, line.split("metadata=")[0]):
         return True

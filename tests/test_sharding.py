@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 import reference
+import schedule
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -375,24 +376,26 @@ def divided_layerwise(model, tx):
 def test_layerwise_on_h200s():
     """One layer's gradients at a time, reduced and scattered inside the loop.
 
-    Twice the layers take twice the arguments, and no more scratch.
+    They are reduced while moments travel, which takes longer. Twice the layers take
+    twice the arguments, and no more scratch.
     """
     model = functools.partial(decoder.Decoder, 1024, 1024, 1024, 2048)
     tx = po.paged_adamw(1e-4, page_size="1MiB")
     reports = [
-        aot.h200(divided_layerwise(model(layers=layers), tx), 4) for layers in (4, 8)
+        aot.h200(divided_layerwise(model(layers=layers), tx), 4) for layers in (8, 16)
     ]
     short, long = reports
     for report in reports:
         assert report.host_temp == 0
         assert report.host_aliased == report.host_arguments
         assert report.device_outputs - report.device_aliased <= 4096
-        assert collectives(report.hlo)["reduce-scatter"] > 0
+        reductions = schedule.reductions(report.hlo)
+        assert reductions and all(transfers > 0 for transfers in reductions)
     layer = 4 * (4 * 1024 * 1024 + 3 * 1024 * 2048)
-    boundary = 4 * 128 * 1024 * 4  # of each further layer: its input, in float32
+    boundary = 8 * 128 * 1024 * 4  # of each further layer: its input, in float32
     assert long.device_temp - short.device_temp <= boundary + layer / 100
     assert collectives(long.hlo) == collectives(short.hlo)
-    assert long.host_arguments >= 2 * 4 * 8 * layer / 4 / 4
+    assert long.host_arguments >= 2 * 4 * 16 * layer / 4 / 4
 
 
 @pytest.mark.parametrize("model", ["llama2-7b", "llama3-70b", "llama3-405b"])
