@@ -62,9 +62,9 @@ def nbytes(tree: Any) -> int:
 
 
 @functools.cache
-def memory_kinds() -> tuple[str, ...]:
-    """The memory kinds of the default backend's devices, their own default first."""
-    device = jax.devices()[0]
+def memory_kinds(device: Any = None) -> tuple[str, ...]:
+    """The memory kinds of a device, its own default first; None: of this backend's."""
+    device = jax.local_devices()[0] if device is None else device
     default = device.default_memory().kind
     others = (memory.kind for memory in device.addressable_memories())
     return (default, *(kind for kind in others if kind != default))

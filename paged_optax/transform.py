@@ -26,6 +26,7 @@ from paged_optax.memory import (
     HOST,
     PINNED_HOST,
     are_fetched,
+    memory_kinds,
     nbytes,
     on_host,
     resolve_host_memory_kind,
@@ -207,6 +208,7 @@ class _Pager:
             kind = resolve_host_memory_kind(self.configuration.host_memory_kind)
             if kind == PINNED_HOST:
                 check_backend()
+                _refuse_devices(state_paths, stays, layout.shards)
             else:
                 stays = [True] * len(stays)
         like = jax.tree.map(granularity.abstract, params)
@@ -751,6 +753,23 @@ def _refuse_dtype(path: Any, leaf: Any) -> None:
             " complex parameters have moments. Leave it out with"
             " optax.masked(paged(...), mask), or optax.partition."
         )
+
+
+def _refuse_devices(
+    paths: Sequence[Any], stays: Sequence[bool], shards: Sequence[Shards | None]
+) -> None:
+    """A parameter's mesh need not be of the default backend's devices."""
+    for path, stay, divided in zip(paths, stays, shards, strict=True):
+        if stay or divided is None or not isinstance(divided.mesh, Mesh):
+            continue
+        device = next(iter(divided.mesh.local_devices), None)
+        if device is not None and PINNED_HOST not in (kinds := memory_kinds(device)):
+            raise ValueError(
+                f"state{_keystr(path)} is to be paged by the devices of {divided.mesh},"
+                f" and {device} has only {', '.join(kinds)}: use a mesh of devices with"
+                f" {PINNED_HOST} memory, or device_budget=None to keep the moments on"
+                " these."
+            )
 
 
 def _refuse_host(what: str, tree: Any) -> None:

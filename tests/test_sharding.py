@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
+from paged_optax import transform
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
@@ -198,6 +199,20 @@ def test_one_device_does_not_fall_back():
     tx = po.paged_adamw(1e-2)
     compiled = jax.jit(tx.update).lower(params, tx.init(params), params).compile()
     assert not po.memory_report(compiled).unsharded
+
+
+def test_a_mesh_without_host_memory(monkeypatch):
+    """The error names the leaf, and its way out is one."""
+    kinds = transform.memory_kinds
+    there = lambda device=None: kinds() if device is None else ("device",)
+    monkeypatch.setattr(transform, "memory_kinds", there)
+    mesh = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
+    kernel = jnp.zeros((64, 64), device=NamedSharding(mesh, P("x")))
+    with pytest.raises(ValueError, match=r"\.mu\['kernel'\].*has only device"):
+        po.paged_adamw(1e-3, min_paged_size=0).init({"kernel": kernel})
+    tx = po.paged_adamw(1e-3, min_paged_size=0, device_budget=None)
+    state = tx.init({"kernel": kernel})
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"device"}
 
 
 def test_bad_shardings():
