@@ -15,6 +15,12 @@ os.environ["XLA_FLAGS"] = (
 )
 
 
+def pytest_collection_modifyitems(items):
+    """What takes long comes first, so that no worker is left with it in the end."""
+    long = {"slow", "xdist_group"}
+    items.sort(key=lambda item: not long & {mark.name for mark in item.iter_markers()})
+
+
 @pytest.fixture
 def quick_to_compile(request):
     """Leaves most of XLA:CPU's optimizations out, for tests of many small programs."""

@@ -17,8 +17,7 @@ import paged_optax as po
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-#: Blocks that make an environment: `.ci/run` runs the first, and tests/test_programs.py
-#: the programs of the others, in the environment that is there.
+#: Blocks that make an environment, which `.ci/run` runs.
 ENVIRONMENTS = {"test", "example"}
 #: What both begin with, in short.
 INSTALL = ["pip install .\n"]
@@ -43,7 +42,8 @@ def test_every_shell_block_is_run_somewhere():
     every = re.findall(r"```sh\n(.*?)```", README, re.S)
     assert sorted(every) == sorted([*shell_blocks().values(), *INSTALL])
     assert shell_blocks().keys() == {"plan", "doctor", "docs"} | ENVIRONMENTS
-    assert "$(readme_command test)" in (ROOT / ".ci" / "run").read_text()
+    for name in ENVIRONMENTS:
+        assert f"$(readme_command {name})" in (ROOT / ".ci" / "run").read_text()
     assert set(re.findall(r"```(\w+)\n", README)) == {"python", "sh", "diff", "text"}
 
 

@@ -42,6 +42,7 @@ def exactly():
     return exact.in_own_process([*ALIASES, *exact.COMPOSITIONS])
 
 
+@pytest.mark.xdist_group("exactly")
 @pytest.mark.parametrize("name", [*ALIASES, *exact.COMPOSITIONS])
 def test_bit_for_bit_where_xla_rounds_one_way(exactly, name):
     found = exactly[name]

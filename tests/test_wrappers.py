@@ -398,6 +398,7 @@ def outcomes(request):
     return json.loads(done.stdout)
 
 
+@pytest.mark.xdist_group("outcomes")
 @pytest.mark.parametrize(
     "case",
     [
