@@ -510,13 +510,15 @@ def plot_memory(chart: MemoryChart, path: pathlib.Path) -> None:
 # --- The program ---------------------------------------------------------------
 
 
+def positive(text: str) -> int:
+    """The value of a flag that counts something."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line. Raises `SystemExit` on a value that cannot work."""
-
-    def positive(text: str) -> int:
-        if (value := int(text)) < 1:
-            raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-        return value
 
     def budget(text: str) -> int | str | None:
         return None if text == "none" else int(text) if text.isdigit() else text

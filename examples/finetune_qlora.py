@@ -47,6 +47,7 @@ from finetune_lm import (
     new_model,
     place,
     plot_memory,
+    positive,
     read_corpus,
     run,
 )
@@ -316,12 +317,6 @@ def print_tables(losses: dict[str, float], memory: dict[str, Memory]) -> None:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line. Raises `SystemExit` on a value that cannot work."""
-
-    def positive(text: str) -> int:
-        if (value := int(text)) < 1:
-            raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-        return value
-
     parser = argparse.ArgumentParser(
         description="Adapt a small language model with QLoRA, moments in host memory.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -39,6 +39,7 @@ from finetune_lm import (
     argument_bytes,
     batches,
     plot_memory,
+    positive,
     read_corpus,
 )
 from flax import nnx
@@ -254,12 +255,6 @@ class Memory:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line. Raises `SystemExit` on a value that cannot work."""
-
-    def positive(text: str) -> int:
-        if (value := int(text)) < 1:
-            raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-        return value
-
     parser = argparse.ArgumentParser(
         description="Train a small language model, one layer's gradients at a time.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

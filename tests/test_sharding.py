@@ -284,6 +284,13 @@ def test_init_needs_no_device_memory():
     assert not collectives(report.hlo)
 
 
+def for_accelerators(x):
+    """A CPU's `ShapeDtypeStruct`, with the memory kinds of an accelerator."""
+    kind = x.sharding.memory_kind
+    sharding = x.sharding.with_memory_kind(kind if kind == "pinned_host" else "device")
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
 def sharded_update(tx, spec, shape, names, leaves, axis_type=AxisType.Auto):
     """An update of square leaves for a compiler, and where its arguments are."""
 
@@ -294,13 +301,7 @@ def sharded_update(tx, spec, shape, names, leaves, axis_type=AxisType.Auto):
         leaf = jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=place)
         params = {f"w{i:02}": leaf for i in range(leaves)}
 
-        def where(x):
-            kind = x.sharding.memory_kind
-            kind = kind if kind == "pinned_host" else "device"
-            sharding = x.sharding.with_memory_kind(kind)
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        state = jax.tree.map(where, po.abstract_state(tx, params))
+        state = jax.tree.map(for_accelerators, po.abstract_state(tx, params))
         out = jax.tree.map(lambda x: x.sharding, (params, state))
         update = lambda gradients, state, params: tx.update(gradients, state, params)
         jitted = jax.jit(update, donate_argnums=(0, 1), out_shardings=out)
@@ -363,14 +364,8 @@ def divided_layerwise(model, tx):
             sharding = place(None, "x") if len(x.shape) == 3 else place()
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        def at_home(x):
-            kind = x.sharding.memory_kind
-            kind = kind if kind == "pinned_host" else "device"
-            sharding = x.sharding.with_memory_kind(kind)
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
         params = jax.tree.map(divide, model.shapes())
-        state = jax.tree.map(at_home, po.abstract_state(tx, params))
+        state = jax.tree.map(for_accelerators, po.abstract_state(tx, params))
         workspace = po.GradientWorkspace.allocate(params["layers"])
         args = params, state, workspace, model.batch(place("x"), (mesh.size, 128))
         made = jax.eval_shape(step, *args)
