@@ -7,6 +7,7 @@ Where a leaf lives is part of its JAX type: `jax.typeof(x).memory_space` is
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import math
 import os
@@ -36,23 +37,34 @@ def on_host(x: Any) -> bool:
     return aval.memory_space == HOST
 
 
-_fetched: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "paged_optax_fetched", default=False
+@dataclasses.dataclass(frozen=True)
+class Fetched:
+    """An update whose moments are on the device on purpose.
+
+    Attributes:
+      layer: The layer they are of, if they are of one of a stack.
+    """
+
+    layer: Any = None
+
+
+_fetched: contextvars.ContextVar[Fetched | None] = contextvars.ContextVar(
+    "paged_optax_fetched", default=None
 )
 
 
 @contextlib.contextmanager
-def fetched() -> Iterator[None]:
-    """Says that the moments of an update within are on the device on purpose."""
-    token = _fetched.set(True)
+def fetched(layer: Any = None) -> Iterator[None]:
+    """Says that the moments of an update within have been fetched: of that layer."""
+    token = _fetched.set(Fetched(layer))
     try:
         yield
     finally:
         _fetched.reset(token)
 
 
-def are_fetched() -> bool:
-    """Whether `fetched` is around."""
+def what_is_fetched() -> Fetched | None:
+    """What the innermost `fetched` around says."""
     return _fetched.get()
 
 

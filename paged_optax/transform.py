@@ -25,11 +25,11 @@ from paged_optax.memory import (
     DEVICE,
     HOST,
     PINNED_HOST,
-    are_fetched,
     memory_kinds,
     nbytes,
     on_host,
     resolve_host_memory_kind,
+    what_is_fetched,
 )
 from paged_optax.plan import (
     Configuration,
@@ -418,7 +418,7 @@ class _Pager:
     def warn_of_moved(self, layout: Layout, leaves: Sequence[Any]) -> None:
         """Reports moments on the device that the budget has no room for."""
         budget = self.configuration.device_budget
-        if not isinstance(budget, int) or are_fetched():
+        if not isinstance(budget, int) or what_is_fetched() is not None:
             return
         if resolve_host_memory_kind(self.configuration.host_memory_kind) != PINNED_HOST:
             return
@@ -734,9 +734,12 @@ def _noise(
     if not any(codec is not None and codec.draws for codec in codecs):
         return None
     step = leaves[0]  # the first field of the state of `precision.counted`
+    here = what_is_fetched()
 
     def words(position: int, codec: Codec) -> Array:
         key = jax.random.key(getattr(codec, "seed", 0))
+        if here is not None and here.layer is not None:
+            key = jax.random.fold_in(key, here.layer)
         return draw(jax.random.fold_in(key, position), step).words
 
     return tuple(

@@ -234,6 +234,29 @@ def test_clips_each_layer():
     assert far(found, wanted) < 1e-6
 
 
+def test_each_layer_draws_its_own_bits():
+    """Layers of equal gradients are rounded stochastically, and not alike."""
+    tx = optax.chain(
+        po.paged(optax.trace(0.9), codec="bfloat16_stochastic", min_paged_size=0),
+        optax.scale(-1e-3),
+    )
+    step = po.layerwise_step(
+        lambda rest, batch: (batch, None),
+        lambda weights, x, context, i: (x, jnp.vdot(weights["w"], x)),
+        lambda rest, x, kept, batch: jnp.sum(kept),
+        tx,
+    )
+    params = {"layers": {"w": jnp.ones((3, 64, 128))}}
+    state = tx.init(params)
+    workspace = po.GradientWorkspace.allocate(params["layers"])
+    batch = jax.random.normal(jax.random.key(0), (64, 128))
+    _, state, *_ = jax.jit(step)(params, state, workspace, batch)
+    first, *others = np.float32(optax.tree.get(state, "trace")["layers"]["w"])
+    np.testing.assert_allclose(first, batch, rtol=2**-7)
+    for other in others:
+        assert 0.1 < np.mean(first != other) < 0.9
+
+
 def test_master_weights_and_bfloat16():
     """bfloat16 weights, float32 masters on the host, float32 accumulation."""
     params = layered.parameters(3, dtype=jnp.bfloat16)

@@ -120,7 +120,7 @@ class Applied:
             next(old) if yes else x
             for x, yes in zip(self.state, self.stacked, strict=True)
         ]
-        compute = lambda: self._update(updates, state, tree, self.stacked)
+        compute = lambda: self._update(updates, state, tree, self.stacked, layer=i)
         new_params, new_state = finished(compute)
         slots = [put(x, new, i) for x, new in zip(slots, new_state, strict=True)]
         done = iter(new_params)
@@ -189,6 +189,7 @@ class Applied:
         params: list[Any],
         wanted: list[bool],
         wanted_params: list[bool] | None = None,
+        layer: Any = None,
     ) -> tuple[list[Any], list[Any]]:
         """Runs `tx.update`; nothing stands for the parameters that are not there."""
         tree = jax.tree.unflatten(self.params_structure, params)
@@ -206,7 +207,7 @@ class Applied:
                 if absent
                 else x
             )
-        with fetched():
+        with fetched(layer):
             made, new = self.tx.update(
                 jax.tree.unflatten(self.params_structure, updates),
                 jax.tree.unflatten(structure, given),
