@@ -73,6 +73,14 @@ def nbytes(tree: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
+def bytes_a_device(tree: Any) -> int:
+    """Bytes of an array, or of a pytree of them, on each of their devices."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+    )
+
+
 @functools.cache
 def memory_kinds(device: Any = None) -> tuple[str, ...]:
     """The memory kinds of a device, its own default first; None: of this backend's."""

@@ -27,6 +27,7 @@ from paged_optax.memory import (
     DEVICE,
     HOST,
     PINNED_HOST,
+    bytes_a_device,
     memory_kinds,
     nbytes,
     on_host,
@@ -428,8 +429,9 @@ def rebalance(
     of residents.
 
     Args:
-      tx: The transformation, for its `device_budget`. Several paged transformations
-        share the sum of their budgets.
+      tx: The transformation, for its `device_budget`: of each device, where moments are
+        divided over several. Several paged transformations share the sum of their
+        budgets.
       state: Its state.
       recent_paths: Parameters, or groups, in the order of their use, the most recent
         last. Of several mentions the last counts.
@@ -457,13 +459,13 @@ def rebalance(
     budget, smallest = _budget(tx, state, leaves)
     unpaged = _unpaged(leaves)
     movable = [
-        x.is_moment and nbytes(x.value) >= smallest and x.place not in unpaged
+        x.is_moment and bytes_a_device(x.value) >= smallest and x.place not in unpaged
         for x in leaves
     ]
     sizes: dict[str, int] = {}
     for leaf, moves in zip(leaves, movable, strict=True):
         if leaf.is_moment:
-            size = nbytes(leaf.value) if moves else 0
+            size = bytes_a_device(leaf.value) if moves else 0
             sizes[leaf.parameter] = sizes.get(leaf.parameter, 0) + size
     used = [name for path in recent_paths for name in _select(path, sizes, "the state")]
     stays = set(sizes) if budget is None else set()
@@ -752,7 +754,7 @@ def _budget(
     """The device budget of a transformation, and the smallest moment it pages."""
     params = _parameters_like(state)
     moments = sum(
-        nbytes(x.value) for x in leaves if x.is_moment and not on_host(x.value)
+        bytes_a_device(x.value) for x in leaves if x.is_moment and not on_host(x.value)
     )
     budgets, smallest = {}, []
     for number, (configuration, _) in enumerate(recorded(tx, params)):

@@ -201,6 +201,20 @@ def test_one_device_does_not_fall_back():
     assert not po.memory_report(compiled).unsharded
 
 
+def test_rebalance_within_the_budget_of_each_device():
+    """An eighth of two parameters' moments has room, and half of one has not."""
+    mesh = mesh_of()
+    place = NamedSharding(mesh, P(("x", "y")))
+    params = {name: jax.device_put(jnp.ones((64, 64)), place) for name in "abc"}
+    size = 2 * 4 * 64 * 64 // 8
+    for room, wanted in [(2, "bc"), (1.9, "c"), (0.5, "")]:
+        tx = po.paged_adamw(1e-3, min_paged_size=0, device_budget=int(room * size))
+        state = tx.init(params)
+        state = po.rebalance(tx, state, ["a", "b", "c"])
+        found = [name for name in "abc" if po.is_device_resident(state, name)]
+        assert found == list(wanted)
+
+
 def test_a_mesh_without_host_memory(monkeypatch):
     """The error names the leaf, and its way out is one."""
     kinds = transform.memory_kinds
