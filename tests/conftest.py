@@ -17,8 +17,7 @@ os.environ["XLA_FLAGS"] = (
 
 def pytest_collection_modifyitems(items):
     """What takes long comes first, so that no worker is left with it in the end."""
-    long = {"slow", "xdist_group"}
-    items.sort(key=lambda item: not long & {mark.name for mark in item.iter_markers()})
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture

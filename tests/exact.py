@@ -6,18 +6,13 @@ which turns `(m / c) / (sqrt(n) + e)` into one division where it sees both. A pa
 loop is fused otherwise than a whole tree, so each moves Optax's numbers by an ulp.
 With both switched off every number must be Optax's, bit for bit.
 
-`python exact.py NAME...` prints the distances of the cases named, as JSON. It must
-be its own process: XLA reads its flags once.
+`python exact.py` answers with the distances of the cases it is asked for, see `apart`.
 """
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
+import apart
 import jax
 import jax.numpy as jnp
 import optax
@@ -145,22 +140,6 @@ def run(name: str) -> dict[str, dict[str, float]]:
     )
 
 
-def in_own_process(names: Sequence[str]) -> dict[str, Any]:
-    """Runs cases where every rounding is the same; a failure is the error's text."""
-    here = Path(__file__)
-    path = os.pathsep.join([str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
-    environment = {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(here), *names],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def _outcome(name: str) -> Any:
     try:
         return run(name)
@@ -169,4 +148,4 @@ def _outcome(name: str) -> Any:
 
 
 if __name__ == "__main__":
-    json.dump({name: _outcome(name) for name in sys.argv[1:]}, sys.stdout)
+    apart.answer(_outcome)

@@ -4,6 +4,7 @@ Twice: bit for bit in a process where XLA:CPU rounds every formula one way (`exa
 and here as a user meets it, with the ulps that its fusions cost.
 """
 
+import apart
 import chex
 import exact
 import jax
@@ -39,13 +40,13 @@ def _strict():
 
 @pytest.fixture(scope="module")
 def exactly():
-    return exact.in_own_process([*ALIASES, *exact.COMPOSITIONS])
+    with apart.process(exact.__file__, exact.FLAGS) as ask:
+        yield ask
 
 
-@pytest.mark.xdist_group("exactly")
 @pytest.mark.parametrize("name", [*ALIASES, *exact.COMPOSITIONS])
 def test_bit_for_bit_where_xla_rounds_one_way(exactly, name):
-    found = exactly[name]
+    found = exactly(name)
     if name == "paged_muon":
         # Its matrices are normed and multiplied, and XLA:CPU lays them out, and so
         # orders the sums, by what surrounds them: see `test_muon_in_double_precision`.

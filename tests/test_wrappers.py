@@ -1,23 +1,19 @@
 """One contract for wrappers: Optax's own and ours, around paged and unpaged Optax.
 
-`python test_wrappers.py CASE...` runs cases and prints, as JSON, what each breaks. The
+`python test_wrappers.py` answers with what each case breaks that it is asked for. The
 tests run it in a process where XLA:CPU rounds every formula one way (see `exact`), so
 that every number of every step must be Optax's bit for bit.
 """
 
 import dataclasses
 import functools
-import json
-import os
 import re
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import aot
+import apart
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -378,27 +374,11 @@ def _outcome(case: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def outcomes(request):
-    cases = [
-        item.callspec.params["case"]
-        for item in request.session.items
-        if item.name.startswith("test_contract[")
-    ]
-    here = Path(__file__)
-    path = os.pathsep.join([str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
-    environment = {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(here), *cases],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def outcome():
+    with apart.process(__file__, FLAGS) as ask:
+        yield ask
 
 
-@pytest.mark.xdist_group("outcomes")
 @pytest.mark.parametrize(
     "case",
     [
@@ -406,9 +386,9 @@ def outcomes(request):
         for case in CASES
     ],
 )
-def test_contract(outcomes, case):
+def test_contract(outcome, case):
     """Optax's state and numbers, skips that skip, memory that stays: see `keep`."""
-    assert outcomes[case] == "kept", outcomes[case]
+    assert outcome(case) == "kept"
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
@@ -667,4 +647,4 @@ def test_optax_multi_steps_copies_the_whole_state():
 
 
 if __name__ == "__main__":
-    json.dump({case: _outcome(case) for case in sys.argv[1:]}, sys.stdout)
+    apart.answer(_outcome)

@@ -1,0 +1,55 @@
+"""Cases that need other XLA flags, in a process of their own: XLA reads them once.
+
+A test asks for one case at a time, so that test workers share the work.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def process(script: str, flags: str) -> Iterator[Callable[[str], Any]]:
+    """Starts a script that calls `answer`; gives what asks it for a case."""
+    path = os.pathsep.join(
+        [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
+    environment = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            [sys.executable, "-W", "error", script],
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as running,
+    ):
+
+        def ask(case: str) -> Any:
+            assert running.stdin is not None and running.stdout is not None
+            print(case, file=running.stdin, flush=True)
+            reply = running.stdout.readline()
+            if not reply:
+                errors.seek(0)
+                raise RuntimeError(f"{script} ended:\n{errors.read()}")
+            return json.loads(reply)
+
+        yield ask
+
+
+def answer(outcome: Callable[[str], Any]) -> None:
+    """Answers each line of the standard input with a line of JSON."""
+    with os.fdopen(os.dup(1), "w") as replies:
+        os.dup2(2, 1)  # what else is printed is no answer
+        for line in sys.stdin:
+            print(
+                json.dumps(outcome(line.removesuffix("\n"))), file=replies, flush=True
+            )
