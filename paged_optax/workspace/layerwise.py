@@ -215,7 +215,7 @@ class _Model:
             lambda x, c: self.layer(weights.of(slabs), x, c, i), x, context
         )
         shapes = jax.eval_shape(
-            lambda stacks, x: run(jnp.int32(0), [slab(s, 0) for s in stacks], x),
+            lambda stacks, x: run(jnp.int32(0), weights.slabs(stacks, 0), x),
             weights.stacks,
             x,
         )
@@ -297,11 +297,13 @@ class _Weights:
             return [None] * len(stacks)
         return [slab(x, i) if on_host(x) else None for x in stacks]
 
-    def slabs(self, stacks: list[Any], i: Any, ahead: list[Any]) -> list[Any]:
-        """Layer i, of which `ahead` has been fetched."""
+    def slabs(
+        self, stacks: list[Any], i: Any, ahead: list[Any] | None = None
+    ) -> list[Any]:
+        """Layer i, of which `ahead` has been fetched; None: nothing has."""
         return [
             slab(x, i) if here is None else here
-            for x, here in zip(stacks, ahead, strict=True)
+            for x, here in zip(stacks, ahead or [None] * len(stacks), strict=True)
         ]
 
     def of(self, slabs: list[Any]) -> Any:
@@ -441,7 +443,7 @@ class _Run:
         def body(i: Any, following: Any, carry: Any) -> Any:
             del following  # the moments take longer than the weights, and come alone
             stacks, slots, small = carry
-            slabs = [slab(x, i) for x in stacks]
+            slabs = weights.slabs(stacks, i)
             gradients = [
                 slab(g, i).astype(x.dtype)
                 for g, x in zip(host, jax.tree.leaves(workspace.gradients), strict=True)
