@@ -43,13 +43,9 @@ ELEMENTWISE = frozenset(
 #: Primitives that only call a jaxpr, and the parameter that holds it.
 _CALLS = {
     "jit": "jaxpr",
-    "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "checkpoint": "jaxpr",
     "remat2": "jaxpr",
 }
 
@@ -218,7 +214,7 @@ class Analysis:
     """A traced function, taken apart.
 
     Attributes:
-      constants: Values closed over; they follow the arguments in the numbering.
+      constants: Values closed over, by number.
       shared: The program of the scalars shared by all leaves.
       shared_inputs: Numbers of the values that are its arguments.
       shared_outputs: Numbers its results get.
@@ -229,7 +225,7 @@ class Analysis:
       direct: Outputs that are a numbered value or a constant: position to operand.
     """
 
-    constants: tuple[Any, ...]
+    constants: Mapping[int, Any]
     shared: Program
     shared_inputs: tuple[int, ...]
     shared_outputs: tuple[int, ...]
@@ -258,7 +254,7 @@ class Analysis:
           The outputs; one that depends on such scalars and belongs to no leaf is a list
           with one value for each parameter.
         """
-        values = dict(enumerate([*arguments, *self.constants]))
+        values = dict(enumerate(arguments)) | dict(self.constants)
 
         def share(values: dict[int, Any]) -> dict[int, Any]:
             shared = self.shared([values[i] for i in self.shared_inputs])
@@ -316,40 +312,41 @@ class _Flat:
     def __init__(self, closed: core.ClosedJaxpr):
         self.avals: list[Any] = []
         self.equations: list[Equation] = []
-        scope: dict[Any, Operand] = {}
-        for var in (*closed.jaxpr.invars, *closed.jaxpr.constvars):
-            scope[var] = self._number(var.aval)
-        self.arguments = len(self.avals)
-        self._inline(closed.jaxpr, scope)
-        self.outputs = [self._read(scope, x) for x in closed.jaxpr.outvars]
+        self.constants: dict[int, Any] = {}
+        arguments = [self._number(aval) for aval in closed.in_avals]
+        self.outputs = self._inline(closed, arguments)
 
     def _number(self, aval: Any) -> int:
         self.avals.append(aval)
         return len(self.avals) - 1
 
-    @staticmethod
-    def _read(scope: dict[Any, Operand], atom: Any) -> Operand:
-        return Constant.of(atom) if isinstance(atom, core.Literal) else scope[atom]
-
-    def _inline(self, jaxpr: core.Jaxpr, scope: dict[Any, Operand]) -> None:
+    def _inline(
+        self, called: core.ClosedJaxpr | core.Jaxpr, operands: Sequence[Operand]
+    ) -> list[Operand]:
+        """Adds a jaxpr's equations and constants; returns its outputs."""
+        if not isinstance(called, core.ClosedJaxpr):
+            called = core.ClosedJaxpr(called, ())  # a checkpoint's, without constants
+        jaxpr = called.jaxpr
+        scope = dict(zip(jaxpr.invars, operands, strict=True))
+        for var, value in zip(jaxpr.constvars, called.consts, strict=True):
+            scope[var] = number = self._number(var.aval)
+            self.constants[number] = value
+        read = lambda atom: (
+            Constant.of(atom) if isinstance(atom, core.Literal) else scope[atom]
+        )
         for eqn in jaxpr.eqns:
-            operands = [self._read(scope, x) for x in eqn.invars]
+            operands = [read(x) for x in eqn.invars]
             body = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
             if body is not None:
-                inner = dict(zip(body.jaxpr.invars, operands, strict=True))
-                # Constants of an inner jaxpr are arrays: keep them as literals.
-                for var, value in zip(body.jaxpr.constvars, body.consts, strict=True):
-                    inner[var] = Constant((id(value),), value)
-                self._inline(body.jaxpr, inner)
-                for var, out in zip(eqn.outvars, body.jaxpr.outvars, strict=True):
-                    scope[var] = self._read(inner, out)
-                continue
-            outputs = tuple(self._number(var.aval) for var in eqn.outvars)
+                outputs = self._inline(body, operands)
+            else:
+                outputs = [self._number(var.aval) for var in eqn.outvars]
+                params = tuple((k, _Opaque.wrap(v)) for k, v in eqn.params.items())
+                self.equations.append(
+                    Equation(eqn.primitive, params, tuple(operands), tuple(outputs))
+                )
             scope.update(zip(eqn.outvars, outputs, strict=True))
-            params = tuple((k, _Opaque.wrap(v)) for k, v in eqn.params.items())
-            self.equations.append(
-                Equation(eqn.primitive, params, tuple(operands), outputs)
-            )
+        return [read(x) for x in jaxpr.outvars]
 
     def size(self, value: int) -> int:
         return math.prod(getattr(self.avals[value], "shape", ()))
@@ -501,12 +498,15 @@ def analyse(
     """
     flat = _Flat(closed)
     owner, producer, joined = _owned(flat, owners, name)
+    is_given = lambda value: value not in producer
 
     # What is made of moments alone (`b1 * mu`) may be on the host, and pages with them.
     of_moments = {
         value
-        for value in range(flat.arguments)
-        if flat.shape(value) and jnp.issubdtype(flat.avals[value].dtype, jnp.inexact)
+        for value, aval in enumerate(flat.avals)
+        if is_given(value)
+        and flat.shape(value)
+        and jnp.issubdtype(aval.dtype, jnp.inexact)
     }
     for equation in flat.equations:
         if not of_moments.isdisjoint(
@@ -522,7 +522,7 @@ def analyse(
     groups: dict[Any, list[int]] = {}
     direct: list[tuple[int, Operand]] = []
     for position, value in enumerate(flat.outputs):
-        if isinstance(value, Constant) or value < flat.arguments or is_shared(value):
+        if isinstance(value, Constant) or is_given(value) or is_shared(value):
             direct.append((position, value))
             continue
         keys = (owner[value], output_owners[position])
@@ -530,10 +530,10 @@ def analyse(
         groups.setdefault(key, []).append(position)
 
     shared: dict[int, None] = dict.fromkeys(
-        x for _, x in direct if isinstance(x, int) and x >= flat.arguments
+        x for _, x in direct if isinstance(x, int) and not is_given(x)
     )
     share = lambda inputs: shared.update(
-        (x, None) for x in inputs if x >= flat.arguments and is_shared(x)
+        (x, None) for x in inputs if not is_given(x) and is_shared(x)
     )
     # Leaves laid end to end are one leaf to what follows element by element; where
     # the result is cut apart again, that leaf ends and the tail begins.
@@ -554,7 +554,7 @@ def analyse(
         [flat.outputs[p] for p in cut_apart], in_tail, producer, ()
     )
     share(tail_inputs)
-    between = [x for x in tail_inputs if x >= flat.arguments and not is_shared(x)]
+    between = [x for x in tail_inputs if not is_given(x) and not is_shared(x)]
 
     leaves = []
     for key, positions in groups.items():
@@ -575,7 +575,7 @@ def analyse(
         leaves.append(LeafUpdate(program, inputs, tuple(outputs), avals, shape, own))
     program, inputs = flat.program(tuple(shared), lambda _: True, producer, ())
     return Analysis(
-        constants=tuple(closed.consts),
+        constants=flat.constants,
         shared=program,
         shared_inputs=inputs,
         shared_outputs=tuple(shared),
