@@ -31,14 +31,17 @@ from jax.extend import core
 #: their operands.
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e
-    bessel_i1e broadcast_in_dim cbrt ceil clamp clz complex conj
-    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp
-    exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log
-    log1p logistic lt max min mul ne neg nextafter not or population_count pow real
-    reduce_precision rem reshape round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    bessel_i1e cbrt ceil clamp clz complex conj convert_element_type copy cos cosh
+    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag
+    integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter
+    not or population_count pow real reduce_precision rem round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
     stop_gradient sub tan tanh xor zeta""".split()
 )
+
+#: Primitives that fill an array of the leaf's shape where their operand is a scalar. Of
+#: any other operand they may move the values, so that no page is made of its own alone.
+_FILLS = frozenset(["broadcast_in_dim", "reshape"])
 
 #: Primitives that only call a jaxpr, and the parameter that holds it.
 _CALLS = {
@@ -137,16 +140,14 @@ class Equation:
 
     def bind(self, operands: Sequence[Any], shape: tuple[int, ...] | None) -> list[Any]:
         """Applies the primitive; `shape` is the page's, or None for whole leaves."""
-        if shape is not None and self.primitive.name in ("broadcast_in_dim", "reshape"):
-            # Within an element-wise program these only fill a page with a scalar, or
-            # do nothing; the shape they were traced with is the whole leaf's.
-            (operand,) = operands
-            grown = not np.ndim(operand) and dict(self.params)["shape"]
-            return [jax.lax.broadcast(operand, shape) if grown else operand]
+        if shape is not None and self.primitive.name in _FILLS:
+            # Traced with the shape of the whole leaf.
+            return [jax.lax.broadcast(operands[0], shape)]
         params = {
             name: value.value if isinstance(value, _Opaque) else value
             for name, value in self.params
         }
+        params = self.primitive.get_bind_params(params)
         result = self.primitive.bind(*operands, **params)
         return list(result) if self.primitive.multiple_results else [result]
 
@@ -360,6 +361,14 @@ class _Flat:
         """Whether all are of a leaf's shape, or scalars."""
         return all(self.shape(x) in (shape, ()) for x in operands)
 
+    def is_elementwise(self, equation: Equation, shape: tuple[int, ...]) -> bool:
+        """Whether it makes each value of a leaf of the same value of its operands."""
+        if equation.primitive.name in _FILLS:
+            (operand,), (output,) = equation.inputs, equation.outputs
+            return self.shape(operand) == () and self.shape(output) == shape
+        known = equation.primitive.name in ELEMENTWISE
+        return known and self.fit((*equation.inputs, *equation.outputs), shape)
+
     def program(
         self,
         wanted: Sequence[Operand],
@@ -415,11 +424,7 @@ class _Flat:
         return (
             all(self.shape(x) == shape for x in wanted if not isinstance(x, Constant))
             and self.fit(arguments, shape)
-            and all(
-                e.primitive.name in ELEMENTWISE
-                and self.fit((*e.inputs, *e.outputs), shape)
-                for e in equations
-            )
+            and all(self.is_elementwise(e, shape) for e in equations)
         )
 
 
@@ -447,10 +452,8 @@ def _owned(
         primitive = equation.primitive.name
         if _JOINED in whose:
             full = flat.shape(next(iter(joined)))
-            operands = (*equation.inputs, *equation.outputs)
             alone = whose == {_JOINED} and (
-                primitive in _CUTS
-                or (primitive in ELEMENTWISE and flat.fit(operands, full))
+                primitive in _CUTS or flat.is_elementwise(equation, full)
             )
         else:
             alone = len(whose) < 2
@@ -547,8 +550,7 @@ def analyse(
     def in_tail(value: int) -> bool:
         if owner[value] != _JOINED or value in joined:
             return False
-        equation = flat.equations[producer[value]]
-        return not flat.fit((*equation.inputs, *equation.outputs), full)
+        return not flat.is_elementwise(flat.equations[producer[value]], full)
 
     tail, tail_inputs = flat.program(
         [flat.outputs[p] for p in cut_apart], in_tail, producer, ()

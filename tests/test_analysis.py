@@ -1,21 +1,22 @@
 """What is read off a transformation's jaxpr: calls, constants, parameters, effects."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from reference import SMALL_PAGES, arrays, assert_equal
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from reference import SMALL_PAGES, arrays, distances
 
 import paged_optax as po
+from paged_optax import granularity
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 SHAPES = {"a": (64, 64), "b": (70, 128)}
-
-
-def small(seed=0):
-    return arrays(shapes=SHAPES, seed=seed)
 
 
 def added_up(function):
@@ -30,24 +31,27 @@ def added_up(function):
     )
 
 
-def assert_as_unpaged(inner, pages=None):
+def assert_as_unpaged(inner, pages, shapes=SHAPES, ulps=0):
     """Paged, eager and jitted, a transformation gives the numbers it gives alone.
 
     Args:
       inner: The transformation.
-      pages: Whether its moments have several pages; None where it does not matter.
+      pages: Whether its moments have several pages.
+      shapes: The shapes of its parameters.
+      ulps: By how many the numbers may differ.
     """
-    tx, params = po.paged(inner, **SMALL_PAGES), small()
+    tx, params = po.paged(inner, **SMALL_PAGES), arrays(shapes=shapes)
     moments = [x for x in po.plan(tx, params).moments if x.on_host]
     assert moments
-    if pages is not None:
-        assert all((x.pages > 1) == pages for x in moments)
+    assert all((x.pages > 1) == pages for x in moments)
     for wrap in (jax.jit, lambda update: update):
         state, wanted = tx.init(params), inner.init(params)
         for seed in (1, 2):
-            updates, state = wrap(tx.update)(small(seed), state, params)
-            right, wanted = jax.jit(inner.update)(small(seed), wanted, params)
-            assert_equal((updates, state), (right, wanted))
+            gradients = arrays(shapes=shapes, seed=seed)
+            updates, state = wrap(tx.update)(gradients, state, params)
+            right, wanted = jax.jit(inner.update)(gradients, wanted, params)
+            found = distances((right, wanted), (updates, state))
+            assert max(found.values(), default=0) <= ulps, found
 
 
 # -- calls and what they close over ------------------------------------------------
@@ -78,6 +82,12 @@ CALLS = {
         closed_over(lambda f: jax.checkpoint(jax.jit(f))),
         True,
     ),
+    "shard_map": (
+        lambda x: jax.shard_map(
+            jnp.square, mesh=jax.make_mesh((1,), ("x",)), in_specs=P(), out_specs=P()
+        )(x),
+        False,
+    ),
 }
 
 
@@ -91,3 +101,118 @@ def test_a_key_closed_over_in_a_call():
     key = jax.random.key(3)
     noisy = jax.jit(lambda x: x + jax.random.normal(key, x.shape))
     assert_as_unpaged(added_up(noisy), pages=False)
+
+
+# -- primitives and their parameters -----------------------------------------------
+
+
+def _whole(x):
+    return jnp.round(100 * x).astype(jnp.int32)
+
+
+def _positive(x):
+    return 1.5 + jnp.abs(x)
+
+
+def _uses(names, *arguments):
+    """For each name the primitive applied to what is made of an array."""
+
+    def use(name, x):
+        of_jax = getattr(lax, name, None) or getattr(jnp, f"bitwise_{name}")
+        return of_jax(*(make(x) for make in arguments))
+
+    return {name: functools.partial(use, name) for name in names.split()}
+
+
+#: A use of each primitive that the analysis takes for element-wise.
+USES = _uses(
+    """abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh
+    digamma erf erf_inv erfc exp exp2 expm1 floor is_finite lgamma log log1p logistic
+    neg round rsqrt sign sin sinh sqrt square stop_gradient tan tanh""",
+    lambda x: x,
+)
+USES |= _uses(
+    "add atan2 div eq ge gt le lt max min mul ne nextafter pow rem sub",
+    lambda x: x,
+    lambda x: 2 * x - 1,
+)
+USES |= _uses("igamma igammac zeta", _positive, lambda x: _positive(2 * x))
+USES |= _uses("clz not population_count", _whole)
+USES |= _uses(
+    "and or shift_left shift_right_arithmetic shift_right_logical xor",
+    _whole,
+    lambda _: 3,
+)
+USES |= {
+    "add_any": jax.grad(lambda x: jnp.sum(jnp.sin(x) * x)),
+    "clamp": lambda x: lax.clamp(-0.5, x, 0.5),
+    "complex": lambda x: jnp.abs(lax.complex(x, 2 * x)),
+    "conj": lambda x: jnp.imag(jnp.conj(lax.complex(x, x))),
+    "convert_element_type": lambda x: x.astype(jnp.bfloat16),
+    "copy": jnp.copy,
+    "imag": lambda x: jnp.imag(lax.complex(1.0 + 0 * x, x)),
+    "integer_pow": lambda x: lax.integer_pow(x, 3),
+    "real": lambda x: jnp.real(lax.complex(x, 1.0 + 0 * x)),
+    "reduce_precision": lambda x: lax.reduce_precision(x, 5, 3),
+    "select_n": lambda x: jnp.where(x > 0, x, -2 * x),
+}
+
+
+def test_every_elementwise_primitive():
+    """Each is used as its name says, all in one leaf, and pages as rows."""
+    assert USES.keys() == granularity.ELEMENTWISE
+    for name, use in USES.items():
+        jaxpr = jax.make_jaxpr(use)(jnp.ones((2, 2)))
+        assert f" {name}" in str(jaxpr) or f" {name}[" in str(jaxpr), name
+
+    def update(updates, state, params=None):
+        del state, params
+        return updates, {
+            name: jax.tree.map(lambda x, use=use: use(x).astype(x.dtype), updates)
+            for name, use in USES.items()
+        }
+
+    def init(params):
+        return dict.fromkeys(USES, jax.tree.map(jnp.zeros_like, params))
+
+    inner = optax.GradientTransformation(init, update)
+    # XLA:CPU contracts the polynomials behind `tanh` and others in one program only.
+    assert_as_unpaged(inner, pages=True, shapes={"a": (32, 64)}, ulps=8)
+
+
+#: Functions that keep a leaf's shape, and whether each value is made of its own alone.
+SHAPED = {
+    "reshape, other dimensions": (lambda x: lax.reshape(x, x.shape, (1, 0)), False),
+    "reshape, there and back": (lambda x: x.ravel().reshape(x.shape), False),
+    "transpose": (lambda x: x.T.reshape(x.shape), False),
+    "rev": (lambda x: x[::-1], False),
+    "iota": (lambda x: x * lax.broadcasted_iota(x.dtype, x.shape, 0), False),
+    "cumsum": (lambda x: jnp.cumsum(x, axis=1), False),
+    "a row to all": (lambda x: x + x[:1], False),
+    "a column to all": (lambda x: lax.broadcast_in_dim(x[:, 0], x.shape, (0,)), False),
+    "a scalar of the leaf to all": (lambda x: jnp.full_like(x, x[0, 0]), False),
+    "a scalar to all": (lambda x: x + jnp.full_like(x, 2.0), True),
+    "a scalar chooses": (lambda x: lax.select(jnp.bool_(True), x, 2 * x), True),
+    "scalars clamp": (lambda x: lax.clamp(-0.5, x, 0.5), True),
+    "arrays clamp": (lambda x: lax.clamp(-abs(x), jnp.sin(x), abs(x)), True),
+}
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_what_keeps_the_shape(name):
+    function, pages = SHAPED[name]
+    assert_as_unpaged(added_up(function), pages)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: 2 * jnp.reshape(x, ()).reshape(x.shape),
+        lambda x: jnp.broadcast_to(jnp.reshape(x, ()) ** 2, x.shape),
+        lambda x: lax.select(jnp.reshape(x, ()) > 0, x, 2 * x),
+    ],
+    ids=["reshape", "broadcast", "select"],
+)
+def test_a_single_value_as_a_scalar(function):
+    shapes = {"one": (1,), "deep": (1, 1, 1), "scalar": ()}
+    assert_as_unpaged(added_up(function), pages=False, shapes=shapes)
