@@ -307,6 +307,11 @@ class Analysis:
         }
 
 
+def _called(eqn: core.JaxprEqn) -> core.ClosedJaxpr | core.Jaxpr | None:
+    """The jaxpr that an equation only calls, or None."""
+    return eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
+
+
 class _Flat:
     """A jaxpr with its calls inlined and its values numbered."""
 
@@ -337,8 +342,7 @@ class _Flat:
         )
         for eqn in jaxpr.eqns:
             operands = [read(x) for x in eqn.invars]
-            body = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
-            if body is not None:
+            if (body := _called(eqn)) is not None:
                 outputs = self._inline(body, operands)
             else:
                 outputs = [self._number(var.aval) for var in eqn.outvars]
@@ -587,6 +591,28 @@ def analyse(
         tail_outputs=tuple(cut_apart),
         direct=tuple(direct),
     )
+
+
+def refuse_effects(closed: core.ClosedJaxpr | core.Jaxpr) -> None:
+    """Refuses what a traced function does besides returning values.
+
+    Programs hold what their results need, and run once a page, or not at all.
+
+    Raises:
+      ValueError: If the function prints, calls back, checks, or writes to a reference.
+    """
+    for eqn in closed.eqns:
+        if (body := _called(eqn)) is not None:
+            refuse_effects(body)
+        # A collective's effect says along which axis it is: it is in its results.
+        elif {type(x).__name__ for x in eqn.effects} - {"NamedAxisEffect"}:
+            raise ValueError(
+                f"this transformation cannot be paged: `{eqn.primitive.name}` has an"
+                " effect besides its results (a print, a callback, a check, a write to"
+                " a reference), and pages are computed for their results alone. Chain"
+                " the part that has it outside, as in"
+                " optax.chain(optax.stateless(...), paged(...))."
+            )
 
 
 def trace(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:

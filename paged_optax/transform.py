@@ -197,6 +197,7 @@ class _Pager:
         self.known.remember(paths, leaves)
         shards = self.known.find(paths, leaves)
         closed, shapes = granularity.trace(self.inner.init, params)
+        granularity.refuse_effects(closed)
         state_paths, avals = _paths(shapes)
         layout = self.layout(params, shapes, shards)
         owners = parameter_of(state_paths, paths)
@@ -530,6 +531,7 @@ class _Pager:
         except (TypeError, ValueError) as error:
             _refuse_state(self.inner, updates, state, error)
             raise
+        granularity.refuse_effects(closed)
         _refuse_changes(shapes, updates, state)
         count = len(gradients)
         states = len(jax.tree.leaves(state))

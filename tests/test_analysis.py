@@ -2,12 +2,15 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.experimental import checkify, io_callback
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from reference import SMALL_PAGES, arrays, distances
 
@@ -216,3 +219,102 @@ def test_what_keeps_the_shape(name):
 def test_a_single_value_as_a_scalar(function):
     shapes = {"one": (1,), "deep": (1, 1, 1), "scalar": ()}
     assert_as_unpaged(added_up(function), pages=False, shapes=shapes)
+
+
+# -- effects -----------------------------------------------------------------------
+
+
+def _prints(x):
+    jax.debug.print("{}", jnp.sum(x))
+    return x
+
+
+def _prints_within(x):
+    return lax.fori_loop(0, 2, lambda _, x: jax.jit(_prints)(x), x)
+
+
+def _calls_back(x):
+    jax.debug.callback(lambda x: None, x)
+    return x
+
+
+def _is_given_by_the_host(x):
+    return io_callback(lambda x: x, x, x)
+
+
+def _checks(x):
+    checkify.check(jnp.all(x < 9), "large")
+    return x
+
+
+def _writes(x):
+    ref = jax.new_ref(jnp.zeros_like(x))
+    ref[...] = 2 * x
+    return ref[...]
+
+
+EFFECTS = {
+    "debug_print": _prints,
+    "scan": _prints_within,
+    "debug_callback": _calls_back,
+    "io_callback": _is_given_by_the_host,
+    "check": _checks,
+    "new_ref": _writes,
+}
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+@pytest.mark.parametrize("where", ["update", "init", "plan"])
+def test_effects_are_refused(name, where):
+    inner = added_up(EFFECTS[name])
+    if where == "init":
+        init = lambda params: jax.tree.map(EFFECTS[name], params)
+        inner = optax.GradientTransformation(init, inner.update)
+    tx, params = po.paged(inner, **SMALL_PAGES), arrays(shapes=SHAPES)
+    with pytest.raises(ValueError) as error:
+        if where == "update":
+            jax.jit(tx.update)(params, tx.init(params), params)
+        elif where == "plan":
+            po.plan(tx, params)
+        else:
+            tx.init(params)
+    for word in (f"`{name}`", "effect", "optax.chain("):
+        assert word in str(error.value)
+
+
+def test_effects_outside_happen(capsys):
+    printing = optax.stateless(lambda updates, _: jax.tree.map(_prints, updates))
+    tx = optax.chain(printing, po.paged_lion(1e-3, **SMALL_PAGES))
+    params = {"a": jnp.ones((64, 64))}
+    jax.jit(tx.update)(params, tx.init(params), params)
+    jax.effects_barrier()
+    assert capsys.readouterr().out == "4096.0\n"
+
+
+def test_checks_outside_are_made():
+    checking = optax.stateless(lambda updates, _: jax.tree.map(_checks, updates))
+    tx = optax.chain(checking, po.paged_lion(1e-3, **SMALL_PAGES))
+    params = {"a": jnp.ones((64, 64))}
+    update = jax.jit(checkify.checkify(tx.update))
+    for gradients, large in ((params, False), ({"a": 9 * params["a"]}, True)):
+        error, _ = update(gradients, tx.init(params), params)
+        assert ("large" in (error.get() or "")) == large
+
+
+def test_collectives_are_no_effects():
+    inner = added_up(lambda x: x + lax.pmean(jnp.sum(x), "x"))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    params = arrays(shapes=SHAPES)
+
+    def updates(tx):
+        update = lambda g: tx.update(g, tx.init(g))[0]
+        shards = {"mesh": mesh, "in_specs": P("x"), "out_specs": P("x")}
+        return jax.jit(jax.shard_map(update, check_vma=False, **shards))(params)
+
+    found = updates(po.paged(inner, **SMALL_PAGES))
+    chex.assert_trees_all_close(found, updates(inner), rtol=1e-6)
+
+
+def test_callbacks_without_effects_run():
+    tx = added_up(lambda x: jax.pure_callback(lambda x: np.asarray(x)[::-1], x, x))
+    assert_as_unpaged(tx, pages=False)
