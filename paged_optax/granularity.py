@@ -361,6 +361,16 @@ class _Flat:
             return np.shape(value.value)
         return self.avals[value].shape
 
+    def made_of(self, values: Iterable[int]) -> set[int]:
+        """These values, and all that depend on them."""
+        found = set(values)
+        for equation in self.equations:
+            if not found.isdisjoint(
+                x for x in equation.inputs if not isinstance(x, Constant)
+            ):
+                found.update(equation.outputs)
+        return found
+
     def fit(self, operands: Iterable[Operand], shape: tuple[int, ...]) -> bool:
         """Whether all are of a leaf's shape, or scalars."""
         return all(self.shape(x) in (shape, ()) for x in operands)
@@ -433,7 +443,10 @@ class _Flat:
 
 
 def _owned(
-    flat: _Flat, owners: Sequence[int | None], name: Callable[[int], str]
+    flat: _Flat,
+    owners: Sequence[int | None],
+    of_moments: set[int],
+    name: Callable[[int], str],
 ) -> tuple[list[int | None], dict[int, int], dict[int, None]]:
     """Follows each parameter's gradient through the computation.
 
@@ -461,7 +474,9 @@ def _owned(
             )
         else:
             alone = len(whose) < 2
-        if not alone and primitive == "concatenate" and _JOINED not in whose:
+        # Laid end to end, what is made of moments would all be on the device at once.
+        joins = _JOINED not in whose and of_moments.isdisjoint(equation.outputs)
+        if not alone and joins and primitive == "concatenate":
             joined.update((x, None) for x in equation.outputs)
             whose = {_JOINED}
         elif not alone:
@@ -504,22 +519,14 @@ def analyse(
       CrossLeafError: If a value depends on two parameters.
     """
     flat = _Flat(closed)
-    owner, producer, joined = _owned(flat, owners, name)
-    is_given = lambda value: value not in producer
-
-    # What is made of moments alone (`b1 * mu`) may be on the host, and pages with them.
-    of_moments = {
+    # What is made of moments may be on the host, and pages with them.
+    of_moments = flat.made_of(
         value
-        for value, aval in enumerate(flat.avals)
-        if is_given(value)
-        and flat.shape(value)
-        and jnp.issubdtype(aval.dtype, jnp.inexact)
-    }
-    for equation in flat.equations:
-        if not of_moments.isdisjoint(
-            x for x in equation.inputs if not isinstance(x, Constant)
-        ):
-            of_moments.update(equation.outputs)
+        for value, (whose, aval) in enumerate(zip(owners, closed.in_avals, strict=True))
+        if whose is None and aval.shape and jnp.issubdtype(aval.dtype, jnp.inexact)
+    )
+    owner, producer, joined = _owned(flat, owners, of_moments, name)
+    is_given = lambda value: value not in producer
 
     def is_shared(value: int) -> bool:
         small = owner[value] is None and flat.size(value) <= _SHARED_ELEMENTS

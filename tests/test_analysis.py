@@ -221,6 +221,27 @@ def test_a_single_value_as_a_scalar(function):
     assert_as_unpaged(added_up(function), pages=False, shapes=shapes)
 
 
+# -- leaves laid end to end ----------------------------------------------------------
+
+
+def test_moments_before_leaves_are_laid_end_to_end():
+    """They would all be on the device at once: each part pages alone."""
+    parts = optax.scale_by_lion(), optax.flatten(optax.trace(0.9))
+    params = arrays(shapes=SHAPES)
+    tx = po.paged(optax.chain(*parts), **SMALL_PAGES)
+    for run in (
+        lambda: po.plan(tx, params),
+        lambda: tx.update(params, tx.init(params)),
+    ):
+        with pytest.raises(po.CrossLeafError, match=r"`concatenate`.*outside"):
+            run()
+    apart = optax.chain(*(po.paged(part, **SMALL_PAGES) for part in parts))
+    wanted = optax.chain(*parts)
+    found = jax.jit(apart.update)(params, apart.init(params), params)
+    right = jax.jit(wanted.update)(params, wanted.init(params), params)
+    assert distances(right, found) == {}
+
+
 # -- effects -----------------------------------------------------------------------
 
 
