@@ -1,8 +1,14 @@
 """What is read off a transformation's jaxpr: calls, constants, parameters, effects."""
 
 import functools
+import json
 
+import apart
 import chex
+import exact
+import fuzz
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -339,3 +345,43 @@ def test_collectives_are_no_effects():
 def test_callbacks_without_effects_run():
     tx = added_up(lambda x: jax.pure_callback(lambda x: np.asarray(x)[::-1], x, x))
     assert_as_unpaged(tx, pages=False)
+
+
+# -- any transformation --------------------------------------------------------------
+
+
+def _steps(names):
+    ago = st.integers(0, 4)
+    step = st.tuples(st.sampled_from([*names]), ago, ago)
+    return st.lists(step, min_size=3, max_size=20)
+
+
+RECIPES = st.fixed_dictionaries(
+    {
+        "before": st.lists(st.sampled_from([*fuzz.BLOCKS]), max_size=2),
+        "steps": _steps(fuzz.ELEMENTWISE) | _steps(fuzz.STEPS),
+        "after": st.lists(st.sampled_from([*fuzz.BLOCKS]), max_size=1),
+        "shapes": st.lists(st.sampled_from(fuzz.SHAPES), min_size=1, max_size=3),
+        "dtype": st.sampled_from(fuzz.DTYPES),
+        "page_size": st.sampled_from([64, 256, 512, 1024, 4096]),
+        "eager": st.booleans(),
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def exactly():
+    with apart.process(fuzz.__file__, exact.FLAGS) as ask:
+        yield lambda recipe: ask(json.dumps(recipe))
+
+
+@hypothesis.settings(
+    max_examples=10,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[hypothesis.Phase.generate],  # to shrink a case takes minutes
+)
+@hypothesis.given(RECIPES)
+def test_any_transformation_bit_for_bit(exactly, recipe):
+    assert exactly(recipe) == {}
