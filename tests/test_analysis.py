@@ -350,16 +350,23 @@ def test_callbacks_without_effects_run():
 # -- any transformation --------------------------------------------------------------
 
 
-def _steps(names):
+def _steps(names, *, max_size=10):
     ago = st.integers(0, 4)
     step = st.tuples(st.sampled_from([*names]), ago, ago)
-    return st.lists(step, min_size=3, max_size=20)
+    return st.lists(step, min_size=1, max_size=max_size)
 
+
+#: One step that looks at the rest of the leaf hides what others do to its pages.
+_FEW_WITHIN = st.tuples(
+    _steps(fuzz.ELEMENTWISE),
+    _steps(fuzz.WITHIN, max_size=1),
+    _steps(fuzz.ELEMENTWISE),
+).map(lambda parts: sum(parts, []))
 
 RECIPES = st.fixed_dictionaries(
     {
         "before": st.lists(st.sampled_from([*fuzz.BLOCKS]), max_size=2),
-        "steps": _steps(fuzz.ELEMENTWISE) | _steps(fuzz.STEPS),
+        "steps": _steps(fuzz.ELEMENTWISE) | _FEW_WITHIN | _steps(fuzz.STEPS),
         "after": st.lists(st.sampled_from([*fuzz.BLOCKS]), max_size=1),
         "shapes": st.lists(st.sampled_from(fuzz.SHAPES), min_size=1, max_size=3),
         "dtype": st.sampled_from(fuzz.DTYPES),
