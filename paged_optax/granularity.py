@@ -10,6 +10,9 @@ counts, learning rates, bias corrections):
 | within one leaf (a norm, a factored moment, a matrix product) | the whole leaf |
 | across leaves (a global norm) | refused: `CrossLeafError` |
 
+What is computed is what a page's results need. A transformation with an effect besides
+its results (a print, a callback, a check) is refused.
+
 Programs are values: two leaves of equal shape have equal programs, so that JAX
 traces and lowers the streaming loop once for both.
 """
@@ -455,7 +458,8 @@ def _owned(
       its equation; and the values that are all parameters laid end to end.
 
     Raises:
-      CrossLeafError: If a value depends on two parameters.
+      CrossLeafError: If a value depends on two parameters, or if what is laid end to
+        end is made of moments.
     """
     owner: list[int | None] = [*owners, *[None] * (len(flat.avals) - len(owners))]
     producer: dict[int, int] = {}
@@ -516,7 +520,8 @@ def analyse(
       The programs.
 
     Raises:
-      CrossLeafError: If a value depends on two parameters.
+      CrossLeafError: If a value depends on two parameters, or if what is laid end to
+        end is made of moments.
     """
     flat = _Flat(closed)
     # What is made of moments may be on the host, and pages with them.

@@ -130,7 +130,8 @@ def paged(
 
     Raises:
       ValueError: If an argument is not usable, at once; at `update`, if `inner`
-        combines parameters, or if parameters or gradients are found in host memory.
+        combines parameters, if it has effects such as `jax.debug.print`, or if
+        parameters or gradients are found in host memory.
       TypeError: At `init`, if a parameter is not of floating point or complex dtype.
 
     Example:
