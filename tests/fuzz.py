@@ -20,8 +20,6 @@ from jax import Array, lax
 
 import paged_optax as po
 
-_KEY = jax.random.key(5)
-
 
 def _closing_over(x: Array) -> Array:
     factor = np.linspace(0.5, 1.5, x.size, dtype=np.float32).reshape(x.shape)
@@ -29,7 +27,7 @@ def _closing_over(x: Array) -> Array:
 
 
 def _noise(x: Array) -> Array:
-    return x + jax.random.normal(_KEY, x.shape, x.dtype)
+    return x + jax.random.normal(jax.random.key(5), x.shape, x.dtype)
 
 
 def _product(x: Array) -> Array:
