@@ -1,7 +1,7 @@
 """Optimizer states of bitsandbytes and Hugging Face, read and written.
 
-Their 8-bit states are ours, byte for byte: codes of the dynamic map in the parameter's
-shape, four of a row in one of our words, and the largest magnitude of each 256 values.
+Their 8-bit states are ours, code for code: codes of the dynamic map in the parameter's
+shape, four in one of our words, and the largest magnitude of each 256 values.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from paged_optax.codecs import DynamicInt8, Quantized
+from paged_optax.codecs import (
+    Arranged,
+    DynamicInt8,
+    Quantized,
+    arranged,
+    unarranged,
+)
 from paged_optax.codecs.maps import dynamic_map
 from paged_optax.memory import nbytes
 from paged_optax.progress import LARGE, track
@@ -62,17 +68,15 @@ def to_bitsandbytes(state: optax.OptState) -> dict[str, dict[str, Any]]:
         entry = parts.setdefault(leaf.parameter, {})
         arrays = {f"state{number}": leaf.value}
         if isinstance(leaf.value, Quantized):
-            codes, scales = map(np.asarray, leaf.value)
-            scales = _in_order(scales)
-            if codes.dtype == np.uint32:
-                codes = codes.view(np.uint8)
-            blocks = -(-codes.size // DynamicInt8.block)
-            if codes.dtype != np.uint8 or scales.size != blocks:
+            try:
+                plain = unarranged(DynamicInt8(), _beside(leaf.value))
+            except ValueError as error:
                 raise ValueError(
-                    f"moment {leaf.field} of parameter {leaf.parameter!r} has"
-                    f" {scales.size} scales and {codes.size} codes of {codes.dtype}:"
-                    " bitsandbytes knows dynamic_int8 alone."
-                )
+                    f"moment {leaf.field} of parameter {leaf.parameter!r} is"
+                    f" {jax.tree.map(jax.typeof, leaf.value)}: bitsandbytes knows"
+                    " dynamic_int8 alone."
+                ) from error
+            codes, scales = map(np.asarray, plain)
             arrays = {f"state{number}": codes, f"absmax{number}": scales}
             qmap = np.array(dynamic_map(signed=number == "1"))
             entry[f"qmap{number}"] = {None: qmap}
@@ -128,7 +132,7 @@ def from_bitsandbytes(
         value = leaf.value
         if leaf.is_count and leaf.field == "count" and steps:
             own = entries.get(leaf.parameter, {}).get("step", max(steps))
-            value = _like(jnp.asarray(own, value.dtype), value)
+            value = jax.device_put(jnp.asarray(own, value.dtype), value.sharding)
         elif leaf.is_moment and leaf.field in _FIELDS:
             if leaf.parameter not in entries:
                 raise ValueError(
@@ -149,47 +153,54 @@ def _leaves(state: optax.OptState) -> Iterator[Any]:
 
 def _read(entry: Mapping[str, Any], leaf: Any) -> Any:
     number, position = _FIELDS[leaf.field]
-    wanted = {f"state{number}": leaf.value}
-    if isinstance(leaf.value, Quantized):
-        wanted = {
-            f"state{number}": leaf.value.codes,
-            f"absmax{number}": leaf.value.scales,
-        }
-        qmap = np.asarray(entry.get(f"qmap{number}", np.zeros(0)), np.float32)
-        wanted_map = dynamic_map(signed=number == "1")
-        # PyTorch's linspace rounds differently from release to release.
-        if qmap.shape != wanted_map.shape or not np.allclose(qmap, wanted_map, 1e-6, 0):
-            raise ValueError(
-                f"qmap{number} of parameter {leaf.parameter!r} is not the dynamic map:"
-                " its codes mean other numbers."
-            )
-    found = []
-    for name, old in wanted.items():
+
+    def given(name: str) -> np.ndarray:
         if name not in entry:
             raise ValueError(
                 f"the entry of parameter {leaf.parameter!r} has no {name!r}: it has"
                 f" {', '.join(sorted(entry))}."
             )
         array = np.asarray(entry[name])
-        array = array if position is None else array[position]
-        if old.dtype == np.uint32 and array.dtype == np.uint8:
-            array = np.ascontiguousarray(array).view(np.uint32)
-        if name.startswith("absmax") and old.ndim > 1 and array.size == old.size:
-            array = np.moveaxis(array.reshape(*old.shape[1:], -1), -1, 0)
-        if (array.shape, array.dtype) != (old.shape, old.dtype):
-            raise ValueError(
-                f"{name!r} of parameter {leaf.parameter!r} is"
-                f" {array.dtype}{list(array.shape)}, and the state holds"
-                f" {old.dtype}{list(old.shape)}."
-            )
-        found.append(_like(array, old))
-    return Quantized(*found) if isinstance(leaf.value, Quantized) else found[0]
+        return array if position is None else array[position]
+
+    if not isinstance(leaf.value, Quantized):
+        return _fitting(given(f"state{number}"), leaf.value, leaf, number)
+    qmap = np.asarray(entry.get(f"qmap{number}", np.zeros(0)), np.float32)
+    wanted_map = dynamic_map(signed=number == "1")
+    # PyTorch's linspace rounds differently from release to release.
+    if qmap.shape != wanted_map.shape or not np.allclose(qmap, wanted_map, 1e-6, 0):
+        raise ValueError(
+            f"qmap{number} of parameter {leaf.parameter!r} is not the dynamic map:"
+            " its codes mean other numbers."
+        )
+    codes, scales = given(f"state{number}"), given(f"absmax{number}")
+    plain, codec = DynamicInt8(), arranged(DynamicInt8(), codes.shape)
+    like = Quantized(codes, scales)
+    fits = jax.tree.map(
+        lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype),
+        like,
+        plain.stored(codes.shape),
+    )
+    if all(fits) and isinstance(codec, Arranged):
+        like = codec.arrange(_beside(like), codes.shape)
+    return jax.tree.map(lambda x, old: _fitting(x, old, leaf, number), like, leaf.value)
 
 
-def _in_order(scales: np.ndarray) -> np.ndarray:
-    """Scales of the flattened moment; ours are `[blocks of a row, *rows]`."""
-    return np.moveaxis(scales, 0, -1).reshape(-1) if scales.ndim > 1 else scales
-
-
-def _like(array: Any, old: Any) -> Any:
+def _fitting(array: Any, old: Any, leaf: Any, number: str) -> Any:
+    """An array in the place of one of a state."""
+    if (array.shape, array.dtype) != (old.shape, old.dtype):
+        raise ValueError(
+            f"'state{number}' of parameter {leaf.parameter!r} would be stored as"
+            f" {array.dtype}{list(array.shape)}, and the state holds"
+            f" {old.dtype}{list(old.shape)}."
+        )
     return jax.device_put(array, old.sharding)
+
+
+def _beside(moment: Any) -> Any:
+    """A moment in the memory of the host's own processor, where there is one."""
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        device = jax.local_devices()[0]
+    return jax.tree.map(lambda x: jax.device_put(np.asarray(x), device), moment)

@@ -68,6 +68,11 @@ def what_is_fetched() -> Fetched | None:
     return _fetched.get()
 
 
+def platform() -> str:
+    """The platform of the default backend: `"cpu"`, `"gpu"` or `"tpu"`."""
+    return jax.default_backend()
+
+
 def nbytes(tree: Any) -> int:
     """Bytes of arrays, traced values or `ShapeDtypeStruct`s: one, or a pytree."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -2,8 +2,6 @@
 
 import contextvars
 import dataclasses
-import functools
-import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -139,108 +137,6 @@ class Configuration:
         return max(0, limit - used + moments - parameters - limit // 4)
 
 
-@dataclasses.dataclass(frozen=True)
-class Pages:
-    """How one leaf is cut.
-
-    The leaf, seen under the shape `view`, is sliced along `axis`, `size` entries a
-    page; what does not fill a page is a last, smaller one.
-
-    Attributes:
-      leaf: The leaf's shape.
-      view: A shape that holds the same values in the same order, and costs nothing.
-      axis: The axis to slice.
-      size: Entries of a page along it.
-      count: Pages, the last, smaller one included; 0 where leaves of several shapes
-        are updated together and travel whole.
-      aligned: Whether every page ends at a tile of the lanes. XLA:TPU slices host
-        memory along the last axis at whole tiles only, and along the rows no single row
-        of two bytes a value (libtpu 0.0.52); it takes an unaligned leaf whole.
-    """
-
-    leaf: tuple[int, ...]
-    view: tuple[int, ...]
-    axis: int
-    size: int
-    count: int
-    aligned: bool = True
-
-    @property
-    def entries(self) -> int:
-        """Values of one full page."""
-        extent = max(1, self.view[self.axis]) if self.view else 1
-        return math.prod(self.view) // extent * self.size
-
-
-def whole(shape: tuple[int, ...]) -> Pages:
-    """The geometry of a leaf that can only be updated whole."""
-    return Pages(shape, shape, 0, 1, 0)
-
-
-@functools.cache
-def cut(
-    shape: tuple[int, ...],
-    itemsizes: tuple[int, ...],
-    page_size: int,
-    block: int = 1,
-) -> Pages:
-    """Cuts a leaf into pages of at most `page_size` bytes.
-
-    Leading axes collapse into rows where that costs nothing on a TPU, whose memory
-    is tiled: 8 rows of 128 float32, 16 of bfloat16, 32 of int8, 1024 float32 of a
-    vector. A page is a whole number of tiles. A page count that divides the leaf
-    is preferred, down to half the asked size.
-
-    Args:
-      shape: The leaf's shape.
-      itemsizes: Bytes a value of each moment that shares the leaf's pages.
-      page_size: Most bytes of a page of one moment.
-      block: Consecutive values that a codec stores together: a page holds whole blocks.
-
-    Returns:
-      The geometry.
-
-    Example:
-      >>> pages = cut((4096, 4096), (4, 4), 8 * 2**20)
-      >>> pages.count, pages.size
-      (8, 512)
-    """
-    itemsize = max(itemsizes)
-    packing = max(1, 4 // min(itemsizes))
-    if len(shape) <= 1:
-        view, axis = (math.prod(shape),), 0
-        tile, unit = 1024 * packing, itemsize
-    else:
-        *leading, rows, columns = shape
-        matrix = rows * columns * itemsize
-        tile, axis = 8 * packing, 0
-        if leading and rows % tile and matrix <= page_size:
-            view, tile, unit = (math.prod(leading), rows, columns), 1, matrix
-        else:
-            view = (math.prod(leading) * rows, columns)
-            unit = columns * itemsize
-        if tile > 1 and tile * unit > page_size and block == 1:
-            # Even one tile of rows is too long: cut the columns.
-            strip = view[0] * itemsize
-            if 128 * packing * strip <= page_size:
-                axis, tile, unit = 1, 128 * packing, strip
-    values = unit // itemsize  # of one entry along the axis
-    tile = math.lcm(tile, block // math.gcd(block, values))
-    extent = view[axis]
-    largest = max(tile, page_size // unit // tile * tile)
-    if extent <= largest:
-        return Pages(shape, view, axis, extent, 1)
-    fewest = -(-extent // largest)
-    for count in range(fewest, 2 * fewest + 1):
-        if extent % count == 0 and extent // count % tile == 0:
-            return Pages(shape, view, axis, extent // count, count)
-    size = -(-extent // (fewest * tile)) * tile
-    aligned = axis < len(view) - 1 or extent % tile == 0
-    if axis == len(view) - 2 and packing == 2:
-        aligned = extent % 2 == 0
-    return Pages(shape, view, axis, size, -(-extent // size), aligned)
-
-
 def parameter_of(
     state_paths: Sequence[jax.tree_util.KeyPath],
     parameter_paths: Sequence[jax.tree_util.KeyPath],
@@ -313,6 +209,11 @@ class Moment:
       pages: Pages a sweep cuts it into; 1 where it travels whole; 0 on the device.
       page_bytes: Bytes of one of them.
       leaf: Moments with equal numbers travel together.
+      in_flight: Pages of it that may be on the device at once: what is read and what
+        is written, and what is computed in between where a codec stores it or the page
+        is a whole leaf.
+      refused: Why it cannot be paged on this backend although it is larger than a
+        page; else empty.
     """
 
     path: str
@@ -323,6 +224,8 @@ class Moment:
     pages: int
     page_bytes: int
     leaf: int
+    in_flight: int = 2
+    refused: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,12 +263,13 @@ class PagePlan:
     def scratch_bytes(self) -> int:
         """Device bytes of pages in flight: each page read, and each written.
 
-        The bound the engine is built to; `memory_report` says what XLA assigned.
+        The bound the engine is built to, beside which XLA keeps up to 8 MiB of its own
+        and of scales; `memory_report` says what it assigned.
         """
         flying: dict[int, int] = {}
         for x in self.moments:
             if x.on_host:
-                flying[x.leaf] = flying.get(x.leaf, 0) + 2 * x.page_bytes
+                flying[x.leaf] = flying.get(x.leaf, 0) + x.in_flight * x.page_bytes
         return max(flying.values(), default=0)
 
     @property
@@ -413,7 +317,10 @@ class PagePlan:
             each = f"moments on a host of {here} devices"
             totals.append((each, readable_bytes(self.bytes_per_host)))
         titles = ("moments", "shape", "dtype", "where", "pages", "bytes")
-        return "\n\n".join((table(titles, rows), table((title, ""), totals)))
+        tables = table(titles, rows), table((title, ""), totals)
+        notes = [f"{x.path} is not paged here: {x.refused}." for x in self.moments]
+        notes = [note for note, x in zip(notes, self.moments, strict=True) if x.refused]
+        return "\n\n".join((*tables, *notes))
 
 
 #: Lists what a paged `update` will do, given its extra arguments.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_optax import granularity
-from paged_optax.plan import cut
+from paged_optax.geometry import Kept, cut
 from paged_optax.stream import fill, stream
 
 
@@ -41,15 +41,17 @@ def check_backend() -> None:
 @functools.cache
 def run_check(backend: str) -> None:
     """Compares five pages and a smaller last one with the same sums on NumPy."""
-    shape, rows = (90, 128), 16  # five pages of 16 rows, and one of 10
-    pages = cut(shape, (4,), rows * shape[1] * 4)
+    shape, rows = (89, 128), 16  # five pages of 15 rows, and one of 14
+    geometry = cut(shape, (Kept(4),), rows * shape[1] * 4)
     update = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     moment = 3 * update + 1
     with jax.ensure_compile_time_eval():
         # As `init` makes a moment, and as `update` reads and writes one.
         (made,) = _leaves(lambda update: (3 * update + 1,), shape)
         array = jnp.asarray(update)
-        on_host = fill((array,), program=made.program, pages=pages, dtype=array.dtype)
+        on_host = fill(
+            (array,), program=made.program, geometry=geometry, dtype=array.dtype
+        )
         (leaf,) = _leaves(
             lambda update, moment: (update - moment, moment + update), shape
         )
@@ -58,7 +60,7 @@ def run_check(backend: str) -> None:
             tuple(arrays[i] for i in leaf.inputs),
             program=leaf.program,
             overwrites=tuple(leaf.inputs.index(i) for i in leaf.outputs),
-            pages=pages,
+            geometry=geometry,
         )
     wanted = (update - moment, moment + update)
     for name, new, right in zip(("update", "moment"), found, wanted, strict=True):

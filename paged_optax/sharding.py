@@ -29,7 +29,7 @@ from jax.sharding import (
 )
 from jaxtyping import UInt32
 
-from paged_optax.codecs import Codec, Quantized, are_by_columns
+from paged_optax.codecs import Codec, Quantized, axis_of_blocks
 
 #: The scope in which a leaf is paged of which no sharding is known. On one device that
 #: is as it should be; a program of several is slow there, and `memory_report` says so.
@@ -87,8 +87,8 @@ class Shards:
     def stored(self, codec: Codec, shape: tuple[int, ...]) -> Any:
         """The shapes and dtypes in which a codec stores the shards of a moment.
 
-        Blocks never cross shards. Scales by columns are divided as the moment is;
-        others have a row for each part that is not a range of the flattened moment, so
+        Blocks never cross shards. Scales by rows are divided as the moment is; others
+        have a row for each part that is not a range of the flattened moment, so
         that a state of another layout shows by its shape.
         """
         found = codec.stored(self.local(shape))
@@ -99,8 +99,8 @@ class Shards:
             return grown(found, self.divisions)
         first, *others = self.divisions
         scales = found.scales
-        if are_by_columns(codec):
-            scales = grown(scales, (self.divisions[-1], *self.divisions[:-1]))
+        if axis_of_blocks(codec) is not None:
+            scales = grown(scales, self.divisions)
         elif self.has_rows:
             shape = (math.prod(others), first * scales.shape[0])
             scales = jax.ShapeDtypeStruct(shape, scales.dtype)
@@ -117,8 +117,8 @@ class Shards:
         assert codec is not None
         first, *others = self.axes
         names = tuple(name for names in others for name in names)
-        if are_by_columns(codec):
-            scales = _spec([self.axes[-1], *self.axes[:-1]])
+        if axis_of_blocks(codec) is not None:
+            scales = self.spec
         else:
             scales = _spec([names, first] if self.has_rows else [first])
         return Quantized(self.spec, scales)
@@ -178,12 +178,14 @@ def on_shards(
     coded = [(codecs[x], arrays[x]) if isinstance(x, int) else x for x in results]
     flat = lambda codec, x: (
         x._replace(scales=x.scales.reshape(-1))
-        if isinstance(x, Quantized) and not are_by_columns(codec)
+        if isinstance(x, Quantized) and axis_of_blocks(codec) is None
         else x
     )
     rows = lambda codec, x: (
         x._replace(scales=x.scales[None])
-        if isinstance(x, Quantized) and not are_by_columns(codec) and shards.has_rows
+        if isinstance(x, Quantized)
+        and axis_of_blocks(codec) is None
+        and shards.has_rows
         else x
     )
 

@@ -97,7 +97,7 @@ def page_in(state: optax.OptState, path: Path) -> dict[str, Array]:
       Its moments in device memory, by name. The name is that of Optax's field (`"mu"`,
       `"nu"`, `"trace"`), with the path to it where two fields have one name. A moment
       that a codec stores in blocks is a `codecs.Quantized`; four codes of a byte are
-      one word there, and `codes.view("uint8")` takes them apart.
+      one word there, and `codecs.unarranged(codec, moment)` takes them apart.
 
     Raises:
       ValueError: If the state has no such parameter; the message has close names.

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,10 +15,11 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from paged_optax import granularity
+from paged_optax import granularity, memory
 from paged_optax.choice import CodecLike, check, choose, draws
 from paged_optax.codecs import Codec, draw
 from paged_optax.gate import Gate, either, gates_of, restart
+from paged_optax.geometry import Geometry, Kept, Pages, cut, uncut
 from paged_optax.layout import Layout, OtherLayoutError
 from paged_optax.memory import (
     DEVICE,
@@ -34,12 +34,9 @@ from paged_optax.memory import (
 from paged_optax.plan import (
     Configuration,
     Moment,
-    Pages,
-    cut,
     parameter_of,
     record,
     resident,
-    whole,
 )
 from paged_optax.precision import counted, in_float32, with_master_weights
 from paged_optax.progress import LARGE, progress
@@ -211,6 +208,7 @@ class _Pager:
             if kind == PINNED_HOST:
                 check_backend()
                 _refuse_devices(state_paths, stays, layout.shards)
+                stays = self.uncut_stay(layout, state_paths, stays, leaves)
             else:
                 stays = [True] * len(stays)
         like = jax.tree.map(granularity.abstract, params)
@@ -231,7 +229,11 @@ class _Pager:
                 tuple(inputs),
                 jnp.zeros(2, jnp.uint32) if codec and codec.draws else None,
                 program=leaf.program,
-                pages=self.pages(leaf, [layout.stored(position)], [codec], divided),
+                geometry=self.geometry(
+                    leaf,
+                    [Kept(avals[position].dtype.itemsize, codec, not stays[position])],
+                    divided,
+                ),
                 dtype=avals[position].dtype,
                 codec=codec,
                 host=not stays[position],
@@ -371,7 +373,7 @@ class _Pager:
                     coded.append(codec)
                 overwrites.append(known)
             moving = [
-                (x, codec)
+                Kept(4 if codec else x.dtype.itemsize, codec, on_host(x))
                 for x, codec in zip(buffers, coded, strict=True)
                 if codec is not None or on_host(x)
             ]
@@ -383,9 +385,7 @@ class _Pager:
                 stream,
                 program=leaf.program,
                 overwrites=tuple(overwrites),
-                pages=self.pages(
-                    leaf, [x for x, _ in moving], [c for _, c in moving], divided
-                ),
+                geometry=self.geometry(leaf, moving, divided),
                 codecs=tuple(coded),
                 shards=divided,
             )
@@ -474,29 +474,49 @@ class _Pager:
             per_parameter_steps=self.per_parameter_steps,
         )
 
-    def pages(
+    def uncut_stay(
+        self,
+        layout: Layout,
+        paths: Sequence[Any],
+        stays: Sequence[bool],
+        parameters: Sequence[Any],
+    ) -> list[bool]:
+        """Keeps what a TPU cannot slice in host memory on the device, and says so."""
+        if memory.platform() != "tpu":
+            return list(stays)
+        refused = {
+            position: reason
+            for position, stay in enumerate(stays)
+            if not stay and (reason := self._refused(layout, position))
+        }
+        if refused and not any(isinstance(x, Tracer) for x in parameters):
+            first, reason = next(iter(refused.items()))
+            warnings.warn(
+                f"state{_keystr(paths[first])} and {len(refused) - 1} other moments"
+                f" stay in device memory: {reason}. The README says which shapes can"
+                " be paged on a TPU.",
+                stacklevel=3,
+            )
+        return [stay or i in refused for i, stay in enumerate(stays)]
+
+    def _refused(self, layout: Layout, position: int) -> str:
+        """Why a TPU cannot slice a moment in host memory; else empty."""
+        aval, shards = layout.avals[position], layout.shards[position]
+        shape = shards.local(aval.shape) if shards else aval.shape
+        kept = Kept(aval.dtype.itemsize, layout.codecs[position])
+        return cut(shape, (kept,), self.configuration.page_size).tiles.refused
+
+    def geometry(
         self,
         leaf: granularity.LeafUpdate,
-        stored: Sequence[Any],
-        codecs: Sequence[Codec | None],
+        moments: Sequence[Kept],
         shards: Shards | None = None,
-    ) -> Pages:
-        """The geometry of a leaf, given its moments that travel or are coded."""
+    ) -> Geometry:
+        """How a leaf is cut, given its moments that travel or are coded."""
         shape = shards.local(leaf.shape) if shards else leaf.shape
-        if not leaf.program.elementwise or not stored:
-            return whole(shape)
-        itemsizes: list[int] = []
-        block = 1
-        for x, codec in zip(stored, codecs, strict=True):
-            codes = jax.tree.leaves(x)[0]
-            itemsizes.append(codes.dtype.itemsize)
-            if codec is not None:
-                if len(shape) == 1 and codes.shape != leaf.shape:
-                    return whole(shape)  # several values a code, and no rows
-                itemsizes.append(4)  # a page is one of float32, to `inner`
-                block = math.lcm(block, codec.block)
-        page_size = self.configuration.page_size
-        return cut(shape, tuple(itemsizes), page_size, block)
+        if not leaf.program.elementwise or not moments:
+            return uncut(shape)
+        return cut(shape, tuple(moments), self.configuration.page_size)
 
     def analyse(
         self,
@@ -567,21 +587,28 @@ class _Pager:
         first = len(jax.tree.leaves(params))
         state_paths, avals = _paths(shapes)
         geometry: dict[int, tuple[int, Pages]] = {}
+        platform = memory.platform()
         for number, leaf in enumerate(analysis.leaves):
             inside = {i - first for i in (*leaf.inputs, *leaf.outputs)}
             inside = sorted(i for i in inside if 0 <= i < len(avals))
             inside = [i for i in inside if not stays[i] or layout.codecs[i]]
-            stored = [layout.stored(i) for i in inside]
             divided = _divided(leaf, jax.tree.leaves(params), shards)
-            codecs = [layout.codecs[i] for i in inside]
-            pages = self.pages(leaf, stored, codecs, divided)
+            kept = [
+                Kept(avals[i].dtype.itemsize, layout.codecs[i], not stays[i])
+                for i in inside
+            ]
+            pages = self.geometry(leaf, kept, divided).on(platform)
             geometry.update((i, (number, pages)) for i in inside)
         found = []
         for i, (path, x) in enumerate(zip(state_paths, avals, strict=True)):
-            number, pages = geometry.get(i, (len(analysis.leaves) + i, whole(x.shape)))
+            alone = len(analysis.leaves) + i, uncut(x.shape).rows
+            number, pages = geometry.get(i, alone)
             codec, part = layout.codecs[i], layout.shards[i]
             shape = part.local(x.shape) if part else x.shape
             page = pages.entries * x.dtype.itemsize if pages.count else nbytes(x)
+            reason = pages.refused
+            if platform == "tpu" and codec is not None and stays[i] and not reason:
+                reason = self._refused(layout, i)
             found.append(
                 Moment(
                     path=_keystr(path),
@@ -592,6 +619,8 @@ class _Pager:
                     pages=0 if stays[i] else max(1, pages.count),
                     page_bytes=0 if stays[i] else page,
                     leaf=number,
+                    in_flight=2 if codec is None and pages.count else 3,
+                    refused=reason,
                 )
             )
         return found

@@ -10,9 +10,10 @@ not there has no memories to name, and handed to the compile-only client.
 """
 
 import collections
+import math
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -60,6 +61,65 @@ def v5e(build: Build, devices: int = 1, topology: str = "v5e:2x2") -> MemoryRepo
     jitted, args = build(Mesh(np.array(chips), ("x",)))
     compiled = jitted.lower(*args).compile()
     return MemoryReport.of(compiled.memory_analysis(), compiled.as_text())
+
+
+_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u8": 1, "s8": 1, "f8e4m3fn": 1}
+
+
+def traffic(hlo: str, trips: Sequence[int] = ()) -> int:
+    """Bytes that a scheduled program moves between host and device, both ways.
+
+    Args:
+      hlo: The program.
+      trips: Turns of the innermost loops of which the compiler states none, in the
+        order of the program: XLA:TPU states none.
+    """
+    computations, entry = {}, ""
+    for text in hlo.split("\n\n"):
+        name = re.match(r"\s*(ENTRY )?%?([\w.\-]+) ", text)
+        if name and "{" in text:
+            computations[name[2]] = text.splitlines()
+            entry = name[2] if name[1] else entry
+    stated = iter(trips)
+
+    def turns(line: str, body: str) -> int:
+        known = re.search(r'known_trip_count[^}]*"n":"?(\d+)', line)
+        if known:
+            return int(known[1])
+        inner = any(" while(" in x or " conditional(" in x for x in computations[body])
+        return 1 if inner else next(stated, 1)
+
+    def moved(name: str) -> int:
+        total = 0
+        for line in computations[name]:
+            code = line.split(", metadata=")[0]
+            if " while(" in code:
+                body = re.search(r"body=%?([\w.\-]+)", code)
+                assert body is not None
+                each = moved(body[1])
+                total += turns(line, body[1]) * each if each else 0
+            elif called := re.search(r"(?:call|conditional)\(.*", code):
+                names = re.findall(r"%?([\w.\-]+)", called[0].partition(")")[2])
+                total += sum(moved(x) for x in names if x in computations)
+            elif re.search(r"-start\(|\bcopy\(", code) and "S(5)" in code:
+                total += _moved_by(code)
+        return total
+
+    return moved(entry)
+
+
+def _moved_by(code: str) -> int:
+    """Bytes of one transfer: of its part on the device. 0 for host to host."""
+    text = code.partition(" = ")[2] if "-start(" in code else code
+    operation = re.search(r" [\w\-]+\(", text)
+    assert operation is not None
+    types = text[: operation.start()] if "-start(" in code else text
+    sizes = []
+    for dtype, dims, layout in re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", types):
+        if dtype in _BYTES and "S(5)" not in layout:
+            values = math.prod(int(n) for n in dims.split(",") if n)
+            sizes.append(_BYTES[dtype] * values)
+    return min((size for size in sizes if size > 64), default=0)
 
 
 def placements(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:

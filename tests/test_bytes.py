@@ -12,8 +12,8 @@ import optax
 import pytest
 
 import paged_optax as po
+from paged_optax.geometry import Kept, cut
 from paged_optax.memory import on_host
-from paged_optax.plan import cut
 
 MIB = 2**20
 COMPILERS = pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
@@ -303,7 +303,7 @@ def test_addresses(shape, page_size):
     report = aot.h200(
         updating(po.paged_adamw(1e-3, page_size=page_size), square(leaves, shape))
     )
-    pages = cut(shape, (4, 4), int(page_size[0]) * MIB)
+    pages = cut(shape, (Kept(4),), int(page_size[0]) * MIB).rows
     page_bytes = 4 * pages.entries
     found = aot.descriptors(report.hlo)
     assert {(start, step) for _, _, start, step in found} == {(0, page_bytes)}
@@ -325,7 +325,7 @@ def test_addresses_of_init():
         jitted = jax.jit(tx.init, out_shardings=shardings(state))
         return jitted, (on_device(mesh, params),)
 
-    page_bytes = 4 * cut((4099, 4096), (4,), 8 * MIB).entries
+    page_bytes = 4 * cut((4099, 4096), (Kept(4),), 8 * MIB).rows.entries
     found = aot.descriptors(aot.h200(build).hlo)
     assert {key[0::2] for key in found} == {("write", 0)}
     assert {key[3] for key in found} == {page_bytes}

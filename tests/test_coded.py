@@ -12,7 +12,7 @@ import reference
 from test_bytes import assert_in_place, square, updating
 
 import paged_optax as po
-from paged_optax.codecs import BFloat16Codec, DynamicInt8, Quantized
+from paged_optax.codecs import BFloat16Codec, DynamicInt8, Quantized, unarranged
 
 NAMES = [
     "dynamic_int8",
@@ -27,8 +27,7 @@ ALL_PAGED = {"page_size": "16KiB", "min_paged_size": "1B"}
 
 def in_bytes(stored):
     """Codes and scales as the codec made them, before they were arranged."""
-    scales = jnp.moveaxis(stored.scales, 0, -1).reshape(-1)
-    return type(stored)(stored.codes.view(jnp.uint8), scales)
+    return unarranged(DynamicInt8(), stored)
 
 
 def trained(tx, steps=3, dtype=jnp.float32, eager=False):

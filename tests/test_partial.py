@@ -33,7 +33,7 @@ from test_bytes import (
 )
 
 import paged_optax as po
-from paged_optax.plan import cut
+from paged_optax.geometry import Kept, cut
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
@@ -928,7 +928,7 @@ def test_addresses_under_flags(page_size):
     shape, leaves = (4096, 1024), 3
     params = shapes_of({f"leaf{i}": shape for i in range(leaves)})
     report = aot.h200(gated(po.paged_adamw(1e-3, page_size=page_size), params))
-    page_bytes = 4 * cut(shape, (4, 4), int(page_size[0]) * MIB).entries
+    page_bytes = 4 * cut(shape, (Kept(4),), int(page_size[0]) * MIB).rows.entries
     found = aot.descriptors(report.hlo)
     assert {key[2:] for key in found} == {(0, page_bytes)}
     assert sum(n for key, n in found.items() if key[0] == "read") == 2 * leaves

@@ -6,7 +6,7 @@ import pytest
 
 import paged_optax as po
 from paged_optax import memory, selfcheck
-from paged_optax.plan import cut
+from paged_optax.geometry import Kept, cut
 
 
 @pytest.fixture(autouse=True)
@@ -17,8 +17,8 @@ def forget():
 
 
 def test_it_covers_full_pages_and_a_smaller_one():
-    pages = cut((90, 128), (4,), 16 * 128 * 4)
-    assert (pages.size, pages.count, 90 % pages.size) == (16, 6, 10)
+    pages = cut((89, 128), (Kept(4),), 16 * 128 * 4).rows
+    assert (pages.size, pages.count, 89 % pages.size) == (15, 6, 14)
 
 
 def test_a_sound_backend_passes_eager_and_while_tracing():

@@ -2,7 +2,14 @@
 
 from collections.abc import Callable
 
-from paged_optax.codecs.arranged import Arranged, are_by_columns, arranged, codes_of
+from paged_optax.codecs.arranged import (
+    Arranged,
+    arranged,
+    axis_of_blocks,
+    codes_of,
+    packed_along,
+    unarranged,
+)
 from paged_optax.codecs.bfloat16 import BFloat16Codec
 from paged_optax.codecs.codec import Codec, Noise, Quantized, draw
 from paged_optax.codecs.dynamic_int4 import DynamicInt4
@@ -20,11 +27,13 @@ __all__ = [
     "Float8E4M3",
     "Noise",
     "Quantized",
-    "are_by_columns",
+    "axis_of_blocks",
     "arranged",
     "codes_of",
     "draw",
     "named",
+    "packed_along",
+    "unarranged",
 ]
 
 _BY_NAME: dict[str, Callable[[bool], Codec]] = {

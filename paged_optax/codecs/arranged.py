@@ -1,46 +1,59 @@
 """What a codec stores, arranged for memory that is sliced and divided.
 
-**Bytes in words.** XLA:TPU cannot slice an array of bytes in host memory: for each page
+**Codes in words.** XLA:TPU cannot slice an array of bytes in host memory: for each page
 it copies all of it to the device and back, in another tiling (libtpu 0.0.52). Words of
-32 bits it slices like float32.
+32 bits it slices like float32. Codes share a word along the axis that a TPU puts in its
+sublanes, as its own packed layouts do: words then lie as the moment does, so that no
+page is turned from one layout into another, and unpacking moves nothing across lanes.
 
-**Scales by columns.** The scales of a flattened matrix do not divide as the matrix
-does. Where a row is whole blocks, they are an array `[blocks of a row, *rows]`, whose
-dimensions are the matrix's own: it is paged by the same rows and divided over the same
-devices, and no way of dividing changes what it holds.
+**Scales beside their values.** The scales of a flattened matrix do not divide as the
+matrix does. Where a row is whole blocks, they are an array `[*rows, blocks of a row]`,
+whose dimensions are the matrix's own: it is paged and divided as the matrix is, and no
+way of dividing changes what it holds.
+
+**Blocks along columns.** A row of 50257 values is no whole number of blocks, and blocks
+that run on from row to row fit no page of a TPU's tiles: it took 86 s to compile, and
+617 MiB of scratch. Where a column is whole blocks they run along the columns, as they
+do in PyTorch, whose layers keep the transposed matrix.
 """
 
 import dataclasses
-import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float32, Int32, UInt8
+from jaxtyping import Float32, Int32
 
-from paged_optax.codecs import blocks
+from paged_optax import tiling
 from paged_optax.codecs.codec import Codec, Noise, Quantized
+from paged_optax.codecs.dynamic_int4 import DynamicInt4
+
+# An axis of at least so many entries may be filled up to whole words: that costs less
+# than three in a hundred.
+_LEAST_FILLED = 128
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Arranged:
     """Stores what a codec does, differently arranged.
 
-    Of a word the first byte is the lowest, as in the memory of any machine at hand:
-    NumPy's `words.view("uint8")` has the codec's own bytes and shape. Unsigned codes
-    make `uint32`, others `int32`, so that a state tells them apart by itself.
+    The first code of a word has its lowest bits. Unsigned codes make `uint32`, others
+    `int32`, so that a state tells them apart by itself.
 
     Attributes:
-      codec: The codec.
-      in_words: Whether four codes of a byte are one word.
-      by_columns: Whether scales are `[blocks of a row, *rows]`.
+      codec: The codec; of one code a byte.
+      axis: The axis along which codes share a word, -1 or -2; None where each keeps
+        its byte.
+      blocks: The axis along which blocks run, of which the scales have one entry a
+        block, -1 or -2; None where blocks run through the flattened moment.
     """
 
     codec: Codec
-    in_words: bool
-    by_columns: bool
+    axis: int | None
+    blocks: int | None
 
     @property
     def block(self) -> int:
@@ -62,6 +75,11 @@ class Arranged:
         """The codec's own, 0 where it has none."""
         return getattr(self.codec, "seed", 0)
 
+    @property
+    def packed(self) -> int:
+        """Codes in one word."""
+        return 32 // _bits(self.codec)
+
     def __repr__(self) -> str:
         return repr(self.codec)
 
@@ -69,54 +87,63 @@ class Arranged:
         """The codec's codes and scales, in their other shapes."""
         found = self.codec.stored(shape)
         codes = codes_of(found)
-        if self.in_words:
+        if self.axis is not None:
             unsigned = jnp.issubdtype(codes.dtype, jnp.unsignedinteger)
-            codes = jax.ShapeDtypeStruct(
-                (*codes.shape[:-1], codes.shape[-1] // 4),
-                jnp.uint32 if unsigned else jnp.int32,
-            )
+            words = list(shape)
+            words[self.axis] = -(-words[self.axis] // self.packed)
+            dtype = jnp.uint32 if unsigned else jnp.int32
+            codes = jax.ShapeDtypeStruct(tuple(words), dtype)
         if not isinstance(found, Quantized):
             return codes
         scales = found.scales
-        if self.by_columns:
-            columns = (shape[-1] // self.block, *shape[:-1])
-            scales = jax.ShapeDtypeStruct(columns, scales.dtype)
+        if self.blocks is not None:
+            beside = list(shape)
+            beside[self.blocks] //= self.block
+            scales = jax.ShapeDtypeStruct(tuple(beside), scales.dtype)
         return Quantized(codes, scales)
 
     def encode(self, page: Float32[Array, "*shape"], noise: Noise | None = None) -> Any:
         """Stores a page."""
-        found = self.codec.encode(page, noise)
-        codes = codes_of(found)
-        if self.in_words:
-            like = codes_of(self.stored(page.shape))
-            codes = lax.bitcast_convert_type(codes, jnp.uint8)
-            words = lax.platform_dependent(
-                codes.reshape(-1, codes.shape[-1]), tpu=_every_fourth, default=_bitcast
-            )
-            codes = lax.bitcast_convert_type(words, like.dtype).reshape(like.shape)
-        if not isinstance(found, Quantized):
-            return codes
-        scales = found.scales
-        if self.by_columns:
-            scales = jnp.moveaxis(scales.reshape(*page.shape[:-1], -1), -1, 0)
-        return Quantized(codes, scales)
+        return self.arrange(self.codec.encode(self._turned(page), noise), page.shape)
 
     def decode(self, stored: Any, shape: tuple[int, ...]) -> Float32[Array, "*shape"]:
         """Gives a page back."""
-        codes = codes_of(stored)
-        if self.in_words:
-            like = codes_of(self.codec.stored(shape))
+        plain = self.plain(stored, shape)
+        return self._turned(self.codec.decode(plain, codes_of(plain).shape))
+
+    def _turned(self, x: Array) -> Array:
+        """The moment with the axis of its blocks last, or back."""
+        return jnp.swapaxes(x, -1, -2) if self.blocks == -2 else x
+
+    def arrange(self, found: Any, shape: tuple[int, ...]) -> Any:
+        """What the codec made of a moment of this shape, arranged.
+
+        Where blocks run along columns the codec is given the transposed moment.
+        """
+        like, codes = self.stored(shape), self._turned(codes_of(found))
+        if self.axis is not None:
+            codes = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
+            codes = _joined(codes, codes.ndim + self.axis, self.packed)
+            codes = lax.bitcast_convert_type(codes, codes_of(like).dtype)
+        if not isinstance(found, Quantized):
+            return codes
+        turned = list(like.scales.shape)
+        if self.blocks == -2:
+            turned[-2:] = turned[:-3:-1]
+        return Quantized(codes, self._turned(found.scales.reshape(turned)))
+
+    def plain(self, stored: Any, shape: tuple[int, ...]) -> Any:
+        """Undoes `arrange`."""
+        like, codes = self.codec.stored(shape), codes_of(stored)
+        if self.axis is not None:
             words = lax.bitcast_convert_type(codes, jnp.int32)
-            codes = lax.platform_dependent(
-                words.reshape(-1, words.shape[-1]), tpu=_put_between, default=_bytes
-            )
-            codes = lax.bitcast_convert_type(codes.reshape(like.shape), like.dtype)
+            axis = words.ndim + self.axis
+            codes = _parted(words, axis, self.packed, shape[axis]).astype(jnp.uint8)
+            codes = lax.bitcast_convert_type(codes, codes_of(like).dtype)
+        codes = self._turned(codes)
         if not isinstance(stored, Quantized):
-            return self.codec.decode(codes, shape)
-        scales = stored.scales
-        if self.by_columns:
-            scales = jnp.moveaxis(scales, 0, -1).reshape(-1)
-        return self.codec.decode(Quantized(codes, scales), shape)
+            return codes
+        return Quantized(codes, self._turned(stored.scales).reshape(-1))
 
 
 def arranged(codec: Codec, shape: tuple[int, ...]) -> Codec:
@@ -132,24 +159,97 @@ def arranged(codec: Codec, shape: tuple[int, ...]) -> Codec:
       >>> from paged_optax.codecs import named
       >>> codec = arranged(named("dynamic_int8", signed=True), (64, 512))
       >>> codec.stored((64, 512)).codes
-      ShapeDtypeStruct(shape=(64, 128), dtype=uint32)
+      ShapeDtypeStruct(shape=(16, 512), dtype=uint32)
       >>> codec.stored((64, 512)).scales
-      ShapeDtypeStruct(shape=(2, 64), dtype=float32)
+      ShapeDtypeStruct(shape=(64, 2), dtype=float32)
     """
-    stored = codec.stored(shape)
-    codes = codes_of(stored)
     if len(shape) < 2:
         return codec
-    in_words = codes.dtype.itemsize == 1 and not codes.shape[-1] % 4
-    by_columns = isinstance(stored, Quantized) and not shape[-1] % codec.block
-    if not (in_words or by_columns):
+    apart = codec.one_a_byte() if isinstance(codec, DynamicInt4) else codec
+    found = apart.stored(shape)
+    codes = codes_of(found)
+    axis = None
+    if codes.dtype.itemsize == 1 and codes.shape == shape:
+        axis = _axis_of_words(shape, 32 // _bits(apart))
+    in_blocks = isinstance(found, Quantized) and codes.shape == shape
+    whole = (i for i in (-1, -2) if in_blocks and not shape[i] % codec.block)
+    along = next(whole, None)
+    if axis is None and along is None:
         return codec
-    return Arranged(codec, in_words, by_columns)
+    return Arranged(codec if axis is None else apart, axis, along)
 
 
-def are_by_columns(codec: Codec) -> bool:
-    """Whether a codec's scales have the dimensions of the moment."""
-    return isinstance(codec, Arranged) and codec.by_columns
+def _axis_of_words(shape: tuple[int, ...], packed: int) -> int | None:
+    """The axis along which codes share words.
+
+    It follows from the last two axes alone, so that a layer of a stack is stored as the
+    stack is.
+    """
+    sublanes = tiling.minor_to_major(shape[-2:])[1] - 2
+    # Words that a first axis fills up would part the rows of a stack.
+    fills_up = shape[sublanes] >= _LEAST_FILLED and (sublanes == -1 or len(shape) == 2)
+    if not shape[sublanes] % packed or fills_up:
+        return sublanes
+    other = -3 - sublanes
+    return None if shape[other] % packed else other
+
+
+def unarranged(codec: Codec, stored: Any) -> Any:
+    """Codes and scales as the codec itself stores them, of a moment of unknown shape.
+
+    Of the shapes that the arrays can be of, only the moment's own is arranged so.
+
+    Args:
+      codec: The codec.
+      stored: What `arranged(codec, shape)` stores of a moment.
+
+    Raises:
+      ValueError: If no shape is arranged so, or several are.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from paged_optax.codecs import named
+      >>> codec, page = named("dynamic_int8", signed=True), jnp.ones((64, 512))
+      >>> unarranged(codec, arranged(codec, page.shape).encode(page)).codes.shape
+      (64, 512)
+    """
+    describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    codes, packed = codes_of(stored), 32 // _bits(codec)
+    shapes = [codes.shape, *_unpacked(codes.shape, packed)]
+    found = [
+        shape
+        for shape in dict.fromkeys(shapes)
+        if describe(arranged(codec, shape).stored(shape)) == describe(stored)
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            f"{jax.tree.map(jax.typeof, stored)} is how {codec!r} stores"
+            f" {len(found)} shapes {found[:3]}, and one is called for."
+        )
+    (shape,) = found
+    codec = arranged(codec, shape)
+    return codec.plain(stored, shape) if isinstance(codec, Arranged) else stored
+
+
+def _unpacked(shape: tuple[int, ...], packed: int) -> Iterator[tuple[int, ...]]:
+    """The shapes of codes that words of this shape can hold."""
+    if len(shape) < 2:
+        return
+    for missing in range(packed):
+        yield (*shape[:-1], shape[-1] * packed - missing)
+        yield (*shape[:-2], shape[-2] * packed - missing, shape[-1])
+
+
+def axis_of_blocks(codec: Codec | None) -> int | None:
+    """The axis of a codec's blocks, where scales have the moment's dimensions."""
+    return codec.blocks if isinstance(codec, Arranged) else None
+
+
+def packed_along(codec: Codec | None, axis: int) -> int:
+    """How many codes share a word along an axis, -1 or -2."""
+    if isinstance(codec, Arranged) and codec.axis == axis:
+        return codec.packed
+    return 1
 
 
 def codes_of(stored: Any) -> Any:
@@ -157,24 +257,72 @@ def codes_of(stored: Any) -> Any:
     return stored.codes if isinstance(stored, Quantized) else stored
 
 
-def _bitcast(codes: UInt8[Array, "rows columns"]) -> Int32[Array, "rows words"]:
-    rows, columns = codes.shape
-    return lax.bitcast_convert_type(codes.reshape(rows, columns // 4, 4), jnp.int32)
+def _bits(codec: Codec) -> int:
+    return getattr(codec, "bits", 8)
 
 
-def _bytes(words: Int32[Array, "rows words"]) -> UInt8[Array, "rows columns"]:
-    return lax.bitcast_convert_type(words, jnp.uint8).reshape(words.shape[0], -1)
+def _joined(
+    codes: Int32[Array, "*shape"], axis: int, packed: int
+) -> Int32[Array, "*words"]:
+    """Codes that follow each other along an axis, in one word."""
+    missing = -codes.shape[axis] % packed
+    if missing:
+        fill = [(0, missing if i == axis else 0, 0) for i in range(codes.ndim)]
+        codes = lax.pad(codes, np.int32(0), fill)
+    bits = 32 // packed
+
+    def by_strides(codes: Array) -> Array:
+        end = codes.shape[axis]
+        word = jnp.zeros((), jnp.int32)
+        for i in range(packed):
+            part = lax.slice_in_dim(codes, i, end, packed, axis)
+            word = word | (part << np.int32(bits * i))
+        return word
+
+    def by_groups(codes: Array) -> Array:
+        groups = codes.reshape(_split(codes.shape, axis, packed))
+        shift = lax.broadcasted_iota(jnp.int32, groups.shape, axis + 1)
+        return lax.reduce(
+            groups << (shift * np.int32(bits)),
+            np.int32(0),
+            lax.bitwise_or,
+            (axis + 1,),
+        )
+
+    return lax.platform_dependent(codes, tpu=by_strides, default=by_groups)
 
 
-# A last axis of four would take 32 times the space on a TPU.
+def _parted(
+    words: Int32[Array, "*words"], axis: int, packed: int, extent: int
+) -> Int32[Array, "*shape"]:
+    """Undoes `_joined`."""
+    bits = 32 // packed
+    mask = np.int32(2**bits - 1)
+
+    def by_strides(words: Array) -> Array:
+        # Zeros go between the codes: a short axis of their own would take much space.
+        codes = jnp.zeros((), jnp.int32)
+        for i in range(packed):
+            between = [(0, 0, 0)] * words.ndim
+            between[axis] = (i, packed - 1 - i, packed - 1)
+            part = (words >> np.int32(bits * i)) & mask
+            codes = codes | lax.pad(part, np.int32(0), between)
+        return codes
+
+    def by_groups(words: Array) -> Array:
+        shape = _split(
+            (*words.shape[:axis], words.shape[axis] * packed, *words.shape[axis + 1 :]),
+            axis,
+            packed,
+        )
+        groups = jnp.broadcast_to(jnp.expand_dims(words, axis + 1), shape)
+        shift = lax.broadcasted_iota(jnp.int32, shape, axis + 1)
+        codes = (groups >> (shift * np.int32(bits))) & mask
+        return codes.reshape((*shape[:axis], -1, *shape[axis + 2 :]))
+
+    codes = lax.platform_dependent(words, tpu=by_strides, default=by_groups)
+    return lax.slice_in_dim(codes, 0, extent, axis=axis)
 
 
-def _every_fourth(codes: UInt8[Array, "rows columns"]) -> Int32[Array, "rows words"]:
-    wide = codes.astype(jnp.int32)
-    parts = [wide[:, i::4] << np.int32(8 * i) for i in range(4)]
-    return functools.reduce(lax.bitwise_or, parts)
-
-
-def _put_between(words: Int32[Array, "rows words"]) -> UInt8[Array, "rows columns"]:
-    codes = [(words >> np.int32(8 * i)) & np.int32(255) for i in range(4)]
-    return blocks.interleaved(codes).astype(jnp.uint8)
+def _split(shape: tuple[int, ...], axis: int, packed: int) -> tuple[int, ...]:
+    return (*shape[:axis], shape[axis] // packed, packed, *shape[axis + 1 :])

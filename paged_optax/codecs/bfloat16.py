@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import BFloat16, Float32, UInt32
 
-from paged_optax.codecs.codec import Noise
+from paged_optax.codecs.codec import Noise, strides_of
 
 _KEPT = np.uint32(0xFFFF0000)
 
@@ -105,11 +105,9 @@ def _sixteen_bits(noise: Noise, shape: tuple[int, ...]) -> UInt32[Array, "*shape
       <https://nullprogram.com/blog/2018/07/31/>`_, 2018.
     """
     x = jnp.full(shape, noise.start)
-    stride = 1
-    for axis in reversed(range(len(shape))):
+    for axis, stride in enumerate(noise.strides or strides_of(shape)):
         position = lax.broadcasted_iota(jnp.uint32, shape, axis)
         x = x + position * np.uint32(stride % 2**32)
-        stride *= shape[axis]
     x = x ^ noise.words[0]
     x = (x ^ (x >> np.uint32(17))) * np.uint32(0xED5AD4BB)
     x = x ^ noise.words[1]

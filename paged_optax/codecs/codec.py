@@ -1,5 +1,6 @@
 """What a codec is: the protocol that the engine calls once a page."""
 
+import math
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -31,10 +32,13 @@ class Noise(NamedTuple):
     Attributes:
       words: Random words, of one moment at one step.
       start: The position in the flattened moment of the page's first value.
+      strides: For each axis of the page how far apart in the flattened moment its
+        entries are; None: the page is a range of it.
     """
 
     words: UInt32[Array, "2"]
     start: UInt32[Array, ""]
+    strides: tuple[int, ...] | None = None
 
 
 class Codec(Protocol):
@@ -91,6 +95,16 @@ class Codec(Protocol):
           shape: The page's shape.
         """
         ...
+
+
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """How far apart in a flattened array the entries of each axis are.
+
+    Example:
+      >>> strides_of((2, 3, 5))
+      (15, 5, 1)
+    """
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def draw(key: Array, step: Any, start: Any = 0) -> Noise:

@@ -32,11 +32,12 @@ class DynamicInt4:
     6.25e-14 of every zero in a second moment.
 
     Two codes share a byte along the last axis, the first in the higher bits; the last
-    byte of a row of odd length holds one. A block that holds NaN or an infinity has
-    that scale and decodes to nothing finite.
+    byte of a row of odd length holds one. Codes that are not `paired` have a byte each.
+    A block that holds NaN or an infinity has that scale and decodes to nothing finite.
 
     Attributes:
       signed: Whether the map holds negative numbers.
+      paired: Whether two codes share a byte.
 
     Example:
       >>> import jax.numpy as jnp
@@ -52,13 +53,19 @@ class DynamicInt4:
     """
 
     signed: bool = True
+    paired: bool = True
     block = 128
     draws = False
+    bits = 4
+
+    def one_a_byte(self) -> "DynamicInt4":
+        """The same codec, of codes that are not paired."""
+        return dataclasses.replace(self, paired=False)
 
     def stored(self, shape: tuple[int, ...]) -> Quantized[jax.ShapeDtypeStruct]:
         """uint8 pairs of codes along the last axis, a float32 scale for each block."""
         return Quantized(
-            jax.ShapeDtypeStruct(_packed(shape), jnp.uint8),
+            jax.ShapeDtypeStruct(_packed(shape) if self.paired else shape, jnp.uint8),
             jax.ShapeDtypeStruct((blocks.count(shape, self.block),), jnp.float32),
         )
 
@@ -75,7 +82,11 @@ class DynamicInt4:
             codes = codes + (scaled >= np.float32(threshold)).astype(jnp.int32)
         # What fills a byte or a block up is a zero, in every page alike.
         zero = sum(threshold <= 0 for threshold in _thresholds(self.signed))
-        codes = _pack(codes.astype(jnp.uint8), page.shape, zero)
+        codes = codes.astype(jnp.uint8)
+        if self.paired:
+            codes = _pack(codes, page.shape, zero)
+        else:
+            codes = blocks.join(codes, page.shape)
         scales = jnp.where(blocks.bits(largest) == 0, largest, divisors)
         return Quantized(codes, scales)
 
@@ -83,7 +94,10 @@ class DynamicInt4:
         self, stored: Quantized[Array], shape: tuple[int, ...]
     ) -> Float32[Array, "*shape"]:
         """Gives a page back."""
-        codes = _unpack(stored.codes, shape, self.block)
+        if self.paired:
+            codes = _unpack(stored.codes, shape, self.block)
+        else:
+            codes = blocks.split(stored.codes, self.block).astype(jnp.int32)
         numbers = choose(codes, _map(self.signed).view(np.int32).tolist(), jnp.int32)
         return blocks.join(from_bits(numbers) * stored.scales[:, None], shape)
 

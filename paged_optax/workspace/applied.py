@@ -271,7 +271,7 @@ def _refuse_other_stack(path: Any, x: Any, parameter: Any) -> None:
         if not isinstance(x, Quantized)
         else (
             x.codes.shape[0] == length
-            and (x.scales.ndim == 1 or x.scales.shape[1] == length)
+            and (x.scales.ndim == 1 or x.scales.shape[0] == length)
             and x.scales.size % length == 0
             and values % -(-values // (x.scales.size // length)) == 0
         )

@@ -31,8 +31,8 @@ def goes_in_slabs(x: Any) -> bool:
 def slab(x: Any, i: Int[Array, ""] | int) -> Any:
     """Layer i of a stack, with a leading axis of 1, on the device."""
     if isinstance(x, Quantized):
-        first, blocks, axis = _scales_of(x, i)
-        scales = lax.dynamic_slice_in_dim(x.scales, first, blocks, axis)
+        first, blocks = _scales_of(x, i)
+        scales = lax.dynamic_slice_in_dim(x.scales, first, blocks)
         return Quantized(slab(x.codes, i), scales)
     found = lax.dynamic_slice_in_dim(x, i, 1)
     return jax.device_put(found, DEVICE) if on_host(x) else found
@@ -41,19 +41,19 @@ def slab(x: Any, i: Int[Array, ""] | int) -> Any:
 def put(x: Any, new: Any, i: Int[Array, ""]) -> Any:
     """A stack with layer i replaced."""
     if isinstance(x, Quantized):
-        first, _, axis = _scales_of(x, i)
-        scales = lax.dynamic_update_slice_in_dim(x.scales, new.scales, first, axis)
+        first, _ = _scales_of(x, i)
+        scales = lax.dynamic_update_slice_in_dim(x.scales, new.scales, first, 0)
         return Quantized(put(x.codes, new.codes, i), scales)
     new = jax.device_put(new, HOST) if on_host(x) else new
     return lax.dynamic_update_slice_in_dim(x, new, i, 0)
 
 
-def _scales_of(x: Quantized[Array], i: Any) -> tuple[Any, int, int]:
-    """The first of layer i's scales, how many it has, and along which axis."""
-    if x.scales.ndim > 1:  # by columns
-        return i, 1, 1
+def _scales_of(x: Quantized[Array], i: Any) -> tuple[Any, int]:
+    """The first of layer i's scales, and how many it has."""
+    if x.scales.ndim > 1:  # by rows
+        return i, 1
     blocks = x.scales.shape[0] // x.codes.shape[0]
-    return i * blocks, blocks, 0
+    return i * blocks, blocks
 
 
 def upwards(

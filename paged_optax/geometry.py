@@ -1,0 +1,330 @@
+"""How one leaf is cut into pages, on a backend of rows and on one of tiles.
+
+On a GPU a page must be a range of the flattened leaf, for a transfer copies one range:
+leading axes collapse into rows, and where a row is too long, or is no whole number of a
+codec's blocks, the leaf is seen flat. On a TPU nothing may be reshaped in host memory
+(`paged_optax.tiling`): a page is a range along an axis that is there, the most major
+one that cuts fine enough, and the axes more major than that go one entry at a time.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from paged_optax import tiling
+from paged_optax.codecs import Codec, axis_of_blocks, codes_of, packed_along
+
+# XLA:TPU keeps what it computes of a page of this size in its vector memory: of
+# (50257, 768) in eight bits, pages of 16 MiB take 92 MiB of scratch and 17 s to compile
+# on a busy machine, and those of 2 MiB 3 MiB and 6 s (libtpu 0.0.52).
+_CODED_TILES = 2 * 2**20
+
+# Slices of a flat view start at values counted in 32 bits.
+_MOST_FLAT = 2**31
+
+
+class Kept(NamedTuple):
+    """How one moment of a leaf is kept.
+
+    Attributes:
+      itemsize: Bytes of a value as the transformation sees it.
+      codec: What stores it, or None.
+      on_host: Whether it is in host memory.
+    """
+
+    itemsize: int
+    codec: Codec | None = None
+    on_host: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """How one leaf is cut.
+
+    The leaf, seen under the shape `view`, is sliced along `axis`, `size` entries a
+    page; what does not fill a page is a last, smaller one.
+
+    Attributes:
+      leaf: The leaf's shape.
+      view: A shape that holds the same values in the same order, and costs nothing.
+      axis: The axis to slice.
+      size: Entries of a page along it.
+      count: Pages, smaller last ones included; 0 where leaves of several shapes are
+        updated together and travel whole.
+      outer: Axes of the view of which a page holds one entry.
+      unit: Entries along `axis` that are never parted: blocks, or codes of one word.
+      tiled: Whether arrays lie in a TPU's tiles.
+      refused: Why the leaf cannot be cut although it is larger than a page; else empty.
+    """
+
+    leaf: tuple[int, ...]
+    view: tuple[int, ...]
+    axis: int
+    size: int
+    count: int
+    outer: tuple[int, ...] = ()
+    unit: int = 1
+    tiled: bool = False
+    refused: str = ""
+
+    @property
+    def entries(self) -> int:
+        """Values of one full page."""
+        return math.prod(self.page(self.size)) if self.view else 1
+
+    @property
+    def extent(self) -> int:
+        """Entries along the axis that is cut."""
+        return self.view[self.axis] if self.view else 1
+
+    def page(self, size: int) -> tuple[int, ...]:
+        """The shape of a page of `size` entries."""
+        if not self.count or not self.view:
+            return self.view
+        shape = [1 if i in self.outer else n for i, n in enumerate(self.view)]
+        shape[self.axis] = size
+        return tuple(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """How one leaf is cut, on either kind of backend.
+
+    Attributes:
+      rows: On a GPU or CPU.
+      tiles: On a TPU.
+    """
+
+    rows: Pages
+    tiles: Pages
+
+    def on(self, platform: str) -> Pages:
+        """The pages on a platform: `"cpu"`, `"gpu"` or `"tpu"`."""
+        return self.tiles if platform == "tpu" else self.rows
+
+
+def uncut(shape: tuple[int, ...]) -> Geometry:
+    """A leaf that is updated whole on every backend."""
+    pages = Pages(shape, shape, 0, 1, 0)
+    return Geometry(pages, dataclasses.replace(pages, tiled=len(shape) > 1))
+
+
+@functools.cache
+def cut(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -> Geometry:
+    """Cuts a leaf into pages of at most `page_size` bytes, if its layout has such.
+
+    Pages hold whole blocks and whole words of every moment. Where the smallest such
+    page is larger than asked, it is the page. A page count that divides the leaf is
+    preferred, down to half the asked size.
+
+    Args:
+      shape: The leaf's shape.
+      moments: The moments that share the leaf's pages.
+      page_size: Most bytes of a page of one moment, as the transformation sees it.
+
+    Returns:
+      The geometry.
+
+    Example:
+      >>> pages = cut((4096, 4096), (Kept(4), Kept(4)), 8 * 2**20).on("gpu")
+      >>> pages.count, pages.size
+      (8, 512)
+
+      A matrix that a TPU lays out by columns is cut there by columns:
+
+      >>> found = cut((768, 50257), (Kept(4),), 16 * 2**20)
+      >>> found.on("gpu").axis, found.on("tpu").axis
+      (0, 1)
+    """
+    return Geometry(_rows(shape, moments, page_size), _tiles(shape, moments, page_size))
+
+
+def _single(shape: tuple[int, ...], *, tiled: bool = False) -> Pages:
+    extent = shape[0] if shape else 1
+    return Pages(shape, shape, 0, extent, 1, tiled=tiled and len(shape) > 1)
+
+
+def _rows(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -> Pages:
+    """Cuts the flattened leaf, at rows where a page holds one."""
+    itemsize = max(x.itemsize for x in moments)
+    values = math.prod(shape)
+    if values * itemsize <= page_size:
+        return _single(shape)
+    columns = shape[-1] if len(shape) > 1 else 1
+    unit = math.lcm(*(_unit_of_rows(x.codec, columns) for x in moments))
+    rows = values // columns
+    view: tuple[int, ...] = (rows, columns) if len(shape) > 1 else shape
+    if unit * columns * itemsize > page_size and values < _MOST_FLAT:
+        flat = [_unit_of_values(x.codec, shape) for x in moments]
+        if all(flat):
+            view, columns, unit = (values,), 1, math.lcm(*flat)
+        elif all(axis_of_blocks(x.codec) == -2 or _block(x) == 1 for x in moments):
+            # Blocks along columns: pages are strips, which a kernel transfers.
+            unit = math.lcm(*(packed_along(x.codec, -1) for x in moments))
+            strip = rows * itemsize
+            size, count = _divide(columns, unit, strip, page_size)
+            return Pages(shape, view, 1, size, count, unit=unit)
+    size, count = _divide(
+        math.prod(view) // columns, unit, columns * itemsize, page_size
+    )
+    return Pages(shape, view, 0, size, count, unit=unit)
+
+
+def _unit_of_rows(codec: Codec | None, columns: int) -> int:
+    """Rows of the flattened matrix that are whole blocks and whole words."""
+    if codec is None:
+        return 1
+    blocks = codec.block // math.gcd(codec.block, columns)
+    if axis_of_blocks(codec) == -2:
+        blocks = codec.block
+    return math.lcm(blocks, packed_along(codec, -2))
+
+
+def _block(kept: Kept) -> int:
+    return 1 if kept.codec is None else kept.codec.block
+
+
+def _unit_of_values(codec: Codec | None, shape: tuple[int, ...]) -> int:
+    """Values of the flat moment that are whole blocks and words; 0: it is not flat."""
+    if codec is None:
+        return 1
+    codes = codes_of(codec.stored(shape)).shape
+    together, left = divmod(math.prod(shape), max(1, math.prod(codes)))
+    if left or axis_of_blocks(codec) == -2 or packed_along(codec, -2) > 1:
+        return 0
+    return math.lcm(codec.block, together)
+
+
+def _divide(extent: int, unit: int, bytes_each: int, page_size: int) -> tuple[int, int]:
+    """Entries of a page, and how many pages there are."""
+    largest = max(unit, page_size // bytes_each // unit * unit)
+    fewest = -(-extent // largest)
+    for count in range(fewest, 2 * fewest + 1):
+        if extent % count == 0 and extent // count % unit == 0:
+            return extent // count, count
+    size = -(-extent // (fewest * unit)) * unit
+    return size, -(-extent // size)
+
+
+def _tiles(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -> Pages:
+    """Cuts along the most major axes that make pages small enough."""
+    itemsize = max(x.itemsize for x in moments)
+    asked, size_of_leaf = page_size, math.prod(shape) * itemsize
+    if any(_is_in_blocks(x) for x in moments):
+        page_size = min(page_size, _CODED_TILES)
+    if size_of_leaf <= page_size:
+        return _single(shape, tiled=True)
+    found: list[tuple[int, Pages]] = []
+    for outer, axis in _ways(shape):
+        unit = math.lcm(*(_unit_of_tiles(x, shape, outer, axis) for x in moments))
+        if not 0 < unit <= shape[axis]:
+            continue
+        others = math.prod(
+            n for i, n in enumerate(shape) if i != axis and i not in outer
+        )
+        turns = math.prod(shape[i] for i in outer)
+        size, count = _divide(shape[axis], unit, others * itemsize, page_size)
+        if size == shape[axis] and not outer:
+            continue
+        pages = Pages(
+            shape, shape, axis, size, count * turns, outer, unit=size, tiled=True
+        )
+        if not all(_has_last(x, pages) for x in moments):
+            continue
+        if pages.entries * itemsize <= page_size:
+            return pages
+        found.append((pages.entries, pages))
+    if not found:
+        single = _single(shape, tiled=True)
+        if size_of_leaf <= asked:
+            return single
+        return dataclasses.replace(single, refused=_reason(moments, shape))
+    return min(found, key=lambda each: each[0])[1]
+
+
+def _is_in_blocks(kept: Kept) -> bool:
+    return _block(kept) > 1
+
+
+def _reason(moments: tuple[Kept, ...], shape: tuple[int, ...]) -> str:
+    """Why a TPU cannot cut a leaf."""
+    in_bytes = any(x.on_host and _codes(x, shape)[1] < 2 for x in moments)
+    why = "no page of it ends with a tile and with a block"
+    return "its codes are bytes, in no whole words" if in_bytes else why
+
+
+def _ways(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The axes that go one entry at a time, and the one that is sliced."""
+    major_first = tiling.minor_to_major(shape)[::-1]
+    for depth, axis in enumerate(major_first):
+        yield major_first[:depth], axis
+        if axis != major_first[-1]:
+            yield major_first[:depth], major_first[-1]
+
+
+def _unit_of_tiles(
+    kept: Kept, shape: tuple[int, ...], outer: tuple[int, ...], axis: int
+) -> int:
+    """Entries along an axis that are whole blocks, words and tiles; 0: none are."""
+    unit = 1
+    last = max((*outer, axis))
+    along = axis_of_blocks(kept.codec)
+    if along is not None:
+        if len(shape) + along in outer:
+            return 0
+        unit = _block(kept) if axis == len(shape) + along else 1
+    elif kept.codec is not None:
+        after = math.prod(shape[last + 1 :])
+        blocks = kept.codec.block // math.gcd(kept.codec.block, after)
+        if last != axis and blocks > 1:
+            return 0
+        unit = blocks if last == axis else 1
+    codes, itemsize, together = _codes(kept, shape)
+    if not kept.on_host:
+        return math.lcm(unit, together[axis])
+    if any(codes[i] > 1 and tiling.role(codes, i, itemsize) != "major" for i in outer):
+        return 0
+    if len(shape) == 1:
+        tile = tiling.SUBLANES * tiling.LANES * max(1, 4 // itemsize)
+    else:
+        tile = {
+            "lanes": tiling.LANES,
+            "sublanes": tiling.SUBLANES * max(1, 4 // itemsize),
+            "major": 1,
+        }[tiling.role(codes, axis, itemsize)]
+    return math.lcm(unit, tile * together[axis])
+
+
+def _codes(
+    kept: Kept, shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+    """The array that keeps a moment: its shape, itemsize, and values in one of its."""
+    if kept.codec is None:
+        return shape, kept.itemsize, (1,) * len(shape)
+    codes = codes_of(kept.codec.stored(shape))
+    packed = [1] * len(shape)
+    packed[-2:] = [packed_along(kept.codec, axis) for axis in (-2, -1)][-len(shape) :]
+    if math.prod(packed) == 1 and codes.shape != shape:
+        packed[-1] = 2  # pairs of four bits
+    return codes.shape, codes.dtype.itemsize, tuple(packed)
+
+
+def _has_last(kept: Kept, pages: Pages) -> bool:
+    """Whether a moment's slices, the last one too, are whole blocks and tiles."""
+    left = pages.extent % pages.size
+    in_order = kept.codec is not None and axis_of_blocks(kept.codec) is None
+    if in_order and left and (pages.axis or pages.outer):
+        after = math.prod(pages.leaf[pages.axis + 1 :])
+        if max((*pages.outer, pages.axis)) == pages.axis and (
+            left * after % _block(kept)
+        ):
+            return False
+    if not kept.on_host:
+        return True
+    codes, itemsize, packed = _codes(kept, pages.leaf)
+    if itemsize < 2:
+        return False  # whatever is sliced: see `tiling.can_slice`
+    together = packed[pages.axis]
+    return tiling.can_slice(codes, pages.axis, pages.size // together, itemsize)

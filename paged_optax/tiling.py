@@ -1,0 +1,122 @@
+"""How XLA:TPU lays arrays out, and what it can slice of one in host memory.
+
+XLA:GPU and XLA:CPU lay every array out row by row. XLA:TPU tiles the two minor
+dimensions, 8 sublanes by 128 lanes, and takes for them the two that leave the least
+space empty: a matrix of 50257 columns lies column by column, an attention kernel
+`[2048, 32, 64]` has its first axis in the lanes. A reshape or a transposition of such
+an array in host memory is refused ("Bitcast changes dimensionality", "Only handling
+bitcasts") or ends the process ("minor_to_major field contains 4 elements, but shape has
+2 dimensions"). So pages are cut along axes that are there.
+
+The rule was read off the compiler; `tests/test_tiling.py` compares it with the compiler
+for random shapes (libtpu 0.0.52).
+"""
+
+import functools
+import math
+from typing import Literal
+
+LANES = 128
+SUBLANES = 8
+
+Role = Literal["lanes", "sublanes", "major"]
+
+
+@functools.cache
+def minor_to_major(shape: tuple[int, ...], itemsize: int = 4) -> tuple[int, ...]:
+    """The axes of an array as XLA:TPU lays it out, the one of the lanes first.
+
+    Args:
+      shape: The array's shape.
+      itemsize: Bytes a value.
+
+    Returns:
+      The axes: of the lanes, of the sublanes, then the others from the last on. Among
+      ways that take the same space, the one nearest to row by row.
+
+    Example:
+      >>> minor_to_major((768, 50257)), minor_to_major((50257, 768))
+      ((0, 1), (1, 0))
+      >>> minor_to_major((2048, 32, 64))
+      (0, 2, 1)
+    """
+    axes = range(len(shape) - 1, -1, -1)
+    if len(shape) < 2:
+        return tuple(axes)
+    # Values of fewer than 32 bits share a word with those of the next sublanes.
+    packed = max(1, 4 // itemsize)
+
+    def space(lanes: int, sublanes: int) -> int:
+        height = max(packed, min(SUBLANES, _power_of_two(shape[sublanes])))
+        others = (n for i, n in enumerate(shape) if i not in (lanes, sublanes))
+        return (
+            _up(shape[lanes], LANES) * _up(shape[sublanes], height) * math.prod(others)
+        )
+
+    pairs = ((lanes, sublanes) for lanes in axes for sublanes in axes)
+    lanes, sublanes = min(
+        (pair for pair in pairs if pair[0] != pair[1]), key=lambda pair: space(*pair)
+    )
+    return (lanes, sublanes, *(i for i in axes if i not in (lanes, sublanes)))
+
+
+def role(shape: tuple[int, ...], axis: int, itemsize: int = 4) -> Role:
+    """What an axis is in the layout of an array."""
+    place = minor_to_major(shape, itemsize).index(axis)
+    return "lanes" if place == 0 else "sublanes" if place == 1 else "major"
+
+
+def can_slice(shape: tuple[int, ...], axis: int, size: int, itemsize: int) -> bool:
+    """Whether XLA:TPU reads and writes slices of an array in host memory.
+
+    The slices start at multiples of `size`; the last one ends with the array. Lanes go
+    by whole tiles ("Updating the lane dimension is only supported when the lane update
+    size is a multiple of LaneCount"). Sublanes go by tiles and powers of two, of no
+    single row where values have 16 bits; see `sublane_sizes`. Arrays of bytes are
+    copied whole, into another tiling and back, for every slice.
+
+    Args:
+      shape: The array's shape.
+      axis: The axis to slice.
+      size: Entries of a slice.
+      itemsize: Bytes a value.
+    """
+    extent = shape[axis]
+    if size >= extent:
+        return True
+    if itemsize < 2:
+        return False
+    if len(shape) == 1:
+        # A vector is laid out in tiles of 1024 words.
+        tile = SUBLANES * LANES * max(1, 4 // itemsize)
+        return size % tile == 0 and extent % tile == 0
+    match role(shape, axis, itemsize):
+        case "lanes":
+            return size % LANES == 0 and extent % LANES == 0
+        case "sublanes":
+            packed = max(1, 4 // itemsize)
+            return size % SUBLANES == 0 and extent % packed == 0
+        case _:
+            return True
+
+
+def sublane_sizes(size: int) -> list[int]:
+    """A number of rows as multiples of 8, and powers of two.
+
+    XLA:TPU writes no others to the host (libtpu 0.0.52: "Updating the sublane dimension
+    across multiple lane chunks is only supported when the sublane update size is a
+    multiple of the chunk sublane size").
+
+    Example:
+      >>> sublane_sizes(23)
+      [16, 4, 2, 1]
+    """
+    return [n for n in (size // 8 * 8, size & 4, size & 2, size & 1) if n]
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

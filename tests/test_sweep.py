@@ -1,0 +1,45 @@
+"""A choice of what `sweep.py` compiles: shapes that one of the compilers refused."""
+
+import models
+import pytest
+import sweep
+
+#: Attention kernels, a large convolution, and output matrices of odd vocabularies.
+QUICK = [(2048, 32, 64), (24, 1024, 64), (3, 3, 512, 512), (768, 50257), (50257, 768)]
+
+pytestmark = pytest.mark.compiler
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("float32", QUICK),
+        ("bfloat16, masters", QUICK[-2:]),
+        ("int8", [QUICK[1], QUICK[3]]),
+        ("int4", QUICK[-1:]),
+        ("fp8", QUICK[2:3]),
+    ],
+)
+def test_real_shapes(name, shapes):
+    """They compile, in place, within the plan's scratch, at the plan's addresses."""
+    chosen = [x for x in sweep.cases(shapes, [name]) if x.page_size == "1 MiB"]
+    results = list(sweep.outcomes(chosen, workers=1))
+    assert len(results) == len(chosen) == 4 * len(shapes)
+    for case, found in results:
+        assert not found.failure, case
+        assert found.pages > 1, case
+        assert found.traffic == pytest.approx(1, abs=0.05), case
+
+
+def test_a_process_that_ends_is_reported():
+    """As a compiler's abort would be; the next case gets a process of its own."""
+    good = sweep.Case((64, 1024), "float32", "default", "h200", "init")
+    bad = sweep.Case((64, 1024), "no format", "default", "h200", "init")
+    results = dict(sweep.outcomes([bad, good], workers=1))
+    assert "the process ended" in results[bad].failure
+    assert not results[good].failure
+
+
+def test_all_models_are_in_the_sweep():
+    assert len(models.MODELS) == 10
+    assert len(list(models.distinct(4096))) > 100
