@@ -3,8 +3,8 @@
 On a GPU a page must be a range of the flattened leaf, for a transfer copies one range:
 leading axes collapse into rows, and where a row is too long, or is no whole number of a
 codec's blocks, the leaf is seen flat. On a TPU nothing may be reshaped in host memory
-(`paged_optax.tiling`): a page is a range along an axis that is there, the most major
-one that cuts fine enough, and the axes more major than that go one entry at a time.
+(`paged_optax.tiling`) but axes that follow each other there: a page is a range along
+the most major axis, or along as many of them as cut fine enough, or along the lanes.
 """
 
 import dataclasses
@@ -20,6 +20,9 @@ from paged_optax.codecs import Codec, axis_of_blocks, codes_of, packed_along
 # (50257, 768) in eight bits, pages of 16 MiB take 92 MiB of scratch and 17 s to compile
 # on a busy machine, and those of 2 MiB 3 MiB and 6 s (libtpu 0.0.52).
 _CODED_TILES = 2 * 2**20
+
+# Scales of a moment that go in pages on a TPU, though pages may have to be larger.
+_MANY_SCALES = 2**18
 
 # Slices of a flat view start at values counted in 32 bits.
 _MOST_FLAT = 2**31
@@ -53,7 +56,6 @@ class Pages:
       size: Entries of a page along it.
       count: Pages, smaller last ones included; 0 where leaves of several shapes are
         updated together and travel whole.
-      outer: Axes of the view of which a page holds one entry.
       unit: Entries along `axis` that are never parted: blocks, or codes of one word.
       tiled: Whether arrays lie in a TPU's tiles.
       refused: Why the leaf cannot be cut although it is larger than a page; else empty.
@@ -64,7 +66,6 @@ class Pages:
     axis: int
     size: int
     count: int
-    outer: tuple[int, ...] = ()
     unit: int = 1
     tiled: bool = False
     refused: str = ""
@@ -83,9 +84,7 @@ class Pages:
         """The shape of a page of `size` entries."""
         if not self.count or not self.view:
             return self.view
-        shape = [1 if i in self.outer else n for i, n in enumerate(self.view)]
-        shape[self.axis] = size
-        return tuple(shape)
+        return (*self.view[: self.axis], size, *self.view[self.axis + 1 :])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,43 +208,32 @@ def _divide(extent: int, unit: int, bytes_each: int, page_size: int) -> tuple[in
 
 
 def _tiles(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -> Pages:
-    """Cuts along the most major axes that make pages small enough."""
+    """Cuts along the most major axes that make pages small enough, or the lanes."""
     itemsize = max(x.itemsize for x in moments)
     asked, size_of_leaf = page_size, math.prod(shape) * itemsize
-    if any(_is_in_blocks(x) for x in moments):
+    if any(_block(x) > 1 for x in moments):
         page_size = min(page_size, _CODED_TILES)
     if size_of_leaf <= page_size:
         return _single(shape, tiled=True)
-    found: list[tuple[int, Pages]] = []
-    for outer, axis in _ways(shape):
-        unit = math.lcm(*(_unit_of_tiles(x, shape, outer, axis) for x in moments))
-        if not 0 < unit <= shape[axis]:
+    found: list[Pages] = []
+    for view, axis in _ways(shape):
+        unit = math.lcm(*(_unit_of_tiles(x, shape, view, axis) for x in moments))
+        if not 0 < unit < view[axis]:
             continue
-        others = math.prod(
-            n for i, n in enumerate(shape) if i != axis and i not in outer
-        )
-        turns = math.prod(shape[i] for i in outer)
-        size, count = _divide(shape[axis], unit, others * itemsize, page_size)
-        if size == shape[axis] and not outer:
-            continue
-        pages = Pages(
-            shape, shape, axis, size, count * turns, outer, unit=size, tiled=True
-        )
-        if not all(_has_last(x, pages) for x in moments):
+        others = math.prod(view) // view[axis]
+        size, count = _divide(view[axis], unit, others * itemsize, page_size)
+        pages = Pages(shape, view, axis, size, count, tiled=True)
+        if count == 1 or not all(_has_last(x, pages) for x in moments):
             continue
         if pages.entries * itemsize <= page_size:
             return pages
-        found.append((pages.entries, pages))
-    if not found:
-        single = _single(shape, tiled=True)
-        if size_of_leaf <= asked:
-            return single
-        return dataclasses.replace(single, refused=_reason(moments, shape))
-    return min(found, key=lambda each: each[0])[1]
-
-
-def _is_in_blocks(kept: Kept) -> bool:
-    return _block(kept) > 1
+        found.append(pages)
+    if found:
+        return min(found, key=lambda pages: pages.entries)
+    single = _single(shape, tiled=True)
+    if size_of_leaf <= max(asked, _CODED_TILES):
+        return single
+    return dataclasses.replace(single, refused=_reason(moments, shape))
 
 
 def _reason(moments: tuple[Kept, ...], shape: tuple[int, ...]) -> str:
@@ -256,45 +244,46 @@ def _reason(moments: tuple[Kept, ...], shape: tuple[int, ...]) -> str:
 
 
 def _ways(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
-    """The axes that go one entry at a time, and the one that is sliced."""
-    major_first = tiling.minor_to_major(shape)[::-1]
-    for depth, axis in enumerate(major_first):
-        yield major_first[:depth], axis
-        if axis != major_first[-1]:
-            yield major_first[:depth], major_first[-1]
+    """Views, and the axis of each that may be sliced."""
+    lanes, *_, major = tiling.minor_to_major(shape)
+    yield shape, major
+    if lanes != major:
+        yield shape, lanes
+    for axes in range(len(shape) - 1, 1, -1):
+        if tiling.viewed(shape, axes) is not None:
+            joined = len(shape) - axes + 1
+            yield (math.prod(shape[:joined]), *shape[joined:]), 0
 
 
 def _unit_of_tiles(
-    kept: Kept, shape: tuple[int, ...], outer: tuple[int, ...], axis: int
+    kept: Kept, shape: tuple[int, ...], view: tuple[int, ...], axis: int
 ) -> int:
     """Entries along an axis that are whole blocks, words and tiles; 0: none are."""
-    unit = 1
-    last = max((*outer, axis))
-    along = axis_of_blocks(kept.codec)
+    blocks, along = 1, axis_of_blocks(kept.codec)
     if along is not None:
-        if len(shape) + along in outer:
-            return 0
-        unit = _block(kept) if axis == len(shape) + along else 1
+        blocks = _block(kept) if axis == len(view) + along else 1
     elif kept.codec is not None:
-        after = math.prod(shape[last + 1 :])
-        blocks = kept.codec.block // math.gcd(kept.codec.block, after)
-        if last != axis and blocks > 1:
-            return 0
-        unit = blocks if last == axis else 1
-    codes, itemsize, together = _codes(kept, shape)
+        after = math.prod(view[axis + 1 :])
+        blocks = _block(kept) // math.gcd(_block(kept), after)
+    codes, itemsize, packed = _codes(kept, shape)
+    together = packed[axis - len(view)] if len(view) > 1 else packed[-1]
     if not kept.on_host:
-        return math.lcm(unit, together[axis])
-    if any(codes[i] > 1 and tiling.role(codes, i, itemsize) != "major" for i in outer):
+        return math.lcm(blocks, together)
+    order = tiling.viewed(codes, len(view), itemsize)
+    if order is None or itemsize < 2:
         return 0
-    if len(shape) == 1:
-        tile = tiling.SUBLANES * tiling.LANES * max(1, 4 // itemsize)
-    else:
-        tile = {
-            "lanes": tiling.LANES,
-            "sublanes": tiling.SUBLANES * max(1, 4 // itemsize),
-            "major": 1,
-        }[tiling.role(codes, axis, itemsize)]
-    return math.lcm(unit, tile * together[axis])
+    rows = tiling.SUBLANES * max(1, 4 // itemsize)
+    tile = rows * tiling.LANES
+    if len(view) > 1:
+        tiles = {"lanes": tiling.LANES, "sublanes": rows, "major": 1}
+        tile = tiles[tiling.role(order, axis)]
+    if along == -1 and axis == len(view) - 2:
+        # So many scales go in pages too. Their lanes are the moment's rows.
+        scales = (*shape[:-1], shape[-1] // _block(kept))
+        many = math.prod(scales) >= _MANY_SCALES
+        if many and tiling.viewed(scales, len(view)) is not None:
+            blocks = math.lcm(blocks, tiling.LANES)
+    return math.lcm(blocks, tile * together)
 
 
 def _codes(
@@ -313,18 +302,17 @@ def _codes(
 
 def _has_last(kept: Kept, pages: Pages) -> bool:
     """Whether a moment's slices, the last one too, are whole blocks and tiles."""
-    left = pages.extent % pages.size
-    in_order = kept.codec is not None and axis_of_blocks(kept.codec) is None
-    if in_order and left and (pages.axis or pages.outer):
-        after = math.prod(pages.leaf[pages.axis + 1 :])
-        if max((*pages.outer, pages.axis)) == pages.axis and (
-            left * after % _block(kept)
-        ):
+    axis, left = pages.axis, pages.extent % pages.size
+    if axis_of_blocks(kept.codec) is None and left and axis:
+        after = math.prod(pages.view[axis + 1 :])
+        if left * after % _block(kept):
             return False
     if not kept.on_host:
         return True
     codes, itemsize, packed = _codes(kept, pages.leaf)
-    if itemsize < 2:
-        return False  # whatever is sliced: see `tiling.can_slice`
-    together = packed[pages.axis]
-    return tiling.can_slice(codes, pages.axis, pages.size // together, itemsize)
+    order = tiling.viewed(codes, len(pages.view), itemsize)
+    assert order is not None
+    joined = len(codes) - len(order) + 1
+    view = (math.prod(codes[:joined]), *codes[joined:])
+    together = packed[axis - len(view)] if len(view) > 1 else packed[-1]
+    return tiling.can_slice(view, order, axis, pages.size // together, itemsize)

@@ -49,13 +49,11 @@ class At(NamedTuple):
     Attributes:
       start: Its first entry along the axis that is cut.
       size: Its entries along that axis.
-      outer: Its entry along each of the outer axes.
       unit: The number of its first unit along the axis: a loop's own variable.
     """
 
     start: _Index
     size: int
-    outer: tuple[_Index, ...] = ()
     unit: _Index = 0
 
     def starts(self, pages: Pages) -> tuple[_Index, ...]:
@@ -63,8 +61,6 @@ class At(NamedTuple):
         found: list[_Index] = [0] * len(pages.view)
         if pages.count > 1:
             found[pages.axis] = self.start
-        for axis, entry in zip(pages.outer, self.outer, strict=True):
-            found[axis] = entry
         return tuple(found)
 
 
@@ -197,8 +193,7 @@ class Part:
         size = sizes[axis]
         pieces = [size]
         if self.travels and self.pages.tiled:
-            itemsize = jnp.dtype(self.dtype).itemsize
-            if tiling.role(self.shape, axis, itemsize) == "sublanes":
+            if tiling.role(self._order, axis) == "sublanes":
                 pieces = tiling.sublane_sizes(size)
         done = [sum(pieces[:i]) for i in range(len(pieces))]
         return list(zip(done, pieces, strict=True))
@@ -210,11 +205,17 @@ class Part:
         array, and copies it (libtpu 0.0.52: for eight bits of (4096, 4096) in host
         memory, and 529 MiB of scratch for those of two leaves of (4096, 11008)).
         """
-        if not self.pages.tiled or len(self.shape) < 2:
+        if not self.pages.tiled or page.ndim < 2:
             return page
+        return with_layout_constraint(page, Layout(self._order[::-1]))
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        """The layout of what pages are cut from, on a TPU."""
         itemsize = jnp.dtype(self.dtype).itemsize
-        order = tiling.minor_to_major(self.shape, itemsize)[::-1]
-        return with_layout_constraint(page, Layout(major_to_minor=order))
+        view = self.shape if self.view is None else self.view
+        order = tiling.viewed(self.shape, len(view), itemsize)
+        return tiling.minor_to_major(view, itemsize) if order is None else order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -391,10 +392,9 @@ def _ratios_of_scales(codec: Codec, pages: Pages) -> tuple[tuple[int, int], ...]
         ratios = [(1, 1)] * len(view)
         ratios[along] = 1, codec.block
         return tuple(ratios)
-    last = max((*pages.outer, pages.axis))
-    after = math.prod(view[last + 1 :])
+    after = math.prod(view[pages.axis + 1 :])
     common = math.gcd(after, codec.block)
-    return (*[(1, 1)] * last, (after // common, codec.block // common))
+    return (*[(1, 1)] * pages.axis, (after // common, codec.block // common))
 
 
 def _is_raw(
@@ -420,13 +420,7 @@ def _scales_travel(
     if not pages.tiled:
         return _is_raw(pages, view, ratios)
     number, of = ratios[pages.axis]
-    return (
-        view == shape
-        and all(
-            shape[i] == 1 or tiling.role(shape, i) == "major"
-            for i in pages.outer
-            if ratios[i] == (1, 1)
-        )
-        and all(ratios[i] == (1, 1) for i in pages.outer)
-        and tiling.can_slice(shape, pages.axis, pages.size * number // of, 4)
+    order = tiling.viewed(shape, len(view))
+    return order is not None and tiling.can_slice(
+        view, order, pages.axis, pages.size * number // of, 4
     )

@@ -19,7 +19,6 @@ Optax.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -243,36 +242,15 @@ def _sweeps(pages: Pages) -> list[_Sweep]:
         return [_Sweep(1, 1, lambda _: At(0, pages.extent))]
     size, unit = pages.size, pages.unit
     full, left = divmod(pages.extent, size)
+    step = size // unit
+    start = lambda number: number if unit == 1 else number * unit
     found: list[_Sweep] = []
-    if not pages.outer:
-        step = size // unit
-        start = lambda number: number if unit == 1 else number * unit
-        if full:
-            every = lambda number: At(start(number), size, (), number)
-            found.append(_Sweep(full * step, step, every))
-        if left:
-            last = At(full * size, left, (), full * step)
-            found.append(_Sweep(1, 1, lambda _: last))
-        return found
-    shape = [pages.view[i] for i in pages.outer]
-    turns = math.prod(shape)
-
-    def entries(number: Any) -> tuple[Any, ...]:
-        strides = strides_of(tuple(shape))
-        return tuple(
-            lax.rem(lax.div(number, np.int32(stride)), np.int32(n))
-            for n, stride in zip(shape, strides, strict=True)
-        )
-
     if full:
-        turn = np.int32(full)
-        inner = lambda number: lax.rem(number, turn) * size if full > 1 else 0
-        each = lambda number: At(inner(number), size, entries(lax.div(number, turn)))
-        found.append(_Sweep(turns * full, 1, each))
+        every = lambda number: At(start(number), size, number)
+        found.append(_Sweep(full * step, step, every))
     if left:
-        found.append(
-            _Sweep(turns, 1, lambda number: At(full * size, left, entries(number)))
-        )
+        last = At(full * size, left, full * step)
+        found.append(_Sweep(1, 1, lambda _: last))
     return found
 
 

@@ -60,37 +60,72 @@ def minor_to_major(shape: tuple[int, ...], itemsize: int = 4) -> tuple[int, ...]
     return (lanes, sublanes, *(i for i in axes if i not in (lanes, sublanes)))
 
 
-def role(shape: tuple[int, ...], axis: int, itemsize: int = 4) -> Role:
-    """What an axis is in the layout of an array."""
-    place = minor_to_major(shape, itemsize).index(axis)
+def viewed(
+    shape: tuple[int, ...], axes: int, itemsize: int = 4
+) -> tuple[int, ...] | None:
+    """The layout of an array whose first axes are seen as one.
+
+    Args:
+      shape: The array's shape.
+      axes: How many axes the view has.
+      itemsize: Bytes a value.
+
+    Returns:
+      The view's axes, the one of the lanes first; None where such a view is no bitcast:
+      axes that do not follow each other in memory, or rows that end within a tile.
+
+    Example:
+      >>> viewed((3, 1280, 640), 2)
+      (1, 0)
+      >>> viewed((3, 1284, 640), 2), viewed((3, 768, 50257), 2)
+      (None, None)
+    """
+    order, joined = minor_to_major(shape, itemsize), len(shape) - axes
+    if joined <= 0:
+        return None if joined else order
+    if order[::-1][: joined + 1] != tuple(range(joined + 1)):
+        return None
+    tile = SUBLANES * max(1, 4 // itemsize)
+    if joined == len(shape) - 2 and shape[joined] % tile:
+        return None
+    return (*(i - joined for i in order if i > joined), 0)
+
+
+def role(order: tuple[int, ...], axis: int) -> Role:
+    """What an axis is in a layout, given as `minor_to_major` or `viewed` do."""
+    place = order.index(axis)
     return "lanes" if place == 0 else "sublanes" if place == 1 else "major"
 
 
-def can_slice(shape: tuple[int, ...], axis: int, size: int, itemsize: int) -> bool:
+def can_slice(
+    view: tuple[int, ...], order: tuple[int, ...], axis: int, size: int, itemsize: int
+) -> bool:
     """Whether XLA:TPU reads and writes slices of an array in host memory.
 
     The slices start at multiples of `size`; the last one ends with the array. Lanes go
     by whole tiles ("Updating the lane dimension is only supported when the lane update
     size is a multiple of LaneCount"). Sublanes go by tiles and powers of two, of no
     single row where values have 16 bits; see `sublane_sizes`. Arrays of bytes are
-    copied whole, into another tiling and back, for every slice.
+    copied whole, into another tiling and back, for every slice. Slices along two axes
+    end the process ("Check failed: update_detail.higher_dimensions_multiplied").
 
     Args:
-      shape: The array's shape.
+      view: The array's shape, or the view's that is sliced.
+      order: Its layout.
       axis: The axis to slice.
       size: Entries of a slice.
       itemsize: Bytes a value.
     """
-    extent = shape[axis]
-    if size >= extent:
-        return True
+    extent = view[axis]
     if itemsize < 2:
         return False
-    if len(shape) == 1:
+    if size >= extent:
+        return True
+    if len(view) == 1:
         # A vector is laid out in tiles of 1024 words.
         tile = SUBLANES * LANES * max(1, 4 // itemsize)
         return size % tile == 0 and extent % tile == 0
-    match role(shape, axis, itemsize):
+    match role(order, axis):
         case "lanes":
             return size % LANES == 0 and extent % LANES == 0
         case "sublanes":

@@ -178,6 +178,8 @@ def compiled(case: Case) -> Outcome:
         )
     moved = sum(x.bytes for x in planned if x.on_host)
     ways = 2 if case.phase == "update" else 1
+    if not cuts:
+        return found  # nothing is paged, nor coded
     pages = cuts[-1].on(platform)
     if moved:
         trips = [x.stop // x.step for x in _sweeps(pages) if x.stop > x.step]
