@@ -1,7 +1,7 @@
 """A training step whose backward pass handles one layer at a time."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -248,35 +248,77 @@ class _Model:
         """The loss of one micro-batch, its metrics, and the gradients.
 
         Returns:
-          Loss, metrics, and the gradients by `rest`, `x` and what is differentiable of
-          what the layers kept.
+          Loss, metrics, and the gradients by `rest` and by what is differentiable of
+          `x` and of what the layers kept.
         """
-        floats, merge = _inexact(keep)
+        inputs, merge_x = _inexact(x)
+        floats, merge_kept = _inexact(keep)
 
-        def loss(rest: Any, x: Any, floats: Any) -> Any:
-            result = self.epilogue(rest, x, merge(floats), batch)
+        def loss(rest: Any, inputs: Any, floats: Any) -> Any:
+            result = self.epilogue(rest, merge_x(inputs), merge_kept(floats), batch)
             return result if isinstance(result, tuple) else (result, None)
 
         (value, metrics), gradients = jax.value_and_grad(
             loss, argnums=(0, 1, 2), has_aux=True
-        )(rest, x, floats)
+        )(rest, inputs, floats)
         return value, metrics, *gradients
 
     def pull(
-        self, weights: Any, x: Any, context: Any, i: Any, dx: Any, dkept: Any
-    ) -> tuple[Any, Any]:
-        """One layer's gradients by its weights and by its input."""
+        self,
+        weights: Any,
+        x: Any,
+        context: Any,
+        learned: Sequence[bool],
+        i: Any,
+        dx: Any,
+        dkept: Any,
+    ) -> tuple[Any, Any, Any]:
+        """One layer's gradients by its weights, its input, and the learned context."""
+        inputs, merge_x = _inexact(x)
+        seen, merge_context = _parted(context, learned)
 
-        def run(weights: Any, x: Any) -> Any:
-            x, made = self.layer(weights, x, context, i)
-            return x, _inexact(made)[0]
+        def run(weights: Any, inputs: Any, seen: Any) -> Any:
+            x, made = self.layer(weights, merge_x(inputs), merge_context(seen), i)
+            return _inexact(x)[0], _inexact(made)[0]
 
-        return jax.vjp(run, weights, x)[1]((dx, dkept))
+        return jax.vjp(run, weights, inputs, seen)[1]((dx, dkept))
 
-    def first(self, rest: Any, batch: Any, dx: Any) -> Any:
+    def first(self, rest: Any, batch: Any, learned: Sequence[bool], back: Any) -> Any:
         """The prologue's gradients by `rest`."""
-        _, pull, _ = jax.vjp(lambda r: self.prologue(r, batch), rest, has_aux=True)
-        return pull(dx)[0]
+
+        def run(rest: Any) -> Any:
+            x, context = self.prologue(rest, batch)
+            return _inexact(x)[0], _parted(context, learned)[0]
+
+        return jax.vjp(run, rest)[1](back)[0]
+
+    def learned(self, rest: Any, batch: Any) -> list[bool]:
+        """Which leaves of the context follow from the parameters.
+
+        Nobody takes the gradients of the others: those of a table would be one more
+        buffer of its size, added to by each layer.
+        """
+        found: list[bool] = []
+
+        def watched(number: int, x: Any) -> Any:
+            @jax.custom_vjp
+            def watch(x: Any) -> Any:
+                return x
+
+            def forward(x: Any) -> Any:
+                found[number] = x.perturbed
+                return x.value, None
+
+            watch.defvjp(forward, lambda _, dx: (dx,), symbolic_zeros=True)
+            return watch(x)
+
+        def run(rest: Any) -> Any:
+            leaves = jax.tree.leaves(self.prologue(rest, batch)[1])
+            found.extend([False] * len(leaves))
+            return [watched(i, x) for i, x in enumerate(leaves) if _is_inexact(x)]
+
+        jax.eval_shape(lambda rest: jax.vjp(run, rest)[0], rest)
+        return found
 
 
 class _Weights:
@@ -351,8 +393,8 @@ class _Run:
         one = self._bundle(weights, rest, batch, workspace, self.accumulate)
         norm = drest = None
         if self.norms.needed_first:
-            square, stacks, dx, _ = one.backward(_only_norm, jnp.float32(0))
-            drest = one.rest_gradients(dx)
+            square, stacks, back = one.backward(_only_norm, jnp.float32(0))
+            drest = one.rest_gradients(back)
             norm = jnp.sqrt(square + _square(drest))
             # The second pass is not to be taken for a part of the first.
             norm, stacks, drest, one.inputs = lax.optimization_barrier(
@@ -378,9 +420,9 @@ class _Run:
             workspace,
             self.applied.collector(workspace.gradients, weights.length),
         )
-        (square, slots, workspace, small), stacks, dx, _ = one.backward(visit, start)
+        (square, slots, workspace, small), stacks, back = one.backward(visit, start)
         if norm is None:
-            drest = one.rest_gradients(dx)
+            drest = one.rest_gradients(back)
             own = _square(drest)
             norm = jnp.sqrt(square + own)
             drest = self.norms.scaled(drest, jnp.sqrt(own))
@@ -418,8 +460,8 @@ class _Run:
                 return (square + _square(new), host, workspace), slabs
 
             start = (jnp.float32(0), host, workspace)
-            (square, host, workspace), stacks, dx, _ = one.backward(visit, start)
-            made = jax.tree.map(lambda x: x / count, one.rest_gradients(dx))
+            (square, host, workspace), stacks, back = one.backward(visit, start)
+            made = jax.tree.map(lambda x: x / count, one.rest_gradients(back))
             if drest is not None:
                 made = jax.tree.map(jnp.add, drest, made)
             return (stacks, host, workspace, made), (one.loss, one.metrics, square)
@@ -525,6 +567,8 @@ class _Bundle:
         x, self.inputs, keep, self.context, self.stacks = model.forward(
             weights, rest, batch, self._each
         )
+        one = jax.tree.map(lambda x: x[0], batch) if several else batch
+        self.learned = model.learned(rest, one)
         if not several:
             self.loss, self.metrics, self.drest, self.dx, self.dkept = model.head(
                 rest, x, keep, batch
@@ -557,20 +601,21 @@ class _Bundle:
 
         Returns:
           The last carry, the stacks with what `visit` returned in place of the slabs,
-          the gradients by the first layer's input, and the inputs.
+          and the gradients by what the prologue made: the first layer's input, and the
+          learned context.
         """
         weights = self.weights
 
         def body(i: Any, following: Any, carry: Any) -> Any:
-            carry, dx, stacks, ahead = carry
+            carry, back, stacks, ahead = carry
             fetched = weights.slabs(stacks, i, ahead)
             ahead = weights.fetched(stacks, following)
             x = jax.tree.map(lambda to: slab(to, i)[0], self.inputs)
             dkept = jax.tree.map(lambda to: slab(to, i)[0], self.dkept)
-            gradients, dx = self._pull(fetched, x, i, dx, dkept)
+            gradients, back = self._pull(fetched, x, i, back, dkept)
             # Or XLA:CPU fuses the products into the update, and copies the stacks.
-            gradients, fetched, dx = lax.platform_dependent(
-                (gradients, fetched, dx),
+            gradients, fetched, back = lax.platform_dependent(
+                (gradients, fetched, back),
                 cpu=lax.optimization_barrier,
                 default=lambda values: values,
             )
@@ -582,22 +627,29 @@ class _Bundle:
                 stacks = _Run._written(stacks, fetched, new, i)
             if weights.ahead:
                 # Of two layers a trip, the second's moments wait for the first's.
-                carry, dx = lax.optimization_barrier((carry, dx))
-            return carry, dx, stacks, ahead
+                carry, back = lax.optimization_barrier((carry, back))
+            return carry, back, stacks, ahead
 
         ahead = weights.fetched(self.stacks, weights.length - 1)
-        carry, dx, stacks, _ = downwards(
+        dcontext = jax.tree.map(jnp.zeros_like, _parted(self.context, self.learned)[0])
+        carry, back, stacks, _ = downwards(
             weights.length,
             body,
-            (start, self.dx, self.stacks, ahead),
+            (start, (self.dx, dcontext), self.stacks, ahead),
             ahead=weights.ahead,
         )
-        return carry, stacks, dx, self.inputs
+        return carry, stacks, back
 
     def _pull(
-        self, slabs: list[Any], x: Any, i: Any, dx: Any, dkept: Any
+        self, slabs: list[Any], x: Any, i: Any, back: Any, dkept: Any
     ) -> tuple[Any, Any]:
+        """One layer's gradients; and those by its input, and so far by the context."""
         weights = self.weights.of(slabs)
+        dx, dcontext = back
+        pull = lambda x, context, dx, dkept: self.model.pull(
+            weights, x, context, self.learned, i, dx, dkept
+        )
+        more = lambda made: jax.tree.map(jnp.add, dcontext, made)
         narrow = lambda g: jax.tree.unflatten(
             self.weights.structure,
             [
@@ -606,28 +658,30 @@ class _Bundle:
             ],
         )
         if not self.several:
-            gradients, dx = self.model.pull(weights, x, self.context, i, dx, dkept)
-            return narrow(gradients), dx
+            gradients, dx, made = pull(x, self.context, dx, dkept)
+            return narrow(gradients), (dx, more(made))
 
         def one(total: Any, given: Any) -> Any:
-            x, context, dx, dkept = given
-            gradients, dx = self.model.pull(weights, x, context, i, dx, dkept)
-            return jax.tree.map(jnp.add, total, narrow(gradients)), dx
+            gradients, *back = pull(*given)
+            return jax.tree.map(jnp.add, total, narrow(gradients)), back
 
         zeros = jax.tree.map(jnp.zeros_like, narrow(weights))
-        return lax.scan(one, zeros, (x, self.context, dx, dkept))
+        gradients, (dx, made) = lax.scan(one, zeros, (x, self.context, dx, dkept))
+        return gradients, (dx, more(made))
 
-    def rest_gradients(self, dx: Any) -> Any:
+    def rest_gradients(self, back: Any) -> Any:
         """The gradients by all parameters but the layers': the prologue's added."""
+        first = lambda batch, back: self.model.first(
+            self.rest, batch, self.learned, back
+        )
         if not self.several:
-            made = self.model.first(self.rest, self.batch, dx)
-            return jax.tree.map(jnp.add, self.drest, made)
+            return jax.tree.map(jnp.add, self.drest, first(self.batch, back))
 
         def one(total: Any, given: Any) -> Any:
-            made = self.model.first(self.rest, *given)
+            made = first(*given)
             return jax.tree.map(lambda s, g: s + g.astype(s.dtype), total, made), None
 
-        return lax.scan(one, self.drest, (self.batch, dx))[0]
+        return lax.scan(one, self.drest, (self.batch, back))[0]
 
 
 def _wide(dtype: Any) -> Any:
@@ -635,19 +689,30 @@ def _wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def _is_inexact(x: Any) -> bool:
+    """Whether a leaf is an array that can have a gradient."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 def _inexact(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """What is differentiable of a tree, and what puts it back."""
-    leaves, structure = jax.tree.flatten(tree)
-    inside = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+    return _parted(tree, [_is_inexact(x) for x in jax.tree.leaves(tree)])
 
-    def merge(floats: list[Any]) -> Any:
-        given = iter(floats)
+
+def _parted(
+    tree: Any, chosen: Sequence[bool]
+) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The chosen leaves of a tree, and what puts others in their place."""
+    leaves, structure = jax.tree.flatten(tree)
+
+    def merge(values: list[Any]) -> Any:
+        given = iter(values)
         return jax.tree.unflatten(
             structure,
-            [next(given) if yes else x for x, yes in zip(leaves, inside, strict=True)],
+            [next(given) if yes else x for x, yes in zip(leaves, chosen, strict=True)],
         )
 
-    return [x for x, yes in zip(leaves, inside, strict=True) if yes], merge
+    return [x for x, yes in zip(leaves, chosen, strict=True) if yes], merge
 
 
 def _refuse_other_input(x: Any, made: Any) -> None:

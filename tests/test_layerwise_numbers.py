@@ -1,0 +1,150 @@
+"""What a layerwise step must give: the numbers of `jax.grad` and Optax, or an error."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import paged_optax as po
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+SETTINGS = {"page_size": 4096, "min_paged_size": 0}
+STACK = {"w": jnp.full((2, 64, 64), 0.01)}
+BATCH = jnp.ones((4, 64))
+
+
+def start(rest, batch):
+    return batch, None
+
+
+def layer(weights, x, context, i):
+    return x + x @ weights["w"], None
+
+
+def finish(rest, x, kept, batch):
+    return jnp.mean(jnp.abs(x) ** 2)
+
+
+def mean_loss(functions, accumulate=False):
+    """The loss as one function of all parameters, for `jax.grad`."""
+    prologue, layer, epilogue = functions
+
+    def loss(params, batch):
+        rest = {name: params[name] for name in params if name != "layers"}
+        x, context = prologue(rest, batch)
+        kept = []
+        for i in range(len(jax.tree.leaves(params["layers"])[0])):
+            weights = jax.tree.map(lambda w, i=i: w[i], params["layers"])
+            x, made = layer(weights, x, context, jnp.int32(i))
+            kept.append(made)
+        result = epilogue(
+            rest, x, jax.tree.map(lambda *xs: jnp.stack(xs), *kept), batch
+        )
+        return result[0] if isinstance(result, tuple) else result
+
+    if not accumulate:
+        return loss
+    each = lambda batch: [jax.tree.map(lambda x, i=i: x[i], batch) for i in range(3)]
+    return lambda params, batch: sum(loss(params, b) for b in each(batch)) / 3
+
+
+def both(
+    params, tx, functions=(start, layer, finish), batch=BATCH, host_dtype=None, **how
+):
+    """One layerwise step, and one of `jax.grad` and the same transformation."""
+    step = jax.jit(po.layerwise_step(*functions, tx, **how))
+    workspace = po.GradientWorkspace.allocate(params["layers"], host_dtype=host_dtype)
+    found = step(params, tx.init(params), workspace, batch)
+    gradients = jax.grad(mean_loss(functions, how.get("accumulate", False)))(
+        params, batch
+    )
+    norm = optax.tree.norm(gradients)
+    if how.get("max_norm"):
+        clip = optax.clip_by_global_norm(how["max_norm"])
+        gradients, _ = clip.update(gradients, optax.EmptyState())
+    updates, state = tx.update(gradients, tx.init(params), params)
+    return found, (optax.apply_updates(params, updates), state, norm)
+
+
+def same(found, wanted, rtol=2e-6):
+    """Same tree, same numbers."""
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for (path, a), b in zip(
+        jax.tree_util.tree_flatten_with_path(found)[0],
+        jax.tree.leaves(wanted),
+        strict=True,
+    ):
+        np.testing.assert_allclose(
+            np.asarray(a),
+            np.asarray(b),
+            rtol,
+            rtol * float(np.max(np.abs(np.asarray(b)), initial=0.0)),
+            err_msg=jax.tree_util.keystr(path),
+        )
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"max_norm": 0.5},
+        {"accumulate": True},
+        {"accumulate": True, "max_norm": 0.5},
+        {"accumulate": True, "max_norm": 0.5, "host_dtype": jnp.float32},
+    ],
+    ids=lambda how: "+".join(how) or "plain",
+)
+def test_gradients_through_context(how):
+    """What all layers see of the parameters, they are trained by."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "emb": jax.random.normal(keys[0], (64, 64)) * 0.1,
+        "scale": jnp.ones(()),
+        "layers": STACK,
+    }
+
+    def prologue(rest, batch):
+        context = {
+            "seen": batch @ rest["emb"],
+            "fixed": batch @ jax.lax.stop_gradient(rest["emb"]),
+            "scale": rest["scale"],
+            "table": jnp.linspace(0.5, 1.5, 2),
+            "key": jax.random.key(1),
+        }
+        return batch, context
+
+    def through(weights, x, context, i):
+        other = context["seen"] * context["scale"] + context["fixed"]
+        noise = jax.random.normal(jax.random.fold_in(context["key"], i), x.shape)
+        x = x + (x + other * context["table"][i]) @ weights["w"] + 0.01 * noise
+        return x, jnp.mean(other * x)
+
+    def epilogue(rest, x, kept, batch):
+        return jnp.mean(x**2) + jnp.sum(kept)
+
+    shape = (3, 4, 64) if how.get("accumulate") else (4, 64)
+    batch = jax.random.normal(keys[1], shape)
+    functions = prologue, through, epilogue
+    found, wanted = both(params, po.paged_sgd(1.0, **SETTINGS), functions, batch, **how)
+    same(found[0], wanted[0], 1e-5)
+    same(found[3].gradient_norm, wanted[2])
+    assert float(jnp.max(jnp.abs(found[0]["emb"] - params["emb"]))) > 1e-3
+
+
+def test_context_of_no_parameters_adds_nothing_up():
+    """Tables and keys are differentiated by nobody: no buffer is kept for them."""
+    table = jnp.ones((4, 64))
+    step = po.layerwise_step(
+        lambda rest, batch: (batch @ rest["emb"], {"table": table, "causal": True}),
+        lambda w, x, context, i: (x + (x + context["table"]) @ w["w"], None),
+        finish,
+        tx := po.paged_sgd(1.0, **SETTINGS),
+    )
+    params = {"emb": jnp.eye(64), "layers": STACK}
+    workspace = po.GradientWorkspace.allocate(params["layers"])
+    jaxpr = jax.make_jaxpr(step)(params, tx.init(params), workspace, BATCH)
+    loops = [x for x in jaxpr.eqns if x.primitive.name == "while"]
+    shapes = [[v.aval.shape for v in loop.outvars].count((4, 64)) for loop in loops]
+    assert shapes == [1, 1]  # the activations, and their gradient
