@@ -1,10 +1,16 @@
 """What a layerwise step must give: the numbers of `jax.grad` and Optax, or an error."""
 
+import collections
+import dataclasses
+import types
+
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import paged_optax as po
 
@@ -148,3 +154,83 @@ def test_context_of_no_parameters_adds_nothing_up():
     loops = [x for x in jaxpr.eqns if x.primitive.name == "while"]
     shapes = [[v.aval.shape for v in loop.outvars].count((4, 64)) for loop in loops]
     assert shapes == [1, 1]  # the activations, and their gradient
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Ordered(collections.UserDict):
+    """A mapping of a library's own, whose leaves come in the order of insertion."""
+
+    def tree_flatten_with_keys(self):
+        keys = jax.tree_util.DictKey
+        return [(keys(name), x) for name, x in self.data.items()], tuple(self.data)
+
+    @classmethod
+    def tree_unflatten(cls, names, children):
+        return cls(zip(names, children, strict=True))
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        dict,
+        collections.OrderedDict,
+        lambda entries: collections.defaultdict(list, entries),
+        flax.core.FrozenDict,
+        nnx.State,
+        lambda entries: nnx.State(jax.tree.map(nnx.Param, entries)),
+        Ordered,
+    ],
+    ids=["dict", "OrderedDict", "defaultdict", "FrozenDict", "State", "Param", "own"],
+)
+def test_mappings(mapping):
+    """Whatever order a mapping's leaves have, each keeps its own state and mask."""
+    value = lambda x: x[...]  # of an array, or of Flax's variable
+    params = mapping(
+        {
+            "z": jnp.ones((64, 64)),
+            "layers": mapping({"w": STACK["w"], "b": jnp.zeros((2, 64))}),
+            "a": jnp.eye(64),
+        }
+    )
+    functions = (
+        lambda rest, batch: (batch @ value(rest["a"]), None),
+        lambda w, x, context, i: (x + x @ value(w["w"]) + value(w["b"]), None),
+        finish,
+    )
+    name = lambda path: path[0].key
+    mask = lambda p: jax.tree_util.tree_map_with_path(lambda k, x: name(k) != "z", p)
+    tx = optax.chain(
+        po.paged(optax.trace(0.9), **SETTINGS),
+        optax.masked(optax.scale(-1e-2), mask),
+    )
+    found, wanted = both(params, tx, functions)
+    same(found[0], wanted[0])
+    same(found[1], wanted[1])
+    assert type(found[0]) is type(params)
+    assert float(jnp.max(jnp.abs(found[1][0].trace["z"]))) == 0
+    if isinstance(params, collections.defaultdict):
+        assert found[0].default_factory is list
+
+
+def test_parameters_that_are_no_mapping():
+    """They are refused by their type's name."""
+    model = jax.tree_util.register_dataclass(
+        dataclasses.make_dataclass("Model", ["layers", "head"]), ["layers", "head"], []
+    )
+    step = po.layerwise_step(start, layer, finish, po.paged_sgd(1.0))
+    workspace = po.GradientWorkspace.allocate(STACK)
+    unknown = types.MappingProxyType({"layers": STACK})
+    for params, word in ((model(STACK, None), "Model"), (unknown, "mappingproxy")):
+        with pytest.raises(ValueError, match=rf"{word}.*'layers'"):
+            step(params, (), workspace, BATCH)
+
+
+def test_workspace_of_another_order():
+    """Its buffers are one layer's leaves in the same order, or it is refused."""
+    stacks = {"w": jnp.full((2, 64, 64), 0.01), "b": jnp.full((2, 64, 64), 0.01)}
+    params = {"layers": collections.OrderedDict(stacks)}
+    tx = po.paged_sgd(1.0)
+    workspace = po.GradientWorkspace.allocate(stacks, accumulate="b")
+    functions = (start, lambda w, x, c, i: (x @ w["w"] + x @ w["b"], None), finish)
+    with pytest.raises(ValueError, match=r"\['w'\].*allocate"):
+        po.layerwise_step(*functions, tx)(params, tx.init(params), workspace, BATCH)

@@ -19,6 +19,7 @@ from paged_optax.codecs import Quantized
 from paged_optax.memory import DEVICE, HOST, fetched, on_host
 from paged_optax.plan import parameter_of
 from paged_optax.state import is_quantized
+from paged_optax.workspace.parts import Parts
 from paged_optax.workspace.stacks import finished, goes_in_slabs, put, slab
 
 _keystr = jax.tree_util.keystr
@@ -32,19 +33,20 @@ class Applied:
     """
 
     def __init__(
-        self, tx: optax.GradientTransformation, params: Any, state: optax.OptState
+        self,
+        tx: optax.GradientTransformation,
+        params: Any,
+        parts: Parts,
+        state: optax.OptState,
     ):
         self.tx = optax.with_extra_args_support(tx)
-        flat, self.params_structure = jax.tree_util.tree_flatten_with_path(params)
+        self.parts = parts
+        flat, _ = jax.tree_util.tree_flatten_with_path(params)
         paths = [path for path, _ in flat]
         self.params = [x for _, x in flat]
-        inside = [
-            getattr(path[0], "key", getattr(path[0], "name", None)) == "layers"
-            for path in paths
-        ]
-        self.in_layers = inside
         self.slabbed = [
-            yes and goes_in_slabs(x) for yes, x in zip(inside, self.params, strict=True)
+            yes and goes_in_slabs(x)
+            for yes, x in zip(parts.in_layers, self.params, strict=True)
         ]
         self._refuse_more_than_elements(params, state, paths)
         flat, self.state_structure = jax.tree_util.tree_flatten_with_path(
@@ -106,14 +108,19 @@ class Applied:
           The state's stacks, and the layer's parameters; those that are not updated
           layer by layer are the objects that were given.
         """
-        given, made = iter(weights), iter(gradients)
-        tree, updates = [], []
-        for x, inside, slabbed in zip(
-            self.params, self.in_layers, self.slabbed, strict=True
-        ):
-            w, g = (next(given), next(made)) if inside else (None, None)
-            tree.append(w if slabbed else _nothing(x))
-            updates.append(g if slabbed else _nothing(x))
+        absent = [None] * self.parts.in_layers.count(False)
+        tree, updates = (
+            [
+                x if slabbed else _nothing(whole)
+                for x, whole, slabbed in zip(
+                    self.parts.joined(given, absent),
+                    self.params,
+                    self.slabbed,
+                    strict=True,
+                )
+            ]
+            for given in (weights, gradients)
+        )
         slabs = [slab(x, i) for x in slots]
         old = iter(slabs)
         state = [
@@ -134,41 +141,41 @@ class Applied:
         stacks: list[Any],
         slots: list[Any],
         small: list[Any],
-        rest: Any,
-        gradients: Any,
-    ) -> tuple[list[Any], Any, optax.OptState]:
+        others: list[Any],
+        gradients: list[Any],
+    ) -> tuple[list[Any], list[Any], optax.OptState]:
         """Updates what is not updated layer by layer.
 
         Args:
           stacks: The layers' parameters, the larger ones updated.
           slots: The state's stacks, updated.
           small: The collected gradients of the small ones.
-          rest: The other parameters.
+          others: The other parameters.
           gradients: Their gradients.
 
         Returns:
           The layers' parameters, the others, and the whole state.
         """
-        layers, collected = iter(stacks), iter(small)
-        others, made = iter(jax.tree.leaves(rest)), iter(jax.tree.leaves(gradients))
-        tree, updates = [], []
-        for inside, slabbed in zip(self.in_layers, self.slabbed, strict=True):
-            source, toward = (layers, collected) if inside else (others, made)
-            x, g = next(source), next(toward)
-            tree.append(_nothing(x) if slabbed else x)
-            updates.append(_nothing(x) if slabbed else g)
+        tree, updates = (
+            [
+                _nothing(whole) if slabbed else x
+                for x, whole, slabbed in zip(
+                    self.parts.joined(*given), self.params, self.slabbed, strict=True
+                )
+            ]
+            for given in ((stacks, others), (small, gradients))
+        )
         chosen = [not yes for yes in self.stacked]
         new_params, new_state = self._update(
             updates, self.state, tree, chosen, [not yes for yes in self.slabbed]
         )
-        done, left, final = iter(new_params), iter(stacks), iter(slots)
-        new_layers, new_rest = [], []
-        for inside, slabbed in zip(self.in_layers, self.slabbed, strict=True):
-            if inside:
-                x = next(left)
-                new_layers.append(x if slabbed else next(done))
-            else:
-                new_rest.append(next(done))
+        done, final = iter(new_params), iter(slots)
+        new = [
+            x if slabbed else next(done)
+            for x, slabbed in zip(
+                self.parts.joined(stacks, others), self.slabbed, strict=True
+            )
+        ]
         kept = iter(new_state)
         state = [
             _scales_to(next(final), HOST if on_host(x) else DEVICE)
@@ -176,11 +183,11 @@ class Applied:
             else next(kept)
             for x, yes in zip(self.state, self.stacked, strict=True)
         ]
-        return (
-            new_layers,
-            jax.tree.unflatten(jax.tree.structure(rest), new_rest),
-            jax.tree.unflatten(self.state_structure, state),
-        )
+        others = [
+            x for x, yes in zip(new, self.parts.in_layers, strict=True) if not yes
+        ]
+        state = jax.tree.unflatten(self.state_structure, state)
+        return self._of_layers(new), others, state
 
     def _update(
         self,
@@ -192,7 +199,7 @@ class Applied:
         layer: Any = None,
     ) -> tuple[list[Any], list[Any]]:
         """Runs `tx.update`; nothing stands for the parameters that are not there."""
-        tree = jax.tree.unflatten(self.params_structure, params)
+        tree = jax.tree.unflatten(self.parts.structure, params)
         shapes = jax.eval_shape(
             lambda tree: self.tx.init(tree), jax.tree.map(granularity.abstract, tree)
         )
@@ -209,7 +216,7 @@ class Applied:
             )
         with fetched(layer):
             made, new = self.tx.update(
-                jax.tree.unflatten(self.params_structure, updates),
+                jax.tree.unflatten(self.parts.structure, updates),
                 jax.tree.unflatten(structure, given),
                 tree,
             )
@@ -222,7 +229,7 @@ class Applied:
         )
 
     def _of_layers(self, values: list[Any]) -> list[Any]:
-        return [x for x, yes in zip(values, self.in_layers, strict=True) if yes]
+        return [x for x, yes in zip(values, self.parts.in_layers, strict=True) if yes]
 
     def _refuse_more_than_elements(self, params: Any, state: Any, paths: Any) -> None:
         """Refuses what one layer's slice cannot be updated by."""

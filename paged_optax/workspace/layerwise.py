@@ -1,7 +1,7 @@
 """A training step whose backward pass handles one layer at a time."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 
 from paged_optax.memory import DEVICE, HOST, on_host
 from paged_optax.workspace.applied import Applied
+from paged_optax.workspace.parts import Parts
 from paged_optax.workspace.stacks import (
     FETCHES_AHEAD,
     downwards,
@@ -148,14 +149,11 @@ def layerwise_step(
     def step(
         params: Tree, state: optax.OptState, workspace: GradientWorkspace, batch: Tree
     ) -> tuple[Tree, optax.OptState, GradientWorkspace, LayerwiseOutput]:
-        if not isinstance(params, Mapping) or "layers" not in params:
-            raise ValueError(
-                f"params={jax.tree.structure(params)} is no mapping with the key"
-                " 'layers': stack the layers' parameters on a leading axis under it."
-            )
-        workspace.check(params["layers"])
-        run = _Run(model, Applied(tx, params, state), norms, accumulate)
-        return run(params, workspace, batch)
+        parts = Parts.of(params)
+        workspace.check(parts.layers)
+        applied = Applied(tx, params, parts, state)
+        run = _Run(model, parts, applied, norms, accumulate)
+        return run(workspace, batch)
 
     return step
 
@@ -358,15 +356,16 @@ class _Run:
     """One step, being traced."""
 
     model: _Model
+    parts: Parts
     applied: Applied
     norms: _Norms
     accumulate: bool
 
     def __call__(
-        self, params: Any, workspace: GradientWorkspace, batch: Any
+        self, workspace: GradientWorkspace, batch: Any
     ) -> tuple[Any, Any, GradientWorkspace, LayerwiseOutput]:
-        rest = {name: x for name, x in params.items() if name != "layers"}
-        weights = _Weights(params["layers"])
+        parts = self.parts
+        weights = _Weights(parts.layers)
         # Rows of matrices that live on the host are no whole tiles on a TPU.
         home = [on_host(x) and not goes_in_slabs(x) for x in weights.stacks]
         weights.stacks = [
@@ -375,16 +374,17 @@ class _Run:
         ]
         sweep = self._from_host if workspace.host is not None else self._at_once
         stacks, slabs, small, drest, workspace, output = sweep(
-            weights, rest, workspace, batch
+            weights, parts.rest, workspace, batch
         )
-        stacks, rest, state = self.applied.rest(stacks, slabs, small, rest, drest)
+        stacks, others, state = self.applied.rest(
+            stacks, slabs, small, parts.others(parts.rest), parts.others(drest)
+        )
         stacks = [
             jax.device_put(x, HOST) if moves else x
             for x, moves in zip(stacks, home, strict=True)
         ]
-        layers = jax.tree.unflatten(weights.structure, stacks)
-        found = {name: rest[name] if name != "layers" else layers for name in params}
-        return type(params)(found), state, workspace, output
+        params = jax.tree.unflatten(parts.structure, parts.joined(stacks, others))
+        return params, state, workspace, output
 
     def _at_once(
         self, weights: _Weights, rest: Any, workspace: GradientWorkspace, batch: Any

@@ -164,6 +164,13 @@ class GradientWorkspace:
                     f" model's layers have {there} there: allocate a workspace for this"
                     " model, with GradientWorkspace.allocate(params['layers'])."
                 )
+        for here, there in zip(found, wanted, strict=True):
+            if here != there:
+                raise ValueError(
+                    f"workspace{here} stands where the model's layers have {there}:"
+                    " their mappings differ in the order of their leaves. Allocate a"
+                    " workspace with GradientWorkspace.allocate(params['layers'])."
+                )
 
 
 def offload(layers: Any, min_size: int | str = "256KiB") -> Any:
