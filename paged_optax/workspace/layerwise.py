@@ -1,11 +1,13 @@
 """A training step whose backward pass handles one layer at a time."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 from jaxtyping import Float, Int
@@ -144,7 +146,6 @@ def layerwise_step(
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} is not positive: pass None not to clip.")
     model = _Model(prologue, layer, epilogue, activations_on_host)
-    norms = _Norms(max_norm, clip)
 
     def step(
         params: Tree, state: optax.OptState, workspace: GradientWorkspace, batch: Tree
@@ -152,6 +153,7 @@ def layerwise_step(
         parts = Parts.of(params)
         workspace.check(parts.layers)
         applied = Applied(tx, params, parts, state)
+        norms = _Norms(max_norm, clip, _widest(parts.rest, workspace.gradients))
         run = _Run(model, parts, applied, norms, accumulate)
         return run(workspace, batch)
 
@@ -160,15 +162,34 @@ def layerwise_step(
 
 @dataclasses.dataclass(frozen=True)
 class _Norms:
-    """How gradients are clipped."""
+    """How gradients are measured and clipped.
+
+    Attributes:
+      max_norm: The norm they are scaled down to, or None.
+      clip: The norm of what.
+      dtype: What squares are added up in. They go from float32's largest number at a
+        norm of 2e19, and from float16's at 256.
+    """
 
     max_norm: float | None
     clip: str
+    dtype: np.dtype
 
     @property
     def needed_first(self) -> bool:
         """Whether all gradients are needed before the first may be used."""
         return self.max_norm is not None and self.clip == "global"
+
+    @property
+    def zero(self) -> Float[Array, ""]:
+        """The square of no gradient's norm."""
+        return jnp.zeros((), self.dtype)
+
+    def square(self, tree: Any) -> Float[Array, ""]:
+        """The square of a tree's norm."""
+        wide = lambda x: x.astype(np.promote_types(x.dtype, self.dtype))
+        found = optax.tree.norm(jax.tree.map(wide, tree), squared=True)
+        return found.astype(self.dtype)
 
     def scaled(self, gradients: Any, norm: Float[Array, ""]) -> Any:
         """Optax's own formula, so that numbers agree to the last bit."""
@@ -179,14 +200,6 @@ class _Norms:
             lambda g: jnp.where(norm < limit, g, g / norm.astype(g.dtype) * limit),
             gradients,
         )
-
-
-def _square(tree: Any) -> Float[Array, ""]:
-    """The square of a tree's norm."""
-    squares = [
-        jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)
-    ]
-    return sum(squares, jnp.float32(0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,9 +406,13 @@ class _Run:
         one = self._bundle(weights, rest, batch, workspace, self.accumulate)
         norm = drest = None
         if self.norms.needed_first:
-            square, stacks, back = one.backward(_only_norm, jnp.float32(0))
+            add = lambda square, i, slabs, gradients: (
+                square + self.norms.square(gradients),
+                slabs,
+            )
+            square, stacks, back = one.backward(add, self.norms.zero)
             drest = one.rest_gradients(back)
-            norm = jnp.sqrt(square + _square(drest))
+            norm = jnp.sqrt(square + self.norms.square(drest))
             # The second pass is not to be taken for a part of the first.
             norm, stacks, drest, one.inputs = lax.optimization_barrier(
                 (norm, stacks, drest, one.inputs)
@@ -404,7 +421,7 @@ class _Run:
 
         def visit(carry: Any, i: Any, slabs: list[Any], gradients: Any) -> Any:
             square, slots, workspace, small = carry
-            own = _square(gradients)
+            own = self.norms.square(gradients)
             found = jnp.sqrt(own) if norm is None else norm
             workspace = workspace.zero_accumulators().write(
                 self.norms.scaled(gradients, found)
@@ -415,7 +432,7 @@ class _Run:
             return (square + own, slots, workspace, small), new
 
         start = (
-            jnp.float32(0),
+            self.norms.zero,
             self.applied.slots,
             workspace,
             self.applied.collector(workspace.gradients, weights.length),
@@ -423,7 +440,7 @@ class _Run:
         (square, slots, workspace, small), stacks, back = one.backward(visit, start)
         if norm is None:
             drest = one.rest_gradients(back)
-            own = _square(drest)
+            own = self.norms.square(drest)
             norm = jnp.sqrt(square + own)
             drest = self.norms.scaled(drest, jnp.sqrt(own))
         else:
@@ -457,9 +474,9 @@ class _Run:
                         g = g + jnp.where(number == 0, jnp.zeros_like(g), before)
                     new.append(g.astype(old.dtype))
                 host = [put(old, g, i) for old, g in zip(host, new, strict=True)]
-                return (square + _square(new), host, workspace), slabs
+                return (square + self.norms.square(new), host, workspace), slabs
 
-            start = (jnp.float32(0), host, workspace)
+            start = (self.norms.zero, host, workspace)
             (square, host, workspace), stacks, back = one.backward(visit, start)
             made = jax.tree.map(lambda x: x / count, one.rest_gradients(back))
             if drest is not None:
@@ -478,7 +495,7 @@ class _Run:
             (stacks, host, workspace, drest), (loss, metrics, square) = one_batch(
                 (weights.stacks, host, workspace, None), (jnp.int32(0), batch)
             )
-        own = _square(drest)
+        own = self.norms.square(drest)
         norm = jnp.sqrt(square + own)
         norm, stacks, host = lax.optimization_barrier((norm, stacks, host))
 
@@ -490,7 +507,11 @@ class _Run:
                 slab(g, i).astype(x.dtype)
                 for g, x in zip(host, jax.tree.leaves(workspace.gradients), strict=True)
             ]
-            here = norm if self.norms.clip == "global" else jnp.sqrt(_square(gradients))
+            here = (
+                norm
+                if self.norms.clip == "global"
+                else jnp.sqrt(self.norms.square(gradients))
+            )
             gradients = self.norms.scaled(gradients, here)
             small = self.applied.collect(small, gradients, i)
             slots, new = self.applied.layer(slots, slabs, gradients, i)
@@ -526,13 +547,6 @@ class _Run:
         several: bool,
     ) -> "_Bundle":
         return _Bundle(self.model, weights, rest, batch, workspace, several)
-
-
-def _only_norm(
-    square: Float[Array, ""], i: Any, slabs: list[Any], gradients: Any
-) -> tuple[Any, list[Any]]:
-    del i
-    return square + _square(gradients), slabs
 
 
 def _each_with(gradients: Any, ahead: list[Any]) -> tuple[Any, list[Any]]:
@@ -684,9 +698,15 @@ class _Bundle:
         return lax.scan(one, self.drest, (self.batch, back))[0]
 
 
-def _wide(dtype: Any) -> Any:
+def _wide(dtype: Any) -> np.dtype:
     """The dtype that micro-batches are added up in."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return np.promote_types(dtype, np.float32)
+
+
+def _widest(*trees: Any) -> np.dtype:
+    """The widest real dtype of any leaf: float32, or float64."""
+    dtypes = [x.dtype for x in jax.tree.leaves(trees)]
+    return jnp.finfo(functools.reduce(np.promote_types, dtypes, np.float32)).dtype
 
 
 def _is_inexact(x: Any) -> bool:
