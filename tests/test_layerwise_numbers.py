@@ -295,3 +295,77 @@ def test_real_workspace_of_complex_layers():
     for name in ("dtype", "host_dtype"):
         with pytest.raises(ValueError, match=rf"{name}=float32.*\['w'\].*complex64"):
             po.GradientWorkspace.allocate(layers, **{name: "float32"})
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"max_norm": 0.5, "activations_on_host": True},
+        {"accumulate": True},
+        {"accumulate": True, "max_norm": 0.5, "host_dtype": jnp.float32},
+    ],
+    ids=lambda how: "+".join(how) or "plain",
+)
+def test_activations_without_gradients(how):
+    """Integers, keys and Python's numbers go from layer to layer as floats do."""
+    key = jax.random.key(0)
+    params = {"emb": jax.random.normal(key, (64, 64)) * 0.1, "layers": STACK}
+
+    def prologue(rest, batch):
+        x = {"h": batch @ rest["emb"], "n": jnp.arange(4), "key": key, "sum": 0.0}
+        return x, {"table": jnp.arange(4), "causal": 1}
+
+    def through(weights, x, context, i):
+        key, mine = jax.random.split(x["key"])
+        noise = jax.random.normal(mine, (64,))
+        h = x["h"] + x["h"] @ weights["w"] * x["n"][:, None] + 0.01 * noise
+        n = (x["n"] + context["table"] + context["causal"]) % 3
+        total = x["sum"] + jnp.mean(h)
+        return {"h": h, "n": n, "key": key, "sum": total}, (jnp.sum(n), 1.0)
+
+    def epilogue(rest, x, kept, batch):
+        return jnp.mean(x["h"] ** 2 * x["n"][:, None]) + x["sum"] + jnp.sum(kept[1])
+
+    shape = (3, 4, 64) if how.get("accumulate") else (4, 64)
+    batch = jax.random.normal(key, shape)
+    functions = prologue, through, epilogue
+    found, wanted = both(params, po.paged_sgd(1.0, **SETTINGS), functions, batch, **how)
+    same(found[0], wanted[0], 1e-5)
+    same(found[3].gradient_norm, wanted[2])
+
+
+@pytest.mark.parametrize(
+    ("params", "batch", "words"),
+    [
+        ({"n": jnp.arange(3)}, BATCH, r"\['n'\].*int32"),
+        ({"layers": STACK | {"n": jnp.zeros((2, 3), int)}}, BATCH, r"\['n'\].*int32"),
+        ({"layers": {"w": jnp.ones((0, 64, 64))}}, BATCH, r"\{0: .*\['w'\]"),
+        (
+            {},
+            {"x": jnp.ones((3, 4, 64)), "t": 2.0},
+            r"accumulate=True.*batch\['t'\] of shape \(\).*jnp\.full",
+        ),
+        (
+            {},
+            {"x": jnp.ones((3, 4, 64)), "t": jnp.ones(2)},
+            r"accumulate=True.*\['t'\] of shape \(2,\).*\['x'\] of shape \(3, 4, 64\)",
+        ),
+        ({}, {"x": jnp.ones((0, 4, 64))}, r"accumulate=True.*shape \(0, 4, 64\)"),
+        ({}, {}, "accumulate=True.*no arrays"),
+    ],
+    ids=["rest", "layers", "none", "scalar", "lengths", "empty", "nothing"],
+)
+@pytest.mark.parametrize("host_dtype", [None, jnp.float32], ids=["device", "host"])
+def test_refused_arrays(params, batch, words, host_dtype):
+    """The message names the array and the way out."""
+    params = {"layers": STACK} | params
+    tx = optax.sgd(1.0)
+    with pytest.raises(ValueError, match=words):
+        step = po.layerwise_step(
+            start, layer, finish, tx, accumulate=batch is not BATCH
+        )
+        workspace = po.GradientWorkspace.allocate(
+            params["layers"], host_dtype=host_dtype
+        )
+        jax.jit(step)(params, tx.init(params), workspace, batch)

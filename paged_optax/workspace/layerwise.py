@@ -151,6 +151,9 @@ def layerwise_step(
         params: Tree, state: optax.OptState, workspace: GradientWorkspace, batch: Tree
     ) -> tuple[Tree, optax.OptState, GradientWorkspace, LayerwiseOutput]:
         parts = Parts.of(params)
+        _refuse_integers(params)
+        if accumulate:
+            _refuse_other_counts(batch)
         workspace.check(parts.layers)
         applied = Applied(tx, params, parts, state)
         norms = _Norms(max_norm, clip, _widest(parts.rest, workspace.gradients))
@@ -211,6 +214,15 @@ class _Model:
     epilogue: Callable[..., Any]
     activations_on_host: bool
 
+    def enter(self, rest: Any, batch: Any) -> tuple[Any, Any]:
+        """The first layer's input, and the context."""
+        x, context = self.prologue(rest, batch)
+        return jax.tree.map(jnp.asarray, x), context
+
+    def through(self, *arguments: Any) -> tuple[Any, Any]:
+        """One layer's output, and what it keeps."""
+        return jax.tree.map(jnp.asarray, self.layer(*arguments))
+
     def forward(
         self, weights: "_Weights", rest: Any, batch: Any, each: Any
     ) -> tuple[Any, Any, Any, Any, Any]:
@@ -220,10 +232,10 @@ class _Model:
           The last layer's output, every layer's input, what the layers kept, what they
           all see, and the stacks.
         """
-        x, context = each(lambda b: self.prologue(rest, b), batch)
+        x, context = each(lambda b: self.enter(rest, b), batch)
         length = weights.length
         run = lambda i, slabs, x: each(
-            lambda x, c: self.layer(weights.of(slabs), x, c, i), x, context
+            lambda x, c: self.through(weights.of(slabs), x, c, i), x, context
         )
         shapes = jax.eval_shape(
             lambda stacks, x: run(jnp.int32(0), weights.slabs(stacks, 0), x),
@@ -289,7 +301,7 @@ class _Model:
         seen, merge_context = _parted(context, learned)
 
         def run(weights: Any, inputs: Any, seen: Any) -> Any:
-            x, made = self.layer(weights, merge_x(inputs), merge_context(seen), i)
+            x, made = self.through(weights, merge_x(inputs), merge_context(seen), i)
             return _inexact(x)[0], _inexact(made)[0]
 
         return jax.vjp(run, weights, inputs, seen)[1]((dx, dkept))
@@ -298,7 +310,7 @@ class _Model:
         """The prologue's gradients by `rest`."""
 
         def run(rest: Any) -> Any:
-            x, context = self.prologue(rest, batch)
+            x, context = self.enter(rest, batch)
             return _inexact(x)[0], _parted(context, learned)[0]
 
         return jax.vjp(run, rest)[1](back)[0]
@@ -324,7 +336,7 @@ class _Model:
             return watch(x)
 
         def run(rest: Any) -> Any:
-            leaves = jax.tree.leaves(self.prologue(rest, batch)[1])
+            leaves = jax.tree.leaves(self.enter(rest, batch)[1])
             found.extend([False] * len(leaves))
             return [watched(i, x) for i, x in enumerate(leaves) if _is_inexact(x)]
 
@@ -733,6 +745,32 @@ def _parted(
         )
 
     return [x for x, yes in zip(leaves, chosen, strict=True) if yes], merge
+
+
+def _refuse_integers(params: Any) -> None:
+    for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if not jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact):
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} is {jax.typeof(x)} and has no"
+                " gradient: leave it out of params. Tables and keys go to the model"
+                " with the batch, and to its layers as the prologue's context."
+            )
+
+
+def _refuse_other_counts(batch: Any) -> None:
+    """Refuses what is not the same number of micro-batches, stacked."""
+    flat = jax.tree_util.tree_flatten_with_path(batch)[0]
+    counts = {jnp.shape(x)[:1] for _, x in flat}
+    if len(counts) != 1 or counts & {(), (0,)}:
+        shapes = [
+            f"batch{jax.tree_util.keystr(path)} of shape {jnp.shape(x)}"
+            for path, x in flat
+        ]
+        raise ValueError(
+            f"accumulate=True with {', '.join(shapes) or 'no arrays in the batch'}:"
+            " stack each leaf of the micro-batches on a leading axis, of one length for"
+            " all; repeat what they share, as in jnp.full(count, value)."
+        )
 
 
 def _refuse_other_input(x: Any, made: Any) -> None:

@@ -219,7 +219,7 @@ def length_of(layers: Any) -> int:
                 " as nnx.vmap, nn.scan or jax.vmap of an initialiser give them."
             )
         lengths.setdefault(x.shape[0], name)
-    if len(lengths) != 1:
+    if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
             f"layers of lengths {lengths}: stack all layers' parameters on the leading"
             " axis of every leaf."
