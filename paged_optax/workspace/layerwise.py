@@ -155,7 +155,7 @@ def layerwise_step(
         if accumulate:
             _refuse_other_counts(batch)
         workspace.check(parts.layers)
-        applied = Applied(tx, params, parts, state)
+        applied = Applied(tx, params, parts, state, workspace.gradients)
         norms = _Norms(max_norm, clip, _widest(parts.rest, workspace.gradients))
         run = _Run(model, parts, applied, norms, accumulate)
         return run(workspace, batch)
