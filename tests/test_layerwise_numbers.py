@@ -57,12 +57,20 @@ def mean_loss(functions, accumulate=False):
 
 
 def both(
-    params, tx, functions=(start, layer, finish), batch=BATCH, host_dtype=None, **how
+    params,
+    tx,
+    functions=(start, layer, finish),
+    batch=BATCH,
+    host_dtype=None,
+    offloaded=False,
+    **how,
 ):
     """One layerwise step, and one of `jax.grad` and the same transformation."""
     step = jax.jit(po.layerwise_step(*functions, tx, **how))
     workspace = po.GradientWorkspace.allocate(params["layers"], host_dtype=host_dtype)
-    found = step(params, tx.init(params), workspace, batch)
+    layers = po.offload(params["layers"], 0) if offloaded else params["layers"]
+    given = params | {"layers": layers} if offloaded else params
+    found = step(given, tx.init(params), workspace, batch)
     gradients = jax.grad(mean_loss(functions, how.get("accumulate", False)))(
         params, batch
     )
@@ -96,6 +104,7 @@ def same(found, wanted, rtol=2e-6):
     [
         {},
         {"max_norm": 0.5},
+        {"offloaded": True, "activations_on_host": True},
         {"accumulate": True},
         {"accumulate": True, "max_norm": 0.5},
         {"accumulate": True, "max_norm": 0.5, "host_dtype": jnp.float32},
@@ -108,7 +117,7 @@ def test_gradients_through_context(how):
     params = {
         "emb": jax.random.normal(keys[0], (64, 64)) * 0.1,
         "scale": jnp.ones(()),
-        "layers": STACK,
+        "layers": {"w": jnp.full((3, 64, 64), 0.01)},
     }
 
     def prologue(rest, batch):
@@ -116,7 +125,7 @@ def test_gradients_through_context(how):
             "seen": batch @ rest["emb"],
             "fixed": batch @ jax.lax.stop_gradient(rest["emb"]),
             "scale": rest["scale"],
-            "table": jnp.linspace(0.5, 1.5, 2),
+            "table": jnp.linspace(0.5, 1.5, 3),
             "key": jax.random.key(1),
         }
         return batch, context

@@ -84,15 +84,14 @@ class Applied:
         ]
         self.programs = self._look(shapes, self.state, self.params)
         self.in_slabs = self.programs.not_elementwise is None
-        if not self.in_slabs:
-            self._refuse_more_than_elements(shapes)
+        seen = None if self.in_slabs else self._seen_through(shapes)
         for (path, x), owner, stacked in zip(
             flat, self.owners, self.stacked, strict=True
         ):
             if stacked and owner is not None:
                 _refuse_other_stack(path, x, self.params[owner])
-        if not self.in_slabs:
-            self._refuse_choices_by_shape(shapes)
+        if seen is not None:
+            self._refuse_choices_by_shape(seen, shapes)
         # Scales are few, and on a TPU a part of a vector is no whole tile.
         self.slots = [
             _scales_to(x, DEVICE)
@@ -282,8 +281,12 @@ class Applied:
             self._name,
         )
 
-    def _refuse_more_than_elements(self, gradients: list[Any]) -> None:
-        """Refuses what one layer's slice cannot be updated by."""
+    def _seen_through(self, gradients: list[Any]) -> Programs:
+        """What an update computes between reading and writing codes.
+
+        Raises:
+          ValueError: If one layer's slice cannot be updated by it.
+        """
         with granularity.seen_through():
             whole = self._look(gradients, self.state, self.params)
         if whole.not_elementwise is not None:
@@ -294,25 +297,25 @@ class Applied:
                 " with layerwise_step use a transformation such as paged_adamw,"
                 " paged_lion or paged_sgd."
             )
+        return whole
 
-    def _refuse_choices_by_shape(self, gradients: list[Any]) -> None:
+    def _refuse_choices_by_shape(self, whole: Programs, gradients: list[Any]) -> None:
         """Refuses what one layer's update would choose otherwise than the whole's."""
         cut = lambda leaves, chosen: [
             jax.eval_shape(lambda x: slab(x, 0), x) if yes else x
             for x, yes in zip(leaves, chosen, strict=True)
         ]
-        with granularity.seen_through():
-            whole = self._look(gradients, self.state, self.params)
-            try:
+        try:
+            with granularity.seen_through():
                 one = self._look(
                     cut(gradients, self.slabbed),
                     cut(self.state, self.stacked),
                     cut(self.params, self.slabbed),
                 )
-            except (TypeError, ValueError):  # from Optax, of states of two structures
-                differ = sorted(whole.stacks)
-            else:
-                differ = whole.differences(one)
+        except (TypeError, ValueError):  # from Optax, of states of two structures
+            differ = sorted(whole.stacks)
+        else:
+            differ = whole.differences(one)
         if differ:
             raise ValueError(
                 f"the update of {self._name(differ[0])} depends on the shape of the"

@@ -91,7 +91,8 @@ def layerwise_step(
     Args:
       prologue: `prologue(rest, batch)` returns the first layer's input, and anything
         that all layers may see (masks, rotary tables, dropout keys; stacked tables to
-        be indexed by layer), or None. `rest` is the parameters without `"layers"`.
+        be indexed by layer), or None. `rest` is the parameters without `"layers"`, by
+        name; it is trained through the context too.
       layer: `layer(weights, x, context, i)` returns the next layer's input, and
         anything to keep of this layer (a balancing loss), or None. `i` is the layer's
         number, to fold into keys. Wrap in `jax.checkpoint` what it should compute again
