@@ -1,17 +1,20 @@
 """A training step whose backward pass handles one layer at a time."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 from jaxtyping import Float, Int
 
 from paged_optax.memory import DEVICE, HOST, on_host
 from paged_optax.workspace.applied import Applied
+from paged_optax.workspace.parts import Parts
 from paged_optax.workspace.stacks import (
     FETCHES_AHEAD,
     downwards,
@@ -88,7 +91,8 @@ def layerwise_step(
     Args:
       prologue: `prologue(rest, batch)` returns the first layer's input, and anything
         that all layers may see (masks, rotary tables, dropout keys; stacked tables to
-        be indexed by layer), or None. `rest` is the parameters without `"layers"`.
+        be indexed by layer), or None. `rest` is the parameters without `"layers"`, by
+        name; it is trained through the context too.
       layer: `layer(weights, x, context, i)` returns the next layer's input, and
         anything to keep of this layer (a balancing loss), or None. `i` is the layer's
         number, to fold into keys. Wrap in `jax.checkpoint` what it should compute again
@@ -143,34 +147,53 @@ def layerwise_step(
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} is not positive: pass None not to clip.")
     model = _Model(prologue, layer, epilogue, activations_on_host)
-    norms = _Norms(max_norm, clip)
 
     def step(
         params: Tree, state: optax.OptState, workspace: GradientWorkspace, batch: Tree
     ) -> tuple[Tree, optax.OptState, GradientWorkspace, LayerwiseOutput]:
-        if not isinstance(params, Mapping) or "layers" not in params:
-            raise ValueError(
-                f"params={jax.tree.structure(params)} is no mapping with the key"
-                " 'layers': stack the layers' parameters on a leading axis under it."
-            )
-        workspace.check(params["layers"])
-        run = _Run(model, Applied(tx, params, state), norms, accumulate)
-        return run(params, workspace, batch)
+        parts = Parts.of(params)
+        _refuse_integers(params)
+        if accumulate:
+            _refuse_other_counts(batch)
+        workspace.check(parts.layers)
+        applied = Applied(tx, params, parts, state, workspace.gradients)
+        norms = _Norms(max_norm, clip, _widest(parts.rest, workspace.gradients))
+        run = _Run(model, parts, applied, norms, accumulate)
+        return run(workspace, batch)
 
     return step
 
 
 @dataclasses.dataclass(frozen=True)
 class _Norms:
-    """How gradients are clipped."""
+    """How gradients are measured and clipped.
+
+    Attributes:
+      max_norm: The norm they are scaled down to, or None.
+      clip: The norm of what.
+      dtype: What squares are added up in. They go from float32's largest number at a
+        norm of 2e19, and from float16's at 256.
+    """
 
     max_norm: float | None
     clip: str
+    dtype: np.dtype
 
     @property
     def needed_first(self) -> bool:
         """Whether all gradients are needed before the first may be used."""
         return self.max_norm is not None and self.clip == "global"
+
+    @property
+    def zero(self) -> Float[Array, ""]:
+        """The square of no gradient's norm."""
+        return jnp.zeros((), self.dtype)
+
+    def square(self, tree: Any) -> Float[Array, ""]:
+        """The square of a tree's norm."""
+        wide = lambda x: x.astype(np.promote_types(x.dtype, self.dtype))
+        found = optax.tree.norm(jax.tree.map(wide, tree), squared=True)
+        return found.astype(self.dtype)
 
     def scaled(self, gradients: Any, norm: Float[Array, ""]) -> Any:
         """Optax's own formula, so that numbers agree to the last bit."""
@@ -183,14 +206,6 @@ class _Norms:
         )
 
 
-def _square(tree: Any) -> Float[Array, ""]:
-    """The square of a tree's norm."""
-    squares = [
-        jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)
-    ]
-    return sum(squares, jnp.float32(0))
-
-
 @dataclasses.dataclass(frozen=True)
 class _Model:
     """The user's three functions."""
@@ -199,6 +214,15 @@ class _Model:
     layer: Callable[..., Any]
     epilogue: Callable[..., Any]
     activations_on_host: bool
+
+    def enter(self, rest: Any, batch: Any) -> tuple[Any, Any]:
+        """The first layer's input, and the context."""
+        x, context = self.prologue(rest, batch)
+        return jax.tree.map(jnp.asarray, x), context
+
+    def through(self, *arguments: Any) -> tuple[Any, Any]:
+        """One layer's output, and what it keeps."""
+        return jax.tree.map(jnp.asarray, self.layer(*arguments))
 
     def forward(
         self, weights: "_Weights", rest: Any, batch: Any, each: Any
@@ -209,10 +233,10 @@ class _Model:
           The last layer's output, every layer's input, what the layers kept, what they
           all see, and the stacks.
         """
-        x, context = each(lambda b: self.prologue(rest, b), batch)
+        x, context = each(lambda b: self.enter(rest, b), batch)
         length = weights.length
         run = lambda i, slabs, x: each(
-            lambda x, c: self.layer(weights.of(slabs), x, c, i), x, context
+            lambda x, c: self.through(weights.of(slabs), x, c, i), x, context
         )
         shapes = jax.eval_shape(
             lambda stacks, x: run(jnp.int32(0), weights.slabs(stacks, 0), x),
@@ -248,35 +272,77 @@ class _Model:
         """The loss of one micro-batch, its metrics, and the gradients.
 
         Returns:
-          Loss, metrics, and the gradients by `rest`, `x` and what is differentiable of
-          what the layers kept.
+          Loss, metrics, and the gradients by `rest` and by what is differentiable of
+          `x` and of what the layers kept.
         """
-        floats, merge = _inexact(keep)
+        inputs, merge_x = _inexact(x)
+        floats, merge_kept = _inexact(keep)
 
-        def loss(rest: Any, x: Any, floats: Any) -> Any:
-            result = self.epilogue(rest, x, merge(floats), batch)
+        def loss(rest: Any, inputs: Any, floats: Any) -> Any:
+            result = self.epilogue(rest, merge_x(inputs), merge_kept(floats), batch)
             return result if isinstance(result, tuple) else (result, None)
 
         (value, metrics), gradients = jax.value_and_grad(
             loss, argnums=(0, 1, 2), has_aux=True
-        )(rest, x, floats)
+        )(rest, inputs, floats)
         return value, metrics, *gradients
 
     def pull(
-        self, weights: Any, x: Any, context: Any, i: Any, dx: Any, dkept: Any
-    ) -> tuple[Any, Any]:
-        """One layer's gradients by its weights and by its input."""
+        self,
+        weights: Any,
+        x: Any,
+        context: Any,
+        learned: Sequence[bool],
+        i: Any,
+        dx: Any,
+        dkept: Any,
+    ) -> tuple[Any, Any, Any]:
+        """One layer's gradients by its weights, its input, and the learned context."""
+        inputs, merge_x = _inexact(x)
+        seen, merge_context = _parted(context, learned)
 
-        def run(weights: Any, x: Any) -> Any:
-            x, made = self.layer(weights, x, context, i)
-            return x, _inexact(made)[0]
+        def run(weights: Any, inputs: Any, seen: Any) -> Any:
+            x, made = self.through(weights, merge_x(inputs), merge_context(seen), i)
+            return _inexact(x)[0], _inexact(made)[0]
 
-        return jax.vjp(run, weights, x)[1]((dx, dkept))
+        return jax.vjp(run, weights, inputs, seen)[1]((dx, dkept))
 
-    def first(self, rest: Any, batch: Any, dx: Any) -> Any:
+    def first(self, rest: Any, batch: Any, learned: Sequence[bool], back: Any) -> Any:
         """The prologue's gradients by `rest`."""
-        _, pull, _ = jax.vjp(lambda r: self.prologue(r, batch), rest, has_aux=True)
-        return pull(dx)[0]
+
+        def run(rest: Any) -> Any:
+            x, context = self.enter(rest, batch)
+            return _inexact(x)[0], _parted(context, learned)[0]
+
+        return jax.vjp(run, rest)[1](back)[0]
+
+    def learned(self, rest: Any, batch: Any) -> list[bool]:
+        """Which leaves of the context follow from the parameters.
+
+        Nobody takes the gradients of the others: those of a table would be one more
+        buffer of its size, added to by each layer.
+        """
+        found: list[bool] = []
+
+        def watched(number: int, x: Any) -> Any:
+            @jax.custom_vjp
+            def watch(x: Any) -> Any:
+                return x
+
+            def forward(x: Any) -> Any:
+                found[number] = x.perturbed
+                return x.value, None
+
+            watch.defvjp(forward, lambda _, dx: (dx,), symbolic_zeros=True)
+            return watch(x)
+
+        def run(rest: Any) -> Any:
+            leaves = jax.tree.leaves(self.enter(rest, batch)[1])
+            found.extend([False] * len(leaves))
+            return [watched(i, x) for i, x in enumerate(leaves) if _is_inexact(x)]
+
+        jax.eval_shape(lambda rest: jax.vjp(run, rest)[0], rest)
+        return found
 
 
 class _Weights:
@@ -316,15 +382,16 @@ class _Run:
     """One step, being traced."""
 
     model: _Model
+    parts: Parts
     applied: Applied
     norms: _Norms
     accumulate: bool
 
     def __call__(
-        self, params: Any, workspace: GradientWorkspace, batch: Any
+        self, workspace: GradientWorkspace, batch: Any
     ) -> tuple[Any, Any, GradientWorkspace, LayerwiseOutput]:
-        rest = {name: x for name, x in params.items() if name != "layers"}
-        weights = _Weights(params["layers"])
+        parts = self.parts
+        weights = _Weights(parts.layers)
         # Rows of matrices that live on the host are no whole tiles on a TPU.
         home = [on_host(x) and not goes_in_slabs(x) for x in weights.stacks]
         weights.stacks = [
@@ -333,16 +400,17 @@ class _Run:
         ]
         sweep = self._from_host if workspace.host is not None else self._at_once
         stacks, slabs, small, drest, workspace, output = sweep(
-            weights, rest, workspace, batch
+            weights, parts.rest, workspace, batch
         )
-        stacks, rest, state = self.applied.rest(stacks, slabs, small, rest, drest)
+        stacks, others, state = self.applied.rest(
+            stacks, slabs, small, parts.others(parts.rest), parts.others(drest)
+        )
         stacks = [
             jax.device_put(x, HOST) if moves else x
             for x, moves in zip(stacks, home, strict=True)
         ]
-        layers = jax.tree.unflatten(weights.structure, stacks)
-        found = {name: rest[name] if name != "layers" else layers for name in params}
-        return type(params)(found), state, workspace, output
+        params = jax.tree.unflatten(parts.structure, parts.joined(stacks, others))
+        return params, state, workspace, output
 
     def _at_once(
         self, weights: _Weights, rest: Any, workspace: GradientWorkspace, batch: Any
@@ -351,9 +419,13 @@ class _Run:
         one = self._bundle(weights, rest, batch, workspace, self.accumulate)
         norm = drest = None
         if self.norms.needed_first:
-            square, stacks, dx, _ = one.backward(_only_norm, jnp.float32(0))
-            drest = one.rest_gradients(dx)
-            norm = jnp.sqrt(square + _square(drest))
+            add = lambda square, i, slabs, gradients: (
+                square + self.norms.square(gradients),
+                slabs,
+            )
+            square, stacks, back = one.backward(add, self.norms.zero)
+            drest = one.rest_gradients(back)
+            norm = jnp.sqrt(square + self.norms.square(drest))
             # The second pass is not to be taken for a part of the first.
             norm, stacks, drest, one.inputs = lax.optimization_barrier(
                 (norm, stacks, drest, one.inputs)
@@ -362,7 +434,7 @@ class _Run:
 
         def visit(carry: Any, i: Any, slabs: list[Any], gradients: Any) -> Any:
             square, slots, workspace, small = carry
-            own = _square(gradients)
+            own = self.norms.square(gradients)
             found = jnp.sqrt(own) if norm is None else norm
             workspace = workspace.zero_accumulators().write(
                 self.norms.scaled(gradients, found)
@@ -373,15 +445,15 @@ class _Run:
             return (square + own, slots, workspace, small), new
 
         start = (
-            jnp.float32(0),
+            self.norms.zero,
             self.applied.slots,
             workspace,
             self.applied.collector(workspace.gradients, weights.length),
         )
-        (square, slots, workspace, small), stacks, dx, _ = one.backward(visit, start)
+        (square, slots, workspace, small), stacks, back = one.backward(visit, start)
         if norm is None:
-            drest = one.rest_gradients(dx)
-            own = _square(drest)
+            drest = one.rest_gradients(back)
+            own = self.norms.square(drest)
             norm = jnp.sqrt(square + own)
             drest = self.norms.scaled(drest, jnp.sqrt(own))
         else:
@@ -415,11 +487,11 @@ class _Run:
                         g = g + jnp.where(number == 0, jnp.zeros_like(g), before)
                     new.append(g.astype(old.dtype))
                 host = [put(old, g, i) for old, g in zip(host, new, strict=True)]
-                return (square + _square(new), host, workspace), slabs
+                return (square + self.norms.square(new), host, workspace), slabs
 
-            start = (jnp.float32(0), host, workspace)
-            (square, host, workspace), stacks, dx, _ = one.backward(visit, start)
-            made = jax.tree.map(lambda x: x / count, one.rest_gradients(dx))
+            start = (self.norms.zero, host, workspace)
+            (square, host, workspace), stacks, back = one.backward(visit, start)
+            made = jax.tree.map(lambda x: x / count, one.rest_gradients(back))
             if drest is not None:
                 made = jax.tree.map(jnp.add, drest, made)
             return (stacks, host, workspace, made), (one.loss, one.metrics, square)
@@ -436,7 +508,7 @@ class _Run:
             (stacks, host, workspace, drest), (loss, metrics, square) = one_batch(
                 (weights.stacks, host, workspace, None), (jnp.int32(0), batch)
             )
-        own = _square(drest)
+        own = self.norms.square(drest)
         norm = jnp.sqrt(square + own)
         norm, stacks, host = lax.optimization_barrier((norm, stacks, host))
 
@@ -448,7 +520,11 @@ class _Run:
                 slab(g, i).astype(x.dtype)
                 for g, x in zip(host, jax.tree.leaves(workspace.gradients), strict=True)
             ]
-            here = norm if self.norms.clip == "global" else jnp.sqrt(_square(gradients))
+            here = (
+                norm
+                if self.norms.clip == "global"
+                else jnp.sqrt(self.norms.square(gradients))
+            )
             gradients = self.norms.scaled(gradients, here)
             small = self.applied.collect(small, gradients, i)
             slots, new = self.applied.layer(slots, slabs, gradients, i)
@@ -486,13 +562,6 @@ class _Run:
         return _Bundle(self.model, weights, rest, batch, workspace, several)
 
 
-def _only_norm(
-    square: Float[Array, ""], i: Any, slabs: list[Any], gradients: Any
-) -> tuple[Any, list[Any]]:
-    del i
-    return square + _square(gradients), slabs
-
-
 def _each_with(gradients: Any, ahead: list[Any]) -> tuple[Any, list[Any]]:
     """Has each matrix of the following layer there when its gradient is made.
 
@@ -525,6 +594,8 @@ class _Bundle:
         x, self.inputs, keep, self.context, self.stacks = model.forward(
             weights, rest, batch, self._each
         )
+        one = jax.tree.map(lambda x: x[0], batch) if several else batch
+        self.learned = model.learned(rest, one)
         if not several:
             self.loss, self.metrics, self.drest, self.dx, self.dkept = model.head(
                 rest, x, keep, batch
@@ -557,20 +628,21 @@ class _Bundle:
 
         Returns:
           The last carry, the stacks with what `visit` returned in place of the slabs,
-          the gradients by the first layer's input, and the inputs.
+          and the gradients by what the prologue made: the first layer's input, and the
+          learned context.
         """
         weights = self.weights
 
         def body(i: Any, following: Any, carry: Any) -> Any:
-            carry, dx, stacks, ahead = carry
+            carry, back, stacks, ahead = carry
             fetched = weights.slabs(stacks, i, ahead)
             ahead = weights.fetched(stacks, following)
             x = jax.tree.map(lambda to: slab(to, i)[0], self.inputs)
             dkept = jax.tree.map(lambda to: slab(to, i)[0], self.dkept)
-            gradients, dx = self._pull(fetched, x, i, dx, dkept)
+            gradients, back = self._pull(fetched, x, i, back, dkept)
             # Or XLA:CPU fuses the products into the update, and copies the stacks.
-            gradients, fetched, dx = lax.platform_dependent(
-                (gradients, fetched, dx),
+            gradients, fetched, back = lax.platform_dependent(
+                (gradients, fetched, back),
                 cpu=lax.optimization_barrier,
                 default=lambda values: values,
             )
@@ -582,22 +654,29 @@ class _Bundle:
                 stacks = _Run._written(stacks, fetched, new, i)
             if weights.ahead:
                 # Of two layers a trip, the second's moments wait for the first's.
-                carry, dx = lax.optimization_barrier((carry, dx))
-            return carry, dx, stacks, ahead
+                carry, back = lax.optimization_barrier((carry, back))
+            return carry, back, stacks, ahead
 
         ahead = weights.fetched(self.stacks, weights.length - 1)
-        carry, dx, stacks, _ = downwards(
+        dcontext = jax.tree.map(jnp.zeros_like, _parted(self.context, self.learned)[0])
+        carry, back, stacks, _ = downwards(
             weights.length,
             body,
-            (start, self.dx, self.stacks, ahead),
+            (start, (self.dx, dcontext), self.stacks, ahead),
             ahead=weights.ahead,
         )
-        return carry, stacks, dx, self.inputs
+        return carry, stacks, back
 
     def _pull(
-        self, slabs: list[Any], x: Any, i: Any, dx: Any, dkept: Any
+        self, slabs: list[Any], x: Any, i: Any, back: Any, dkept: Any
     ) -> tuple[Any, Any]:
+        """One layer's gradients; and those by its input, and so far by the context."""
         weights = self.weights.of(slabs)
+        dx, dcontext = back
+        pull = lambda x, context, dx, dkept: self.model.pull(
+            weights, x, context, self.learned, i, dx, dkept
+        )
+        more = lambda made: jax.tree.map(jnp.add, dcontext, made)
         narrow = lambda g: jax.tree.unflatten(
             self.weights.structure,
             [
@@ -606,48 +685,93 @@ class _Bundle:
             ],
         )
         if not self.several:
-            gradients, dx = self.model.pull(weights, x, self.context, i, dx, dkept)
-            return narrow(gradients), dx
+            gradients, dx, made = pull(x, self.context, dx, dkept)
+            return narrow(gradients), (dx, more(made))
 
         def one(total: Any, given: Any) -> Any:
-            x, context, dx, dkept = given
-            gradients, dx = self.model.pull(weights, x, context, i, dx, dkept)
-            return jax.tree.map(jnp.add, total, narrow(gradients)), dx
+            gradients, *back = pull(*given)
+            return jax.tree.map(jnp.add, total, narrow(gradients)), back
 
         zeros = jax.tree.map(jnp.zeros_like, narrow(weights))
-        return lax.scan(one, zeros, (x, self.context, dx, dkept))
+        gradients, (dx, made) = lax.scan(one, zeros, (x, self.context, dx, dkept))
+        return gradients, (dx, more(made))
 
-    def rest_gradients(self, dx: Any) -> Any:
+    def rest_gradients(self, back: Any) -> Any:
         """The gradients by all parameters but the layers': the prologue's added."""
+        first = lambda batch, back: self.model.first(
+            self.rest, batch, self.learned, back
+        )
         if not self.several:
-            made = self.model.first(self.rest, self.batch, dx)
-            return jax.tree.map(jnp.add, self.drest, made)
+            return jax.tree.map(jnp.add, self.drest, first(self.batch, back))
 
         def one(total: Any, given: Any) -> Any:
-            made = self.model.first(self.rest, *given)
+            made = first(*given)
             return jax.tree.map(lambda s, g: s + g.astype(s.dtype), total, made), None
 
-        return lax.scan(one, self.drest, (self.batch, dx))[0]
+        return lax.scan(one, self.drest, (self.batch, back))[0]
 
 
-def _wide(dtype: Any) -> Any:
+def _wide(dtype: Any) -> np.dtype:
     """The dtype that micro-batches are added up in."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return np.promote_types(dtype, np.float32)
+
+
+def _widest(*trees: Any) -> np.dtype:
+    """The widest real dtype of any leaf: float32, or float64."""
+    dtypes = [x.dtype for x in jax.tree.leaves(trees)]
+    return jnp.finfo(functools.reduce(np.promote_types, dtypes, np.float32)).dtype
+
+
+def _is_inexact(x: Any) -> bool:
+    """Whether a leaf is an array that can have a gradient."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _inexact(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """What is differentiable of a tree, and what puts it back."""
-    leaves, structure = jax.tree.flatten(tree)
-    inside = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+    return _parted(tree, [_is_inexact(x) for x in jax.tree.leaves(tree)])
 
-    def merge(floats: list[Any]) -> Any:
-        given = iter(floats)
+
+def _parted(
+    tree: Any, chosen: Sequence[bool]
+) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The chosen leaves of a tree, and what puts others in their place."""
+    leaves, structure = jax.tree.flatten(tree)
+
+    def merge(values: list[Any]) -> Any:
+        given = iter(values)
         return jax.tree.unflatten(
             structure,
-            [next(given) if yes else x for x, yes in zip(leaves, inside, strict=True)],
+            [next(given) if yes else x for x, yes in zip(leaves, chosen, strict=True)],
         )
 
-    return [x for x, yes in zip(leaves, inside, strict=True) if yes], merge
+    return [x for x, yes in zip(leaves, chosen, strict=True) if yes], merge
+
+
+def _refuse_integers(params: Any) -> None:
+    for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if not jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact):
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} is {jax.typeof(x)} and has no"
+                " gradient: leave it out of params. Tables and keys go to the model"
+                " with the batch, and to its layers as the prologue's context."
+            )
+
+
+def _refuse_other_counts(batch: Any) -> None:
+    """Refuses what is not the same number of micro-batches, stacked."""
+    flat = jax.tree_util.tree_flatten_with_path(batch)[0]
+    counts = {jnp.shape(x)[:1] for _, x in flat}
+    if len(counts) != 1 or counts & {(), (0,)}:
+        shapes = [
+            f"batch{jax.tree_util.keystr(path)} of shape {jnp.shape(x)}"
+            for path, x in flat
+        ]
+        raise ValueError(
+            f"accumulate=True with {', '.join(shapes) or 'no arrays in the batch'}:"
+            " stack each leaf of the micro-batches on a leading axis, of one length for"
+            " all; repeat what they share, as in jnp.full(count, value)."
+        )
 
 
 def _refuse_other_input(x: Any, made: Any) -> None:

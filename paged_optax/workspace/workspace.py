@@ -80,7 +80,8 @@ class GradientWorkspace:
           The workspace, all zeros.
 
         Raises:
-          ValueError: If a leaf has no leading axis, or another length than the others.
+          ValueError: If a leaf has no leading axis, or another length than the others;
+            if a leaf is complex and a dtype that is asked for is not.
         """
         flat, structure = jax.tree_util.tree_flatten_with_path(layers)
         names = [
@@ -88,6 +89,8 @@ class GradientWorkspace:
         ]
         stacks = [x for _, x in flat]
         length_of(layers)
+        _refuse_real("dtype", dtype, flat)
+        _refuse_real("host_dtype", host_dtype, flat)
         patterns = [accumulate] if isinstance(accumulate, str) else list(accumulate)
         make = lambda x, shape, dtype: _zeros(
             x, shape, x.dtype if dtype is None else dtype
@@ -164,6 +167,13 @@ class GradientWorkspace:
                     f" model's layers have {there} there: allocate a workspace for this"
                     " model, with GradientWorkspace.allocate(params['layers'])."
                 )
+        for here, there in zip(found, wanted, strict=True):
+            if here != there:
+                raise ValueError(
+                    f"workspace{here} stands where the model's layers have {there}:"
+                    " their mappings differ in the order of their leaves. Allocate a"
+                    " workspace with GradientWorkspace.allocate(params['layers'])."
+                )
 
 
 def offload(layers: Any, min_size: int | str = "256KiB") -> Any:
@@ -209,12 +219,24 @@ def length_of(layers: Any) -> int:
                 " as nnx.vmap, nn.scan or jax.vmap of an initialiser give them."
             )
         lengths.setdefault(x.shape[0], name)
-    if len(lengths) != 1:
+    if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
             f"layers of lengths {lengths}: stack all layers' parameters on the leading"
             " axis of every leaf."
         )
     return next(iter(lengths))
+
+
+def _refuse_real(argument: str, dtype: Any, layers: Sequence[tuple[Any, Any]]) -> None:
+    if dtype is None or jnp.issubdtype(dtype, jnp.complexfloating):
+        return
+    for path, x in layers:
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"{argument}={jnp.dtype(dtype)} has no room for the imaginary part of"
+                f" layers{jax.tree_util.keystr(path)}, which is {x.dtype}: pass a"
+                " complex dtype, or None."
+            )
 
 
 def _zeros(like: Any, shape: tuple[int, ...], dtype: Any, host: bool = False) -> Any:
