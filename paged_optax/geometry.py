@@ -245,7 +245,8 @@ def _reason(moments: tuple[Kept, ...], shape: tuple[int, ...]) -> str:
 
 def _ways(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
     """Views, and the axis of each that may be sliced."""
-    lanes, *_, major = tiling.minor_to_major(shape)
+    order = tiling.minor_to_major(shape)
+    lanes, major = order[0], order[-1]
     yield shape, major
     if lanes != major:
         yield shape, lanes

@@ -74,7 +74,7 @@ class Layout:
             and jnp.issubdtype(x.dtype, jnp.integer)
         ]
         codecs = [
-            codec and arranged(codec, part.local(x.shape) if part else x.shape)
+            codec and arranged(codec, part.local(x.shape) if part else x.shape, x.shape)
             for codec, x, part in zip(codecs, avals, shards, strict=True)
         ]
         return cls(

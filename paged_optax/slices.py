@@ -40,7 +40,7 @@ _NEEDS_RAW_INDEX = jax.__version_info__ < (0, 11, 2)
 # the last: a transfer of a few kilobytes costs its latency.
 _SMALL_PART = 16
 
-_Index = Int[Array, ""] | int
+_Index = Int[Array, ""] | np.int32
 
 
 class At(NamedTuple):
@@ -54,11 +54,11 @@ class At(NamedTuple):
 
     start: _Index
     size: int
-    unit: _Index = 0
+    unit: _Index = np.int32(0)
 
     def starts(self, pages: Pages) -> tuple[_Index, ...]:
         """Its first entry along every axis of the leaf's view."""
-        found: list[_Index] = [0] * len(pages.view)
+        found: list[_Index] = [np.int32(0)] * len(pages.view)
         if pages.count > 1:
             found[pages.axis] = self.start
         return tuple(found)
@@ -158,7 +158,9 @@ class Part:
             if size < page.shape[axis]:
                 piece = lax.slice_in_dim(page, done, done + size, axis=axis)
             piece = jax.device_put(piece, HOST) if self.travels else piece
-            here = [n + done if i == axis else n for i, n in enumerate(starts)]
+            here = [
+                n + np.int32(done) if i == axis else n for i, n in enumerate(starts)
+            ]
             x = lax.dynamic_update_slice(x, piece, here)
         return x
 
@@ -172,7 +174,7 @@ class Part:
         for axis, (number, of) in enumerate(self.ratios):
             start = entries[axis]
             if whole[axis] == self.pages.view[axis]:
-                starts.append(0)
+                starts.append(np.int32(0))
                 sizes.append(self.view[axis])
                 continue
             starts.append(start if number == of else _scaled(start, number, of))
@@ -184,7 +186,8 @@ class Part:
             if self.merged == together:
                 starts[axis] = at.unit
                 if together > 1:
-                    starts[1:1], sizes[:1] = [0], [sizes[0] // together, together]
+                    starts.insert(1, np.int32(0))
+                    sizes[:1] = sizes[0] // together, together
         return starts, sizes
 
     def _pieces(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -358,8 +361,6 @@ class Streamed:
 
 def _scaled(start: _Index, number: int, of: int) -> _Index:
     """`start * number / of`, which is a whole number."""
-    if isinstance(start, int):
-        return start * number // of
     # Start is a multiple of `of`, and a product first might not fit 32 bits.
     return lax.div(start, np.int32(of)) * number
 

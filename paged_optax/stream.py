@@ -205,7 +205,7 @@ def _paged(
         current = {p: leaves[p].ahead(x) for p, x in current.items()}
         for sweep in _sweeps(pages):
             if sweep.stop == sweep.step:
-                current = update(sweep.at(0), current)
+                current = update(sweep.at(np.int32(0)), current)
             else:
                 current = _swept(sweep, update, current, targets)
         return tuple(leaves[p].back(current[p]) for p in targets)
@@ -239,17 +239,17 @@ class _Sweep(NamedTuple):
 def _sweeps(pages: Pages) -> list[_Sweep]:
     """The loops over full pages, and over the smaller last ones."""
     if pages.count <= 1:
-        return [_Sweep(1, 1, lambda _: At(0, pages.extent))]
+        return [_Sweep(1, 1, lambda _: At(np.int32(0), pages.extent))]
     size, unit = pages.size, pages.unit
     full, left = divmod(pages.extent, size)
     step = size // unit
-    start = lambda number: number if unit == 1 else number * unit
+    start = lambda number: number if unit == 1 else number * np.int32(unit)
     found: list[_Sweep] = []
     if full:
         every = lambda number: At(start(number), size, number)
         found.append(_Sweep(full * step, step, every))
     if left:
-        last = At(full * size, left, full * step)
+        last = At(np.int32(full * size), left, np.int32(full * step))
         found.append(_Sweep(1, 1, lambda _: last))
     return found
 

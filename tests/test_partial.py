@@ -781,9 +781,10 @@ def test_a_leaf_that_is_off_is_not_in_the_program():
     """Known when traced: no loop, and no transfer, of the leaf."""
     everything = loops(adam(), True)
     assert {shape for shapes in everything for shape in shapes} >= {(70, 128), (300,)}
+    others = [shapes for shapes in everything if (70, 128) not in shapes]
     for off in (False, np.bool_(False)):
         some = loops(adam(), {"w": off, "v": True, "s": True})
-        assert len(some) == len(everything) - 1
+        assert some == others
         assert not any((70, 128) in shapes for shapes in some)
         assert loops(adam(), off) == []
 
@@ -791,7 +792,7 @@ def test_a_leaf_that_is_off_is_not_in_the_program():
 # -- compiled for accelerators --------------------------------------------------
 
 #: Whole pages, a smaller last page, and a leaf that is one page.
-COMPILED = {"even": (1024, 1024), "odd": (300, 1024), "single": (256, 1024)}
+COMPILED = {"even": (1024, 1024), "odd": (305, 1024), "single": (256, 1024)}
 
 
 def gated(tx, params, static=None):
@@ -902,7 +903,7 @@ def test_a_flag_is_the_trip_count_of_all_that_travels(compile_for):
         for flag in params
     }
     # mu and nu, in and out; the odd leaf has a last page beside its loop's, and XLA:TPU
-    # writes its 148 rows as 144 and 4.
+    # writes its 145 rows as 144 and 1.
     odd = 10 if compile_for is aot.v5e else 8
     assert count == {"even": 4, "odd": odd, "single": 4}
     assert len(found) == sum(count.values())

@@ -18,6 +18,7 @@ do in PyTorch, whose layers keep the transposed matrix.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,9 @@ from jaxtyping import Float32, Int32
 from paged_optax import tiling
 from paged_optax.codecs.codec import Codec, Noise, Quantized
 from paged_optax.codecs.dynamic_int4 import DynamicInt4
+
+# So many rows at the most make whole blocks that run through the flattened moment.
+_FEW_ROWS = 8
 
 # An axis of at least so many entries may be filled up to whole words: that costs less
 # than three in a hundred.
@@ -146,14 +150,18 @@ class Arranged:
         return Quantized(codes, self._turned(stored.scales).reshape(-1))
 
 
-def arranged(codec: Codec, shape: tuple[int, ...]) -> Codec:
+def arranged(
+    codec: Codec, shape: tuple[int, ...], whole: tuple[int, ...] | None = None
+) -> Codec:
     """The codec as it stores a moment, or one device's part of one, of this shape.
 
     A vector is cut into pages at any value, and stays as it is.
 
     Args:
       codec: The codec.
-      shape: The shape.
+      shape: The shape, of the part where there are several.
+      whole: The shape of the whole moment, whose arrangement a part has if it can: then
+        how it is divided is no part of what a state holds. None: this is the whole.
 
     Example:
       >>> from paged_optax.codecs import named
@@ -168,12 +176,17 @@ def arranged(codec: Codec, shape: tuple[int, ...]) -> Codec:
     apart = codec.one_a_byte() if isinstance(codec, DynamicInt4) else codec
     found = apart.stored(shape)
     codes = codes_of(found)
-    axis = None
-    if codes.dtype.itemsize == 1 and codes.shape == shape:
-        axis = _axis_of_words(shape, 32 // _bits(apart))
-    in_blocks = isinstance(found, Quantized) and codes.shape == shape
-    whole = (i for i in (-1, -2) if in_blocks and not shape[i] % codec.block)
-    along = next(whole, None)
+    axis = along = None
+    if codes.shape == shape:
+        packed = 32 // _bits(apart)
+        if codes.dtype.itemsize == 1:
+            axis = _axis_of_words(whole or shape, packed)
+            if axis is None or not _in_words(shape, axis, packed):
+                axis = _axis_of_words(shape, packed)
+        if isinstance(found, Quantized):
+            along = _axis_of_blocks(whole or shape, codec.block)
+            if along is None or shape[along] % codec.block:
+                along = _axis_of_blocks(shape, codec.block)
     if axis is None and along is None:
         return codec
     return Arranged(codec if axis is None else apart, axis, along)
@@ -186,12 +199,29 @@ def _axis_of_words(shape: tuple[int, ...], packed: int) -> int | None:
     stack is.
     """
     sublanes = tiling.minor_to_major(shape[-2:])[1] - 2
-    # Words that a first axis fills up would part the rows of a stack.
-    fills_up = shape[sublanes] >= _LEAST_FILLED and (sublanes == -1 or len(shape) == 2)
-    if not shape[sublanes] % packed or fills_up:
+    if _in_words(shape, sublanes, packed):
         return sublanes
     other = -3 - sublanes
     return None if shape[other] % packed else other
+
+
+def _in_words(shape: tuple[int, ...], axis: int, packed: int) -> bool:
+    """Whether an axis is whole words, or may be filled up to whole words."""
+    # Words that a first axis fills up would part the rows of a stack.
+    fills_up = shape[axis] >= _LEAST_FILLED and (axis == -1 or len(shape) == 2)
+    return fills_up or not shape[axis] % packed
+
+
+def _axis_of_blocks(shape: tuple[int, ...], block: int) -> int | None:
+    """The axis that blocks run along: the last, or columns where rows are of odd sizes.
+
+    None where blocks run through the flattened moment, and few rows are whole blocks.
+    """
+    rows, columns = shape[-2:]
+    if not columns % block:
+        return -1
+    few = block // math.gcd(block, columns) <= _FEW_ROWS
+    return None if few or rows % block else -2
 
 
 def unarranged(codec: Codec, stored: Any) -> Any:
