@@ -17,6 +17,7 @@ from paged_optax.codecs import (
     DynamicInt8,
     Quantized,
     arranged,
+    axis_of_blocks,
     unarranged,
 )
 from paged_optax.codecs.maps import dynamic_map
@@ -33,19 +34,25 @@ _FIELDS: dict[str, tuple[str, int | None]] = {
 }
 
 
-def to_bitsandbytes(state: optax.OptState) -> dict[str, dict[str, Any]]:
+def to_bitsandbytes(
+    state: optax.OptState, params: optax.Params | None = None
+) -> dict[str, dict[str, Any]]:
     """A state as bitsandbytes keeps it, in NumPy arrays.
 
     Args:
       state: The state of an Adam, Lion or AdEMAMix, with `paged(...)` anywhere inside.
+      params: The parameters, or their shapes: called for where codes in words can be of
+        parameters of several shapes, `(300, 300)` and `(75, 1200)` say.
 
     Returns:
       For each parameter's path the entry of a bitsandbytes `state_dict()["state"]`:
       `step`, and `state1`, `absmax1`, `qmap1` (`state2`, ... for the second moment), or
       `state1` alone where the moment is in float32. Their order is the parameters'.
+      A matrix whose blocks run along its columns comes transposed.
 
     Raises:
-      ValueError: If a moment is not stored as bitsandbytes would.
+      ValueError: If a moment is not stored as bitsandbytes would, or if it may be of
+        several shapes and `params` is not given.
 
     Example:
       >>> import jax.numpy as jnp, paged_optax as po
@@ -58,6 +65,10 @@ def to_bitsandbytes(state: optax.OptState) -> dict[str, dict[str, Any]]:
       bitsandbytes, `optim/optimizer.py <https://github.com/bitsandbytes-foundation>`_.
     """
     step = 0
+    shapes = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): x.shape
+        for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
+    }
     parts: dict[str, dict[str, dict[int | None, Any]]] = {}
     for leaf in _leaves(state):
         if leaf.is_count and leaf.field == "count":
@@ -69,12 +80,15 @@ def to_bitsandbytes(state: optax.OptState) -> dict[str, dict[str, Any]]:
         arrays = {f"state{number}": leaf.value}
         if isinstance(leaf.value, Quantized):
             try:
-                plain = unarranged(DynamicInt8(), _beside(leaf.value))
+                plain = unarranged(
+                    DynamicInt8(), _beside(leaf.value), shapes.get(leaf.parameter)
+                )
             except ValueError as error:
                 raise ValueError(
                     f"moment {leaf.field} of parameter {leaf.parameter!r} is"
                     f" {jax.tree.map(jax.typeof, leaf.value)}: bitsandbytes knows"
-                    " dynamic_int8 alone."
+                    " dynamic_int8 alone. If it is that, pass"
+                    " to_bitsandbytes(state, params), which tells its shape."
                 ) from error
             codes, scales = map(np.asarray, plain)
             arrays = {f"state{number}": codes, f"absmax{number}": scales}
@@ -174,16 +188,31 @@ def _read(entry: Mapping[str, Any], leaf: Any) -> Any:
             " its codes mean other numbers."
         )
     codes, scales = given(f"state{number}"), given(f"absmax{number}")
-    plain, codec = DynamicInt8(), arranged(DynamicInt8(), codes.shape)
-    like = Quantized(codes, scales)
-    fits = jax.tree.map(
-        lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype),
-        like,
-        plain.stored(codes.shape),
+    found = Quantized(codes, scales)
+    plain = DynamicInt8()
+    if _described(found) == _described(plain.stored(codes.shape)):
+        found = _arranged_like(leaf.value, found)
+    return jax.tree.map(
+        lambda x, old: _fitting(x, old, leaf, number), found, leaf.value
     )
-    if all(fits) and isinstance(codec, Arranged):
-        like = codec.arrange(_beside(like), codes.shape)
-    return jax.tree.map(lambda x, old: _fitting(x, old, leaf, number), like, leaf.value)
+
+
+def _arranged_like(moment: Any, found: Any) -> Any:
+    """Codes and scales as a state's moment is arranged; as they are if none fits."""
+    shape = found.codes.shape
+    # Of a moment whose blocks run along columns, bitsandbytes has the transposed one.
+    for own in (shape, (*shape[:-2], *shape[:-3:-1])):
+        codec = arranged(DynamicInt8(), own)
+        turned = axis_of_blocks(codec) == -2
+        if turned != (own != shape) or not isinstance(codec, Arranged):
+            continue
+        if _described(codec.stored(own)) == _described(moment):
+            return codec.arrange(_beside(found), own)
+    return found
+
+
+def _described(tree: Any) -> Any:
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
 
 def _fitting(array: Any, old: Any, leaf: Any, number: str) -> Any:

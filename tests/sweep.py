@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import os
+import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -224,22 +225,23 @@ def answer(line: str) -> dict[str, Any]:
 
 
 def outcomes(
-    chosen: Sequence[Case], workers: int = 2
+    chosen: Sequence[Case], workers: int = 2, minutes: float = math.inf
 ) -> Iterator[tuple[Case, Outcome]]:
-    """Compiles cases in processes of their own."""
+    """Compiles cases in processes of their own, as many as the minutes allow."""
     import apart
 
     waiting = collections.deque(chosen)
+    end = time.monotonic() + 60 * minutes
 
     def work() -> list[tuple[Case, Outcome]]:
         done: list[tuple[Case, Outcome]] = []
         os.environ |= {"SWEEP_WORKER": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
         os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-        while waiting:
+        while waiting and time.monotonic() < end:
             case = None
             try:
                 with apart.process(__file__, "--xla_gpu_autotune_level=0") as ask:
-                    while waiting:
+                    while waiting and time.monotonic() < end:
                         case = waiting.popleft()
                         reply = ask(json.dumps(dataclasses.asdict(case)))
                         done.append((case, Outcome(**reply)))
@@ -301,6 +303,13 @@ def main() -> None:
     parser.add_argument("--odd", action="store_true", help="also shapes once refused")
     parser.add_argument("--compiler", choices=COMPILERS, help="one compiler alone")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="stop then; cases are taken in an order that --seed shuffles",
+    )
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="where to write every case")
     options = parser.parse_args()
     shapes = [*models.distinct(4096), *(models.ODD if options.odd else ())]
@@ -309,9 +318,13 @@ def main() -> None:
         for case in cases(list(dict.fromkeys(shapes)))
         if options.compiler in (None, case.compiler)
     ]
-    results = list(outcomes(chosen, options.workers))
+    if options.minutes < math.inf:
+        random.Random(options.seed).shuffle(chosen)
+    results = list(outcomes(chosen, options.workers, options.minutes))
     print(table(results))
     bad = [(case, found) for case, found in results if found.failure]
+    left = len(chosen) - len(results)
+    print(f"{left} of {len(chosen)} cases were not reached" if left else "all cases")
     print(f"{len(results) - len(bad)} passed, {len(bad)} failed")
     if options.json:
         rows = [dataclasses.asdict(c) | dataclasses.asdict(x) for c, x in results]

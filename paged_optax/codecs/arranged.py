@@ -224,14 +224,17 @@ def _axis_of_blocks(shape: tuple[int, ...], block: int) -> int | None:
     return None if few or rows % block else -2
 
 
-def unarranged(codec: Codec, stored: Any) -> Any:
-    """Codes and scales as the codec itself stores them, of a moment of unknown shape.
+def unarranged(codec: Codec, stored: Any, shape: tuple[int, ...] | None = None) -> Any:
+    """Codes and scales as the codec itself stores them.
 
-    Of the shapes that the arrays can be of, only the moment's own is arranged so.
+    Of the shapes that the arrays can be of, mostly the moment's own alone is arranged
+    so; then it need not be known. Where blocks run along columns they are those of the
+    transposed moment.
 
     Args:
       codec: The codec.
       stored: What `arranged(codec, shape)` stores of a moment.
+      shape: The moment's shape; None: the one that is arranged so.
 
     Raises:
       ValueError: If no shape is arranged so, or several are.
@@ -247,14 +250,14 @@ def unarranged(codec: Codec, stored: Any) -> Any:
     codes, packed = codes_of(stored), 32 // _bits(codec)
     shapes = [codes.shape, *_unpacked(codes.shape, packed)]
     found = [
-        shape
-        for shape in dict.fromkeys(shapes)
-        if describe(arranged(codec, shape).stored(shape)) == describe(stored)
+        one
+        for one in (dict.fromkeys(shapes) if shape is None else [shape])
+        if describe(arranged(codec, one).stored(one)) == describe(stored)
     ]
     if len(found) != 1:
         raise ValueError(
-            f"{jax.tree.map(jax.typeof, stored)} is how {codec!r} stores"
-            f" {len(found)} shapes {found[:3]}, and one is called for."
+            f"stored={jax.tree.map(jax.typeof, stored)} is how {codec!r} stores a"
+            f" moment of {len(found)} shapes {found[:3]}: pass its own as shape=."
         )
     (shape,) = found
     codec = arranged(codec, shape)

@@ -1,0 +1,187 @@
+"""However a leaf is cut, its numbers are those of a single page."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+
+import paged_optax as po
+from paged_optax import geometry, slices, stream, tiling
+from paged_optax.codecs import arranged, codes_of, named, unarranged
+from paged_optax.geometry import Kept, cut
+
+CODECS = ["dynamic_int8", "dynamic_int4", "float8_e4m3"]
+SHAPES = [
+    (256, 1003),  # blocks along columns
+    (512, 129),
+    (257, 768),  # rows that are no whole words
+    (130, 512),
+    (64, 12, 64),  # an attention kernel
+    (12, 64, 256),
+    (3, 3, 64, 96),
+    (2, 24, 40, 8),
+    (1, 260, 1),
+    (7, 1001),
+    (70001,),
+]
+
+
+@pytest.fixture
+def on_tiles(monkeypatch):
+    """Takes a TPU's pages on the CPU, which lays its arrays out otherwise."""
+    run = lambda run, geometry, *arguments: run(geometry.tiles, *arguments)
+    monkeypatch.setattr(stream, "_by_backend", run)
+    monkeypatch.setattr(stream.Streamed, "of", _without_layouts(stream.Streamed.of))
+    jax.clear_caches()
+    yield
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+def _without_layouts(make):
+    """XLA:CPU takes no layout but its own."""
+
+    class Part(slices.Part):
+        def _laid_out(self, page):
+            return page
+
+    def of(x, pages, codec, on_host):
+        made = make(x, pages, codec, on_host)
+        plain = lambda part: part and Part(**vars(part))
+        return stream.Streamed(made.codec, plain(made.codes), plain(made.scales))
+
+    return of
+
+
+def trained(page_size, codec, shape, steps=2):
+    tx = po.paged_adamw(1e-2, page_size=page_size, min_paged_size=0, codec=codec)
+    params = reference.arrays(jnp.float32, 0, {"w": shape})
+    gradients = reference.arrays(jnp.float32, 1, {"w": shape})
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(steps):
+        updates, state = update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    return state, params
+
+
+def moments(state):
+    found = optax.tree.get(state, "mu"), optax.tree.get(state, "nu")
+    return jax.tree.map(np.asarray, found)
+
+
+@functools.cache
+def in_one_page(codec, shape):
+    return trained("1GiB", codec, shape)
+
+
+def assert_same(found, wanted, *, coded=True):
+    both = moments(found[0]), moments(wanted[0])
+    if coded:
+        jax.tree.map(np.testing.assert_array_equal, *both)
+    else:  # XLA:CPU contracts a product and a sum otherwise in another fusion
+        close = functools.partial(np.testing.assert_allclose, rtol=3e-7, atol=1e-9)
+        jax.tree.map(close, *both)
+    np.testing.assert_allclose(found[1]["w"], wanted[1]["w"], rtol=2e-7, atol=2e-7)
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        pytest.param(name, marks=pytest.mark.slow if slow else ())
+        for name, slow in [
+            ("dynamic_int8", True),
+            ("dynamic_int4", False),
+            ("float8_e4m3", True),
+            ("bfloat16_stochastic", False),
+        ]
+    ],
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows(shape, codec, quick_to_compile):
+    assert_same(trained("16KiB", codec, shape), in_one_page(codec, shape))
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        pytest.param(name, marks=pytest.mark.slow if slow else ())
+        for name, slow in [
+            (None, False),
+            ("dynamic_int8", True),
+            ("dynamic_int4", True),
+            ("float8_e4m3", False),
+        ]
+    ],
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tiles(shape, codec, quick_to_compile, on_tiles):
+    """A TPU's pages, at a size at which every leaf that can be is cut."""
+    found, wanted = trained("16KiB", codec, shape), in_one_page(codec, shape)
+    assert_same(found, wanted, coded=codec is not None)
+
+
+def test_tiles_are_several(on_tiles):
+    """The test above cuts what a TPU can cut."""
+    count = lambda shape, codec: (
+        cut(shape, (Kept(4, codec and arranged(named(codec, True), shape)),), 2**14)
+        .on("tpu")
+        .count
+    )
+    assert sum(count(shape, None) > 1 for shape in SHAPES) >= 6
+    assert sum(count(shape, "dynamic_int8") > 1 for shape in SHAPES) >= 4
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_arranged_codes_are_the_codecs_own(shape, name):
+    """Of the moment, or of the transposed one where blocks run along columns."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    codec = named(name, signed=True)
+    stored = arranged(codec, shape).encode(x)
+    like = arranged(codec, shape).stored(shape)
+    assert jax.tree.map(jnp.shape, stored) == jax.tree.map(jnp.shape, like)
+    plain = unarranged(codec, stored)
+    moment = x if plain.scales.size * codec.block >= x.size else None
+    assert moment is not None
+    turned = codes_of(plain).shape[:1] != shape[:1] and codes_of(plain).shape != shape
+    own = getattr(codec, "one_a_byte", lambda: codec)()
+    in_words = codes_of(plain).size == x.size
+    own = (own if in_words else codec).encode(jnp.swapaxes(x, -1, -2) if turned else x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(
+            np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8)
+        ),
+        plain,
+        own,
+    )
+
+
+def test_rows_longer_than_a_page_are_flat():
+    pages = cut((7, 1000003), (Kept(4),), 2**20).rows
+    assert pages.view == (7 * 1000003,)
+    assert pages.entries * 4 <= 2**20
+
+
+def test_more_values_than_32_bits_count():
+    """A leaf of 2.4e9 values is cut by rows."""
+    for codec in (None, arranged(named("dynamic_int8", True), (300000, 8192))):
+        for platform in ("gpu", "tpu"):
+            pages = cut((300000, 8192), (Kept(4, codec),), 2**24).on(platform)
+            assert pages.view == (300000, 8192)
+            assert 0 < pages.size < 300000
+
+
+def test_what_a_tpu_cannot_slice_is_refused_by_name():
+    codec = arranged(named("dynamic_int8", True), (128, 200003))
+    for kept in (Kept(4, codec), Kept(1)):
+        assert geometry.cut((128, 200003), (kept,), 2**20).tiles.refused
+        here = kept._replace(on_host=False)  # on the device any slice will do
+        assert not geometry.cut((128, 200003), (here,), 2**20).tiles.refused
+
+
+def test_sublanes():
+    assert [sum(tiling.sublane_sizes(n)) for n in range(1, 40)] == list(range(1, 40))
