@@ -212,6 +212,7 @@ class Moment:
       in_flight: Pages of it that may be on the device at once: what is read and what
         is written, and what is computed in between where a codec stores it or the page
         is a whole leaf.
+      beside: Bytes of its scales, where they do not go in pages but travel whole.
       refused: Why it cannot be paged on this backend although it is larger than a
         page; else empty.
     """
@@ -225,6 +226,7 @@ class Moment:
     page_bytes: int
     leaf: int
     in_flight: int = 2
+    beside: int = 0
     refused: str = ""
 
 
@@ -269,7 +271,8 @@ class PagePlan:
         flying: dict[int, int] = {}
         for x in self.moments:
             if x.on_host:
-                flying[x.leaf] = flying.get(x.leaf, 0) + x.in_flight * x.page_bytes
+                here = x.in_flight * x.page_bytes + 2 * x.beside
+                flying[x.leaf] = flying.get(x.leaf, 0) + here
         return max(flying.values(), default=0)
 
     @property

@@ -100,6 +100,11 @@ class Part:
     travels: bool
 
     @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    @property
     def merged(self) -> int:
         """Entries that are one in `opened`, whose index is a loop's own variable."""
         if self.view is None or self.pages.tiled or not self.travels:
@@ -402,11 +407,10 @@ def _is_raw(
     pages: Pages, view: Sequence[int], ratios: Sequence[tuple[int, int]]
 ) -> bool:
     """Whether pages are found by a loop's own variable, where XLA:GPU needs that."""
-    number, of = ratios[pages.axis]
-    together = pages.unit * number // of
-    if not _NEEDS_RAW_INDEX or together == 1:
-        return True
-    return pages.axis == 0 and view[0] % together == 0
+    if pages.axis or not _NEEDS_RAW_INDEX:
+        return True  # strips are transferred by kernels, which compute their addresses
+    number, of = ratios[0]
+    return view[0] % (pages.unit * number // of) == 0
 
 
 def _scales_travel(

@@ -48,6 +48,7 @@ from paged_optax.sharding import (
     automatically,
     explicitly,
 )
+from paged_optax.slices import Streamed
 from paged_optax.stream import fill, stream
 from paged_optax.table import readable_bytes
 
@@ -606,6 +607,8 @@ class _Pager:
             codec, part = layout.codecs[i], layout.shards[i]
             shape = part.local(x.shape) if part else x.shape
             page = pages.entries * x.dtype.itemsize if pages.count else nbytes(x)
+            stored = Streamed.of(layout.stored(i), pages, codec, on_host=True)
+            scales = None if part or stays[i] else stored.scales
             reason = pages.refused
             if platform == "tpu" and codec is not None and stays[i] and not reason:
                 reason = self._refused(layout, i)
@@ -620,6 +623,7 @@ class _Pager:
                     page_bytes=0 if stays[i] else page,
                     leaf=number,
                     in_flight=2 if codec is None and pages.count else 3,
+                    beside=scales.nbytes if scales and not scales.travels else 0,
                     refused=reason,
                 )
             )

@@ -10,8 +10,14 @@ import pytest
 import reference
 
 import paged_optax as po
-from paged_optax import geometry, slices, stream, tiling
-from paged_optax.codecs import arranged, codes_of, named, unarranged
+from paged_optax import slices, stream, tiling
+from paged_optax.codecs import (
+    Arranged,
+    arranged,
+    axis_of_blocks,
+    named,
+    unarranged,
+)
 from paged_optax.geometry import Kept, cut
 
 CODECS = ["dynamic_int8", "dynamic_int4", "float8_e4m3"]
@@ -144,13 +150,11 @@ def test_arranged_codes_are_the_codecs_own(shape, name):
     stored = arranged(codec, shape).encode(x)
     like = arranged(codec, shape).stored(shape)
     assert jax.tree.map(jnp.shape, stored) == jax.tree.map(jnp.shape, like)
-    plain = unarranged(codec, stored)
-    moment = x if plain.scales.size * codec.block >= x.size else None
-    assert moment is not None
-    turned = codes_of(plain).shape[:1] != shape[:1] and codes_of(plain).shape != shape
-    own = getattr(codec, "one_a_byte", lambda: codec)()
-    in_words = codes_of(plain).size == x.size
-    own = (own if in_words else codec).encode(jnp.swapaxes(x, -1, -2) if turned else x)
+    plain = unarranged(codec, stored, shape)
+    kept = arranged(codec, shape)
+    turned = axis_of_blocks(kept) == -2
+    codec = kept.codec if isinstance(kept, Arranged) else codec
+    own = codec.encode(jnp.swapaxes(x, -1, -2) if turned else x)
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(
             np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8)
@@ -158,6 +162,27 @@ def test_arranged_codes_are_the_codecs_own(shape, name):
         plain,
         own,
     )
+
+
+@pytest.mark.parametrize("shape", [(256, 1003), (257, 768), (64, 12, 64), (300, 300)])
+def test_bitsandbytes_round_trip(shape, quick_to_compile):
+    """Codes in words come out in the parameter's shape, or transposed, and go back."""
+    tx = po.paged_adamw_8bit(1e-3, min_paged_size=0, page_size="16KiB")
+    params = reference.arrays(jnp.float32, 0, {"w": shape})
+    _, state = jax.jit(tx.update)(params, tx.init(params), params)
+    entries = po.to_bitsandbytes(state, params)
+    along_columns = shape == (256, 1003)
+    wanted = shape[::-1] if along_columns else shape
+    assert entries["w"]["state1"].shape == wanted
+    again = po.from_bitsandbytes(tx.init(params), entries)
+    jax.tree.map(np.testing.assert_array_equal, moments(again), moments(state))
+
+
+def test_codes_of_several_shapes_ask_for_the_parameters():
+    params = {"w": jnp.ones((300, 300))}
+    state = po.paged_adamw_8bit(1e-3).init(params)
+    with pytest.raises(ValueError, match=r"pass to_bitsandbytes\(state, params\)"):
+        po.to_bitsandbytes(state)
 
 
 def test_rows_longer_than_a_page_are_flat():
@@ -177,10 +202,10 @@ def test_more_values_than_32_bits_count():
 
 def test_what_a_tpu_cannot_slice_is_refused_by_name():
     codec = arranged(named("dynamic_int8", True), (128, 200003))
-    for kept in (Kept(4, codec), Kept(1)):
-        assert geometry.cut((128, 200003), (kept,), 2**20).tiles.refused
-        here = kept._replace(on_host=False)  # on the device any slice will do
-        assert not geometry.cut((128, 200003), (here,), 2**20).tiles.refused
+    assert "block" in cut((128, 200003), (Kept(4, codec),), 2**20).tiles.refused
+    assert "bytes" in cut((128, 200003), (Kept(1),), 2**20).tiles.refused
+    here = Kept(1, on_host=False)  # on the device any slice will do
+    assert not cut((128, 200003), (here,), 2**20).tiles.refused
 
 
 def test_sublanes():

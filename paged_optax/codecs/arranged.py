@@ -35,6 +35,9 @@ from paged_optax.codecs.dynamic_int4 import DynamicInt4
 # So many rows at the most make whole blocks that run through the flattened moment.
 _FEW_ROWS = 8
 
+# And rows of so many columns are too long for a page of a TPU's tiles.
+_WIDE = 2**14
+
 # An axis of at least so many entries may be filled up to whole words: that costs less
 # than three in a hundred.
 _LEAST_FILLED = 128
@@ -215,12 +218,12 @@ def _in_words(shape: tuple[int, ...], axis: int, packed: int) -> bool:
 def _axis_of_blocks(shape: tuple[int, ...], block: int) -> int | None:
     """The axis that blocks run along: the last, or columns where rows are of odd sizes.
 
-    None where blocks run through the flattened moment, and few rows are whole blocks.
+    None where blocks run through the flattened moment: few short rows are whole blocks.
     """
     rows, columns = shape[-2:]
     if not columns % block:
         return -1
-    few = block // math.gcd(block, columns) <= _FEW_ROWS
+    few = block // math.gcd(block, columns) <= _FEW_ROWS and columns < _WIDE
     return None if few or rows % block else -2
 
 
@@ -248,7 +251,8 @@ def unarranged(codec: Codec, stored: Any, shape: tuple[int, ...] | None = None) 
     """
     describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     codes, packed = codes_of(stored), 32 // _bits(codec)
-    shapes = [codes.shape, *_unpacked(codes.shape, packed)]
+    pairs = [(*codes.shape[:-1], 2 * codes.shape[-1] - odd) for odd in (0, 1)]
+    shapes = [codes.shape, *pairs, *_unpacked(codes.shape, packed)]
     found = [
         one
         for one in (dict.fromkeys(shapes) if shape is None else [shape])
