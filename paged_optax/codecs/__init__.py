@@ -42,7 +42,7 @@ _BY_NAME: dict[str, Callable[[bool], Codec]] = {
     "bfloat16_stochastic": lambda signed: BFloat16Codec(stochastic=True),
     "dynamic_int8": DynamicInt8,
     "dynamic_int4": DynamicInt4,
-    "float8_e4m3": lambda signed: Float8E4M3(),
+    "float8_e4m3": Float8E4M3,
 }
 
 
@@ -63,7 +63,7 @@ def named(name: str, signed: bool) -> Codec:
 
     Example:
       >>> named("dynamic_int8", signed=False)
-      DynamicInt8(signed=False)
+      DynamicInt8(signed=False, rounds_to_zero=False)
     """
     if name not in _BY_NAME:
         raise ValueError(

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float32, Int32, UInt8
+from jaxtyping import Float32, Int32, UInt8
 
 from paged_optax.codecs import blocks
 from paged_optax.codecs.blocks import (
@@ -57,9 +57,16 @@ class DynamicInt8:
     numbers as zero. Denormal numbers are stored exactly; whether decoding flushes them
     to zero is up to the backend.
 
+    Without a sign one code differs: a positive number is never stored as zero, but as
+    the least number of the map, 3.25e-7 of the scale, at the least. Where gradients
+    nearly vanish, Adam would else divide a first moment that is left by a second one
+    that is not, and take steps of hundreds of learning rates.
+
     Attributes:
       signed: Whether the map holds negative numbers: True for first moments, False
         for second moments, which then have one more bit.
+      rounds_to_zero: Whether positive numbers may be stored as zero, as in
+        bitsandbytes; of a signed map they always may.
 
     Example:
       >>> import jax.numpy as jnp
@@ -67,13 +74,18 @@ class DynamicInt8:
       >>> stored = codec.encode(jnp.array([-2.0, 0.0, 1e-3, 2.0]))
       >>> stored.codes.tolist(), stored.scales.tolist()
       ([0, 127, 138, 255], [2.0])
+      >>> DynamicInt8(signed=False).encode(jnp.array([0.0, 1e-9, 1.0])).codes.tolist()
+      [0, 1, 255]
 
     References:
       Dettmers et al., `8-bit Optimizers via Block-wise Quantization
-      <https://arxiv.org/abs/2110.02861>`_, 2022.
+      <https://arxiv.org/abs/2110.02861>`_, 2022; for second moments that are not zero,
+      Li et al., `Memory Efficient Optimizers with 4-bit States
+      <https://arxiv.org/abs/2309.01507>`_, 2023, its "zero-point problem".
     """
 
     signed: bool = True
+    rounds_to_zero: bool = False
     block = 256
     draws = False
 
@@ -91,7 +103,8 @@ class DynamicInt8:
         values = blocks.split(page, self.block)
         scales = blocks.absmax(values)
         scaled = _scaled(values, scales[:, None])
-        codes = _nearest(scaled, bits(values) < 0, self.signed).astype(jnp.uint8)
+        codes = _nearest(scaled, bits(values), self.signed, self.rounds_to_zero)
+        codes = codes.astype(jnp.uint8)
         return Quantized(blocks.join(codes, page.shape), scales)
 
     def decode(
@@ -143,10 +156,20 @@ def _few_digits(x: Float32[Array, "blocks 1"]) -> Float32[Array, "blocks 1"]:
 
 
 def _nearest(
-    scaled: Float32[Array, "*shape"], negative: Bool[Array, "*shape"], signed: bool
+    scaled: Float32[Array, "*shape"],
+    pattern: Int32[Array, "*shape"],
+    signed: bool,
+    rounds_to_zero: bool,
 ) -> Int32[Array, "*shape"]:
-    """The code of the number nearest to a magnitude with a sign; 0 for NaN."""
-    law = _law(signed)
+    """The code of the number nearest to a value; 0 for NaN.
+
+    Args:
+      scaled: Its magnitude, divided by the scale.
+      pattern: The value's own bits.
+      signed: Whether the map holds negative numbers.
+      rounds_to_zero: Whether zero may be the nearest to what is not zero.
+    """
+    law, negative = _law(signed), pattern < 0
     # Of two numbers as near, the lower: below zero that is the larger magnitude. So
     # one bit more tells a midpoint that is met from one that lies between two floats.
     key = 2 * bits(scaled) + (negative.astype(jnp.int32) if signed else 0)
@@ -165,7 +188,9 @@ def _nearest(
     midpoint = 2 * bits(line) + law.midpoints.correction(t)
     position = t - 1 + (key > midpoint).astype(jnp.int32)
     position = jnp.clip(position, first, 2 * first - 1)
-    position = jnp.where(key > np.int32(law.edges[0]), position, law.zero)
+    rounds = signed or rounds_to_zero
+    stays = key > np.int32(law.edges[0]) if rounds else pattern > 0
+    position = jnp.where(stays, position, law.zero)
     position = jnp.where(key > np.int32(law.edges[-1]), law.one, position)
     if signed:
         code = jnp.where(negative, jnp.maximum(127 - position, 0), 127 + position)

@@ -12,6 +12,7 @@ from paged_optax.codecs import blocks
 from paged_optax.codecs.codec import Noise, Quantized
 
 _LARGEST = np.float32(448)  # of float8_e4m3fn
+_SMALLEST = np.float32(2.0**-9)
 _SMALLEST_ABSMAX = np.float32(1e-12)
 
 
@@ -22,6 +23,15 @@ class Float8E4M3:
     The scale of 256 values is their largest magnitude, at least 1e-12, over 448, the
     largest float8: codes and scales are those of torchao's `AdamFp8`. A block that
     holds NaN or an infinity decodes to NaN.
+
+    Without a sign one rule differs: a positive number is never stored as zero, but as
+    the least float8, 2^-9, at the least: see `DynamicInt8`.
+
+    Attributes:
+      signed: Whether the moment has negative values: True for first moments, False for
+        second moments.
+      rounds_to_zero: Whether positive numbers of a second moment may be stored as zero,
+        as in torchao; of a first moment they always may.
 
     Example:
       >>> import jax.numpy as jnp
@@ -36,8 +46,9 @@ class Float8E4M3:
       `torchao/optim/subclass_fp8.py <https://github.com/pytorch/ao>`_.
     """
 
+    signed: bool = True
+    rounds_to_zero: bool = False
     block = 256
-    signed = True
     draws = False
 
     def stored(self, shape: tuple[int, ...]) -> Quantized[jax.ShapeDtypeStruct]:
@@ -54,7 +65,11 @@ class Float8E4M3:
         values = blocks.split(page, self.block)
         largest = jnp.maximum(blocks.absmax(values), _SMALLEST_ABSMAX)
         scales = blocks.divide(largest, _LARGEST)
-        codes = blocks.divide(values, scales[:, None]).astype(jnp.float8_e4m3fn)
+        scaled = blocks.divide(values, scales[:, None])
+        if not (self.signed or self.rounds_to_zero):
+            least = jnp.maximum(scaled, _SMALLEST)
+            scaled = jnp.where(blocks.bits(values) > 0, least, scaled)
+        codes = scaled.astype(jnp.float8_e4m3fn)
         return Quantized(blocks.join(codes, page.shape), scales)
 
     def decode(
