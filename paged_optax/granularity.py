@@ -202,7 +202,8 @@ class LeafUpdate:
         a result that is the value numbered `n`, on its way to some of them.
       avals: The results' shapes and dtypes.
       shape: The leaf's shape, that of every array an element-wise program touches.
-      owner: The number of the parameter it belongs to; None if to no single one.
+      owner: The number of the parameter it belongs to, by its gradient or else by its
+        place; None if to no single one.
     """
 
     program: Program
@@ -227,6 +228,7 @@ class Analysis:
       tail_inputs: Numbers of the values that are its arguments.
       tail_outputs: Positions of its results among the outputs.
       direct: Outputs that are a numbered value or a constant: position to operand.
+      owners: For each output the parameter it belongs to, or None.
     """
 
     constants: Mapping[int, Any]
@@ -238,6 +240,7 @@ class Analysis:
     tail_inputs: tuple[int, ...]
     tail_outputs: tuple[int, ...]
     direct: tuple[tuple[int, Operand], ...]
+    owners: tuple[int | None, ...]
 
     def evaluate(
         self,
@@ -505,6 +508,7 @@ def analyse(
     owners: Sequence[int | None],
     output_owners: Sequence[int | None],
     name: Callable[[int], str],
+    replaced: Sequence[int] = (),
 ) -> Analysis:
     """Takes a traced update apart into one program a leaf.
 
@@ -513,8 +517,11 @@ def analyse(
       owners: For each argument the number of the parameter it belongs to: its
         gradient and the parameter itself. None for state and extra arguments:
         whose they are shows in the computation.
-      output_owners: The same for each output; None for state.
+      output_owners: For each output the parameter it belongs to by its place, which
+        counts where no gradient enters it; None: no single one.
       name: A readable name of a parameter's number, for messages.
+      replaced: For each output the number of the argument in whose place it goes; empty
+        where all are new.
 
     Returns:
       The programs.
@@ -538,15 +545,27 @@ def analyse(
         small = small and value not in of_moments
         return small or value in joined
 
+    def is_direct(value: Operand, place: int | None) -> bool:
+        if isinstance(value, Constant) or is_shared(value):
+            return True
+        # What goes elsewhere is copied as any other result: a codec may store it.
+        return is_given(value) and (value == place or not flat.shape(value))
+
     groups: dict[Any, list[int]] = {}
     direct: list[tuple[int, Operand]] = []
+    belongs: list[int | None] = []
     for position, value in enumerate(flat.outputs):
-        if isinstance(value, Constant) or is_given(value) or is_shared(value):
+        place = replaced[position] if replaced else None
+        by_place = output_owners[position]
+        whose = None if isinstance(value, Constant) else owner[value]
+        if whose is None and place is not None:
+            whose = owners[place]  # an update, of the same leaf as its gradient
+        belongs.append(by_place if whose in (None, _JOINED) else whose)
+        if is_direct(value, place):
             direct.append((position, value))
             continue
-        keys = (owner[value], output_owners[position])
-        key = next((key for key in keys if key is not None), ("orphan", position))
-        groups.setdefault(key, []).append(position)
+        alone = (None, position) if by_place is None else (by_place, flat.shape(value))
+        groups.setdefault(alone if whose is None else whose, []).append(position)
 
     shared: dict[int, None] = dict.fromkeys(
         x for _, x in direct if isinstance(x, int) and not is_given(x)
@@ -589,7 +608,7 @@ def analyse(
         avals = tuple(
             closed.out_avals[p] if p >= 0 else flat.avals[~p] for p in outputs
         )
-        own = key if isinstance(key, int) and key != _JOINED else None
+        own = None if key == _JOINED else belongs[positions[0]]
         leaves.append(LeafUpdate(program, inputs, tuple(outputs), avals, shape, own))
     program, inputs = flat.program(tuple(shared), lambda _: True, producer, ())
     return Analysis(
@@ -602,6 +621,7 @@ def analyse(
         tail_inputs=tail_inputs,
         tail_outputs=tuple(cut_apart),
         direct=tuple(direct),
+        owners=tuple(belongs),
     )
 
 

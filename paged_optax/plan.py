@@ -1,5 +1,6 @@
 """What lives where: configuration, page geometry, residency, totals."""
 
+import collections
 import contextvars
 import dataclasses
 import re
@@ -144,18 +145,35 @@ def parameter_of(
     """Which parameter each state leaf belongs to, by the end of its path.
 
     Optax keeps moments in trees of the parameters' structure, so that the path of a
-    moment ends with the path of its parameter.
+    moment ends with the path of its parameter, as do those of all others of its tree.
 
     Returns:
       For each state leaf the parameter's position, or None.
     """
     position = {tuple(path): i for i, path in enumerate(parameter_paths)}
     lengths = sorted({len(path) for path in position}, reverse=True)
-    found: list[int | None] = []
-    for path in state_paths:
-        ends = (tuple(path[len(path) - n :]) for n in lengths if n < len(path))
-        found.append(next((position[end] for end in ends if end in position), None))
-    return found
+    split = lambda path, n: (tuple(path[: len(path) - n]), tuple(path[len(path) - n :]))
+    found = [
+        next(
+            (
+                (tree, position[end])
+                for tree, end in (split(path, n) for n in lengths if n < len(path))
+                if end in position
+            ),
+            None,
+        )
+        for path in state_paths
+    ]
+    members = collections.Counter(tree for tree, _ in filter(None, found))
+    inside = collections.Counter(
+        tuple(path[:n]) for path in state_paths for n in range(len(path) + 1)
+    )
+    # A step count is no moment of a parameter that is called `count`: beside it, in
+    # what would be their tree, are others.
+    return [
+        each and (each[1] if members[each[0]] == inside[each[0]] else None)
+        for each in found
+    ]
 
 
 def resident(

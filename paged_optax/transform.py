@@ -367,12 +367,13 @@ class _Pager:
                     # An update of another dtype than its gradient, say, cannot take
                     # over its buffer.
                     old = jnp.zeros(new.shape, new.dtype)
-                known = next((i for i, x in enumerate(buffers) if x is old), None)
-                if known is None:
-                    known = len(buffers)
-                    buffers.append(old)
-                    coded.append(codec)
-                overwrites.append(known)
+                elif p in leaf.inputs:
+                    # By its number: one array may be given for several moments.
+                    overwrites.append(leaf.inputs.index(p))
+                    continue
+                overwrites.append(len(buffers))
+                buffers.append(old)
+                coded.append(codec)
             moving = [
                 Kept(4 if codec else x.dtype.itemsize, codec, on_host(x))
                 for x, codec in zip(buffers, coded, strict=True)
@@ -400,7 +401,6 @@ class _Pager:
                 )
 
         results = analysis.evaluate(arguments, run_leaf, own)
-        owners = {p: leaf.owner for leaf in analysis.leaves for p in leaf.outputs}
         for position, new in enumerate(results):
             if position < first:
                 results[position] = _choose(gates[position], new, None)
@@ -412,7 +412,8 @@ class _Pager:
                 chosen = map(_choose, gates, each, own[position])
                 results[position] = jax.tree.unflatten(layout.parameters, chosen)
             elif position not in streamed and new is not old:
-                results[position] = _choose(gate_of(owners.get(position)), new, old)
+                gate = gate_of(analysis.owners[position])
+                results[position] = _choose(gate, new, old)
                 if on_host(old) and not on_host(results[position]):
                     # Handed through, or shared by all: where the old value lives.
                     results[position] = jax.device_put(results[position], HOST)
@@ -555,20 +556,16 @@ class _Pager:
             raise
         granularity.refuse_effects(closed)
         _refuse_changes(shapes, updates, state)
-        count = len(gradients)
-        states = len(jax.tree.leaves(state))
-        parameters = len(jax.tree.leaves(params))
-        owners = [
-            *range(count),
-            *[None] * states,
-            *(range(parameters) if parameters else ()),
-            *[None] * len(arrays),
-        ]
+        own = range(len(gradients))
+        by_place = parameter_of(_paths(state)[0], paths)
+        parameters = range(len(jax.tree.leaves(params)))
+        unknown = [None] * len(by_place)
         analysis = granularity.analyse(
             closed,
-            owners,
-            [*range(count), *[None] * states],
+            [*own, *unknown, *parameters, *[None] * len(arrays)],
+            [*own, *by_place],
             lambda i: f"parameter {_keystr(paths[i])}",
+            range(len(closed.out_avals)),
         )
         return analysis, jax.tree.structure(shapes)
 

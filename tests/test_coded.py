@@ -338,6 +338,44 @@ def test_another_codecs_state():
         po.paged_adamw_8bit(1e-3).update(params, state, params)
 
 
+def handing_over():
+    """Moments that are the parameters, the gradients, or one another."""
+
+    def init(params):
+        # Optax's names: the codec takes no sign's bit for `nu`.
+        return {"trace": params, "mu": params, "nu": jax.tree.map(abs, params)}
+
+    def update(updates, state, params=None):
+        del params
+        return state["mu"], {
+            "trace": updates,
+            "mu": state["nu"],
+            "nu": jax.tree.map(jnp.square, updates),
+        }
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("codec", ["dynamic_int8", "float8_e4m3", "bfloat16"])
+def test_a_moment_that_is_handed_over_is_stored_by_its_codec(codec):
+    """Made by `init` or by `update`, of no arithmetic at all."""
+    inner = handing_over()
+    params = reference.arrays(shapes=SHAPES)
+    tx = po.paged(inner, codec=codec, **ALL_PAGED)
+    state, wanted = tx.init(params), inner.init(params)
+    shapes = jax.eval_shape(tx.init, params)
+    for wrap in (jax.jit, lambda update: update, jax.jit):
+        # Two roundings: to a step of the map, or to half of a bit.
+        near = lambda x, y: np.testing.assert_allclose(x, y, atol=0.04 * abs(y).max())
+        updates, state = wrap(tx.update)(params, state, params)
+        right, wanted = inner.update(params, wanted, params)
+        assert set(reference.kinds(updates)) == {jax.devices()[0].default_memory().kind}
+        jax.tree.map(near, updates, right)
+        described = jax.tree.map(lambda x: (x.shape, x.dtype), (state, shapes))
+        assert described[0] == described[1]
+        assert reference.kinds(state) == reference.kinds(tx.init(params))
+
+
 def test_bitsandbytes_state():
     """A state goes to bitsandbytes' layout and comes back bit for bit."""
     tx = po.paged_adamw_8bit(1e-2, **ALL_PAGED)

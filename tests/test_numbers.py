@@ -266,6 +266,27 @@ def _counting(inner, counts):
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
+@pytest.mark.parametrize("moving", [False, True], ids=["resident", "paged"])
+def test_one_array_given_for_two_moments(moving):
+    """Each place of a state gets its own new value, though one array be in several."""
+    shapes = {"w": (70, 128), "v": (300,)}
+    params, gradients = arrays(shapes=shapes), arrays(shapes=shapes, seed=1)
+    space = jax.memory.Space.Host if moving else jax.memory.Space.Device
+
+    def update(tx, space, state):
+        zeros = jax.device_put(jax.tree.map(jnp.zeros_like, params), space)
+        state = (state[0]._replace(mu=zeros, nu=zeros), *state[1:])
+        return tx.update(gradients, state, params)[1]
+
+    inner, paged = optax.adam(1e-2), po.paged_adam(1e-2, **SMALL_PAGES)
+    paged = paged if moving else po.paged_adam(1e-2, device_budget=None)
+    state = inner.init(params)
+    device = jax.memory.Space.Device
+    right = jax.jit(lambda state: update(inner, device, state))(state)
+    found = jax.jit(lambda state: update(paged, space, state))(state)
+    assert_equal(found, right)
+
+
 @pytest.mark.parametrize("where", ["inside", "around"])
 def test_injected_learning_rate_changes_between_steps(where):
     traced = []

@@ -1,5 +1,6 @@
 """Updates of some parameters: what is inactive stands still and moves no byte."""
 
+import collections
 import functools
 import re
 
@@ -291,6 +292,74 @@ def test_gradients_of_inactive_parameters_leave_no_trace(kind, value):
         active = active if kind == "static" else on_the_device(active)
         found = tx.update(gradients, state, nested(), active=active)
     assert_partial(found, state, gates, wanted=wanted)
+
+
+def remembering():
+    """Moments that no gradient enters, or that are one; two change places."""
+
+    def init(params):
+        like = lambda value: jax.tree.map(lambda x: jnp.full_like(x, value), params)
+        own = jax.tree.map(lambda x: jnp.zeros((), jnp.int32), params)
+        names = ("previous", "decays", "first", "second")
+        return {name: like(n) for n, name in enumerate(names)} | {"own": own}
+
+    def update(updates, state, params=None):
+        del params
+        new = {
+            "previous": updates,
+            "decays": jax.tree.map(lambda x: 0.5 * x, state["decays"]),
+            "first": state["second"],
+            "second": state["first"],
+            "own": jax.tree.map(lambda n: n + 1, state["own"]),
+        }
+        return jax.tree.map(lambda u, x: u - x, updates, state["previous"]), new
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("kind", ["static", "traced"])
+@pytest.mark.parametrize(
+    "inner",
+    [remembering(), optax.optimistic_gradient_descent(0.1)],
+    ids=["remembering", "optimistic"],
+)
+def test_moments_that_no_gradient_enters_stand_still_too(kind, inner):
+    """A parameter's moment is one by its place in the state, however it is made."""
+    tx, params = po.paged(inner, **SMALL_PAGES), small()
+    _, state = tx.update(small(1), tx.init(params), params)
+    _, wanted = inner.update(small(1), inner.init(params), params)
+    full = inner.update(small(2), wanted, params)
+    active = {"w": False, "v": True, "s": False}
+    for on in (active, dict.fromkeys(active, False), dict.fromkeys(active, True)):
+        flags = on if kind == "static" else on_the_device(on)
+        updates, new = tx.update(small(2), state, params, active=flags)
+        assert kinds(new) == kinds(state)
+        for name in active:
+            stays = (jax.tree.map(jnp.zeros_like, params), wanted)
+            right = full if on[name] else stays
+            found = distances(
+                [right[0][name], _of_one(right[1], name)],
+                [updates[name], _of_one(new, name)],
+            )
+            assert found == {}, (name, on, found)
+
+
+def _of_one(state, name):
+    """A parameter's leaves of a state."""
+    return [
+        x
+        for path, x in jax.tree_util.tree_flatten_with_path(state)[0]
+        if path[-1] == jax.tree_util.DictKey(name)
+    ]
+
+
+def test_a_parameter_called_count():
+    """What all parameters share is none of one parameter's for its name."""
+    params = collections.namedtuple("Parameters", "count w s")(*small().values())
+    tx = adam()
+    active = type(params)(count=False, w=True, s=False)
+    _, state = tx.update(params, tx.init(params), params, active=active)
+    assert int(state[0].count) == 1
 
 
 @pytest.mark.parametrize("kind", ["static", "traced"])

@@ -63,6 +63,7 @@ class Programs:
             [None, *range(count), *[None] * states, *range(count)],
             [*range(count), *[None] * (len(closed.out_avals) - count)],
             name,
+            range(1, 1 + len(closed.out_avals)),
         )
         return cls(analysis, frozenset(stacks))
 
