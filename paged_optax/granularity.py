@@ -30,6 +30,8 @@ import numpy as np
 from jax import Array
 from jax.extend import core
 
+from paged_optax.sharding import without_explicit_axes
+
 #: Primitives that compute each element of their result from the same element of
 #: their operands.
 ELEMENTWISE = frozenset(
@@ -648,14 +650,15 @@ def refuse_effects(closed: core.ClosedJaxpr | core.Jaxpr) -> None:
 
 
 def trace(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
-    """Traces a function of pytrees as if every array lived on the device.
+    """Traces a function of pytrees as if every array lived whole on the device.
 
     Returns:
       The closed jaxpr, and the pytree of `ShapeDtypeStruct` it returns.
     """
-    return jax.make_jaxpr(function, return_shape=True)(
-        *jax.tree.map(abstract, arguments)
-    )
+    with without_explicit_axes():
+        return jax.make_jaxpr(function, return_shape=True)(
+            *jax.tree.map(abstract, arguments)
+        )
 
 
 def abstract(x: Array | Any) -> jax.ShapeDtypeStruct:

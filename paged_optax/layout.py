@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from paged_optax.codecs import Codec, arranged
@@ -93,6 +94,17 @@ class Layout:
             return aval
         shards = self.shards[position]
         return shards.stored(codec, aval.shape) if shards else codec.stored(aval.shape)
+
+    def types(self, position: int, parameter: Any) -> Any:
+        """What is divided as a stored leaf is; None for what is on all devices."""
+        codec, aval = self.codecs[position], self.avals[position]
+        shards = self.shards[position]
+        if codec is None:
+            return parameter if np.shape(parameter) == aval.shape else None
+        stored = self.stored(position)
+        if shards is None:
+            return jax.tree.map(lambda _: None, stored)
+        return shards.typed(codec, stored, shards.local(aval.shape))
 
     def sizes(self) -> list[int | None]:
         """Bytes a device of each leaf as it is stored; None for what is no moment."""

@@ -157,7 +157,7 @@ def parameter_of(
         next(
             (
                 (tree, position[end])
-                for tree, end in (split(path, n) for n in lengths if n < len(path))
+                for tree, end in (split(path, n) for n in lengths if n <= len(path))
                 if end in position
             ),
             None,

@@ -123,10 +123,28 @@ class Shards:
             scales = _spec([names, first] if self.has_rows else [first])
         return Quantized(self.spec, scales)
 
+    def typed(self, codec: Codec, stored: Any, local: tuple[int, ...]) -> Any:
+        """What a codec stores of a leaf, and how it is divided."""
+        return jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)
+            ),
+            stored,
+            self.spec_of(codec, stored, local),
+        )
+
     @property
     def has_rows(self) -> bool:
         """Whether shards are no ranges of the flattened leaf."""
         return math.prod(self.divisions[1:]) > 1
+
+    @property
+    def mesh_here(self) -> Mesh | AbstractMesh:
+        """The mesh, its axes automatic where `automatically` has made them so."""
+        around = jax.sharding.get_abstract_mesh()
+        if AxisType.Explicit not in self.mesh.axis_types or around.empty:
+            return self.mesh
+        return self.mesh if AxisType.Explicit in around.axis_types else around
 
     @property
     def sharding(self) -> NamedSharding:
@@ -204,68 +222,58 @@ def on_shards(
 
     return jax.shard_map(
         run,
-        mesh=shards.mesh,
+        mesh=shards.mesh_here,
         in_specs=(specs, PartitionSpec()),
         out_specs=tuple(shards.spec_of(codec, like, local) for codec, like in coded),
         check_vma=False,
     )(arrays, scalars)
 
 
-def automatically(function: Callable[..., Any], results: Sequence[Any]) -> Any:
-    """Lets XLA divide what a function does on a mesh of explicit axes.
+def automatically(
+    function: Callable[..., Any], arguments: Sequence[Any], results: Any
+) -> Any:
+    """Calls a function on a mesh of explicit axes as if they were automatic.
+
+    What is traced of a transformation knows no axes: its equations would make arrays of
+    other types than those that they meet.
 
     Args:
-      function: Of arrays, traced as if nothing were divided.
-      results: Arrays that its results are divided like; None for a scalar.
+      function: What to call.
+      arguments: Its arguments, trees of arrays.
+      results: A tree like its results: for each an array or a type that is divided as
+        it is to be; None for what is on all devices.
+
+    Returns:
+      The results.
     """
-    types = [jax.typeof(x).sharding for x in jax.tree.leaves(list(results))]
-    mesh = next((x.mesh for x in types if _is_explicit(x)), None)
+    meshes = map(_explicit_mesh, jax.tree.leaves(arguments))
+    mesh = next(filter(None, meshes), None)
     if mesh is None:
-        return function
+        return function(*arguments)
+    spec = lambda x: jax.typeof(x).sharding.spec if _explicit_mesh(x) else None
     # The mesh is stated too: without one around, `auto_axes` would do nothing.
-    whole = NamedSharding(mesh, PartitionSpec())
-    like = lambda x: NamedSharding(mesh, jax.typeof(x).sharding.spec)
-    shardings = tuple(whole if x is None else jax.tree.map(like, x) for x in results)
-    return jax.sharding.auto_axes(function, out_sharding=shardings)
+    like = lambda x: NamedSharding(mesh, spec(x) or PartitionSpec())
+    shardings = jax.tree.map(like, results, is_leaf=lambda x: x is None)
+    return jax.sharding.auto_axes(function, out_sharding=shardings)(*arguments)
 
 
-def explicitly(
-    program: Callable[..., Sequence[Any]],
-    arrays: Sequence[Any],
-    shards: Shards | None,
-    results: Sequence[Any],
-) -> Sequence[Any]:
-    """Runs a leaf's program where it is, on a mesh of explicit axes too.
+def without_explicit_axes() -> contextlib.AbstractContextManager[Any]:
+    """Traces within as on one device, where the mesh around has explicit axes.
 
-    Its equations were traced as if nothing were divided: those that fill an array would
-    make one of another type than the leaf's.
-
-    Args:
-      program: Of arrays, and the shape of a shard.
-      arrays: Its arguments.
-      shards: How the leaf is divided, where the program is element by element.
-      results: Arrays that its results are divided like; None for a scalar.
+    What is traced then runs on such a mesh and on automatic axes alike.
     """
-    if not any(_is_explicit(jax.typeof(x).sharding) for x in arrays):
-        return program(arrays)
-    if shards is None:
-        made = automatically(lambda *arrays: tuple(program(arrays)), results)(*arrays)
-        return list(made)
-    shape = next(x.shape for x in arrays if x.ndim == len(shards.axes))
-    local = shards.local(shape)
-    return on_shards(
-        lambda place, arrays, scalars: tuple(program(arrays, local)),
-        shards,
-        tuple(arrays),
-        [None] * len(arrays),
-        local,
-        [(None, jax.ShapeDtypeStruct(shape, jnp.float32))] * len(results),
-    )
+    around = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in around.axis_types:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
-def _is_explicit(sharding: Any) -> bool:
-    mesh = getattr(sharding, "mesh", None)
-    return AxisType.Explicit in getattr(mesh, "axis_types", ())
+def _explicit_mesh(x: Any) -> Any:
+    """The mesh of explicit axes that an array's type names, or None."""
+    if x is None:
+        return None
+    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+    return mesh if AxisType.Explicit in getattr(mesh, "axis_types", ()) else None
 
 
 def _index(shards: Shards, names: tuple[str, ...]) -> UInt32[Array, ""]:

@@ -46,7 +46,7 @@ from paged_optax.sharding import (
     Known,
     Shards,
     automatically,
-    explicitly,
+    without_explicit_axes,
 )
 from paged_optax.slices import Streamed
 from paged_optax.stream import fill, stream
@@ -249,33 +249,44 @@ class _Pager:
             if not stay
         )
         shown = moving >= LARGE and not any(isinstance(x, Tracer) for x in leaves)
-        with progress("moments", len(analysis.leaves), shown) as advance:
 
-            def run_and_tell(leaf: granularity.LeafUpdate, inputs: list[Any]) -> Any:
-                made = run_leaf(leaf, inputs)
-                if shown:
-                    jax.block_until_ready(made)
-                    advance()
-                return made
+        def make(leaves: Sequence[Any]) -> list[Any]:
+            with progress("moments", len(analysis.leaves), shown) as advance:
 
-            values = analysis.evaluate(leaves, run_and_tell)
-        placed = [
-            _place(
-                jnp.asarray(value, aval.dtype) if codec is None else value,
-                not stay,
-                None if owner is None else leaves[owner],
-                mesh,
-            )
-            for value, aval, codec, stay, owner in zip(
-                values,
-                avals,
-                layout.codecs,
-                stays,
-                owners,
-                strict=True,
-            )
+                def run_and_tell(leaf: granularity.LeafUpdate, inputs: Any) -> Any:
+                    made = run_leaf(leaf, inputs)
+                    if shown:
+                        jax.block_until_ready(made)
+                        advance()
+                    return made
+
+                values = analysis.evaluate(leaves, run_and_tell)
+            return [
+                _place(
+                    jnp.asarray(value, aval.dtype) if codec is None else value,
+                    not stay,
+                    None if owner is None else leaves[owner],
+                    None if divided else mesh,
+                )
+                for value, aval, codec, stay, owner, divided in zip(
+                    values,
+                    avals,
+                    layout.codecs,
+                    stays,
+                    owners,
+                    layout.shards,
+                    strict=True,
+                )
+            ]
+
+        if not any(isinstance(x, Tracer) for x in leaves):
+            with without_explicit_axes():
+                return layout.build(make(leaves))
+        types = [
+            layout.types(i, None if owner is None else leaves[owner])
+            for i, owner in enumerate(owners)
         ]
-        return layout.build(placed)
+        return layout.build(automatically(make, (leaves,), types))
 
     def update(
         self,
@@ -286,9 +297,12 @@ class _Pager:
         active: Any = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        """Streams the state past the gradients; returns updates and the new state."""
+        """Streams the state past the gradients; returns updates and the new state.
+
+        Updates are divided as parameters are, or as gradients without them.
+        """
         if granularity.is_seen_through():
-            layout = self.layout(updates, state, self.shards(updates, params))
+            layout = self.layout(updates, state, self.shards(updates, state, params))
             leaves, _ = layout.take_apart(state)
             plain = layout.blank(leaves)
             return self.inner.update(updates, plain, params, **extra_args)
@@ -305,7 +319,7 @@ class _Pager:
             }
         )
         arguments = (_arrays(updates), state, _arrays(params), arrays)
-        shards = self.shards(arguments[0], arguments[2])
+        shards = self.shards(*arguments[:3])
         if static.needs_tracing or any(
             isinstance(x, Tracer) for x in jax.tree.leaves(arguments)
         ):
@@ -313,6 +327,20 @@ class _Pager:
         return self._eager(*arguments, static=static, shards=shards)
 
     def _stream(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
+        arrays: list[Any],
+        *,
+        static: "_Static",
+        shards: tuple[Shards | None, ...],
+    ) -> tuple[optax.Updates, optax.OptState]:
+        run = functools.partial(self._stream_here, static=static, shards=shards)
+        like = (updates if params is None else params, state)
+        return automatically(run, (updates, state, params, arrays), like)
+
+    def _stream_here(
         self,
         updates: optax.Updates,
         state: optax.OptState,
@@ -381,7 +409,7 @@ class _Pager:
             ]
             divided = _divided(leaf, gradients, shards)
             if not moving:
-                return explicitly(leaf.program, inputs, divided, olds)
+                return leaf.program(inputs)
             streamed.update(leaf.outputs)
             run = functools.partial(
                 stream,
@@ -391,7 +419,6 @@ class _Pager:
                 codecs=tuple(coded),
                 shards=divided,
             )
-            run = run if divided else automatically(run, olds)
             alone = divided is None and leaf.program.elementwise
             with jax.named_scope(UNSHARDED) if alone else contextlib.nullcontext():
                 return run(
@@ -447,10 +474,25 @@ class _Pager:
                 stacklevel=2,
             )
 
-    def shards(self, *trees: Any) -> tuple[Shards | None, ...]:
-        """How each parameter is divided, given arrays of the parameters' shapes."""
-        paths = _paths(trees[0])[0]
-        return self.known.find(paths, *map(jax.tree.leaves, trees))
+    def shards(
+        self, updates: Any, state: Any, params: Any
+    ) -> tuple[Shards | None, ...]:
+        """How each parameter's moments are divided: so they stay.
+
+        A parameter says it of moments that a codec stores, and a gradient where there
+        is no parameter.
+        """
+        paths, gradients = _paths(updates)
+        divided = jax.tree.leaves(params) or gradients
+        state_paths, leaves = _paths(state)
+        owners = parameter_of(state_paths, paths)
+        own = {
+            i: x
+            for i, x in zip(owners, leaves, strict=True)
+            if i is not None and x.shape == gradients[i].shape
+        }
+        moments = [own.get(i, x) for i, x in enumerate(divided)]
+        return self.known.find(paths, moments, divided, gradients)
 
     def layout(
         self, params: Any, state: Any, shards: Sequence[Shards | None]
@@ -743,15 +785,18 @@ def _divided(
 def _place(value: Any, host: bool, like: Any, mesh: Any) -> Any:
     """Puts one leaf of a new state beside its parameter, in its own memory.
 
-    What belongs to no single parameter is on all devices of the mesh, if there is one.
+    What is not divided as its parameter is on all devices of the mesh, if there is one.
     """
 
     def place(x: Array) -> Array:
-        concrete = not isinstance(x, Tracer)
-        if concrete and isinstance(mesh, Mesh) and not host and x.ndim == 0:
-            return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
-        if concrete and getattr(like, "committed", False) and like.shape == x.shape:
+        sharding = None
+        if isinstance(x, Tracer):
+            pass  # its type says where it is
+        elif getattr(like, "committed", False) and like.shape == x.shape:
             sharding = like.sharding
+        elif isinstance(mesh, Mesh):
+            sharding = NamedSharding(mesh, PartitionSpec())
+        if sharding is not None:
             if host:
                 sharding = sharding.with_memory_kind(PINNED_HOST)
             return jax.device_put(x, sharding)

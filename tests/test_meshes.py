@@ -1,0 +1,194 @@
+"""Meshes of explicit and of automatic axes, against Optax on one device."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import paged_optax as po
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+PAGED: Any = {"page_size": 1024, "min_paged_size": 300}
+#: One that stays on the device, one of at most 1024 values that does not, and another.
+SHAPES = {"b": (64,), "m": (16, 64), "v": (64, 96)}
+SPECS = {"b": P("x"), "m": P("x"), "v": P(None, "x")}
+WHOLE = dict.fromkeys(SPECS, P())
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+
+
+def mesh_of(axis_type):
+    return jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+
+
+def divided(tree, mesh, specs):
+    return {
+        name: jax.device_put(x, NamedSharding(mesh, specs[name]))
+        for name, x in tree.items()
+    }
+
+
+def train(tx, params, gradients, *, jit=True, jit_init=False):
+    state = (jax.jit(tx.init) if jit_init else tx.init)(params)
+    update = jax.jit(tx.update) if jit else tx.update
+    before = placements(state)
+    for _ in range(2):
+        updates, state = update(gradients, state, params)
+    return updates, state, before
+
+
+def placements(tree):
+    """How each leaf is divided, without the Nones that end a spec, and its memory."""
+    found = []
+    for x in jax.tree.leaves(tree):
+        local = x.sharding.shard_shape(x.shape)
+        found.append((local, len(x.sharding.device_set), x.sharding.memory_kind))
+    return found
+
+
+CASES: Any = {
+    "adamw": (po.paged_adamw, optax.adamw, {}, jnp.float32, jnp.float32),
+    "gradients in bfloat16": (po.paged_adamw, optax.adamw, {}, None, jnp.bfloat16),
+    "mu in bfloat16": (
+        po.paged_adamw,
+        optax.adamw,
+        {"mu_dtype": jnp.bfloat16},
+        jnp.float32,
+        jnp.float32,
+    ),
+    "mu in float32": (
+        po.paged_adamw,
+        optax.adamw,
+        {"mu_dtype": jnp.float32},
+        jnp.bfloat16,
+        jnp.bfloat16,
+    ),
+    "adagrad": (po.paged_adagrad, optax.adagrad, {}, jnp.float32, jnp.float32),
+    "lamb": (po.paged_lamb, optax.lamb, {}, jnp.float32, jnp.float32),
+    "lars": (po.paged_lars, optax.lars, {}, jnp.float32, jnp.float32),
+    "muon": (po.paged_muon, optax.contrib.muon, {}, jnp.float32, jnp.float32),
+    "adafactor": (
+        po.paged_adafactor,
+        optax.adafactor,
+        {"min_dim_size_to_factor": 8},
+        jnp.float32,
+        jnp.float32,
+    ),
+    "fromage": (
+        lambda lr, **settings: po.paged(optax.fromage(lr), **settings),
+        optax.fromage,
+        {},
+        jnp.float32,
+        jnp.float32,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "jit_init"),
+    [*((case, False) for case in CASES), ("adamw", True), ("adagrad", True)],
+)
+def test_numbers_on_explicit_axes(case, jit_init):
+    """Optax's numbers; each moment stays where and as `init` made it."""
+    ours, plain, settings, dtype, gradient_dtype = CASES[case]
+    dtype = dtype or jnp.float32
+    params = reference.arrays(dtype, 0, SHAPES)
+    gradients = reference.arrays(gradient_dtype, 1, SHAPES)
+    wanted, wanted_state, _ = train(plain(1e-2, **settings), params, gradients)
+    mesh = mesh_of(EXPLICIT)
+    with jax.set_mesh(mesh):
+        updates, state, before = train(
+            ours(1e-2, **settings, **PAGED),
+            divided(params, mesh, SPECS),
+            divided(gradients, mesh, SPECS),
+            jit_init=jit_init,
+        )
+    low = jnp.bfloat16 in (dtype, gradient_dtype, settings.get("mu_dtype"))
+    close = {"rtol": 2e-2, "atol": 1e-4} if low else {"rtol": 1e-5, "atol": 1e-6}
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(np.float32(x), np.float32(y), **close),
+        (updates, state),
+        (wanted, wanted_state),
+    )
+    assert placements(state) == before
+    for name, x in updates.items():
+        assert jax.typeof(x).sharding.spec[0] == (SPECS[name][0])
+    if case != "fromage":  # it keeps no moments
+        assert any("pinned_host" in x for x in before)
+
+
+@pytest.mark.parametrize("axis_type", [EXPLICIT, AUTO], ids=str)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("moved", ["gradients", "parameters"])
+def test_gradients_divided_otherwise(moved, jit, axis_type):
+    """Moments stay divided as `init` made them, and updates as parameters are."""
+    params = reference.arrays(jnp.float32, 0, SHAPES)
+    gradients = reference.arrays(jnp.float32, 1, SHAPES)
+    wanted, wanted_state, _ = train(optax.adamw(1e-2), params, gradients)
+    mesh = mesh_of(axis_type)
+    own, others = (SPECS, WHOLE) if moved == "gradients" else (WHOLE, SPECS)
+    with jax.set_mesh(mesh):
+        params = divided(params, mesh, own)
+        updates, state, before = train(
+            po.paged_adamw(1e-2, **PAGED),
+            params,
+            divided(gradients, mesh, others),
+            jit=jit,
+        )
+    reference.assert_equal(state, wanted_state)
+    for name, x in updates.items():
+        np.testing.assert_allclose(x, wanted[name], rtol=1e-5, atol=1e-7)
+    hosted = lambda placed: [x for x in placed if "pinned_host" in x]
+    assert hosted(placements(state)) == hosted(before) != []
+    if axis_type is EXPLICIT:
+        assert jax.tree.map(lambda x: jax.typeof(x).sharding, updates) == jax.tree.map(
+            lambda x: jax.typeof(x).sharding, params
+        )
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_master_weights_on_explicit_axes(jit):
+    """Parameters in bfloat16, gradients in float32: Optax's on float32 parameters."""
+    masters = reference.arrays(jnp.float32, 0, SHAPES)
+    low = optax.tree.cast(masters, jnp.bfloat16)
+    masters = optax.tree.cast(low, jnp.float32)
+    gradients = reference.arrays(jnp.float32, 1, SHAPES)
+    _, wanted, _ = train(optax.adamw(1e-2, weight_decay=0.0), masters, gradients)
+    mesh = mesh_of(EXPLICIT)
+    tx = po.paged_adamw(1e-2, weight_decay=0.0, master_dtype="float32", **PAGED)
+    with jax.set_mesh(mesh):
+        _, state, before = train(
+            tx, divided(low, mesh, SPECS), divided(gradients, mesh, SPECS), jit=jit
+        )
+    assert placements(state) == before
+    reference.assert_equal(state.inner_state, wanted)
+
+
+def test_extra_arguments_on_explicit_axes():
+    """Numbers, arrays of NumPy's, and gates among a traced update's arguments."""
+    inner = optax.GradientTransformationExtraArgs(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda updates, state, params=None, *, scale, shift: (
+            jax.tree.map(lambda g: g * scale + shift, updates),
+            jax.tree.map(jnp.add, state, updates),
+        ),
+    )
+    mesh = mesh_of(EXPLICIT)
+    tx = po.paged(inner, **PAGED)
+    with jax.set_mesh(mesh):
+        gradients = divided(reference.arrays(jnp.float32, 1, SHAPES), mesh, SPECS)
+        state = tx.init(gradients)
+        step = jax.jit(
+            lambda g, s, on: tx.update(g, s, scale=2, shift=np.float32(1), active=on)
+        )
+        for on in (True, False):
+            updates, new = step(gradients, state, jnp.bool_(on))
+            for name, g in gradients.items():
+                np.testing.assert_allclose(updates[name], on * (2 * g + 1), rtol=1e-6)
+                np.testing.assert_array_equal(new[name], on * g)
