@@ -107,13 +107,15 @@ class Part:
     @property
     def merged(self) -> int:
         """Entries that are one in `opened`, whose index is a loop's own variable."""
-        if self.view is None or self.pages.tiled or not self.travels:
+        if self.view is None or not self._counted or self.pages.axis:
             return 1
-        if self.pages.axis:
-            return 1
-        number, of = self.ratios[self.pages.axis]
-        together = self.pages.unit * number // of
-        return together if self.view[self.pages.axis] % together == 0 else 1
+        unit = _unit(self.pages, self.ratios)
+        return unit if self.view[0] % unit == 0 else 1
+
+    @property
+    def _counted(self) -> bool:
+        """Whether its pages are found by a loop's own variable, where they can be."""
+        return self.travels and not self.pages.tiled
 
     @property
     def opened(self) -> tuple[int, ...]:
@@ -184,15 +186,11 @@ class Part:
                 continue
             starts.append(start if number == of else _scaled(start, number, of))
             sizes.append(-(-whole[axis] * number // of))
-        axis = self.pages.axis
-        number, of = self.ratios[axis]
-        if self.travels and not self.pages.tiled:
-            together = self.pages.unit * number // of
-            if self.merged == together:
-                starts[axis] = at.unit
-                if together > 1:
-                    starts.insert(1, np.int32(0))
-                    sizes[:1] = sizes[0] // together, together
+        if self._counted and self.merged == _unit(self.pages, self.ratios):
+            starts[self.pages.axis] = at.unit
+            if self.merged > 1:
+                starts.insert(1, np.int32(0))
+                sizes[:1] = sizes[0] // self.merged, self.merged
         return starts, sizes
 
     def _pieces(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -364,6 +362,12 @@ class Streamed:
         return Held(codes, method(self.scales, x.scales, *arguments))
 
 
+def _unit(pages: Pages, ratios: Sequence[tuple[int, int]]) -> int:
+    """Entries of an array that a loop's own variable counts as one."""
+    number, of = ratios[pages.axis]
+    return pages.unit * number // of
+
+
 def _scaled(start: _Index, number: int, of: int) -> _Index:
     """`start * number / of`, which is a whole number."""
     # Start is a multiple of `of`, and a product first might not fit 32 bits.
@@ -409,8 +413,7 @@ def _is_raw(
     """Whether pages are found by a loop's own variable, where XLA:GPU needs that."""
     if pages.axis or not _NEEDS_RAW_INDEX:
         return True  # strips are transferred by kernels, which compute their addresses
-    number, of = ratios[0]
-    return view[0] % (pages.unit * number // of) == 0
+    return view[0] % _unit(pages, ratios) == 0
 
 
 def _scales_travel(
