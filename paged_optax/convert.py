@@ -23,7 +23,8 @@ from paged_optax.codecs import (
 from paged_optax.codecs.maps import dynamic_map
 from paged_optax.memory import nbytes
 from paged_optax.progress import LARGE, track
-from paged_optax.state import is_quantized, leaves_of
+from paged_optax.state import leaves_of
+from paged_optax.variables import like
 
 #: Optax's moments, and where bitsandbytes keeps each: its array, the position in it.
 _FIELDS: dict[str, tuple[str, int | None]] = {
@@ -155,8 +156,7 @@ def from_bitsandbytes(
                 )
             value = _read(entries[leaf.parameter], leaf)
         values.append(value)
-    structure = jax.tree.structure(state, is_leaf=is_quantized)
-    return jax.tree.unflatten(structure, values)
+    return like(state, values)
 
 
 def _leaves(state: optax.OptState) -> Iterator[Any]:

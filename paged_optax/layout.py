@@ -142,7 +142,7 @@ class Layout:
         leaves = self.structure.flatten_up_to(state)
         for position, codec in enumerate(self.codecs):
             if codec is not None:
-                self._check(leaves[position], codec, self.stored(position))
+                leaves[position] = self._read(leaves[position], position)
         own: dict[int, list[Any]] = {}
         for position in self.counts:
             counts = leaves[position]
@@ -157,15 +157,17 @@ class Layout:
             leaves[position] = own[position][0]
         return leaves, own
 
-    @staticmethod
-    def _check(found: Any, codec: Codec, wanted: Any) -> None:
-        describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    def _read(self, found: Any, position: int) -> Any:
+        """What a codec stored, in whatever container it comes back."""
+        wanted = self.stored(position)
+        describe = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
         if describe(found) != describe(wanted):
             raise OtherLayoutError(
                 f"the state holds {jax.tree.map(jax.typeof, found)} where codec"
-                f" {codec!r} stores {wanted}: make the state with this transformation's"
-                " own init, for parameters divided as these are."
+                f" {self.codecs[position]!r} stores {wanted}: make the state with this"
+                " transformation's own init, for parameters divided as these are."
             )
+        return jax.tree.unflatten(jax.tree.structure(wanted), jax.tree.leaves(found))
 
     def seen(self, leaves: Sequence[Any]) -> Any:
         """The state as the transformation sees it, of abstract values where coded."""

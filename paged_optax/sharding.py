@@ -30,6 +30,7 @@ from jax.sharding import (
 from jaxtyping import UInt32
 
 from paged_optax.codecs import Codec, Quantized, axis_of_blocks
+from paged_optax.variables import bare
 
 #: The scope in which a leaf is paged of which no sharding is known. On one device that
 #: is as it should be; a program of several is slow there, and `memory_report` says so.
@@ -473,7 +474,7 @@ def explicitly_typed(params: Any) -> Iterator[Any]:
 @contextlib.contextmanager
 def stated(params: Any) -> Iterator[None]:
     """Says the shardings of parameters of which only shapes will be traced."""
-    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    flat = jax.tree_util.tree_flatten_with_path(bare(params))[0]
     found = {
         (_keystr(path), x.shape): Shards.of_array(x)
         for path, x in flat

@@ -34,6 +34,7 @@ from paged_optax.memory import (
 )
 from paged_optax.plan import parameter_of, recorded
 from paged_optax.sharding import explicitly_typed, stated, typed_by_memory
+from paged_optax.variables import bare, like
 
 #: A path string, or a JAX key path.
 Path = str | tuple[Any, ...]
@@ -149,8 +150,8 @@ def page_out(
             f"moments={sorted(moments)}: parameter {_name(path)!r} has the moments"
             f" {sorted(known)}: pass those, as page_in gives them."
         )
-    leaves, structure = jax.tree.flatten(state, is_leaf=is_quantized)
-    unpaged = _unpaged(leaves_of(state))
+    found = leaves_of(state)
+    leaves, unpaged = [leaf.value for leaf in found], _unpaged(found)
     for name, (position, leaf) in known.items():
         given, held = _describe(moments[name]), _describe(leaf.value)
         if given != held:
@@ -160,7 +161,7 @@ def page_out(
             )
         put = functools.partial(_put_beside, host=leaf.place not in unpaged)
         leaves[position] = jax.tree.map(put, moments[name], leaf.value)
-    return jax.tree.unflatten(structure, leaves)
+    return like(state, leaves)
 
 
 def init_param(
@@ -205,7 +206,7 @@ def init_param(
         for name, (_, x) in zip(names, flat, strict=True)
     ]
     made = tx.init(jax.tree.unflatten(structure, alone))
-    placed = jax.tree.leaves(abstract_state(tx, params), is_leaf=is_quantized)
+    placed = [leaf.value for leaf in leaves_of(abstract_state(tx, params))]
     known = leaves_of(state)
     old = {(*leaf.place, leaf.parameter): leaf.value for leaf in known}
     wanted = leaves_of(made)
@@ -224,8 +225,7 @@ def init_param(
             )
     # Where nothing joins, the state keeps its containers: `nnx.Optimizer` has its own.
     same = [(*x.place, x.parameter) for x in wanted] == list(old)
-    like = state if same and len(old) == len(known) else made
-    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_quantized), leaves)
+    return like(state if same and len(old) == len(known) else made, leaves)
 
 
 def get_step(state: optax.OptState, path: Path) -> Int[Array, ""]:
@@ -314,8 +314,7 @@ def increment_step(state: optax.OptState, path: Path) -> optax.OptState:
         optax.safe_increment(leaf.value) if yes else leaf.value
         for leaf, yes in zip(leaves, own, strict=True)
     ]
-    structure = jax.tree.structure(state, is_leaf=is_quantized)
-    return jax.tree.unflatten(structure, values)
+    return like(state, values)
 
 
 def is_device_resident(state: optax.OptState, path: Path) -> bool:
@@ -485,8 +484,7 @@ def rebalance(
                 kind = PINNED_HOST if to_host else memory_kinds()[0]
                 move = functools.partial(_moved, kind=kind)
                 values[position] = jax.tree.map(move, leaf.value)
-    structure = jax.tree.structure(state, is_leaf=is_quantized)
-    return jax.tree.unflatten(structure, values)
+    return like(state, values)
 
 
 def abstract_state(
@@ -525,10 +523,8 @@ def abstract_state(
     with stated(params), explicitly_typed(params) as shapes:
         # A new function each time: JAX would not run one again that it has traced.
         closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(shapes)
-    stored, structure = jax.tree_util.tree_flatten_with_path(
-        shapes, is_leaf=is_quantized
-    )
-    parameters = jax.tree_util.tree_flatten_with_path(params)[0]
+    stored = jax.tree_util.tree_flatten_with_path(bare(shapes), is_leaf=is_quantized)[0]
+    parameters = jax.tree_util.tree_flatten_with_path(bare(params))[0]
     owners = parameter_of([p for p, _ in stored], [p for p, _ in parameters])
     default = _beside(x for _, x in parameters)
     avals = iter(closed.out_avals)
@@ -547,7 +543,7 @@ def abstract_state(
     for (_, x), owner in zip(stored, owners, strict=True):
         parameter = None if owner is None else parameters[owner][1]
         placed.append(jax.tree.map(lambda x, p=parameter: place(x, p), x))
-    return jax.tree.unflatten(structure, placed)
+    return like(shapes, placed)
 
 
 def _name(path: Path) -> str:
@@ -605,13 +601,21 @@ def leaves_of(state: Any) -> list[_Leaf]:
             _name(path[:-1]),
             _name(path[-1:]),
             "" if _is_count_variable(key_path, value) else _name(key_path),
-            value,
+            bare(value),
         )
         for path, field in _fields(state)
-        for key_path, value in jax.tree_util.tree_flatten_with_path(
-            field, is_leaf=is_quantized
-        )[0]
+        for key_path, value in _flat(field)
     ]
+
+
+def _flat(field: Any) -> list[tuple[Any, Any]]:
+    """A field's moments and arrays, each with its path, that of its variable."""
+    flat = jax.tree_util.tree_flatten_with_path(field, is_leaf=is_quantized)[0]
+    boxed = lambda x: (
+        is_quantized(x) and jax.tree.structure(x) != jax.tree.structure(bare(x))
+    )
+    value = jax.tree_util.GetAttrKey("value")
+    return [((*path, value) if boxed(x) else path, x) for path, x in flat]
 
 
 def _is_count_variable(key_path: tuple[Any, ...], value: Any) -> bool:
@@ -744,8 +748,8 @@ def _moved(x: Array, kind: str) -> Array:
     return moved
 
 
-def _placed(x: Array, like: Any) -> Array:
-    return _moved(x, like.sharding.memory_kind)
+def _placed(x: Array, place: Any) -> Array:
+    return _moved(x, place.sharding.memory_kind)
 
 
 def _budget(

@@ -51,6 +51,7 @@ from paged_optax.sharding import (
 from paged_optax.slices import Streamed
 from paged_optax.stream import fill, stream
 from paged_optax.table import readable_bytes
+from paged_optax.variables import bare, like, settled
 
 _keystr = jax.tree_util.keystr
 
@@ -189,6 +190,18 @@ class _Pager:
 
     def init(self, params: optax.Params) -> optax.OptState:
         """The state of `inner`, its larger arrays in host memory."""
+        made = self._init(bare(params))
+        structure = jax.tree.structure(bare(params))
+        if structure == jax.tree.structure(params):
+            return made
+        own = jax.eval_shape(self.inner.init, params)
+        leaves = [
+            like(params, x) if jax.tree.structure(x) == structure else x
+            for x in jax.tree.structure(bare(own)).flatten_up_to(made)
+        ]
+        return settled(jax.tree.unflatten(jax.tree.structure(own), leaves))
+
+    def _init(self, params: optax.Params) -> optax.OptState:
         params = _arrays(params)
         paths, leaves = _paths(params)
         for path, leaf in zip(paths, leaves, strict=True):
@@ -301,6 +314,17 @@ class _Pager:
 
         Updates are divided as parameters are, or as gradients without them.
         """
+        made = self._update(*map(bare, (updates, state, params, active, extra_args)))
+        return like(updates, made[0]), like(state, made[1])
+
+    def _update(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
+        active: Any,
+        extra_args: dict[str, Any],
+    ) -> tuple[optax.Updates, optax.OptState]:
         if granularity.is_seen_through():
             layout = self.layout(updates, state, self.shards(updates, state, params))
             leaves, _ = layout.take_apart(state)
