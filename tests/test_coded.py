@@ -430,3 +430,23 @@ def test_scratch(compile_for, codec, leaves):
         page = 512 * 4096 // (2 if codec == "dynamic_int4" else 1)
         assert {stride for _, _, _, stride in found} == {page}
         assert {first for _, _, first, _ in found} == {0}
+
+
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_state_of_the_parameters_own_tree(way):
+    """What is no field of a state of Optax's is a parameter's moment all the same."""
+    add = lambda updates, state, params=None: (
+        updates,
+        jax.tree.map(jnp.add, state, updates),
+    )
+    inner = optax.GradientTransformation(optax.tree.zeros_like, add)
+    tx = po.paged(inner, codec="bfloat16", **ALL_PAGED)
+    params = reference.arrays(jnp.float32, 0, {"a": (64, 64), "b": (129, 65)})
+    state = tx.init(params)
+    for _ in range(2):
+        _, state = way(tx.update)(params, state, params)
+    assert [x.dtype for x in state.values()] == [jnp.bfloat16] * 2
+    assert po.host_bytes(state, "a") == 64 * 64 * 2
+    wanted = jax.tree.map(lambda x: 2 * x, params)
+    close = lambda x, y: np.testing.assert_allclose(np.float32(x), y, rtol=2**-7)
+    jax.tree.map(close, state, wanted)
