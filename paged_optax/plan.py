@@ -18,7 +18,7 @@ from paged_optax.memory import (
     host_pool_bytes,
     resolve_host_memory_kind,
 )
-from paged_optax.sharding import Shards, fully_sharded, stated
+from paged_optax.sharding import Shards, fully_sharded, refuse_uneven, stated
 from paged_optax.table import readable_bytes, table
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
@@ -284,7 +284,8 @@ class PagePlan:
         """Device bytes of pages in flight: each page read, and each written.
 
         The bound the engine is built to, beside which XLA keeps up to 8 MiB of its own
-        and of scales; `memory_report` says what it assigned.
+        and of scales; `memory_report` says what it assigned. What XLA takes to move
+        gradients that are divided otherwise than their parameters is not in it.
         """
         flying: dict[int, int] = {}
         for x in self.moments:
@@ -418,7 +419,8 @@ def plan(
       The plan. It prints as a table.
 
     Raises:
-      ValueError: If the rate is not positive, or nothing in `tx` is paged.
+      ValueError: If the rate is not positive, if nothing in `tx` is paged, or if a
+        parameter's sharding does not divide it evenly.
 
     Example:
       >>> import jax, jax.numpy as jnp, paged_optax as po
@@ -432,6 +434,7 @@ def plan(
       >>> po.plan(po.paged_adamw(1e-3), params, mesh=mesh).host_bytes // 2**20
       16
     """
+    refuse_uneven(params)
     if mesh is not None:
         params = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(

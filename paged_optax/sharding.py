@@ -311,6 +311,30 @@ def typed_by_memory(sharding: Any) -> Any:
     return NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
 
 
+def refuse_uneven(params: Any) -> None:
+    """Refuses parameters that could not be made as they are described.
+
+    Raises:
+      ValueError: If the sharding of one does not divide it evenly.
+    """
+    for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            continue
+        try:
+            sharding.shard_shape(x.shape)
+        except ValueError as error:
+            raise _uneven("params", sharding, path, x.shape) from error
+
+
+def _uneven(argument: str, sharding: NamedSharding, path: Any, shape: Any) -> Exception:
+    return ValueError(
+        f"{argument} has {sharding.spec} over the mesh {dict(sharding.mesh.shape)} for"
+        f" parameter {_keystr(path)} of shape {shape}, which it does not divide evenly:"
+        " leave that axis whole."
+    )
+
+
 def fully_sharded(params: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Divides every parameter over all devices of a mesh, as ZeRO and FSDP do.
 
@@ -435,11 +459,7 @@ class Known:
             asked = NamedSharding(mesh, asked)
         found = Shards.of(asked, shape) if len(asked.spec) <= len(shape) else None
         if found is None and asked.mesh.size > 1:
-            raise ValueError(
-                f"shardings has {asked.spec} over the mesh {dict(asked.mesh.shape)} for"
-                f" parameter {_keystr(path)} of shape {shape}, which it does not divide"
-                " evenly: leave that axis whole."
-            )
+            raise _uneven("shardings", asked, path, shape)
         return found
 
 

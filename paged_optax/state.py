@@ -33,7 +33,12 @@ from paged_optax.memory import (
     on_host,
 )
 from paged_optax.plan import parameter_of, recorded
-from paged_optax.sharding import explicitly_typed, stated, typed_by_memory
+from paged_optax.sharding import (
+    explicitly_typed,
+    refuse_uneven,
+    stated,
+    typed_by_memory,
+)
 from paged_optax.variables import bare, like
 
 #: A path string, or a JAX key path.
@@ -503,6 +508,9 @@ def abstract_state(
     Returns:
       The state's tree of `jax.ShapeDtypeStruct`, each with its memory kind stated.
 
+    Raises:
+      ValueError: If a parameter's sharding does not divide it evenly.
+
     Example:
       >>> import jax, jax.numpy as jnp, paged_optax as po
       >>> params = {"w": jnp.ones((512, 512))}
@@ -520,6 +528,7 @@ def abstract_state(
       >>> state[0].mu["w"].sharding.memory_kind
       'pinned_host'
     """
+    refuse_uneven(params)
     with stated(params), explicitly_typed(params) as shapes:
         # A new function each time: JAX would not run one again that it has traced.
         closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(shapes)

@@ -192,3 +192,73 @@ def test_extra_arguments_on_explicit_axes():
             for name, g in gradients.items():
                 np.testing.assert_allclose(updates[name], on * (2 * g + 1), rtol=1e-6)
                 np.testing.assert_array_equal(new[name], on * g)
+
+
+@pytest.mark.parametrize("spec", [P(None, "x"), P()], ids=str)
+def test_layerwise_step_on_explicit_axes(spec):
+    """The numbers of `jax.grad` and Optax; everything stays divided as it was."""
+    weights = {"layers": {"w": jnp.full((2, 16, 16), 0.01) + jnp.eye(16)}}
+    batch = jnp.linspace(0, 1, 8 * 16).reshape(8, 16)
+    through = lambda w, x: x + jnp.tanh(x @ w)
+
+    def loss(params, x):
+        for w in params["layers"]["w"]:
+            x = through(w, x)
+        return jnp.mean(x**2)
+
+    plain = optax.sgd(0.1, momentum=0.9)
+    gradients = jax.grad(loss)(weights, batch)
+    updates, wanted = plain.update(gradients, plain.init(weights), weights)
+    tx = po.paged_sgd(0.1, momentum=0.9, page_size=256, min_paged_size=0)
+    step = po.layerwise_step(
+        lambda rest, batch: (batch, None),
+        lambda w, x, context, i: (through(w["w"], x), None),
+        lambda rest, x, kept, batch: jnp.mean(x**2),
+        tx,
+    )
+    mesh = mesh_of(EXPLICIT)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(weights, NamedSharding(mesh, spec))
+        args = params, tx.init(params), po.GradientWorkspace.allocate(params["layers"])
+        new, state, *_ = jax.jit(step)(*args, jax.device_put(batch, P("x")))
+    for found, expected in [
+        (new, optax.apply_updates(weights, updates)),
+        (optax.tree.get(state, "trace"), optax.tree.get(wanted, "trace")),
+    ]:
+        found, expected = found["layers"]["w"], expected["layers"]["w"]
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert placements((new, state)) == placements(args[:2])
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_factors_of_a_divided_parameter(jit):
+    """They are paged by all devices, whole, whatever their parameter's shards."""
+    params = {"w": jnp.linspace(-1, 1, 128 * 32).reshape(128, 32)}
+    settings = {"min_dim_size_to_factor": 8}
+    wanted, wanted_state, _ = train(optax.adafactor(1e-2, **settings), params, params)
+    mesh = mesh_of(AUTO)
+    tx = po.paged_adafactor(1e-2, page_size=256, min_paged_size=256, **settings)
+    params = divided(params, mesh, {"w": P("x")})
+    updates, state, before = train(tx, params, params, jit=jit)
+    np.testing.assert_allclose(updates["w"], wanted["w"], rtol=1e-4)
+    hosted = lambda placed: [x for x in placed if "pinned_host" in x]
+    assert hosted(before) == [((128,), 8, "pinned_host")]
+    assert [kind for *_, kind in placements(state)] == [kind for *_, kind in before]
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(wanted_state), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5)
+
+
+@pytest.mark.parametrize("where", ["plan", "plan of a mesh", "abstract_state"])
+def test_described_parameters_that_do_not_divide_evenly(where):
+    """They could not be made, nor could their moments."""
+    mesh = jax.sharding.AbstractMesh((8,), ("x",))
+    place = NamedSharding(mesh, P(None, "x"))
+    params = {"w": jax.ShapeDtypeStruct((64, 100), jnp.float32, sharding=place)}
+    tx = po.paged_adamw(1e-3)
+    call = {
+        "plan": lambda: po.plan(tx, params),
+        "plan of a mesh": lambda: po.plan(tx, params, mesh=mesh),
+        "abstract_state": lambda: po.abstract_state(tx, params),
+    }[where]
+    with pytest.raises(ValueError, match=r"\['w'\] of shape \(64, 100\).*evenly"):
+        call()

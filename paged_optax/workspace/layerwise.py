@@ -13,6 +13,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from paged_optax.memory import DEVICE, HOST, on_host
+from paged_optax.sharding import automatically
 from paged_optax.workspace.applied import Applied
 from paged_optax.workspace.parts import Parts
 from paged_optax.workspace.stacks import (
@@ -151,6 +152,12 @@ def layerwise_step(
     def step(
         params: Tree, state: optax.OptState, workspace: GradientWorkspace, batch: Tree
     ) -> tuple[Tree, optax.OptState, GradientWorkspace, LayerwiseOutput]:
+        given = params, state, workspace, batch
+        return automatically(run, given, (params, state, workspace, None))
+
+    def run(
+        params: Tree, state: optax.OptState, workspace: GradientWorkspace, batch: Tree
+    ) -> tuple[Tree, optax.OptState, GradientWorkspace, LayerwiseOutput]:
         parts = Parts.of(params)
         _refuse_integers(params)
         if accumulate:
@@ -158,8 +165,7 @@ def layerwise_step(
         workspace.check(parts.layers)
         applied = Applied(tx, params, parts, state, workspace.gradients)
         norms = _Norms(max_norm, clip, _widest(parts.rest, workspace.gradients))
-        run = _Run(model, parts, applied, norms, accumulate)
-        return run(workspace, batch)
+        return _Run(model, parts, applied, norms, accumulate)(workspace, batch)
 
     return step
 
