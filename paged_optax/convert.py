@@ -81,9 +81,8 @@ def to_bitsandbytes(
         arrays = {f"state{number}": leaf.value}
         if isinstance(leaf.value, Quantized):
             try:
-                plain = unarranged(
-                    DynamicInt8(), _beside(leaf.value), shapes.get(leaf.parameter)
-                )
+                shape = shapes.get(leaf.parameter)
+                plain = unarranged(_codec(number), _beside(leaf.value), shape)
             except ValueError as error:
                 raise ValueError(
                     f"moment {leaf.field} of parameter {leaf.parameter!r} is"
@@ -93,7 +92,7 @@ def to_bitsandbytes(
                 ) from error
             codes, scales = map(np.asarray, plain)
             arrays = {f"state{number}": codes, f"absmax{number}": scales}
-            qmap = np.array(dynamic_map(signed=number == "1"))
+            qmap = np.array(dynamic_map(_codec(number).signed))
             entry[f"qmap{number}"] = {None: qmap}
         for name, x in arrays.items():
             entry.setdefault(name, {})[position] = np.asarray(x)
@@ -180,7 +179,8 @@ def _read(entry: Mapping[str, Any], leaf: Any) -> Any:
     if not isinstance(leaf.value, Quantized):
         return _fitting(given(f"state{number}"), leaf.value, leaf, number)
     qmap = np.asarray(entry.get(f"qmap{number}", np.zeros(0)), np.float32)
-    wanted_map = dynamic_map(signed=number == "1")
+    plain = _codec(number)
+    wanted_map = dynamic_map(plain.signed)
     # PyTorch's linspace rounds differently from release to release.
     if qmap.shape != wanted_map.shape or not np.allclose(qmap, wanted_map, 1e-6, 0):
         raise ValueError(
@@ -189,20 +189,24 @@ def _read(entry: Mapping[str, Any], leaf: Any) -> Any:
         )
     codes, scales = given(f"state{number}"), given(f"absmax{number}")
     found = Quantized(codes, scales)
-    plain = DynamicInt8()
     if _described(found) == _described(plain.stored(codes.shape)):
-        found = _arranged_like(leaf.value, found)
+        found = _arranged_like(leaf.value, found, plain)
     return jax.tree.map(
         lambda x, old: _fitting(x, old, leaf, number), found, leaf.value
     )
 
 
-def _arranged_like(moment: Any, found: Any) -> Any:
+def _codec(number: str) -> DynamicInt8:
+    """What stores first moments, or second ones."""
+    return DynamicInt8(signed=number == "1")
+
+
+def _arranged_like(moment: Any, found: Any, plain: DynamicInt8) -> Any:
     """Codes and scales as a state's moment is arranged; as they are if none fits."""
     shape = found.codes.shape
     # Of a moment whose blocks run along columns, bitsandbytes has the transposed one.
     for own in (shape, (*shape[:-2], *shape[:-3:-1])):
-        codec = arranged(DynamicInt8(), own)
+        codec = arranged(plain, own)
         turned = axis_of_blocks(codec) == -2
         if turned != (own != shape) or not isinstance(codec, Arranged):
             continue

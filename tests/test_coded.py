@@ -12,7 +12,14 @@ import reference
 from test_bytes import assert_in_place, square, updating
 
 import paged_optax as po
-from paged_optax.codecs import BFloat16Codec, DynamicInt8, Quantized, unarranged
+from paged_optax.codecs import (
+    BFloat16Codec,
+    DynamicInt4,
+    DynamicInt8,
+    Float8E4M3,
+    Quantized,
+    unarranged,
+)
 
 NAMES = [
     "dynamic_int8",
@@ -27,7 +34,8 @@ ALL_PAGED = {"page_size": "16KiB", "min_paged_size": "1B"}
 
 def in_bytes(stored):
     """Codes and scales as the codec made them, before they were arranged."""
-    return unarranged(DynamicInt8(), stored)
+    signed = jnp.issubdtype(stored.codes.dtype, jnp.signedinteger)
+    return unarranged(DynamicInt8(signed), stored)
 
 
 def trained(tx, steps=3, dtype=jnp.float32, eager=False):
@@ -336,6 +344,30 @@ def test_another_codecs_state():
     state = po.paged_adamw(1e-3).init(params)
     with pytest.raises(ValueError, match="DynamicInt8"):
         po.paged_adamw_8bit(1e-3).update(params, state, params)
+
+
+@pytest.mark.parametrize(
+    ("stored", "read"),
+    [
+        (DynamicInt8(), DynamicInt8(signed=False)),
+        (DynamicInt8(), Float8E4M3()),
+        (DynamicInt8(signed=False), Float8E4M3()),
+        (DynamicInt4(), DynamicInt4(signed=False)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(8192,), (64, 512), (129, 65), (768, 1057)], ids=str)
+def test_a_state_tells_what_stored_it(stored, read, shape):
+    """Codes that mean other numbers are refused, either way, packed in words or not."""
+    params = {"w": jnp.ones(shape)}
+    build = lambda codec: po.paged(
+        optax.scale_by_rms(), codec={"nu": codec}, **ALL_PAGED
+    )
+    for writer, reader in ((stored, read), (read, stored)):
+        state = build(writer).init(params)
+        with pytest.raises(ValueError, match="own init"):
+            jax.eval_shape(build(reader).update, params, state, params)
+        jax.eval_shape(build(writer).update, params, state, params)
 
 
 def handing_over():

@@ -550,7 +550,12 @@ def test_coded_moments():
     _, state = tx.update(params, tx.init(params), params)
     size = 2 * (64 * 64 + 64 * 64 // 256 * 4)
     moments = po.page_in(state, "a")
-    assert [str(x.dtype) for x in jax.tree.leaves(moments)] == 2 * ["uint32", "float32"]
+    assert [str(x.dtype) for x in jax.tree.leaves(moments)] == [
+        "int32",
+        "float32",
+        "uint32",
+        "float32",
+    ]
     assert set(kinds(moments)) == {DEVICE}
     assert po.is_device_resident(state, "a")
     assert po.device_bytes(state, "a") == size

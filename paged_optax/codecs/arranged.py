@@ -15,6 +15,11 @@ way of dividing changes what it holds.
 that run on from row to row fit no page of a TPU's tiles: it took 86 s to compile, and
 617 MiB of scratch. Where a column is whole blocks they run along the columns, as they
 do in PyTorch, whose layers keep the transposed matrix.
+
+**What stored it.** A state is arrays, and codes of another map mean other numbers.
+Their dtypes tell: codes of a map with negative numbers are signed integers, others
+unsigned; eight-bit floats are that dtype, or, in words, unsigned beside scales that are
+bits.
 """
 
 import dataclasses
@@ -47,8 +52,7 @@ _LEAST_FILLED = 128
 class Arranged:
     """Stores what a codec does, differently arranged.
 
-    The first code of a word has its lowest bits. Unsigned codes make `uint32`, others
-    `int32`, so that a state tells them apart by itself.
+    The first code of a word has its lowest bits.
 
     Attributes:
       codec: The codec; of one code a byte.
@@ -93,21 +97,24 @@ class Arranged:
     def stored(self, shape: tuple[int, ...]) -> Any:
         """The codec's codes and scales, in their other shapes."""
         found = self.codec.stored(shape)
-        codes = codes_of(found)
+        codes, words = codes_of(found), list(codes_of(found).shape)
+        dtype = codes.dtype
+        floats = jnp.issubdtype(dtype, jnp.floating)
         if self.axis is not None:
-            unsigned = jnp.issubdtype(codes.dtype, jnp.unsignedinteger)
-            words = list(shape)
             words[self.axis] = -(-words[self.axis] // self.packed)
-            dtype = jnp.uint32 if unsigned else jnp.int32
-            codes = jax.ShapeDtypeStruct(tuple(words), dtype)
+            dtype = jnp.int32 if self.signed and not floats else jnp.uint32
+        elif dtype.itemsize == 1 and not floats:
+            dtype = jnp.int8 if self.signed else jnp.uint8
+        codes = jax.ShapeDtypeStruct(tuple(words), dtype)
         if not isinstance(found, Quantized):
             return codes
-        scales = found.scales
+        scales, beside = found.scales, list(found.scales.shape)
         if self.blocks is not None:
             beside = list(shape)
             beside[self.blocks] //= self.block
-            scales = jax.ShapeDtypeStruct(tuple(beside), scales.dtype)
-        return Quantized(codes, scales)
+        bits = floats and self.axis is not None and scales.dtype == jnp.float32
+        dtype = jnp.int32 if bits else scales.dtype
+        return Quantized(codes, jax.ShapeDtypeStruct(tuple(beside), dtype))
 
     def encode(self, page: Float32[Array, "*shape"], noise: Noise | None = None) -> Any:
         """Stores a page."""
@@ -115,8 +122,8 @@ class Arranged:
 
     def decode(self, stored: Any, shape: tuple[int, ...]) -> Float32[Array, "*shape"]:
         """Gives a page back."""
-        plain = self.plain(stored, shape)
-        return self._turned(self.codec.decode(plain, codes_of(plain).shape))
+        turned = (*shape[:-2], *shape[:-3:-1]) if self.blocks == -2 else shape
+        return self._turned(self.codec.decode(self.plain(stored, shape), turned))
 
     def _turned(self, x: Array) -> Array:
         """The moment with the axis of its blocks last, or back."""
@@ -131,13 +138,14 @@ class Arranged:
         if self.axis is not None:
             codes = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
             codes = _joined(codes, codes.ndim + self.axis, self.packed)
-            codes = lax.bitcast_convert_type(codes, codes_of(like).dtype)
+        codes = lax.bitcast_convert_type(codes, codes_of(like).dtype)
         if not isinstance(found, Quantized):
             return codes
         turned = list(like.scales.shape)
         if self.blocks == -2:
             turned[-2:] = turned[:-3:-1]
-        return Quantized(codes, self._turned(found.scales.reshape(turned)))
+        scales = self._turned(found.scales.reshape(turned))
+        return Quantized(codes, lax.bitcast_convert_type(scales, like.scales.dtype))
 
     def plain(self, stored: Any, shape: tuple[int, ...]) -> Any:
         """Undoes `arrange`."""
@@ -146,11 +154,11 @@ class Arranged:
             words = lax.bitcast_convert_type(codes, jnp.int32)
             axis = words.ndim + self.axis
             codes = _parted(words, axis, self.packed, shape[axis]).astype(jnp.uint8)
-            codes = lax.bitcast_convert_type(codes, codes_of(like).dtype)
-        codes = self._turned(codes)
+        codes = self._turned(lax.bitcast_convert_type(codes, codes_of(like).dtype))
         if not isinstance(stored, Quantized):
             return codes
-        return Quantized(codes, self._turned(stored.scales).reshape(-1))
+        scales = lax.bitcast_convert_type(stored.scales, like.scales.dtype)
+        return Quantized(codes, self._turned(scales).reshape(-1))
 
 
 def arranged(
@@ -158,7 +166,7 @@ def arranged(
 ) -> Codec:
     """The codec as it stores a moment, or one device's part of one, of this shape.
 
-    A vector is cut into pages at any value, and stays as it is.
+    A vector is cut into pages at any value: it keeps a byte a code.
 
     Args:
       codec: The codec.
@@ -170,19 +178,18 @@ def arranged(
       >>> from paged_optax.codecs import named
       >>> codec = arranged(named("dynamic_int8", signed=True), (64, 512))
       >>> codec.stored((64, 512)).codes
-      ShapeDtypeStruct(shape=(16, 512), dtype=uint32)
+      ShapeDtypeStruct(shape=(16, 512), dtype=int32)
       >>> codec.stored((64, 512)).scales
       ShapeDtypeStruct(shape=(64, 2), dtype=float32)
     """
-    if len(shape) < 2:
-        return codec
     apart = codec.one_a_byte() if isinstance(codec, DynamicInt4) else codec
     found = apart.stored(shape)
     codes = codes_of(found)
+    bytewise = codes.dtype.itemsize == 1
     axis = along = None
-    if codes.shape == shape:
+    if codes.shape == shape and len(shape) > 1:
         packed = 32 // _bits(apart)
-        if codes.dtype.itemsize == 1:
+        if bytewise:
             axis = _axis_of_words(whole or shape, packed)
             if axis is None or not _in_words(shape, axis, packed):
                 axis = _axis_of_words(shape, packed)
@@ -190,7 +197,7 @@ def arranged(
             along = _axis_of_blocks(whole or shape, codec.block)
             if along is None or shape[along] % codec.block:
                 along = _axis_of_blocks(shape, codec.block)
-    if axis is None and along is None:
+    if axis is None and along is None and not bytewise:
         return codec
     return Arranged(codec if axis is None else apart, axis, along)
 
