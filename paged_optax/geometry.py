@@ -164,10 +164,14 @@ def _rows(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -> 
             unit = math.lcm(*(packed_along(x.codec, -1) for x in moments))
             strip = rows * itemsize
             size, count = _divide(columns, unit, strip, page_size)
-            return Pages(shape, view, 1, size, count, unit=unit)
+            if count > 1:
+                return Pages(shape, view, 1, size, count, unit=unit)
+            return _single(shape)
     size, count = _divide(
         math.prod(view) // columns, unit, columns * itemsize, page_size
     )
+    if count == 1:
+        return _single(shape)  # its rows are not enough for whole blocks
     return Pages(shape, view, 0, size, count, unit=unit)
 
 

@@ -5,20 +5,27 @@ it. `python fuzz.py` answers with the distances of the recipes it is asked for, 
 `apart`; the flags are those of `exact`.
 """
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import apart
+import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import reference
 from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import paged_optax as po
+from paged_optax.choice import check, choose
+from paged_optax.codecs import arranged
+from paged_optax.plan import parameter_of
+from paged_optax.state import is_quantized
 
 
 def _closing_over(x: Array) -> Array:
@@ -42,6 +49,8 @@ def _other_order(x: Array) -> Array:
 def _iota(x: Array) -> Array:
     return x * lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) if x.ndim else x
 
+
+FLAGS = f"{exact.FLAGS} --xla_force_host_platform_device_count=4"
 
 #: A step of a transformation takes two arrays, or scalars, and gives one.
 Step = Callable[[Array, Array], Any]
@@ -144,6 +153,10 @@ BLOCKS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 SHAPES = [(), (1,), (7,), (300,), (33, 5), (8, 16), (3, 5, 7), (16, 40), (0, 4)]
+EVEN_SHAPES = [(64, 80), (16, 1024), (8192,), (32, 4, 64), (3, 40, 50), (7,)]
+#: Of enough values that a codec stores them.
+CODED_SHAPES = [(64, 80), (5000,), (3, 40, 50), (260, 33), (16, 1024), (7,)]
+CODECS = ["dynamic_int8", "dynamic_int4", "float8_e4m3", "bfloat16"]
 DTYPES = ["float32", "bfloat16", "float16"]
 
 
@@ -189,24 +202,132 @@ def by_steps(steps: list[Any]) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
+class Leaf(NamedTuple):
+    """One leaf of a state.
+
+    Attributes:
+      shape: Its shape.
+      codec: What stores it, or None.
+      owner: The number of its parameter, or None.
+    """
+
+    shape: tuple[int, ...]
+    codec: Any
+    owner: int | None
+
+    def encode(self, x: Any) -> Any:
+        return x if self.codec is None else jax.jit(self.codec.encode)(x)
+
+    def decode(self, stored: Any) -> Any:
+        """The leaf on one device, as the transformation sees it."""
+        stored = jax.tree.map(_on_one_device, stored)
+        if self.codec is None:
+            return stored
+        return jax.jit(self.codec.decode, static_argnums=1)(stored, self.shape)
+
+
+def _on_one_device(x: Array) -> Array:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = np.asarray(jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jnp.asarray(np.asarray(x))
+
+
+def leaves_of(codec: Any, init: Callable[[Any], Any], params: Any) -> list[Leaf]:
+    """The leaves of a transformation's state, in order."""
+    flat = jax.tree_util.tree_leaves_with_path(jax.eval_shape(init, params))
+    paths, avals = [path for path, _ in flat], [x for _, x in flat]
+    own = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    codecs = choose(check(codec), paths, avals, own)
+    return [
+        Leaf(x.shape, codec and arranged(codec, x.shape), owner)
+        for x, codec, owner in zip(avals, codecs, parameter_of(paths, own), strict=True)
+    ]
+
+
+def divided(mesh: jax.sharding.Mesh | None) -> Callable[[Any], Any]:
+    """What divides a tree over a mesh, along first axes that it divides evenly."""
+    if mesh is None:
+        return lambda tree: tree
+
+    def place(x: Array) -> Array:
+        even = x.ndim > 0 and x.size > 0 and x.shape[0] % 4 == 0
+        spec = PartitionSpec("x") if even else PartitionSpec()
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    return lambda tree: jax.tree.map(place, tree)
+
+
 def run(recipe: dict[str, Any]) -> dict[str, float]:
-    """The distances of a recipe's transformation from its paged self."""
+    """The distances of a recipe's transformation from its paged self.
+
+    Both start each step from the same state, which Optax is given decoded. What it
+    makes of it is stored as the paged state is; what belongs to a parameter that is not
+    active stays.
+    """
     inner = optax.chain(
         *(BLOCKS[name]() for name in recipe["before"]),
         by_steps(recipe["steps"]),
         *(BLOCKS[name]() for name in recipe["after"]),
     )
-    paged = po.paged(inner, page_size=recipe["page_size"], min_paged_size=0)
+    codec = recipe["codec"]
+    paged = po.paged(
+        inner, page_size=recipe["page_size"], min_paged_size=0, codec=codec
+    )
     shapes = dict(zip("abc", map(tuple, recipe["shapes"]), strict=False))
     make = functools.partial(
         reference.arrays, jnp.dtype(recipe["dtype"]), shapes=shapes
     )
-    given = {"count": 2, "gradients": lambda number: make(seed=number)}
-    wanted = list(reference.steps(inner, make(9), **given))
-    wrap = (lambda f: f) if recipe["eager"] else jax.jit
-    starts = [make(9), *(params for _, params, _ in wanted[:-1])]
-    found = list(reference.steps(paged, make(9), jit=wrap, starts=starts, **given))
-    return reference.distances([x[::2] for x in wanted], [x[::2] for x in found])
+    wrap, mesh = (lambda f: f) if recipe["eager"] else jax.jit, None
+    if axes := recipe["mesh"]:
+        mesh = jax.make_mesh((4,), ("x",), (jax.sharding.AxisType[axes],))
+    explicit = axes == "Explicit"
+    around = lambda: jax.set_mesh(mesh) if explicit else contextlib.nullcontext()
+    divide, params = divided(mesh), make(9)
+    leaves = leaves_of(codec, inner.init, params)
+
+    def each(method: Callable[[Leaf, Any], Any], state: Any) -> Any:
+        flat, structure = jax.tree.flatten(state, is_leaf=is_quantized)
+        changed = [method(leaf, x) for leaf, x in zip(leaves, flat, strict=True)]
+        return jax.tree.unflatten(structure, changed)
+
+    # Under `jit` over automatic axes nothing says how arrays are divided.
+    init = paged.init if mesh and not explicit else wrap(paged.init)
+    with around():
+        state = init(divide(params))
+    found = _apart("init", each(Leaf.encode, jax.jit(inner.init)(params)), state)
+    for number, gates in enumerate(recipe["active"]):
+        gradients, old = make(seed=number), each(Leaf.decode, state)
+        updates, new = jax.jit(inner.update)(gradients, old, params)
+        kept = each(Leaf.encode, new)
+        given, update = (divide(gradients), state, divide(params)), paged.update
+        if gates is not None:
+            gates = gates[: len(shapes)]
+            active = dict(zip(shapes, gates, strict=True))
+            updates = jax.tree.map(lambda x, on: x if on else 0 * x, updates, active)
+            stays = [
+                not (any(gates) if leaf.owner is None else gates[leaf.owner])
+                for leaf in leaves
+            ]
+            flat, structure = jax.tree.flatten(kept, is_leaf=is_quantized)
+            olds = jax.tree.leaves(state, is_leaf=is_quantized)
+            both = zip(stays, olds, flat, strict=True)
+            kept = jax.tree.unflatten(structure, [x if y else z for y, x, z in both])
+            if recipe["traced"]:
+                update = lambda *given: paged.update(*given[:-1], active=given[-1])
+                given = (*given, jax.tree.map(jnp.asarray, active))
+            else:
+                update = functools.partial(update, active=active)
+        with around():
+            moved, state = wrap(update)(*given)
+        found |= _apart(f"updates {number}", updates, moved)
+        found |= _apart(f"state {number}", kept, state)
+    return found
+
+
+def _apart(name: str, wanted: Any, found: Any) -> dict[str, float]:
+    distances = reference.distances(wanted, found)
+    return {f"{name} {path}": distance for path, distance in distances.items()}
 
 
 def _outcome(recipe: str) -> Any:

@@ -5,7 +5,6 @@ import json
 
 import apart
 import chex
-import exact
 import fuzz
 import hypothesis
 import hypothesis.strategies as st
@@ -363,22 +362,50 @@ _FEW_WITHIN = st.tuples(
     _steps(fuzz.ELEMENTWISE),
 ).map(lambda parts: sum(parts, []))
 
-RECIPES = st.fixed_dictionaries(
-    {
-        "before": st.lists(st.sampled_from([*fuzz.BLOCKS]), max_size=2),
-        "steps": _steps(fuzz.ELEMENTWISE) | _FEW_WITHIN | _steps(fuzz.STEPS),
-        "after": st.lists(st.sampled_from([*fuzz.BLOCKS]), max_size=1),
-        "shapes": st.lists(st.sampled_from(fuzz.SHAPES), min_size=1, max_size=3),
-        "dtype": st.sampled_from(fuzz.DTYPES),
-        "page_size": st.sampled_from([64, 256, 512, 1024, 4096]),
-        "eager": st.booleans(),
-    }
+_BLOCKS = st.sampled_from([*fuzz.BLOCKS])
+_PLAIN = {
+    "before": st.lists(_BLOCKS, max_size=2),
+    "steps": _steps(fuzz.ELEMENTWISE) | _FEW_WITHIN | _steps(fuzz.STEPS),
+    "after": st.lists(_BLOCKS, max_size=1),
+    "shapes": st.lists(st.sampled_from(fuzz.SHAPES), min_size=1, max_size=3),
+    "dtype": st.sampled_from(fuzz.DTYPES),
+    "page_size": st.sampled_from([64, 256, 512, 1024, 4096]),
+    "codec": st.none(),
+    "mesh": st.none(),
+    "active": st.lists(
+        st.none() | st.lists(st.booleans(), min_size=3, max_size=3),
+        min_size=2,
+        max_size=2,
+    ),
+    "traced": st.booleans(),
+    "eager": st.booleans(),
+}
+_CODED = _PLAIN | {
+    "shapes": st.lists(st.sampled_from(fuzz.CODED_SHAPES), min_size=1, max_size=2),
+    "dtype": st.just("float32"),
+    "page_size": st.sampled_from([2048, 4096, 16384]),
+    "codec": st.sampled_from(fuzz.CODECS),
+}
+#: A sum over shards is rounded otherwise than one over the whole.
+_SHARDED = {
+    "before": st.just([]),
+    "steps": _steps(fuzz.ELEMENTWISE),
+    "after": st.just([]),
+    "mesh": st.sampled_from(["Auto", "Explicit"]),
+}
+#: Of other shapes a device's part is stored in other blocks than the whole.
+_EVEN = {"shapes": st.lists(st.sampled_from(fuzz.EVEN_SHAPES), min_size=1, max_size=2)}
+RECIPES = st.one_of(
+    st.fixed_dictionaries(_PLAIN),
+    st.fixed_dictionaries(_CODED),
+    st.fixed_dictionaries(_PLAIN | _SHARDED),
+    st.fixed_dictionaries(_CODED | _SHARDED | _EVEN),
 )
 
 
 @pytest.fixture(scope="module")
 def exactly():
-    with apart.process(fuzz.__file__, exact.FLAGS) as ask:
+    with apart.process(fuzz.__file__, fuzz.FLAGS) as ask:
         yield lambda recipe: ask(json.dumps(recipe))
 
 
