@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax import Array
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from paged_optax import granularity, memory
 from paged_optax.choice import CodecLike, check, choose, draws
@@ -294,7 +294,7 @@ class _Pager:
 
         if not any(isinstance(x, Tracer) for x in leaves):
             with without_explicit_axes():
-                return layout.build(make(leaves))
+                return layout.build(_tied(make(leaves)))
         types = [
             layout.types(i, None if owner is None else leaves[owner])
             for i, owner in enumerate(owners)
@@ -827,6 +827,20 @@ def _place(value: Any, host: bool, like: Any, mesh: Any) -> Any:
         return jax.device_put(x, HOST) if host and not on_host(x) else x
 
     return jax.tree.map(place, value)
+
+
+def _tied(values: list[Any]) -> list[Any]:
+    """Commits a new state to the device of its host arrays, where it has some.
+
+    What a program with host arrays returns is committed, and `jax.jit` would compile
+    the next step again for a count that was not.
+    """
+    devices = {d for x in jax.tree.leaves(values) if on_host(x) for d in x.devices()}
+    if len(devices) != 1:
+        return values
+    (place,) = map(SingleDeviceSharding, devices)
+    tie = lambda x: x if x.committed else jax.device_put(x, place)
+    return jax.tree.map(tie, values)
 
 
 def _noise(
