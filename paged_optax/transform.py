@@ -446,7 +446,7 @@ class _Pager:
             alone = divided is None and leaf.program.elementwise
             with jax.named_scope(UNSHARDED) if alone else contextlib.nullcontext():
                 return run(
-                    tuple(buffers),
+                    _underived(buffers) if any(map(on_host, buffers)) else (*buffers,),
                     None if gate is True else gate.astype(jnp.int32),
                     _noise(leaves, leaf.outputs, [coded[i] for i in overwrites]),
                 )
@@ -902,6 +902,31 @@ def _refuse_host(what: str, tree: Any) -> None:
                 " paged_optax.jit_step, or state out_shardings; to mend an array, use"
                 " jax.device_put(x, jax.memory.Space.Device)."
             )
+
+
+def _underived(arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """The same arrays, through which nobody may take a derivative."""
+    leaves, structure = jax.tree.flatten(tuple(arrays))
+    inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+    numbers = (x for x, yes in zip(leaves, inexact, strict=True) if yes)
+    same = iter(_refuse_derivatives(*numbers))
+    leaves = [next(same) if yes else x for x, yes in zip(leaves, inexact, strict=True)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+@jax.custom_jvp
+def _refuse_derivatives(*numbers: Array) -> tuple[Array, ...]:
+    return numbers
+
+
+@_refuse_derivatives.defjvp
+def _(*_: Any) -> Any:
+    raise ValueError(
+        "update has moments in host memory, through which JAX takes no derivative. To"
+        " differentiate it use the transformation without paging, or"
+        " device_budget=None, for init and update; else call update on"
+        " jax.lax.stop_gradient(...) of what is differentiated."
+    )
 
 
 def _refuse_different(updates: Any, params: Any) -> None:

@@ -150,6 +150,8 @@ def test_messages_are_those_of_the_package():
     table = rows(section("Limits and troubleshooting"))
     assert len(table) > 10
     for message, way_out in table:
+        if message.endswith("by JAX"):  # those are held in tests/test_impossible.py
+            continue
         pattern = re.escape(message.strip("`")).replace("…", ".*")
         assert any(re.search(pattern, text, re.S) for text in texts), message
         assert way_out

@@ -1,0 +1,101 @@
+"""What no paged state can do: errors that name the way out, and the ways out."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import paged_optax as po
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+PARAMS = {"a": jnp.linspace(-1, 1, 32 * 32).reshape(32, 32)}
+
+
+def paged(**settings):
+    return po.paged_adam(0.1, page_size=1024, min_paged_size=0, **settings)
+
+
+def loss_after(tx, state, cut=lambda x: x):
+    """What one step on the squares' gradients leads to; of the learning rate too."""
+
+    def loss(params):
+        gradients = jax.tree.map(lambda x: 2 * x, cut(params))
+        updates, _ = tx.update(gradients, state, cut(params))
+        return optax.tree.norm(optax.apply_updates(params, updates), squared=True)
+
+    return loss
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "derive",
+    [jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))[1]],
+    ids=["grad", "jvp"],
+)
+def test_derivatives(derive, jit):
+    """Refused through host moments; right on the device, and where they are cut."""
+    compiled = jax.jit if jit else lambda f: f
+    plain, ours, resident = optax.adam(0.1), paged(), paged(device_budget=None)
+    state, there = ours.init(PARAMS), resident.init(PARAMS)
+    with pytest.raises(ValueError, match=r"no derivative.*device_budget=None"):
+        compiled(derive(loss_after(ours, state)))(PARAMS)
+    cases = [
+        (resident, there, lambda x: x),
+        (ours, state, jax.lax.stop_gradient),
+    ]
+    for tx, state, cut in cases:
+        wanted = derive(loss_after(plain, plain.init(PARAMS), cut))(PARAMS)
+        found = compiled(derive(loss_after(tx, state, cut)))(PARAMS)
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4), found, wanted
+        )
+
+
+def test_derivative_by_the_learning_rate():
+    state = paged().init(PARAMS)
+    make = lambda rate: po.paged_adam(rate, page_size=1024, min_paged_size=0)
+    step = lambda rate: optax.tree.sum(make(rate).update(PARAMS, state, PARAMS)[0])
+    with pytest.raises(ValueError, match="no derivative"):
+        jax.grad(step)(0.1)
+
+
+def listed(error):
+    """The README names the message, and what to do."""
+    found = re.findall(r"^\| `([^`]+)`, by JAX \|", README, re.M)
+    return any(message in str(error) for message in found)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_arithmetic_on_a_state(jit):
+    tx, plain = paged(), optax.adam(0.1)
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    _, wanted = plain.update(PARAMS, plain.init(PARAMS), PARAMS)
+    norm = jax.jit(optax.tree.norm) if jit else optax.tree.norm
+    with pytest.raises(ValueError) as error:
+        norm(state)
+    assert listed(error.value)
+    norm = jax.jit(
+        lambda s: optax.tree.norm(jax.device_put(s, jax.memory.Space.Device))
+    )
+    np.testing.assert_allclose(norm(state), optax.tree.norm(wanted), rtol=1e-6)
+
+
+def test_pmap():
+    """It keeps no host memory: a state there goes to the device, or is refused."""
+    count = jax.local_device_count()
+    gradients = jax.tree.map(lambda x: jnp.stack([x] * count), PARAMS)
+    tx = paged()
+    step = jax.pmap(lambda g, s: tx.update(g, s)[0], in_axes=(0, None))
+    with pytest.raises(ValueError) as error:
+        step(gradients, tx.init(PARAMS))
+    assert listed(error.value)
+    state = jax.pmap(tx.init)(gradients)
+    with pytest.warns(UserWarning, match="in device memory"):
+        updates, _ = jax.pmap(tx.update)(gradients, state)
+    plain = optax.adam(0.1)
+    wanted, _ = plain.update(PARAMS, plain.init(PARAMS))
+    np.testing.assert_allclose(updates["a"][-1], wanted["a"], rtol=1e-5)
