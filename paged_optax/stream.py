@@ -55,7 +55,14 @@ def _open_gate() -> Int[Array, ""]:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("program", "overwrites", "geometry", "codecs", "shards"),
+    static_argnames=(
+        "program",
+        "overwrites",
+        "geometry",
+        "codecs",
+        "shapes",
+        "shards",
+    ),
 )
 def stream(
     arrays: tuple[Stored, ...],
@@ -67,6 +74,7 @@ def stream(
     overwrites: tuple[int, ...],
     geometry: Geometry,
     codecs: tuple[Codec | None, ...] = (),
+    shapes: tuple[tuple[int, ...], ...] = (),
     shards: Shards | None = None,
 ) -> tuple[Stored, ...]:
     """Runs a program over one leaf, page by page, in place.
@@ -83,6 +91,8 @@ def stream(
         of the same shape and dtype.
       geometry: How the leaf is cut; one shard of it, where there are shards.
       codecs: What stores each of `arrays`, or None; empty where nothing is coded.
+      shapes: What the program sees of each of `arrays`, where it is given all of it;
+        empty where nothing is coded.
       shards: How the leaf is divided over a mesh: each device pages its own shard.
 
     Returns:
@@ -90,7 +100,7 @@ def stream(
       array it replaces.
     """
     codecs = codecs or (None,) * len(arrays)
-    run = functools.partial(_stream, program, overwrites, codecs)
+    run = functools.partial(_stream, program, overwrites, codecs, shapes)
     if shards is None:
         return _by_backend(run, geometry, arrays, gate, noise, place)
 
@@ -121,6 +131,7 @@ def _stream(
     program: "Program",
     overwrites: tuple[int, ...],
     codecs: tuple[Codec | None, ...],
+    shapes: tuple[tuple[int, ...], ...],
     pages: Pages,
     arrays: tuple[Stored, ...],
     gate: Int[Array, ""] | None,
@@ -134,7 +145,10 @@ def _stream(
     views = [leaf.view(x) for leaf, x in zip(leaves, arrays, strict=True)]
     targets = tuple(dict.fromkeys(overwrites))
     words = noise or (None,) * len(overwrites)
-    results = _paged(program, overwrites, pages, leaves, views, gate, words, place)
+    shapes = () if pages.count else shapes
+    results = _paged(
+        program, overwrites, pages, leaves, views, gate, words, place, shapes
+    )
     new = dict(zip(targets, results, strict=True))
     return tuple(leaves[p].restore(new[p]) for p in overwrites)
 
@@ -148,8 +162,12 @@ def _paged(
     gate: Int[Array, ""] | None,
     words: Sequence[UInt32[Array, "2"] | None],
     place: UInt32[Array, ""] | None,
+    shapes: Sequence[tuple[int, ...]] = (),
 ) -> tuple[Held, ...]:
-    """The new views of the arrays that are overwritten."""
+    """The new views of the arrays that are overwritten.
+
+    Where leaves of several shapes travel whole, `shapes` are theirs.
+    """
     targets = tuple(dict.fromkeys(overwrites))
     coded = any(leaf.codec is not None for leaf in leaves)
     strides = strides_of(pages.view)
@@ -168,9 +186,10 @@ def _paged(
                 for position, leaf in enumerate(leaves[: program.inputs])
             ]
             stored = _fetched(stored, [leaf.travels for leaf in leaves[: len(stored)]])
+            own = shapes or [page_shape] * len(stored)
             inputs = [
-                leaf.decode(page, page_shape)
-                for leaf, page in zip(leaves, stored, strict=False)
+                leaf.decode(page, shape)
+                for leaf, page, shape in zip(leaves, stored, own, strict=False)
             ]
             if coded:
                 inputs = _on_cpu(lax.optimization_barrier, inputs)

@@ -388,7 +388,7 @@ class _Pager:
         self.warn_of_moved(layout, leaves)
         first = len(gradients)  # of the state's leaves, among arguments and results
         arguments = [*gradients, *leaves, *jax.tree.leaves((params, arrays))]
-        codecs = dict(enumerate(layout.codecs, first))
+        codecs = {i: codec for i, codec in enumerate(layout.codecs, first) if codec}
         own = {first + position: each for position, each in own.items()}
         _refuse_own_steps(analysis, own, seen, first)
         if any(map(on_host, arguments)):
@@ -409,11 +409,10 @@ class _Pager:
                     jnp.zeros(new.shape, new.dtype) if p < first else old
                     for p, old, new in zip(leaf.outputs, olds, leaf.avals, strict=True)
                 ]
-            buffers, coded = list(inputs), [codecs.get(i) for i in leaf.inputs]
+            buffers, numbers = list(inputs), list(leaf.inputs)
             overwrites: list[int] = []
             for p, old, new in zip(leaf.outputs, olds, leaf.avals, strict=True):
-                codec = codecs.get(p)
-                if codec is None and (
+                if p not in codecs and (
                     old is None or (old.shape, old.dtype) != (new.shape, new.dtype)
                 ):
                     # An update of another dtype than its gradient, say, cannot take
@@ -425,7 +424,8 @@ class _Pager:
                     continue
                 overwrites.append(len(buffers))
                 buffers.append(old)
-                coded.append(codec)
+                numbers.append(p)
+            coded = [codecs.get(number) for number in numbers]
             moving = [
                 Kept(4 if codec else x.dtype.itemsize, codec, on_host(x))
                 for x, codec in zip(buffers, coded, strict=True)
@@ -441,6 +441,10 @@ class _Pager:
                 overwrites=tuple(overwrites),
                 geometry=self.geometry(leaf, moving, divided),
                 codecs=tuple(coded),
+                shapes=tuple(
+                    layout.avals[number - first].shape if codec else x.shape
+                    for number, codec, x in zip(numbers, coded, buffers, strict=True)
+                ),
                 shards=divided,
             )
             alone = divided is None and leaf.program.elementwise

@@ -3,6 +3,7 @@
 import functools
 
 import aot
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,6 +71,23 @@ def test_pages_change_no_bit(codec):
         reference.assert_equal(state, results[0][1])
         distances = reference.distances(params, results[0][0])
         assert max(distances.values(), default=0) <= 1, distances
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_moments_of_several_shapes(eager):
+    """A factored moment is a vector, decoded beside a matrix or a flag of one bit."""
+    shapes = {"tall": (5000, 40), "stack": (3, 4, 1400)}
+    build = functools.partial(optax.adafactor, 1e-2, min_dim_size_to_factor=2)
+    for wanted in (build(), optax.chain(optax.zero_nans(), build(), optax.zero_nans())):
+        settings = {"page_size": 4096, "min_paged_size": 0}
+        tx = po.paged(wanted, codec={"v_col": "dynamic_int8"}, **settings)
+        params = reference.arrays(shapes=shapes)
+        jit = (lambda f: f) if eager else jax.jit
+        steps = reference.steps(tx, params, 3, jit=jit)
+        for (one, *_), (other, *_) in zip(
+            reference.steps(wanted, params, 3), steps, strict=True
+        ):
+            chex.assert_trees_all_close(one, other, rtol=2e-2)
 
 
 @pytest.mark.parametrize("codec", NAMES)
