@@ -5,48 +5,20 @@ they are and moves no byte. Known when traced, a closed gate costs nothing at al
 only on the device, it is the trip count of the leaf's loop.
 """
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.core import Tracer
 
-#: A bool known when traced, or one known on the device.
-Gate = bool | Array
-
-_ambient: contextvars.ContextVar[Gate] = contextvars.ContextVar(
-    "paged_optax_only_if", default=True
-)
+from paged_optax.context import Gate, current, within
 
 
-_restart: contextvars.ContextVar[Gate] = contextvars.ContextVar(
-    "paged_optax_restart_if", default=False
-)
-
-#: Part of the key of JAX's trace caches: an inner `jax.jit` must not take the trace of
-#: one gate, which holds it as a constant, for that of another.
-_trace_key = jax.make_user_context(default_value=(True, False))
-
-
-@contextlib.contextmanager
-def _within(variable: contextvars.ContextVar[Gate], gate: Gate) -> Iterator[None]:
-    token = variable.set(gate)
-    gates = (_ambient.get(), _restart.get())
-    key = tuple(object() if isinstance(x, Tracer) else bool(x) for x in gates)
-    try:
-        with _trace_key(key):
-            yield
-    finally:
-        variable.reset(token)
-
-
-def only_if(gate: Gate) -> contextlib.AbstractContextManager[None]:
+def only_if(gate: Gate) -> AbstractContextManager[None]:
     """Gates every paged update called within.
 
     An argument could get lost on its way through wrappers that do not forward extra
@@ -55,21 +27,21 @@ def only_if(gate: Gate) -> contextlib.AbstractContextManager[None]:
     Args:
       gate: Whether the updates happen.
     """
-    return _within(_ambient, both(_ambient.get(), gate))
+    return within(gate=_known(both(current().gate, gate)))
 
 
-def restart_if(gate: Gate) -> contextlib.AbstractContextManager[None]:
+def restart_if(gate: Gate) -> AbstractContextManager[None]:
     """Makes every paged update called within start its state again after it.
 
     Args:
       gate: Whether the state becomes what `init` makes; otherwise nothing changes.
     """
-    return _within(_restart, gate)
+    return within(restart=_known(gate))
 
 
-def restart() -> Gate:
-    """The gate of the `restart_if` around, else False."""
-    return _restart.get()
+def _known(gate: Gate) -> Gate:
+    """A bool where there is one: what is compiled for it serves the next step too."""
+    return gate if isinstance(gate, Tracer) else bool(gate)
 
 
 def both(first: Gate, second: Gate) -> Gate:
@@ -105,7 +77,7 @@ def gates_of(active: Any, updates: Any) -> list[Gate] | None:
       ValueError: If `active` is no prefix of the gradients' structure.
       TypeError: If one of its leaves is not a bool.
     """
-    ambient = _ambient.get()
+    ambient = current().gate
     if active is None and ambient is True:
         return None
     active = True if active is None else active

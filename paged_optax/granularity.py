@@ -17,11 +17,9 @@ Programs are values: two leaves of equal shape have equal programs, so that JAX
 traces and lowers the streaming loop once for both.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -68,30 +66,6 @@ _JOINED = -1
 
 #: Primitives that cut a joined leaf apart again.
 _CUTS = frozenset("convert_element_type reshape slice split squeeze".split())
-
-
-_looking: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "paged_optax_seen_through", default=False
-)
-
-
-@contextlib.contextmanager
-def seen_through() -> Iterator[None]:
-    """Makes every paged update traced within compute as if nothing were paged.
-
-    For a look at what a chain of transformations computes, never to run it: moments
-    that a codec stores are zeros.
-    """
-    token = _looking.set(True)
-    try:
-        yield
-    finally:
-        _looking.reset(token)
-
-
-def is_seen_through() -> bool:
-    """Whether `seen_through` is around."""
-    return _looking.get()
 
 
 class CrossLeafError(ValueError):
@@ -655,8 +629,10 @@ def trace(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
     Returns:
       The closed jaxpr, and the pytree of `ShapeDtypeStruct` it returns.
     """
+    # A new function each time: what it reads besides its arguments may have changed.
+    anew = lambda *arguments: function(*arguments)
     with without_explicit_axes():
-        return jax.make_jaxpr(function, return_shape=True)(
+        return jax.make_jaxpr(anew, return_shape=True)(
             *jax.tree.map(abstract, arguments)
         )
 

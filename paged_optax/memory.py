@@ -5,13 +5,9 @@ Where a leaf lives is part of its JAX type: `jax.typeof(x).memory_space` is
 0.10.2 and 0.12.0.1). Everything here reads that type; nothing keeps books.
 """
 
-import contextlib
-import contextvars
-import dataclasses
 import functools
 import math
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -35,37 +31,6 @@ def on_host(x: Any) -> bool:
     x = x if isinstance(x, ShapedArray) else jax.tree.leaves(x)[0]
     aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
     return aval.memory_space == HOST
-
-
-@dataclasses.dataclass(frozen=True)
-class Fetched:
-    """An update whose moments are on the device on purpose.
-
-    Attributes:
-      layer: The layer they are of, if they are of one of a stack.
-    """
-
-    layer: Any = None
-
-
-_fetched: contextvars.ContextVar[Fetched | None] = contextvars.ContextVar(
-    "paged_optax_fetched", default=None
-)
-
-
-@contextlib.contextmanager
-def fetched(layer: Any = None) -> Iterator[None]:
-    """Says that the moments of an update within have been fetched: of that layer."""
-    token = _fetched.set(Fetched(layer))
-    try:
-        yield
-    finally:
-        _fetched.reset(token)
-
-
-def what_is_fetched() -> Fetched | None:
-    """What the innermost `fetched` around says."""
-    return _fetched.get()
 
 
 def platform() -> str:

@@ -1,7 +1,6 @@
 """What lives where: configuration, page geometry, residency, totals."""
 
 import collections
-import contextvars
 import dataclasses
 import re
 import warnings
@@ -12,13 +11,19 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
+from paged_optax.context import within
 from paged_optax.memory import (
     PINNED_HOST,
     device_memory,
     host_pool_bytes,
     resolve_host_memory_kind,
 )
-from paged_optax.sharding import Shards, fully_sharded, refuse_uneven, stated
+from paged_optax.sharding import (
+    Shards,
+    explicitly_typed,
+    fully_sharded,
+    refuse_uneven,
+)
 from paged_optax.table import readable_bytes, table
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
@@ -348,16 +353,6 @@ class PagePlan:
 #: Lists what a paged `update` will do, given its extra arguments.
 Describe = Callable[[dict[str, Any]], list[Moment]]
 
-_recording: contextvars.ContextVar[list[tuple[Configuration, Describe]] | None] = (
-    contextvars.ContextVar("paged_optax_recording", default=None)
-)
-
-
-def record(configuration: Configuration, describe: Describe) -> None:
-    """Called by every paged `init`: tells `recorded` of itself."""
-    if (recording := _recording.get()) is not None:
-        recording.append((configuration, describe))
-
 
 def recorded(
     tx: optax.GradientTransformation, params: optax.Params
@@ -375,13 +370,10 @@ def recorded(
       ValueError: If nothing in `tx` is paged.
     """
     found: list[tuple[Configuration, Describe]] = []
-    token = _recording.set(found)
-    try:
-        # A new function each time: JAX would not run one again that it has traced.
-        with stated(params):
-            jax.eval_shape(lambda params: tx.init(params), params)
-    finally:
-        _recording.reset(token)
+    # A new function each time: JAX would not run one again that it has traced.
+    record = lambda configuration, describe: found.append((configuration, describe))
+    with within(record=record), explicitly_typed(params) as shapes:
+        jax.eval_shape(tx.init, shapes)
     if not found:
         raise ValueError(
             "tx has no paged transformation inside: wrap one with paged(...), or use"

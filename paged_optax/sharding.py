@@ -8,7 +8,6 @@ every page (4 devices, H200: 96 MiB of scratch and 128 MiB of host scratch where
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,6 @@ from jax.sharding import (
 from jaxtyping import UInt32
 
 from paged_optax.codecs import Codec, Quantized, axis_of_blocks
-from paged_optax.variables import bare
 
 #: The scope in which a leaf is paged of which no sharding is known. On one device that
 #: is as it should be; a program of several is slow there, and `memory_report` says so.
@@ -273,8 +271,12 @@ def _explicit_mesh(x: Any) -> Any:
     """The mesh of explicit axes that an array's type names, or None."""
     if x is None:
         return None
-    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
-    return mesh if AxisType.Explicit in getattr(mesh, "axis_types", ()) else None
+    sharding: Any = getattr(jax.typeof(x), "sharding", None)
+    return sharding.mesh if AxisType.Explicit in _axis_types(sharding) else None
+
+
+def _axis_types(sharding: Any) -> set[AxisType]:
+    return set(getattr(getattr(sharding, "mesh", None), "axis_types", ()))
 
 
 def _index(shards: Shards, names: tuple[str, ...]) -> UInt32[Array, ""]:
@@ -399,15 +401,33 @@ class Known:
                 )
         self.seen: dict[_Key, Shards | None] = {}
 
-    def remember(self, paths: Sequence[Any], leaves: Sequence[Any]) -> None:
-        """Keeps what concrete or described parameters say, for a later trace."""
-        stated = _stated.get()
+    def said_by(
+        self, paths: Sequence[Any], leaves: Sequence[Any]
+    ) -> dict[_Key, Shards | None]:
+        """What concrete parameters say of themselves, for `init` to remember.
+
+        Raises:
+          ValueError: If an `init` before was told otherwise.
+        """
+        said: dict[_Key, Shards | None] = {}
         for path, x in zip(paths, leaves, strict=True):
+            if isinstance(x, Tracer) or self.asked:
+                continue  # this says nothing, or what counts is said elsewhere
+            if _axis_types(x.sharding) == {AxisType.Explicit}:
+                continue  # its type says so to every update
             key = _keystr(path), x.shape
-            if stated is not None and key in stated:
-                self.seen[key] = stated[key]
-            elif not isinstance(x, Tracer) and hasattr(x, "sharding"):
-                self.seen[key] = Shards.of_array(x)
+            here = said[key] = Shards.of_array(x)
+            before = self.seen.get(key, here)
+            if here != before:
+                divided = lambda x: f"divided by {x.spec}" if x else "undivided"
+                raise ValueError(
+                    f"parameter {key[0]} of shape {x.shape} is {divided(here)}, and was"
+                    f" {divided(before)} at an earlier init of this transformation: in"
+                    " a jax.jit one could not be told from the other. Build one"
+                    " transformation for each, or say which it is, by"
+                    " paged(..., shardings=...)."
+                )
+        return said
 
     def find(
         self, paths: Sequence[Any], *trees: Sequence[Any] | None
@@ -426,7 +446,7 @@ class Known:
         shape = arrays[0].shape
         for x in arrays:
             sharding: Any = getattr(jax.typeof(x), "sharding", None)
-            types = set(getattr(getattr(sharding, "mesh", None), "axis_types", ()))
+            types = _axis_types(sharding)
             if types == {AxisType.Explicit}:  # what a mix does not say, others may
                 mesh = getattr(getattr(x, "sharding", None), "mesh", sharding.mesh)
                 return Shards.of(NamedSharding(mesh, sharding.spec), shape)
@@ -463,11 +483,6 @@ class Known:
         return found
 
 
-_stated: contextvars.ContextVar[dict[_Key, Shards | None] | None] = (
-    contextvars.ContextVar("paged_optax_stated", default=None)
-)
-
-
 @contextlib.contextmanager
 def explicitly_typed(params: Any) -> Iterator[Any]:
     """Shapes of the parameters, of which a trace says how everything is divided."""
@@ -489,19 +504,3 @@ def explicitly_typed(params: Any) -> Iterator[Any]:
         return
     with jax.sharding.use_abstract_mesh(meshes[0]):
         yield shapes
-
-
-@contextlib.contextmanager
-def stated(params: Any) -> Iterator[None]:
-    """Says the shardings of parameters of which only shapes will be traced."""
-    flat = jax.tree_util.tree_flatten_with_path(bare(params))[0]
-    found = {
-        (_keystr(path), x.shape): Shards.of_array(x)
-        for path, x in flat
-        if getattr(x, "sharding", None) is not None
-    }
-    token = _stated.set(found)
-    try:
-        yield
-    finally:
-        _stated.reset(token)

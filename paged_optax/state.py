@@ -36,7 +36,6 @@ from paged_optax.plan import parameter_of, recorded
 from paged_optax.sharding import (
     explicitly_typed,
     refuse_uneven,
-    stated,
     typed_by_memory,
 )
 from paged_optax.variables import bare, like
@@ -529,7 +528,7 @@ def abstract_state(
       'pinned_host'
     """
     refuse_uneven(params)
-    with stated(params), explicitly_typed(params) as shapes:
+    with explicitly_typed(params) as shapes:
         # A new function each time: JAX would not run one again that it has traced.
         closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(shapes)
     stored = jax.tree_util.tree_flatten_with_path(bare(shapes), is_leaf=is_quantized)[0]

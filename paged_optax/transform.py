@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from paged_optax import granularity, memory
 from paged_optax.choice import CodecLike, check, choose, draws
 from paged_optax.codecs import Codec, draw
-from paged_optax.gate import Gate, either, gates_of, restart
+from paged_optax.context import Gate, current
+from paged_optax.gate import either, gates_of
 from paged_optax.geometry import Geometry, Kept, Pages, cut, uncut
 from paged_optax.layout import Layout, OtherLayoutError
 from paged_optax.memory import (
@@ -29,13 +30,11 @@ from paged_optax.memory import (
     nbytes,
     on_host,
     resolve_host_memory_kind,
-    what_is_fetched,
 )
 from paged_optax.plan import (
     Configuration,
     Moment,
     parameter_of,
-    record,
     resident,
 )
 from paged_optax.precision import counted, in_float32, with_master_weights
@@ -206,7 +205,7 @@ class _Pager:
         paths, leaves = _paths(params)
         for path, leaf in zip(paths, leaves, strict=True):
             _refuse_dtype(path, leaf)
-        self.known.remember(paths, leaves)
+        said = self.known.said_by(paths, leaves)
         shards = self.known.find(paths, leaves)
         closed, shapes = granularity.trace(self.inner.init, params)
         granularity.refuse_effects(closed)
@@ -226,10 +225,11 @@ class _Pager:
             else:
                 stays = [True] * len(stays)
         like = jax.tree.map(granularity.abstract, params)
-        record(
-            self.configuration,
-            lambda extra_args: self.moments(like, shapes, stays, shards, extra_args),
-        )
+        if (record := current().record) is not None:
+            record(
+                self.configuration,
+                lambda extra: self.moments(like, shapes, stays, shards, extra),
+            )
         analysis = granularity.analyse(
             closed, [None] * len(leaves), [None] * len(avals), str
         )
@@ -294,7 +294,9 @@ class _Pager:
 
         if not any(isinstance(x, Tracer) for x in leaves):
             with without_explicit_axes():
-                return layout.build(_tied(make(leaves)))
+                made = _tied(make(leaves))
+            self.known.seen |= said
+            return layout.build(made)
         types = [
             layout.types(i, None if owner is None else leaves[owner])
             for i, owner in enumerate(owners)
@@ -325,7 +327,7 @@ class _Pager:
         active: Any,
         extra_args: dict[str, Any],
     ) -> tuple[optax.Updates, optax.OptState]:
-        if granularity.is_seen_through():
+        if current().seen_through:
             layout = self.layout(updates, state, self.shards(updates, state, params))
             leaves, _ = layout.take_apart(state)
             plain = layout.blank(leaves)
@@ -338,7 +340,7 @@ class _Pager:
         arrays, static = _split(
             {
                 "gates": gates and _Gates.of(gates),
-                "restart": restart(),
+                "restart": current().restart,
                 "extra_args": extra_args,
             }
         )
@@ -477,7 +479,7 @@ class _Pager:
     def warn_of_moved(self, layout: Layout, leaves: Sequence[Any]) -> None:
         """Reports moments on the device that the budget has no room for."""
         budget = self.configuration.device_budget
-        if not isinstance(budget, int) or what_is_fetched() is not None:
+        if not isinstance(budget, int) or current().fetched:
             return
         if resolve_host_memory_kind(self.configuration.host_memory_kind) != PINNED_HOST:
             return
@@ -854,12 +856,12 @@ def _noise(
     if not any(codec is not None and codec.draws for codec in codecs):
         return None
     step = leaves[0]  # the first field of the state of `precision.counted`
-    here = what_is_fetched()
+    layer = current().layer
 
     def words(position: int, codec: Codec) -> Array:
         key = jax.random.key(getattr(codec, "seed", 0))
-        if here is not None and here.layer is not None:
-            key = jax.random.fold_in(key, here.layer)
+        if layer is not None:
+            key = jax.random.fold_in(key, layer)
         return draw(jax.random.fold_in(key, position), step).words
 
     return tuple(

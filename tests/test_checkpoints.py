@@ -266,7 +266,7 @@ def sharded(devices):
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_another_number_of_devices(tmp_path, way, devices):
     """Saved over four devices, restored over others: each its own shard of it."""
-    tx, params = STATES["adamw"], sharded(4)
+    tx, params = paged_adamw(), sharded(4)
     gradients = jax.tree.map(lambda x: x + 1, params)
     _, state = tx.update(gradients, tx.init(params), params)
     there = sharded(devices)

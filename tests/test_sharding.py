@@ -164,7 +164,7 @@ def test_sources(given):
     mesh = mesh_of()
     params = divided(reference.arrays(jnp.float32, 0, SHAPES), mesh)
     shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
-    asked = {"shardings": shardings, "specs": SPECS}.get(given)
+    asked = {"init": None, "specs": SPECS}.get(given, shardings)
     tx = po.paged_adamw(1e-2, shardings=asked, **PAGED)
     with jax.set_mesh(mesh):
         if given == "init":
@@ -172,7 +172,7 @@ def test_sources(given):
         else:
             other = po.paged_adamw(1e-2, **PAGED).init(params)
             state = other
-        if given == "state":  # restored: nothing but the target was asked of `tx`
+        if given == "state":  # restored: `init` saw nothing
             target = po.abstract_state(tx, params)
             state = jax.device_put(other, jax.tree.map(lambda x: x.sharding, target))
         compiled = jax.jit(tx.update).lower(params, state, params).compile()
@@ -305,8 +305,11 @@ def for_accelerators(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def sharded_update(tx, spec, shape, names, leaves, axis_type=AxisType.Auto):
-    """An update of square leaves for a compiler, and where its arguments are."""
+def sharded_update(make, spec, shape, names, leaves, axis_type=AxisType.Auto):
+    """An update of square leaves for a compiler, and where its arguments are.
+
+    `make` is given the shardings, which no `init` of real arrays has seen.
+    """
 
     def build(mesh):
         types = (axis_type,) * len(names)
@@ -314,7 +317,7 @@ def sharded_update(tx, spec, shape, names, leaves, axis_type=AxisType.Auto):
         place = NamedSharding(mesh, spec, memory_kind="device")
         leaf = jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=place)
         params = {f"w{i:02}": leaf for i in range(leaves)}
-
+        tx = make(jax.tree.map(lambda x: x.sharding, params))
         state = jax.tree.map(for_accelerators, po.abstract_state(tx, params))
         out = jax.tree.map(lambda x: x.sharding, (params, state))
         update = lambda gradients, state, params: tx.update(gradients, state, params)
@@ -347,8 +350,11 @@ def test_scratch_and_collectives(compile_for, shape, spec, settings, leaves):
     settings = dict(settings)
     axis_type = settings.pop("axis_type", AxisType.Auto)
     names = ("x", "y")[: len(shape)]
-    tx = po.paged_adamw(1e-3, page_size="2MiB", **settings)
-    build = sharded_update(tx, spec, shape, names, leaves, axis_type)
+
+    def make(shardings=None):
+        return po.paged_adamw(1e-3, page_size="2MiB", shardings=shardings, **settings)
+
+    build = sharded_update(make, spec, shape, names, leaves, axis_type)
     report = compile_for(build, int(np.prod(shape)))
     assert report.device_temp <= 12 * MiB
     assert report.host_temp == 0
@@ -357,19 +363,19 @@ def test_scratch_and_collectives(compile_for, shape, spec, settings, leaves):
     leaf = jax.ShapeDtypeStruct(
         (4096, 4096), jnp.float32, sharding=NamedSharding(mesh, spec)
     )
-    plan = po.plan(tx, {f"w{i:02}": leaf for i in range(leaves)})
+    plan = po.plan(make(), {f"w{i:02}": leaf for i in range(leaves)})
     assert plan.devices == np.prod(shape)
     assert plan.host_bytes == report.host_arguments
     assert report.device_temp <= plan.scratch_bytes + 1.25 * MiB
-    unpaged = sharded_update(optax.adamw(1e-3), spec, shape, names, 1, axis_type)
+    optax_own = lambda shardings: optax.adamw(1e-3)
+    unpaged = sharded_update(optax_own, spec, shape, names, 1, axis_type)
     plain = compile_for(unpaged, int(np.prod(shape)))
     assert collectives(report.hlo) == collectives(plain.hlo)
     assert not report.unsharded
 
 
-def divided_layerwise(model, tx):
+def divided_layerwise(model):
     """The layerwise step over a mesh for a compiler: FSDP, a sequence a device."""
-    step = po.layerwise_step(model.prologue, model.layer, model.epilogue, tx)
 
     def build(mesh):
         place = lambda *axes: NamedSharding(mesh, P(*axes), memory_kind="device")
@@ -379,6 +385,9 @@ def divided_layerwise(model, tx):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         params = jax.tree.map(divide, model.shapes())
+        shardings = jax.tree.map(lambda x: x.sharding, params)
+        tx = po.paged_adamw(1e-4, page_size="1MiB", shardings=shardings)
+        step = po.layerwise_step(model.prologue, model.layer, model.epilogue, tx)
         state = jax.tree.map(for_accelerators, po.abstract_state(tx, params))
         workspace = po.GradientWorkspace.allocate(params["layers"])
         args = params, state, workspace, model.batch(place("x"), (mesh.size, 128))
@@ -404,9 +413,8 @@ def test_layerwise_on_h200s():
     twice the arguments, and no more scratch.
     """
     model = functools.partial(decoder.Decoder, 1024, 1024, 1024, 2048)
-    tx = po.paged_adamw(1e-4, page_size="1MiB")
     reports = [
-        aot.h200(divided_layerwise(model(layers=layers), tx), 4) for layers in (4, 8)
+        aot.h200(divided_layerwise(model(layers=layers)), 4) for layers in (4, 8)
     ]
     short, long = reports
     for report in reports:

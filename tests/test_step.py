@@ -35,9 +35,10 @@ def test_every_order_of_arguments(arguments, results, devices):
         place = lambda tree: jax.device_put(  # noqa: E731
             tree, NamedSharding(mesh, PartitionSpec("x"))
         )
-    made = {"params": place(small()), "state": TX.init(place(small()))}
+    tx = po.paged_adam(1e-2, **SMALL_PAGES)  # its own: what `init` sees counts
+    made = {"params": place(small()), "state": tx.init(place(small()))}
     example = (*(made[name] for name in arguments), place(small()))
-    step = po.jit_step(step_of(arguments, results), *example, donate_argnums=(0, 1))
+    step = po.jit_step(step_of(arguments, results, tx), *example, donate_argnums=(0, 1))
     # Before it runs: a buffer handed to the wrong memory ends the process on CPU.
     flat, _ = jax.tree.flatten(example)
     header = step.compiled.as_text().split("\n", 1)[0]

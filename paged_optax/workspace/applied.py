@@ -20,9 +20,9 @@ import optax
 from jax import Array
 from jaxtyping import Int
 
-from paged_optax import granularity
 from paged_optax.codecs import Quantized
-from paged_optax.memory import DEVICE, HOST, fetched, on_host
+from paged_optax.context import current, within
+from paged_optax.memory import DEVICE, HOST, on_host
 from paged_optax.plan import parameter_of
 from paged_optax.state import is_quantized
 from paged_optax.workspace.parts import Parts
@@ -244,7 +244,7 @@ class Applied:
     ) -> tuple[list[Any], list[Any]]:
         """The leaves of new parameters and of a new state."""
         tree = jax.tree.unflatten(self.parts.structure, params)
-        with fetched(layer):
+        with within(fetched=True, layer=layer):
             made, new = self.tx.update(
                 jax.tree.unflatten(self.parts.structure, updates),
                 jax.tree.unflatten(self.state_structure, state),
@@ -262,7 +262,7 @@ class Applied:
         """What an update computes, given the leaves of its arguments, or shapes."""
 
         def update(i: Any, gradients: Any, state: Any, params: Any) -> Any:
-            with fetched(i):
+            with within(fetched=True, layer=i):
                 return self.tx.update(gradients, state, params)
 
         flags = [
@@ -271,7 +271,7 @@ class Applied:
             for _ in jax.tree.leaves(x)
         ]
         # What is seen through gives the state as it is computed, not as it is stored.
-        flags = [*self.slabbed, *([] if granularity.is_seen_through() else flags)]
+        flags = [*self.slabbed, *([] if current().seen_through else flags)]
         return Programs.of(
             update,
             jax.tree.unflatten(self.parts.structure, gradients),
@@ -287,7 +287,7 @@ class Applied:
         Raises:
           ValueError: If one layer's slice cannot be updated by it.
         """
-        with granularity.seen_through():
+        with within(seen_through=True):
             whole = self._look(gradients, self.state, self.params)
         if whole.not_elementwise is not None:
             raise ValueError(
@@ -306,7 +306,7 @@ class Applied:
             for x, yes in zip(leaves, chosen, strict=True)
         ]
         try:
-            with granularity.seen_through():
+            with within(seen_through=True):
                 one = self._look(
                     cut(gradients, self.slabbed),
                     cut(self.state, self.stacked),
