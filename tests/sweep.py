@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import os
+import queue
 import random
 import sys
 import time
@@ -240,36 +241,45 @@ def outcomes(
 
     waiting = collections.deque(chosen)
     end = time.monotonic() + 60 * minutes
+    done: queue.SimpleQueue[tuple[Case, Outcome] | None] = queue.SimpleQueue()
 
-    def work() -> list[tuple[Case, Outcome]]:
-        done: list[tuple[Case, Outcome]] = []
+    def work() -> None:
         os.environ |= {"SWEEP_WORKER": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
         os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-        while waiting and time.monotonic() < end:
-            case = None
-            try:
-                with apart.process(__file__, "--xla_gpu_autotune_level=0") as ask:
-                    while waiting and time.monotonic() < end:
-                        case = waiting.popleft()
-                        reply = ask(json.dumps(dataclasses.asdict(case)))
-                        done.append((case, Outcome(**reply)))
-                        show(*done[-1])
-            except RuntimeError as error:
-                last = str(error).strip().splitlines()[-1][:200]
-                assert case is not None
-                done.append((case, Outcome(error=f"the process ended: {last}")))
-                show(*done[-1])
-            except IndexError:
-                break
-        return done
+        try:
+            while waiting and time.monotonic() < end:
+                ask_for_each()
+        except IndexError:
+            pass  # another worker took the last case
+        finally:
+            done.put(None)
 
-    def show(case: Case, outcome: Outcome) -> None:
-        if outcome.failure:
-            print(*dataclasses.astuple(case), "->", outcome.failure, flush=True)
+    def ask_for_each() -> None:
+        case = None
+        try:
+            with apart.process(__file__, "--xla_gpu_autotune_level=0") as ask:
+                while waiting and time.monotonic() < end:
+                    case = waiting.popleft()
+                    reply = ask(json.dumps(dataclasses.asdict(case)))
+                    done.put((case, Outcome(**reply)))
+        except RuntimeError as error:
+            last = str(error).strip().splitlines()[-1][:200]
+            assert case is not None
+            done.put((case, Outcome(error=f"the process ended: {last}")))
 
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        for each in [pool.submit(work) for _ in range(workers)]:
-            yield from each.result()
+        running = [pool.submit(work) for _ in range(workers)]
+        left = workers
+        while left:
+            if (one := done.get()) is None:
+                left -= 1
+                continue
+            case, outcome = one
+            if outcome.failure:
+                print(*dataclasses.astuple(case), "->", outcome.failure, flush=True)
+            yield one
+        for each in running:
+            each.result()
 
 
 def table(results: Sequence[tuple[Case, Outcome]]) -> str:
@@ -318,7 +328,7 @@ def main() -> None:
         help="stop then; cases are taken in an order that --seed shuffles",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="where to write every case")
+    parser.add_argument("--json", type=Path, help="where to write cases as they come")
     options = parser.parse_args()
     shapes = [*models.distinct(4096), *(models.ODD if options.odd else ())]
     chosen = [
@@ -328,15 +338,23 @@ def main() -> None:
     ]
     if options.minutes < math.inf:
         random.Random(options.seed).shuffle(chosen)
-    results = list(outcomes(chosen, options.workers, options.minutes))
+    results: list[tuple[Case, Outcome]] = []
+
+    def write() -> None:
+        if options.json:
+            rows = [dataclasses.asdict(c) | dataclasses.asdict(x) for c, x in results]
+            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+    for each in outcomes(chosen, options.workers, options.minutes):
+        results.append(each)
+        if len(results) % 100 == 0:
+            write()
+    write()
     print(table(results))
     bad = [(case, found) for case, found in results if found.failure]
     left = len(chosen) - len(results)
     print(f"{left} of {len(chosen)} cases were not reached" if left else "all cases")
     print(f"{len(results) - len(bad)} passed, {len(bad)} failed")
-    if options.json:
-        rows = [dataclasses.asdict(c) | dataclasses.asdict(x) for c, x in results]
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
     sys.exit(bool(bad))
 
 
