@@ -4,7 +4,7 @@ Their 8-bit states are ours, code for code: codes of the dynamic map in the para
 shape, four in one of our words, and the largest magnitude of each 256 values.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from paged_optax.codecs import (
 from paged_optax.codecs.maps import dynamic_map
 from paged_optax.memory import nbytes
 from paged_optax.progress import LARGE, track
-from paged_optax.state import leaves_of
+from paged_optax.state import leaves_of, served_by, step_of
 from paged_optax.variables import like
 
 #: Optax's moments, and where bitsandbytes keeps each: its array, the position in it.
@@ -65,15 +65,13 @@ def to_bitsandbytes(
     References:
       bitsandbytes, `optim/optimizer.py <https://github.com/bitsandbytes-foundation>`_.
     """
-    step = 0
+    leaves = leaves_of(state)
     shapes = {
         jax.tree_util.keystr(path, simple=True, separator="/"): x.shape
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
     }
     parts: dict[str, dict[str, dict[int | None, Any]]] = {}
-    for leaf in _leaves(state):
-        if leaf.is_count and leaf.field == "count":
-            step = max(step, int(leaf.value))
+    for leaf in _shown(leaves, state):
         if not (leaf.is_moment and leaf.field in _FIELDS):
             continue
         number, position = _FIELDS[leaf.field]
@@ -97,7 +95,7 @@ def to_bitsandbytes(
         for name, x in arrays.items():
             entry.setdefault(name, {})[position] = np.asarray(x)
     return {
-        parameter: {"step": step}
+        parameter: {"step": int(step_of(leaves, parameter) or 0)}
         | {
             name: by_position[None]
             if None in by_position
@@ -140,13 +138,15 @@ def from_bitsandbytes(
     References:
       bitsandbytes, `optim/optimizer.py <https://github.com/bitsandbytes-foundation>`_.
     """
-    steps = {int(entry["step"]) for entry in entries.values() if "step" in entry}
-    values = []
-    for leaf in _leaves(state):
+    steps = {name: int(x["step"]) for name, x in entries.items() if "step" in x}
+    leaves, values = leaves_of(state), []
+    for leaf in _shown(leaves, state):
         value = leaf.value
-        if leaf.is_count and leaf.field == "count" and steps:
-            own = entries.get(leaf.parameter, {}).get("step", max(steps))
-            value = jax.device_put(jnp.asarray(own, value.dtype), value.sharding)
+        if leaf.is_count and leaf.field == "count":
+            counted = steps.keys() & served_by(leaves, leaf)
+            own = max((steps[name] for name in counted), default=None)
+            if own is not None:
+                value = jax.device_put(jnp.asarray(own, value.dtype), value.sharding)
         elif leaf.is_moment and leaf.field in _FIELDS:
             if leaf.parameter not in entries:
                 raise ValueError(
@@ -158,9 +158,8 @@ def from_bitsandbytes(
     return like(state, values)
 
 
-def _leaves(state: optax.OptState) -> Iterator[Any]:
+def _shown(leaves: Sequence[Any], state: optax.OptState) -> Iterator[Any]:
     """The leaves, and how far it is with those of a large state."""
-    leaves = list(leaves_of(state))
     return track(leaves, "moments", len(leaves), shown=nbytes(state) >= LARGE)
 
 

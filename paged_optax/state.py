@@ -257,11 +257,22 @@ def get_step(state: optax.OptState, path: Path) -> Int[Array, ""]:
     """
     leaves = leaves_of(state)
     parameter = _single(path, leaves)
+    count = step_of(leaves, parameter)
+    if count is None:
+        raise ValueError(
+            f"the state of parameter {parameter!r} counts no steps: its transformation"
+            " has no use for them."
+        )
+    return count
+
+
+def step_of(leaves: Iterable[_Leaf], parameter: str) -> Int[Array, ""] | None:
+    """The step count of a parameter: its own, or the one it shares, or None."""
     counts = [leaf for leaf in leaves if leaf.is_count]
     own = [leaf for leaf in counts if leaf.parameter == parameter != ""]
     if own:
         return own[0].value
-    nodes = {x.node for x in leaves if x.is_moment and x.parameter == parameter}
+    nodes = _nodes(leaves, parameter)
     shared = [
         leaf
         for leaf in counts
@@ -270,12 +281,29 @@ def get_step(state: optax.OptState, path: Path) -> Int[Array, ""]:
     if shared:
         # The count beside its moments, or that of a schedule of the same chain: each
         # label of optax.partition has its own.
-        nearest = lambda leaf: max(_common(leaf.node, node) for node in nodes)
-        return max(shared, key=lambda x: (x.node in nodes, nearest(x))).value
-    raise ValueError(
-        f"the state of parameter {parameter!r} counts no steps: its transformation has"
-        " no use for them."
-    )
+        best = lambda x: (x.node in nodes, _nearness(x.node, nodes))
+        return max(shared, key=best).value
+    return None
+
+
+def served_by(leaves: Iterable[_Leaf], count: _Leaf) -> set[str]:
+    """The parameters whose steps a count counts: its own, or those of its label."""
+    if count.parameter:
+        return {count.parameter}
+    near = {
+        parameter: _nearness(count.node, _nodes(leaves, parameter))
+        for parameter in {leaf.parameter for leaf in leaves if leaf.is_moment}
+    }
+    return {x for x, distance in near.items() if distance == max(near.values())}
+
+
+def _nodes(leaves: Iterable[_Leaf], parameter: str) -> set[str]:
+    """What holds a parameter's moments."""
+    return {x.node for x in leaves if x.is_moment and x.parameter == parameter}
+
+
+def _nearness(node: str, nodes: Iterable[str]) -> int:
+    return max(_common(node, other) for other in nodes)
 
 
 def increment_step(state: optax.OptState, path: Path) -> optax.OptState:

@@ -445,6 +445,49 @@ def test_bitsandbytes_state():
         po.from_bitsandbytes(blank, entries)
 
 
+@pytest.mark.parametrize("kind", ["per_parameter_steps", "partition", "chain"])
+def test_bitsandbytes_has_the_steps_of_each_parameter(kind):
+    """As many as its updates, there and back; those of schedules come along."""
+    params = {"a": jnp.ones((64, 64)), "b": jnp.ones((64, 128))}
+    rate = optax.linear_schedule(1e-2, 0.0, 9)
+    one = functools.partial(po.paged_adamw_8bit, rate, **ALL_PAGED)
+    tx = optax.chain(optax.clip(1.0), one(per_parameter_steps=kind != "chain"))
+    if kind == "partition":
+        tx = optax.partition({"a": one(), "b": one()}, {"a": "a", "b": "b"})
+    alone = kind != "chain"
+    state, update = tx.init(params), jax.jit(tx.update)
+    for number in range(3):
+        new = update(params, state, params)[1]
+        if kind == "per_parameter_steps":
+            active = {"a": True, "b": number == 0}
+            new = tx.update(params, state, params, active=active)[1]
+        elif kind == "partition" and number:
+            new = new._replace(
+                inner_states=new.inner_states | {"b": state.inner_states["b"]}
+            )
+        state = new
+    entries = po.to_bitsandbytes(state)
+    assert {name: entry["step"] for name, entry in entries.items()} == {
+        "a": 3,
+        "b": 1 if alone else 3,
+    }
+    again = po.from_bitsandbytes(tx.init(params), entries)
+    counts = lambda tree: [
+        int(x) for x in jax.tree.leaves(tree) if x.dtype == "int32" and not x.ndim
+    ]
+    assert (
+        counts(again)
+        == counts(state)
+        == (
+            2 * [3, 1]
+            if kind == "per_parameter_steps"
+            else [3, 3, 1, 1]
+            if alone
+            else [3, 3]
+        )
+    )
+
+
 def test_partial_updates():
     """An inactive parameter's codes and scales stay."""
     tx = po.paged_adamw_8bit(1e-2, per_parameter_steps=True, **ALL_PAGED)
