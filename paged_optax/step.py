@@ -195,7 +195,8 @@ def _check_donations(
         jax.tree_util.tree_flatten_with_path(args)[0]
     ):
         kept = reused.get(number) == memory_kind(leaf)
-        if path[0].idx in donated and leaf.size and not kept:
+        # A Python number has no buffer to lose.
+        if path[0].idx in donated and getattr(leaf, "size", 0) and not kept:
             lost.append(
                 f"argument {path[0].idx}{_keystr(path[1:])} ({jax.typeof(leaf)})"
             )

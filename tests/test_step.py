@@ -74,6 +74,25 @@ def test_gradients_may_be_donated_too():
     assert kinds((params, state, updates)) == [DEVICE] * 2 + ALL_PAGED + [DEVICE] * 2
 
 
+@pytest.mark.parametrize("donated", [(), (0, 1, 2)], ids=str)
+def test_a_python_number_among_the_arguments(donated):
+    """It is an argument like any other: its new value counts, and nothing is lost."""
+    params, tx = {"w": jnp.ones((64, 64))}, optax.sgd(1.0, momentum=0.9)
+    tx = po.paged(tx, page_size=4096, min_paged_size=0)
+
+    def step(params, state, scale):
+        gradients = jax.tree.map(lambda x: jnp.full_like(x, scale), params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    step = po.jit_step(step, params, state, 0.5, donate_argnums=donated)
+    params, state = step(params, state, 0.5)
+    params, state = step(params, state, 0.25)
+    # The first step moves by the trace 0.5, the second by 0.9 * 0.5 + 0.25.
+    np.testing.assert_allclose(params["w"], 1 - 0.5 - 0.7, rtol=1e-6)
+
+
 def test_shapes_are_enough_for_an_example():
     def shapes(tree):
         return jax.tree.map(
