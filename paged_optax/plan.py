@@ -61,9 +61,15 @@ def parse_bytes(name: str, size: int | str) -> int:
             )
         return int(float(match[1]) * unit)
     if isinstance(size, bool) or not isinstance(size, int):
+        way_out = ""
+        if isinstance(size, jax.Array):
+            way_out = (
+                " optax.inject_hyperparams makes an array of every number: there, pass"
+                f" the string, or static_args={name!r}."
+            )
         raise ValueError(
             f"{name}={size!r} is not a size: pass an int of bytes, or a string such as"
-            " '16MiB'."
+            f" '16MiB'.{way_out}"
         )
     if size < 0:
         raise ValueError(f"{name}={size} is negative: pass 0 or more bytes.")

@@ -52,6 +52,16 @@ def test_sizes(build, argument, value, words):
     check(error, f"{argument}={value!r}", *words)
 
 
+@pytest.mark.parametrize("argument", ["page_size", "device_budget"])
+def test_a_size_that_is_injected(argument):
+    """Optax makes an array of it, which no trace can read."""
+    build = optax.inject_hyperparams(po.paged_adamw)
+    with pytest.raises(ValueError, match=f"{argument}=.*static_args='{argument}'"):
+        build(1e-3, **{argument: 1 << 20}).init({"w": jnp.ones((64, 64))})
+    build = optax.inject_hyperparams(po.paged_adamw, static_args=argument)
+    build(1e-3, **{argument: 1 << 20}).init({"w": jnp.ones((64, 64))})
+
+
 @pytest.mark.parametrize("value", [0, "0B", "0.4B"])
 def test_page_of_no_bytes(value):
     with pytest.raises(ValueError) as error:
