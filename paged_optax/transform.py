@@ -395,10 +395,12 @@ class _Pager:
         _refuse_own_steps(analysis, own, seen, first)
         if any(map(on_host, arguments)):
             check_backend()
-        gates = static.merge(arrays)["gates"]
-        gates = gates.each() if gates else [True] * len(gradients)
-        gate_of_all = either(gates) if gradients else True
-        gate_of = lambda owner: gate_of_all if owner is None else gates[owner]
+        given = static.merge(arrays)
+        gates = given["gates"].each() if given["gates"] else [True] * len(gradients)
+        # A moment starts again where its parameter's update is skipped, too.
+        moves = [either([gate, given["restart"]]) for gate in gates]
+        gate_of_all = either(moves) if gradients else True
+        gate_of = lambda owner: gate_of_all if owner is None else moves[owner]
         streamed: set[int] = set()
 
         def run_leaf(leaf: granularity.LeafUpdate, inputs: list[Any]) -> Sequence[Any]:
@@ -466,7 +468,7 @@ class _Pager:
             if position in own:
                 # One value: shared by all, or that of a single parameter's leaf.
                 each = new if isinstance(new, list) else [new] * len(gates)
-                chosen = map(_choose, gates, each, own[position])
+                chosen = map(_choose, moves, each, own[position])
                 results[position] = jax.tree.unflatten(layout.parameters, chosen)
             elif position not in streamed and new is not old:
                 gate = gate_of(analysis.owners[position])
@@ -612,10 +614,9 @@ class _Pager:
             if given.get("restart", False) is False:
                 return result
             first = self.inner.init(updates if params is None else params)
+            restarted = lambda first, new: jnp.where(given["restart"], first, new)
             return result[0], jax.tree.map(
-                lambda first, new: jnp.where(given["restart"], first, new).astype(
-                    new.dtype
-                ),
+                lambda first, new: restarted(first, new).astype(jnp.asarray(new).dtype),
                 first,
                 result[1],
             )
@@ -820,7 +821,7 @@ def _place(value: Any, host: bool, like: Any, mesh: Any) -> Any:
 
     def place(x: Array) -> Array:
         sharding = None
-        if isinstance(x, Tracer):
+        if isinstance(x, Tracer) or isinstance(like, Tracer):
             pass  # its type says where it is
         elif getattr(like, "committed", False) and like.shape == x.shape:
             sharding = like.sharding
@@ -911,7 +912,7 @@ def _refuse_host(what: str, tree: Any) -> None:
 
 
 def _underived(arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """The same arrays, through which nobody may take a derivative."""
+    """The same arrays, through which nobody may take a derivative, nor `vmap`."""
     leaves, structure = jax.tree.flatten(tuple(arrays))
     inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
     numbers = (x for x, yes in zip(leaves, inexact, strict=True) if yes)
@@ -920,9 +921,24 @@ def _underived(arrays: Sequence[Any]) -> tuple[Any, ...]:
     return jax.tree.unflatten(structure, leaves)
 
 
+@jax.custom_batching.custom_vmap
+def _refuse_batches(*numbers: Array) -> tuple[Array, ...]:
+    return numbers
+
+
+@_refuse_batches.def_vmap
+def _(*_: Any) -> Any:
+    raise ValueError(
+        "update has moments in host memory, and is called within jax.vmap, which would"
+        " gather pages there. Call init and update on the stacked parameters, without"
+        " vmap: what works element by element has the same numbers; else use"
+        " device_budget=None."
+    )
+
+
 @jax.custom_jvp
 def _refuse_derivatives(*numbers: Array) -> tuple[Array, ...]:
-    return numbers
+    return tuple(_refuse_batches(*numbers))
 
 
 @_refuse_derivatives.defjvp

@@ -266,6 +266,41 @@ def _counting(inner, counts):
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
+def test_members_of_an_ensemble():
+    """Made by `vmap`, or stacked, which is what moments on the host are updated by."""
+    shapes = {"w": (3, 64, 64), "v": (3, 300)}
+    params, gradients = arrays(shapes=shapes), arrays(shapes=shapes, seed=1)
+    inner, tx = optax.adam(1e-2), po.paged_adam(1e-2, **SMALL_PAGES)
+    resident = po.paged_adam(1e-2, device_budget=None)
+    start = jax.vmap(inner.init)(params)
+    wanted = jax.jit(jax.vmap(inner.update))(gradients, start, params)[1]
+    state = jax.vmap(resident.init)(params)
+    found = jax.jit(jax.vmap(resident.update))(gradients, state, params)[1]
+    assert_equal(found, wanted)
+    state = jax.vmap(tx.init)(params)
+    assert_equal(state, start)
+    assert "pinned_host" in kinds(state)
+    with pytest.raises(ValueError, match=r"stacked parameters, without vmap"):
+        jax.eval_shape(jax.vmap(tx.update), gradients, state, params)
+    found = jax.jit(tx.update)(gradients, tx.init(params), params)[1]
+    assert_equal(found[0].mu, wanted[0].mu)
+
+
+def test_schedule_free_around_paging():
+    """Its parameters for evaluation are computed of what stays on the device."""
+    params = arrays(shapes={"w": (70, 128)})
+    results = []
+    for make, paging in ((optax.adamw, {}), (po.paged_adamw, SMALL_PAGES)):
+        tx = optax.contrib.schedule_free(make(1e-2, b1=0.0, **paging), 1e-2)
+        *_, (_, new, state) = steps(tx, params, 3)
+        results.append(optax.contrib.schedule_free_eval_params(state, new))
+    assert "pinned_host" in kinds(state)
+    assert max(distances(*results).values(), default=0) <= 64
+    tx = po.paged(optax.contrib.schedule_free(optax.sgd(1e-2), 1e-2), **SMALL_PAGES)
+    with pytest.raises(ValueError, match="memory_space of all inputs passed to"):
+        optax.contrib.schedule_free_eval_params(tx.init(params), params)
+
+
 @pytest.mark.parametrize("moving", [False, True], ids=["resident", "paged"])
 def test_one_array_given_for_two_moments(moving):
     """Each place of a state gets its own new value, though one array be in several."""

@@ -437,6 +437,49 @@ def test_a_jitted_inner_update_is_skipped_too(jit):
     assert_equal(*results)
 
 
+def _flagged(inner):
+    """A transformation whose state holds a Python scalar beside another's."""
+    return optax.GradientTransformation(
+        lambda params: {"flag": False, "inner": inner.init(params)},
+        lambda updates, state, params=None: (
+            (made := inner.update(updates, state["inner"], params))[0],
+            {"flag": True, "inner": made[1]},
+        ),
+    )
+
+
+RESTARTING = {
+    "MultiSteps": lambda of, tx: of.MultiSteps(tx, 2).gradient_transformation(),
+    "apply_if_finite": lambda of, tx: of.apply_if_finite(tx, 9),
+    "Python scalar": lambda of, tx: tx,
+}
+
+
+@pytest.mark.parametrize("name", RESTARTING)
+def test_a_synchronisation_restarts_what_a_step_skips(name):
+    """All of the state, although the wrapper in between skips the step."""
+    shapes = {"w": (64, 128), "v": (300,)}
+    params = optax.LookaheadParams.init_synced(arrays(shapes=shapes))
+
+    def states(of, page):
+        flag = _flagged if name == "Python scalar" else lambda inner: inner
+        fast = RESTARTING[name](of, page(flag(optax.adam(1e-2))))
+        tx = of.lookahead(fast, 3, 0.5, reset_state=True)
+        state, update = tx.init(params), jax.jit(tx.update)
+        for number in range(5):
+            gradients = arrays(shapes=shapes, seed=number)
+            if number == 2 and name == "apply_if_finite":
+                gradients["v"] = gradients["v"].at[7].set(jnp.nan)
+            updates, state = update(gradients, state, params)
+            yield jax.tree.map(np.asarray, (updates, state))
+
+    ours = states(po, _paged)
+    for wanted in states(optax, _itself):
+        found = next(ours)
+        same = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+        jax.tree.map(same, found, wanted)
+
+
 def test_a_bad_condition_is_refused_as_by_optax():
     """The condition is asked by Optax's own code, and so are its errors."""
     params = arrays(shapes={"w": (70, 32)})
