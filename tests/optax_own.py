@@ -94,6 +94,10 @@ def patch(settings: dict[str, Any]) -> None:
         return functools.wraps(function)(make)
 
     originals = {name: getattr(optax, name) for name in WRAPPERS}
+    own = types.SimpleNamespace(**vars(optax))
+    for name, module in list(sys.modules.items()):
+        if name.startswith("paged_optax") and getattr(module, "optax", None) is optax:
+            module.optax = own  # type: ignore[attr-defined]
     for module in map(importlib.import_module, MAKERS):
         for name, function in list(vars(module).items()):
             is_maker = isinstance(function, (types.FunctionType, functools.partial))
