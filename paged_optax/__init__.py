@@ -32,6 +32,7 @@ from paged_optax.aliases import (
 from paged_optax.convert import from_bitsandbytes, to_bitsandbytes
 from paged_optax.fit import Footprint, Footprints, what_fits
 from paged_optax.granularity import CrossLeafError
+from paged_optax.place import place_state
 from paged_optax.plan import PagePlan, plan
 from paged_optax.report import MemoryReport, memory_report
 from paged_optax.selfcheck import BackendError
@@ -118,6 +119,7 @@ __all__ = [
     "paged_nadamw",
     "paged_rmsprop",
     "paged_sgd",
+    "place_state",
     "plan",
     "rebalance",
     "to_bitsandbytes",

@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 import jax
-from jax.core import ShapedArray
+from jax.core import ShapedArray, Tracer
 
 HOST = jax.memory.Space.Host
 DEVICE = jax.memory.Space.Device
@@ -31,6 +31,17 @@ def on_host(x: Any) -> bool:
     x = x if isinstance(x, ShapedArray) else jax.tree.leaves(x)[0]
     aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
     return aval.memory_space == HOST
+
+
+def mistyped(x: Any) -> bool:
+    """Whether a concrete array is in host memory, and typed as in the device's.
+
+    Arrays made with a `SingleDeviceSharding`, as by a restore into concrete arrays, are
+    (jax 0.10.2 to 0.12.0.1).
+    """
+    if isinstance(x, Tracer) or not isinstance(x, jax.Array):
+        return False
+    return x.sharding.memory_kind == PINNED_HOST and not on_host(x)
 
 
 def platform() -> str:

@@ -11,7 +11,7 @@ from jax.sharding import (
 )
 
 from paged_optax.host_compute import warn_of_host_compute
-from paged_optax.memory import memory_kind, memory_kinds
+from paged_optax.memory import memory_kind, memory_kinds, mistyped, on_host
 from paged_optax.sharding import typed_by_memory
 
 _keystr = jax.tree_util.keystr
@@ -28,12 +28,17 @@ class Step:
       compiled: What XLA made of it, for `memory_report`.
     """
 
-    def __init__(self, compiled: jax.stages.Compiled):
+    def __init__(self, compiled: jax.stages.Compiled, hosted: list[bool]):
         self.compiled = compiled
+        self._hosted = hosted
 
     def __call__(self, *args: Any) -> Any:
         """Runs the step; donated arguments must not be used again."""
-        return self.compiled(*args)
+        try:
+            return self.compiled(*args)
+        except (TypeError, ValueError):
+            _refuse_moved(args, self._hosted)
+            raise
 
 
 def jit_step(
@@ -89,6 +94,8 @@ def jit_step(
                 f" step has {len(example_args)}."
             )
     example_args = jax.tree.map(_typed, example_args)
+    hosted = [on_host(x) or mistyped(x) for x in jax.tree.leaves(example_args)]
+    _refuse_moved(example_args, hosted)
     inputs, outputs = _placements(step, example_args, donated)
     # Unused arguments stay, so that a parameter's number is its leaf's.
     jitted = jax.jit(
@@ -103,7 +110,25 @@ def jit_step(
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         compiled = jitted.lower(*example_args).compile()
     _check_donations(compiled, example_args, donated)
-    return Step(compiled)
+    return Step(compiled, hosted)
+
+
+def _refuse_moved(args: tuple[Any, ...], hosted: list[bool]) -> None:
+    """Names an array whose type says that it is on the device, and belongs elsewhere.
+
+    Args:
+      args: Arguments of a step.
+      hosted: For each of their arrays whether it belongs on the host.
+    """
+    flat = jax.tree_util.tree_flatten_with_path(args)[0]
+    for (path, x), host in zip(flat, hosted, strict=False):
+        if host and not on_host(x):
+            raise ValueError(
+                f"argument {path[0].idx}{_keystr(path[1:])} belongs in host memory, and"
+                f" has the type of device memory ({jax.typeof(x)}): a restore or a"
+                " jax.device_put without a memory kind did that. Put the state back by"
+                " paged_optax.place_state(tx, state, params)."
+            )
 
 
 def _typed(x: Any) -> Any:

@@ -27,6 +27,7 @@ from paged_optax.memory import (
     HOST,
     PINNED_HOST,
     memory_kinds,
+    mistyped,
     nbytes,
     on_host,
     resolve_host_memory_kind,
@@ -66,6 +67,7 @@ def paged(
     per_parameter_steps: bool = False,
     codec: CodecLike | Mapping[str, CodecLike | Mapping[str, CodecLike]] = None,
     master_dtype: Any = None,
+    on_moved: str = "warn",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Pages a transformation: its moments live on the host, its numbers stay.
 
@@ -122,6 +124,9 @@ def paged(
         comes back with nothing finite in it: chain `apply_if_finite` around.
       master_dtype: Keeps a copy of the parameters in this dtype, paged like a moment,
         for parameters in fewer bits: `"float32"`. The moments have it too.
+      on_moved: What `update` does where it finds moments on the device that belong on
+        the host: `"warn"`, or `"raise"`, before XLA sees them. `place_state` puts them
+        back.
 
     Returns:
       A transformation to use wherever `inner` was used.
@@ -164,8 +169,10 @@ def paged(
         inner = in_float32(inner)
     if draws(rules):
         inner = counted(inner)
+    if on_moved not in ("warn", "raise"):
+        raise ValueError(f"on_moved={on_moved!r}: pass 'warn' or 'raise'.")
     known = Known(shardings)
-    pager = _Pager(inner, configuration, rules, per_parameter_steps, known)
+    pager = _Pager(inner, configuration, rules, per_parameter_steps, known, on_moved)
     return optax.GradientTransformationExtraArgs(pager.init, pager.update)
 
 
@@ -179,12 +186,14 @@ class _Pager:
         rules: dict[str, Any],
         per_parameter_steps: bool,
         known: Known,
+        on_moved: str,
     ):
         self.inner = inner
         self.known = known
         self.configuration = configuration
         self.rules = rules
         self.per_parameter_steps = per_parameter_steps
+        self.on_moved = on_moved
         self._eager = jax.jit(self._stream, static_argnames=("static", "shards"))
 
     def init(self, params: optax.Params) -> optax.OptState:
@@ -334,6 +343,14 @@ class _Pager:
             return self.inner.update(updates, plain, params, **extra_args)
         _refuse_host("gradient", updates)
         _refuse_host("parameter", params)
+        for path, x in zip(*_paths(state), strict=True):
+            if mistyped(x):
+                self.tell(
+                    f"state{_keystr(path)} is in host memory, and has the type of"
+                    " device memory, where it is about to go: a restore made it with"
+                    " a SingleDeviceSharding. Put"
+                )
+                break
         if params is not None:
             _refuse_different(updates, params)
         gates = gates_of(active, updates)
@@ -495,16 +512,23 @@ class _Pager:
         ]
         total = sum(size for _, size in moved)
         if total > budget:
-            warnings.warn(
+            self.tell(
                 f"{len(moved)} moments of {readable_bytes(total)} are in device memory,"
                 f" state{_keystr(moved[0][0])} first, and device_budget="
                 f"{readable_bytes(budget)} leaves them no room: a jax.device_put, a"
-                " restore or out_shardings without a memory kind moved them. Put the"
-                " state back by jax.device_put(state, shardings), with the shardings of"
-                " paged_optax.abstract_state(tx, params); or, if they are to stay,"
-                " pass device_budget=None.",
-                stacklevel=2,
+                " restore or out_shardings without a memory kind moved them. If"
+                " they are to stay, pass device_budget=None; if not, put"
             )
+
+    def tell(self, what: str) -> None:
+        """Warns of moments that are not where they belong, or refuses them."""
+        message = (
+            f"{what} the state back by paged_optax.place_state(tx, state, params)."
+            " paged(..., on_moved='raise') makes this an error, and 'warn' a warning."
+        )
+        if self.on_moved == "raise":
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=3)
 
     def shards(
         self, updates: Any, state: Any, params: Any

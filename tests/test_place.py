@@ -1,0 +1,173 @@
+"""States that lost their place, and `place_state`, which puts them back."""
+
+import pickle
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import jax_utils, nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from reference import assert_equal
+
+import paged_optax as po
+from paged_optax.memory import on_host
+
+PAGES = {"page_size": 4096, "min_paged_size": 1024}
+
+
+def params_of(seed=0):
+    draw = lambda i, shape: jax.random.normal(jax.random.key(seed + i), shape)
+    return {"w": draw(0, (64, 64)), "b": draw(1, (8,))}
+
+
+def transformation(**options: Any) -> Any:
+    return po.paged_adamw(1e-2, **PAGES, **options)
+
+
+def updated(tx, params) -> Any:
+    gradients = jax.tree.map(lambda x: x + 1.0, params)
+    return tx.update(gradients, tx.init(params), params)[1]
+
+
+def device():
+    return jax.devices()[0]
+
+
+def restored(state, path, target):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "state", state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path / "state", *target)
+
+
+def mistyped(x):
+    """On the host by its sharding, on the device by its type."""
+    if not on_host(x):
+        return x
+    value, sharding = (
+        np.asarray(x),
+        SingleDeviceSharding(device(), memory_kind="pinned_host"),
+    )
+    return jax.make_array_from_callback(x.shape, sharding, lambda i: value[i])
+
+
+LOSSES = {
+    "orbax, concrete": lambda state, path: restored(state, path, [state]),
+    "orbax, no target": lambda state, path: restored(state, path, []),
+    "mistyped": lambda state, path: jax.tree.map(mistyped, state),
+    "pickle": lambda state, path: pickle.loads(pickle.dumps(state)),
+    "device_put": lambda state, path: jax.device_put(
+        state, SingleDeviceSharding(device())
+    ),
+    "out_shardings": lambda state, path: jax.jit(
+        lambda state: jax.device_put(state, jax.memory.Space.Device),
+        out_shardings=SingleDeviceSharding(device(), memory_kind="device"),
+    )(state),
+    "device_get": lambda state, path: jax.device_get(state),
+    "replicate": lambda state, path: jax.tree.map(
+        lambda x: x[0], jax_utils.replicate(state, devices=jax.devices()[:1])
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_lost_state_is_put_back(loss, tmp_path):
+    tx, params = transformation(codec={"nu": "dynamic_int8"}), params_of()
+    state = updated(tx, params)
+    lost = LOSSES[loss](state, tmp_path)
+    types = lambda tree: [(on_host(x), x.committed) for x in jax.tree.leaves(tree)]
+    assert not any(
+        on_host(x) for x in jax.tree.leaves(lost) if isinstance(x, jax.Array)
+    )
+    found = po.place_state(tx, lost, params)
+    assert_equal(found, state)
+    assert types(found) == types(state)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    again = po.place_state(tx, found, params)
+    pairs = zip(jax.tree.leaves(again), jax.tree.leaves(found), strict=True)
+    assert all(x is y for x, y in pairs)
+
+
+def test_on_a_mesh():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    params = jax.device_put({"w": params_of()["w"]}, sharding)
+    tx = transformation(codec="dynamic_int8")
+    state = updated(tx, params)
+    found: Any = po.place_state(tx, jax.device_get(state), params)
+    assert_equal(found, state)
+    assert all(map(on_host, jax.tree.leaves(found[0].mu)))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+
+def test_nnx_optimizer_restored_into_itself(tmp_path):
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    tx = transformation(codec="dynamic_int8")
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    gradients = nnx.state(model, nnx.Param)
+    optimizer.update(model, gradients)
+    before = nnx.state(optimizer)
+    nnx.update(optimizer, restored(before, tmp_path, [before]))
+    params = nnx.state(model, nnx.Param)
+    optimizer.opt_state = nnx.data(po.place_state(tx, optimizer.opt_state, params))
+    assert jax.tree.structure(nnx.state(optimizer)) == jax.tree.structure(before)
+    assert_equal(nnx.state(optimizer), before)
+    update = lambda model, optimizer, gradients: optimizer.update(model, gradients)
+    nnx.jit(update, donate_argnums=(0, 1))(model, optimizer, gradients)
+    assert not po.is_device_resident(optimizer.opt_state, "kernel")
+
+
+def test_another_state_is_refused():
+    tx, params = transformation(), params_of()
+    with pytest.raises(ValueError, match=r"'0/mu/w' is float32\[64, 64\].*\[32, 64\]"):
+        po.place_state(tx, tx.init(params), params | {"w": jnp.ones((32, 64))})
+    with pytest.raises(ValueError, match="'0/nu/b' is missing"):
+        po.place_state(tx, po.paged_lion(1e-2, **PAGES).init(params), params)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("loss", ["mistyped", "pickle"])
+@pytest.mark.parametrize("option", ["warn", "raise"])
+def test_update_names_the_way_back(option, loss, jit):
+    tx, params = transformation(on_moved=option), params_of()
+    lost = LOSSES[loss](tx.init(params), None)
+    update = jax.jit(tx.update) if jit else tx.update
+    message = r"state\[0\].mu\['w'\].*paged_optax.place_state\(tx, state, params\)"
+    if option == "raise":
+        with pytest.raises(ValueError, match=message):
+            update(params, lost, params)
+    else:
+        with pytest.warns(UserWarning, match=message):
+            update(params, lost, params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        update(params, po.place_state(tx, lost, params), params)
+
+
+def test_unknown_option_is_refused():
+    with pytest.raises(ValueError, match="on_moved='ignore'"):
+        transformation(on_moved="ignore")
+
+
+def test_jit_step_names_the_way_back():
+    tx, params = transformation(), params_of()
+
+    def step(params, state):
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state: Any = tx.init(params)
+    message = r"argument 1\[0\].mu\['w'\].*paged_optax.place_state\(tx, state, params\)"
+    with pytest.raises(ValueError, match=message):
+        po.jit_step(step, params, LOSSES["mistyped"](state, None))
+    compiled = po.jit_step(step, params, state)
+    with pytest.raises(ValueError, match=message):
+        compiled(params, LOSSES["device_put"](state, None))
+    compiled(params, state)
