@@ -153,7 +153,7 @@ BLOCKS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 SHAPES = [(), (1,), (7,), (300,), (33, 5), (8, 16), (3, 5, 7), (16, 40), (0, 4)]
-EVEN_SHAPES = [(64, 80), (16, 1024), (8192,), (32, 4, 64), (3, 40, 50), (7,)]
+EVEN_SHAPES = [(64, 80), (64, 1024), (8192,), (32, 4, 64), (3, 40, 50), (7,)]
 #: Of enough values that a codec stores them.
 CODED_SHAPES = [(64, 80), (5000,), (3, 40, 50), (260, 33), (16, 1024), (7,)]
 CODECS = ["dynamic_int8", "dynamic_int4", "float8_e4m3", "bfloat16"]
