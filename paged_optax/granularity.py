@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.extend import core
 
 from paged_optax.sharding import without_explicit_axes
@@ -294,10 +294,30 @@ def _called(eqn: core.JaxprEqn) -> core.ClosedJaxpr | core.Jaxpr | None:
     return eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
 
 
-class _Flat:
-    """A jaxpr with its calls inlined and its values numbered."""
+def _skips(eqn: core.JaxprEqn) -> bool:
+    """Whether a branch hands an argument on, as wrappers do that skip steps.
 
-    def __init__(self, closed: core.ClosedJaxpr):
+    Those belong around paging, where a skipped step moves no byte.
+    """
+    return any(
+        result is argument
+        for branch in eqn.params["branches"]
+        for result in branch.jaxpr.outvars
+        for argument in branch.jaxpr.invars
+    )
+
+
+class _Flat:
+    """A jaxpr with its calls inlined and its values numbered.
+
+    Args:
+      closed: The jaxpr.
+      both: Whether a conditional that skips nothing is inlined too: both its branches,
+        and a choice between their results.
+    """
+
+    def __init__(self, closed: core.ClosedJaxpr, *, both: bool = False):
+        self.both = both
         self.avals: list[Any] = []
         self.equations: list[Equation] = []
         self.constants: dict[int, Any] = {}
@@ -326,6 +346,13 @@ class _Flat:
             operands = [read(x) for x in eqn.invars]
             if (body := _called(eqn)) is not None:
                 outputs = self._inline(body, operands)
+            elif self.both and eqn.primitive.name == "cond" and not _skips(eqn):
+                which, *given = operands
+                results = [self._inline(x, given) for x in eqn.params["branches"]]
+                outputs = [self._number(var.aval) for var in eqn.outvars]
+                for output, *cases in zip(outputs, *results, strict=True):
+                    choice = Equation(lax.select_n_p, (), (which, *cases), (output,))
+                    self.equations.append(choice)
             else:
                 outputs = [self._number(var.aval) for var in eqn.outvars]
                 params = tuple((k, _Opaque.wrap(v)) for k, v in eqn.params.items())
@@ -506,14 +533,27 @@ def analyse(
       CrossLeafError: If a value depends on two parameters, or if what is laid end to
         end is made of moments.
     """
-    flat = _Flat(closed)
     # What is made of moments may be on the host, and pages with them.
-    of_moments = flat.made_of(
+    moments = [
         value
         for value, (whose, aval) in enumerate(zip(owners, closed.in_avals, strict=True))
         if whose is None and aval.shape and jnp.issubdtype(aval.dtype, jnp.inexact)
-    )
-    owner, producer, joined = _owned(flat, owners, of_moments, name)
+    ]
+
+    def followed(flat: _Flat) -> Any:
+        of_moments = flat.made_of(moments)
+        return flat, of_moments, *_owned(flat, owners, of_moments, name)
+
+    try:
+        flat, of_moments, owner, producer, joined = followed(_Flat(closed))
+    except CrossLeafError as error:
+        # A conditional on all leaves, such as novograd's, may be one on each.
+        try:
+            flat, of_moments, owner, producer, joined = followed(
+                _Flat(closed, both=True)
+            )
+        except CrossLeafError:
+            raise error from None
     is_given = lambda value: value not in producer
 
     def is_shared(value: int) -> bool:

@@ -62,6 +62,14 @@ def assert_as_unpaged(inner, pages, shapes=SHAPES, ulps=0):
             assert max(found.values(), default=0) <= ulps, found
 
 
+# -- conditionals over all leaves ---------------------------------------------------
+
+
+def test_a_conditional_over_all_leaves():
+    """Each leaf makes its own choice between the branches."""
+    assert_as_unpaged(optax.scale_by_novograd(weight_decay=0.1), pages=False, ulps=64)
+
+
 # -- calls and what they close over ------------------------------------------------
 
 
