@@ -90,13 +90,22 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True)
 class _Opaque:
-    """A parameter that cannot be hashed: equal to itself alone."""
+    """A parameter that is compared by another key: a jaxpr, or what has no hash."""
 
     value: Any = dataclasses.field(compare=False)
-    identity: int
+    key: Any
 
     @classmethod
     def wrap(cls, value: Any) -> Any:
+        """A jaxpr is what it computes; what has no hash is equal to itself alone."""
+        if isinstance(value, core.Jaxpr) and not value.constvars:
+            return cls(value, _Flat(core.ClosedJaxpr(value, ())).key)
+        if isinstance(value, core.ClosedJaxpr):
+            return cls(value, _Flat(value).key)
+        if isinstance(value, (tuple, list)):
+            parts = tuple(map(cls.wrap, value))
+            if any(isinstance(x, cls) for x in parts):
+                return cls(value, parts)
         try:
             hash(value)
         except TypeError:
@@ -207,7 +216,7 @@ class Analysis:
       owners: For each output the parameter it belongs to, or None.
     """
 
-    constants: Mapping[int, Any]
+    constants: Mapping[int, Any] = dataclasses.field(compare=False)
     shared: Program
     shared_inputs: tuple[int, ...]
     shared_outputs: tuple[int, ...]
@@ -323,6 +332,13 @@ class _Flat:
         self.constants: dict[int, Any] = {}
         arguments = [self._number(aval) for aval in closed.in_avals]
         self.outputs = self._inline(closed, arguments)
+
+    @property
+    def key(self) -> Any:
+        """What two jaxprs have in common that compute the same."""
+        closed_over = [(number, id(x)) for number, x in self.constants.items()]
+        parts = self.avals, self.equations, self.outputs, closed_over
+        return tuple(map(tuple, parts))
 
     def _number(self, aval: Any) -> int:
         self.avals.append(aval)

@@ -194,7 +194,7 @@ class _Pager:
         self.rules = rules
         self.per_parameter_steps = per_parameter_steps
         self.on_moved = on_moved
-        self._eager = jax.jit(self._stream, static_argnames=("static", "shards"))
+        self._eager = jax.jit(self._stream, static_argnames=("traced", "shards"))
 
     def init(self, params: optax.Params) -> optax.OptState:
         """The state of `inner`, its larger arrays in host memory."""
@@ -354,46 +354,31 @@ class _Pager:
         if params is not None:
             _refuse_different(updates, params)
         gates = gates_of(active, updates)
-        arrays, static = _split(
-            {
-                "gates": gates and _Gates.of(gates),
-                "restart": current().restart,
-                "extra_args": extra_args,
-            }
-        )
-        arguments = (_arrays(updates), state, _arrays(params), arrays)
-        shards = self.shards(*arguments[:3])
-        if static.needs_tracing or any(
-            isinstance(x, Tracer) for x in jax.tree.leaves(arguments)
-        ):
-            return self._stream(*arguments, static=static, shards=shards)
-        return self._eager(*arguments, static=static, shards=shards)
+        restart = current().restart
+        gates = gates and _Gates.of(gates)
+        open_gates, gating = _split({"gates": gates, "restart": restart})
+        extras, static = _split({"restart": restart, "extra_args": extra_args})
+        trees = (_arrays(updates), state, _arrays(params))
+        shards = self.shards(*trees)
+        # Anew at each call: `inner` may read more than its arguments. What is compiled
+        # serves all that compute the same.
+        traced, constants = self._trace(*trees, extras, static, gating, shards)
+        arguments = (*trees, extras, open_gates, constants)
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
+            return self._stream(*arguments, traced=traced, shards=shards)
+        return self._eager(*arguments, traced=traced, shards=shards)
 
-    def _stream(
+    def _trace(
         self,
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None,
-        arrays: list[Any],
-        *,
+        extras: list[Any],
         static: "_Static",
+        gating: "_Static",
         shards: tuple[Shards | None, ...],
-    ) -> tuple[optax.Updates, optax.OptState]:
-        run = functools.partial(self._stream_here, static=static, shards=shards)
-        like = (updates if params is None else params, state)
-        return automatically(run, (updates, state, params, arrays), like)
-
-    def _stream_here(
-        self,
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None,
-        arrays: list[Any],
-        *,
-        static: "_Static",
-        shards: tuple[Shards | None, ...],
-    ) -> tuple[optax.Updates, optax.OptState]:
-        gradients = jax.tree.leaves(updates)
+    ) -> tuple["_Traced", dict[int, Any]]:
+        """What an update computes, and the arrays that it closes over."""
         layout = self.layout(updates, state, shards)
         try:
             leaves, own = layout.take_apart(state)
@@ -403,16 +388,50 @@ class _Pager:
             _refuse_state(self.inner, updates, state, error)
             raise
         seen = layout.seen(leaves)
-        analysis, structure = self.analyse(updates, seen, params, arrays, static)
+        analysis, structure = self.analyse(updates, seen, params, extras, static)
+        first = len(jax.tree.leaves(updates))
+        _refuse_own_steps(analysis, {first + p: x for p, x in own.items()}, seen, first)
+        constants = dict(analysis.constants)
+        analysis = dataclasses.replace(analysis, constants={})
+        return _Traced(analysis, structure, gating), constants
+
+    def _stream(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
+        *others: Any,
+        traced: "_Traced",
+        shards: tuple[Shards | None, ...],
+    ) -> tuple[optax.Updates, optax.OptState]:
+        run = functools.partial(self._stream_here, traced=traced, shards=shards)
+        like = (updates if params is None else params, state)
+        return automatically(run, (updates, state, params, *others), like)
+
+    def _stream_here(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
+        extras: list[Any],
+        open_gates: list[Any],
+        constants: dict[int, Any],
+        *,
+        traced: "_Traced",
+        shards: tuple[Shards | None, ...],
+    ) -> tuple[optax.Updates, optax.OptState]:
+        gradients = jax.tree.leaves(updates)
+        layout = self.layout(updates, state, shards)
+        leaves, own = layout.take_apart(state)
+        analysis = dataclasses.replace(traced.analysis, constants=constants)
         self.warn_of_moved(layout, leaves)
         first = len(gradients)  # of the state's leaves, among arguments and results
-        arguments = [*gradients, *leaves, *jax.tree.leaves((params, arrays))]
+        arguments = [*gradients, *leaves, *jax.tree.leaves((params, extras))]
         codecs = {i: codec for i, codec in enumerate(layout.codecs, first) if codec}
         own = {first + position: each for position, each in own.items()}
-        _refuse_own_steps(analysis, own, seen, first)
         if any(map(on_host, arguments)):
             check_backend()
-        given = static.merge(arrays)
+        given = traced.gating.merge(open_gates)
         gates = given["gates"].each() if given["gates"] else [True] * len(gradients)
         # A moment starts again where its parameter's update is skipped, too.
         moves = [either([gate, given["restart"]]) for gate in gates]
@@ -493,7 +512,7 @@ class _Pager:
                 if on_host(old) and not on_host(results[position]):
                     # Handed through, or shared by all: where the old value lives.
                     results[position] = jax.device_put(results[position], HOST)
-        return jax.tree.unflatten(structure, results)
+        return jax.tree.unflatten(traced.structure, results)
 
     def warn_of_moved(self, layout: Layout, leaves: Sequence[Any]) -> None:
         """Reports moments on the device that the budget has no room for."""
@@ -751,39 +770,38 @@ class _Gates:
         return [self.distinct[i] for i in self.number]
 
 
+@dataclasses.dataclass(frozen=True)
 class _Static:
-    """Extra arguments that are not arrays, and where the arrays among them go."""
+    """What of a tree is no array, and where the arrays among it go."""
 
-    def __init__(self, treedef: Any, is_array: tuple[bool, ...], rest: tuple[Any, ...]):
-        self.treedef, self.is_array, self.rest = treedef, is_array, rest
+    treedef: Any
+    is_array: tuple[bool, ...]
+    rest: tuple[Any, ...]
 
-    def merge(self, arrays: Sequence[Any]) -> dict[str, Any]:
+    def merge(self, arrays: Sequence[Any]) -> Any:
         array, rest = iter(arrays), iter(self.rest)
         leaves = [next(array) if yes else next(rest) for yes in self.is_array]
         return jax.tree.unflatten(self.treedef, leaves)
 
-    @property
-    def needs_tracing(self) -> bool:
-        """Whether nothing can be remembered by these: they have no hash."""
-        try:
-            hash(self)
-        except TypeError:
-            return True
-        return False
 
-    def _key(self) -> Any:
-        return self.treedef, self.is_array, self.rest
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """An update as a value: two that compute the same are equal.
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self._key() == other._key()
+    Attributes:
+      analysis: Its programs, without the arrays closed over.
+      structure: The structure of what it returns.
+      gating: Its gates and its restart, but for those known on the device alone.
+    """
 
-    def __hash__(self) -> int:
-        return hash(self._key())
+    analysis: granularity.Analysis
+    structure: Any
+    gating: _Static
 
 
-def _split(extra_args: dict[str, Any]) -> tuple[list[Any], _Static]:
-    """Takes the arrays and numbers among extra arguments apart from the rest."""
-    leaves, treedef = jax.tree.flatten(extra_args)
+def _split(tree: Any) -> tuple[list[Any], _Static]:
+    """Takes the arrays and numbers of a tree apart from the rest."""
+    leaves, treedef = jax.tree.flatten(tree)
     kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
     numbers = (int, float, complex)  # a new value must not mean a new compilation
     is_array = [

@@ -3,6 +3,7 @@ counts, and all else that it is told is in the key of JAX's trace caches."""
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,6 +168,52 @@ def test_a_jitted_update_in_a_layerwise_step_and_out_of_it(codec, layers):
     ordinary = jax.jit(inside.update)(params, state, params)
     same(ordinary, jax.jit(lambda *args: tx.update(*args))(params, state, params))
     layerwise()
+
+
+def test_python_state_read_by_an_eager_update():
+    """A closure's learning rate, set anew between steps as any Python code may."""
+    rate = 0.5
+    trace = optax.trace(0.9)
+
+    def update(updates, state, params=None):
+        updates, state = trace.update(updates, state, params)
+        return jax.tree.map(lambda u: -rate * u, updates), state
+
+    plain: Any = optax.GradientTransformation(trace.init, update)
+    paged = po.paged(plain, **PAGED)
+    ours, theirs = paged.init(PARAMS), plain.init(PARAMS)
+    for rate in (0.5, 0.25, 0.5, -1.0):  # noqa: B007
+        updates, ours = paged.update(PARAMS, ours, PARAMS)
+        wanted, theirs = plain.update(PARAMS, theirs, PARAMS)
+        same(updates, wanted)
+
+
+@pytest.mark.parametrize("name", ["a loop", "a lambda", "an array"])
+def test_an_eager_update_is_compiled_once(name, caplog):
+    """What is traced anew at each step computes the same: a jaxpr counts as a value."""
+
+    def update(updates, state, params=None, *, value_fn: Any = None, **extra_args):
+        if name == "a loop":
+            body = lambda _, x: x + jnp.matmul(x, x) / 64
+            made = jax.tree.map(lambda u: jax.lax.fori_loop(0, 2, body, u), updates)
+        elif name == "a lambda":
+            made = jax.tree.map(value_fn, updates)
+        else:
+            made = jax.tree.map(lambda u: u * jnp.arange(64.0), updates)
+        return made, jax.tree.map(lambda s, u: 0.5 * s + u, state, updates)
+
+    zeros = lambda params: jax.tree.map(jnp.zeros_like, params)
+    plain: Any = optax.GradientTransformationExtraArgs(zeros, update)
+    paged = po.paged(plain, **PAGED)
+    ours, theirs = paged.init(PARAMS), plain.init(PARAMS)
+    step = lambda tx, state: tx.update(PARAMS, state, value_fn=lambda x: -x)
+    for number in range(3):
+        updates, theirs = step(plain, theirs)
+        with jax.log_compiles(number > 0):
+            made, ours = step(paged, ours)
+        chex.assert_trees_all_close(made, updates, rtol=1e-6)
+        same(ours, theirs)
+    assert "Compiling" not in caplog.text
 
 
 def test_python_state_read_by_init():
