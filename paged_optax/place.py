@@ -77,6 +77,9 @@ def _placed(x: Any, place: Any) -> Array:
         same = x.sharding.is_equivalent_to(sharding, x.ndim)
         if same and jax.typeof(x).memory_space == jax.typeof(place).memory_space:
             return x
+    if isinstance(x, Array) and x.sharding.device_set != sharding.device_set:
+        # JAX moves no array to other devices and to another memory at once (0.12.0.1).
+        x = jax.device_put(x, x.sharding.with_memory_kind(kind))
     # By a sharding that types it, and then to where `init` puts it.
     x = jax.device_put(x, sharding)
     if len(sharding.device_set) == 1 and all(

@@ -72,6 +72,10 @@ LOSSES = {
     "replicate": lambda state, path: jax.tree.map(
         lambda x: x[0], jax_utils.replicate(state, devices=jax.devices()[:1])
     ),
+    "on several devices": lambda state, path: jax.device_put(
+        state,
+        NamedSharding(Mesh(np.array(jax.devices()[:4]), ("x",)), PartitionSpec()),
+    ),
 }
 
 
