@@ -25,8 +25,8 @@ _HARMLESS = frozenset(
 
 #: What only holds jaxprs, which are looked into.
 _CALLS = frozenset(
-    """checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit pjit remat2
-    run_state scan shard_map while""".split()
+    """checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vmap_call
+    jit pjit remat2 run_state scan shard_map while""".split()
 )
 
 #: By the file of Optax that an equation was traced from.

@@ -269,7 +269,7 @@ def without_explicit_axes() -> contextlib.AbstractContextManager[Any]:
 
 def _explicit_mesh(x: Any) -> Any:
     """The mesh of explicit axes that an array's type names, or None."""
-    if x is None:
+    if not hasattr(x, "dtype"):
         return None
     sharding: Any = getattr(jax.typeof(x), "sharding", None)
     return sharding.mesh if AxisType.Explicit in _axis_types(sharding) else None

@@ -326,6 +326,8 @@ class _Pager:
         Updates are divided as parameters are, or as gradients without them.
         """
         made = self._update(*map(bare, (updates, state, params, active, extra_args)))
+        if current().seen_through:
+            return made  # of a state that is not as it is stored
         return like(updates, made[0]), like(state, made[1])
 
     def _update(
