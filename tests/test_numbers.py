@@ -22,6 +22,7 @@ from reference import (
     compare_alias,
     distances,
     kinds,
+    largest,
     steps,
 )
 
@@ -295,7 +296,9 @@ def test_schedule_free_around_paging():
         *_, (_, new, state) = steps(tx, params, 3)
         results.append(optax.contrib.schedule_free_eval_params(state, new))
     assert "pinned_host" in kinds(state)
-    assert max(distances(*results).values(), default=0) <= 64
+    # A difference of the parameters and of z: no more exact than these are.
+    scale = largest([new, state.z, results[0]])
+    assert max(distances(*results, scale).values(), default=0) <= 8
     tx = po.paged(optax.contrib.schedule_free(optax.sgd(1e-2), 1e-2), **SMALL_PAGES)
     with pytest.raises(ValueError, match="memory_space of all inputs passed to"):
         optax.contrib.schedule_free_eval_params(tx.init(params), params)
