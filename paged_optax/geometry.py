@@ -155,24 +155,24 @@ def _rows(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -> 
     unit = math.lcm(*(_unit_of_rows(x.codec, columns) for x in moments))
     rows = values // columns
     view: tuple[int, ...] = (rows, columns) if len(shape) > 1 else shape
-    if unit * columns * itemsize > page_size and values < _MOST_FLAT:
+    axis, extent, bytes_each = 0, rows, columns * itemsize
+    if unit * bytes_each > page_size and values < _MOST_FLAT:
         flat = [_unit_of_values(x.codec, shape) for x in moments]
         if all(flat):
-            view, columns, unit = (values,), 1, math.lcm(*flat)
+            view, extent, bytes_each, unit = (
+                (values,),
+                values,
+                itemsize,
+                math.lcm(*flat),
+            )
         elif all(axis_of_blocks(x.codec) == -2 or _block(x) == 1 for x in moments):
             # Blocks along columns: pages are strips, which a kernel transfers.
+            axis, extent, bytes_each = 1, columns, rows * itemsize
             unit = math.lcm(*(packed_along(x.codec, -1) for x in moments))
-            strip = rows * itemsize
-            size, count = _divide(columns, unit, strip, page_size)
-            if count > 1:
-                return Pages(shape, view, 1, size, count, unit=unit)
-            return _single(shape)
-    size, count = _divide(
-        math.prod(view) // columns, unit, columns * itemsize, page_size
-    )
+    size, count = _divide(extent, unit, bytes_each, page_size)
     if count == 1:
         return _single(shape)  # its rows are not enough for whole blocks
-    return Pages(shape, view, 0, size, count, unit=unit)
+    return Pages(shape, view, axis, size, count, unit=unit)
 
 
 def _unit_of_rows(codec: Codec | None, columns: int) -> int:

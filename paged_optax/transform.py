@@ -233,11 +233,11 @@ class _Pager:
                 stays = self.uncut_stay(layout, state_paths, stays, leaves)
             else:
                 stays = [True] * len(stays)
-        like = jax.tree.map(granularity.abstract, params)
+        described = jax.tree.map(granularity.abstract, params)
         if (record := current().record) is not None:
             record(
                 self.configuration,
-                lambda extra: self.moments(like, shapes, stays, shards, extra),
+                lambda extra: self.moments(described, shapes, stays, shards, extra),
             )
         analysis = granularity.analyse(
             closed, [None] * len(leaves), [None] * len(avals), str
@@ -325,9 +325,13 @@ class _Pager:
 
         Updates are divided as parameters are, or as gradients without them.
         """
-        made = self._update(*map(bare, (updates, state, params, active, extra_args)))
+        gradients, held, params = bare(updates), bare(state), bare(params)
+        active, extra_args = bare(active), bare(extra_args)
         if current().seen_through:
-            return made  # of a state that is not as it is stored
+            layout = self.layout(gradients, held, self.shards(gradients, held, params))
+            plain = layout.blank(layout.take_apart(held)[0])
+            return self.inner.update(gradients, plain, params, **extra_args)
+        made = self._update(gradients, held, params, active, extra_args)
         return like(updates, made[0]), like(state, made[1])
 
     def _update(
@@ -338,11 +342,6 @@ class _Pager:
         active: Any,
         extra_args: dict[str, Any],
     ) -> tuple[optax.Updates, optax.OptState]:
-        if current().seen_through:
-            layout = self.layout(updates, state, self.shards(updates, state, params))
-            leaves, _ = layout.take_apart(state)
-            plain = layout.blank(leaves)
-            return self.inner.update(updates, plain, params, **extra_args)
         _refuse_host("gradient", updates)
         _refuse_host("parameter", params)
         for path, x in zip(*_paths(state), strict=True):
@@ -407,8 +406,8 @@ class _Pager:
         shards: tuple[Shards | None, ...],
     ) -> tuple[optax.Updates, optax.OptState]:
         run = functools.partial(self._stream_here, traced=traced, shards=shards)
-        like = (updates if params is None else params, state)
-        return automatically(run, (updates, state, params, *others), like)
+        results = (updates if params is None else params, state)
+        return automatically(run, (updates, state, params, *others), results)
 
     def _stream_here(
         self,
