@@ -17,9 +17,10 @@ from paged_optax import tiling
 from paged_optax.codecs import Codec, axis_of_blocks, codes_of, packed_along
 
 # XLA:TPU keeps what it computes of a page of this size in its vector memory: of
-# (50257, 768) in eight bits, pages of 16 MiB take 92 MiB of scratch and 17 s to compile
-# on a busy machine, and those of 2 MiB 3 MiB and 6 s (libtpu 0.0.52).
-_CODED_TILES = 2 * 2**20
+# (50257, 768) in eight bits, pages of 16 MiB take 92 MiB of scratch. And the larger a
+# page, the longer what computes on it takes to compile: (32128, 1024) in pages of 2 MiB
+# 15 s, of 1 MiB 6 s (libtpu 0.0.52).
+_CODED_TILES = 2**20
 
 # Scales of a moment that go in pages on a TPU, though pages may have to be larger.
 _MANY_SCALES = 2**18
@@ -211,6 +212,21 @@ def _divide(extent: int, unit: int, bytes_each: int, page_size: int) -> tuple[in
     return size, -(-extent // size)
 
 
+def _divide_with_least_rest(
+    extent: int, unit: int, bytes_each: int, page_size: int
+) -> tuple[int, int]:
+    """As `_divide`; where a last page is smaller, the smallest.
+
+    XLA:TPU compiles the last page by itself, the sooner the smaller it is.
+    """
+    size, count = _divide(extent, unit, bytes_each, page_size)
+    if extent % size:
+        sizes = range(size // unit * unit, size // 2, -unit)
+        size = min(sizes, key=lambda n: extent % n)
+        count = -(-extent // size)
+    return size, count
+
+
 def _tiles(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -> Pages:
     """Cuts along the most major axes that make pages small enough, or the lanes."""
     itemsize = max(x.itemsize for x in moments)
@@ -225,7 +241,8 @@ def _tiles(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) ->
         if not 0 < unit < view[axis]:
             continue
         others = math.prod(view) // view[axis]
-        size, count = _divide(view[axis], unit, others * itemsize, page_size)
+        bytes_each = others * itemsize
+        size, count = _divide_with_least_rest(view[axis], unit, bytes_each, page_size)
         pages = Pages(shape, view, axis, size, count, tiled=True)
         if count == 1 or not all(_has_last(x, pages) for x in moments):
             continue
@@ -235,7 +252,7 @@ def _tiles(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) ->
     if found:
         return min(found, key=lambda pages: pages.entries)
     single = _single(shape, tiled=True)
-    if size_of_leaf <= max(asked, _CODED_TILES):
+    if size_of_leaf <= max(asked, 2 * _CODED_TILES):
         return single
     return dataclasses.replace(single, refused=_reason(moments, shape))
 

@@ -30,3 +30,17 @@ def quick_to_compile(request):
     jax.config.update("jax_disable_most_optimizations", quick)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(params=["cpu", "tpu"])
+def platform(request, monkeypatch):
+    """What a TPU would compute, computed here too; nothing jitted is kept from one."""
+    import jax
+
+    def chosen(*arguments, default=None, **branches):
+        return branches.get(request.param, default)(*arguments)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+    jax.clear_caches()
+    yield request.param
+    jax.clear_caches()

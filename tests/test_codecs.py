@@ -124,7 +124,7 @@ def test_maps(signed):
 
 @SIGNED
 @pytest.mark.parametrize("name", CASES)
-def test_int8_is_bitsandbytes(name, signed):
+def test_int8_is_bitsandbytes(name, signed, platform):
     """Code for code and scale for scale, thresholds and denormals included."""
     kind = "signed" if signed else "unsigned"
     codes, scales = golden("int8", kind, name)
@@ -135,7 +135,7 @@ def test_int8_is_bitsandbytes(name, signed):
 
 @SIGNED
 @pytest.mark.parametrize("name", CASES)
-def test_int4_is_torchao(name, signed):
+def test_int4_is_torchao(name, signed, platform):
     kind = "signed" if signed else "unsigned"
     codes, scales = golden("int4", kind, name)
     x = case(name, kind)
@@ -165,7 +165,7 @@ def test_float8_is_torchao(name):
     ids=["int8", "int4", "float8"],
 )
 @pytest.mark.parametrize("name", CASES)
-def test_no_second_moment_vanishes(name, exact):
+def test_no_second_moment_vanishes(name, exact, platform):
     """Codes are the library's, but for positive numbers that it stores as zero."""
     x = case(name, "unsigned")
     codec = exact
@@ -269,7 +269,7 @@ def test_installed_libraries(size, seed, signed):
 
 
 @SIGNED
-def test_int8_is_the_nearest(signed):
+def test_int8_is_the_nearest(signed, platform):
     """At every midpoint of the map and three floats to either side of it."""
     numbers = dynamic_map(signed)
     middles = ((numbers[1:].astype(np.float64) + numbers[:-1]) / 2).astype(np.float32)
@@ -299,7 +299,7 @@ def test_denormal_reciprocals_are_rounded_once():
 
 
 @SIGNED
-def test_int8_decodes_the_map(signed):
+def test_int8_decodes_the_map(signed, platform):
     codes = jnp.arange(256, dtype=jnp.uint8)
     codec = DynamicInt8(signed)
     for scale in (1, 0.3, 1e30):
@@ -311,7 +311,7 @@ def test_int8_decodes_the_map(signed):
 
 
 @SIGNED
-def test_int4_decodes_the_map(signed):
+def test_int4_decodes_the_map(signed, platform):
     codes = np.arange(16, dtype=np.uint8)
     packed = jnp.asarray((codes[::2] << 4) | codes[1::2])
     stored = Quantized(packed, jnp.array([0.3], jnp.float32))
@@ -610,7 +610,10 @@ def moving(codec, shape):
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
 @EVERY_BLOCKED
 def test_scratch_is_a_page(compile_for, codec):
-    """4 Mi values, 16 MiB in float32: at most one page of scratch."""
+    """4 Mi values, 16 MiB in float32: at most one page of scratch.
+
+    A TPU would look entries of a table up one by one.
+    """
     report = compile_for(moving(codec, (1024, 4096)))
     assert report.device_temp <= 17 * MIB
-    assert " gather(" not in report.hlo
+    assert compile_for is aot.h200 or " gather(" not in report.hlo

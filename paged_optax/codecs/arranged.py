@@ -29,13 +29,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32
 
 from paged_optax import tiling
 from paged_optax.codecs.codec import Codec, Noise, Quantized
 from paged_optax.codecs.dynamic_int4 import DynamicInt4
+from paged_optax.codecs.words import joined, parted
 
 # So many rows at the most make whole blocks that run through the flattened moment.
 _FEW_ROWS = 8
@@ -137,7 +137,7 @@ class Arranged:
         like, codes = self.stored(shape), self._turned(codes_of(found))
         if self.axis is not None:
             codes = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
-            codes = _joined(codes, codes.ndim + self.axis, self.packed)
+            codes = joined(codes, codes.ndim + self.axis, 32 // self.packed)
         codes = lax.bitcast_convert_type(codes, codes_of(like).dtype)
         if not isinstance(found, Quantized):
             return codes
@@ -153,7 +153,8 @@ class Arranged:
         if self.axis is not None:
             words = lax.bitcast_convert_type(codes, jnp.int32)
             axis = words.ndim + self.axis
-            codes = _parted(words, axis, self.packed, shape[axis]).astype(jnp.uint8)
+            codes = parted(words, axis, 32 // self.packed, shape[axis])
+            codes = codes.astype(jnp.uint8)
         codes = self._turned(lax.bitcast_convert_type(codes, codes_of(like).dtype))
         if not isinstance(stored, Quantized):
             return codes
@@ -303,70 +304,3 @@ def codes_of(stored: Any) -> Any:
 
 def _bits(codec: Codec) -> int:
     return getattr(codec, "bits", 8)
-
-
-def _joined(
-    codes: Int32[Array, "*shape"], axis: int, packed: int
-) -> Int32[Array, "*words"]:
-    """Codes that follow each other along an axis, in one word."""
-    missing = -codes.shape[axis] % packed
-    if missing:
-        fill = [(0, missing if i == axis else 0, 0) for i in range(codes.ndim)]
-        codes = lax.pad(codes, np.int32(0), fill)
-    bits = 32 // packed
-
-    def by_strides(codes: Array) -> Array:
-        end = codes.shape[axis]
-        word = jnp.zeros((), jnp.int32)
-        for i in range(packed):
-            part = lax.slice_in_dim(codes, i, end, packed, axis)
-            word = word | (part << np.int32(bits * i))
-        return word
-
-    def by_groups(codes: Array) -> Array:
-        groups = codes.reshape(_split(codes.shape, axis, packed))
-        shift = lax.broadcasted_iota(jnp.int32, groups.shape, axis + 1)
-        return lax.reduce(
-            groups << (shift * np.int32(bits)),
-            np.int32(0),
-            lax.bitwise_or,
-            (axis + 1,),
-        )
-
-    return lax.platform_dependent(codes, tpu=by_strides, default=by_groups)
-
-
-def _parted(
-    words: Int32[Array, "*words"], axis: int, packed: int, extent: int
-) -> Int32[Array, "*shape"]:
-    """Undoes `_joined`."""
-    bits = 32 // packed
-    mask = np.int32(2**bits - 1)
-
-    def by_strides(words: Array) -> Array:
-        # Zeros go between the codes: a short axis of their own would take much space.
-        codes = jnp.zeros((), jnp.int32)
-        for i in range(packed):
-            between = [(0, 0, 0)] * words.ndim
-            between[axis] = (i, packed - 1 - i, packed - 1)
-            part = (words >> np.int32(bits * i)) & mask
-            codes = codes | lax.pad(part, np.int32(0), between)
-        return codes
-
-    def by_groups(words: Array) -> Array:
-        shape = _split(
-            (*words.shape[:axis], words.shape[axis] * packed, *words.shape[axis + 1 :]),
-            axis,
-            packed,
-        )
-        groups = jnp.broadcast_to(jnp.expand_dims(words, axis + 1), shape)
-        shift = lax.broadcasted_iota(jnp.int32, shape, axis + 1)
-        codes = (groups >> (shift * np.int32(bits))) & mask
-        return codes.reshape((*shape[:axis], -1, *shape[axis + 2 :]))
-
-    codes = lax.platform_dependent(words, tpu=by_strides, default=by_groups)
-    return lax.slice_in_dim(codes, 0, extent, axis=axis)
-
-
-def _split(shape: tuple[int, ...], axis: int, packed: int) -> tuple[int, ...]:
-    return (*shape[:axis], shape[axis] // packed, packed, *shape[axis + 1 :])

@@ -1,6 +1,5 @@
 """Blocks of consecutive values, and the exact arithmetic that codecs share."""
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -65,21 +64,6 @@ def divide(
     (checked on CPU with jax 0.10.2 and 0.12.0.1). This divisor looks like neither.
     """
     return x / jnp.where(jnp.isnan(x), x, y)
-
-
-def interleaved(
-    parts: Sequence[Int32[Array, "rows columns"]],
-) -> Int32[Array, "rows _"]:
-    """The columns of the first part, of the second, ... in turn, for a TPU.
-
-    Zeros go between the columns of each: a short last axis would take up to 64 times
-    the space there.
-    """
-    zero, rest, between = np.int32(0), (0, 0, 0), len(parts) - 1
-    wide = [
-        lax.pad(x, zero, (rest, (i, between - i, between))) for i, x in enumerate(parts)
-    ]
-    return functools.reduce(lax.bitwise_or, wide)
 
 
 def choose(

@@ -14,6 +14,7 @@ from paged_optax.codecs import blocks
 from paged_optax.codecs.blocks import choose, from_bits
 from paged_optax.codecs.codec import Noise, Quantized
 from paged_optax.codecs.maps import dynamic_map, linear_map
+from paged_optax.codecs.words import interleaved
 
 _SMALLEST_ABSMAX = np.float32(1e-12)
 
@@ -159,7 +160,7 @@ def _unpack(
 
 
 def _put_between(rows: Int32[Array, "rows half"]) -> Int32[Array, "rows whole"]:
-    return blocks.interleaved([rows >> np.int32(4), rows & np.int32(15)])
+    return interleaved([rows >> np.int32(4), rows & np.int32(15)], 1)
 
 
 def _repeat(rows: Int32[Array, "rows half"]) -> Int32[Array, "rows whole"]:
