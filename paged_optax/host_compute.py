@@ -19,8 +19,8 @@ from paged_optax.memory import HOST
 #: What leaves a host array what it is, or moves it.
 _HARMLESS = frozenset(
     """copy copy_p device_put dynamic_slice dynamic_update_slice empty expand_dims
-    mesh_cast optimization_barrier pvary reshape reshard sharding_constraint slice
-    squeeze""".split()
+    mesh_cast optimization_barrier pair_donated pvary reshape reshard
+    sharding_constraint slice squeeze""".split()
 )
 
 #: What only holds jaxprs, which are looked into.

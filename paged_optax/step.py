@@ -49,10 +49,10 @@ def jit_step(
     """Compiles a training step with its outputs' placements stated.
 
     `jax.jit` pairs donated buffers with outputs by shape and order alone where no
-    placement is stated (jax 0.10.2 to 0.12.0.1): a step that takes `(state, params)`
-    and returns `(params, state)` can put the parameters in host memory. Here each
-    output's memory is read off the traced step and stated, and each donated buffer
-    is looked up in the compiled program.
+    placement is stated (jax 0.10.2 to 0.12.0.1): a program that is given a state and
+    holds no `update` can return parameters in the moments' place. Here each output's
+    memory is read off the traced step and stated, and each donated buffer is looked up
+    in the compiled program.
 
     A step that computes on host arrays, as Optax's own wrappers that skip steps do
     around `paged(...)`, is warned of on accelerators; the warning names what to use.

@@ -19,6 +19,7 @@ from paged_optax import granularity, memory
 from paged_optax.choice import CodecLike, check, choose, draws
 from paged_optax.codecs import Codec, draw
 from paged_optax.context import Gate, current
+from paged_optax.donation import paired
 from paged_optax.gate import either, gates_of
 from paged_optax.geometry import Geometry, Kept, Pages, cut, uncut
 from paged_optax.layout import Layout, OtherLayoutError
@@ -946,11 +947,10 @@ def _refuse_host(what: str, tree: Any) -> None:
         if on_host(leaf):
             raise ValueError(
                 f"{what} {_keystr(path)} is in host memory ({jax.typeof(leaf)}): only"
-                " moments belong there. jax.jit pairs donated buffers with outputs by"
-                " shape and order alone, so a step that donates the state can return"
-                " parameters in the moments' place. Build the step with"
-                " paged_optax.jit_step, or state out_shardings; to mend an array, use"
-                " jax.device_put(x, jax.memory.Space.Device)."
+                " moments belong there. A jax.jit that holds no update, and is given"
+                " donated moments, can return anything of their shape in their place:"
+                " use paged_optax.jit_step, or state out_shardings. To mend an array,"
+                " use jax.device_put(x, jax.memory.Space.Device)."
             )
 
 
@@ -966,7 +966,7 @@ def _underived(arrays: Sequence[Any]) -> tuple[Any, ...]:
 
 @jax.custom_batching.custom_vmap
 def _refuse_batches(*numbers: Array) -> tuple[Array, ...]:
-    return numbers
+    return paired(numbers)
 
 
 @_refuse_batches.def_vmap
