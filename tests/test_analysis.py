@@ -7,12 +7,12 @@ import apart
 import chex
 import fuzz
 import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import recipes
 from jax import lax
 from jax.experimental import checkify, io_callback
 from jax.sharding import AxisType
@@ -357,60 +357,6 @@ def test_callbacks_without_effects_run():
 # -- any transformation --------------------------------------------------------------
 
 
-def _steps(names, *, max_size=10):
-    ago = st.integers(0, 4)
-    step = st.tuples(st.sampled_from([*names]), ago, ago)
-    return st.lists(step, min_size=1, max_size=max_size)
-
-
-#: One step that looks at the rest of the leaf hides what others do to its pages.
-_FEW_WITHIN = st.tuples(
-    _steps(fuzz.ELEMENTWISE),
-    _steps(fuzz.WITHIN, max_size=1),
-    _steps(fuzz.ELEMENTWISE),
-).map(lambda parts: sum(parts, []))
-
-_BLOCKS = st.sampled_from([*fuzz.BLOCKS])
-_PLAIN = {
-    "before": st.lists(_BLOCKS, max_size=2),
-    "steps": _steps(fuzz.ELEMENTWISE) | _FEW_WITHIN | _steps(fuzz.STEPS),
-    "after": st.lists(_BLOCKS, max_size=1),
-    "shapes": st.lists(st.sampled_from(fuzz.SHAPES), min_size=1, max_size=3),
-    "dtype": st.sampled_from(fuzz.DTYPES),
-    "page_size": st.sampled_from([64, 256, 512, 1024, 4096]),
-    "codec": st.none(),
-    "mesh": st.none(),
-    "active": st.lists(
-        st.none() | st.lists(st.booleans(), min_size=3, max_size=3),
-        min_size=2,
-        max_size=2,
-    ),
-    "traced": st.booleans(),
-    "eager": st.booleans(),
-}
-_CODED = _PLAIN | {
-    "shapes": st.lists(st.sampled_from(fuzz.CODED_SHAPES), min_size=1, max_size=2),
-    "dtype": st.just("float32"),
-    "page_size": st.sampled_from([2048, 4096, 16384]),
-    "codec": st.sampled_from(fuzz.CODECS),
-}
-#: A sum over shards is rounded otherwise than one over the whole.
-_SHARDED = {
-    "before": st.just([]),
-    "steps": _steps(fuzz.ELEMENTWISE),
-    "after": st.just([]),
-    "mesh": st.sampled_from(["Auto", "Explicit"]),
-}
-#: Of other shapes a device's part is stored in other blocks than the whole.
-_EVEN = {"shapes": st.lists(st.sampled_from(fuzz.EVEN_SHAPES), min_size=1, max_size=2)}
-RECIPES = st.one_of(
-    st.fixed_dictionaries(_PLAIN),
-    st.fixed_dictionaries(_CODED),
-    st.fixed_dictionaries(_PLAIN | _SHARDED),
-    st.fixed_dictionaries(_CODED | _SHARDED | _EVEN),
-)
-
-
 @pytest.fixture(scope="module")
 def exactly():
     with apart.process(fuzz.__file__, fuzz.FLAGS) as ask:
@@ -424,6 +370,6 @@ def exactly():
     database=None,
     phases=[hypothesis.Phase.generate],  # to shrink a case takes minutes
 )
-@hypothesis.given(RECIPES)
+@hypothesis.given(recipes.RECIPES)
 def test_any_transformation_bit_for_bit(exactly, recipe):
     assert exactly(recipe) == {}
