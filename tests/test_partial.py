@@ -970,10 +970,8 @@ def test_a_flag_is_the_trip_count_of_all_that_travels(compile_for):
         flag: sum(f"__{flag}__" in name or f"_{flag}_" in name for name in found)
         for flag in params
     }
-    # mu and nu, in and out; the odd leaf has a last page beside its loop's, and XLA:TPU
-    # writes its 145 rows as 144 and 1.
-    odd = 10 if compile_for is aot.v5e else 8
-    assert count == {"even": 4, "odd": odd, "single": 4}
+    # mu and nu, in and out; the odd leaf has a last page beside its loop's.
+    assert count == {"even": 4, "odd": 8, "single": 4}
     assert len(found) == sum(count.values())
     assert not re.search(r"S\(5\)\S* copy\(", report.hlo)
 
