@@ -4,40 +4,48 @@
 memory the results are, it pairs a moment in host memory with a parameter: on a CPU that
 ends the process, elsewhere the parameter goes to the host. (JAX says so beside the
 code, `_set_up_aliases` in `mlir.py`; the memory of results is known only after it.) So
-`update` leaves a mark in what is traced, which does nothing but pair anew when the
-program around it is lowered.
+what works on states leaves a mark in what is traced, which does nothing but pair anew
+when the program around it is lowered.
 """
 
 import collections
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from jax import Array
+import jax
 from jax.core import Tracer
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
 
 from paged_optax.memory import PINNED_HOST
 
+Tree = TypeVar("Tree")
+
 _PAIR = "tf.aliasing_output"
 
 
-def paired(numbers: Sequence[Array]) -> tuple[Array, ...]:
+def paired(tree: Tree) -> Tree:
     """The same arrays; the program that computes them pairs within a memory.
 
     Args:
-      numbers: Any arrays that an update computes with.
+      tree: Results of any kind. Without traced arrays nothing happens.
     """
-    if not any(isinstance(x, Tracer) for x in numbers):
-        return tuple(numbers)
-    return tuple(_paired.bind(*numbers))
+    leaves, structure = jax.tree.flatten(tree)
+    traced = [isinstance(x, Tracer) for x in leaves]
+    if not any(traced):
+        return tree
+    same = iter(_pair.bind(*(x for x, yes in zip(leaves, traced, strict=True) if yes)))
+    leaves = [next(same) if yes else x for x, yes in zip(leaves, traced, strict=True)]
+    return jax.tree.unflatten(structure, leaves)
 
 
-_paired = Primitive("pair_donated")
-_paired.multiple_results = True
-_paired.def_impl(lambda *numbers: list(numbers))
-_paired.def_abstract_eval(lambda *types: list(types))
+_pair = Primitive("pair_donated")
+_pair.multiple_results = True
+_pair.def_impl(lambda *arrays: list(arrays))
+_pair.def_abstract_eval(lambda *types: list(types))
+ad.primitive_jvps[_pair] = lambda arrays, tangents: (_pair.bind(*arrays), tangents)
+batching.primitive_batchers[_pair] = lambda arrays, axes: (_pair.bind(*arrays), axes)
 
 
 def _lower(context: mlir.LoweringRuleContext, *operands: Any) -> Sequence[Any]:
@@ -47,7 +55,7 @@ def _lower(context: mlir.LoweringRuleContext, *operands: Any) -> Sequence[Any]:
     return operands
 
 
-mlir.register_lowering(_paired, _lower, cacheable=False)
+mlir.register_lowering(_pair, _lower, cacheable=False)
 
 
 def _pair_within_memories(main: Any) -> None:

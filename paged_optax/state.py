@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Int
 
 from paged_optax.codecs import Quantized
+from paged_optax.donation import paired
 from paged_optax.memory import (
     DEVICE,
     HOST,
@@ -115,10 +116,11 @@ def page_in(state: optax.OptState, path: Path) -> dict[str, Array]:
       >>> sorted(moments), moments["mu"].shape
       (['mu', 'nu'], (512, 512))
     """
-    return {
+    moments = {
         name: jax.device_put(leaf.value, DEVICE)
         for name, (_, leaf) in _moments_of(state, path).items()
     }
+    return paired(moments)
 
 
 def page_out(
@@ -165,7 +167,7 @@ def page_out(
             )
         put = functools.partial(_put_beside, host=leaf.place not in unpaged)
         leaves[position] = jax.tree.map(put, moments[name], leaf.value)
-    return like(state, leaves)
+    return like(state, paired(leaves))
 
 
 def init_param(
@@ -229,7 +231,8 @@ def init_param(
             )
     # Where nothing joins, the state keeps its containers: `nnx.Optimizer` has its own.
     same = [(*x.place, x.parameter) for x in wanted] == list(old)
-    return like(state if same and len(old) == len(known) else made, leaves)
+    keeps = same and len(old) == len(known)
+    return like(state if keeps else made, paired(leaves))
 
 
 def get_step(state: optax.OptState, path: Path) -> Int[Array, ""]:
@@ -346,7 +349,7 @@ def increment_step(state: optax.OptState, path: Path) -> optax.OptState:
         optax.safe_increment(leaf.value) if yes else leaf.value
         for leaf, yes in zip(leaves, own, strict=True)
     ]
-    return like(state, values)
+    return like(state, paired(values))
 
 
 def is_device_resident(state: optax.OptState, path: Path) -> bool:

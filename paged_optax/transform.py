@@ -199,7 +199,7 @@ class _Pager:
 
     def init(self, params: optax.Params) -> optax.OptState:
         """The state of `inner`, its larger arrays in host memory."""
-        made = self._init(bare(params))
+        made = paired(self._init(bare(params)))
         structure = jax.tree.structure(bare(params))
         if structure == jax.tree.structure(params):
             return made
@@ -332,7 +332,7 @@ class _Pager:
             layout = self.layout(gradients, held, self.shards(gradients, held, params))
             plain = layout.blank(layout.take_apart(held)[0])
             return self.inner.update(gradients, plain, params, **extra_args)
-        made = self._update(gradients, held, params, active, extra_args)
+        made = paired(self._update(gradients, held, params, active, extra_args))
         return like(updates, made[0]), like(state, made[1])
 
     def _update(
@@ -966,7 +966,7 @@ def _underived(arrays: Sequence[Any]) -> tuple[Any, ...]:
 
 @jax.custom_batching.custom_vmap
 def _refuse_batches(*numbers: Array) -> tuple[Array, ...]:
-    return paired(numbers)
+    return numbers
 
 
 @_refuse_batches.def_vmap

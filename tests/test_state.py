@@ -261,6 +261,36 @@ def test_donation_of_anything_in_any_order(arguments, results, donated):
     assert_equal(made["state"], wanted["state"])
 
 
+def test_donation_where_no_moment_is_computed():
+    """What calls this package pairs within a memory, whatever it computes."""
+    twice = lambda tree: jax.tree.map(lambda x: 2 * x, tree)
+    resident = po.paged_adam(1e-2, device_budget=None)
+    single = po.paged_adam(1e-2, **SMALL_PAGES, per_parameter_steps=True)
+
+    def inactive(state, params):
+        closed = dict.fromkeys(params, False)
+        updates, state = single.update(params, state, params, active=closed)
+        return optax.apply_updates(params, updates), state
+
+    def beside(state, params):
+        updates, _ = resident.update(params, resident.init(params), params)
+        return optax.apply_updates(params, updates), state
+
+    def paged_out(state, params):
+        return params, po.page_out(state, "a", po.page_in(state, "a"))
+
+    for step, tx in [(inactive, single), (beside, TX), (paged_out, TX)]:
+        old = tx.init(small())
+        params, state = jax.jit(step, donate_argnums=0)(old, small())
+        assert kinds(params) == [DEVICE, DEVICE]
+        assert DEVICE not in kinds([x for x in jax.tree.leaves(state) if x.ndim])
+        assert all(x.is_deleted() for x in jax.tree.leaves(old) if x.ndim)
+    make = jax.jit(lambda params: (TX.init(params), twice(params)), donate_argnums=0)
+    state, params = make(small())
+    assert kinds(state) == ALL_PAGED
+    assert kinds(params) == [DEVICE, DEVICE]
+
+
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, None], ids=str)
 def test_the_state_alone_is_donated_on_a_mesh(axis_type):
     types = (axis_type or jax.sharding.AxisType.Explicit,)
