@@ -12,7 +12,7 @@ from exact import scale_by_value
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from reference import SMALL_PAGES, assert_equal, kinds
 from test_bytes import on_device, square, state_on
-from test_state import ALL_PAGED, CROSSED, DEVICE, HOST, IN_ORDER, TX, small, step_of
+from test_state import ALL_PAGED, DEVICE, HOST, ORDERS, TX, small, step_of
 
 import paged_optax as po
 from paged_optax.host_compute import warn_of_host_compute
@@ -26,7 +26,8 @@ def run(step, arguments, results, made, gradients):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize(("arguments", "results"), IN_ORDER + CROSSED)
+@pytest.mark.parametrize("results", ORDERS)
+@pytest.mark.parametrize("arguments", ORDERS)
 def test_every_order_of_arguments(arguments, results, devices):
     if devices == 1:
         place = lambda tree: tree  # noqa: E731
