@@ -31,21 +31,14 @@ def paired(tree: Tree) -> Tree:
     Args:
       tree: Results of any kind. Without traced arrays nothing happens.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    traced = [isinstance(x, Tracer) for x in leaves]
-    if not any(traced):
-        return tree
-    same = iter(_pair.bind(*(x for x, yes in zip(leaves, traced, strict=True) if yes)))
-    leaves = [next(same) if yes else x for x, yes in zip(leaves, traced, strict=True)]
-    return jax.tree.unflatten(structure, leaves)
+    return jax.tree.map(lambda x: _pair.bind(x) if isinstance(x, Tracer) else x, tree)
 
 
 _pair = Primitive("pair_donated")
-_pair.multiple_results = True
-_pair.def_impl(lambda *arrays: list(arrays))
-_pair.def_abstract_eval(lambda *types: list(types))
-ad.primitive_jvps[_pair] = lambda arrays, tangents: (_pair.bind(*arrays), tangents)
-batching.primitive_batchers[_pair] = lambda arrays, axes: (_pair.bind(*arrays), axes)
+_pair.def_impl(lambda x: x)
+_pair.def_abstract_eval(lambda type_: type_)
+ad.primitive_jvps[_pair] = lambda xs, tangents: (_pair.bind(*xs), *tangents)
+batching.primitive_batchers[_pair] = lambda xs, axes: (_pair.bind(*xs), *axes)
 
 
 def _lower(context: mlir.LoweringRuleContext, *operands: Any) -> Sequence[Any]:
