@@ -38,8 +38,8 @@ ELEMENTWISE = frozenset(
     digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag
     integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter
     not or pair_donated population_count pow real reduce_precision rem round rsqrt
-    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-    stop_gradient sub tan tanh xor zeta""".split()
+    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square stop_gradient sub tan tanh xor zeta""".split()
 )
 
 #: Primitives that fill an array of the leaf's shape where their operand is a scalar. Of
