@@ -21,6 +21,7 @@ from reference import SMALL_PAGES, arrays, distances
 
 import paged_optax as po
 from paged_optax import granularity
+from paged_optax.donation import paired
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
@@ -160,6 +161,7 @@ USES |= _uses(
     lambda _: 3,
 )
 USES |= {
+    "pair_donated": paired,
     "add_any": jax.grad(lambda x: jnp.sum(jnp.sin(x) * x)),
     "clamp": lambda x: lax.clamp(-0.5, x, 0.5),
     "complex": lambda x: jnp.abs(lax.complex(x, 2 * x)),
