@@ -42,9 +42,12 @@ batching.primitive_batchers[_pair] = lambda xs, axes: (_pair.bind(*xs), *axes)
 
 
 def _lower(context: mlir.LoweringRuleContext, *operands: Any) -> Sequence[Any]:
-    for operation in context.module_context.module.body.operations:
-        if ir.StringAttr(operation.attributes["sym_name"]).value == "main":
-            _pair_within_memories(operation)
+    module = context.module_context
+    # Once a program: it has a mark for each array.
+    if module.cached_primitive_lowerings.setdefault(_pair, context) is context:
+        for operation in module.module.body.operations:
+            if ir.StringAttr(operation.attributes["sym_name"]).value == "main":
+                _pair_within_memories(operation)
     return operands
 
 
