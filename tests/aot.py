@@ -10,16 +10,18 @@ not there has no memories to name, and handed to the compile-only client.
 """
 
 import collections
+import contextlib
 import math
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src import compiler
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
 
@@ -59,8 +61,20 @@ def v5e(build: Build, devices: int = 1, topology: str = "v5e:2x2") -> MemoryRepo
         platform="tpu", topology_name=topology
     ).devices[:devices]
     jitted, args = build(Mesh(np.array(chips), ("x",)))
-    compiled = jitted.lower(*args).compile()
+    with _nothing_kept():
+        compiled = jitted.lower(*args).compile()
     return MemoryReport.of(compiled.memory_analysis(), compiled.as_text())
+
+
+@contextlib.contextmanager
+def _nothing_kept() -> Iterator[None]:
+    """A client that only compiles cannot read JAX's compilation cache."""
+    folder = jax.config.jax_compilation_cache_dir
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
 
 
 _BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u8": 1, "s8": 1, "f8e4m3fn": 1}

@@ -1,6 +1,8 @@
 """Runs the suite on eight CPU devices, with both accelerator compilers at hand."""
 
 import os
+import sys
+import tempfile
 
 import pytest
 
@@ -15,19 +17,60 @@ os.environ["XLA_FLAGS"] = (
 )
 
 
+def pytest_configure(config):
+    """Workers share what they compile, for this run."""
+    folder = getattr(config, "workerinput", {}).get("compiled")
+    if folder is None:
+        config.compiled = tempfile.TemporaryDirectory(prefix="paged_optax_tests_")
+        folder = config.compiled.name
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """xdist hands the folder to its workers."""
+    node.workerinput["compiled"] = node.config.compiled.name
+
+
+def pytest_unconfigure(config):
+    """And nothing stays behind."""
+    if hasattr(config, "compiled"):
+        config.compiled.cleanup()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by markers
 def pytest_collection_modifyitems(items):
-    """What takes long comes first, so that no worker is left with it in the end."""
+    """Marks as slow what no `quick` names; what takes long comes first.
+
+    Else one worker is left with it in the end.
+    """
+    unmatched = {}
+    for item in items:
+        if quick := item.get_closest_marker("quick"):
+            matches = any(part in f"-{item.callspec.id}-" for part in quick.args)
+            unmatched[item.function] = (
+                unmatched.get(item.function, True) and not matches
+            )
+            if not matches:
+                item.add_marker("slow")
+    whole_files = not any("::" in argument for argument in sys.argv)
+    if whole_files and (typos := [f.__qualname__ for f, x in unmatched.items() if x]):
+        raise pytest.UsageError(f"quick(...) names no case of {', '.join(typos)}")
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
-@pytest.fixture
-def quick_to_compile(request):
-    """Leaves most of XLA:CPU's optimizations out, for tests of many small programs."""
+@pytest.fixture(autouse=True)
+def quickly_compiled(request):
+    """Leaves most of XLA:CPU's optimizations out, unless a test is `optimized`."""
     import jax
 
-    quick = request.node.get_closest_marker("compiler") is None
+    optimized = any(map(request.node.get_closest_marker, ("compiler", "optimized")))
     before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", quick)
+    jax.config.update("jax_disable_most_optimizations", not optimized)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
 

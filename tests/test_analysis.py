@@ -23,8 +23,6 @@ import paged_optax as po
 from paged_optax import granularity
 from paged_optax.donation import paired
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 SHAPES = {"a": (64, 64), "b": (70, 128)}
 
 
@@ -176,6 +174,7 @@ USES |= {
 }
 
 
+@pytest.mark.slow
 def test_every_elementwise_primitive():
     """Each is used as its name says, all in one leaf, and pages as rows."""
     assert USES.keys() == granularity.ELEMENTWISE
@@ -216,6 +215,7 @@ SHAPED = {
 }
 
 
+@pytest.mark.quick("transpose", "cumsum", "a scalar chooses", "arrays clamp")
 @pytest.mark.parametrize("name", SHAPED)
 def test_what_keeps_the_shape(name):
     function, pages = SHAPED[name]
@@ -365,6 +365,7 @@ def exactly():
         yield lambda recipe: ask(json.dumps(recipe))
 
 
+@pytest.mark.slow
 @hypothesis.settings(
     max_examples=10,
     deadline=None,

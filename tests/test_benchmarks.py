@@ -7,10 +7,12 @@ import subprocess
 import sys
 
 import jax
+import pytest
 
 RUN = pathlib.Path(__file__).parent / "benchmarks" / "run.py"
 
 
+@pytest.mark.slow
 def test_quick_run(tmp_path):
     done = subprocess.run(
         [sys.executable, str(RUN), "--quick", "--out", str(tmp_path)],

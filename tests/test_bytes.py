@@ -146,6 +146,7 @@ def test_scratch_at_llama_shapes_on_h200():
     assert report.device_temp <= 96 * MIB
 
 
+@pytest.mark.slow
 def test_scratch_at_llama_shapes_on_v5e():
     """The same 291 leaves with hidden sizes a v5e holds, half-size pages."""
     params = llama(hidden=1024, inner=3584, grouped=256, vocabulary=128256)
@@ -154,13 +155,13 @@ def test_scratch_at_llama_shapes_on_v5e():
     assert report.device_temp <= 96 * MIB
 
 
-def test_scratch_is_flat_in_leaves_on_h200():
+@pytest.mark.parametrize("many", [64, pytest.param(256, marks=pytest.mark.slow)])
+def test_scratch_is_flat_in_leaves_on_h200(many):
     tx = po.paged_adamw(1e-3, page_size="8MiB")
-    first, *rest = (
-        aot.h200(updating(tx, square(n, (1024, 4096)))).device_temp
-        for n in (16, 64, 256)
+    few, many = (
+        aot.h200(updating(tx, square(n, (1024, 4096)))).device_temp for n in (16, many)
     )
-    assert all(temp - first <= MIB for temp in rest)
+    assert many - few <= MIB
 
 
 def test_scratch_grows_only_by_what_libtpu_keeps_per_copy_on_v5e():
@@ -175,6 +176,7 @@ def test_scratch_grows_only_by_what_libtpu_keeps_per_copy_on_v5e():
     assert (many - few) / 48 <= 4 * 54 * 2**10
 
 
+@pytest.mark.quick("shape0", "shape1-h200")
 @COMPILERS
 @pytest.mark.parametrize("shape", [(4099, 4096), (4099, 4097), (7, 1000, 4096)])
 def test_odd_leaves_stay_bounded(compile_for, shape):
@@ -208,6 +210,7 @@ def test_unaligned_vectors_are_paged_on_h200():
     assert report.device_temp <= 4.1 * 4 * 4097 * 4000
 
 
+@pytest.mark.quick("tx0")
 @COMPILERS
 @pytest.mark.parametrize(
     "tx", [po.paged_lamb(1e-3), po.paged_lars(1e-3), po.paged_muon(1e-3)]

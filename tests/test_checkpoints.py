@@ -22,8 +22,6 @@ from test_bytes import llama
 import paged_optax as po
 from paged_optax.memory import nbytes
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 HOST, DEVICE = "pinned_host", "device"
 #: Several pages, a stack, one page, and one that stays on the device.
 SHAPES = {"w": (70, 32), "stack": (3, 5, 130), "v": (40,), "t": (3,)}
@@ -159,6 +157,7 @@ def begun(name):
     return train(tx, params, tx.init(params), range(2))
 
 
+@pytest.mark.quick("adamw", "own", "MultiSteps", "bfloat16 mu")
 @pytest.mark.parametrize(
     ("way", "name"),
     [
@@ -374,6 +373,7 @@ class Watch:
         self._note()
 
 
+@pytest.mark.quick("flax_bytes")
 @pytest.mark.parametrize(
     "way",
     [

@@ -33,6 +33,8 @@ from paged_optax.codecs import (
 from paged_optax.codecs.dynamic_int8 import _few_digits
 from paged_optax.codecs.maps import dynamic_map, linear_map
 
+pytestmark = pytest.mark.optimized
+
 DATA = pathlib.Path(__file__).parent / "data"
 GOLDEN = np.load(DATA / "codecs.npz")
 CASES = [key.removeprefix("input/") for key in GOLDEN if key.startswith("input/")]
@@ -122,6 +124,7 @@ def test_maps(signed):
     assert dynamic_map(signed).dtype == four_bits.dtype == np.float32
 
 
+@pytest.mark.quick("cpu-")
 @SIGNED
 @pytest.mark.parametrize("name", CASES)
 def test_int8_is_bitsandbytes(name, signed, platform):
@@ -133,6 +136,7 @@ def test_int8_is_bitsandbytes(name, signed, platform):
     assert_same(stored.scales, scales)
 
 
+@pytest.mark.quick("cpu-")
 @SIGNED
 @pytest.mark.parametrize("name", CASES)
 def test_int4_is_torchao(name, signed, platform):
@@ -155,6 +159,7 @@ def test_float8_is_torchao(name):
     assert_same(stored.scales, scales)
 
 
+@pytest.mark.quick("cpu-")
 @pytest.mark.parametrize(
     "exact",
     [
@@ -351,6 +356,7 @@ def test_fresh_state_is_all_zero_bytes(codec):
 # Shapes, pages, types.
 
 
+@pytest.mark.quick("shape1-", "shape2-", "shape4-", "shape8-", "shape9-")
 @EVERY
 @pytest.mark.parametrize(
     "shape",
@@ -385,6 +391,7 @@ def test_shapes(codec, shape):
         assert_same(decoded.reshape(-1), decode(codec, flat, (x.size,)))
 
 
+@pytest.mark.quick("256-30")
 @EVERY
 @pytest.mark.parametrize("rows", [2, 30])
 @pytest.mark.parametrize("columns", [256, 131])
@@ -406,6 +413,7 @@ def test_pages_are_the_whole(codec, rows, columns):
     assert_same(jnp.concatenate(decoded), decode(codec, joined, x.shape))
 
 
+@pytest.mark.quick("float8")
 @EVERY
 def test_eager_is_jitted(codec):
     x = sample((4, 512), positive=not codec.signed)
@@ -488,6 +496,7 @@ def test_nothing_finite_comes_of_what_is_not(codec, bad):
     np.testing.assert_array_equal(others, np.delete(sane, hit))
 
 
+@pytest.mark.slow
 def test_unsigned_maps_store_negative_numbers_as_the_least():
     x = jnp.array([-1.0, -1e-3, 0.5, 1.0], jnp.float32)
     assert DynamicInt8(signed=False).encode(x).codes.tolist()[:2] == [0, 0]
@@ -606,6 +615,7 @@ def moving(codec, shape):
     return build
 
 
+@pytest.mark.quick("h200", "int8 signed-v5e", "float8-v5e")
 @pytest.mark.compiler
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
 @EVERY_BLOCKED

@@ -52,6 +52,7 @@ def trained(tx, steps=3, dtype=jnp.float32, eager=False):
     return params, state
 
 
+@pytest.mark.quick("-bfloat16-")
 @pytest.mark.parametrize("codec", NAMES)
 def test_pages_change_no_bit(codec):
     """The state is the same bit for bit with pages of any size, eager and jitted."""
@@ -73,6 +74,7 @@ def test_pages_change_no_bit(codec):
         assert max(distances.values(), default=0) <= 1, distances
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("eager", [False, True])
 def test_moments_of_several_shapes(eager):
     """A factored moment is a vector, decoded beside a matrix or a flag of one bit."""
@@ -90,6 +92,7 @@ def test_moments_of_several_shapes(eager):
             chex.assert_trees_all_close(one, other, rtol=2e-2)
 
 
+@pytest.mark.quick("dynamic_int8")
 @pytest.mark.parametrize("codec", NAMES)
 def test_memory_kinds_and_dtypes(codec):
     """Stored moments stay on the host; small ones are float32, as bitsandbytes'."""
@@ -118,6 +121,7 @@ def test_bytes_a_parameter(settings, wanted):
     assert po.plan(tx, params).host_bytes == po.host_bytes(state)
 
 
+@pytest.mark.quick("lion-float32")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
     ("optimizer", "reference_of"),
@@ -170,6 +174,7 @@ def test_bitsandbytes_protocol(optimizer, reference_of, dtype):
         assert np.mean(relative) < (1.6e-3 if bf16 else 6e-4)
 
 
+@pytest.mark.quick("None")
 @pytest.mark.parametrize("codec", [None, "dynamic_int8"])
 def test_master_weights(codec):
     """The parameters are the master copy rounded, but where no difference says so.
@@ -225,6 +230,7 @@ def test_master_weights_learn_what_bfloat16_forgets():
     assert float(optax.apply_updates(bare, updates)["w"][0, 0]) == 1.0
 
 
+@pytest.mark.slow
 def test_resident_and_coded():
     """With no budget at all, coded moments stay on the device, and give the numbers."""
     resident = po.paged_adamw_8bit(1e-2, device_budget=None, page_size="16KiB")
@@ -235,6 +241,7 @@ def test_resident_and_coded():
     assert max(reference.distances(params, paged_params).values(), default=0) <= 1
 
 
+@pytest.mark.quick("nan")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_nothing_turns_finite(name, value):
@@ -283,6 +290,7 @@ def energies(decay=0.9):
     return optax.GradientTransformation(init, update)
 
 
+@pytest.mark.quick("by path")
 @pytest.mark.parametrize(
     "codec",
     [
@@ -364,6 +372,7 @@ def test_another_codecs_state():
         po.paged_adamw_8bit(1e-3).update(params, state, params)
 
 
+@pytest.mark.quick("(64, 512)")
 @pytest.mark.parametrize(
     ("stored", "read"),
     [
@@ -406,6 +415,7 @@ def handing_over():
     return optax.GradientTransformation(init, update)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["dynamic_int8", "float8_e4m3", "bfloat16"])
 def test_a_moment_that_is_handed_over_is_stored_by_its_codec(codec):
     """Made by `init` or by `update`, of no arithmetic at all."""
@@ -445,6 +455,7 @@ def test_bitsandbytes_state():
         po.from_bitsandbytes(blank, entries)
 
 
+@pytest.mark.quick("partition")
 @pytest.mark.parametrize("kind", ["per_parameter_steps", "partition", "chain"])
 def test_bitsandbytes_has_the_steps_of_each_parameter(kind):
     """As many as its updates, there and back; those of schedules come along."""
@@ -488,6 +499,7 @@ def test_bitsandbytes_has_the_steps_of_each_parameter(kind):
     )
 
 
+@pytest.mark.slow
 def test_partial_updates():
     """An inactive parameter's codes and scales stay."""
     tx = po.paged_adamw_8bit(1e-2, per_parameter_steps=True, **ALL_PAGED)
@@ -506,6 +518,7 @@ def compiled(compile_for, codec, leaves):
     return compile_for(updating(tx, square(leaves)))
 
 
+@pytest.mark.quick("h200-dynamic_int8")
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     ("codec", "leaves"),

@@ -37,7 +37,7 @@ def tied(tree):
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
 
 
-@pytest.mark.usefixtures("quick_to_compile")
+@pytest.mark.quick("-paged_adamw-", "8bit", "lion", "muon")
 @pytest.mark.parametrize(("number", "alias"), list(enumerate([*ALIASES, *OTHERS])))
 def test_update_compiles_once(number, alias):
     _, options = ALIASES.get(alias, (None, {}))
@@ -51,7 +51,6 @@ def test_update_compiles_once(number, alias):
     assert programs(step) == 1
 
 
-@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("donated", [(), (0, 1)])
 def test_step_compiles_once(donated):
     tx = po.paged_adamw(1e-2, per_parameter_steps=bool(donated), **SMALL_PAGES)
@@ -68,7 +67,6 @@ def test_step_compiles_once(donated):
     assert programs(step) == 1
 
 
-@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("codec", [None, "dynamic_int8"])
 @pytest.mark.parametrize("donated", [(), (0, 1)])
 def test_nnx_step_compiles_once(codec, donated):

@@ -14,8 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 PAGED: Any = {"page_size": 4096, "min_paged_size": 0}
 PARAMS: Any = {"a": jnp.full((64, 64), 0.5), "b": jnp.full((64, 64), -1.0)}
 FAR = jax.sharding.AbstractMesh((64,), ("data",))
@@ -144,6 +142,7 @@ def test_plans_of_a_jitted_init_are_equal():
     assert first == second == po.plan(tx, PARAMS)
 
 
+@pytest.mark.quick("bfloat16-2")
 @pytest.mark.parametrize(
     ("codec", "layers"), [("bfloat16_stochastic", 1), ("bfloat16", 2)]
 )

@@ -47,6 +47,7 @@ def test_every_shell_block_is_run_somewhere():
     assert set(re.findall(r"```(\w+)\n", README)) == {"python", "sh", "diff", "text"}
 
 
+@pytest.mark.quick("plan")
 @pytest.mark.parametrize("name", ["plan", "doctor", "docs"])
 def test_shell_block(name, tmp_path):
     """As it is written, with the interpreter that is there."""

@@ -58,6 +58,7 @@ SHARES = {
 }
 
 
+@pytest.mark.quick("weights on host")
 @pytest.mark.compiler
 @pytest.mark.parametrize("way", BUILD)
 def test_against_xla(way):
@@ -119,6 +120,7 @@ def test_a_model_without_layers():
     assert ways.fitting == ()
 
 
+@pytest.mark.slow
 def test_what_the_table_says(monkeypatch):
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "8")
     ways = po.what_fits(po.model_shapes("1B"), device_memory="4GiB")

@@ -1,6 +1,7 @@
 """However a leaf is cut, its numbers are those of a single page."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -95,37 +96,24 @@ def assert_same(found, wanted, *, coded=True):
     np.testing.assert_allclose(found[1]["w"], wanted[1]["w"], rtol=2e-7, atol=2e-7)
 
 
-@pytest.mark.parametrize(
-    "codec",
-    [
-        pytest.param(name, marks=pytest.mark.slow if slow else ())
-        for name, slow in [
-            ("dynamic_int8", True),
-            ("dynamic_int4", False),
-            ("float8_e4m3", True),
-            ("bfloat16_stochastic", False),
-        ]
-    ],
-)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows(shape, codec, quick_to_compile):
+def in_turn(*codecs):
+    """Each shape with two of the codecs, each codec with half of the shapes."""
+    pairs = itertools.cycle(zip(codecs, codecs[1:] + codecs[:1], strict=True))
+    cases = [
+        (x, codec) for x, pair in zip(SHAPES, pairs, strict=False) for codec in pair
+    ]
+    return pytest.mark.parametrize(("shape", "codec"), cases, ids=str)
+
+
+@pytest.mark.quick("(3, 40, 50)-dynamic_int8", "(70001,)-bfloat16")
+@in_turn("dynamic_int8", "dynamic_int4", "float8_e4m3", "bfloat16_stochastic")
+def test_rows(shape, codec):
     assert_same(trained("16KiB", codec, shape), in_one_page(codec, shape))
 
 
-@pytest.mark.parametrize(
-    "codec",
-    [
-        pytest.param(name, marks=pytest.mark.slow if slow else ())
-        for name, slow in [
-            (None, False),
-            ("dynamic_int8", True),
-            ("dynamic_int4", True),
-            ("float8_e4m3", False),
-        ]
-    ],
-)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_tiles(shape, codec, quick_to_compile, on_tiles):
+@pytest.mark.quick("(3, 40, 50)-None", "(256, 1003)-float8")
+@in_turn(None, *CODECS)
+def test_tiles(shape, codec, on_tiles):
     """A TPU's pages, at a size at which every leaf that can be is cut."""
     found, wanted = trained("16KiB", codec, shape), in_one_page(codec, shape)
     assert_same(found, wanted, coded=codec is not None)
@@ -142,6 +130,7 @@ def test_tiles_are_several(on_tiles):
     assert sum(count(shape, "dynamic_int8") > 1 for shape in SHAPES) >= 4
 
 
+@pytest.mark.quick("(64, 12, 64)")
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_arranged_codes_are_the_codecs_own(shape, name):
@@ -165,8 +154,9 @@ def test_arranged_codes_are_the_codecs_own(shape, name):
     )
 
 
+@pytest.mark.quick("shape2")
 @pytest.mark.parametrize("shape", [(256, 1003), (257, 768), (64, 12, 64), (300, 300)])
-def test_bitsandbytes_round_trip(shape, quick_to_compile):
+def test_bitsandbytes_round_trip(shape):
     """Codes in words come out in the parameter's shape, or transposed, and go back."""
     tx = po.paged_adamw_8bit(1e-3, min_paged_size=0, page_size="16KiB")
     params = reference.arrays(jnp.float32, 0, {"w": shape})

@@ -30,6 +30,7 @@ def loss_after(tx, state, cut=lambda x: x):
     return loss
 
 
+@pytest.mark.quick("jit")
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize(
     "derive",

@@ -14,8 +14,6 @@ from flax import nnx
 
 import paged_optax as po
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 SETTINGS = {"page_size": 4096, "min_paged_size": 0}
 STACK = {"w": jnp.full((2, 64, 64), 0.01)}
 BATCH = jnp.ones((4, 64))
@@ -99,6 +97,7 @@ def same(found, wanted, rtol=2e-6):
         )
 
 
+@pytest.mark.quick("offloaded", "-max_norm-")
 @pytest.mark.parametrize(
     "how",
     [
@@ -178,6 +177,7 @@ class Ordered(collections.UserDict):
         return cls(zip(names, children, strict=True))
 
 
+@pytest.mark.quick("OrderedDict", "State", "own")
 @pytest.mark.parametrize(
     "mapping",
     [
@@ -250,6 +250,7 @@ def widened(rest, x, kept, batch):
     return jnp.mean(jnp.abs(x) ** 2) * batch["scale"]
 
 
+@pytest.mark.quick("None-0.5")
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("host_dtype", [None, jnp.complex64])
 def test_complex_norm(max_norm, host_dtype):
@@ -269,6 +270,7 @@ def test_complex_norm(max_norm, host_dtype):
     same(found[0], wanted[0], 1e-5)
 
 
+@pytest.mark.quick("float32-None", "float64-float64")
 @pytest.mark.parametrize("host_dtype", [None, "float32", "float64"])
 @pytest.mark.parametrize("rest_dtype", ["float32", "float64"])
 def test_norm_in_float64(rest_dtype, host_dtype):
@@ -306,6 +308,7 @@ def test_real_workspace_of_complex_layers():
             po.GradientWorkspace.allocate(layers, **{name: "float32"})
 
 
+@pytest.mark.quick("host_dtype")
 @pytest.mark.parametrize(
     "how",
     [
@@ -395,6 +398,7 @@ PER_ELEMENT = {
 }
 
 
+@pytest.mark.quick("masked", "labels", "length", "array")
 @pytest.mark.parametrize(
     "make",
     [
@@ -455,6 +459,7 @@ def test_what_is_chosen_by_shape(make):
     assert kind(found[1]) == kind(tx.init(params))
 
 
+@pytest.mark.quick("-bfloat16-")
 @pytest.mark.parametrize("codec", ["dynamic_int8", "bfloat16", "bfloat16_stochastic"])
 def test_coded_moments_chosen_by_shape(codec):
     """One layer's codes are updated alone: a mask must be given as it is, in bools."""

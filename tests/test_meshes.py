@@ -13,8 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 PAGED: Any = {"page_size": 1024, "min_paged_size": 300}
 #: One that stays on the device, one of at most 1024 values that does not, and another.
 SHAPES = {"b": (64,), "m": (16, 64), "v": (64, 96)}
@@ -90,6 +88,7 @@ CASES: Any = {
 }
 
 
+@pytest.mark.quick("-adamw-False", "lamb")
 @pytest.mark.parametrize(
     ("case", "jit_init"),
     [*((case, False) for case in CASES), ("adamw", True), ("adagrad", True)],
@@ -123,6 +122,7 @@ def test_numbers_on_explicit_axes(case, jit_init):
         assert any("pinned_host" in x for x in before)
 
 
+@pytest.mark.quick("jit")
 @pytest.mark.parametrize("axis_type", [EXPLICIT, AUTO], ids=str)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("moved", ["gradients", "parameters"])

@@ -28,6 +28,8 @@ from reference import (
 
 import paged_optax as po
 
+pytestmark = pytest.mark.optimized
+
 
 @pytest.fixture(autouse=True)
 def _strict():
@@ -45,6 +47,9 @@ def exactly():
         yield ask
 
 
+@pytest.mark.quick(
+    "-paged_adamw-", "-paged_lion-", "-paged_sgd-", "-paged_muon-", "masked around"
+)
 @pytest.mark.parametrize("name", [*ALIASES, *exact.COMPOSITIONS])
 def test_bit_for_bit_where_xla_rounds_one_way(exactly, name):
     found = exactly(name)
@@ -99,6 +104,14 @@ ROUNDED = {
 STRICT = {"paged_lion", "paged_sgd", "paged_rmsprop", "paged_adagrad", "paged_lars"}
 
 
+@pytest.mark.quick(
+    "-paged_adamw-",
+    "-paged_lion-float32",
+    "-paged_sgd-float32",
+    "-paged_lamb-float32",
+    "-paged_adafactor-float32",
+    "-paged_muon-float32",
+)
 @pytest.mark.parametrize("dtype", ROUNDED, ids=lambda x: x.__name__)
 @pytest.mark.parametrize("alias", [x for x in ALIASES if not x.endswith("_32bit")])
 def test_alias_matches_optax(alias, dtype):
@@ -235,6 +248,7 @@ def test_bfloat16_gradients_of_float32_parameters():
 # -- eager -------------------------------------------------------------------
 
 
+@pytest.mark.quick("paged_adamw")
 @pytest.mark.parametrize("alias", ["paged_adamw", "paged_sgd", "paged_lamb"])
 def test_eager_equals_jitted(alias):
     shapes = {x: SHAPES[x] for x in ("scalar", "seven", "odd")}

@@ -22,8 +22,6 @@ from reference import ALIASES, SMALL_PAGES, arrays, assert_equal, kinds
 import paged_optax as po
 from paged_optax.memory import on_host
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 HOST, DEVICE = "pinned_host", "device"
 #: 16 and 35 KiB, and one that is smaller than a page.
 SHAPES = {"a": (64, 64), "b": (70, 128), "c": (9,)}
@@ -151,6 +149,7 @@ def test_page_in_gives_the_moments_on_the_device(wrapped):
     assert kinds(state) == before
 
 
+@pytest.mark.quick("plain", "masked", "partition", "multi steps", "own steps")
 def test_page_out_of_page_in_is_the_identity(wrapped):
     """Bit for bit; the moments on the host; the old state whole; updates go on."""
     tx, update, state = wrapped
@@ -226,6 +225,7 @@ def test_get_step_counts_updates(wrapped, request):
         assert int(po.get_step(state, named(key_path))) == wanted
 
 
+@pytest.mark.quick("plain", "masked", "partition", "multi steps", "own steps")
 def test_init_param_restarts(wrapped):
     """As `init` makes it, and all others' arrays the very same objects."""
     tx, update, state = wrapped
@@ -514,6 +514,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.quick("paged_adamw", "paged_muon")
 @pytest.mark.parametrize("alias", MOMENTS)
 def test_optimizers(alias):
     """Moments by Optax's names; identity; a new parameter joins; all numbers kept."""
@@ -1101,6 +1102,7 @@ def test_rebalance_is_an_lru_cache(count, seed, room):
     assert fetched == count - hits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [80, pytest.param(300, marks=pytest.mark.slow)])
 @hypothesis.settings(LONG, max_examples=2)
 @hypothesis.given(seed=st.integers(0, 2**32), kibibytes=st.integers(17, 40))

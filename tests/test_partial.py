@@ -36,8 +36,6 @@ from test_bytes import (
 import paged_optax as po
 from paged_optax.geometry import Kept, cut
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 HOST, DEVICE = "pinned_host", "device"
 #: Ulps by which state and updates may differ, for the reasons that `test_numbers`
 #: gives: with the flags of `exact` there is no difference, for any alias. A step count
@@ -125,6 +123,7 @@ def on_the_device(active):
     return jax.tree.map(jnp.asarray, active)
 
 
+@pytest.mark.quick("tree", "prefix", "numpy arrays")
 @pytest.mark.parametrize(
     ("way", "paging"),
     [*((way, {}) for way in WAYS), ("tree", {"device_budget": "40KiB"})],
@@ -407,6 +406,7 @@ def test_inactive_state_is_the_same_memory_when_donated():
 # -- every optimizer ------------------------------------------------------------
 
 
+@pytest.mark.quick("paged_adamw", "paged_lamb", "paged_sgd")
 @pytest.mark.parametrize("alias", [x for x in ALIASES if not x.endswith("_32bit")])
 def test_every_alias(alias):
     """One parameter off, the others as Optax has them; then all of them off."""

@@ -19,8 +19,6 @@ from jax.sharding import PartitionSpec as P
 import paged_optax as po
 from paged_optax import transform
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 MiB = 2**20
 #: Divided along the leading axis, the trailing, both, two axes on one dimension, none;
 #: in pages that divide a shard and in pages that do not.
@@ -79,6 +77,7 @@ def specs_of(state):
     return [spec(x) for x in jax.tree.leaves(state)]
 
 
+@pytest.mark.quick("adamw-jit", "lamb-jit-AxisType.Auto")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize(
@@ -109,6 +108,7 @@ def test_numbers(ours, plain, jit, axis_type):
     assert set(kinds.values()) == {"pinned_host"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "codec", ["dynamic_int8", pytest.param("dynamic_int4", marks=pytest.mark.slow)]
 )
@@ -126,6 +126,7 @@ def test_codecs(codec):
         jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
+@pytest.mark.slow
 def test_stochastic_rounding():
     """Where shards are ranges of the moment its bits are drawn as on one device."""
     ranges = ("leading", "twice", "vector", "replicated")
@@ -332,6 +333,7 @@ def collectives(hlo):
     return collections.Counter(re.findall(rf" ({names})(?:-start)?\(", hlo))
 
 
+@pytest.mark.quick("shape1", "shape4")
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     ("compile_for", "shape", "spec", "settings", "leaves"),
@@ -405,6 +407,7 @@ def divided_layerwise(model):
     return build
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_layerwise_on_h200s():
     """One layer's gradients at a time, reduced and scattered inside the loop.

@@ -233,6 +233,7 @@ def step_of(arguments, results, tx=TX):
 ORDERS = [("params", "state"), ("state", "params")]
 
 
+@pytest.mark.quick("state-params-params-state", "params-state-state-params-(0, 1)")
 @pytest.mark.parametrize("donated", [(0,), (1,), (2,), (0, 1)], ids=str)
 @pytest.mark.parametrize("results", ORDERS, ids="-".join)
 @pytest.mark.parametrize("arguments", ORDERS, ids="-".join)

@@ -25,6 +25,7 @@ def run(step, arguments, results, made, gradients):
     return dict(zip(results, out, strict=True))
 
 
+@pytest.mark.quick("-2-")
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("results", ORDERS)
 @pytest.mark.parametrize("arguments", ORDERS)
@@ -229,6 +230,7 @@ def test_a_users_own_arithmetic_is_warned_of():
         warn_of_host_compute(jaxpr, "cuda")
 
 
+@pytest.mark.quick("codec2", "master", "inner0")
 @pytest.mark.parametrize(
     "paging",
     [

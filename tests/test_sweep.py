@@ -13,6 +13,7 @@ SLICES_ANYWHERE = jax.__version_info__ >= (0, 11, 2)
 pytestmark = pytest.mark.compiler
 
 
+@pytest.mark.quick("-float32-shapes0-")
 @pytest.mark.parametrize(
     ("name", "shapes"),
     [

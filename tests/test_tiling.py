@@ -32,6 +32,7 @@ def layouts(shapes, dtype):
     return [tuple(map(int, axes.split(","))) for axes in found]
 
 
+@pytest.mark.quick("float32")
 @pytest.mark.compiler
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.uint32])
 def test_layouts(dtype):

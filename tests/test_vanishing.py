@@ -19,21 +19,14 @@ def exact(name: str) -> float:
     return largest_update(SCENARIOS[name], EXACT)
 
 
-QUICK = ("equal examples", "dead units")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in SCENARIOS
-    ],
-)
+@pytest.mark.quick("dead units")
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_eight_bits_by_default(name):
     tx = po.paged_adamw_8bit(vanishing.LEARNING_RATE, weight_decay=0.0)
     assert largest_update(SCENARIOS[name], tx) <= TIMES[name] * exact(name)
 
 
+@pytest.mark.quick("fp8")
 @pytest.mark.parametrize("codec", ["int4", "fp8"])
 def test_other_codecs(codec):
     tx = eight_bits(codec=vanishing.CODECS[codec])
@@ -41,6 +34,7 @@ def test_other_codecs(codec):
     assert largest_update(SCENARIOS[name], tx) <= TIMES[name] * exact(name)
 
 
+@pytest.mark.slow
 def test_a_map_that_rounds_to_zero_shows_why():
     name = "equal examples"
     tx = eight_bits(codec=ROUNDING)

@@ -14,8 +14,6 @@ from jax.sharding import PartitionSpec as P
 import paged_optax as po
 from paged_optax.memory import on_host
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 SETTINGS = {"page_size": "16KiB", "min_paged_size": "16KiB"}
 
 
@@ -62,15 +60,16 @@ def run(step, params, state, workspace, batches):
 
 
 def cases():
-    """Every combination on the device, and those that matter with gradients on host."""
+    """Nearly all on the device, and those that matter with gradients on the host."""
     for layers, accumulate, max_norm, tied, host_dtype in itertools.product(
         (1, 2, 5), (1, 4), (None, 0.05), (False, True), (None, jnp.float32)
     ):
         if host_dtype is None or (layers, tied) == (5, True):
-            case = layers, accumulate, max_norm, tied, host_dtype
-            yield pytest.param(*case, marks=pytest.mark.slow) if layers == 2 else case
+            if layers != 2 or tied == (max_norm is None):
+                yield layers, accumulate, max_norm, tied, host_dtype
 
 
+@pytest.mark.quick("1-1-None-False-None", "5-4-0.05-True-None")
 @pytest.mark.parametrize(
     ("layers", "accumulate", "max_norm", "tied", "host_dtype"), list(cases())
 )
@@ -164,6 +163,7 @@ def test_c_gradws_001_accumulators_grow_until_zeroed():
     assert all(everything.accumulates)
 
 
+@pytest.mark.quick("2-None")
 @pytest.mark.parametrize(
     ("layers", "max_norm", "host_dtype"),
     [(1, None, None), (2, None, None), (4, 0.05, jnp.float32), (5, 0.05, None)],
@@ -229,7 +229,7 @@ def test_clips_each_layer():
     wanted = jax.tree.map(lambda p, g: p - g, params, wanted)
     workspace = po.GradientWorkspace.allocate(params["layers"])
     tx = po.paged_sgd(1.0)
-    step = layerwise(tx, max_norm=0.02, clip="layer")
+    step = jax.jit(layerwise(tx, max_norm=0.02, clip="layer"))
     found, *_ = step(params, tx.init(params), workspace, layered.batch())
     assert far(found, wanted) < 1e-6
 
@@ -257,6 +257,7 @@ def test_each_layer_draws_its_own_bits():
         assert 0.1 < np.mean(first != other) < 0.9
 
 
+@pytest.mark.slow
 def test_master_weights_and_bfloat16():
     """bfloat16 weights, float32 masters on the host, float32 accumulation."""
     params = layered.parameters(3, dtype=jnp.bfloat16)
@@ -277,6 +278,7 @@ def test_master_weights_and_bfloat16():
     assert np.mean(rounded != np.asarray(params["layers"]["up"])) < 0.02
 
 
+@pytest.mark.slow
 def test_codecs():
     """Coded moments are read and written layer by layer."""
     tx = po.paged_adamw_8bit(1e-3, **SETTINGS)
@@ -295,6 +297,7 @@ def test_codecs():
         assert np.mean(differs) < 0.01 or found.dtype == jnp.float32
 
 
+@pytest.mark.quick("injected")
 @pytest.mark.parametrize(
     "make",
     [
@@ -382,6 +385,7 @@ def test_bad_input():
         other(params, tx.init(params), workspace, layered.batch())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_dtype", [None, jnp.float32], ids=["device", "host"])
 def test_on_a_mesh(host_dtype):
     """Parameters and batch over eight devices: the numbers of one."""

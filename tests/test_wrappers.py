@@ -25,8 +25,6 @@ from test_bytes import on_device, shardings, square, state_on
 
 import paged_optax as po
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 STEPS = 14
 #: Three pages, the last smaller; a single page; and one that stays on the device.
 SHAPES = {"w": (70, 32), "v": (40,), "t": (3,)}
@@ -379,6 +377,13 @@ def outcome():
         yield ask
 
 
+@pytest.mark.quick(
+    "optax.MultiSteps / clip",
+    "-po.MultiSteps / clip",
+    "-po.apply_if_finite / clip",
+    "-po.conditionally_transform / clip",
+    "inject",
+)
 @pytest.mark.parametrize(
     "case",
     [
@@ -455,6 +460,7 @@ RESTARTING = {
 }
 
 
+@pytest.mark.quick("-MultiSteps")
 @pytest.mark.parametrize("name", RESTARTING)
 def test_a_synchronisation_restarts_what_a_step_skips(name):
     """All of the state, although the wrapper in between skips the step."""
@@ -490,6 +496,7 @@ def test_a_bad_condition_is_refused_as_by_optax():
             tx.update(params, tx.init(params), params)
 
 
+@pytest.mark.quick("po.conditionally_transform")
 @pytest.mark.parametrize("name", [x for x in WRAPPERS if x.startswith("po.")][::2])
 def test_plain_jit_settles_after_its_first_step(name):
     """One program, and one for what `init` leaves uncommitted; none later.
@@ -644,6 +651,7 @@ def _slice(entry: dict[str, Instruction], name: str) -> dict[str, Instruction]:
     return found
 
 
+@pytest.mark.quick("-MultiSteps", "conditionally_mask-h200")
 @pytest.mark.compiler
 @COMPILERS
 @pytest.mark.parametrize("name", SKIPPING)
