@@ -408,6 +408,7 @@ def _apart(compute: Callable[[], tuple[Held, ...]]) -> tuple[Held, ...]:
     """Calls a function so that XLA:CPU finishes it before its results are used."""
     if not _CPU_DROPS_BARRIERS:
         return compute()
+    compute = jax.jit(compute, inline=True)  # so it is traced once for three uses
 
     def conditional() -> tuple[Held, ...]:
         shapes = jax.eval_shape(compute)
