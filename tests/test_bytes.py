@@ -164,6 +164,7 @@ def test_scratch_is_flat_in_leaves_on_h200(many):
     assert many - few <= MIB
 
 
+@pytest.mark.slow
 def test_scratch_grows_only_by_what_libtpu_keeps_per_copy_on_v5e():
     """XLA:TPU reserves about 52 KiB of scratch for every asynchronous copy it emits.
 
@@ -187,6 +188,7 @@ def test_odd_leaves_stay_bounded(compile_for, shape):
     assert report.device_temp <= 48 * MIB
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize(("rows", "whole"), [(50258, False), (50257, True)])
 def test_odd_rows_of_bfloat16_on_v5e(rows, whole):
     """XLA:TPU reads and writes no single row of bfloat16: such a leaf goes whole."""

@@ -124,7 +124,7 @@ def test_maps(signed):
     assert dynamic_map(signed).dtype == four_bits.dtype == np.float32
 
 
-@pytest.mark.quick("cpu-")
+@pytest.mark.quick("cpu-random", "cpu-thresholds 8 signed-", "cpu-denormal")
 @SIGNED
 @pytest.mark.parametrize("name", CASES)
 def test_int8_is_bitsandbytes(name, signed, platform):
@@ -136,7 +136,7 @@ def test_int8_is_bitsandbytes(name, signed, platform):
     assert_same(stored.scales, scales)
 
 
-@pytest.mark.quick("cpu-")
+@pytest.mark.quick("cpu-random", "cpu-thresholds 4 signed-", "cpu-denormal")
 @SIGNED
 @pytest.mark.parametrize("name", CASES)
 def test_int4_is_torchao(name, signed, platform):
@@ -159,7 +159,7 @@ def test_float8_is_torchao(name):
     assert_same(stored.scales, scales)
 
 
-@pytest.mark.quick("cpu-")
+@pytest.mark.quick("cpu-random", "cpu-denormal", "cpu-beside zeros")
 @pytest.mark.parametrize(
     "exact",
     [
@@ -356,7 +356,7 @@ def test_fresh_state_is_all_zero_bytes(codec):
 # Shapes, pages, types.
 
 
-@pytest.mark.quick("shape1-", "shape2-", "shape4-", "shape8-", "shape9-")
+@pytest.mark.quick("shape8-")
 @EVERY
 @pytest.mark.parametrize(
     "shape",
@@ -391,7 +391,9 @@ def test_shapes(codec, shape):
         assert_same(decoded.reshape(-1), decode(codec, flat, (x.size,)))
 
 
-@pytest.mark.quick("256-30")
+@pytest.mark.quick(
+    "256-30-int8 signed", "256-30-int4 unsigned", "256-30-bfloat16 stochastic"
+)
 @EVERY
 @pytest.mark.parametrize("rows", [2, 30])
 @pytest.mark.parametrize("columns", [256, 131])
@@ -615,7 +617,7 @@ def moving(codec, shape):
     return build
 
 
-@pytest.mark.quick("h200", "int8 signed-v5e", "float8-v5e")
+@pytest.mark.quick("h200", "float8-v5e")
 @pytest.mark.compiler
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
 @EVERY_BLOCKED

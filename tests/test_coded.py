@@ -74,7 +74,7 @@ def test_pages_change_no_bit(codec):
         assert max(distances.values(), default=0) <= 1, distances
 
 
-@pytest.mark.quick("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("eager", [False, True])
 def test_moments_of_several_shapes(eager):
     """A factored moment is a vector, decoded beside a matrix or a flag of one bit."""
@@ -92,7 +92,7 @@ def test_moments_of_several_shapes(eager):
             chex.assert_trees_all_close(one, other, rtol=2e-2)
 
 
-@pytest.mark.quick("dynamic_int8")
+@pytest.mark.quick("float8_e4m3")
 @pytest.mark.parametrize("codec", NAMES)
 def test_memory_kinds_and_dtypes(codec):
     """Stored moments stay on the host; small ones are float32, as bitsandbytes'."""
@@ -241,7 +241,7 @@ def test_resident_and_coded():
     assert max(reference.distances(params, paged_params).values(), default=0) <= 1
 
 
-@pytest.mark.quick("nan")
+@pytest.mark.quick("nan-dynamic_int8")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_nothing_turns_finite(name, value):

@@ -37,7 +37,7 @@ def tied(tree):
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
 
 
-@pytest.mark.quick("-paged_adamw-", "8bit", "lion", "muon")
+@pytest.mark.quick("-paged_adamw-", "paged_adamw_8bit")
 @pytest.mark.parametrize(("number", "alias"), list(enumerate([*ALIASES, *OTHERS])))
 def test_update_compiles_once(number, alias):
     _, options = ALIASES.get(alias, (None, {}))

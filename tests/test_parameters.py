@@ -212,6 +212,7 @@ def test_residency_and_bytes_are_the_arrays_own(wrapped):
 STEPS = {"multi steps": 2}
 
 
+@pytest.mark.quick("plain", "multi steps", "own steps")
 def test_get_step_counts_updates(wrapped, request):
     """The steps that moments have really had, under whatever counts beside them."""
     tx, update, _ = wrapped
@@ -247,6 +248,7 @@ def test_init_param_restarts(wrapped):
         update(params, new, params)
 
 
+@pytest.mark.quick("plain", "multi steps", "own steps")
 def test_rebalance_of_any_state(wrapped):
     """What fits goes to the device, the rest to the host, and updates go on."""
     tx, update, state = wrapped
@@ -544,6 +546,7 @@ def test_optimizers(alias):
     jax.jit(tx.update)(params, joined, params)
 
 
+@pytest.mark.slow
 def test_coded_moments():
     """A moment in codes and scales goes in and out, moves and joins as one."""
     own = {"per_parameter_steps": True, "codec": "dynamic_int8"}

@@ -123,7 +123,7 @@ def on_the_device(active):
     return jax.tree.map(jnp.asarray, active)
 
 
-@pytest.mark.quick("tree", "prefix", "numpy arrays")
+@pytest.mark.quick("tree-{}")
 @pytest.mark.parametrize(
     ("way", "paging"),
     [*((way, {}) for way in WAYS), ("tree", {"device_budget": "40KiB"})],
@@ -406,7 +406,7 @@ def test_inactive_state_is_the_same_memory_when_donated():
 # -- every optimizer ------------------------------------------------------------
 
 
-@pytest.mark.quick("paged_adamw", "paged_lamb", "paged_sgd")
+@pytest.mark.quick("-paged_adamw-")
 @pytest.mark.parametrize("alias", [x for x in ALIASES if not x.endswith("_32bit")])
 def test_every_alias(alias):
     """One parameter off, the others as Optax has them; then all of them off."""

@@ -26,7 +26,7 @@ def test_eight_bits_by_default(name):
     assert largest_update(SCENARIOS[name], tx) <= TIMES[name] * exact(name)
 
 
-@pytest.mark.quick("fp8")
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["int4", "fp8"])
 def test_other_codecs(codec):
     tx = eight_bits(codec=vanishing.CODECS[codec])

@@ -377,13 +377,7 @@ def outcome():
         yield ask
 
 
-@pytest.mark.quick(
-    "optax.MultiSteps / clip",
-    "-po.MultiSteps / clip",
-    "-po.apply_if_finite / clip",
-    "-po.conditionally_transform / clip",
-    "inject",
-)
+@pytest.mark.quick("-po.MultiSteps / clip", "-po.apply_if_finite / clip", "inject")
 @pytest.mark.parametrize(
     "case",
     [
