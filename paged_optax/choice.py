@@ -68,7 +68,8 @@ def choose(
     """Finds the codec of each leaf of a state.
 
     Args:
-      rules: From `check`. The last that applies to a moment counts.
+      rules: From `check`. If several apply to a moment, the last one wins. A key that
+        names a moment names no parameter.
       state_paths: The paths of the state's leaves.
       avals: Their shapes and dtypes.
       parameter_paths: The paths of the parameters.
@@ -102,9 +103,11 @@ def choose(
     for moment, owner, aval in zip(moments, owners, avals, strict=True):
         rule, by_name = None, False
         for key, candidate in rules.items():
+            # Rules by moment within a rule: then the key can only be a path.
+            of_moment = key in moments and not isinstance(candidate, Mapping)
             by_path = owner is not None and fnmatch.fnmatchcase(parameters[owner], key)
-            if moment == key or (by_path and moment != _MASTER):
-                rule, by_name = candidate, moment == key
+            if moment == key if of_moment else by_path and moment != _MASTER:
+                rule, by_name = candidate, of_moment
         if isinstance(rule, Mapping):
             rule, by_name = rule.get(moment), True
         small = int(np.prod(aval.shape)) < SMALLEST_CODED

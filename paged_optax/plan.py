@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -395,7 +395,7 @@ def plan(
     link_gigabytes_per_second: float = 25.0,
     mesh: Mesh | AbstractMesh | None = None,
     devices_per_host: int = 8,
-    **extra_args: Any,
+    extra_args: Mapping[str, Any] | None = None,
 ) -> PagePlan:
     """Says beforehand what lives where, without allocating anything.
 
@@ -411,7 +411,8 @@ def plan(
       mesh: Devices to divide the parameters over. They need not be there:
         `jax.sharding.AbstractMesh((64,), ("data",))`.
       devices_per_host: Devices that share one host's memory.
-      **extra_args: Arguments the wrapped `update` cannot be traced without.
+      extra_args: Arguments by name that the wrapped `update` cannot be traced without,
+        such as `{"value": 0.0}`.
 
     Returns:
       The plan. It prints as a table.
@@ -451,10 +452,8 @@ def plan(
         )
     moments: list[Moment] = []
     for _, describe in recorded(tx, params):
-        before = len(moments)
-        moments += [
-            dataclasses.replace(x, leaf=before + x.leaf) for x in describe(extra_args)
-        ]
+        described, before = describe(dict(extra_args or {})), len(moments)
+        moments += [dataclasses.replace(x, leaf=before + x.leaf) for x in described]
     result = PagePlan(
         tuple(moments), link_gigabytes_per_second, devices, devices_per_host
     )

@@ -272,6 +272,22 @@ def test_choice_by_moment_and_path():
     assert isinstance(state.nu["block"]["kernel"], jax.Array)
 
 
+def test_a_parameter_called_as_a_moment():
+    """The key of a rule is the moment's name; rules by moment are for the parameter."""
+    params = {"nu": jnp.ones((64, 128)), "w": jnp.ones((64, 128))}
+    coded = lambda rules: {
+        (moment, name)
+        for moment in ("mu", "nu")
+        for name, x in getattr(
+            po.paged_adamw(1e-3, codec=rules).init(params)[0], moment
+        ).items()
+        if isinstance(x, Quantized)
+    }
+    assert coded({"nu": "dynamic_int8"}) == {("nu", "nu"), ("nu", "w")}
+    assert coded({"nu": {"mu": "dynamic_int8"}}) == {("mu", "nu")}
+    assert coded({"w": "dynamic_int8"}) == {("mu", "w"), ("nu", "w")}
+
+
 def energies(decay=0.9):
     """A user's own transformation: `energy` averages squares, `drift` gradients."""
 

@@ -346,7 +346,8 @@ def test_plan_allocates_nothing():
 
 def test_plan_needs_the_extra_arguments_of_update():
     tx = po.paged(scale_by_value(), **SMALL_PAGES)
-    assert po.plan(tx, small(), value=1.0).host_bytes == 2**14 + 70 * 128 * 4
+    plan = po.plan(tx, small(), extra_args={"value": 1.0})
+    assert plan.host_bytes == 2**14 + 70 * 128 * 4
 
 
 def test_plan_warns_where_the_host_pool_is_too_small(monkeypatch):
