@@ -1,9 +1,11 @@
 """`jit_step`: jit with every placement stated and every donation checked."""
 
+import functools
+import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, overload
 
 import jax
 from jax.sharding import (
@@ -14,6 +16,10 @@ from paged_optax.host_compute import warn_of_host_compute
 from paged_optax.memory import memory_kind, memory_kinds, mistyped, on_host
 from paged_optax.sharding import typed_by_memory
 
+#: The position of an argument, or the name of one that has none.
+_Key = int | str
+_Keys = tuple[_Key, ...]
+
 _keystr = jax.tree_util.keystr
 
 
@@ -22,30 +28,129 @@ class DonationError(ValueError):
 
 
 class Step:
-    """A compiled training step. Call it with arguments like the example's.
+    """A training step, compiled for arguments like those it was first given.
 
     Attributes:
-      compiled: What XLA made of it, for `memory_report`.
+      compiled: What XLA made of it, for `memory_report`; None before there was a call.
     """
 
-    def __init__(self, compiled: jax.stages.Compiled, hosted: list[bool]):
-        self.compiled = compiled
-        self._hosted = hosted
+    compiled: jax.stages.Compiled | None = None
 
-    def __call__(self, *args: Any) -> Any:
+    def __init__(self, step: Callable[..., Any], donated: _Keys, static: _Keys):
+        self._step = step
+        self._donated = donated
+        self._static = static
+        functools.update_wrapper(self, step, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; donated arguments must not be used again."""
+        given = _by_key(self._step, args, kwargs)
+        if self.compiled is None:
+            self._compile(given)
+        assert self.compiled is not None
+        static = {key: given.pop(key) for key in self._static if key in given}
+        if static != self._constant or tuple(given) != self._keys:
+            raise TypeError(
+                f"the step was compiled for the arguments {self._keys} and the static"
+                f" ones {self._constant}, and is called with {tuple(given)} and"
+                f" {static}: make another step for these."
+            )
+        values = tuple(given.values())
         try:
-            return self.compiled(*args)
+            return self.compiled(*values)
         except (TypeError, ValueError):
-            _refuse_moved(args, self._hosted)
+            _refuse_moved(values, self._keys, self._hosted)
             raise
 
+    def _compile(self, given: Mapping[_Key, Any]) -> None:
+        """Compiles for arguments like these."""
+        self._constant = {key: given[key] for key in self._static if key in given}
+        examples = {key: x for key, x in given.items() if key not in self._constant}
+        self._keys = tuple(examples)
+        donated = self._positions()
+        values = jax.tree.map(_typed, tuple(examples.values()))
+        self._hosted = [on_host(x) or mistyped(x) for x in jax.tree.leaves(values)]
+        _refuse_moved(values, self._keys, self._hosted)
+        if any(self._hosted) and not donated:
+            warnings.warn(
+                "nothing is donated, so a step leaves the old parameters and moments"
+                " beside the new: name them in donate_argnums or donate_argnames.",
+                stacklevel=3,
+            )
+        inputs, outputs = _placements(self._call, values, donated)
+        # Unused arguments stay, so that a parameter's number is its leaf's.
+        jitted = jax.jit(
+            self._call,
+            donate_argnums=donated,
+            in_shardings=inputs,
+            out_shardings=outputs,
+            keep_unused=True,
+        )
+        with warnings.catch_warnings():
+            # JAX only warns of what is an error here, and names no leaf.
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            compiled = jitted.lower(*values).compile()
+        _check_donations(compiled, values, self._keys, donated)
+        self.compiled = compiled
 
+    def _call(self, *values: Any) -> Any:
+        """Calls the step with the values of `_keys` and what is static."""
+        given = self._constant | dict(zip(self._keys, values, strict=True))
+        positions = sorted(key for key in given if isinstance(key, int))
+        named = {key: x for key, x in given.items() if isinstance(key, str)}
+        return self._step(*(given[key] for key in positions), **named)
+
+    def _positions(self) -> tuple[int, ...]:
+        """Where the donated arguments stand among `_keys`."""
+        parameters = _parameters(self._step)
+        found = set()
+        for key in self._donated:
+            # An argument may be given by its name, and be named by its position.
+            names = {key}
+            if isinstance(key, str) and key in parameters:
+                names.add(parameters.index(key))
+            elif isinstance(key, int) and 0 <= key < len(parameters):
+                names.add(parameters[key])
+            found |= {i for i, one in enumerate(self._keys) if one in names}
+            if names.isdisjoint(self._keys):
+                which = "donate_argnums" if isinstance(key, int) else "donate_argnames"
+                has = ", ".join(map(_label, self._keys))
+                raise ValueError(
+                    f"{which} names argument {key!r}, which the step is not given: it"
+                    f" has {len(self._keys)} arguments, {has}."
+                )
+        return tuple(sorted(found))
+
+
+@overload
+def jit_step(
+    step: None = None,
+    *,
+    donate_argnums: int | Iterable[int] = (),
+    donate_argnames: str | Iterable[str] = (),
+    static_argnums: int | Iterable[int] = (),
+) -> Callable[[Callable[..., Any]], Step]: ...
+
+
+@overload
 def jit_step(
     step: Callable[..., Any],
     *example_args: Any,
     donate_argnums: int | Iterable[int] = (),
-) -> Step:
+    donate_argnames: str | Iterable[str] = (),
+    static_argnums: int | Iterable[int] = (),
+    **example_kwargs: Any,
+) -> Step: ...
+
+
+def jit_step(
+    step: Callable[..., Any] | None = None,
+    *example_args: Any,
+    donate_argnums: int | Iterable[int] = (),
+    donate_argnames: str | Iterable[str] = (),
+    static_argnums: int | Iterable[int] = (),
+    **example_kwargs: Any,
+) -> Step | Callable[[Callable[..., Any]], Step]:
     """Compiles a training step with its outputs' placements stated.
 
     `jax.jit` pairs donated buffers with outputs by shape and order alone where no
@@ -58,15 +163,21 @@ def jit_step(
     around `paged(...)`, is warned of on accelerators; the warning names what to use.
 
     Args:
-      step: A function of pytrees of arrays.
-      *example_args: Arguments, or `ShapeDtypeStruct`s that state their shardings.
+      step: A function of pytrees of arrays. Left out, a decorator is returned.
+      *example_args: Arguments, or `ShapeDtypeStruct`s that state their shardings. With
+        none the step is compiled when it is first called.
       donate_argnums: Positions of the arguments whose buffers the step may reuse.
+      donate_argnames: Their names.
+      static_argnums: Positions of arguments that are no arrays: each is what it was
+        when the step was compiled.
+      **example_kwargs: Arguments by name.
 
     Returns:
-      The compiled step.
+      The compiled `Step`, or a decorator that makes one.
 
     Raises:
       DonationError: If a donated buffer is not reused; the message names the leaf.
+      ValueError: If an argument is to be donated that the step is not given.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, paged_optax as po
@@ -81,52 +192,75 @@ def jit_step(
       >>> params, state = step(params, state, gradients)
       >>> params["w"].sharding.memory_kind == jax.devices()[0].default_memory().kind
       True
+
+      As a decorator, compiled at the first call:
+
+      >>> @po.jit_step(donate_argnames=("params", "state"))
+      ... def step(params, state, *, scale):
+      ...     gradients = jax.tree.map(lambda p: scale * p, params)
+      ...     updates, state = tx.update(gradients, state, params)
+      ...     return optax.apply_updates(params, updates), state
+      >>> params, state = step(params, state, scale=0.5)
     """
-    donated = (
-        (donate_argnums,)
-        if isinstance(donate_argnums, int)
-        else tuple(sorted(set(donate_argnums)))
-    )
-    for position in donated:
-        if not 0 <= position < len(example_args):
-            raise ValueError(
-                f"donate_argnums={donate_argnums} names argument {position}, and the"
-                f" step has {len(example_args)}."
-            )
-    example_args = jax.tree.map(_typed, example_args)
-    hosted = [on_host(x) or mistyped(x) for x in jax.tree.leaves(example_args)]
-    _refuse_moved(example_args, hosted)
-    inputs, outputs = _placements(step, example_args, donated)
-    # Unused arguments stay, so that a parameter's number is its leaf's.
-    jitted = jax.jit(
-        step,
-        donate_argnums=donated,
-        in_shardings=inputs,
-        out_shardings=outputs,
-        keep_unused=True,
-    )
-    with warnings.catch_warnings():
-        # JAX only warns of what is an error here, and names no leaf.
-        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        compiled = jitted.lower(*example_args).compile()
-    _check_donations(compiled, example_args, donated)
-    return Step(compiled, hosted)
+    donated = (*_several(donate_argnums), *_several(donate_argnames))
+    static = _several(static_argnums)
+    if step is None:
+        return lambda step: Step(step, donated, static)
+    made = Step(step, donated, static)
+    if example_args or example_kwargs:
+        made._compile(_by_key(step, example_args, example_kwargs))
+    return made
 
 
-def _refuse_moved(args: tuple[Any, ...], hosted: list[bool]) -> None:
+def _several(keys: Any) -> _Keys:
+    return (keys,) if isinstance(keys, int | str) else tuple(dict.fromkeys(keys))
+
+
+def _label(key: _Key) -> str:
+    return f"argument {key}"
+
+
+def _parameters(step: Callable[..., Any]) -> list[str]:
+    """The names of its arguments; none if Python does not know them."""
+    try:
+        return list(inspect.signature(step).parameters)
+    except ValueError:
+        return []
+
+
+def _by_key(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[_Key, Any]:
+    """Arguments by position, and by name where they have none.
+
+    Raises:
+      TypeError: If they are not what the step takes.
+    """
+    try:
+        bound = inspect.signature(step).bind(*args, **kwargs)
+    except ValueError:  # Python does not know what it takes
+        return dict(enumerate(args)) | kwargs
+    return dict(enumerate(bound.args)) | dict(sorted(bound.kwargs.items()))
+
+
+def _refuse_moved(
+    args: tuple[Any, ...], keys: Sequence[_Key], hosted: Sequence[bool]
+) -> None:
     """Names an array whose type says that it is on the device, and belongs elsewhere.
 
     Args:
       args: Arguments of a step.
+      keys: Their positions or names.
       hosted: For each of their arrays whether it belongs on the host.
     """
     flat = jax.tree_util.tree_flatten_with_path(args)[0]
     for (path, x), host in zip(flat, hosted, strict=False):
         if host and not on_host(x):
+            where = f"{_label(keys[path[0].idx])}{_keystr(path[1:])}"
             raise ValueError(
-                f"argument {path[0].idx}{_keystr(path[1:])} belongs in host memory, and"
-                f" has the type of device memory ({jax.typeof(x)}): a restore or a"
-                " jax.device_put without a memory kind did that. Put the state back by"
+                f"{where} belongs in host memory, and has the type of device memory"
+                f" ({jax.typeof(x)}): a restore or a jax.device_put without a memory"
+                " kind did that. Put the state back by"
                 " paged_optax.place_state(tx, state, params)."
             )
 
@@ -203,7 +337,10 @@ def _given_back(
 
 
 def _check_donations(
-    compiled: jax.stages.Compiled, args: tuple[Any, ...], donated: tuple[int, ...]
+    compiled: jax.stages.Compiled,
+    args: tuple[Any, ...],
+    keys: Sequence[_Key],
+    donated: tuple[int, ...],
 ) -> None:
     """Looks every donated buffer up among the aliases of the compiled program."""
     text = compiled.as_text() or ""
@@ -222,13 +359,12 @@ def _check_donations(
         kept = reused.get(number) == memory_kind(leaf)
         # A Python number has no buffer to lose.
         if path[0].idx in donated and getattr(leaf, "size", 0) and not kept:
-            lost.append(
-                f"argument {path[0].idx}{_keystr(path[1:])} ({jax.typeof(leaf)})"
-            )
+            where = f"{_label(keys[path[0].idx])}{_keystr(path[1:])}"
+            lost.append(f"{where} ({jax.typeof(leaf)})")
     if lost:
         raise DonationError(
             f"{len(lost)} donated buffer{'s are' if len(lost) > 1 else ' is'} not"
             f" reused: {', '.join(lost[:3])}. The step must return an array of the same"
             " shape, dtype and memory kind for each donated one; leave the others out"
-            " of donate_argnums."
+            " of donate_argnums and donate_argnames."
         )

@@ -171,7 +171,8 @@ def test_jit_step_names_the_way_back():
     message = r"argument 1\[0\].mu\['w'\].*paged_optax.place_state\(tx, state, params\)"
     with pytest.raises(ValueError, match=message):
         po.jit_step(step, params, LOSSES["mistyped"](state, None))
-    compiled = po.jit_step(step, params, state)
+    with pytest.warns(UserWarning, match="nothing is donated"):
+        compiled = po.jit_step(step, params, state)
     with pytest.raises(ValueError, match=message):
         compiled(params, LOSSES["device_put"](state, None))
     compiled(params, state)

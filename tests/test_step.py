@@ -3,6 +3,7 @@
 import re
 
 import aot
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +77,7 @@ def test_gradients_may_be_donated_too():
     assert kinds((params, state, updates)) == [DEVICE] * 2 + ALL_PAGED + [DEVICE] * 2
 
 
+@pytest.mark.filterwarnings("ignore:nothing is donated")
 @pytest.mark.parametrize("donated", [(), (0, 1, 2)], ids=str)
 def test_a_python_number_among_the_arguments(donated):
     """It is an argument like any other: its new value counts, and nothing is lost."""
@@ -112,7 +114,8 @@ def test_shapes_are_enough_for_an_example():
 def test_without_donation_nothing_is_consumed():
     order = ("params", "state")
     params, state = small(), TX.init(small())
-    step = po.jit_step(step_of(order, order), params, state, params)
+    with pytest.warns(UserWarning, match="nothing is donated.*donate_argnames"):
+        step = po.jit_step(step_of(order, order), params, state, params)
     first, second = step(params, state, params), step(params, state, params)
     assert_equal(first, second)
     assert kinds(first[1]) == ALL_PAGED
@@ -166,8 +169,79 @@ def test_donated_argument_that_is_not_there(donated):
         po.jit_step(
             step_of(order, order), params, state, params, donate_argnums=donated
         )
-    assert f"donate_argnums={donated}" in str(error.value)
-    assert "has 3" in str(error.value)
+    assert "donate_argnums names argument" in str(error.value)
+    assert "has 3 arguments, argument 0, argument 1, argument 2" in str(error.value)
+
+
+def named_step(params, state, gradients, rate=1.0, *, scale, sign=1):
+    gradients = jax.tree.map(lambda g: sign * rate * scale * g, gradients)
+    updates, state = TX.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"donate_argnums": (0, 1)},
+        {"donate_argnames": ("params", "state")},
+        {"donate_argnums": 0, "donate_argnames": "state"},
+    ],
+    ids=str,
+)
+def test_arguments_by_name(options):
+    """However they are given and named, the donated ones are reused."""
+    wanted = named_step(small(), TX.init(small()), small(1), 0.5, scale=2.0, sign=-1)
+    calls = [
+        lambda step, p, s, g: step(p, s, g, 0.5, sign=-1, scale=2.0),
+        lambda step, p, s, g: step(p, s, scale=2.0, gradients=g, rate=0.5, sign=-1),
+        lambda step, p, s, g: step(
+            state=s, gradients=g, params=p, scale=2.0, sign=-1, rate=0.5
+        ),
+    ]
+    compiled = po.jit_step(
+        named_step,
+        small(),
+        TX.init(small()),
+        small(1),
+        0.5,
+        scale=2.0,
+        sign=-1,
+        **options,
+    )
+    decorated = po.jit_step(**options)(named_step)
+    assert decorated.__name__ == "named_step" and decorated.compiled is None
+    for step in (compiled, decorated):
+        for call in calls:
+            params, state = small(), TX.init(small())
+            found = call(step, params, state, small(1))
+            chex.assert_trees_all_close(found, wanted, rtol=1e-6)
+            assert all(x.is_deleted() for x in jax.tree.leaves((params, state)))
+            assert kinds(found[1]) == ALL_PAGED
+
+
+def test_static_arguments():
+    """They are constants of the program, and no other is taken for them."""
+
+    def step(params, state, sign, gradients):
+        assert isinstance(sign, str)
+        gradients = jax.tree.map(lambda g: -g if sign == "-" else g, gradients)
+        updates, state = TX.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    wanted = step(small(), TX.init(small()), "-", small(1))
+    step = po.jit_step(step, donate_argnums=(0, 1), static_argnums=2)
+    found = step(small(), TX.init(small()), "-", small(1))
+    chex.assert_trees_all_close(found, wanted, rtol=1e-6)
+    with pytest.raises(TypeError, match=r"static ones \{2: '-'\}.*\{2: '\+'\}"):
+        step(*found, "+", small(1))
+
+
+def test_a_step_takes_its_own_arguments():
+    step = po.jit_step(named_step, donate_argnames=("params", "state", "moments"))
+    with pytest.raises(ValueError, match="donate_argnames names argument 'moments'"):
+        step(small(), TX.init(small()), small(1), scale=1.0)
+    with pytest.raises(TypeError, match="missing a required argument: 'state'"):
+        po.jit_step(named_step)(small(), scale=1.0)
 
 
 def test_report_of_a_step():
