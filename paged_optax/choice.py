@@ -91,8 +91,9 @@ def choose(
         else _name(path[: len(path) - len(parameter_paths[owner])][-1:])
         for path, owner in zip(state_paths, owners, strict=True)
     ]
-    for key in rules:
-        if key not in moments and not fnmatch.filter(parameters, key) and parameters:
+    for key, rule in rules.items():
+        of_moment = key in moments and not isinstance(rule, Mapping)
+        if not of_moment and not fnmatch.filter(parameters, key) and parameters:
             known = sorted({moment for moment in moments if moment})
             raise ValueError(
                 f"codec has the key {key!r}, and no moment is called so"

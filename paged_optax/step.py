@@ -3,9 +3,11 @@
 import functools
 import inspect
 import re
+import threading
+import types
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, overload
 
 import jax
 from jax.sharding import (
@@ -27,60 +29,104 @@ class DonationError(ValueError):
     """A donated buffer would not be reused."""
 
 
-class Step:
-    """A training step, compiled for arguments like those it was first given.
+class _Made(NamedTuple):
+    """A step compiled for some arguments.
 
     Attributes:
-      compiled: What XLA made of it, for `memory_report`; None before there was a call.
+      compiled: What XLA made of it.
+      keys: The arguments that are arrays.
+      static: Those that are not, and their values.
+      structure: The tree of the arrays.
+      hosted: For each array whether it belongs on the host.
     """
 
-    compiled: jax.stages.Compiled | None = None
+    compiled: jax.stages.Compiled
+    keys: _Keys
+    static: dict[_Key, Any]
+    structure: Any
+    hosted: list[bool]
+
+
+class Step:
+    """A training step, compiled for arguments like those it was first given."""
 
     def __init__(self, step: Callable[..., Any], donated: _Keys, static: _Keys):
         self._step = step
         self._donated = donated
         self._static = static
+        self._made: _Made | None = None
+        self._first = threading.Lock()
         functools.update_wrapper(self, step, updated=())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def compiled(self) -> jax.stages.Compiled | None:
+        """What XLA made of it, for `memory_report`; None before there was a call."""
+        return self._made and self._made.compiled
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """A step that is a method is given its object."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; donated arguments must not be used again."""
         given = _by_key(self._step, args, kwargs)
-        if self.compiled is None:
-            self._compile(given)
-        assert self.compiled is not None
-        static = {key: given.pop(key) for key in self._static if key in given}
-        if static != self._constant or tuple(given) != self._keys:
+        with self._first:
+            if self._made is None:
+                self._made = self._compiled_for(given)
+        made, static = self._made, self._taken_out(given)
+        if not _same(static, made.static) or tuple(given) != made.keys:
             raise TypeError(
-                f"the step was compiled for the arguments {self._keys} and the static"
-                f" ones {self._constant}, and is called with {tuple(given)} and"
+                f"the step was compiled for the arguments {made.keys} and the static"
+                f" ones {made.static}, and is called with {tuple(given)} and"
                 f" {static}: make another step for these."
             )
         values = tuple(given.values())
         try:
-            return self.compiled(*values)
+            return made.compiled(*values)
         except (TypeError, ValueError):
-            _refuse_moved(values, self._keys, self._hosted)
+            if jax.tree.structure(values) == made.structure:
+                _refuse_moved(values, made.keys, made.hosted)
             raise
 
-    def _compile(self, given: Mapping[_Key, Any]) -> None:
+    def _taken_out(self, given: dict[_Key, Any]) -> dict[_Key, Any]:
+        """The static arguments, no longer among the others."""
+        names = {name for key in self._static for name in self._names(key)}
+        static = {key: given.pop(key) for key in list(given) if key in names}
+        for key, value in static.items():
+            if not isinstance(value, Hashable):
+                raise TypeError(
+                    f"static {_label(key)} is of type {type(value).__name__}, which has"
+                    " no hash: a static argument is a constant of the program."
+                )
+        return static
+
+    def _compiled_for(self, given: Mapping[_Key, Any]) -> _Made:
         """Compiles for arguments like these."""
-        self._constant = {key: given[key] for key in self._static if key in given}
-        examples = {key: x for key, x in given.items() if key not in self._constant}
-        self._keys = tuple(examples)
-        donated = self._positions()
+        examples = dict(given)
+        static = self._taken_out(examples)
+        keys = tuple(examples)
+        donated = self._positions(keys)
         values = jax.tree.map(_typed, tuple(examples.values()))
-        self._hosted = [on_host(x) or mistyped(x) for x in jax.tree.leaves(values)]
-        _refuse_moved(values, self._keys, self._hosted)
-        if any(self._hosted) and not donated:
+        hosted = [on_host(x) or mistyped(x) for x in jax.tree.leaves(values)]
+        _refuse_moved(values, keys, hosted)
+        if any(hosted) and not donated:
             warnings.warn(
                 "nothing is donated, so a step leaves the old parameters and moments"
                 " beside the new: name them in donate_argnums or donate_argnames.",
                 stacklevel=3,
             )
-        inputs, outputs = _placements(self._call, values, donated)
+
+        # A function of each attempt's own, because JAX keeps what it traced by it.
+        def call(*values: Any) -> Any:
+            given = static | dict(zip(keys, values, strict=True))
+            positions = sorted(key for key in given if isinstance(key, int))
+            named = {key: x for key, x in given.items() if isinstance(key, str)}
+            return self._step(*(given[key] for key in positions), **named)
+
+        inputs, outputs = _placements(call, values, donated)
         # Unused arguments stay, so that a parameter's number is its leaf's.
         jitted = jax.jit(
-            self._call,
+            call,
             donate_argnums=donated,
             in_shardings=inputs,
             out_shardings=outputs,
@@ -90,41 +136,36 @@ class Step:
             # JAX only warns of what is an error here, and names no leaf.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             compiled = jitted.lower(*values).compile()
-        _check_donations(compiled, values, self._keys, donated)
-        self.compiled = compiled
+        _check_donations(compiled, values, keys, donated)
+        return _Made(compiled, keys, static, jax.tree.structure(values), hosted)
 
-    def _call(self, *values: Any) -> Any:
-        """Calls the step with the values of `_keys` and what is static."""
-        given = self._constant | dict(zip(self._keys, values, strict=True))
-        positions = sorted(key for key in given if isinstance(key, int))
-        named = {key: x for key, x in given.items() if isinstance(key, str)}
-        return self._step(*(given[key] for key in positions), **named)
-
-    def _positions(self) -> tuple[int, ...]:
-        """Where the donated arguments stand among `_keys`."""
-        parameters = _parameters(self._step)
+    def _positions(self, keys: _Keys) -> tuple[int, ...]:
+        """Where the donated arguments stand among all."""
         found = set()
         for key in self._donated:
-            # An argument may be given by its name, and be named by its position.
-            names = {key}
-            if isinstance(key, str) and key in parameters:
-                names.add(parameters.index(key))
-            elif isinstance(key, int) and 0 <= key < len(parameters):
-                names.add(parameters[key])
-            found |= {i for i, one in enumerate(self._keys) if one in names}
-            if names.isdisjoint(self._keys):
+            names = self._names(key)
+            found |= {i for i, one in enumerate(keys) if one in names}
+            if names.isdisjoint(keys):
                 which = "donate_argnums" if isinstance(key, int) else "donate_argnames"
-                has = ", ".join(map(_label, self._keys))
+                has = ", ".join(map(_label, keys))
                 raise ValueError(
-                    f"{which} names argument {key!r}, which the step is not given: it"
-                    f" has {len(self._keys)} arguments, {has}."
+                    f"{which} names argument {key!r}, which the step is not given as an"
+                    f" array: it has {len(keys)} arguments, {has}."
                 )
         return tuple(sorted(found))
+
+    def _names(self, key: _Key) -> set[_Key]:
+        """An argument's position and its name: it may be given by either."""
+        names = _names_by_position(self._step)
+        if isinstance(key, str):
+            return {key} | {i for i, name in enumerate(names) if name == key}
+        return {key} | {name for name in names[key : key + 1] if name and key >= 0}
 
 
 @overload
 def jit_step(
     step: None = None,
+    /,
     *,
     donate_argnums: int | Iterable[int] = (),
     donate_argnames: str | Iterable[str] = (),
@@ -135,6 +176,7 @@ def jit_step(
 @overload
 def jit_step(
     step: Callable[..., Any],
+    /,
     *example_args: Any,
     donate_argnums: int | Iterable[int] = (),
     donate_argnames: str | Iterable[str] = (),
@@ -145,6 +187,7 @@ def jit_step(
 
 def jit_step(
     step: Callable[..., Any] | None = None,
+    /,
     *example_args: Any,
     donate_argnums: int | Iterable[int] = (),
     donate_argnames: str | Iterable[str] = (),
@@ -168,8 +211,8 @@ def jit_step(
         none the step is compiled when it is first called.
       donate_argnums: Positions of the arguments whose buffers the step may reuse.
       donate_argnames: Their names.
-      static_argnums: Positions of arguments that are no arrays: each is what it was
-        when the step was compiled.
+      static_argnums: Positions of arguments that are constants of the program, with a
+        hash: each is what it was when the step was compiled.
       **example_kwargs: Arguments by name.
 
     Returns:
@@ -204,11 +247,19 @@ def jit_step(
     """
     donated = (*_several(donate_argnums), *_several(donate_argnames))
     static = _several(static_argnums)
-    if step is None:
+    if any(isinstance(key, int) and key < 0 for key in static):
+        raise ValueError(f"static_argnums={static_argnums} counts from the first, 0.")
+    examples = bool(example_args or example_kwargs)
+    if step is None and not examples:
         return lambda step: Step(step, donated, static)
+    if not callable(step):
+        raise TypeError(
+            f"jit_step is given {type(step).__name__} as the step, and"
+            f" {sorted(example_kwargs)} as arguments by name: the step is a function."
+        )
     made = Step(step, donated, static)
-    if example_args or example_kwargs:
-        made._compile(_by_key(step, example_args, example_kwargs))
+    if examples:
+        made._made = made._compiled_for(_by_key(step, example_args, example_kwargs))
     return made
 
 
@@ -220,12 +271,29 @@ def _label(key: _Key) -> str:
     return f"argument {key}"
 
 
-def _parameters(step: Callable[..., Any]) -> list[str]:
-    """The names of its arguments; none if Python does not know them."""
+def _same(one: dict[_Key, Any], other: dict[_Key, Any]) -> bool:
+    """Whether two programs have the same constants: 1, 1.0 and True are three."""
+    kinds = lambda static: {key: (type(x), x) for key, x in static.items()}
+    return kinds(one) == kinds(other)
+
+
+def _signature(step: Callable[..., Any]) -> inspect.Signature | None:
+    """What it takes itself, whatever it wraps; None if Python does not know."""
     try:
-        return list(inspect.signature(step).parameters)
+        return inspect.signature(step, follow_wrapped=False)
     except ValueError:
-        return []
+        return None
+
+
+def _names_by_position(step: Callable[..., Any]) -> list[str]:
+    """The names of arguments that have a position; empty where it is all they have."""
+    signature = _signature(step)
+    every = signature.parameters.values() if signature else ()
+    named, bare = (
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.POSITIONAL_ONLY,
+    )
+    return [x.name if x.kind == named else "" for x in every if x.kind in (named, bare)]
 
 
 def _by_key(
@@ -236,11 +304,10 @@ def _by_key(
     Raises:
       TypeError: If they are not what the step takes.
     """
-    try:
-        bound = inspect.signature(step).bind(*args, **kwargs)
-    except ValueError:  # Python does not know what it takes
-        return dict(enumerate(args)) | kwargs
-    return dict(enumerate(bound.args)) | dict(sorted(bound.kwargs.items()))
+    if (signature := _signature(step)) is not None:
+        bound = signature.bind(*args, **kwargs)
+        args, kwargs = bound.args, bound.kwargs
+    return dict(enumerate(args)) | dict(sorted(kwargs.items()))
 
 
 def _refuse_moved(

@@ -1,6 +1,8 @@
 """`jit_step`, `plan` and `memory_report`: what they say is what there is."""
 
+import functools
 import re
+from typing import NamedTuple
 
 import aot
 import chex
@@ -242,6 +244,82 @@ def test_a_step_takes_its_own_arguments():
         step(small(), TX.init(small()), small(1), scale=1.0)
     with pytest.raises(TypeError, match="missing a required argument: 'state'"):
         po.jit_step(named_step)(small(), scale=1.0)
+
+
+def test_a_second_attempt_is_traced_anew():
+    """What JAX keeps of a first call that failed is not taken for the second."""
+    setting = {"crop": True}
+
+    @po.jit_step(donate_argnums=0)
+    def step(x):
+        return x[:2] if setting["crop"] else 2 * x
+
+    with pytest.raises(po.DonationError) as kept:
+        step(jnp.ones(4))
+    setting["crop"] = False
+    np.testing.assert_array_equal(step(jnp.ones(4)), 2 * np.ones(4))
+    del kept
+
+
+def test_donation_of_arguments_without_a_position():
+    """A name after `*args` is no position; a name in `**kwargs` no positional one."""
+
+    @po.jit_step(donate_argnames="state")
+    def step(*args, state):
+        return args[0] + args[1], state + 1
+
+    one, other, state = jnp.ones(4), jnp.ones(5), jnp.ones(6)
+    step(one, other[:4], state=state)
+    assert state.is_deleted() and not one.is_deleted() and not other.is_deleted()
+
+    @po.jit_step(donate_argnames="a")
+    def step(a, /, **others):
+        return a, others["a"] + 1
+
+    one, other = jnp.ones(4), jnp.ones(5)
+    step(one, a=other)
+    assert other.is_deleted() and not one.is_deleted()
+
+
+def test_constants_are_told_apart():
+    scaled = po.jit_step(lambda x, c: x * (10 if c is True else c), static_argnums=1)
+    np.testing.assert_array_equal(scaled(jnp.ones(2), 1), [1, 1])
+    for other in (True, 1.0, 2):
+        with pytest.raises(TypeError, match="static"):
+            scaled(jnp.ones(2), other)
+    with pytest.raises(TypeError, match="argument 1 is of type dict"):
+        po.jit_step(lambda x, c: x, static_argnums=1)(jnp.ones(2), {})
+    by_name = po.jit_step(
+        lambda x, y=1.0, mode="a": x + (mode == "b"), static_argnums=2
+    )
+    np.testing.assert_array_equal(by_name(jnp.ones(2), mode="b"), [2, 2])
+
+
+def test_wrapped_steps_and_methods():
+    def doubled(function):
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            return function(*args, **{name: 2 * x for name, x in kwargs.items()})
+
+        return wrapper
+
+    step = po.jit_step(doubled(lambda p, k=1.0: p * k))
+    np.testing.assert_array_equal(step(jnp.ones(2), k=3.0), [6, 6])
+
+    class Trainer(NamedTuple):
+        rate: float
+
+        @po.jit_step
+        def step(self, x):
+            return self.rate * x
+
+    np.testing.assert_array_equal(Trainer(2.0).step(jnp.ones(2)), [2, 2])
+
+
+def test_no_step():
+    for call in (lambda: po.jit_step(None, 1), lambda: po.jit_step(donate_argnum=0)):
+        with pytest.raises(TypeError, match="the step is a function"):
+            call()
 
 
 def test_report_of_a_step():
