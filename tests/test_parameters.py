@@ -1077,7 +1077,7 @@ LONG = hypothesis.settings(
 )
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
 @LONG
 @hypothesis.given(seed=st.integers(0, 2**32), room=st.integers(2, 6))
 def test_rebalance_is_an_lru_cache(count, seed, room):
@@ -1114,7 +1114,7 @@ def test_rebalance_of_mixed_sizes(seed, kibibytes):
     sizes = {name: 2 * 4 * rows * 259 for name, (rows, _) in shapes.items()}
     budget = kibibytes * 1024
     tx, state = experts(shapes, budget)
-    sequence = sequence_of(seed, 160, shapes)
+    sequence = sequence_of(seed, 300, shapes)
     with pytest.MonkeyPatch.context() as patch:
         watch = Watch(patch, shapes.values())
         state, hits = access(
