@@ -91,9 +91,14 @@ def choose(
         else _name(path[: len(path) - len(parameter_paths[owner])][-1:])
         for path, owner in zip(state_paths, owners, strict=True)
     ]
-    for key, rule in rules.items():
-        of_moment = key in moments and not isinstance(rule, Mapping)
-        if not of_moment and not fnmatch.filter(parameters, key) and parameters:
+    # Under a parameter's path there may be rules by moment, under a moment's name not.
+    by_moment = {
+        key
+        for key, rule in rules.items()
+        if key in moments and not isinstance(rule, Mapping)
+    }
+    for key in rules:
+        if key not in by_moment and not fnmatch.filter(parameters, key) and parameters:
             known = sorted({moment for moment in moments if moment})
             raise ValueError(
                 f"codec has the key {key!r}, and no moment is called so"
@@ -104,11 +109,9 @@ def choose(
     for moment, owner, aval in zip(moments, owners, avals, strict=True):
         rule, by_name = None, False
         for key, candidate in rules.items():
-            # Rules by moment within a rule: then the key can only be a path.
-            of_moment = key in moments and not isinstance(candidate, Mapping)
             by_path = owner is not None and fnmatch.fnmatchcase(parameters[owner], key)
-            if moment == key if of_moment else by_path and moment != _MASTER:
-                rule, by_name = candidate, of_moment
+            if moment == key if key in by_moment else by_path and moment != _MASTER:
+                rule, by_name = candidate, key in by_moment
         if isinstance(rule, Mapping):
             rule, by_name = rule.get(moment), True
         small = int(np.prod(aval.shape)) < SMALLEST_CODED

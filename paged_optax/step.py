@@ -52,8 +52,9 @@ class Step:
 
     def __init__(self, step: Callable[..., Any], donated: _Keys, static: _Keys):
         self._step = step
+        self._signature = _signature(step)
         self._donated = donated
-        self._static = static
+        self._static = frozenset(name for key in static for name in self._names(key))
         self._made: _Made | None = None
         self._first = threading.Lock()
         functools.update_wrapper(self, step, updated=())
@@ -69,10 +70,10 @@ class Step:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; donated arguments must not be used again."""
-        given = _by_key(self._step, args, kwargs)
-        with self._first:
-            if self._made is None:
-                self._made = self._compiled_for(given)
+        given = self._by_key(args, kwargs)
+        if self._made is None:
+            with self._first:
+                self._made = self._made or self._compiled_for(given)
         made, static = self._made, self._taken_out(given)
         if not _same(static, made.static) or tuple(given) != made.keys:
             raise TypeError(
@@ -88,10 +89,20 @@ class Step:
                 _refuse_moved(values, made.keys, made.hosted)
             raise
 
+    def _by_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[_Key, Any]:
+        """Arguments by position, and by name where they have none.
+
+        Raises:
+          TypeError: If they are not what the step takes.
+        """
+        if self._signature is not None:
+            bound = self._signature.bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
+        return dict(enumerate(args)) | dict(sorted(kwargs.items()))
+
     def _taken_out(self, given: dict[_Key, Any]) -> dict[_Key, Any]:
         """The static arguments, no longer among the others."""
-        names = {name for key in self._static for name in self._names(key)}
-        static = {key: given.pop(key) for key in list(given) if key in names}
+        static = {key: given.pop(key) for key in list(given) if key in self._static}
         for key, value in static.items():
             if not isinstance(value, Hashable):
                 raise TypeError(
@@ -156,7 +167,7 @@ class Step:
 
     def _names(self, key: _Key) -> set[_Key]:
         """An argument's position and its name: it may be given by either."""
-        names = _names_by_position(self._step)
+        names = _names_by_position(self._signature)
         if isinstance(key, str):
             return {key} | {i for i, name in enumerate(names) if name == key}
         return {key} | {name for name in names[key : key + 1] if name and key >= 0}
@@ -259,7 +270,7 @@ def jit_step(
         )
     made = Step(step, donated, static)
     if examples:
-        made._made = made._compiled_for(_by_key(step, example_args, example_kwargs))
+        made._made = made._compiled_for(made._by_key(example_args, example_kwargs))
     return made
 
 
@@ -285,9 +296,8 @@ def _signature(step: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def _names_by_position(step: Callable[..., Any]) -> list[str]:
+def _names_by_position(signature: inspect.Signature | None) -> list[str]:
     """The names of arguments that have a position; empty where it is all they have."""
-    signature = _signature(step)
     every = signature.parameters.values() if signature else ()
     named, bare = (
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -296,23 +306,12 @@ def _names_by_position(step: Callable[..., Any]) -> list[str]:
     return [x.name if x.kind == named else "" for x in every if x.kind in (named, bare)]
 
 
-def _by_key(
-    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[_Key, Any]:
-    """Arguments by position, and by name where they have none.
-
-    Raises:
-      TypeError: If they are not what the step takes.
-    """
-    if (signature := _signature(step)) is not None:
-        bound = signature.bind(*args, **kwargs)
-        args, kwargs = bound.args, bound.kwargs
-    return dict(enumerate(args)) | dict(sorted(kwargs.items()))
+def _where(keys: _Keys, path: Any) -> str:
+    """A leaf of the arguments, as messages name it."""
+    return f"{_label(keys[path[0].idx])}{_keystr(path[1:])}"
 
 
-def _refuse_moved(
-    args: tuple[Any, ...], keys: Sequence[_Key], hosted: Sequence[bool]
-) -> None:
+def _refuse_moved(args: tuple[Any, ...], keys: _Keys, hosted: Sequence[bool]) -> None:
     """Names an array whose type says that it is on the device, and belongs elsewhere.
 
     Args:
@@ -323,11 +322,10 @@ def _refuse_moved(
     flat = jax.tree_util.tree_flatten_with_path(args)[0]
     for (path, x), host in zip(flat, hosted, strict=False):
         if host and not on_host(x):
-            where = f"{_label(keys[path[0].idx])}{_keystr(path[1:])}"
             raise ValueError(
-                f"{where} belongs in host memory, and has the type of device memory"
-                f" ({jax.typeof(x)}): a restore or a jax.device_put without a memory"
-                " kind did that. Put the state back by"
+                f"{_where(keys, path)} belongs in host memory, and has the type of"
+                f" device memory ({jax.typeof(x)}): a restore or a jax.device_put"
+                " without a memory kind did that. Put the state back by"
                 " paged_optax.place_state(tx, state, params)."
             )
 
@@ -406,7 +404,7 @@ def _given_back(
 def _check_donations(
     compiled: jax.stages.Compiled,
     args: tuple[Any, ...],
-    keys: Sequence[_Key],
+    keys: _Keys,
     donated: tuple[int, ...],
 ) -> None:
     """Looks every donated buffer up among the aliases of the compiled program."""
@@ -426,8 +424,7 @@ def _check_donations(
         kept = reused.get(number) == memory_kind(leaf)
         # A Python number has no buffer to lose.
         if path[0].idx in donated and getattr(leaf, "size", 0) and not kept:
-            where = f"{_label(keys[path[0].idx])}{_keystr(path[1:])}"
-            lost.append(f"{where} ({jax.typeof(leaf)})")
+            lost.append(f"{_where(keys, path)} ({jax.typeof(leaf)})")
     if lost:
         raise DonationError(
             f"{len(lost)} donated buffer{'s are' if len(lost) > 1 else ' is'} not"

@@ -72,9 +72,11 @@ def _nothing_kept() -> Iterator[None]:
     folder = jax.config.jax_compilation_cache_dir
     compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", None)
-    yield
-    jax.config.update("jax_compilation_cache_dir", folder)
-    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compilation_cache.reset_cache()
 
 
 _BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u8": 1, "s8": 1, "f8e4m3fn": 1}

@@ -48,18 +48,18 @@ def pytest_collection_modifyitems(items):
 
     Else one worker is left with it in the end.
     """
-    unmatched = {}
-    for item in items:
-        if quick := item.get_closest_marker("quick"):
-            matches = any(part in f"-{item.callspec.id}-" for part in quick.args)
-            unmatched[item.function] = (
-                unmatched.get(item.function, True) and not matches
-            )
-            if not matches:
-                item.add_marker("slow")
+    chosen = [(x, x.get_closest_marker("quick")) for x in items]
+    chosen = [(x, quick.args) for x, quick in chosen if quick]
+    found = set()
+    for item, parts in chosen:
+        if any(part in f"-{item.callspec.id}-" for part in parts):
+            found.add(item.function)
+        else:
+            item.add_marker("slow")
     whole_files = not any("::" in argument for argument in sys.argv)
-    if whole_files and (typos := [f.__qualname__ for f, x in unmatched.items() if x]):
-        raise pytest.UsageError(f"quick(...) names no case of {', '.join(typos)}")
+    if whole_files and (typos := {x.function for x, _ in chosen} - found):
+        names = ", ".join(sorted(function.__qualname__ for function in typos))
+        raise pytest.UsageError(f"quick(...) names no case of {names}")
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

@@ -374,15 +374,7 @@ class Watch:
 
 
 @pytest.mark.quick("flax_bytes")
-@pytest.mark.parametrize(
-    "way",
-    [
-        standard,
-        flax_bytes,
-        pytest.param(manager, marks=pytest.mark.slow),
-        pytest.param(pytree, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("way", [standard, flax_bytes, manager, pytree])
 def test_saving_and_restoring_hold_one_leaf_on_the_device(tmp_path, monkeypatch, way):
     """The 291 leaves of Llama-3-8B at 1/64 of each size, moments alone.
 

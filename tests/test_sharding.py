@@ -84,7 +84,7 @@ def specs_of(state):
     ("ours", "plain"),
     [
         (po.paged_adamw, optax.adamw),
-        pytest.param(po.paged_lion, optax.lion, marks=pytest.mark.slow),
+        (po.paged_lion, optax.lion),
         (po.paged_lamb, optax.lamb),
     ],
 )
@@ -109,9 +109,7 @@ def test_numbers(ours, plain, jit, axis_type):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "codec", ["dynamic_int8", pytest.param("dynamic_int4", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("codec", ["dynamic_int8", "dynamic_int4"])
 def test_codecs(codec):
     """Where shards are whole blocks, dividing them changes no bit."""
     params = reference.arrays(jnp.float32, 0, SHAPES)

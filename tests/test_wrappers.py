@@ -222,8 +222,6 @@ WRAPPERS: dict[str, Wrapper] = {
         not_finite=(4, 5, 9),
     ),
 }
-#: Left to the slow tests: what another case says of the same wrapper too.
-SLOW = re.compile(r"po\..*( by schedule| that skips| of .*|_mask) / (adamw|paged)")
 CASES = [
     f"{name} / {inner}"
     for name in WRAPPERS
@@ -378,13 +376,7 @@ def outcome():
 
 
 @pytest.mark.quick("-po.MultiSteps / clip", "-po.apply_if_finite / clip", "inject")
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=pytest.mark.slow) if SLOW.fullmatch(case) else case
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_contract(outcome, case):
     """Optax's state and numbers, skips that skip, memory that stays: see `keep`."""
     assert outcome(case) == "kept"
