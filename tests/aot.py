@@ -11,6 +11,7 @@ not there has no memories to name, and handed to the compile-only client.
 
 import collections
 import contextlib
+import dataclasses
 import math
 import pathlib
 import re
@@ -32,8 +33,31 @@ Build = Callable[[Mesh], tuple[Any, tuple[Any, ...]]]
 _H200 = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
 
 
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A lowered program.
+
+    Attributes:
+      lowered: It, in StableHLO.
+      compile: Compiles it, and says what the compiler made of it.
+    """
+
+    lowered: jax.stages.Lowered
+    compile: Callable[[], MemoryReport]
+
+
 def h200(build: Build, devices: int = 1) -> MemoryReport:
     """Compiles `build(mesh)` for `devices` H200s of one host."""
+    return lowered_for_h200(build, devices).compile()
+
+
+def v5e(build: Build, devices: int = 1, topology: str = "v5e:2x2") -> MemoryReport:
+    """Compiles `build(mesh)` for the first `devices` chips of a TPU topology."""
+    return lowered_for_v5e(build, devices, topology).compile()
+
+
+def lowered_for_h200(build: Build, devices: int = 1) -> Program:
+    """Lowers `build(mesh)` for `devices` H200s of one host."""
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=_H200, topology=f"1x{devices}x1"
     )
@@ -46,24 +70,34 @@ def h200(build: Build, devices: int = 1) -> MemoryReport:
     )
     options.executable_build_options.use_spmd_partitioning = True
     options.executable_build_options.use_shardy_partitioner = True
-    client = topology.devices[0].client
-    compiled = client.compile(
-        lowered.compiler_ir(), _jax.DeviceList(tuple(topology.devices)), options
-    )
-    return MemoryReport.of(
-        compiled.get_compiled_memory_stats(), compiled.hlo_modules()[0].to_string()
-    )
+
+    def compile() -> MemoryReport:
+        compiled = topology.devices[0].client.compile(
+            lowered.compiler_ir(), _jax.DeviceList(tuple(topology.devices)), options
+        )
+        return MemoryReport.of(
+            compiled.get_compiled_memory_stats(), compiled.hlo_modules()[0].to_string()
+        )
+
+    return Program(lowered, compile)
 
 
-def v5e(build: Build, devices: int = 1, topology: str = "v5e:2x2") -> MemoryReport:
-    """Compiles `build(mesh)` for the first `devices` chips of a TPU topology."""
+def lowered_for_v5e(
+    build: Build, devices: int = 1, topology: str = "v5e:2x2"
+) -> Program:
+    """Lowers `build(mesh)` for the first `devices` chips of a TPU topology."""
     chips = topologies.get_topology_desc(
         platform="tpu", topology_name=topology
     ).devices[:devices]
     jitted, args = build(Mesh(np.array(chips), ("x",)))
-    with _nothing_kept():
-        compiled = jitted.lower(*args).compile()
-    return MemoryReport.of(compiled.memory_analysis(), compiled.as_text())
+    lowered = jitted.lower(*args)
+
+    def compile() -> MemoryReport:
+        with _nothing_kept():
+            compiled = lowered.compile()
+        return MemoryReport.of(compiled.memory_analysis(), compiled.as_text())
+
+    return Program(lowered, compile)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,282 @@
+"""What a compiler makes of one leaf's `init` or `update`, and whether it is as planned.
+
+Each case is compiled in a process that asks for it, for a compiler may abort.
+"""
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import math
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paged_optax.report import MemoryReport
+
+MIB = 2**20
+
+#: Parameters' dtype, and what else `paged_adamw` is given.
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    "float32": ("float32", {}),
+    "bfloat16, masters": ("bfloat16", {"master_dtype": "float32"}),
+    "int8": ("float32", {"codec": "dynamic_int8"}),
+    "int4": ("float32", {"codec": "dynamic_int4"}),
+    "fp8": ("float32", {"codec": "float8_e4m3"}),
+}
+#: What `main` leaves out: moments and masters that are stored in different ways.
+MIXED: dict[str, tuple[str, dict[str, Any]]] = {
+    "int8, masters": (
+        "bfloat16",
+        {"codec": "dynamic_int8", "master_dtype": "float32"},
+    ),
+    "int8, float32": ("float32", {"codec": {"mu": "dynamic_int8", "nu": "float32"}}),
+}
+PAGE_SIZES = {"default": None, "1 MiB": MIB}
+COMPILERS = ("h200", "v5e")
+PHASES = ("init", "update")
+
+_PLUGINS = ("jax-cuda13-pjrt", "jax-cuda12-pjrt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One program to compile.
+
+    Attributes:
+      shape: The shape of its only parameter.
+      format: A key of `FORMATS`.
+      page_size: A key of `PAGE_SIZES`.
+      compiler: `"h200"` or `"v5e"`.
+      phase: `"init"` or `"update"`.
+    """
+
+    shape: tuple[int, ...]
+    format: str
+    page_size: str
+    compiler: str
+    phase: str
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a compiler made of a case.
+
+    Attributes:
+      error: What it refused, or ""; the rest is 0 then.
+      pages: Pages of the leaf.
+      page_bytes: Bytes of one, as the transformation sees it.
+      moments: Moments that travel.
+      refused: Why the plan keeps the leaf on the device or whole, or "".
+      scratch: Device bytes.
+      bound: Most device bytes that the plan allows.
+      host_scratch: Host bytes.
+      in_place: Whether all donated buffers are taken over.
+      traffic: Bytes over the link, both ways, over those of the moments.
+      addresses: Transfers at other addresses than the plan's.
+      seconds: CPU-seconds to trace and compile; 0 where it was compiled before.
+      fingerprint: What is equal for equal programs of one compiler, planned alike.
+      recorded: Whether one of this fingerprint is on record as passed, so that this
+        one was not compiled.
+    """
+
+    error: str = ""
+    pages: int = 0
+    page_bytes: int = 0
+    moments: int = 0
+    refused: str = ""
+    scratch: int = 0
+    bound: int = 0
+    host_scratch: int = 0
+    in_place: bool = True
+    traffic: float = 0.0
+    addresses: str = ""
+    seconds: float = 0.0
+    fingerprint: str = ""
+    recorded: bool = False
+
+    @property
+    def failure(self) -> str:
+        """What is not as it must be; else empty. Seconds are measured, not judged."""
+        if self.error:
+            return self.error
+        wrong = [
+            f"scratch {self.scratch / MIB:.1f} of {self.bound / MIB:.1f} MiB"
+            if self.scratch > self.bound
+            else "",
+            f"host scratch {self.host_scratch / MIB:.1f} MiB"
+            if self.host_scratch
+            else "",
+            "" if self.in_place else "not in place",
+            f"traffic {self.traffic:.2f}" if self.traffic > 1.05 else "",
+            f"addresses {self.addresses}" if self.addresses else "",
+        ]
+        return ", ".join(filter(None, wrong))
+
+
+def compiled(case: Case, anew: bool = True) -> Outcome:
+    """Compiles a case; called in a process that may end in it.
+
+    Args:
+      case: The case.
+      anew: Whether to compile also what is on record as passed.
+    """
+    import aot
+    import jax
+    import jax.numpy as jnp
+    from test_bytes import on_device, shardings, state_on, updating
+
+    import paged_optax as po
+    from paged_optax import geometry, memory, transform
+    from paged_optax.stream import _sweeps
+
+    cuts: list[geometry.Geometry] = []
+
+    def cut(*arguments):
+        cuts.append(geometry.cut(*arguments))
+        kept[:] = arguments[1]
+        return cuts[-1]
+
+    kept: list[geometry.Kept] = []
+    transform.cut = cut
+    platform = {"h200": "gpu", "v5e": "tpu"}[case.compiler]
+    memory.platform = lambda: platform
+    dtype, settings = (FORMATS | MIXED)[case.format]
+    if (size := PAGE_SIZES[case.page_size]) is not None:
+        settings = settings | {"page_size": size}
+    tx = po.paged_adamw(1e-3, **settings)
+    params = {"w": jax.ShapeDtypeStruct(case.shape, jnp.dtype(dtype))}
+    plan = po.plan(tx, params)
+    planned = [x for x in plan.moments if x.bytes > 4]
+    page_bytes = max((x.page_bytes for x in planned), default=0)
+    found = Outcome(
+        pages=max((x.pages for x in planned), default=0),
+        page_bytes=page_bytes,
+        moments=sum(x.on_host for x in planned),
+        refused=next((x.refused for x in planned if x.refused), ""),
+        bound=plan.scratch_bytes + 8 * MIB,
+    )
+
+    def init(mesh):
+        state = state_on(mesh, tx, params)
+        return jax.jit(tx.init, out_shardings=shardings(state)), (
+            on_device(mesh, params),
+        )
+
+    build = init if case.phase == "init" else updating(tx, params)
+    lower = {"h200": aot.lowered_for_h200, "v5e": aot.lowered_for_v5e}[case.compiler]
+    start = time.process_time()
+    try:
+        program = lower(build)
+        text = program.lowered.as_text()
+        figures = (found.pages, found.page_bytes, found.moments, found.bound)
+        cut_as = [dataclasses.astuple(x.on(platform))[:6] for x in cuts[-1:]]
+        planned_as = (case.phase, figures, cut_as, [tuple(map(str, x)) for x in kept])
+        found.fingerprint = _fingerprint(case.compiler, text, planned_as)
+        if not anew and found.fingerprint in recorded():
+            found.recorded = True
+            return found
+        if (report := _reports.get((case.compiler, text))) is None:
+            report = program.compile()
+            found.seconds = round(time.process_time() - start, 2)
+            _reports.clear()
+            _reports[case.compiler, text] = report
+    except Exception as error:
+        found.error = f"{type(error).__name__}: {error}"[:300]
+        return found
+    found.scratch, found.host_scratch = report.device_temp, report.host_temp
+    if case.phase == "update":
+        found.in_place = (
+            report.host_aliased == report.host_outputs == report.host_arguments
+            and report.device_outputs - report.device_aliased < 2**16
+        )
+    moved = sum(x.bytes for x in planned if x.on_host)
+    ways = 2 if case.phase == "update" else 1
+    if not cuts:
+        return found  # nothing is paged, nor coded
+    pages = cuts[-1].on(platform)
+    if moved:
+        trips = [x.stop // x.step for x in _sweeps(pages) if x.stop > x.step]
+        trips *= found.moments if case.phase == "init" else 1
+        total = aot.traffic(report.hlo, trips)
+        found.traffic = round(total / (ways * moved), 3)
+    if platform == "gpu" and case.phase == "update":
+        found.addresses = _misplaced(aot.descriptors(report.hlo), pages, kept)
+    return found
+
+
+#: The last report. Other settings of a page's size are often the same program.
+_reports: dict[tuple[str, str], "MemoryReport"] = {}
+
+
+def _fingerprint(compiler: str, text: str, planned: Any) -> str:
+    """What changes with a program, the versions that compile it, and its plan."""
+    names: dict[str, str] = {}
+    number = lambda name: names.setdefault(name[0], f"@{len(names)}")
+    plain = re.sub(r"@[\w.]+", number, text)
+    whole = repr((compiler, versions(), plain, planned))
+    return hashlib.sha256(whole.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def versions() -> str:
+    """The versions of JAX and of what compiles."""
+    names = ("jax", "jaxlib", "libtpu", *_PLUGINS)
+    found = {x.name.lower(): x.version for x in importlib.metadata.distributions()}
+    return ", ".join(f"{name} {found[name]}" for name in names if name in found)
+
+
+def record() -> Path:
+    """The file of fingerprints that passed, of this version of JAX."""
+    version = importlib.metadata.version("jax")
+    return Path(__file__).with_name("data") / "passed" / f"jax-{version}.txt"
+
+
+@functools.cache
+def recorded() -> frozenset[str]:
+    """The fingerprints that passed."""
+    return frozenset(record().read_text().split() if record().exists() else ())
+
+
+def _misplaced(found: Any, pages: Any, kept: Sequence[Any]) -> str:
+    """What differs between a program's transfers in loops, and the plan's pages."""
+    import jax
+
+    from paged_optax.slices import Streamed
+    from paged_optax.stream import _sweeps
+
+    wanted: collections.Counter[tuple[str, int, int]] = collections.Counter()
+    loops = [x for x in _sweeps(pages) if x.stop > x.step]
+    for each in kept if loops and not pages.axis else ():
+        stored = jax.ShapeDtypeStruct(pages.leaf, f"float{8 * each.itemsize}")
+        if each.codec is not None:
+            stored = each.codec.stored(pages.leaf)
+        streamed = Streamed.of(stored, pages, each.codec, each.on_host)
+        for part in (streamed.codes, streamed.scales):
+            if part is None or not part.travels:
+                continue
+            _, sizes = part._of(loops[0].at(0))
+            step = math.prod(sizes) * part.dtype.itemsize
+            wanted.update({("read", 0, step): 1, ("write", 0, step): 1})
+    placed: collections.Counter[tuple[str, int, int]] = collections.Counter()
+    for (kind, _, first, step), count in found.items():
+        placed[kind, first, step] += count
+    return "" if placed == wanted else f"{dict(placed)}, not {dict(wanted)}"
+
+
+def answer(line: str) -> dict[str, Any]:
+    """One case, in JSON."""
+    case = json.loads(line)
+    anew, shape = case.pop("anew"), tuple(case.pop("shape"))
+    return dataclasses.asdict(compiled(Case(shape, **case), anew))
+
+
+if __name__ == "__main__":
+    import apart
+
+    apart.answer(answer)
