@@ -9,7 +9,34 @@ The guide is the README:
 .. include:: ../README.md
 """
 
-from paged_optax.aliases import (
+from paged_optax.analysis.split import CrossLeafError
+from paged_optax.bitsandbytes import from_bitsandbytes, to_bitsandbytes
+from paged_optax.compiling.donations import DonationError
+from paged_optax.compiling.jit_step import Step, jit_step
+from paged_optax.compiling.memory_report import MemoryReport, memory_report
+from paged_optax.engine.guard import BackendError
+from paged_optax.layerwise import (
+    GradientWorkspace,
+    LayerwiseOutput,
+    layerwise_step,
+    offload,
+)
+from paged_optax.planning.fits import Footprint, Footprints, what_fits
+from paged_optax.planning.fully_sharded import fully_sharded
+from paged_optax.planning.page_plan import PagePlan, plan
+from paged_optax.planning.shapes import model_shapes
+from paged_optax.state.abstract import abstract_state
+from paged_optax.state.moments import init_param, page_in, page_out
+from paged_optax.state.place import place_state
+from paged_optax.state.residency import (
+    device_bytes,
+    device_resident_count,
+    host_bytes,
+    is_device_resident,
+    rebalance,
+)
+from paged_optax.state.steps import get_step, increment_step
+from paged_optax.transform.aliases import (
     paged_adafactor,
     paged_adagrad,
     paged_adam,
@@ -29,36 +56,7 @@ from paged_optax.aliases import (
     paged_rmsprop,
     paged_sgd,
 )
-from paged_optax.convert import from_bitsandbytes, to_bitsandbytes
-from paged_optax.fit import Footprint, Footprints, what_fits
-from paged_optax.granularity import CrossLeafError
-from paged_optax.place import place_state
-from paged_optax.plan import PagePlan, plan
-from paged_optax.report import MemoryReport, memory_report
-from paged_optax.selfcheck import BackendError
-from paged_optax.shapes import model_shapes
-from paged_optax.sharding import fully_sharded
-from paged_optax.state import (
-    abstract_state,
-    device_bytes,
-    device_resident_count,
-    get_step,
-    host_bytes,
-    increment_step,
-    init_param,
-    is_device_resident,
-    page_in,
-    page_out,
-    rebalance,
-)
-from paged_optax.step import DonationError, Step, jit_step
-from paged_optax.transform import paged
-from paged_optax.workspace import (
-    GradientWorkspace,
-    LayerwiseOutput,
-    layerwise_step,
-    offload,
-)
+from paged_optax.transform.paged import paged
 from paged_optax.wrappers import (
     MultiSteps,
     apply_if_finite,

@@ -2,7 +2,7 @@
 
 import sys
 
-from paged_optax.commands import main
+from paged_optax.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from paged_optax.gate import only_if, restart_if
-from paged_optax.memory import on_host
+from paged_optax.backend.memory import on_host
+from paged_optax.transform.active import only_if, restart_if
 
 #: Hands updates through, and remembers in its state whether its update counted.
 _PROBE = optax.GradientTransformationExtraArgs(

@@ -26,7 +26,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
 
-from paged_optax.report import MemoryReport
+from paged_optax.compiling.memory_report import MemoryReport
 
 Build = Callable[[Mesh], tuple[Any, tuple[Any, ...]]]
 

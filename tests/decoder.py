@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 
 import paged_optax as po
-from paged_optax import shapes
-from paged_optax.memory import on_host
+from paged_optax.backend.memory import on_host
+from paged_optax.planning import shapes
 
 
 @dataclasses.dataclass(frozen=True)

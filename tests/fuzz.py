@@ -22,10 +22,10 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import paged_optax as po
-from paged_optax.choice import check, choose
 from paged_optax.codecs import arranged
-from paged_optax.plan import parameter_of
-from paged_optax.state import is_quantized
+from paged_optax.state.leaves import is_quantized
+from paged_optax.transform.codec_rules import check, choose
+from paged_optax.transform.owners import parameter_of
 
 
 def _closing_over(x: Array) -> Array:

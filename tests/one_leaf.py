@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paged_optax.report import MemoryReport
+    from paged_optax.compiling.memory_report import MemoryReport
 
 MIB = 2**20
 
@@ -132,8 +132,10 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
     from test_bytes import on_device, shardings, state_on, updating
 
     import paged_optax as po
-    from paged_optax import geometry, memory, transform
-    from paged_optax.stream import _sweeps
+    from paged_optax.backend import memory
+    from paged_optax.engine import geometry
+    from paged_optax.engine.sweeps import sweeps
+    from paged_optax.transform import pager
 
     cuts: list[geometry.Geometry] = []
 
@@ -143,7 +145,7 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
         return cuts[-1]
 
     kept: list[geometry.Kept] = []
-    transform.cut = cut
+    pager.cut = cut
     platform = {"h200": "gpu", "v5e": "tpu"}[case.compiler]
     memory.platform = lambda: platform
     dtype, settings = (FORMATS | MIXED)[case.format]
@@ -201,7 +203,7 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
         return found  # nothing is paged, nor coded
     pages = cuts[-1].on(platform)
     if moved:
-        trips = [x.stop // x.step for x in _sweeps(pages) if x.stop > x.step]
+        trips = [x.stop // x.step for x in sweeps(pages) if x.stop > x.step]
         trips *= found.moments if case.phase == "init" else 1
         total = aot.traffic(report.hlo, trips)
         found.traffic = round(total / (ways * moved), 3)
@@ -247,11 +249,11 @@ def _misplaced(found: Any, pages: Any, kept: Sequence[Any]) -> str:
     """What differs between a program's transfers in loops, and the plan's pages."""
     import jax
 
-    from paged_optax.slices import Streamed
-    from paged_optax.stream import _sweeps
+    from paged_optax.engine.streamed import Streamed
+    from paged_optax.engine.sweeps import sweeps
 
     wanted: collections.Counter[tuple[str, int, int]] = collections.Counter()
-    loops = [x for x in _sweeps(pages) if x.stop > x.step]
+    loops = [x for x in sweeps(pages) if x.stop > x.step]
     for each in kept if loops and not pages.axis else ():
         stored = jax.ShapeDtypeStruct(pages.leaf, f"float{8 * each.itemsize}")
         if each.codec is not None:

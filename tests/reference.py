@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import paged_optax as po
-from paged_optax.memory import on_host
+from paged_optax.backend.memory import on_host
 
 #: Each alias, the optimizer it pages, and keyword arguments that reach most of it.
 ALIASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {

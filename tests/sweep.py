@@ -138,7 +138,7 @@ def table(results: Sequence[tuple[Case, Outcome]]) -> str:
                 f"{len(shapes)} shapes" if shapes else "-",
             )
         )
-    from paged_optax.table import table
+    from paged_optax.backend.table import table
 
     return table(titles, rows)
 

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from reference import SMALL_PAGES, arrays, distances
 
 import paged_optax as po
-from paged_optax import granularity
-from paged_optax.donation import paired
+from paged_optax.analysis.flat import ELEMENTWISE
+from paged_optax.backend.donation import paired
 
 SHAPES = {"a": (64, 64), "b": (70, 128)}
 
@@ -177,7 +177,7 @@ USES |= {
 @pytest.mark.slow
 def test_every_elementwise_primitive():
     """Each is used as its name says, all in one leaf, and pages as rows."""
-    assert USES.keys() == granularity.ELEMENTWISE
+    assert USES.keys() == ELEMENTWISE
     for name, use in USES.items():
         jaxpr = jax.make_jaxpr(use)(jnp.ones((2, 2)))
         assert f" {name}" in str(jaxpr) or f" {name}[" in str(jaxpr), name

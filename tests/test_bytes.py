@@ -12,8 +12,8 @@ import optax
 import pytest
 
 import paged_optax as po
-from paged_optax.geometry import Kept, cut
-from paged_optax.memory import on_host
+from paged_optax.backend.memory import on_host
+from paged_optax.engine.geometry import Kept, cut
 
 MIB = 2**20
 COMPILERS = pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])

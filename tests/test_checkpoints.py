@@ -20,7 +20,7 @@ from reference import arrays, assert_equal, kinds
 from test_bytes import llama
 
 import paged_optax as po
-from paged_optax.memory import nbytes
+from paged_optax.backend.memory import nbytes
 
 HOST, DEVICE = "pinned_host", "device"
 #: Several pages, a stack, one page, and one that stays on the device.

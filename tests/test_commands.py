@@ -15,8 +15,10 @@ import pytest
 import safetensors.numpy
 
 import paged_optax as po
-from paged_optax import link, selfcheck, table, transform
-from paged_optax.commands import doctor, main
+from paged_optax.backend import table
+from paged_optax.cli import bandwidth, doctor, main
+from paged_optax.engine import guard
+from paged_optax.transform import init
 
 ROOT = pathlib.Path(po.__file__).parents[1]
 MODELS = "import jax\ndef make():\n    return {'w': jax.numpy.ones((512, 512))}\n"
@@ -115,12 +117,12 @@ def test_doctor_of_a_sick_backend(what, monkeypatch, capsys):
     elif what == "no host memory":
         monkeypatch.setattr(doctor, "memory_kinds", lambda: ("device",))
     else:
-        error = selfcheck.BackendError if what == "pages" else MemoryError
+        error = guard.BackendError if what == "pages" else MemoryError
 
         def broken(backend):
             raise error("rows 16 are wrong")
 
-        monkeypatch.setattr(selfcheck, "run_check", broken)
+        monkeypatch.setattr(guard, "run_check", broken)
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "FAILED" in printed and "Do not train" in printed
@@ -129,8 +131,8 @@ def test_doctor_of_a_sick_backend(what, monkeypatch, capsys):
 def test_rates_of_a_link_that_is_there(monkeypatch):
     """The loops run on the CPU too, whose rates say nothing and are not shown."""
     monkeypatch.setattr(jax, "default_backend", lambda: "an accelerator")
-    rates = list(link.measure(32 << 20, 2))
-    assert [rate.name for rate in rates] == list(link.programs())
+    rates = list(bandwidth.measure(32 << 20, 2))
+    assert [rate.name for rate in rates] == list(bandwidth.programs())
     for rate in rates:
         assert not rate.reason
         assert len(rate.gigabytes_per_second) == 2 and rate.median > 0
@@ -140,18 +142,19 @@ def test_rates_of_a_link_that_is_there(monkeypatch):
 
 def test_a_link_that_loses_values_is_reported(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "an accelerator")
-    monkeypatch.setattr(link, "whole", lambda source, target, to: target)
-    first = next(link.measure(16 << 20, 1))
+    monkeypatch.setattr(bandwidth, "whole", lambda source, target, to: target)
+    first = next(bandwidth.measure(16 << 20, 1))
     assert "are not those that were sent" in first.reason
 
 
 TERMINAL = """
 import jax.numpy as jnp, paged_optax as po
-from paged_optax import progress, transform
-from paged_optax.table import show
+from paged_optax.backend import progress
+from paged_optax.transform import init
+from paged_optax.backend.table import show
 show(("name", "bytes"), [("[w]", "3 GiB")])
 print(list(progress.track(range(3), "counting", 3)))
-transform.LARGE = 0
+init.LARGE = 0
 po.paged_adamw(1e-3).init({"w": jnp.ones((512, 512))})
 """
 
@@ -186,7 +189,7 @@ def test_a_table_wider_than_the_terminal_is_plain(monkeypatch, capsys):
 
 
 def test_no_progress_where_nobody_looks(capfd, monkeypatch):
-    monkeypatch.setattr(transform, "LARGE", 0)
+    monkeypatch.setattr(init, "LARGE", 0)
     params = {"w": jnp.ones((512, 512))}
     state = po.paged_adamw(1e-3).init(params)
     po.from_bitsandbytes(state, po.to_bitsandbytes(state))
@@ -195,7 +198,7 @@ def test_no_progress_where_nobody_looks(capfd, monkeypatch):
 
 def test_no_progress_while_tracing(monkeypatch):
     """Under `jit` there is nothing to wait for."""
-    monkeypatch.setattr(transform, "LARGE", 0)
+    monkeypatch.setattr(init, "LARGE", 0)
     shown = []
 
     @contextlib.contextmanager
@@ -203,7 +206,7 @@ def test_no_progress_while_tracing(monkeypatch):
         shown.append(wanted)
         yield lambda: None
 
-    monkeypatch.setattr(transform, "progress", watched)
+    monkeypatch.setattr(init, "progress", watched)
     tx, params = po.paged_adamw(1e-3), {"w": jnp.ones((512, 512))}
     tx.init(params)
     jax.eval_shape(tx.init, params)

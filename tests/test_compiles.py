@@ -14,7 +14,7 @@ from flax import nnx
 from reference import ALIASES, SMALL_PAGES
 
 import paged_optax as po
-from paged_optax.memory import on_host
+from paged_optax.backend.memory import on_host
 
 OTHERS = ["paged_adamw_8bit", "paged_lion_8bit", "paged_ademamix_8bit"]
 SHAPES = {"w": (64, 64), "b": (8,)}

@@ -16,7 +16,7 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import paged_optax as po
-from paged_optax.memory import nbytes
+from paged_optax.backend.memory import nbytes
 
 INNER = optax.adamw(1e-2, weight_decay=0.1)
 PAGES = {"page_size": "4KiB", "min_paged_size": "1KiB"}

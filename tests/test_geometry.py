@@ -11,7 +11,7 @@ import pytest
 import reference
 
 import paged_optax as po
-from paged_optax import slices, stream, tiling
+from paged_optax.backend import tiling
 from paged_optax.codecs import (
     Arranged,
     arranged,
@@ -19,7 +19,9 @@ from paged_optax.codecs import (
     named,
     unarranged,
 )
-from paged_optax.geometry import Kept, cut
+from paged_optax.engine import part as one_array
+from paged_optax.engine import stream
+from paged_optax.engine.geometry import Kept, cut
 
 CODECS = ["dynamic_int8", "dynamic_int4", "float8_e4m3"]
 SHAPES = [
@@ -53,7 +55,7 @@ def on_tiles(monkeypatch):
 def _without_layouts(make):
     """XLA:CPU takes no layout but its own."""
 
-    class Part(slices.Part):
+    class Part(one_array.Part):
         def _laid_out(self, page):
             return page
 

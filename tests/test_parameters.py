@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from reference import ALIASES, SMALL_PAGES, arrays, assert_equal, kinds
 
 import paged_optax as po
-from paged_optax.memory import on_host
+from paged_optax.backend.memory import on_host
 
 HOST, DEVICE = "pinned_host", "device"
 #: 16 and 35 KiB, and one that is smaller than a page.
@@ -1299,8 +1299,7 @@ def statistics(monkeypatch):
     """Makes the device say how much memory it has, and how much is in use."""
 
     def pretend(limit, used):
-        # By name: `paged_optax.plan` is the function.
-        module = sys.modules["paged_optax.plan"]
+        module = sys.modules["paged_optax.transform.configuration"]
         monkeypatch.setattr(module, "device_memory", lambda: (limit, used))
 
     return pretend

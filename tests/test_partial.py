@@ -34,7 +34,7 @@ from test_bytes import (
 )
 
 import paged_optax as po
-from paged_optax.geometry import Kept, cut
+from paged_optax.engine.geometry import Kept, cut
 
 HOST, DEVICE = "pinned_host", "device"
 #: Ulps by which state and updates may differ, for the reasons that `test_numbers`

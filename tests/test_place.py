@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from reference import assert_equal
 
 import paged_optax as po
-from paged_optax.memory import on_host
+from paged_optax.backend.memory import on_host
 
 PAGES = {"page_size": 4096, "min_paged_size": 1024}
 

@@ -14,8 +14,8 @@ import safetensors.numpy
 from flax import linen, nnx
 
 import paged_optax as po
-from paged_optax.shapes import checkpoint_shapes, module_shapes
-from paged_optax.shapes.decoder import of_size
+from paged_optax.planning.shapes import checkpoint_shapes, module_shapes
+from paged_optax.planning.shapes.decoder import of_size
 
 
 def count(tree):

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
-from paged_optax import transform
+from paged_optax.transform import checks
 
 MiB = 2**20
 #: Divided along the leading axis, the trailing, both, two axes on one dimension, none;
@@ -217,9 +217,9 @@ def test_rebalance_within_the_budget_of_each_device():
 
 def test_a_mesh_without_host_memory(monkeypatch):
     """The error names the leaf, and its way out is one."""
-    kinds = transform.memory_kinds
+    kinds = checks.memory_kinds
     there = lambda device=None: kinds() if device is None else ("device",)
-    monkeypatch.setattr(transform, "memory_kinds", there)
+    monkeypatch.setattr(checks, "memory_kinds", there)
     mesh = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
     kernel = jnp.zeros((64, 64), device=NamedSharding(mesh, P("x")))
     with pytest.raises(ValueError, match=r"\.mu\['kernel'\].*has only device"):

@@ -18,7 +18,7 @@ from test_bytes import on_device, square, state_on
 from test_state import ALL_PAGED, DEVICE, HOST, ORDERS, TX, small, step_of
 
 import paged_optax as po
-from paged_optax.host_compute import warn_of_host_compute
+from paged_optax.compiling.host_arithmetic import warn_of_host_compute
 
 # -- jit_step -----------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
-from paged_optax.memory import on_host
+from paged_optax.backend.memory import on_host
 
 SETTINGS = {"page_size": "16KiB", "min_paged_size": "16KiB"}
 

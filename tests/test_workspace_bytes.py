@@ -12,7 +12,7 @@ import schedule
 from decoder import LLAMA3_70B, QWEN3_4B, REFERENCE
 
 import paged_optax as po
-from paged_optax.workspace.stacks import FETCHES_AHEAD
+from paged_optax.layerwise.slices import FETCHES_AHEAD
 
 GB = 1e9
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]

@@ -199,7 +199,7 @@ def contestants() -> Iterator[tuple[str, optax.GradientTransformation]]:
 
 def main() -> None:
     """Prints the table."""
-    from paged_optax.table import table
+    from paged_optax.backend.table import table
 
     each = list(contestants())
     rows = [

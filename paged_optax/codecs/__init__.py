@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from paged_optax.codecs.arranged import (
+from paged_optax.codecs.arrangement import (
     Arranged,
     arranged,
     axis_of_blocks,

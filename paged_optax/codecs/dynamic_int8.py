@@ -22,8 +22,6 @@ three times as long to compile as the tables (H200, jax 0.10.2).
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,18 +34,15 @@ from paged_optax.codecs.blocks import (
     MAGNITUDE,
     SMALLEST_NORMAL,
     bits,
-    choose,
     from_bits,
 )
 from paged_optax.codecs.codec import Noise, Quantized
+from paged_optax.codecs.lines import LOW_BITS, NEVER, Law, law_of
 from paged_optax.codecs.maps import dynamic_map
 
 _EXPONENT = np.int32(0x7F800000)
-_HUGE = np.float32(2.0**126)
 
-# The bits of a float that `_Law.positions` leaves out; a key has one more.
-_LOW_BITS = 16
-_NEVER = 2 ** (_LOW_BITS + 1)
+_HUGE = np.float32(2.0**126)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +172,7 @@ def _nearest(
       signed: Whether the map holds negative numbers.
       rounds_to_zero: Whether zero may be the nearest to what is not zero.
     """
-    law, negative = _law(signed), pattern < 0
+    law, negative = law_of(signed), pattern < 0
     # Of two numbers as near, the lower: below zero that is the larger magnitude. So
     # one bit more tells a midpoint that is met from one that lies between two floats.
     key = 2 * bits(scaled) + (negative.astype(jnp.int32) if signed else 0)
@@ -198,17 +193,17 @@ def _nearest(
 
 
 def _position_by_table(
-    law: "_Law", scaled: Float32[Array, "*shape"], key: Int32[Array, "*shape"]
+    law: "Law", scaled: Float32[Array, "*shape"], key: Int32[Array, "*shape"]
 ) -> Int32[Array, "*shape"]:
     first, entries = law.positions
-    entry = jnp.clip((bits(scaled) >> _LOW_BITS) - first, 0, len(entries) - 1)
+    entry = jnp.clip((bits(scaled) >> LOW_BITS) - first, 0, len(entries) - 1)
     entry = _entry(entries, entry)
-    above = (key & np.int32(_NEVER - 1)) > (entry & np.int32(2 * _NEVER - 1))
-    return (entry >> (_LOW_BITS + 2)) + above.astype(jnp.int32)
+    above = (key & np.int32(NEVER - 1)) > (entry & np.int32(2 * NEVER - 1))
+    return (entry >> (LOW_BITS + 2)) + above.astype(jnp.int32)
 
 
 def _position_by_lines(
-    law: "_Law", scaled: Float32[Array, "*shape"], key: Int32[Array, "*shape"]
+    law: "Law", scaled: Float32[Array, "*shape"], key: Int32[Array, "*shape"]
 ) -> Int32[Array, "*shape"]:
     columns = (law.powers, law.slopes, law.midpoints.factors)
     power, slope, factor = (np.float32(column[0]) for column in columns)
@@ -232,13 +227,13 @@ def _number(code: UInt8[Array, "*shape"], signed: bool) -> Float32[Array, "*shap
     """The number that a code stands for."""
     return lax.platform_dependent(
         code.astype(jnp.int32),
-        tpu=functools.partial(_number_by_lines, _law(signed), signed),
+        tpu=functools.partial(_number_by_lines, law_of(signed), signed),
         default=functools.partial(_entry, dynamic_map(signed)),
     )
 
 
 def _number_by_lines(
-    law: "_Law", signed: bool, code: Int32[Array, "*shape"]
+    law: "Law", signed: bool, code: Int32[Array, "*shape"]
 ) -> Float32[Array, "*shape"]:
     position = jnp.abs(code - 127) if signed else code + 1
     as_float = position.astype(jnp.float32)
@@ -257,151 +252,3 @@ def _number_by_lines(
 def _entry(table: np.ndarray, index: Int32[Array, "*shape"]) -> Array:
     """Looks up what is known to be in the table."""
     return jnp.asarray(table).at[index].get(mode="promise_in_bounds")
-
-
-class _Lines(NamedTuple):
-    """What float32 arithmetic needs to meet the entries of a map to the last bit.
-
-    Attributes:
-      factors: The factor of each decade's line.
-      words: Two bits an entry, sixteen entries a word.
-      unit: What one step of these two bits means.
-      least: What is added where they are 0.
-    """
-
-    factors: tuple[float, ...]
-    words: tuple[int, ...]
-    unit: int
-    least: int
-
-    def correction(self, entry: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-        word = choose(entry >> np.int32(4), self.words, jnp.int32)
-        two_bits = (word >> ((entry & np.int32(15)) * 2)) & np.int32(3)
-        return two_bits * self.unit + self.least
-
-
-class _Law(NamedTuple):
-    """The map as arithmetic.
-
-    A position counts numbers from zero on, so that decade e begins at a power of two.
-
-    Attributes:
-      powers: The first position of each decade.
-      slopes: Positions a unit in each decade.
-      edges: The midpoints below each decade and below 1, as `_nearest` compares them.
-      zero: The position of 0.
-      one: The position of 1.
-      midpoints: The midpoint below each other position.
-      numbers: The number at each position.
-      positions: For all floats whose higher bits are the same, the position of the
-        least, and, in the lowest `_LOW_BITS + 2` bits, the rest of the key of a
-        midpoint among them, or `_NEVER`. No two share one. The higher bits of the
-        first entry's floats, and the entries.
-    """
-
-    powers: tuple[int, ...]
-    slopes: tuple[float, ...]
-    edges: tuple[int, ...]
-    zero: int
-    one: int
-    midpoints: _Lines
-    numbers: _Lines
-    positions: tuple[int, np.ndarray]
-
-
-@functools.cache
-def _law(signed: bool) -> _Law:
-    numbers = dynamic_map(signed)[127 if signed else 0 :]
-    zero = 0 if signed else 1
-    powers = tuple(2**e for e in range(zero, zero + 7))
-    tops = [10.0 ** (e - 6) for e in range(7)]
-    # By position: the number there, and the key of the midpoint below it.
-    values = np.concatenate([np.zeros(zero, np.int32), numbers.view(np.int32)])
-    keys = np.concatenate([np.zeros(zero + 1, np.int32), _keys(numbers)])
-    return _Law(
-        powers=powers,
-        slopes=tuple(p / (0.9 * top) for p, top in zip(powers, tops, strict=True)),
-        edges=tuple(int(keys[p]) for p in (*powers, 2 * powers[-1])),
-        zero=zero,
-        one=2 * powers[-1],
-        midpoints=_lines(
-            [np.arange(p + 1, 2 * p) for p in powers],
-            [27.0 * np.arange(1, p) + 3 * p for p in powers],
-            [top / (30 * p) for p, top in zip(powers, tops, strict=True)],
-            # Without negative numbers a key is even, and which midpoints are met
-            # makes no difference.
-            *((keys, 2, 1, 0) if signed else (keys & ~1, 2, 2, -4)),
-        ),
-        numbers=_lines(
-            [np.arange(p, 2 * p) for p in powers],
-            [18.0 * np.arange(p) + 2 * p + 9 for p in powers],
-            [top / (20 * p) for p, top in zip(powers, tops, strict=True)],
-            *(values, 1, 1, -1),
-        ),
-        positions=_positions(keys[zero + 1 :], zero),
-    )
-
-
-def _positions(midpoints: np.ndarray, zero: int) -> tuple[int, np.ndarray]:
-    """`_Law.positions`; the first entry is of the floats below all midpoints."""
-    first = int(midpoints[0] // _NEVER) - 1
-    last = int(np.float32(1).view(np.int32)) >> _LOW_BITS
-    least = np.arange(first, last + 1) * _NEVER
-    below = np.searchsorted(midpoints, least)
-    next_one = np.append(midpoints, _NEVER * (last + 2))[below] - least
-    assert np.all(np.diff(below) <= 1)
-    entries = (zero + below) * 2 * _NEVER + np.minimum(next_one, _NEVER)
-    return first, entries.astype(np.int32)
-
-
-def _keys(numbers: np.ndarray) -> np.ndarray:
-    """Twice the bits of the last float nearer to each number than to the next.
-
-    One more where that float is not exactly as near to both. Distances are rounded to
-    float32, as bitsandbytes' are; between 5.5e-7 and 3.25e-6 that moves the midpoint.
-    """
-    low, high = numbers[:-1], numbers[1:]
-    middle = ((low + high) / np.float32(2)).view(np.int32)
-    around = middle + np.arange(-3, 4, dtype=np.int32)[:, None]
-    nearer_high = (high - around.view(np.float32)) < (around.view(np.float32) - low)
-    last = middle - 4 + (~nearer_high).sum(axis=0).astype(np.int32)
-    met = high - last.view(np.float32) == last.view(np.float32) - low
-    return 2 * last + 1 - met
-
-
-def _lines(
-    entries: Sequence[np.ndarray],
-    multiples: Sequence[np.ndarray],
-    factors: Sequence[float],
-    wanted: np.ndarray,
-    scale: int,
-    unit: int,
-    least: int,
-) -> _Lines:
-    """Finds factors that come so near that two bits an entry are enough.
-
-    Args:
-      entries: The entries of each decade.
-      multiples: The multiples of the decade's factor at each.
-      factors: The factors by the real law; the ones found are a few ulps away.
-      wanted: What is to come out at each entry, as an integer.
-      scale: Its units for one unit in the last place of the line.
-      unit: Its units for one step of the two bits.
-      least: What the two bits count from.
-    """
-    found, steps = [], np.zeros(wanted.size - 1, np.int64)
-    for entry, multiple, factor in zip(entries, multiples, factors, strict=True):
-        start = np.float32(factor).view(np.int32)
-        for ulps in sorted(range(-8, 9), key=abs):
-            candidate = (start + np.int32(ulps)).view(np.float32)
-            line = multiple.astype(np.float32) * candidate
-            away = wanted[entry] - scale * line.view(np.int32) - least
-            if np.all((away >= 0) & (away <= 3 * unit)):
-                break
-        else:
-            raise AssertionError("no factor comes near enough to the map")
-        found.append(float(candidate))
-        steps[entry] = away // unit
-    packed = (steps.reshape(-1, 16) << 2 * np.arange(16)).sum(axis=1)
-    words = tuple(packed.astype(np.uint32).view(np.int32).tolist())
-    return _Lines(tuple(found), words, unit, least)

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import BFloat16, Int32
 
-from paged_optax.tiling import LANES, SUBLANES, minor_to_major, role
+from paged_optax.backend.tiling import LANES, SUBLANES, minor_to_major, role
 
 
 def joined(

@@ -1,6 +1,6 @@
 """Whether paged optimizers compute Optax's numbers on this backend.
 
-Every transformation runs twice, as `paged_optax.selftest` compares them.
+Every transformation runs twice, as `paged_optax.cli.comparison` compares them.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from paged_optax.selftest import compare
+from paged_optax.cli.comparison import compare
 
 SECTION = "numbers"
 # Relative to a leaf's largest value. Rows that went to a wrong place are wrong by

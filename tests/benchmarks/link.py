@@ -1,8 +1,8 @@
-"""The rate of the link, as `paged_optax.link` measures it, in the benchmark's rows."""
+"""The rate of the link, by `paged_optax.cli.bandwidth`, in the rows of a benchmark."""
 
 from typing import Any
 
-from paged_optax.link import measure
+from paged_optax.cli.bandwidth import measure
 
 SECTION = "link"
 

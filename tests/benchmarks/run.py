@@ -52,7 +52,7 @@ BUDGET = 480
 def work(part: str, arguments: dict[str, Any]) -> Any:
     """Runs one part in this process."""
     if part == "machine":
-        from paged_optax import machine
+        from paged_optax.cli import machine
 
         return machine.describe()
     if part == "numbers":
@@ -381,7 +381,7 @@ TABLES: dict[str, tuple[str, dict[str, Callable[[Row], str]]]] = {
 
 def show(result: dict[str, Any]) -> str:
     """Every row, and every row that could not run, as tables."""
-    from paged_optax.table import table
+    from paged_optax.backend.table import table
 
     parts = []
     for section, (heading, columns) in TABLES.items():

@@ -18,7 +18,7 @@ import optax
 from shapes import SIZES, Shapes, count, fill
 
 import paged_optax as po
-from paged_optax import machine
+from paged_optax.cli import machine
 
 SECTION = "update"
 RESIDENT = "optax.adamw, resident"

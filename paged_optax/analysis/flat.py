@@ -1,0 +1,267 @@
+"""A traced function, its calls inlined and its values numbered."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array, lax
+from jax.extend import core
+
+from paged_optax.analysis.equation import FILLS, Constant, Equation, Opaque, Operand
+from paged_optax.analysis.program import Program
+from paged_optax.backend.explicit_axes import without_explicit_axes
+
+#: Primitives that compute each element of their result from the same element of
+#: their operands.
+ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e
+    bessel_i1e cbrt ceil clamp clz complex conj convert_element_type copy cos cosh
+    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag
+    integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter
+    not or pair_donated population_count pow real reduce_precision rem round rsqrt
+    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square stop_gradient sub tan tanh xor zeta""".split()
+)
+
+#: Primitives that only call a jaxpr, and the parameter that holds it.
+_CALLS = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "remat2": "jaxpr",
+}
+
+
+def _called(eqn: core.JaxprEqn) -> core.ClosedJaxpr | core.Jaxpr | None:
+    """The jaxpr that an equation only calls, or None."""
+    return eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
+
+
+def _comparable(value: Any) -> Any:
+    """A jaxpr is what it computes; what has no hash is equal to itself alone."""
+    if isinstance(value, core.Jaxpr) and not value.constvars:
+        return Opaque(value, Flat(core.ClosedJaxpr(value, ())).key)
+    if isinstance(value, core.ClosedJaxpr):
+        return Opaque(value, Flat(value).key)
+    if isinstance(value, (tuple, list)):
+        parts = tuple(map(_comparable, value))
+        if any(isinstance(x, Opaque) for x in parts):
+            return Opaque(value, parts)
+    try:
+        hash(value)
+    except TypeError:
+        return Opaque(value, id(value))
+    return value
+
+
+def _skips(eqn: core.JaxprEqn) -> bool:
+    """Whether a branch hands an argument on, as wrappers do that skip steps.
+
+    Those belong around paging, where a skipped step moves no byte.
+    """
+    return any(
+        result is argument
+        for branch in eqn.params["branches"]
+        for result in branch.jaxpr.outvars
+        for argument in branch.jaxpr.invars
+    )
+
+
+class Flat:
+    """A jaxpr with its calls inlined and its values numbered.
+
+    Args:
+      closed: The jaxpr.
+      both: Whether a conditional that skips nothing is inlined too: both its branches,
+        and a choice between their results.
+    """
+
+    def __init__(self, closed: core.ClosedJaxpr, *, both: bool = False):
+        self.both = both
+        self.avals: list[Any] = []
+        self.equations: list[Equation] = []
+        self.constants: dict[int, Any] = {}
+        arguments = [self._number(aval) for aval in closed.in_avals]
+        self.outputs = self._inline(closed, arguments)
+
+    @property
+    def key(self) -> Any:
+        """What two jaxprs have in common that compute the same."""
+        closed_over = [(number, id(x)) for number, x in self.constants.items()]
+        parts = self.avals, self.equations, self.outputs, closed_over
+        return tuple(map(tuple, parts))
+
+    def _number(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def _inline(
+        self, called: core.ClosedJaxpr | core.Jaxpr, operands: Sequence[Operand]
+    ) -> list[Operand]:
+        """Adds a jaxpr's equations and constants; returns its outputs."""
+        if not isinstance(called, core.ClosedJaxpr):
+            called = core.ClosedJaxpr(called, ())  # a checkpoint's, without constants
+        jaxpr = called.jaxpr
+        scope = dict(zip(jaxpr.invars, operands, strict=True))
+        for var, value in zip(jaxpr.constvars, called.consts, strict=True):
+            scope[var] = number = self._number(var.aval)
+            self.constants[number] = value
+        read = lambda atom: (
+            Constant.of(atom) if isinstance(atom, core.Literal) else scope[atom]
+        )
+        for eqn in jaxpr.eqns:
+            operands = [read(x) for x in eqn.invars]
+            if (body := _called(eqn)) is not None:
+                outputs = self._inline(body, operands)
+            elif self.both and eqn.primitive.name == "cond" and not _skips(eqn):
+                which, *given = operands
+                results = [self._inline(x, given) for x in eqn.params["branches"]]
+                outputs = [self._number(var.aval) for var in eqn.outvars]
+                for output, *cases in zip(outputs, *results, strict=True):
+                    choice = Equation(lax.select_n_p, (), (which, *cases), (output,))
+                    self.equations.append(choice)
+            else:
+                outputs = [self._number(var.aval) for var in eqn.outvars]
+                params = tuple((k, _comparable(v)) for k, v in eqn.params.items())
+                self.equations.append(
+                    Equation(eqn.primitive, params, tuple(operands), tuple(outputs))
+                )
+            scope.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(x) for x in jaxpr.outvars]
+
+    def size(self, value: int) -> int:
+        """How many elements a value has."""
+        return math.prod(getattr(self.avals[value], "shape", ()))
+
+    def shape(self, value: Operand) -> tuple[int, ...]:
+        """The shape of an operand."""
+        if isinstance(value, Constant):
+            return np.shape(value.value)
+        return self.avals[value].shape
+
+    def made_of(self, values: Iterable[int]) -> set[int]:
+        """These values, and all that depend on them."""
+        found = set(values)
+        for equation in self.equations:
+            if not found.isdisjoint(
+                x for x in equation.inputs if not isinstance(x, Constant)
+            ):
+                found.update(equation.outputs)
+        return found
+
+    def fit(self, operands: Iterable[Operand], shape: tuple[int, ...]) -> bool:
+        """Whether all are of a leaf's shape, or scalars."""
+        return all(self.shape(x) in (shape, ()) for x in operands)
+
+    def is_elementwise(self, equation: Equation, shape: tuple[int, ...]) -> bool:
+        """Whether it makes each value of a leaf of the same value of its operands."""
+        if equation.primitive.name in FILLS:
+            (operand,), (output,) = equation.inputs, equation.outputs
+            return self.shape(operand) == () and self.shape(output) == shape
+        known = equation.primitive.name in ELEMENTWISE
+        return known and self.fit((*equation.inputs, *equation.outputs), shape)
+
+    def program(
+        self,
+        wanted: Sequence[Operand],
+        within: Callable[[int], bool],
+        producer: dict[int, int],
+        shape: tuple[int, ...],
+    ) -> tuple[Program, tuple[int, ...]]:
+        """The equations that `wanted` needs, stopping at values not `within`."""
+        needed: set[int] = set()
+        stack = [x for x in wanted if not isinstance(x, Constant)]
+        while stack:
+            index = producer.get(value := stack.pop())
+            if index is None or index in needed or not within(value):
+                continue
+            needed.add(index)
+            stack += [
+                x for x in self.equations[index].inputs if not isinstance(x, Constant)
+            ]
+        equations = [self.equations[i] for i in sorted(needed)]
+        made = {x for equation in equations for x in equation.outputs}
+        arguments: dict[int, int] = {}
+        for operand in (*(x for e in equations for x in e.inputs), *wanted):
+            if not isinstance(operand, Constant) and operand not in made:
+                arguments.setdefault(operand, len(arguments))
+        names = dict(arguments)
+        for equation in equations:
+            for value in equation.outputs:
+                names[value] = len(names)
+        rename = lambda x: x if isinstance(x, Constant) else names[x]
+        program = Program(
+            inputs=len(arguments),
+            equations=tuple(
+                Equation(
+                    e.primitive,
+                    e.params,
+                    tuple(map(rename, e.inputs)),
+                    tuple(names[x] for x in e.outputs),
+                )
+                for e in equations
+            ),
+            outputs=tuple(map(rename, wanted)),
+            elementwise=self._elementwise(equations, arguments, wanted, shape),
+        )
+        return program, tuple(arguments)
+
+    def _elementwise(
+        self,
+        equations: Sequence[Equation],
+        arguments: Iterable[int],
+        wanted: Sequence[Operand],
+        shape: tuple[int, ...],
+    ) -> bool:
+        return (
+            all(self.shape(x) == shape for x in wanted if not isinstance(x, Constant))
+            and self.fit(arguments, shape)
+            and all(self.is_elementwise(e, shape) for e in equations)
+        )
+
+
+def refuse_effects(closed: core.ClosedJaxpr | core.Jaxpr) -> None:
+    """Refuses what a traced function does besides returning values.
+
+    Programs hold what their results need, and run once a page, or not at all.
+
+    Raises:
+      ValueError: If the function prints, calls back, checks, or writes to a reference.
+    """
+    for eqn in closed.eqns:
+        if (body := _called(eqn)) is not None:
+            refuse_effects(body)
+        # A collective's effect says along which axis it is: it is in its results.
+        elif {type(x).__name__ for x in eqn.effects} - {"NamedAxisEffect"}:
+            raise ValueError(
+                f"this transformation cannot be paged: `{eqn.primitive.name}` has an"
+                " effect besides its results (a print, a callback, a check, a write to"
+                " a reference), and pages are computed for their results alone. Chain"
+                " the part that has it outside, as in"
+                " optax.chain(optax.stateless(...), paged(...))."
+            )
+
+
+def trace(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
+    """Traces a function of pytrees as if every array lived whole on the device.
+
+    Returns:
+      The closed jaxpr, and the pytree of `ShapeDtypeStruct` it returns.
+    """
+    # A new function each time: what it reads besides its arguments may have changed.
+    anew = lambda *arguments: function(*arguments)
+    with without_explicit_axes():
+        return jax.make_jaxpr(anew, return_shape=True)(
+            *jax.tree.map(abstract, arguments)
+        )
+
+
+def abstract(x: Array | Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an array, wherever it lives."""
+    aval = jax.typeof(x)
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)
+    )

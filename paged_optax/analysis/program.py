@@ -1,0 +1,172 @@
+"""Programs of a page: what an update computes of one leaf, and of what all share.
+
+Programs are values: two leaves of equal shape have equal programs, so that JAX traces
+and lowers the streaming loop once for both.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from paged_optax.analysis.equation import Constant, Equation, Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A straight line of equations; values `0 .. inputs-1` are its arguments."""
+
+    inputs: int
+    equations: tuple[Equation, ...]
+    outputs: tuple[Operand, ...]
+    elementwise: bool
+
+    def __call__(
+        self, arguments: Sequence[Any], shape: tuple[int, ...] | None = None
+    ) -> list[Any]:
+        """Runs the equations.
+
+        Args:
+          arguments: One array for each input.
+          shape: The shape of a page, where the arguments are pages of a leaf
+            (element-wise programs only); None where they are whole leaves.
+
+        Returns:
+          One array for each output.
+        """
+        values: dict[int, Any] = dict(enumerate(arguments))
+        read = lambda operand: (
+            operand.value if isinstance(operand, Constant) else values[operand]
+        )
+        for equation in self.equations:
+            results = equation.bind([read(x) for x in equation.inputs], shape)
+            values.update(zip(equation.outputs, results, strict=True))
+        results = [read(x) for x in self.outputs]
+        if shape is None:
+            return results
+        # A constant result has no page to take its shape from.
+        return [x if np.ndim(x) else jax.lax.broadcast(x, shape) for x in results]
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafUpdate:
+    """One parameter's part of the update, or one moment's that no gradient enters.
+
+    Attributes:
+      program: What to compute.
+      inputs: Numbers of the values that are the program's arguments.
+      outputs: Positions of its results among the traced function's outputs; `~n` for
+        a result that is the value numbered `n`, on its way to some of them.
+      avals: The results' shapes and dtypes.
+      shape: The leaf's shape, that of every array an element-wise program touches.
+      owner: The number of the parameter it belongs to, by its gradient or else by its
+        place; None if to no single one.
+    """
+
+    program: Program
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    avals: tuple[Any, ...]
+    shape: tuple[int, ...]
+    owner: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Analysis:
+    """A traced function, taken apart.
+
+    Attributes:
+      constants: Values closed over, by number.
+      shared: The program of the scalars shared by all leaves.
+      shared_inputs: Numbers of the values that are its arguments.
+      shared_outputs: Numbers its results get.
+      leaves: One program a leaf.
+      tail: What cuts results of joined leaves apart again; empty otherwise.
+      tail_inputs: Numbers of the values that are its arguments.
+      tail_outputs: Positions of its results among the outputs.
+      direct: Outputs that are a numbered value or a constant: position to operand.
+      owners: For each output the parameter it belongs to, or None.
+    """
+
+    constants: Mapping[int, Any] = dataclasses.field(compare=False)
+    shared: Program
+    shared_inputs: tuple[int, ...]
+    shared_outputs: tuple[int, ...]
+    leaves: tuple[LeafUpdate, ...]
+    tail: Program
+    tail_inputs: tuple[int, ...]
+    tail_outputs: tuple[int, ...]
+    direct: tuple[tuple[int, Operand], ...]
+    owners: tuple[int | None, ...]
+
+    def evaluate(
+        self,
+        arguments: Sequence[Any],
+        run_leaf: Callable[[LeafUpdate, list[Any]], Iterable[Any]],
+        own: Mapping[int, Sequence[Any]] | None = None,
+    ) -> list[Any]:
+        """Computes every output.
+
+        Args:
+          arguments: The traced function's arguments.
+          run_leaf: Says how a leaf's program is run.
+          own: Scalars of which each parameter has one of its own: by the number of the
+            argument, one value for each parameter. What the shared program makes of
+            them is then made for each.
+
+        Returns:
+          The outputs; one that depends on such scalars and belongs to no leaf is a list
+          with one value for each parameter.
+        """
+        values = dict(enumerate(arguments)) | dict(self.constants)
+
+        def share(values: dict[int, Any]) -> dict[int, Any]:
+            shared = self.shared([values[i] for i in self.shared_inputs])
+            return values | dict(zip(self.shared_outputs, shared, strict=True))
+
+        values = share(values)
+        scopes: list[dict[int, Any]] = []
+        if own:
+            scopes = [
+                share(values | {number: each[owner] for number, each in own.items()})
+                for owner in range(len(next(iter(own.values()))))
+            ]
+        made_of_own = self.reached_from(own or ())
+        results: dict[int, Any] = {}
+        for position, x in self.direct:
+            if isinstance(x, Constant):
+                results[position] = x.value
+            elif x in made_of_own:
+                results[position] = [scope[x] for scope in scopes]
+            else:
+                results[position] = values[x]
+        for leaf in self.leaves:
+            scope = scopes[leaf.owner] if scopes and leaf.owner is not None else values
+            made = run_leaf(leaf, [scope[i] for i in leaf.inputs])
+            for position, value in zip(leaf.outputs, made, strict=True):
+                if position < 0:
+                    values[~position] = value
+                else:
+                    results[position] = value
+        tail = self.tail([values[i] for i in self.tail_inputs])
+        results.update(zip(self.tail_outputs, tail, strict=True))
+        return [results[position] for position in range(len(results))]
+
+    def reached_from(self, numbers: Iterable[int]) -> set[int]:
+        """The shared values that depend on the arguments of these numbers."""
+        reached = set(numbers)
+        if not reached:
+            return reached
+        inside = {i for i, x in enumerate(self.shared_inputs) if x in reached}
+        for equation in self.shared.equations:
+            if inside.intersection(
+                x for x in equation.inputs if not isinstance(x, Constant)
+            ):
+                inside.update(equation.outputs)
+        return reached | {
+            number
+            for number, x in zip(self.shared_outputs, self.shared.outputs, strict=True)
+            if x in inside
+        }

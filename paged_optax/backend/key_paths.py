@@ -1,0 +1,38 @@
+"""JAX's key paths as text: as code in messages, as names where users write them."""
+
+from typing import Any
+
+import jax
+
+#: A path string, or a JAX key path.
+Path = str | tuple[Any, ...]
+
+
+def keystr(path: jax.tree_util.KeyPath) -> str:
+    """A key path as Python would write it.
+
+    Example:
+      >>> keystr((jax.tree_util.DictKey("block"), jax.tree_util.SequenceKey(0)))
+      "['block'][0]"
+    """
+    return jax.tree_util.keystr(path)
+
+
+def slashed(path: jax.tree_util.KeyPath) -> str:
+    """A key path as a name.
+
+    Example:
+      >>> slashed((jax.tree_util.DictKey("block"), jax.tree_util.SequenceKey(0)))
+      'block/0'
+    """
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def name_of(path: Path) -> str:
+    """The name of what a path leads to.
+
+    Example:
+      >>> name_of("/block/0"), name_of((jax.tree_util.DictKey("block"),))
+      ('block/0', 'block')
+    """
+    return path.strip("/") if isinstance(path, str) else slashed(path)

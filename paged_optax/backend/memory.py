@@ -1,0 +1,146 @@
+"""Memory spaces, and what a backend offers of them.
+
+Where a leaf lives is part of its JAX type: `jax.typeof(x).memory_space` is
+`Host` for an array in pinned memory, eager and under `jit` (checked with jax
+0.10.2 and 0.12.0.1). Everything here reads that type; nothing keeps books.
+"""
+
+import functools
+import math
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import ShapedArray, Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+HOST = jax.memory.Space.Host
+DEVICE = jax.memory.Space.Device
+
+#: The one memory kind that JAX types as host memory. `unpinned_host` exists too,
+#: but jax 0.10.2 to 0.12.0.1 give its arrays the type of device memory, so that
+#: no update could tell where they live.
+PINNED_HOST = "pinned_host"
+
+
+def on_host(x: Any) -> bool:
+    """Whether an array, a traced value or an abstract value lives in host memory.
+
+    Of a moment that a codec stores in several arrays, which live together, the first
+    one says.
+    """
+    x = x if isinstance(x, ShapedArray) else jax.tree.leaves(x)[0]
+    aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
+    return aval.memory_space == HOST
+
+
+def mistyped(x: Any) -> bool:
+    """Whether a concrete array is in host memory, and typed as in the device's.
+
+    Arrays made with a `SingleDeviceSharding`, as by a restore into concrete arrays, are
+    (jax 0.10.2 to 0.12.0.1).
+    """
+    if isinstance(x, Tracer) or not isinstance(x, jax.Array):
+        return False
+    return x.sharding.memory_kind == PINNED_HOST and not on_host(x)
+
+
+def typed_by_memory(sharding: Any) -> Any:
+    """The same placement as a sharding from which JAX takes an array's memory type.
+
+    An array made with a `SingleDeviceSharding`, as by a restore, has the type of device
+    memory whatever its memory kind (jax 0.10.2 to 0.12.0.1); no update would page it.
+    """
+    if not isinstance(sharding, SingleDeviceSharding):
+        return sharding
+    (device,) = sharding.device_set
+    mesh = Mesh(np.array([device]), ("device",))
+    return NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
+
+
+def platform() -> str:
+    """The platform of the default backend: `"cpu"`, `"gpu"` or `"tpu"`."""
+    return jax.default_backend()
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of arrays, traced values or `ShapeDtypeStruct`s: one, or a pytree."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def bytes_a_device(tree: Any) -> int:
+    """Bytes of an array, or of a pytree of them, on each of their devices."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+    )
+
+
+@functools.cache
+def memory_kinds(device: Any = None) -> tuple[str, ...]:
+    """The memory kinds of a device, its own default first; None: of this backend's."""
+    device = jax.local_devices()[0] if device is None else device
+    default = device.default_memory().kind
+    others = (memory.kind for memory in device.addressable_memories())
+    return (default, *(kind for kind in others if kind != default))
+
+
+def memory_kind(x: Any) -> str:
+    """The memory kind that a value's type calls for on the default backend."""
+    return PINNED_HOST if on_host(x) else memory_kinds()[0]
+
+
+def resolve_host_memory_kind(asked: str) -> str:
+    """The memory kind that will hold paged moments on this backend.
+
+    Args:
+      asked: `"pinned_host"`, or `"auto"`, which takes pinned host memory where
+        there is some and device memory where there is none.
+
+    Returns:
+      `"pinned_host"`, or the device's own memory kind for `"auto"` on a backend
+      without pinned host memory: moments then stay on the device.
+
+    Raises:
+      ValueError: If the memory kind cannot hold paged moments, or the backend
+        lacks it.
+
+    Example:
+      >>> resolve_host_memory_kind("pinned_host")
+      'pinned_host'
+    """
+    kinds, backend = memory_kinds(), jax.default_backend()
+    if asked == "auto":
+        return PINNED_HOST if PINNED_HOST in kinds else kinds[0]
+    if asked != PINNED_HOST:
+        raise ValueError(
+            f"host_memory_kind={asked!r} cannot hold paged moments: JAX tells only"
+            f" {PINNED_HOST!r} from device memory in an array's type. This backend"
+            f" ({backend}) has {', '.join(kinds)}. Use {PINNED_HOST!r}, or 'auto'."
+        )
+    if asked not in kinds:
+        raise ValueError(
+            f"host_memory_kind={asked!r}: this backend ({backend}) has only"
+            f" {', '.join(kinds)}. Pass host_memory_kind='auto' to keep the moments in"
+            " device memory where the host kind is missing."
+        )
+    return asked
+
+
+def device_memory() -> tuple[int, int]:
+    """Bytes of the default device's memory, and how many of them are in use.
+
+    Zero on a backend that keeps no such statistics (CPU).
+    """
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    return statistics.get("bytes_limit", 0), statistics.get("bytes_in_use", 0)
+
+
+def host_pool_bytes() -> int:
+    """Bytes of pinned host memory that XLA:GPU will hand out.
+
+    64 GB unless `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` says otherwise (XLA's
+    `pjrt/gpu/gpu_helpers.h`).
+    """
+    return int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")) << 30

@@ -1,0 +1,240 @@
+"""Optimizer states of bitsandbytes and Hugging Face, read and written.
+
+Their 8-bit states are ours, code for code: codes of the dynamic map in the parameter's
+shape, four in one of our words, and the largest magnitude of each 256 values.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from paged_optax.backend.key_paths import slashed
+from paged_optax.backend.memory import nbytes
+from paged_optax.backend.progress import LARGE, track
+from paged_optax.backend.variables import like
+from paged_optax.codecs import (
+    Arranged,
+    DynamicInt8,
+    Quantized,
+    arranged,
+    axis_of_blocks,
+    unarranged,
+)
+from paged_optax.codecs.maps import dynamic_map
+from paged_optax.state.leaves import leaves_of
+from paged_optax.state.steps import served_by, step_of
+
+#: Optax's moments, and where bitsandbytes keeps each: its array, the position in it.
+_FIELDS: dict[str, tuple[str, int | None]] = {
+    "mu": ("1", None),
+    "nu": ("2", None),
+    "m1": ("1", 0),
+    "m2": ("1", 1),
+}
+
+
+def to_bitsandbytes(
+    state: optax.OptState, params: optax.Params | None = None
+) -> dict[str, dict[str, Any]]:
+    """A state as bitsandbytes keeps it, in NumPy arrays.
+
+    Args:
+      state: The state of an Adam, Lion or AdEMAMix, with `paged(...)` anywhere inside.
+      params: The parameters, or their shapes: called for where codes in words can be of
+        parameters of several shapes, `(300, 300)` and `(75, 1200)` say.
+
+    Returns:
+      For each parameter's path the entry of a bitsandbytes `state_dict()["state"]`:
+      `step`, and `state1`, `absmax1`, `qmap1` (`state2`, ... for the second moment), or
+      `state1` alone where the moment is in float32. Their order is the parameters'.
+      A matrix whose blocks run along its columns comes transposed.
+
+    Raises:
+      ValueError: If a moment is not stored as bitsandbytes would, or if it may be of
+        several shapes and `params` is not given.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> params = {"w": jnp.ones((64, 128))}
+      >>> state = po.paged_adamw_8bit(1e-3).init(params)
+      >>> sorted(po.to_bitsandbytes(state)["w"])
+      ['absmax1', 'absmax2', 'qmap1', 'qmap2', 'state1', 'state2', 'step']
+
+    References:
+      bitsandbytes, `optim/optimizer.py <https://github.com/bitsandbytes-foundation>`_.
+    """
+    leaves = leaves_of(state)
+    shapes = {
+        slashed(path): x.shape
+        for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
+    }
+    parts: dict[str, dict[str, dict[int | None, Any]]] = {}
+    for leaf in _shown(leaves, state):
+        if not (leaf.is_moment and leaf.field in _FIELDS):
+            continue
+        number, position = _FIELDS[leaf.field]
+        entry = parts.setdefault(leaf.parameter, {})
+        arrays = {f"state{number}": leaf.value}
+        if isinstance(leaf.value, Quantized):
+            try:
+                shape = shapes.get(leaf.parameter)
+                plain = unarranged(_codec(number), _beside(leaf.value), shape)
+            except ValueError as error:
+                raise ValueError(
+                    f"moment {leaf.field} of parameter {leaf.parameter!r} is"
+                    f" {jax.tree.map(jax.typeof, leaf.value)}: bitsandbytes knows"
+                    " dynamic_int8 alone. If it is that, pass"
+                    " to_bitsandbytes(state, params), which tells its shape."
+                ) from error
+            codes, scales = map(np.asarray, plain)
+            arrays = {f"state{number}": codes, f"absmax{number}": scales}
+            qmap = np.array(dynamic_map(_codec(number).signed))
+            entry[f"qmap{number}"] = {None: qmap}
+        for name, x in arrays.items():
+            entry.setdefault(name, {})[position] = np.asarray(x)
+    return {
+        parameter: {"step": int(step_of(leaves, parameter) or 0)}
+        | {
+            name: by_position[None]
+            if None in by_position
+            else np.stack(
+                [by_position[i] for i in sorted(by_position, key=lambda i: i or 0)]
+            )
+            for name, by_position in entry.items()
+        }
+        for parameter, entry in parts.items()
+    }
+
+
+def from_bitsandbytes(
+    state: optax.OptState, entries: Mapping[str, Mapping[str, Any]]
+) -> optax.OptState:
+    """A state with the moments and the step of a bitsandbytes optimizer.
+
+    Args:
+      state: A state of the same optimizer, as `init` makes it.
+      entries: For each parameter's path the entry of `state_dict()["state"]`, its
+        tensors as NumPy arrays. Arrays have the parameter's own shape: blocks run
+        through it row by row, so that a transposed matrix has other blocks.
+
+    Returns:
+      The state; every array is where that of `state` was.
+
+    Raises:
+      ValueError: If a parameter is missing, or an array does not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> params = {"w": jnp.ones((64, 128))}
+      >>> tx = po.paged_adamw_8bit(1e-3)
+      >>> _, state = tx.update(params, tx.init(params), params)
+      >>> entries = po.to_bitsandbytes(state)
+      >>> again = po.from_bitsandbytes(tx.init(params), entries)
+      >>> bool((again[0].nu["w"].codes == state[0].nu["w"].codes).all())
+      True
+
+    References:
+      bitsandbytes, `optim/optimizer.py <https://github.com/bitsandbytes-foundation>`_.
+    """
+    steps = {name: int(x["step"]) for name, x in entries.items() if "step" in x}
+    leaves, values = leaves_of(state), []
+    for leaf in _shown(leaves, state):
+        value = leaf.value
+        if leaf.is_count and leaf.field == "count":
+            counted = steps.keys() & served_by(leaves, leaf)
+            own = max((steps[name] for name in counted), default=None)
+            if own is not None:
+                value = jax.device_put(jnp.asarray(own, value.dtype), value.sharding)
+        elif leaf.is_moment and leaf.field in _FIELDS:
+            if leaf.parameter not in entries:
+                raise ValueError(
+                    f"entries have no parameter {leaf.parameter!r}: they have"
+                    f" {', '.join(map(repr, list(entries)[:3]))}, ..."
+                )
+            value = _read(entries[leaf.parameter], leaf)
+        values.append(value)
+    return like(state, values)
+
+
+def _shown(leaves: Sequence[Any], state: optax.OptState) -> Iterator[Any]:
+    """The leaves, and how far it is with those of a large state."""
+    return track(leaves, "moments", len(leaves), shown=nbytes(state) >= LARGE)
+
+
+def _read(entry: Mapping[str, Any], leaf: Any) -> Any:
+    number, position = _FIELDS[leaf.field]
+
+    def given(name: str) -> np.ndarray:
+        if name not in entry:
+            raise ValueError(
+                f"the entry of parameter {leaf.parameter!r} has no {name!r}: it has"
+                f" {', '.join(sorted(entry))}."
+            )
+        array = np.asarray(entry[name])
+        return array if position is None else array[position]
+
+    if not isinstance(leaf.value, Quantized):
+        return _fitting(given(f"state{number}"), leaf.value, leaf, number)
+    qmap = np.asarray(entry.get(f"qmap{number}", np.zeros(0)), np.float32)
+    plain = _codec(number)
+    wanted_map = dynamic_map(plain.signed)
+    # PyTorch's linspace rounds differently from release to release.
+    if qmap.shape != wanted_map.shape or not np.allclose(qmap, wanted_map, 1e-6, 0):
+        raise ValueError(
+            f"qmap{number} of parameter {leaf.parameter!r} is not the dynamic map:"
+            " its codes mean other numbers."
+        )
+    codes, scales = given(f"state{number}"), given(f"absmax{number}")
+    found = Quantized(codes, scales)
+    if _described(found) == _described(plain.stored(codes.shape)):
+        found = _arranged_like(leaf.value, found, plain)
+    return jax.tree.map(
+        lambda x, old: _fitting(x, old, leaf, number), found, leaf.value
+    )
+
+
+def _codec(number: str) -> DynamicInt8:
+    """What stores first moments, or second ones."""
+    return DynamicInt8(signed=number == "1")
+
+
+def _arranged_like(moment: Any, found: Any, plain: DynamicInt8) -> Any:
+    """Codes and scales as a state's moment is arranged; as they are if none fits."""
+    shape = found.codes.shape
+    # Of a moment whose blocks run along columns, bitsandbytes has the transposed one.
+    for own in (shape, (*shape[:-2], *shape[:-3:-1])):
+        codec = arranged(plain, own)
+        turned = axis_of_blocks(codec) == -2
+        if turned != (own != shape) or not isinstance(codec, Arranged):
+            continue
+        if _described(codec.stored(own)) == _described(moment):
+            return codec.arrange(_beside(found), own)
+    return found
+
+
+def _described(tree: Any) -> Any:
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+def _fitting(array: Any, old: Any, leaf: Any, number: str) -> Any:
+    """An array in the place of one of a state."""
+    if (array.shape, array.dtype) != (old.shape, old.dtype):
+        raise ValueError(
+            f"'state{number}' of parameter {leaf.parameter!r} would be stored as"
+            f" {array.dtype}{list(array.shape)}, and the state holds"
+            f" {old.dtype}{list(old.shape)}."
+        )
+    return jax.device_put(array, old.sharding)
+
+
+def _beside(moment: Any) -> Any:
+    """A moment in the memory of the host's own processor, where there is one."""
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        device = jax.local_devices()[0]
+    return jax.tree.map(lambda x: jax.device_put(np.asarray(x), device), moment)

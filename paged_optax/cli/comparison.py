@@ -1,0 +1,146 @@
+"""A paged optimizer beside Optax's: the same numbers, or which values differ."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from paged_optax.cli.machine import typed
+from paged_optax.compiling.jit_step import jit_step
+from paged_optax.planning.page_plan import plan
+from paged_optax.transform.paged import paged
+from paged_optax.transform.recorded import Moment
+
+PAGE_BYTES = 8192
+
+_SHAPES = {
+    "matrix": (509, 256),
+    "narrow": (129, 65),
+    "cube": (3, 5, 257),
+    "vector": (5000,),
+    "scalar": (),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far two pytrees are apart.
+
+    Attributes:
+      values: Number of values.
+      differing: How many of them have other bits.
+      ulps: Most floats that lie between two values.
+      error: The worst error relative to the largest value of its leaf.
+    """
+
+    values: int
+    differing: int
+    ulps: int
+    error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A paged optimizer beside the same one of Optax.
+
+    Attributes:
+      moments: The paged moments, as `plan` lists them.
+      state: How far the states are apart.
+      parameters: How far the parameters are apart.
+    """
+
+    moments: tuple[Moment, ...]
+    state: Difference
+    parameters: Difference
+
+    @property
+    def cut(self) -> list[Moment]:
+        """The moments that travel in several pages."""
+        return [x for x in self.moments if x.on_host and x.pages > 1]
+
+    @property
+    def error(self) -> float:
+        """The worst relative error."""
+        return max(self.state.error, self.parameters.error)
+
+
+def compare(inner: optax.GradientTransformation, steps: int) -> Comparison:
+    """Trains twice from the same parameters, on the same gradients.
+
+    Once as Optax has it, and once with several pages a leaf, the last one smaller.
+
+    Args:
+      inner: The transformation.
+      steps: Steps to train.
+
+    Returns:
+      What differs.
+    """
+    generator = np.random.default_rng(0)
+    draw = lambda: {
+        key: generator.normal(size=shape).astype(np.float32)
+        for key, shape in _SHAPES.items()
+    }
+    # Of magnitude 1 to 2 or so, that an ulp is an ulp: near zero the least rounding
+    # of an update is a thousand of the parameter's.
+    start = {key: np.copysign(1 + np.abs(x) / 4, x) for key, x in draw().items()}
+    gradients = [draw() for _ in range(steps)]
+    tx = paged(inner, page_size=PAGE_BYTES, min_paged_size=0)
+    wanted_params, wanted_state = _train(inner, start, gradients)
+    params, state = _train(tx, start, gradients)
+    return Comparison(
+        plan(tx, start).moments,
+        _difference(state, wanted_state),
+        _difference(params, wanted_params),
+    )
+
+
+def _train(
+    tx: optax.GradientTransformation, start: Any, gradients: list[Any]
+) -> tuple[Any, Any]:
+    params = jax.tree.map(jnp.array, start)
+    state = tx.init(params)
+
+    # Shapes that state where they live, as uncommitted arrays do not: without that,
+    # jax 0.10.2 to 0.12.0.1 pair donated buffers with outputs in other memory.
+    arguments = typed((params, state, params))
+    update = jit_step(tx.update, *arguments, donate_argnums=(0, 1))
+    # Apart, so that both are added alike: within one program XLA multiplies by the
+    # learning rate and adds in one rounding where nothing stands between.
+    apply = jax.jit(optax.apply_updates, donate_argnums=0)
+    for gradient in gradients:
+        updates, state = update(jax.tree.map(jnp.array, gradient), state, params)
+        params = apply(params, updates)
+    return jax.tree.map(np.asarray, (params, state))
+
+
+def _difference(found: Any, wanted: Any) -> Difference:
+    different, ulps, error = 0, 0, 0.0
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        if x.shape != y.shape or x.dtype != y.dtype:
+            raise AssertionError(
+                f"{x.dtype}{x.shape} where Optax has {y.dtype}{y.shape}"
+            )
+        steps = np.abs(_ordered(x) - _ordered(y))
+        different += int(np.count_nonzero(steps))
+        ulps = max(ulps, int(steps.max(initial=0)))
+        x, y = x.astype(np.float64), y.astype(np.float64)
+        if steps.any():
+            scale = np.abs(y).max(initial=np.finfo(np.float32).tiny)
+            worst = float(np.abs(x - y).max() / scale)
+            error = max(error, worst if math.isfinite(worst) else math.inf)
+    values = sum(map(np.size, jax.tree.leaves(wanted)))
+    return Difference(values, different, ulps, error)
+
+
+def _ordered(x: np.ndarray) -> np.ndarray:
+    """Integers in the order of the floats: neighbours are one apart."""
+    bits = x.view(f"i{x.dtype.itemsize}").astype(np.int64)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return bits
+    lowest = -(1 << (8 * x.dtype.itemsize - 1))
+    return np.where(bits < 0, lowest - bits, bits)

@@ -1,0 +1,334 @@
+"""What a codec stores, arranged for memory that is sliced and divided.
+
+**Codes in words.** XLA:TPU cannot slice an array of bytes in host memory: for each page
+it copies all of it to the device and back, in another tiling (libtpu 0.0.52). Words of
+32 bits it slices like float32. Codes share a word along the axis that a TPU puts in its
+sublanes, as its own packed layouts do: words then lie as the moment does, so that no
+page is turned from one layout into another, and unpacking moves nothing across lanes.
+
+**Scales beside their values.** The scales of a flattened matrix do not divide as the
+matrix does. Where a row is whole blocks, they are an array `[*rows, blocks of a row]`,
+whose dimensions are the matrix's own: it is paged and divided as the matrix is, and no
+way of dividing changes what it holds.
+
+**Blocks along columns.** A row of 50257 values is no whole number of blocks, and blocks
+that run on from row to row fit no page of a TPU's tiles: it took 86 s to compile, and
+617 MiB of scratch. Where a column is whole blocks they run along the columns, as they
+do in PyTorch, whose layers keep the transposed matrix.
+
+**What stored it.** A state is arrays, and codes of another map mean other numbers.
+Their dtypes tell: codes of a map with negative numbers are signed integers, others
+unsigned; eight-bit floats are that dtype, or, in words, unsigned beside scales that are
+bits.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float32
+
+from paged_optax.backend import tiling
+from paged_optax.codecs.codec import Codec, Noise, Quantized
+from paged_optax.codecs.dynamic_int4 import DynamicInt4
+from paged_optax.codecs.words import joined, parted
+
+# So many rows at the most make whole blocks that run through the flattened moment.
+_FEW_ROWS = 8
+
+# And rows of so many columns are too long for a page of a TPU's tiles.
+_WIDE = 2**14
+
+# An axis of at least so many entries may be filled up to whole words: that costs less
+# than three in a hundred.
+_LEAST_FILLED = 128
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Arranged:
+    """Stores what a codec does, differently arranged.
+
+    The first code of a word has its lowest bits.
+
+    Attributes:
+      codec: The codec; of one code a byte.
+      axis: The axis along which codes share a word, -1 or -2; None where each keeps
+        its byte.
+      blocks: The axis along which blocks run, of which the scales have one entry a
+        block, -1 or -2; None where blocks run through the flattened moment.
+    """
+
+    codec: Codec
+    axis: int | None
+    blocks: int | None
+
+    @property
+    def block(self) -> int:
+        """The codec's own."""
+        return self.codec.block
+
+    @property
+    def signed(self) -> bool:
+        """The codec's own."""
+        return self.codec.signed
+
+    @property
+    def draws(self) -> bool:
+        """The codec's own."""
+        return self.codec.draws
+
+    @property
+    def seed(self) -> int:
+        """The codec's own, 0 where it has none."""
+        return getattr(self.codec, "seed", 0)
+
+    @property
+    def packed(self) -> int:
+        """Codes in one word."""
+        return 32 // _bits(self.codec)
+
+    def __repr__(self) -> str:
+        return repr(self.codec)
+
+    def stored(self, shape: tuple[int, ...]) -> Any:
+        """The codec's codes and scales, in their other shapes."""
+        found = self.codec.stored(shape)
+        codes, words = codes_of(found), list(codes_of(found).shape)
+        dtype = codes.dtype
+        floats = jnp.issubdtype(dtype, jnp.floating)
+        if self.axis is not None:
+            words[self.axis] = -(-words[self.axis] // self.packed)
+            dtype = jnp.int32 if self.signed and not floats else jnp.uint32
+        elif dtype.itemsize == 1 and not floats:
+            dtype = jnp.int8 if self.signed else jnp.uint8
+        codes = jax.ShapeDtypeStruct(tuple(words), dtype)
+        if not isinstance(found, Quantized):
+            return codes
+        scales, beside = found.scales, list(found.scales.shape)
+        if self.blocks is not None:
+            beside = list(shape)
+            beside[self.blocks] //= self.block
+        bits = floats and self.axis is not None and scales.dtype == jnp.float32
+        dtype = jnp.int32 if bits else scales.dtype
+        return Quantized(codes, jax.ShapeDtypeStruct(tuple(beside), dtype))
+
+    def encode(self, page: Float32[Array, "*shape"], noise: Noise | None = None) -> Any:
+        """Stores a page."""
+        whole, shape = page.shape, _without_units(page.shape)
+        page = _reshaped(page, jax.ShapeDtypeStruct(shape, page.dtype))
+        found = self.arrange(self.codec.encode(self._turned(page), noise), shape)
+        return _reshaped(found, self.stored(whole))
+
+    def decode(self, stored: Any, shape: tuple[int, ...]) -> Float32[Array, "*shape"]:
+        """Gives a page back."""
+        whole, shape = shape, _without_units(shape)
+        stored = _reshaped(stored, self.stored(shape))
+        turned = (*shape[:-2], *shape[:-3:-1]) if self.blocks == -2 else shape
+        page = self._turned(self.codec.decode(self.plain(stored, shape), turned))
+        return page.reshape(whole)
+
+    def _turned(self, x: Array) -> Array:
+        """The moment with the axis of its blocks last, or back."""
+        return jnp.swapaxes(x, -1, -2) if self.blocks == -2 else x
+
+    def arrange(self, found: Any, shape: tuple[int, ...]) -> Any:
+        """What the codec made of a moment of this shape, arranged.
+
+        Where blocks run along columns the codec is given the transposed moment.
+        """
+        like, codes = self.stored(shape), self._turned(codes_of(found))
+        if self.axis is not None:
+            codes = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
+            codes = joined(codes, codes.ndim + self.axis, 32 // self.packed)
+        codes = lax.bitcast_convert_type(codes, codes_of(like).dtype)
+        if not isinstance(found, Quantized):
+            return codes
+        turned = list(like.scales.shape)
+        if self.blocks == -2:
+            turned[-2:] = turned[:-3:-1]
+        scales = self._turned(found.scales.reshape(turned))
+        return Quantized(codes, lax.bitcast_convert_type(scales, like.scales.dtype))
+
+    def plain(self, stored: Any, shape: tuple[int, ...]) -> Any:
+        """Undoes `arrange`."""
+        like, codes = self.codec.stored(shape), codes_of(stored)
+        if self.axis is not None:
+            words = lax.bitcast_convert_type(codes, jnp.int32)
+            axis = words.ndim + self.axis
+            codes = parted(words, axis, 32 // self.packed, shape[axis])
+            codes = codes.astype(jnp.uint8)
+        codes = self._turned(lax.bitcast_convert_type(codes, codes_of(like).dtype))
+        if not isinstance(stored, Quantized):
+            return codes
+        scales = lax.bitcast_convert_type(stored.scales, like.scales.dtype)
+        return Quantized(codes, self._turned(scales).reshape(-1))
+
+
+def _without_units(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape without axes of one entry, but of two axes at least."""
+    if len(shape) < 3:
+        return shape
+    return (*([n for n in shape[:-1] if n > 1] or [1]), shape[-1])
+
+
+def _reshaped(tree: Any, like: Any) -> Any:
+    """Arrays in the shapes of others; a TPU does nothing in the old ones.
+
+    XLA:TPU puts an axis of one entry in the sublanes, seven eighths of them empty, and
+    takes 6 s to compile there what it compiles in 1.5 s without that axis ((1, 197,
+    1024) in float8, libtpu 0.0.52).
+    """
+    if jax.tree.map(jnp.shape, tree) == jax.tree.map(jnp.shape, like):
+        return tree
+    tree = jax.tree.map(lambda x, y: x.reshape(y.shape), tree, like)
+    return lax.platform_dependent(
+        tree, tpu=lax.optimization_barrier, default=lambda tree: tree
+    )
+
+
+def arranged(
+    codec: Codec, shape: tuple[int, ...], whole: tuple[int, ...] | None = None
+) -> Codec:
+    """The codec as it stores a moment, or one device's part of one, of this shape.
+
+    A vector is cut into pages at any value: it keeps a byte a code.
+
+    Args:
+      codec: The codec.
+      shape: The shape, of the part where there are several.
+      whole: The shape of the whole moment, whose arrangement a part has if it can: then
+        how it is divided is no part of what a state holds. None: this is the whole.
+
+    Example:
+      >>> from paged_optax.codecs import named
+      >>> codec = arranged(named("dynamic_int8", signed=True), (64, 512))
+      >>> codec.stored((64, 512)).codes
+      ShapeDtypeStruct(shape=(16, 512), dtype=int32)
+      >>> codec.stored((64, 512)).scales
+      ShapeDtypeStruct(shape=(64, 2), dtype=float32)
+    """
+    apart = codec.one_a_byte() if isinstance(codec, DynamicInt4) else codec
+    found = apart.stored(shape)
+    codes = codes_of(found)
+    bytewise = codes.dtype.itemsize == 1
+    axis = along = None
+    if codes.shape == shape and len(shape) > 1:
+        packed = 32 // _bits(apart)
+        if bytewise:
+            axis = _axis_of_words(whole or shape, packed)
+            if axis is None or not _in_words(shape, axis, packed):
+                axis = _axis_of_words(shape, packed)
+        if isinstance(found, Quantized):
+            along = _axis_of_blocks(whole or shape, codec.block)
+            if along is None or shape[along] % codec.block:
+                along = _axis_of_blocks(shape, codec.block)
+    if axis is None and along is None and not bytewise:
+        return codec
+    return Arranged(codec if axis is None else apart, axis, along)
+
+
+def _axis_of_words(shape: tuple[int, ...], packed: int) -> int | None:
+    """The axis along which codes share words.
+
+    It follows from the last two axes alone, so that a layer of a stack is stored as the
+    stack is.
+    """
+    sublanes = tiling.minor_to_major(shape[-2:])[1] - 2
+    if _in_words(shape, sublanes, packed):
+        return sublanes
+    other = -3 - sublanes
+    return None if shape[other] % packed else other
+
+
+def _in_words(shape: tuple[int, ...], axis: int, packed: int) -> bool:
+    """Whether an axis is whole words, or may be filled up to whole words."""
+    # Rows of a stack's layers could not be one axis of rows, were each layer filled up.
+    alone = axis == -1 or math.prod(shape[:-2]) == 1
+    return not shape[axis] % packed or (alone and shape[axis] >= _LEAST_FILLED)
+
+
+def _axis_of_blocks(shape: tuple[int, ...], block: int) -> int | None:
+    """The axis that blocks run along: the last, or columns where rows are of odd sizes.
+
+    None where blocks run through the flattened moment: few short rows are whole blocks.
+    """
+    rows, columns = shape[-2:]
+    if not columns % block:
+        return -1
+    few = block // math.gcd(block, columns) <= _FEW_ROWS and columns < _WIDE
+    return None if few or rows % block else -2
+
+
+def unarranged(codec: Codec, stored: Any, shape: tuple[int, ...] | None = None) -> Any:
+    """Codes and scales as the codec itself stores them.
+
+    Of the shapes that the arrays can be of, mostly the moment's own alone is arranged
+    so; then it need not be known. Where blocks run along columns they are those of the
+    transposed moment.
+
+    Args:
+      codec: The codec.
+      stored: What `arranged(codec, shape)` stores of a moment.
+      shape: The moment's shape; None: the one that is arranged so.
+
+    Raises:
+      ValueError: If no shape is arranged so, or several are.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from paged_optax.codecs import named
+      >>> codec, page = named("dynamic_int8", signed=True), jnp.ones((64, 512))
+      >>> unarranged(codec, arranged(codec, page.shape).encode(page)).codes.shape
+      (64, 512)
+    """
+    describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    codes, packed = codes_of(stored), 32 // _bits(codec)
+    pairs = [(*codes.shape[:-1], 2 * codes.shape[-1] - odd) for odd in (0, 1)]
+    shapes = [codes.shape, *pairs, *_unpacked(codes.shape, packed)]
+    found = [
+        one
+        for one in (dict.fromkeys(shapes) if shape is None else [shape])
+        if describe(arranged(codec, one).stored(one)) == describe(stored)
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            f"stored={jax.tree.map(jax.typeof, stored)} is how {codec!r} stores a"
+            f" moment of {len(found)} shapes {found[:3]}: pass its own as shape=."
+        )
+    (shape,) = found
+    codec = arranged(codec, shape)
+    return codec.plain(stored, shape) if isinstance(codec, Arranged) else stored
+
+
+def _unpacked(shape: tuple[int, ...], packed: int) -> Iterator[tuple[int, ...]]:
+    """The shapes of codes that words of this shape can hold."""
+    if len(shape) < 2:
+        return
+    for missing in range(packed):
+        yield (*shape[:-1], shape[-1] * packed - missing)
+        yield (*shape[:-2], shape[-2] * packed - missing, shape[-1])
+
+
+def axis_of_blocks(codec: Codec | None) -> int | None:
+    """The axis of a codec's blocks, where scales have the moment's dimensions."""
+    return codec.blocks if isinstance(codec, Arranged) else None
+
+
+def packed_along(codec: Codec | None, axis: int) -> int:
+    """How many codes share a word along an axis, -1 or -2."""
+    if isinstance(codec, Arranged) and codec.axis == axis:
+        return codec.packed
+    return 1
+
+
+def codes_of(stored: Any) -> Any:
+    """The codes, or the array itself."""
+    return stored.codes if isinstance(stored, Quantized) else stored
+
+
+def _bits(codec: Codec) -> int:
+    return getattr(codec, "bits", 8)

@@ -1,0 +1,170 @@
+"""The map of 8-bit codes as lines, which a TPU computes instead of looking up."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Int32
+
+from paged_optax.codecs.blocks import (
+    choose,
+)
+from paged_optax.codecs.maps import dynamic_map
+
+# The bits of a float that `Law.positions` leaves out; a key has one more.
+LOW_BITS = 16
+
+NEVER = 2 ** (LOW_BITS + 1)
+
+
+class Lines(NamedTuple):
+    """What float32 arithmetic needs to meet the entries of a map to the last bit.
+
+    Attributes:
+      factors: The factor of each decade's line.
+      words: Two bits an entry, sixteen entries a word.
+      unit: What one step of these two bits means.
+      least: What is added where they are 0.
+    """
+
+    factors: tuple[float, ...]
+    words: tuple[int, ...]
+    unit: int
+    least: int
+
+    def correction(self, entry: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+        """What is added to each entry's number, in units of the last place."""
+        word = choose(entry >> np.int32(4), self.words, jnp.int32)
+        two_bits = (word >> ((entry & np.int32(15)) * 2)) & np.int32(3)
+        return two_bits * self.unit + self.least
+
+
+class Law(NamedTuple):
+    """The map as arithmetic.
+
+    A position counts numbers from zero on, so that decade e begins at a power of two.
+
+    Attributes:
+      powers: The first position of each decade.
+      slopes: Positions a unit in each decade.
+      edges: The midpoints below each decade and below 1, as `_nearest` compares them.
+      zero: The position of 0.
+      one: The position of 1.
+      midpoints: The midpoint below each other position.
+      numbers: The number at each position.
+      positions: For all floats whose higher bits are the same, the position of the
+        least, and, in the lowest `LOW_BITS + 2` bits, the rest of the key of a
+        midpoint among them, or `NEVER`. No two share one. The higher bits of the
+        first entry's floats, and the entries.
+    """
+
+    powers: tuple[int, ...]
+    slopes: tuple[float, ...]
+    edges: tuple[int, ...]
+    zero: int
+    one: int
+    midpoints: Lines
+    numbers: Lines
+    positions: tuple[int, np.ndarray]
+
+
+@functools.cache
+def law_of(signed: bool) -> Law:
+    """The law of a map."""
+    numbers = dynamic_map(signed)[127 if signed else 0 :]
+    zero = 0 if signed else 1
+    powers = tuple(2**e for e in range(zero, zero + 7))
+    tops = [10.0 ** (e - 6) for e in range(7)]
+    # By position: the number there, and the key of the midpoint below it.
+    values = np.concatenate([np.zeros(zero, np.int32), numbers.view(np.int32)])
+    keys = np.concatenate([np.zeros(zero + 1, np.int32), _keys(numbers)])
+    return Law(
+        powers=powers,
+        slopes=tuple(p / (0.9 * top) for p, top in zip(powers, tops, strict=True)),
+        edges=tuple(int(keys[p]) for p in (*powers, 2 * powers[-1])),
+        zero=zero,
+        one=2 * powers[-1],
+        midpoints=_lines(
+            [np.arange(p + 1, 2 * p) for p in powers],
+            [27.0 * np.arange(1, p) + 3 * p for p in powers],
+            [top / (30 * p) for p, top in zip(powers, tops, strict=True)],
+            # Without negative numbers a key is even, and which midpoints are met
+            # makes no difference.
+            *((keys, 2, 1, 0) if signed else (keys & ~1, 2, 2, -4)),
+        ),
+        numbers=_lines(
+            [np.arange(p, 2 * p) for p in powers],
+            [18.0 * np.arange(p) + 2 * p + 9 for p in powers],
+            [top / (20 * p) for p, top in zip(powers, tops, strict=True)],
+            *(values, 1, 1, -1),
+        ),
+        positions=_positions(keys[zero + 1 :], zero),
+    )
+
+
+def _positions(midpoints: np.ndarray, zero: int) -> tuple[int, np.ndarray]:
+    """`Law.positions`; the first entry is of the floats below all midpoints."""
+    first = int(midpoints[0] // NEVER) - 1
+    last = int(np.float32(1).view(np.int32)) >> LOW_BITS
+    least = np.arange(first, last + 1) * NEVER
+    below = np.searchsorted(midpoints, least)
+    next_one = np.append(midpoints, NEVER * (last + 2))[below] - least
+    assert np.all(np.diff(below) <= 1)
+    entries = (zero + below) * 2 * NEVER + np.minimum(next_one, NEVER)
+    return first, entries.astype(np.int32)
+
+
+def _keys(numbers: np.ndarray) -> np.ndarray:
+    """Twice the bits of the last float nearer to each number than to the next.
+
+    One more where that float is not exactly as near to both. Distances are rounded to
+    float32, as bitsandbytes' are; between 5.5e-7 and 3.25e-6 that moves the midpoint.
+    """
+    low, high = numbers[:-1], numbers[1:]
+    middle = ((low + high) / np.float32(2)).view(np.int32)
+    around = middle + np.arange(-3, 4, dtype=np.int32)[:, None]
+    nearer_high = (high - around.view(np.float32)) < (around.view(np.float32) - low)
+    last = middle - 4 + (~nearer_high).sum(axis=0).astype(np.int32)
+    met = high - last.view(np.float32) == last.view(np.float32) - low
+    return 2 * last + 1 - met
+
+
+def _lines(
+    entries: Sequence[np.ndarray],
+    multiples: Sequence[np.ndarray],
+    factors: Sequence[float],
+    wanted: np.ndarray,
+    scale: int,
+    unit: int,
+    least: int,
+) -> Lines:
+    """Finds factors that come so near that two bits an entry are enough.
+
+    Args:
+      entries: The entries of each decade.
+      multiples: The multiples of the decade's factor at each.
+      factors: The factors by the real law; the ones found are a few ulps away.
+      wanted: What is to come out at each entry, as an integer.
+      scale: Its units for one unit in the last place of the line.
+      unit: Its units for one step of the two bits.
+      least: What the two bits count from.
+    """
+    found, steps = [], np.zeros(wanted.size - 1, np.int64)
+    for entry, multiple, factor in zip(entries, multiples, factors, strict=True):
+        start = np.float32(factor).view(np.int32)
+        for ulps in sorted(range(-8, 9), key=abs):
+            candidate = (start + np.int32(ulps)).view(np.float32)
+            line = multiple.astype(np.float32) * candidate
+            away = wanted[entry] - scale * line.view(np.int32) - least
+            if np.all((away >= 0) & (away <= 3 * unit)):
+                break
+        else:
+            raise AssertionError("no factor comes near enough to the map")
+        found.append(float(candidate))
+        steps[entry] = away // unit
+    packed = (steps.reshape(-1, 16) << 2 * np.arange(16)).sum(axis=1)
+    words = tuple(packed.astype(np.uint32).view(np.int32).tolist())
+    return Lines(tuple(found), words, unit, least)

@@ -1,0 +1,4 @@
+"""Compiled steps: `jit_step` pins and checks donations, `memory_report` counts bytes.
+
+`host_arithmetic` finds what a step computes on arrays in host memory.
+"""

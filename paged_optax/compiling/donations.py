@@ -1,0 +1,49 @@
+"""Whether donated buffers are reused, by the compiled program."""
+
+import re
+from typing import Any
+
+import jax
+
+from paged_optax.backend.memory import (
+    memory_kind,
+    memory_kinds,
+)
+from paged_optax.compiling.arguments import Keys, place_of
+
+
+class DonationError(ValueError):
+    """A donated buffer would not be reused."""
+
+
+def check_donations(
+    compiled: jax.stages.Compiled,
+    args: tuple[Any, ...],
+    keys: Keys,
+    donated: tuple[int, ...],
+) -> None:
+    """Looks every donated buffer up among the aliases of the compiled program."""
+    text = compiled.as_text() or ""
+    header = text[: text.find("\n\n")]
+    aliases = re.search(r"input_output_alias=\{(.*?)\}, entry_computation", header)
+    pairs = re.findall(r"\{(\d*)\}: \((\d+),", aliases[1] if aliases else "")
+    kinds = [
+        sharding.memory_kind or memory_kinds()[0]
+        for sharding in jax.tree.leaves(compiled.output_shardings)
+    ]
+    reused = {int(number): kinds[int(output or 0)] for output, number in pairs}
+    lost = []
+    for number, (path, leaf) in enumerate(
+        jax.tree_util.tree_flatten_with_path(args)[0]
+    ):
+        kept = reused.get(number) == memory_kind(leaf)
+        # A Python number has no buffer to lose.
+        if path[0].idx in donated and getattr(leaf, "size", 0) and not kept:
+            lost.append(f"{place_of(keys, path)} ({jax.typeof(leaf)})")
+    if lost:
+        raise DonationError(
+            f"{len(lost)} donated buffer{'s are' if len(lost) > 1 else ' is'} not"
+            f" reused: {', '.join(lost[:3])}. The step must return an array of the same"
+            " shape, dtype and memory kind for each donated one; leave the others out"
+            " of donate_argnums and donate_argnames."
+        )

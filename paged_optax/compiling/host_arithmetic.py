@@ -1,0 +1,133 @@
+"""Finds what computes on host arrays in a traced step.
+
+Optax's own `MultiSteps`, `apply_if_finite`, `conditionally_*` and
+`lookahead(reset_state=True)` select between an old state and a new one, or multiply
+it. Between host arrays XLA:GPU copies the whole state for that, silently, and XLA:TPU
+fails to compile with an unrelated message.
+"""
+
+import pathlib
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from paged_optax.backend.memory import HOST
+
+#: What leaves a host array what it is, or moves it.
+_HARMLESS = frozenset(
+    """copy copy_p device_put dynamic_slice dynamic_update_slice empty expand_dims
+    mesh_cast optimization_barrier pair_donated pvary reshape reshard
+    sharding_constraint slice squeeze""".split()
+)
+
+#: What only holds jaxprs, which are looked into.
+_CALLS = frozenset(
+    """checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vmap_call
+    jit pjit remat2 run_state scan shard_map while""".split()
+)
+
+#: By the file of Optax that an equation was traced from.
+_CURES = {
+    "_accumulation.py": "use paged_optax.MultiSteps",
+    "_conditionality.py": "use paged_optax.apply_if_finite, conditionally_transform or"
+    " conditionally_mask",
+    "lookahead.py": "use paged_optax.lookahead",
+}
+
+_JAX = pathlib.Path(jax.__file__).parent
+
+
+class HostCompute(NamedTuple):
+    """One equation that computes on host arrays.
+
+    Attributes:
+      primitive: Its primitive: `"select_n"`, `"cond"`, `"mul"`.
+      aval: The type of the host array.
+      frames: Where it was traced from: files and lines, the innermost first.
+    """
+
+    primitive: str
+    aval: Any
+    frames: tuple[tuple[str, int], ...]
+
+
+def host_compute(
+    jaxpr: Any, *, conditionals: bool = False, around: tuple[tuple[str, int], ...] = ()
+) -> Iterator[HostCompute]:
+    """Equations on host arrays that are no transfers.
+
+    Args:
+      jaxpr: A `Jaxpr` or `ClosedJaxpr`, traced with arguments typed as host memory.
+      conditionals: Whether a conditional that returns host arrays counts: one branch
+        hands them through. XLA:GPU before that of jax 0.11.2 copies them then.
+      around: Where the equation that holds this jaxpr is from: inner ones that JAX
+        remembers from an earlier trace do not say.
+
+    Yields:
+      One `HostCompute` for each, depth first.
+    """
+    platform_index: set[Any] = set()
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name, frames = equation.primitive.name, _frames(equation) or around
+        variables = [x for x in equation.invars if not isinstance(x, core.Literal)]
+        # The stream's own choice between platforms is made when compiled.
+        by_platform = not platform_index.isdisjoint(variables)
+        if name == "platform_index" or (name == "clamp" and by_platform):
+            platform_index.update(equation.outvars)
+        results = [x.aval for x in equation.outvars if _on_host(x)]
+        touched = [*results, *(x.aval for x in variables if _on_host(x))]
+        if name == "cond":
+            touched = results if conditionals and not by_platform else []
+        if touched and name not in _HARMLESS | _CALLS:
+            yield HostCompute(name, touched[0], frames)
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            if isinstance(inner, (core.Jaxpr, core.ClosedJaxpr)):
+                yield from host_compute(inner, conditionals=conditionals, around=frames)
+
+
+def warn_of_host_compute(jaxpr: Any, platform: str) -> None:
+    """Warns, naming the way out, if a step computes on host arrays.
+
+    Args:
+      jaxpr: The traced step.
+      platform: What it is compiled for. On the CPU all memory is the host's, and
+        nothing is lost.
+    """
+    if platform == "cpu":
+        return
+    copies = platform != "tpu" and jax.__version_info__ < (0, 11, 2)
+    found = next(host_compute(jaxpr, conditionals=copies), None)
+    if found is None:
+        return
+    cure = "move it with jax.device_put(x, jax.memory.Space.Device) first"
+    where = ""
+    for file, line in found.frames:
+        where = where or f" ({file}:{line})"
+        path = pathlib.Path(file)
+        if "optax" in path.parts and path.name in _CURES:
+            cure = f"{_CURES[path.name]}, which gives the same numbers"
+            break
+    warnings.warn(
+        f"the step computes `{found.primitive}` on {found.aval.str_short()}, which is"
+        f" in host memory{where}: XLA copies the whole state for it, or does not"
+        f" compile. Instead, {cure}.",
+        stacklevel=3,
+    )
+
+
+def _on_host(variable: Any) -> bool:
+    aval = variable.aval
+    return getattr(aval, "memory_space", None) == HOST and aval.size > 0
+
+
+def _frames(equation: Any) -> tuple[tuple[str, int], ...]:
+    """Where an equation was traced from, JAX's own code left out."""
+    traceback = equation.source_info.traceback
+    return tuple(
+        (frame.file_name, frame.line_num)
+        for frame in (traceback.frames if traceback else ())
+        if _JAX not in pathlib.Path(frame.file_name).parents
+    )

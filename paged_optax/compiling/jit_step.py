@@ -1,0 +1,271 @@
+"""`jit_step`: a step compiled with every donation pinned and checked."""
+
+import functools
+import threading
+import types
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, NamedTuple, overload
+
+import jax
+
+from paged_optax.backend.memory import (
+    mistyped,
+    on_host,
+)
+from paged_optax.compiling.arguments import (
+    Key,
+    Keys,
+    label,
+    names_by_position,
+    same_constants,
+    several,
+    signature,
+)
+from paged_optax.compiling.donations import check_donations
+from paged_optax.compiling.placements import placements, refuse_moved, typed
+
+
+class _Made(NamedTuple):
+    """A step compiled for some arguments.
+
+    Attributes:
+      compiled: What XLA made of it.
+      keys: The arguments that are arrays.
+      static: Those that are not, and their values.
+      structure: The tree of the arrays.
+      hosted: For each array whether it belongs on the host.
+    """
+
+    compiled: jax.stages.Compiled
+    keys: Keys
+    static: dict[Key, Any]
+    structure: Any
+    hosted: list[bool]
+
+
+class Step:
+    """A training step, compiled for arguments like those it was first given."""
+
+    def __init__(self, step: Callable[..., Any], donated: Keys, static: Keys):
+        self._step = step
+        self._signature = signature(step)
+        self._donated = donated
+        self._static = frozenset(name for key in static for name in self._names(key))
+        self._made: _Made | None = None
+        self._first = threading.Lock()
+        functools.update_wrapper(self, step, updated=())
+
+    @property
+    def compiled(self) -> jax.stages.Compiled | None:
+        """What XLA made of it, for `memory_report`; None before there was a call."""
+        return self._made and self._made.compiled
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """A step that is a method is given its object."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; donated arguments must not be used again."""
+        given = self._by_key(args, kwargs)
+        if self._made is None:
+            with self._first:
+                self._made = self._made or self._compiled_for(given)
+        made, static = self._made, self._taken_out(given)
+        if not same_constants(static, made.static) or tuple(given) != made.keys:
+            raise TypeError(
+                f"the step was compiled for the arguments {made.keys} and the static"
+                f" ones {made.static}, and is called with {tuple(given)} and"
+                f" {static}: make another step for these."
+            )
+        values = tuple(given.values())
+        try:
+            return made.compiled(*values)
+        except (TypeError, ValueError):
+            if jax.tree.structure(values) == made.structure:
+                refuse_moved(values, made.keys, made.hosted)
+            raise
+
+    def _by_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Key, Any]:
+        """Arguments by position, and by name where they have none.
+
+        Raises:
+          TypeError: If they are not what the step takes.
+        """
+        if self._signature is not None:
+            bound = self._signature.bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
+        return dict(enumerate(args)) | dict(sorted(kwargs.items()))
+
+    def _taken_out(self, given: dict[Key, Any]) -> dict[Key, Any]:
+        """The static arguments, no longer among the others."""
+        static = {key: given.pop(key) for key in list(given) if key in self._static}
+        for key, value in static.items():
+            if not isinstance(value, Hashable):
+                raise TypeError(
+                    f"static {label(key)} is of type {type(value).__name__}, which has"
+                    " no hash: a static argument is a constant of the program."
+                )
+        return static
+
+    def _compiled_for(self, given: Mapping[Key, Any]) -> _Made:
+        """Compiles for arguments like these."""
+        examples = dict(given)
+        static = self._taken_out(examples)
+        keys = tuple(examples)
+        donated = self._positions(keys)
+        values = jax.tree.map(typed, tuple(examples.values()))
+        hosted = [on_host(x) or mistyped(x) for x in jax.tree.leaves(values)]
+        refuse_moved(values, keys, hosted)
+        if any(hosted) and not donated:
+            warnings.warn(
+                "nothing is donated, so a step leaves the old parameters and moments"
+                " beside the new: name them in donate_argnums or donate_argnames.",
+                stacklevel=3,
+            )
+
+        # A function of each attempt's own, because JAX keeps what it traced by it.
+        def call(*values: Any) -> Any:
+            given = static | dict(zip(keys, values, strict=True))
+            positions = sorted(key for key in given if isinstance(key, int))
+            named = {key: x for key, x in given.items() if isinstance(key, str)}
+            return self._step(*(given[key] for key in positions), **named)
+
+        inputs, outputs = placements(call, values, donated)
+        # Unused arguments stay, so that a parameter's number is its leaf's.
+        jitted = jax.jit(
+            call,
+            donate_argnums=donated,
+            in_shardings=inputs,
+            out_shardings=outputs,
+            keep_unused=True,
+        )
+        with warnings.catch_warnings():
+            # JAX only warns of what is an error here, and names no leaf.
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            compiled = jitted.lower(*values).compile()
+        check_donations(compiled, values, keys, donated)
+        return _Made(compiled, keys, static, jax.tree.structure(values), hosted)
+
+    def _positions(self, keys: Keys) -> tuple[int, ...]:
+        """Where the donated arguments stand among all."""
+        found = set()
+        for key in self._donated:
+            names = self._names(key)
+            found |= {i for i, one in enumerate(keys) if one in names}
+            if names.isdisjoint(keys):
+                which = "donate_argnums" if isinstance(key, int) else "donate_argnames"
+                has = ", ".join(map(label, keys))
+                raise ValueError(
+                    f"{which} names argument {key!r}, which the step is not given as an"
+                    f" array: it has {len(keys)} arguments, {has}."
+                )
+        return tuple(sorted(found))
+
+    def _names(self, key: Key) -> set[Key]:
+        """An argument's position and its name: it may be given by either."""
+        names = names_by_position(self._signature)
+        if isinstance(key, str):
+            return {key} | {i for i, name in enumerate(names) if name == key}
+        return {key} | {name for name in names[key : key + 1] if name and key >= 0}
+
+
+@overload
+def jit_step(
+    step: None = None,
+    /,
+    *,
+    donate_argnums: int | Iterable[int] = (),
+    donate_argnames: str | Iterable[str] = (),
+    static_argnums: int | Iterable[int] = (),
+) -> Callable[[Callable[..., Any]], Step]: ...
+
+
+@overload
+def jit_step(
+    step: Callable[..., Any],
+    /,
+    *example_args: Any,
+    donate_argnums: int | Iterable[int] = (),
+    donate_argnames: str | Iterable[str] = (),
+    static_argnums: int | Iterable[int] = (),
+    **example_kwargs: Any,
+) -> Step: ...
+
+
+def jit_step(
+    step: Callable[..., Any] | None = None,
+    /,
+    *example_args: Any,
+    donate_argnums: int | Iterable[int] = (),
+    donate_argnames: str | Iterable[str] = (),
+    static_argnums: int | Iterable[int] = (),
+    **example_kwargs: Any,
+) -> Step | Callable[[Callable[..., Any]], Step]:
+    """Compiles a training step with its outputs' placements stated.
+
+    `jax.jit` pairs donated buffers with outputs by shape and order alone where no
+    placement is stated (jax 0.10.2 to 0.12.0.1): a program that is given a state and
+    holds no `update` can return parameters in the moments' place. Here each output's
+    memory is read off the traced step and stated, and each donated buffer is looked up
+    in the compiled program.
+
+    A step that computes on host arrays, as Optax's own wrappers that skip steps do
+    around `paged(...)`, is warned of on accelerators; the warning names what to use.
+
+    Args:
+      step: A function of pytrees of arrays. Left out, a decorator is returned.
+      *example_args: Arguments, or `ShapeDtypeStruct`s that state their shardings. With
+        none the step is compiled when it is first called.
+      donate_argnums: Positions of the arguments whose buffers the step may reuse.
+      donate_argnames: Their names.
+      static_argnums: Positions of arguments that are constants of the program, with a
+        hash: each is what it was when the step was compiled.
+      **example_kwargs: Arguments by name.
+
+    Returns:
+      The compiled `Step`, or a decorator that makes one.
+
+    Raises:
+      DonationError: If a donated buffer is not reused; the message names the leaf.
+      ValueError: If an argument is to be donated that the step is not given.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, paged_optax as po
+      >>> tx = po.paged_adamw(1e-3)
+      >>> def step(params, state, gradients):
+      ...     updates, state = tx.update(gradients, state, params)
+      ...     return optax.apply_updates(params, updates), state
+      >>> params = {"w": jnp.ones((512, 512))}
+      >>> state = tx.init(params)
+      >>> step = po.jit_step(step, params, state, params, donate_argnums=(0, 1))
+      >>> gradients = {"w": jnp.full((512, 512), 0.5)}
+      >>> params, state = step(params, state, gradients)
+      >>> params["w"].sharding.memory_kind == jax.devices()[0].default_memory().kind
+      True
+
+      As a decorator, compiled at the first call:
+
+      >>> @po.jit_step(donate_argnames=("params", "state"))
+      ... def step(params, state, *, scale):
+      ...     gradients = jax.tree.map(lambda p: scale * p, params)
+      ...     updates, state = tx.update(gradients, state, params)
+      ...     return optax.apply_updates(params, updates), state
+      >>> params, state = step(params, state, scale=0.5)
+    """
+    donated = (*several(donate_argnums), *several(donate_argnames))
+    static = several(static_argnums)
+    if any(isinstance(key, int) and key < 0 for key in static):
+        raise ValueError(f"static_argnums={static_argnums} counts from the first, 0.")
+    examples = bool(example_args or example_kwargs)
+    if step is None and not examples:
+        return lambda step: Step(step, donated, static)
+    if not callable(step):
+        raise TypeError(
+            f"jit_step is given {type(step).__name__} as the step, and"
+            f" {sorted(example_kwargs)} as arguments by name: the step is a function."
+        )
+    made = Step(step, donated, static)
+    if examples:
+        made._made = made._compiled_for(made._by_key(example_args, example_kwargs))
+    return made

@@ -1,0 +1,149 @@
+"""`memory_report`: what XLA assigned to a compiled program."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+
+from paged_optax.backend.sizes import readable_bytes
+from paged_optax.backend.table import table
+from paged_optax.engine.shards import UNSHARDED
+
+# An asynchronous copy between memory spaces in optimized HLO. XLA marks buffers in
+# host memory by the layout's memory space 5 (`xla::Layout::kHostMemorySpace`).
+_TRANSFER = re.compile(
+    r"= .*S\(5\).* (?:copy-start|async-start|dynamic-slice-start"
+    r"|dynamic-update-slice-start|fusion-start)\("
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """XLA's own buffer assignment, in bytes, for one device. Prints as a table.
+
+    Attributes:
+      device_arguments: Arguments in device memory.
+      device_outputs: Results in device memory.
+      device_aliased: Results that take over a donated argument's buffer.
+      device_temp: Scratch.
+      host_arguments: Arguments in host memory.
+      host_outputs: Results in host memory.
+      host_aliased: Results in host memory that take over a donated argument's.
+      host_temp: Scratch in host memory: 0, or something is copied whole.
+      transfers: Asynchronous transfers to or from host memory in the program's text.
+      host_known: Whether this backend tells host from device memory. XLA:CPU does
+        not: everything counts as device memory there.
+      unsharded: Whether it is a program of several devices that pages leaves whose
+        shardings were not known: XLA then gathers pages from all devices.
+      hlo: The optimized program.
+    """
+
+    device_arguments: int
+    device_outputs: int
+    device_aliased: int
+    device_temp: int
+    host_arguments: int
+    host_outputs: int
+    host_aliased: int
+    host_temp: int
+    transfers: int
+    host_known: bool = True
+    unsharded: bool = False
+    hlo: str = dataclasses.field(default="", repr=False)
+
+    @property
+    def device_total(self) -> int:
+        """Peak device bytes: arguments, results that alias none of them, scratch."""
+        return (
+            self.device_arguments
+            + self.device_outputs
+            - self.device_aliased
+            + self.device_temp
+        )
+
+    @property
+    def host_total(self) -> int:
+        """Peak host bytes: arguments, results that alias none of them, scratch."""
+        return (
+            self.host_arguments + self.host_outputs - self.host_aliased + self.host_temp
+        )
+
+    @classmethod
+    def of(cls, stats: Any, hlo: str, host_known: bool = True) -> "MemoryReport":
+        """Reads XLA's `CompiledMemoryStats` and the program's text."""
+        read = lambda name: int(getattr(stats, f"{name}_size_in_bytes"))
+        return cls(
+            read("argument"),
+            read("output"),
+            read("alias"),
+            read("temp"),
+            read("host_argument"),
+            read("host_output"),
+            read("host_alias"),
+            read("host_temp"),
+            len(_TRANSFER.findall(hlo)),
+            host_known,
+            bool(re.search(r"num_partitions=(?!1\b)", hlo)) and UNSHARDED in hlo,
+            hlo,
+        )
+
+    def __str__(self) -> str:
+        names = ("arguments", "outputs", "aliased", "temp", "total")
+        spaces = ("device", "host") if self.host_known else ("device",)
+        rows = [
+            (
+                space if self.host_known else "all memory",
+                *(readable_bytes(getattr(self, f"{space}_{n}")) for n in names),
+            )
+            for space in spaces
+        ]
+        text = table(("memory", *names[:3], "scratch", "peak"), rows)
+        notes = [f"transfers in the program: {self.transfers}"]
+        if not self.host_known:
+            notes = ["This backend does not tell host from device memory."]
+        if self.unsharded:
+            notes.append(
+                "Paging fell back: the shardings of some parameters are not known here,"
+                " and XLA gathers\ntheir pages. Pass paged(..., shardings=...), make"
+                " the state with tx.init on the sharded\nparameters, or use a mesh of"
+                " explicit axes."
+            )
+        return "\n\n".join((text, *notes))
+
+
+def memory_report(compiled: jax.stages.Compiled) -> MemoryReport:
+    """Reports what XLA assigned to a compiled step.
+
+    Args:
+      compiled: What `jax.jit(step).lower(...).compile()` gives, or the `compiled` of
+        what `jit_step` returns.
+
+    Returns:
+      Device and host bytes, aliasing, transfers. It prints as a table.
+
+    Raises:
+      TypeError: If it is given something that is not compiled.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, paged_optax as po
+      >>> compiled = jax.jit(lambda x: x + 1).lower(jnp.ones(256)).compile()
+      >>> po.memory_report(compiled).device_arguments
+      1024
+    """
+    if not hasattr(compiled, "memory_analysis"):
+        raise TypeError(
+            f"memory_report takes a compiled step, not {type(compiled).__name__}: pass"
+            " jax.jit(step).lower(...).compile(), or jit_step(...).compiled."
+        )
+    stats = compiled.memory_analysis()
+    if stats is None:
+        raise RuntimeError("this backend gives no memory analysis.")
+    text = compiled.as_text() or ""
+    devices = {
+        device
+        for sharding in jax.tree.leaves(compiled.output_shardings)
+        for device in sharding.device_set
+    }
+    on_cpu = any(device.platform == "cpu" for device in devices)
+    return MemoryReport.of(stats, text, host_known=not on_cpu)

@@ -1,0 +1,107 @@
+"""Where a step's arguments and results are."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import (
+    SingleDeviceSharding,
+)
+
+from paged_optax.backend.memory import (
+    memory_kind,
+    on_host,
+    typed_by_memory,
+)
+from paged_optax.compiling.arguments import Keys, place_of
+from paged_optax.compiling.host_arithmetic import warn_of_host_compute
+
+
+def refuse_moved(args: tuple[Any, ...], keys: Keys, hosted: Sequence[bool]) -> None:
+    """Names an array whose type says that it is on the device, and belongs elsewhere.
+
+    Args:
+      args: Arguments of a step.
+      keys: Their positions or names.
+      hosted: For each of their arrays whether it belongs on the host.
+    """
+    flat = jax.tree_util.tree_flatten_with_path(args)[0]
+    for (path, x), host in zip(flat, hosted, strict=False):
+        if host and not on_host(x):
+            raise ValueError(
+                f"{place_of(keys, path)} belongs in host memory, and has the type of"
+                f" device memory ({jax.typeof(x)}): a restore or a jax.device_put"
+                " without a memory kind did that. Put the state back by"
+                " paged_optax.place_state(tx, state, params)."
+            )
+
+
+def typed(x: Any) -> Any:
+    """A `ShapeDtypeStruct` whose memory shows in its type."""
+    if not isinstance(x, jax.ShapeDtypeStruct) or x.sharding is None:
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=typed_by_memory(x.sharding))
+
+
+def placements(
+    step: Callable[..., Any], args: tuple[Any, ...], donated: tuple[int, ...]
+) -> tuple[Any, Any]:
+    """The shardings of all arguments and of all results, memory kinds among them."""
+    closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
+    structure = jax.tree.structure(shapes)
+    committed = [
+        x.sharding
+        if getattr(x, "committed", isinstance(x, jax.ShapeDtypeStruct))
+        else None
+        for x in jax.tree.leaves(args)
+        if hasattr(x, "sharding")
+    ]
+    devices = {d for sharding in committed if sharding for d in sharding.device_set}
+    warn_of_host_compute(closed, next(iter(devices), jax.devices()[0]).platform)
+
+    if len(devices) <= 1:
+        # Arguments are stated too, also those not committed to a device: JAX pairs an
+        # input of unstated memory with any output of its shape.
+        device = next(iter(devices), jax.devices()[0])
+        alone = lambda x: SingleDeviceSharding(device, memory_kind=memory_kind(x))
+        stated = [alone(x) for x in closed.out_avals]
+        return jax.tree.map(alone, args), jax.tree.unflatten(structure, stated)
+    # Let the compiler choose the layout over devices first, with nothing donated and
+    # so nothing to confuse; then state what it chose.
+    chosen = jax.jit(step, keep_unused=True).lower(*args).compile()
+    place = lambda sharding, x: sharding.with_memory_kind(memory_kind(x))
+    inputs = map(place, jax.tree.leaves(chosen.input_shardings), jax.tree.leaves(args))
+    inputs = jax.tree.unflatten(jax.tree.structure(args), list(inputs))
+    outputs = map(place, jax.tree.leaves(chosen.output_shardings), closed.out_avals)
+    outputs = jax.tree.unflatten(structure, list(outputs))
+    return inputs, _given_back(args, inputs, shapes, outputs, donated)
+
+
+def _given_back(
+    args: tuple[Any, ...],
+    inputs: tuple[Any, ...],
+    results: Any,
+    outputs: Any,
+    donated: tuple[int, ...],
+) -> Any:
+    """The results' shardings, where one is like a donated argument that argument's.
+
+    The compiler may divide parameters that it updates otherwise than it was given them;
+    then no buffer would serve again, and the next step not take them.
+    """
+    describe = lambda tree: (
+        jax.tree.structure(tree),
+        [(x.shape, x.dtype) for x in jax.tree.leaves(tree)],
+    )
+    left = [(describe(args[i]), inputs[i]) for i in donated]
+
+    def choose(result: Any, chosen: Any) -> Any:
+        found = next((given for given in left if given[0] == describe(result)), None)
+        if found is None:
+            return chosen
+        left.remove(found)
+        return found[1]
+
+    if type(results) in (tuple, list):
+        return type(results)(map(choose, results, outputs))
+    return choose(results, outputs)

@@ -1,0 +1,87 @@
+"""A backend is checked once before it is trusted with real moments.
+
+XLA:GPU before openxla/xla#46308 computed wrong addresses for some host slices, and
+nothing failed: only the numbers were wrong. So before a process first pages on an
+accelerator, a few distinct pages go through the engine and are compared.
+"""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paged_optax.analysis.flat import trace
+from paged_optax.analysis.program import LeafUpdate
+from paged_optax.analysis.split import analyse
+from paged_optax.engine.geometry import Kept, cut
+from paged_optax.engine.stream import fill, stream
+
+
+class BackendError(RuntimeError):
+    """This backend corrupts pages."""
+
+
+def check_backend() -> None:
+    """Sends distinct pages through the engine and compares them, once a process.
+
+    Runs on accelerators only: milliseconds, and a moment of compiling before.
+    `PAGED_OPTAX_SELF_CHECK=0` in the environment switches it off.
+
+    Raises:
+      BackendError: If a page came back wrong.
+    """
+    backend = jax.default_backend()
+    if backend != "cpu" and os.environ.get("PAGED_OPTAX_SELF_CHECK", "1") != "0":
+        run_check(backend)
+
+
+@functools.cache
+def run_check(backend: str) -> None:
+    """Compares five pages and a smaller last one with the same sums on NumPy."""
+    shape, rows = (89, 128), 16  # five pages of 15 rows, and one of 14
+    geometry = cut(shape, (Kept(4),), rows * shape[1] * 4)
+    update = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    moment = 3 * update + 1
+    with jax.ensure_compile_time_eval():
+        # As `init` makes a moment, and as `update` reads and writes one.
+        (made,) = _leaves(lambda update: (3 * update + 1,), shape)
+        array = jnp.asarray(update)
+        on_host = fill(
+            (array,), program=made.program, geometry=geometry, dtype=array.dtype
+        )
+        (leaf,) = _leaves(
+            lambda update, moment: (update - moment, moment + update), shape
+        )
+        arrays = (array, on_host)
+        found = stream(
+            tuple(arrays[i] for i in leaf.inputs),
+            program=leaf.program,
+            overwrites=tuple(leaf.inputs.index(i) for i in leaf.outputs),
+            geometry=geometry,
+        )
+    wanted = (update - moment, moment + update)
+    for name, new, right in zip(("update", "moment"), found, wanted, strict=True):
+        wrong = np.flatnonzero((np.asarray(new) != right).any(1))
+        if wrong.size:
+            raise BackendError(
+                f"jax {jax.__version__} corrupts pages on {backend}: rows"
+                f" {wrong[:8].tolist()} of the {name} are wrong in the self-check."
+                " Install jax 0.11.2 or newer, known to be good, and report this with"
+                " your driver's version; PAGED_OPTAX_SELF_CHECK=0 skips the check."
+            )
+
+
+def _leaves(
+    function: Callable[..., tuple[Any, ...]], shape: tuple[int, ...]
+) -> tuple[LeafUpdate, ...]:
+    """The programs of a function of one parameter's arrays, its gradient first."""
+    count = len(inspect.signature(function).parameters)
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32)] * count
+    closed, _ = trace(function, *arguments)
+    owners = [0, *[None] * (count - 1)]
+    return analyse(closed, owners, owners, str).leaves

@@ -1,0 +1,310 @@
+"""Pages of one leaf through the device.
+
+A page is read from host memory, computed on, and written back over itself, inside
+one loop a leaf. Two choices keep this right and small on every compiler at hand:
+
+- **The loop's own variable is the index.** It counts rows, or the least number of them
+  that is never parted, and steps by a page's, so that the slice's start needs no
+  arithmetic. XLA:GPU before openxla/xla#46308 derives a transfer's address from the
+  induction variable alone and ignores what is computed from it; with this form its
+  transfer descriptors cover exactly the page in jax 0.10.2 and in 0.12.0.1. A last page
+  of fewer rows is one more access at a fixed row.
+- **A leaf of a single page sits behind a gate**: a loop whose trip count the compiler
+  cannot see. Nothing of the leaf is hoisted out of it, so such leaves stay one at a
+  time too (16 leaves of 64 MiB: 256 MiB of scratch on H200 and v5e instead of 2176).
+  A gate given from outside as 0 moves no byte.
+
+How an array lies in its pages is in `paged_optax.engine.streamed`. This module knows
+nothing of Optax.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Int, UInt32
+
+from paged_optax.backend.memory import HOST, on_host
+from paged_optax.codecs import Codec, Noise
+from paged_optax.codecs.codec import strides_of
+from paged_optax.engine.geometry import Geometry, Pages
+from paged_optax.engine.part import At
+from paged_optax.engine.shards import Place, Shards, on_shards
+from paged_optax.engine.streamed import Held, Stored, Streamed
+
+if TYPE_CHECKING:
+    from paged_optax.analysis.program import Program
+from paged_optax.backend.barriers import apart, on_cpu
+from paged_optax.engine.fences import each, fetched
+from paged_optax.engine.sweeps import open_gate, sweeps, swept
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "program",
+        "overwrites",
+        "geometry",
+        "codecs",
+        "shapes",
+        "shards",
+    ),
+)
+def stream(
+    arrays: tuple[Stored, ...],
+    gate: Int[Array, ""] | None = None,
+    noise: tuple[UInt32[Array, "2"] | None, ...] | None = None,
+    place: UInt32[Array, ""] | None = None,
+    *,
+    program: "Program",
+    overwrites: tuple[int, ...],
+    geometry: Geometry,
+    codecs: tuple[Codec | None, ...] = (),
+    shapes: tuple[tuple[int, ...], ...] = (),
+    shards: Shards | None = None,
+) -> tuple[Stored, ...]:
+    """Runs a program over one leaf, page by page, in place.
+
+    Args:
+      arrays: The program's arguments, in host or device memory, then any further
+        buffers to overwrite. Arrays of the leaf's shape are paged; others (scalars)
+        are given to every page whole.
+      gate: 1 to update the leaf; 0 to leave it, moving nothing. None always updates.
+      noise: For each result the random words that its codec rounds by, or None.
+      place: The position in the flattened leaf of the first value here; None: 0.
+      program: What to compute on a page; see `granularity.Program`.
+      overwrites: For each of its results, the position of the array it replaces,
+        of the same shape and dtype.
+      geometry: How the leaf is cut; one shard of it, where there are shards.
+      codecs: What stores each of `arrays`, or None; empty where nothing is coded.
+      shapes: What the program sees of each of `arrays`, where it is given all of it;
+        empty where nothing is coded.
+      shards: How the leaf is divided over a mesh: each device pages its own shard.
+
+    Returns:
+      The new arrays, in the order of the results, each in the memory space of the
+      array it replaces.
+    """
+    codecs = codecs or (None,) * len(arrays)
+    run = functools.partial(_stream, program, overwrites, codecs, shapes)
+    if shards is None:
+        return _by_backend(run, geometry, arrays, gate, noise, place)
+
+    def on_one(place: Place, arrays: Any, scalars: Any) -> tuple[Stored, ...]:
+        gate, noise = scalars
+        noise = jax.tree.map(lambda words: words + place.part, noise)
+        return _by_backend(run, geometry, arrays, gate, noise, place.start)
+
+    return on_shards(
+        on_one, shards, arrays, codecs, geometry.rows.leaf, overwrites, (gate, noise)
+    )
+
+
+def _by_backend(
+    run: Callable[..., tuple[Stored, ...]], geometry: Geometry, *arguments: Any
+) -> tuple[Stored, ...]:
+    """Calls a function with the pages of the backend it is lowered for."""
+    if geometry.rows == geometry.tiles:
+        return run(geometry.rows, *arguments)
+    return lax.platform_dependent(
+        *arguments,
+        tpu=functools.partial(run, geometry.tiles),
+        default=functools.partial(run, geometry.rows),
+    )
+
+
+def _stream(
+    program: "Program",
+    overwrites: tuple[int, ...],
+    codecs: tuple[Codec | None, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    pages: Pages,
+    arrays: tuple[Stored, ...],
+    gate: Int[Array, ""] | None,
+    noise: tuple[UInt32[Array, "2"] | None, ...] | None,
+    place: UInt32[Array, ""] | None,
+) -> tuple[Stored, ...]:
+    leaves = [
+        Streamed.of(x, pages, codec, on_host(x))
+        for x, codec in zip(arrays, codecs, strict=True)
+    ]
+    views = [leaf.view(x) for leaf, x in zip(leaves, arrays, strict=True)]
+    targets = tuple(dict.fromkeys(overwrites))
+    words = noise or (None,) * len(overwrites)
+    shapes = () if pages.count else shapes
+    results = _paged(
+        program, overwrites, pages, leaves, views, gate, words, place, shapes
+    )
+    new = dict(zip(targets, results, strict=True))
+    return tuple(leaves[p].restore(new[p]) for p in overwrites)
+
+
+def _paged(
+    program: "Program",
+    overwrites: tuple[int, ...],
+    pages: Pages,
+    leaves: Sequence[Streamed],
+    views: Sequence[Held],
+    gate: Int[Array, ""] | None,
+    words: Sequence[UInt32[Array, "2"] | None],
+    place: UInt32[Array, ""] | None,
+    shapes: Sequence[tuple[int, ...]] = (),
+) -> tuple[Held, ...]:
+    """The new views of the arrays that are overwritten.
+
+    Where leaves of several shapes travel whole, `shapes` are theirs.
+    """
+    targets = tuple(dict.fromkeys(overwrites))
+    coded = any(leaf.codec is not None for leaf in leaves)
+    strides = strides_of(pages.view)
+
+    def update(at: At, current: dict[int, Held]) -> dict[int, Held]:
+        page_shape = pages.page(at.size)
+        first = functools.reduce(
+            lambda total, each: total + jnp.asarray(each[0], jnp.uint32) * each[1],
+            zip(at.starts(pages), (np.uint32(n % 2**32) for n in strides), strict=True),
+            jnp.uint32(0) if place is None else place,
+        )
+
+        def compute() -> tuple[Held, ...]:
+            stored = [
+                leaf.read(current[position], at)
+                for position, leaf in enumerate(leaves[: program.inputs])
+            ]
+            stored = fetched(stored, [leaf.travels for leaf in leaves[: len(stored)]])
+            own = shapes or [page_shape] * len(stored)
+            inputs = [
+                leaf.decode(page, shape)
+                for leaf, page, shape in zip(leaves, stored, own, strict=False)
+            ]
+            if coded:
+                inputs = on_cpu(lax.optimization_barrier, inputs)
+            results = program(inputs, page_shape if program.elementwise else None)
+            if coded:
+                results = lax.optimization_barrier(results)
+            return tuple(
+                leaves[position].encode(
+                    result, None if word is None else Noise(word, first, strides)
+                )
+                for position, result, word in zip(
+                    overwrites, results, words, strict=True
+                )
+            )
+
+        # Only what travels is kept apart from its neighbours; gradients and
+        # parameters are read and written by the computation itself.
+        results = apart(compute) if pages.count > 1 else compute()
+        results = each(
+            lax.optimization_barrier, results, [leaves[p].travels for p in overwrites]
+        )
+        written = {
+            position: leaves[position].write(current[position], result, at)
+            for position, result in zip(overwrites, results, strict=True)
+        }
+        return current | written
+
+    def run(buffers: tuple[Held, ...]) -> tuple[Held, ...]:
+        current = dict(enumerate(views)) | dict(zip(targets, buffers, strict=True))
+        # What does not travel in pages, such as a leaf's few scales, travels before the
+        # first page and after the last.
+        current = {p: leaves[p].ahead(x) for p, x in current.items()}
+        for sweep in sweeps(pages):
+            if sweep.stop == sweep.step:
+                current = update(sweep.at(np.int32(0)), current)
+            else:
+                current = swept(sweep, update, current, targets)
+        return tuple(leaves[p].back(current[p]) for p in targets)
+
+    buffers = tuple(views[position] for position in targets)
+    kept_together = len(sweeps(pages)) == 1 and pages.count > 1
+    if gate is None and kept_together and not coded:
+        return run(buffers)  # its own loop keeps it together
+    trips = open_gate() if gate is None else gate
+    return lax.while_loop(
+        lambda carry: carry[0] < trips,
+        lambda carry: (carry[0] + 1, run(carry[1])),
+        (jnp.int32(0), buffers),
+    )[1]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("program", "geometry", "dtype", "codec", "host", "shards")
+)
+def fill(
+    arrays: tuple[Array, ...],
+    noise: UInt32[Array, "2"] | None = None,
+    *,
+    program: "Program",
+    geometry: Geometry,
+    dtype: jnp.dtype,
+    codec: Codec | None = None,
+    host: bool = True,
+    shards: Shards | None = None,
+) -> Stored:
+    """Makes one leaf, page by page, so that it never exists on the device.
+
+    Args:
+      arrays: The program's arguments.
+      noise: The random words that the codec rounds by, or None.
+      program: What makes a page; its only result is the leaf.
+      geometry: How the leaf is cut; one shard of it, where there are shards.
+      dtype: The leaf's dtype, as the program makes it.
+      codec: What stores it, or None.
+      host: Whether it is made in host memory.
+      shards: How the leaf is divided over a mesh: each device makes its own shard.
+
+    Returns:
+      The leaf.
+    """
+    run = functools.partial(_fill, program, dtype, codec, host)
+    if shards is None:
+        return _by_backend(run, geometry, arrays, noise, None)[0]
+    local = geometry.rows.leaf
+    shape = tuple(n * d for n, d in zip(local, shards.divisions, strict=True))
+    like = jax.ShapeDtypeStruct(shape, dtype)
+    (leaf,) = on_shards(
+        lambda place, arrays, noise: _by_backend(
+            run, geometry, arrays, noise, place.start
+        ),
+        shards,
+        arrays,
+        [None] * len(arrays),
+        local,
+        [(codec, shards.stored(codec, shape) if codec else like)],
+        noise,
+    )
+    return leaf
+
+
+def _fill(
+    program: "Program",
+    dtype: jnp.dtype,
+    codec: Codec | None,
+    host: bool,
+    pages: Pages,
+    arrays: tuple[Array, ...],
+    noise: UInt32[Array, "2"] | None,
+    place: UInt32[Array, ""] | None,
+) -> tuple[Stored]:
+    stored = jax.ShapeDtypeStruct(pages.leaf, dtype)
+    if codec is not None:
+        stored = codec.stored(pages.leaf)
+    leaves = [Streamed.of(x, pages, None, on_host(x)) for x in arrays]
+    views = [leaf.view(x) for leaf, x in zip(leaves, arrays, strict=True)]
+    made = Streamed.of(stored, pages, codec, host).staged()
+    (new,) = _paged(
+        program,
+        (len(arrays),),
+        pages,
+        [*leaves, made],
+        [*views, made.blank()],
+        None,
+        [noise],
+        place,
+    )
+    leaf = made.restore(new)
+    return (jax.device_put(leaf, HOST) if host else leaf,)

@@ -1,0 +1,245 @@
+"""How the arrays of one leaf lie in its pages.
+
+A moment is an array of the leaf's shape, or what a codec stores in its place: codes, of
+which several may share a word, and a scale a block. Each array has a view, whose axes
+are those of the leaf's own view; entries along an axis stand for as many of the leaf's,
+or for more.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax
+
+from paged_optax.backend import tiling
+from paged_optax.backend.memory import HOST
+from paged_optax.codecs import (
+    Codec,
+    Noise,
+    Quantized,
+    axis_of_blocks,
+    packed_along,
+)
+from paged_optax.engine.geometry import Pages
+from paged_optax.engine.part import NEEDS_RAW_INDEX, At, Part, unit_of
+
+#: An array, or what a codec stores in its place.
+Stored = Array | Quantized[Array]
+
+# Scales of at most this part of a page travel whole, before the first page and after
+# the last: a transfer of a few kilobytes costs its latency.
+_SMALL_PART = 16
+
+
+class Held(NamedTuple):
+    """What is held of a leaf or a page: codes and scales, or an array without scales.
+
+    Attributes:
+      codes: The codes, or the array itself.
+      scales: One a block of a `Quantized`; None where there are no blocks.
+    """
+
+    codes: Array
+    scales: Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Streamed:
+    """One argument of a leaf's program, or what a codec stores of it.
+
+    Attributes:
+      codec: What stores it, or None.
+      codes: Its codes, or the array itself.
+      scales: Its scales, or None.
+    """
+
+    codec: Codec | None
+    codes: Part
+    scales: Part | None
+
+    @classmethod
+    def of(cls, x: Any, pages: Pages, codec: Codec | None, on_host: bool) -> "Streamed":
+        """Describes an array, or the shapes and dtypes of one.
+
+        Args:
+          x: The array, or what a codec stores.
+          pages: How the leaf is cut.
+          codec: What stores it, or None.
+          on_host: Whether it lives in host memory.
+        """
+        codes, scales = x if isinstance(x, Quantized) else (x, None)
+        cut = pages.count > 1 and (codec is not None or codes.shape == pages.leaf)
+        ratios = _ratios_of_codes(codec, codes.shape, pages)
+        view = _viewed(pages.view, ratios) if cut else None
+        part = functools.partial(Part, pages)
+        travels = on_host and (
+            view is None or pages.tiled or _is_raw(pages, view, ratios)
+        )
+        first = part(codes.shape, codes.dtype, on_host, view, ratios, travels)
+        if scales is None:
+            return cls(codec, first, None)
+        assert codec is not None
+        ratios = _ratios_of_scales(codec, pages)
+        view = _viewed(pages.view, ratios) if cut else None
+        travels = on_host and (
+            view is None or _scales_travel(scales.shape, view, ratios, pages)
+        )
+        return cls(
+            codec,
+            first,
+            part(scales.shape, scales.dtype, on_host, view, ratios, travels),
+        )
+
+    @property
+    def travels(self) -> bool:
+        """Whether its pages come from host memory."""
+        return self.codes.travels
+
+    def view(self, x: Stored) -> Held:
+        """What a loop holds of what was given."""
+        codes, scales = x if isinstance(x, Quantized) else (x, None)
+        codes = codes.reshape(self.codes.opened)
+        if self.scales is None or scales is None:
+            return Held(codes, None)
+        return Held(codes, scales.reshape(self.scales.opened))
+
+    def blank(self) -> Held:
+        """Memory to fill, in the shapes that a loop holds; see `staged`.
+
+        `lax.empty` moved to the host allocates there and nowhere else. XLA:GPU of jax
+        0.10.2 refuses to reshape it there ("Bitcast cannot have different memory
+        spaces"), so that it is made in the shape that is cut.
+        """
+
+        def make(part: Part) -> Array:
+            made = lax.empty(part.opened, part.dtype)
+            return jax.device_put(made, HOST) if part.on_host else made
+
+        return Held(
+            make(self.codes), None if self.scales is None else make(self.scales)
+        )
+
+    def staged(self) -> "Streamed":
+        """The same, with what does not travel in pages on the device until the end."""
+
+        def stay(part: Part) -> Part:
+            return part if part.travels else dataclasses.replace(part, on_host=False)
+
+        scales = None if self.scales is None else stay(self.scales)
+        return Streamed(self.codec, stay(self.codes), scales)
+
+    def restore(self, x: Held) -> Stored:
+        """What was given, back in its own shape."""
+        codes = x.codes.reshape(self.codes.shape)
+        if self.scales is None or x.scales is None:
+            return codes
+        return Quantized(codes, x.scales.reshape(self.scales.shape))
+
+    def ahead(self, x: Held) -> Held:
+        """Brings what does not travel in pages to the device."""
+        return self._each(Part.ahead, x)
+
+    def back(self, x: Held) -> Held:
+        """Undoes `ahead`."""
+        return self._each(Part.back, x)
+
+    def read(self, x: Held, at: At) -> Held:
+        """A page as it is stored, in device memory."""
+        return self._each(Part.read, x, at)
+
+    def write(self, x: Held, page: Held, at: At) -> Held:
+        """What is held with a page of it replaced."""
+        codes = self.codes.write(x.codes, page.codes, at)
+        if self.scales is None or x.scales is None or page.scales is None:
+            return Held(codes, None)
+        return Held(codes, self.scales.write(x.scales, page.scales, at))
+
+    def decode(self, page: Held, shape: tuple[int, ...]) -> Array:
+        """What the program sees of a page."""
+        if self.codec is None:
+            return page.codes
+        stored = page.codes if page.scales is None else Quantized(*page)
+        return self.codec.decode(self._like_stored(stored, shape), shape)
+
+    def encode(self, page: Array, noise: Noise | None) -> Held:
+        """What is stored of a result."""
+        if self.codec is None:
+            return Held(page, None)
+        stored = self.codec.encode(page, noise)
+        codes, scales = stored if isinstance(stored, Quantized) else (stored, None)
+        return Held(codes, scales)
+
+    def _like_stored(self, stored: Any, shape: tuple[int, ...]) -> Any:
+        assert self.codec is not None
+        wanted = self.codec.stored(shape)
+        return jax.tree.map(lambda x, like: x.reshape(like.shape), stored, wanted)
+
+    def _each(self, method: Any, x: Held, *arguments: Any) -> Held:
+        codes = method(self.codes, x.codes, *arguments)
+        if self.scales is None or x.scales is None:
+            return Held(codes, None)
+        return Held(codes, method(self.scales, x.scales, *arguments))
+
+
+def _viewed(
+    view: tuple[int, ...], ratios: Sequence[tuple[int, int]]
+) -> tuple[int, ...]:
+    """The shape of an array that has `number` entries for `of` of a leaf's view."""
+    cut = view[: len(ratios)]
+    return tuple(-(-n * x // of) for n, (x, of) in zip(cut, ratios, strict=True))
+
+
+def _ratios_of_codes(
+    codec: Codec | None, shape: tuple[int, ...], pages: Pages
+) -> tuple[tuple[int, int], ...]:
+    ratios = [(1, 1)] * len(pages.view)
+    packed = {axis: packed_along(codec, axis) for axis in (-1, -2)}
+    if max(packed.values()) > 1:
+        for axis in range(-len(ratios), 0)[-2:]:
+            ratios[axis] = 1, packed[axis]
+    elif ratios and math.prod(shape) < math.prod(pages.leaf):
+        ratios[-1] = 1, 2  # pairs of four bits
+    return tuple(ratios)
+
+
+def _ratios_of_scales(codec: Codec, pages: Pages) -> tuple[tuple[int, int], ...]:
+    """Scales have the axes before the last that is cut, and blocks of what is left."""
+    view, along = pages.view, axis_of_blocks(codec)
+    if along is not None:
+        ratios = [(1, 1)] * len(view)
+        ratios[along] = 1, codec.block
+        return tuple(ratios)
+    after = math.prod(view[pages.axis + 1 :])
+    common = math.gcd(after, codec.block)
+    return (*[(1, 1)] * pages.axis, (after // common, codec.block // common))
+
+
+def _is_raw(
+    pages: Pages, view: Sequence[int], ratios: Sequence[tuple[int, int]]
+) -> bool:
+    """Whether pages are found by a loop's own variable, where XLA:GPU needs that."""
+    if pages.axis or not NEEDS_RAW_INDEX:
+        return True  # strips are transferred by kernels, which compute their addresses
+    return view[0] % unit_of(pages, ratios) == 0
+
+
+def _scales_travel(
+    shape: tuple[int, ...],
+    view: tuple[int, ...],
+    ratios: Sequence[tuple[int, int]],
+    pages: Pages,
+) -> bool:
+    """Whether scales are so many that they go in pages, and lie so that they can."""
+    if math.prod(shape) * _SMALL_PART <= pages.entries:
+        return False
+    if not pages.tiled:
+        return _is_raw(pages, view, ratios)
+    number, of = ratios[pages.axis]
+    order = tiling.viewed(shape, len(view))
+    return order is not None and tiling.can_slice(
+        view, order, pages.axis, pages.size * number // of, 4
+    )

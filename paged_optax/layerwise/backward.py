@@ -1,0 +1,176 @@
+"""The backward pass over the layers, for all micro-batches or one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from paged_optax.layerwise.model import Model, parted
+from paged_optax.layerwise.norms import widened
+from paged_optax.layerwise.slices import (
+    downwards,
+    kept,
+    put,
+    slab,
+)
+from paged_optax.layerwise.weights import Weights
+from paged_optax.layerwise.workspace import GradientWorkspace
+
+
+def written(stacks: list[Any], slabs: list[Any], new: list[Any], i: Any) -> Any:
+    """Stacks with the slabs of layer i replaced, where they changed."""
+    return [
+        x if made is old else put(x, made, i)
+        for x, old, made in zip(stacks, slabs, new, strict=True)
+    ]
+
+
+def _each_with(gradients: Any, ahead: list[Any]) -> tuple[Any, list[Any]]:
+    """Has each matrix of the following layer there when its gradient is made.
+
+    So it travels while the gradients are computed, and is read from the stack before
+    this layer's is written to it; otherwise XLA would copy the stack.
+    """
+    flat, structure = jax.tree.flatten(gradients)
+    pairs = [
+        (g, a) if a is None else lax.optimization_barrier((g, a))
+        for g, a in zip(flat, ahead, strict=True)
+    ]
+    return jax.tree.unflatten(structure, [g for g, _ in pairs]), [a for _, a in pairs]
+
+
+class Bundle:
+    """The micro-batches that go through the layers together: all of them, or one."""
+
+    def __init__(
+        self,
+        model: Model,
+        weights: Weights,
+        rest: Any,
+        batch: Any,
+        workspace: GradientWorkspace,
+        several: bool,
+    ):
+        self.model, self.weights, self.rest, self.batch = model, weights, rest, batch
+        self.several = several
+        self.dtypes = [x.dtype for x in jax.tree.leaves(workspace.gradients)]
+        x, self.inputs, keep, self.context, self.stacks = model.forward(
+            weights, rest, batch, self._each
+        )
+        one = jax.tree.map(lambda x: x[0], batch) if several else batch
+        self.learned = model.learned(rest, one)
+        if not several:
+            self.loss, self.metrics, self.drest, self.dx, self.dkept = model.head(
+                rest, x, keep, batch
+            )
+            return
+        count = len(jax.tree.leaves(batch)[0])
+
+        def head(drest: Any, given: Any) -> Any:
+            loss, metrics, dr, dx, dkept = model.head(rest, *given)
+            mean = lambda tree: jax.tree.map(lambda g: g / count, tree)
+            drest = jax.tree.map(lambda s, g: s + g.astype(s.dtype) / count, drest, dr)
+            return drest, (loss, metrics, mean(dx), mean(dkept))
+
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, widened(x.dtype)), rest)
+        keep = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), keep)
+        self.drest, (losses, self.metrics, self.dx, dkept) = lax.scan(
+            head, zeros, (x, keep, batch)
+        )
+        self.dkept = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), dkept)
+        self.loss = jnp.mean(losses)
+
+    def _each(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function for each micro-batch, one after the other."""
+        if not self.several:
+            return function(*arguments)
+        return lax.map(lambda xs: function(*xs), arguments)
+
+    def backward(self, visit: Callable[..., Any], start: Any) -> tuple[Any, ...]:
+        """Runs `visit(carry, i, slabs, gradients)` for each layer, the last first.
+
+        Returns:
+          The last carry, the stacks with what `visit` returned in place of the slabs,
+          and the gradients by what the prologue made: the first layer's input, and the
+          learned context.
+        """
+        weights = self.weights
+
+        def body(i: Any, following: Any, carry: Any) -> Any:
+            carry, back, stacks, ahead = carry
+            fetched = weights.slabs(stacks, i, ahead)
+            ahead = weights.fetched(stacks, following)
+            x = jax.tree.map(lambda to: slab(to, i)[0], self.inputs)
+            dkept = jax.tree.map(lambda to: slab(to, i)[0], self.dkept)
+            gradients, back = self._pull(fetched, x, i, back, dkept)
+            # Or XLA:CPU fuses the products into the update, and copies the stacks.
+            gradients, fetched, back = lax.platform_dependent(
+                (gradients, fetched, back),
+                cpu=lax.optimization_barrier,
+                default=lambda values: values,
+            )
+            gradients, ahead = _each_with(gradients, ahead)
+            carry, new = visit(carry, i, fetched, gradients)
+            if all(a is b for a, b in zip(new, fetched, strict=True)):
+                stacks, _ = kept(stacks, fetched, i)
+            else:
+                stacks = written(stacks, fetched, new, i)
+            if weights.ahead:
+                # Of two layers a trip, the second's moments wait for the first's.
+                carry, back = lax.optimization_barrier((carry, back))
+            return carry, back, stacks, ahead
+
+        ahead = weights.fetched(self.stacks, weights.length - 1)
+        dcontext = jax.tree.map(jnp.zeros_like, parted(self.context, self.learned)[0])
+        carry, back, stacks, _ = downwards(
+            weights.length,
+            body,
+            (start, (self.dx, dcontext), self.stacks, ahead),
+            ahead=weights.ahead,
+        )
+        return carry, stacks, back
+
+    def _pull(
+        self, slabs: list[Any], x: Any, i: Any, back: Any, dkept: Any
+    ) -> tuple[Any, Any]:
+        """One layer's gradients; and those by its input, and so far by the context."""
+        weights = self.weights.of(slabs)
+        dx, dcontext = back
+        pull = lambda x, context, dx, dkept: self.model.pull(
+            weights, x, context, self.learned, i, dx, dkept
+        )
+        more = lambda made: jax.tree.map(jnp.add, dcontext, made)
+        narrow = lambda g: jax.tree.unflatten(
+            self.weights.structure,
+            [
+                x.astype(dtype)
+                for x, dtype in zip(jax.tree.leaves(g), self.dtypes, strict=True)
+            ],
+        )
+        if not self.several:
+            gradients, dx, made = pull(x, self.context, dx, dkept)
+            return narrow(gradients), (dx, more(made))
+
+        def one(total: Any, given: Any) -> Any:
+            gradients, *back = pull(*given)
+            return jax.tree.map(jnp.add, total, narrow(gradients)), back
+
+        zeros = jax.tree.map(jnp.zeros_like, narrow(weights))
+        gradients, (dx, made) = lax.scan(one, zeros, (x, self.context, dx, dkept))
+        return gradients, (dx, more(made))
+
+    def rest_gradients(self, back: Any) -> Any:
+        """The gradients by all parameters but the layers': the prologue's added."""
+        first = lambda batch, back: self.model.first(
+            self.rest, batch, self.learned, back
+        )
+        if not self.several:
+            return jax.tree.map(jnp.add, self.drest, first(self.batch, back))
+
+        def one(total: Any, given: Any) -> Any:
+            made = first(*given)
+            return jax.tree.map(lambda s, g: s + g.astype(s.dtype), total, made), None
+
+        return lax.scan(one, self.drest, (self.batch, back))[0]

@@ -1,0 +1,65 @@
+"""How gradients are measured and clipped."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jaxtyping import Float
+
+
+@dataclasses.dataclass(frozen=True)
+class Norms:
+    """How gradients are measured and clipped.
+
+    Attributes:
+      max_norm: The norm they are scaled down to, or None.
+      clip: The norm of what.
+      dtype: What squares are added up in. They go from float32's largest number at a
+        norm of 2e19, and from float16's at 256.
+    """
+
+    max_norm: float | None
+    clip: str
+    dtype: np.dtype
+
+    @property
+    def needed_first(self) -> bool:
+        """Whether all gradients are needed before the first may be used."""
+        return self.max_norm is not None and self.clip == "global"
+
+    @property
+    def zero(self) -> Float[Array, ""]:
+        """The square of no gradient's norm."""
+        return jnp.zeros((), self.dtype)
+
+    def square(self, tree: Any) -> Float[Array, ""]:
+        """The square of a tree's norm."""
+        wide = lambda x: x.astype(np.promote_types(x.dtype, self.dtype))
+        found = optax.tree.norm(jax.tree.map(wide, tree), squared=True)
+        return found.astype(self.dtype)
+
+    def scaled(self, gradients: Any, norm: Float[Array, ""]) -> Any:
+        """Optax's own formula, so that numbers agree to the last bit."""
+        limit = self.max_norm
+        if limit is None:
+            return gradients
+        return jax.tree.map(
+            lambda g: jnp.where(norm < limit, g, g / norm.astype(g.dtype) * limit),
+            gradients,
+        )
+
+
+def widened(dtype: Any) -> np.dtype:
+    """The dtype that micro-batches are added up in."""
+    return np.promote_types(dtype, np.float32)
+
+
+def widest(*trees: Any) -> np.dtype:
+    """The widest real dtype of any leaf: float32, or float64."""
+    dtypes = [x.dtype for x in jax.tree.leaves(trees)]
+    return jnp.finfo(functools.reduce(np.promote_types, dtypes, np.float32)).dtype

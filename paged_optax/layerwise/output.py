@@ -1,0 +1,20 @@
+"""What a layerwise step says of itself."""
+
+from typing import Any, NamedTuple
+
+from jax import Array
+from jaxtyping import Float
+
+
+class LayerwiseOutput(NamedTuple):
+    """What a step says of itself.
+
+    Attributes:
+      loss: The loss, averaged over micro-batches.
+      metrics: What `epilogue` returned beside it, or None; of each micro-batch.
+      gradient_norm: The global norm of the gradients, before any clipping.
+    """
+
+    loss: Float[Array, ""]
+    metrics: Any
+    gradient_norm: Float[Array, ""]

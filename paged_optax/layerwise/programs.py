@@ -1,0 +1,136 @@
+"""What the update of a whole tree computes of each leaf, and of one layer's part."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Int
+
+from paged_optax.analysis.equation import Constant
+from paged_optax.analysis.flat import trace
+from paged_optax.analysis.program import Analysis, LeafUpdate
+from paged_optax.analysis.split import analyse
+from paged_optax.layerwise.slices import slab
+
+#: Primitives whose parameters name the shape of the leaf, and decide nothing.
+_SHAPED = frozenset({"broadcast_in_dim", "reshape"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """An update, taken apart into one program a leaf.
+
+    It is traced of whole stacks, so that what Optax chooses by shapes (masks, labels)
+    is chosen as in an ordinary step.
+
+    Attributes:
+      analysis: The programs.
+      stacks: Positions of the outputs that are stacks of layers, updated in slabs.
+    """
+
+    analysis: Analysis
+    stacks: frozenset[int]
+
+    @classmethod
+    def of(
+        cls,
+        update: Callable[[Any, Any, Any, Any], Any],
+        gradients: Any,
+        state: Any,
+        params: Any,
+        stacks: Collection[int],
+        name: Callable[[int], str],
+    ) -> "Programs":
+        """Traces an update.
+
+        Args:
+          update: `update(i, gradients, state, params)` of layer i.
+          gradients: The gradients, or their shapes.
+          state: The state, or its shapes.
+          params: The parameters, or their shapes.
+          stacks: Positions of outputs, as above.
+          name: A parameter's name, by its number.
+
+        Returns:
+          The programs.
+        """
+        closed, _ = trace(update, jnp.int32(0), gradients, state, params)
+        count = len(jax.tree.leaves(params))
+        states = len(jax.tree.leaves(state))
+        analysis = analyse(
+            closed,
+            [None, *range(count), *[None] * states, *range(count)],
+            [*range(count), *[None] * (len(closed.out_avals) - count)],
+            name,
+            range(1, 1 + len(closed.out_avals)),
+        )
+        return cls(analysis, frozenset(stacks))
+
+    @property
+    def not_elementwise(self) -> int | None:
+        """The position of a stack of which a layer needs the others; None: of none."""
+        alone = {position for position, _ in self.analysis.direct}
+        for leaf in self.analysis.leaves:
+            alone.update(leaf.outputs if leaf.program.elementwise else ())
+        return min(self.stacks - alone, default=None)
+
+    def run(self, arguments: Sequence[Any], i: Int[Array, ""]) -> list[Any]:
+        """One layer's part of each stack.
+
+        Args:
+          arguments: Gradients, state and parameters: of stacks a slab; of others what
+            is given is not read.
+          i: The layer.
+
+        Returns:
+          What becomes of the stacks' slabs, in the order of their positions.
+        """
+
+        def cut(x: Any, shape: tuple[int, ...]) -> Any:
+            # Arrays that the transformation closes over are whole stacks.
+            return slab(x, i) if jnp.shape(x) == shape else x
+
+        def run_leaf(leaf: LeafUpdate, inputs: list[Any]) -> Sequence[Any]:
+            if self.stacks.isdisjoint(leaf.outputs):
+                return [None] * len(leaf.outputs)
+            shape = (1, *leaf.shape[1:])
+            return leaf.program([cut(x, leaf.shape) for x in inputs], shape)
+
+        results = self.analysis.evaluate([i, *arguments], run_leaf)
+        return [results[position] for position in sorted(self.stacks)]
+
+    def differences(self, other: "Programs") -> list[int]:
+        """Positions of the stacks that another update computes in another way.
+
+        Shapes do not count. Of stacks whose equations are equal, only what they share
+        with others can differ: those come last.
+        """
+        differ = lambda parts: [
+            position
+            for position in sorted(self.stacks)
+            if parts(self._chosen(position)) != parts(other._chosen(position))
+        ]
+        return differ(lambda chosen: chosen[0]) or differ(lambda chosen: chosen)
+
+    def _chosen(self, position: int) -> tuple[Any, Any]:
+        """The equations that make a stack, and what they are given."""
+        plain = lambda x: (
+            (np.asarray(x.value).tobytes(), x.key[1:]) if isinstance(x, Constant) else x
+        )
+        for leaf in self.analysis.leaves:
+            if position in leaf.outputs:
+                equations = [
+                    (
+                        equation.primitive.name,
+                        equation.primitive.name in _SHAPED or equation.params,
+                        [plain(x) for x in equation.inputs],
+                        equation.outputs,
+                    )
+                    for equation in leaf.program.equations
+                ]
+                return equations, (leaf.inputs, leaf.outputs)
+        return [plain(x) for p, x in self.analysis.direct if p == position], ()

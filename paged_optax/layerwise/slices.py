@@ -1,0 +1,138 @@
+"""Slabs of stacked layers: fetched, and put back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Int
+
+from paged_optax.backend.memory import DEVICE, HOST, on_host
+from paged_optax.codecs import Quantized
+from paged_optax.transform.codec_rules import SMALLEST_CODED
+
+# XLA:GPU of jax < 0.11.2 (before openxla/xla#46308) derives a transfer's address from
+# the loop's own variable and ignores what is computed of it; the later one follows
+# `L - 1 - i` exactly, and reads a loop that counts down wrongly as no transfer.
+_COUNTS_DOWN = jax.__version_info__ < (0, 11, 2)
+# Nor can it fetch the layer that comes next, whose index is computed.
+FETCHES_AHEAD = not _COUNTS_DOWN
+
+
+def goes_in_slabs(x: Any) -> bool:
+    """Whether a stack of layers is handled layer by layer.
+
+    Vectors (norms, biases) are few, and on a TPU a row of a matrix is no whole tile.
+    """
+    return len(x.shape) >= 3 and x.size // max(1, x.shape[0]) >= SMALLEST_CODED
+
+
+def slab(x: Any, i: Int[Array, ""] | int) -> Any:
+    """Layer i of a stack, with a leading axis of 1, on the device."""
+    if isinstance(x, Quantized):
+        first, blocks = _scales_of(x, i)
+        scales = lax.dynamic_slice_in_dim(x.scales, first, blocks)
+        return Quantized(slab(x.codes, i), scales)
+    found = lax.dynamic_slice_in_dim(x, i, 1)
+    return jax.device_put(found, DEVICE) if on_host(x) else found
+
+
+def put(x: Any, new: Any, i: Int[Array, ""]) -> Any:
+    """A stack with layer i replaced."""
+    if isinstance(x, Quantized):
+        first, _ = _scales_of(x, i)
+        scales = lax.dynamic_update_slice_in_dim(x.scales, new.scales, first, 0)
+        return Quantized(put(x.codes, new.codes, i), scales)
+    new = jax.device_put(new, HOST) if on_host(x) else new
+    return lax.dynamic_update_slice_in_dim(x, new, i, 0)
+
+
+def _scales_of(x: Quantized[Array], i: Any) -> tuple[Any, int]:
+    """The first of layer i's scales, and how many it has."""
+    if x.scales.ndim > 1:  # by rows
+        return i, 1
+    blocks = x.scales.shape[0] // x.codes.shape[0]
+    return i * blocks, blocks
+
+
+def upwards(
+    length: int, body: Callable[..., Any], carry: Any, *, ahead: bool = False
+) -> Any:
+    """Runs `body(i, following, carry)` for the layers from the first to the last.
+
+    Args:
+      length: How many layers.
+      body: Returns the next carry. `following` is the layer whose turn is next, or None
+        where no turn is known to come.
+      carry: The first carry.
+      ahead: Whether `body` fetches of the following layer, and puts that in the carry.
+
+    Returns:
+      The last carry.
+    """
+    return _visited(length, lambda k: k, body, carry, ahead)
+
+
+def downwards(
+    length: int, body: Callable[..., Any], carry: Any, *, ahead: bool = False
+) -> Any:
+    """Runs `body(i, following, carry)` for the layers from the last to the first."""
+    if _COUNTS_DOWN:
+        return lax.while_loop(
+            lambda c: c[0] >= 0,
+            lambda c: (c[0] - 1, body(c[0], None, c[1])),
+            (jnp.int32(length - 1), carry),
+        )[1]
+    return _visited(length, lambda k: length - 1 - k, body, carry, ahead)
+
+
+def _visited(
+    length: int,
+    layer: Callable[[Any], Any],
+    body: Callable[..., Any],
+    carry: Any,
+    ahead: bool,
+) -> Any:
+    """Runs the k-th turn for `layer(k)`."""
+    if not ahead:
+        trips, trip, left = length, lambda k, c: body(layer(k), None, c), range(0)
+    else:
+        # Two turns a trip: of a loop's carry there is one buffer, so that what a turn
+        # hands on would be fetched when it has used up what it was handed. And no trip
+        # for the last: XLA:GPU follows indices that are linear, not clamped ones.
+        trips = (length - 1) // 2
+        turn = lambda k, c: body(layer(k), layer(k + 1), c)
+        trip = lambda k, c: turn(2 * k + 1, turn(2 * k, c))
+        left = range(2 * trips, length)
+    carry = lax.while_loop(
+        lambda c: c[0] < trips, lambda c: (c[0] + 1, trip(*c)), (jnp.int32(0), carry)
+    )[1]
+    for k in left:
+        following = layer(k + 1) if k + 1 < length else None
+        carry = body(jnp.int32(layer(k)), following, carry)
+    return carry
+
+
+def kept(stacks: list[Any], slabs: list[Any], i: Int[Array, ""]) -> tuple[Any, Any]:
+    """Stacks on the device and their slabs, so that XLA:TPU casts a slab at a time.
+
+    Its matrix units take bfloat16. Of float32 stacks that a loop only reads it would
+    make a copy in bfloat16, all layers at once, before the loop (libtpu 0.0.52: half
+    the bytes of the weights again). A slab written back over itself prevents that.
+    """
+
+    def write(stacks: list[Any], slabs: list[Any]) -> tuple[Any, Any]:
+        # Each by itself: what is fetched from the host may come when it is needed.
+        slabs = [
+            new if on_host(x) else lax.optimization_barrier(new)
+            for x, new in zip(stacks, slabs, strict=True)
+        ]
+        return [
+            x if on_host(x) else put(x, new, i)
+            for x, new in zip(stacks, slabs, strict=True)
+        ], slabs
+
+    return lax.platform_dependent(
+        stacks, slabs, tpu=write, default=lambda stacks, slabs: (stacks, slabs)
+    )

@@ -1,0 +1,171 @@
+"""A training step whose backward pass handles one layer at a time."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jaxtyping import Int
+
+from paged_optax.backend.explicit_axes import automatically
+from paged_optax.backend.key_paths import keystr
+from paged_optax.layerwise.model import Model
+from paged_optax.layerwise.norms import Norms, widest
+from paged_optax.layerwise.one_layer import Applied
+from paged_optax.layerwise.output import LayerwiseOutput
+from paged_optax.layerwise.parts import Parts
+from paged_optax.layerwise.sweeps import Sweeps
+from paged_optax.layerwise.workspace import GradientWorkspace
+
+#: Everything the step is about, by name: a pytree of parameters, of a batch.
+Tree = Any
+
+
+def layerwise_step(
+    prologue: Callable[[Tree, Tree], tuple[Any, Any]],
+    layer: Callable[[Tree, Any, Any, Int[Array, ""]], tuple[Any, Any]],
+    epilogue: Callable[[Tree, Any, Any, Tree], Any],
+    tx: optax.GradientTransformation,
+    *,
+    max_norm: float | None = None,
+    clip: Literal["global", "layer"] = "global",
+    accumulate: bool = False,
+    activations_on_host: bool = False,
+) -> Callable[..., Any]:
+    r"""A training step with the gradients of one layer alive, instead of all.
+
+    Forward over the layers, which saves each one's input; then, from the last layer to
+    the first, the layer's VJP into the workspace and its update:
+
+    .. math::
+        g_i, \bar x_{i} = \mathrm{vjp}_i(\bar x_{i+1}), \qquad
+        \theta_i, s_i \leftarrow \mathrm{tx}(g_i, s_i, \theta_i),
+        \qquad i = L-1, \ldots, 0.
+
+    The moments of a layer travel while its VJP computes. Parameters and state are those
+    of an ordinary step; so are the numbers, to the rounding of sums in another order.
+
+    The parameters are a mapping with the key `"layers"`, the layers' parameters stacked
+    on the leading axis of each leaf (as `nnx.vmap`, `nnx.scan`, Linen's `nn.scan` and
+    `jax.vmap` of an initialiser give them), and whatever else the model has. What else
+    there is goes to prologue and epilogue alike, so that embeddings may be tied.
+    Stacks in host memory stay there, and each layer's weights are fetched for its
+    forward and its backward pass, while the layer before computes (jax >= 0.11.2;
+    before, while its own other parts do).
+
+    What one layer needs of `tx` must be element by element: `paged_adamw` and its like,
+    chained, masked, scheduled. Clip by `max_norm` here, not in `tx`.
+
+    | clipping by the global norm | device bytes | over the link | passes | time |
+    | --- | --- | --- | --- | --- |
+    | workspace with `host_dtype` | one layer's gradients | gradients, twice | 1 | 1.0 |
+    | workspace without | one layer's gradients | nothing more | 2 | 1.5 |
+
+    Passes are backward passes. Times are to a step that does not clip: on a CPU, whose
+    link is its memory, jax 0.10.2, 8 layers of 1024 (`tests/benchmarks/run.py`, section
+    "layerwise"); on a GPU, not measured.
+
+    Args:
+      prologue: `prologue(rest, batch)` returns the first layer's input, and anything
+        that all layers may see (masks, rotary tables, dropout keys; stacked tables to
+        be indexed by layer), or None. `rest` is the parameters without `"layers"`, by
+        name; it is trained through the context too.
+      layer: `layer(weights, x, context, i)` returns the next layer's input, and
+        anything to keep of this layer (a balancing loss), or None. `i` is the layer's
+        number, to fold into keys. Wrap in `jax.checkpoint` what it should compute again
+        within its own backward pass.
+      epilogue: `epilogue(rest, x, kept, batch)` returns the loss, or the loss and
+        metrics. `kept` has what the layers kept, stacked.
+      tx: The transformation of the whole tree of parameters, with `paged(...)` inside
+        or without.
+      max_norm: The norm that gradients are scaled down to; None: no clipping.
+      clip: The norm of what: `"global"` is `optax.clip_by_global_norm`, exactly;
+        `"layer"` clips each layer, and the rest, by its own norm, which costs nothing.
+      accumulate: Whether `batch` is several micro-batches, stacked on the leading axis
+        of its leaves; the step is that of the mean of their losses. Layer by layer, all
+        micro-batches' inputs are kept and each layer's gradients add up in the
+        workspace; with a workspace's `host_dtype` they add up on the host, one
+        micro-batch after the other.
+      activations_on_host: Whether the layers' inputs wait in host memory.
+
+    Returns:
+      `step(params, state, workspace, batch)`, which returns the new parameters, state
+      and workspace, and a `LayerwiseOutput`. Compile it with `jit_step`, or `jax.jit`,
+      and donate the first three.
+
+    Raises:
+      ValueError: When traced, if `tx` needs several elements of a layer, if the
+        workspace is of another model, or if the layers are not stacked alike.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> params = {"layers": {"kernel": jnp.full((3, 64, 64), 0.01)}}
+      >>> step = po.layerwise_step(
+      ...     lambda rest, batch: (batch, None),
+      ...     lambda weights, x, context, i: (x + x @ weights["kernel"], None),
+      ...     lambda rest, x, kept, batch: jnp.mean((x - 1.0) ** 2),
+      ...     tx := po.paged_adamw(1e-2),
+      ...     max_norm=1.0,
+      ... )
+      >>> workspace = po.GradientWorkspace.allocate(params["layers"])
+      >>> args = params, tx.init(params), workspace, jnp.ones((8, 64))
+      >>> step = po.jit_step(step, *args, donate_argnums=(0, 1, 2))
+      >>> params, state, workspace, output = step(*args)
+      >>> workspace.gradients["kernel"].shape, bool(output.gradient_norm > 0)
+      ((64, 64), True)
+
+    References:
+      Lv et al., `Full Parameter Fine-tuning for Large Language Models with Limited
+      Resources <https://arxiv.org/abs/2306.09782>`_, 2023 (LOMO), which clips by two
+      backward passes.
+    """
+    if clip not in ("global", "layer"):
+        raise ValueError(f"clip={clip!r} is neither 'global' nor 'layer'.")
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm} is not positive: pass None not to clip.")
+    model = Model(prologue, layer, epilogue, activations_on_host)
+
+    def step(
+        params: Tree, state: optax.OptState, workspace: GradientWorkspace, batch: Tree
+    ) -> tuple[Tree, optax.OptState, GradientWorkspace, LayerwiseOutput]:
+        given = params, state, workspace, batch
+        return automatically(run, given, (params, state, workspace, None))
+
+    def run(
+        params: Tree, state: optax.OptState, workspace: GradientWorkspace, batch: Tree
+    ) -> tuple[Tree, optax.OptState, GradientWorkspace, LayerwiseOutput]:
+        parts = Parts.of(params)
+        _refuse_integers(params)
+        if accumulate:
+            _refuse_other_counts(batch)
+        workspace.check(parts.layers)
+        applied = Applied(tx, params, parts, state, workspace.gradients)
+        norms = Norms(max_norm, clip, widest(parts.rest, workspace.gradients))
+        return Sweeps(model, parts, applied, norms, accumulate)(workspace, batch)
+
+    return step
+
+
+def _refuse_integers(params: Any) -> None:
+    for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if not jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact):
+            raise ValueError(
+                f"params{keystr(path)} is {jax.typeof(x)} and has no"
+                " gradient: leave it out of params. Tables and keys go to the model"
+                " with the batch, and to its layers as the prologue's context."
+            )
+
+
+def _refuse_other_counts(batch: Any) -> None:
+    """Refuses what is not the same number of micro-batches, stacked."""
+    flat = jax.tree_util.tree_flatten_with_path(batch)[0]
+    counts = {jnp.shape(x)[:1] for _, x in flat}
+    if len(counts) != 1 or counts & {(), (0,)}:
+        shapes = [f"batch{keystr(path)} of shape {jnp.shape(x)}" for path, x in flat]
+        raise ValueError(
+            f"accumulate=True with {', '.join(shapes) or 'no arrays in the batch'}:"
+            " stack each leaf of the micro-batches on a leading axis, of one length for"
+            " all; repeat what they share, as in jnp.full(count, value)."
+        )

@@ -1,0 +1,44 @@
+"""The layers' parameters, stacked, and fetched a layer at a time."""
+
+from typing import Any
+
+import jax
+
+from paged_optax.backend.memory import on_host
+from paged_optax.layerwise.slices import (
+    FETCHES_AHEAD,
+    slab,
+)
+from paged_optax.layerwise.workspace import length_of
+
+
+class Weights:
+    """The layers' parameters, stacked."""
+
+    def __init__(self, layers: Any):
+        self.stacks, self.structure = jax.tree.flatten(layers)
+        self.length = length_of(layers)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether weights are fetched while the layer before is computed."""
+        return FETCHES_AHEAD and self.length > 1 and any(map(on_host, self.stacks))
+
+    def fetched(self, stacks: list[Any], i: Any) -> list[Any]:
+        """What is fetched ahead of layer i's turn; None for what need not be."""
+        if i is None or not self.ahead:
+            return [None] * len(stacks)
+        return [slab(x, i) if on_host(x) else None for x in stacks]
+
+    def slabs(
+        self, stacks: list[Any], i: Any, ahead: list[Any] | None = None
+    ) -> list[Any]:
+        """Layer i, of which `ahead` has been fetched; None: nothing has."""
+        return [
+            slab(x, i) if here is None else here
+            for x, here in zip(stacks, ahead or [None] * len(stacks), strict=True)
+        ]
+
+    def of(self, slabs: list[Any]) -> Any:
+        """One layer's parameters, as the model sees them."""
+        return jax.tree.unflatten(self.structure, [x[0] for x in slabs])

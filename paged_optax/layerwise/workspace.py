@@ -1,0 +1,263 @@
+"""The buffers that hold one layer's gradients, for all layers in turn."""
+
+import dataclasses
+import fnmatch
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from paged_optax.backend.key_paths import keystr, slashed
+from paged_optax.backend.memory import (
+    DEVICE,
+    HOST,
+    PINNED_HOST,
+    memory_kinds,
+    nbytes,
+    on_host,
+    typed_by_memory,
+)
+from paged_optax.backend.sizes import parse_bytes
+from paged_optax.engine.shards import Shards
+from paged_optax.layerwise.slices import goes_in_slabs
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["gradients", "host"],
+    meta_fields=["accumulates"],
+)
+@dataclasses.dataclass(frozen=True)
+class GradientWorkspace:
+    """The gradients of one layer, in buffers that serve all layers.
+
+    A plain backward pass holds the gradients of all L layers. Here layer after layer
+    writes its own into the same buffers, which saves (L - 1) times a layer's bytes:
+
+    - allocated once, before training, and donated to every step, which gives the same
+      memory back;
+    - after a step it holds the gradients of the layer handled last, the first one;
+    - leaves that overwrite hold a layer's gradients as soon as they are made; leaves
+      that accumulate add up until `zero_accumulators`.
+
+    Attributes:
+      gradients: One layer's gradients: the tree of a layer, without the leading axis.
+      host: Gradients of all layers in host memory, or None; see `allocate`.
+      accumulates: For each leaf of `gradients` whether it accumulates.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> layers = {"kernel": jnp.ones((4, 64, 64)), "norm": jnp.ones((4, 64))}
+      >>> workspace = po.GradientWorkspace.allocate(layers)
+      >>> workspace.gradients["kernel"].shape, workspace.accumulates
+      ((64, 64), (False, True))
+
+    References:
+      Lv et al., `Full Parameter Fine-tuning for Large Language Models with Limited
+      Resources <https://arxiv.org/abs/2306.09782>`_, 2023, for the fused backward.
+    """
+
+    gradients: Any
+    host: Any
+    accumulates: tuple[bool, ...]
+
+    @classmethod
+    def allocate(
+        cls,
+        layers: Any,
+        *,
+        accumulate: str | Sequence[str] = "*norm*",
+        dtype: Any = None,
+        host_dtype: Any = None,
+    ) -> "GradientWorkspace":
+        """Allocates the buffers.
+
+        Args:
+          layers: The layers' parameters, stacked on the leading axis of each leaf, or
+            their `ShapeDtypeStruct`s.
+          accumulate: Patterns of the paths of leaves that accumulate, as of `fnmatch`.
+          dtype: The gradients' dtype; None: that of each parameter. `"float32"` adds
+            micro-batches up in full precision.
+          host_dtype: Keeps the gradients of all layers in host memory in this dtype
+            too. A step then clips by the exact global norm with one backward pass, and
+            accumulates micro-batches one after the other.
+
+        Returns:
+          The workspace, all zeros.
+
+        Raises:
+          ValueError: If a leaf has no leading axis, or another length than the others;
+            if a leaf is complex and a dtype that is asked for is not.
+        """
+        flat, structure = jax.tree_util.tree_flatten_with_path(layers)
+        names = [slashed(path) for path, _ in flat]
+        stacks = [x for _, x in flat]
+        length_of(layers)
+        _refuse_real("dtype", dtype, flat)
+        _refuse_real("host_dtype", host_dtype, flat)
+        patterns = [accumulate] if isinstance(accumulate, str) else list(accumulate)
+        make = lambda x, shape, dtype: _zeros(
+            x, shape, x.dtype if dtype is None else dtype
+        )
+        host = None
+        if host_dtype is not None:
+            host = jax.tree.unflatten(
+                structure,
+                [_zeros(x, x.shape, host_dtype, host=goes_in_slabs(x)) for x in stacks],
+            )
+        return cls(
+            jax.tree.unflatten(
+                structure, [make(x, x.shape[1:], dtype) for x in stacks]
+            ),
+            host,
+            tuple(any(fnmatch.fnmatch(n, p) for p in patterns) for n in names),
+        )
+
+    def write(self, gradients: Any) -> "GradientWorkspace":
+        """The workspace with one more layer's gradients: overwritten, or added.
+
+        Args:
+          gradients: One layer's gradients, of the structure of `self.gradients`.
+
+        Returns:
+          The workspace.
+        """
+        held, structure = jax.tree.flatten(self.gradients)
+        written = [
+            old + new.astype(old.dtype) if adds else new.astype(old.dtype)
+            for old, new, adds in zip(
+                held, jax.tree.leaves(gradients), self.accumulates, strict=True
+            )
+        ]
+        return dataclasses.replace(
+            self, gradients=jax.tree.unflatten(structure, written)
+        )
+
+    def zero_accumulators(self) -> "GradientWorkspace":
+        """The workspace with zeros in the leaves that accumulate.
+
+        Called before each layer; otherwise their gradients grow from layer to layer.
+
+        Returns:
+          The workspace.
+        """
+        held, structure = jax.tree.flatten(self.gradients)
+        zeroed = [
+            jnp.zeros_like(x) if adds else x
+            for x, adds in zip(held, self.accumulates, strict=True)
+        ]
+        return dataclasses.replace(
+            self, gradients=jax.tree.unflatten(structure, zeroed)
+        )
+
+    def check(self, layers: Any) -> None:
+        """Refuses a model of other sizes than those allocated for.
+
+        Args:
+          layers: The layers' parameters, stacked.
+
+        Raises:
+          ValueError: If the sizes differ; the message names the leaf.
+        """
+        paths = jax.tree_util.tree_flatten_with_path(layers)[0]
+        wanted = {keystr(p): x.shape[1:] for p, x in paths}
+        paths = jax.tree_util.tree_flatten_with_path(self.gradients)[0]
+        found = {keystr(p): x.shape for p, x in paths}
+        for name in (*wanted, *found):
+            here, there = found.get(name), wanted.get(name)
+            if here != there:
+                raise ValueError(
+                    f"workspace{name} is allocated for a layer's shape {here}, and the"
+                    f" model's layers have {there} there: allocate a workspace for this"
+                    " model, with GradientWorkspace.allocate(params['layers'])."
+                )
+        for here, there in zip(found, wanted, strict=True):
+            if here != there:
+                raise ValueError(
+                    f"workspace{here} stands where the model's layers have {there}:"
+                    " their mappings differ in the order of their leaves. Allocate a"
+                    " workspace with GradientWorkspace.allocate(params['layers'])."
+                )
+
+
+def offload(layers: Any, min_size: int | str = "256KiB") -> Any:
+    """Puts stacked layers in host memory, from which each layer's weights are fetched.
+
+    Args:
+      layers: The layers' parameters, stacked on the leading axis of each leaf, or their
+        `ShapeDtypeStruct`s.
+      min_size: Leaves of fewer bytes a layer stay on the device.
+
+    Returns:
+      The layers; the larger leaves in host memory.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> layers = po.offload({"kernel": jnp.ones((4, 512, 512))})
+      >>> layers["kernel"].sharding.memory_kind
+      'pinned_host'
+    """
+    smallest = parse_bytes("min_size", min_size)
+
+    def place(x: Any) -> Any:
+        if not goes_in_slabs(x) or nbytes(x) // x.shape[0] < smallest or on_host(x):
+            return x
+        sharding = typed_by_memory(
+            x.sharding or SingleDeviceSharding(jax.devices()[0])
+        ).with_memory_kind(PINNED_HOST)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.device_put(x, sharding)
+
+    return jax.tree.map(place, layers)
+
+
+def length_of(layers: Any) -> int:
+    """The number of layers: the length of every leaf's leading axis."""
+    lengths: dict[int, str] = {}
+    for path, x in jax.tree_util.tree_flatten_with_path(layers)[0]:
+        name = f"layers{keystr(path)}"
+        if not x.shape:
+            raise ValueError(
+                f"{name} has shape (): stack the layers' parameters on a leading axis,"
+                " as nnx.vmap, nn.scan or jax.vmap of an initialiser give them."
+            )
+        lengths.setdefault(x.shape[0], name)
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(
+            f"layers of lengths {lengths}: stack all layers' parameters on the leading"
+            " axis of every leaf."
+        )
+    return next(iter(lengths))
+
+
+def _refuse_real(argument: str, dtype: Any, layers: Sequence[tuple[Any, Any]]) -> None:
+    if dtype is None or jnp.issubdtype(dtype, jnp.complexfloating):
+        return
+    for path, x in layers:
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"{argument}={jnp.dtype(dtype)} has no room for the imaginary part of"
+                f" layers{keystr(path)}, which is {x.dtype}: pass a"
+                " complex dtype, or None."
+            )
+
+
+def _zeros(like: Any, shape: tuple[int, ...], dtype: Any, host: bool = False) -> Any:
+    """Zeros beside an array, or what stands for them beside a `ShapeDtypeStruct`."""
+    sharding = getattr(like, "sharding", None)
+    kind = PINNED_HOST if host else memory_kinds()[0]
+    shards = Shards.of_array(like)
+    if shards is not None:
+        axes = shards.axes[len(like.shape) - len(shape) :]  # a layer has one fewer
+        sharding = Shards(shards.mesh, axes).sharding
+    if isinstance(like, jax.ShapeDtypeStruct):
+        if sharding is not None:
+            sharding = sharding.with_memory_kind(PINNED_HOST if host else "device")
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+    if sharding is not None and (shards is not None or like.committed):
+        return jax.device_put(jnp.zeros(shape, dtype), sharding.with_memory_kind(kind))
+    return jax.device_put(jnp.zeros(shape, dtype), HOST if host else DEVICE)

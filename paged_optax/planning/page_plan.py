@@ -1,0 +1,199 @@
+"""What lives where, and what a step moves, known beforehand."""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from paged_optax.backend.memory import (
+    host_pool_bytes,
+)
+from paged_optax.backend.sizes import readable_bytes
+from paged_optax.backend.table import table
+from paged_optax.engine.shards import Shards
+from paged_optax.planning.fully_sharded import fully_sharded
+from paged_optax.transform.parameter_shardings import refuse_uneven
+from paged_optax.transform.recorded import Moment, recorded
+
+
+@dataclasses.dataclass(frozen=True)
+class PagePlan:
+    """What lives where, and what a step moves. Prints as a table.
+
+    Attributes:
+      moments: Every array of every paged state.
+      link_gigabytes_per_second: The stated rate of the link, each way, in 10^9 bytes.
+      devices: Devices of the mesh. All bytes are those of one of them.
+      devices_per_host: Devices that share a host's memory.
+    """
+
+    moments: tuple[Moment, ...]
+    link_gigabytes_per_second: float
+    devices: int = 1
+    devices_per_host: int = 1
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of moments that stay on the device."""
+        return sum(x.bytes for x in self.moments if not x.on_host)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of moments in host memory."""
+        return sum(x.bytes for x in self.moments if x.on_host)
+
+    @property
+    def bytes_per_host(self) -> int:
+        """Bytes of moments in the memory of one host, for all its devices."""
+        return self.host_bytes * min(self.devices, self.devices_per_host)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Device bytes of pages in flight: each page read, and each written.
+
+        The bound the engine is built to, beside which XLA keeps up to 8 MiB of its own
+        and of scales; `memory_report` says what it assigned. What XLA takes to move
+        gradients that are divided otherwise than their parameters is not in it.
+        """
+        flying: dict[int, int] = {}
+        for x in self.moments:
+            if x.on_host:
+                here = x.in_flight * x.page_bytes + 2 * x.beside
+                flying[x.leaf] = flying.get(x.leaf, 0) + here
+        return max(flying.values(), default=0)
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes a step moves over the link, both ways together."""
+        return 2 * self.host_bytes
+
+    @property
+    def link_seconds(self) -> float:
+        """Seconds those bytes take when one way waits for the other."""
+        return self.link_bytes / (self.link_gigabytes_per_second * 1e9)
+
+    def __str__(self) -> str:
+        groups: dict[Any, list[Moment]] = {}
+        for x in self.moments:
+            key = (x.shape, x.dtype, x.on_host, x.pages, x.page_bytes)
+            groups.setdefault(key, []).append(x)
+        rows = []
+        for group in sorted(groups.values(), key=lambda g: -sum(x.bytes for x in g)):
+            first = group[0]
+            rows.append(
+                (
+                    first.path + (f" +{len(group) - 1}" if len(group) > 1 else ""),
+                    "x".join(map(str, first.shape)) or "scalar",
+                    first.dtype,
+                    "host" if first.on_host else "device",
+                    f"{first.pages} x {readable_bytes(first.page_bytes)}"
+                    if first.on_host
+                    else "-",
+                    readable_bytes(sum(x.bytes for x in group)),
+                )
+            )
+        rate = self.link_gigabytes_per_second
+        totals = [
+            ("moments on the device", readable_bytes(self.device_bytes)),
+            ("moments on the host", readable_bytes(self.host_bytes)),
+            ("pages in flight (bound)", readable_bytes(self.scratch_bytes)),
+            ("over the link a step", readable_bytes(self.link_bytes)),
+            (f"seconds a step at {rate:g} GB/s", f"{self.link_seconds:.3g}"),
+        ]
+        title = "total"
+        if self.devices > 1:
+            title = f"each of {self.devices} devices"
+            here = min(self.devices, self.devices_per_host)
+            each = f"moments on a host of {here} devices"
+            totals.append((each, readable_bytes(self.bytes_per_host)))
+        titles = ("moments", "shape", "dtype", "where", "pages", "bytes")
+        tables = table(titles, rows), table((title, ""), totals)
+        notes = [f"{x.path} is not paged here: {x.refused}." for x in self.moments]
+        notes = [note for note, x in zip(notes, self.moments, strict=True) if x.refused]
+        return "\n\n".join((*tables, *notes))
+
+
+def plan(
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    *,
+    link_gigabytes_per_second: float = 25.0,
+    mesh: Mesh | AbstractMesh | None = None,
+    devices_per_host: int = 8,
+    extra_args: Mapping[str, Any] | None = None,
+) -> PagePlan:
+    """Says beforehand what lives where, without allocating anything.
+
+    On a mesh all figures are those of one device, which pages its own shard over its
+    own link. Parameters that say how they are divided are taken at their word, others
+    are divided as `fully_sharded` does.
+
+    Args:
+      tx: A transformation with `paged(...)` somewhere inside.
+      params: The parameters, or their `ShapeDtypeStruct`s.
+      link_gigabytes_per_second: The rate of the link between host and device in one
+        direction, in 10^9 bytes a second (PCIe 3 x16: about 12; 4: 25; 5: 50).
+      mesh: Devices to divide the parameters over. They need not be there:
+        `jax.sharding.AbstractMesh((64,), ("data",))`.
+      devices_per_host: Devices that share one host's memory.
+      extra_args: Arguments by name that the wrapped `update` cannot be traced without,
+        such as `{"value": 0.0}`.
+
+    Returns:
+      The plan. It prints as a table.
+
+    Raises:
+      ValueError: If the rate is not positive, if nothing in `tx` is paged, or if a
+        parameter's sharding does not divide it evenly.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, paged_optax as po
+      >>> params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
+      >>> po.plan(po.paged_adamw(1e-3), params).host_bytes // 2**20
+      128
+
+      The same on eight devices, each with its own part of the moments:
+
+      >>> mesh = jax.sharding.AbstractMesh((8,), ("data",))
+      >>> po.plan(po.paged_adamw(1e-3), params, mesh=mesh).host_bytes // 2**20
+      16
+    """
+    refuse_uneven(params)
+    if mesh is not None:
+        params = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(
+                x.shape,
+                x.dtype,
+                sharding=x.sharding if Shards.of_array(x) else sharding,
+            ),
+            params,
+            fully_sharded(params, mesh),
+        )
+    found = filter(None, map(Shards.of_array, jax.tree.leaves(params)))
+    devices = max((shards.mesh.size for shards in found), default=1)
+    if not link_gigabytes_per_second > 0:
+        raise ValueError(
+            f"link_gigabytes_per_second={link_gigabytes_per_second} is not positive."
+        )
+    moments: list[Moment] = []
+    for _, describe in recorded(tx, params):
+        described, before = describe(dict(extra_args or {})), len(moments)
+        moments += [dataclasses.replace(x, leaf=before + x.leaf) for x in described]
+    result = PagePlan(
+        tuple(moments), link_gigabytes_per_second, devices, devices_per_host
+    )
+    # Planning for a GPU is mostly done elsewhere; only a TPU has no such pool.
+    if jax.default_backend() != "tpu" and result.bytes_per_host > host_pool_bytes():
+        warnings.warn(
+            f"the moments need {readable_bytes(result.bytes_per_host)} of pinned host"
+            f" memory, and XLA's pool on a GPU holds"
+            f" {readable_bytes(host_pool_bytes())}: set"
+            " XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="
+            f"{-(-result.bytes_per_host * 9 // (8 * 2**30))} before JAX starts.",
+            stacklevel=2,
+        )
+    return result

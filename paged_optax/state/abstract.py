@@ -1,0 +1,97 @@
+"""The state that `init` would make, described for a restore."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from paged_optax.backend.memory import (
+    PINNED_HOST,
+    memory_kinds,
+    on_host,
+    typed_by_memory,
+)
+from paged_optax.backend.variables import bare, like
+from paged_optax.state.leaves import is_quantized
+from paged_optax.transform.owners import parameter_of
+from paged_optax.transform.parameter_shardings import explicitly_typed, refuse_uneven
+
+
+def abstract_state(
+    tx: optax.GradientTransformation, params: optax.Params
+) -> optax.OptState:
+    """Shapes, dtypes and placements of the state that `tx.init(params)` would make.
+
+    Allocates nothing. Given to Orbax as the target of a restore, it brings a checkpoint
+    into host memory without a detour over the device. A restore without a target, or
+    with that of `jax.eval_shape`, puts the whole state on the device.
+
+    Args:
+      tx: The transformation.
+      params: The parameters, or their `ShapeDtypeStruct`s.
+
+    Returns:
+      The state's tree of `jax.ShapeDtypeStruct`, each with its memory kind stated.
+
+    Raises:
+      ValueError: If a parameter's sharding does not divide it evenly.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, paged_optax as po
+      >>> params = {"w": jnp.ones((512, 512))}
+      >>> target = po.abstract_state(po.paged_adamw(1e-3), params)
+      >>> target[0].mu["w"].sharding.memory_kind
+      'pinned_host'
+
+      What `flax.serialization` reads is NumPy arrays; this puts them in place:
+
+      >>> import flax
+      >>> state = po.paged_adamw(1e-3).init(params)
+      >>> saved = flax.serialization.to_bytes(state)
+      >>> state = flax.serialization.from_bytes(target, saved)
+      >>> state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, target))
+      >>> state[0].mu["w"].sharding.memory_kind
+      'pinned_host'
+    """
+    refuse_uneven(params)
+    with explicitly_typed(params) as shapes:
+        # A new function each time: JAX would not run one again that it has traced.
+        closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(shapes)
+    stored = jax.tree_util.tree_flatten_with_path(bare(shapes), is_leaf=is_quantized)[0]
+    parameters = jax.tree_util.tree_flatten_with_path(bare(params))[0]
+    owners = parameter_of([p for p, _ in stored], [p for p, _ in parameters])
+    default = _beside(x for _, x in parameters)
+    avals = iter(closed.out_avals)
+
+    def place(x: Any, parameter: Any) -> jax.ShapeDtypeStruct:
+        sharding, aval = default, next(avals)
+        if parameter is not None and parameter.shape == x.shape:
+            sharding = getattr(parameter, "sharding", None) or default
+        elif isinstance(default, NamedSharding) and default.mesh.size > 1:
+            sharding = NamedSharding(default.mesh, aval.sharding.spec)
+        kind = PINNED_HOST if on_host(aval) else memory_kinds()[0]
+        sharding = typed_by_memory(sharding.with_memory_kind(kind))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    placed = []
+    for (_, x), owner in zip(stored, owners, strict=True):
+        parameter = None if owner is None else parameters[owner][1]
+        placed.append(jax.tree.map(lambda x, p=parameter: place(x, p), x))
+    return like(shapes, placed)
+
+
+def _beside(parameters: Iterable[Any]) -> Any:
+    """Where what belongs to no single parameter goes: whole, on all their devices.
+
+    A count restored to one device alone is committed there, and no update could take
+    it together with parameters that are elsewhere.
+    """
+    for parameter in parameters:
+        sharding = getattr(parameter, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return NamedSharding(sharding.mesh, PartitionSpec())
+        if isinstance(sharding, SingleDeviceSharding):
+            return sharding
+    return SingleDeviceSharding(jax.devices()[0])

@@ -1,0 +1,150 @@
+"""A state's leaves, each with its place: its parameter, its field, what holds it.
+
+Everything is read off the state itself: its structure says which leaf is whose moment,
+its arrays' memory kinds say where each lives.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from paged_optax.backend.key_paths import name_of
+from paged_optax.backend.memory import (
+    on_host,
+)
+from paged_optax.backend.variables import bare
+from paged_optax.codecs import Quantized
+
+#: What `optax.inject_hyperparams` keeps beside moments: trees of settings.
+SETTINGS = ("hyperparams", "hyperparams_states")
+
+#: Fields of the parameters' structure that no parameter's update reads and writes: the
+#: accumulators of `optax.MultiSteps` stay on the device.
+_NO_MOMENTS = (*SETTINGS, "acc_grads")
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLeaf:
+    """One leaf of a state.
+
+    Attributes:
+      node: The path of the Optax state it belongs to.
+      field: The name of its field there: `"mu"`, `"count"`.
+      parameter: The path of its parameter; `""` where it is not in a tree of them.
+      value: The array.
+    """
+
+    node: str
+    field: str
+    parameter: str
+    value: Any
+
+    @property
+    def is_moment(self) -> bool:
+        """Whether an update reads and writes it, beside its parameter."""
+        if isinstance(self.value, Quantized):
+            return True
+        if self.field in _NO_MOMENTS:
+            return False
+        if not jnp.issubdtype(self.value.dtype, jnp.inexact):
+            return False
+        return bool(self.parameter) or self.value.ndim > 0
+
+    @property
+    def is_count(self) -> bool:
+        """Whether it counts steps."""
+        if isinstance(self.value, Quantized) or self.field in SETTINGS:
+            return False
+        return self.value.ndim == 0 and jnp.issubdtype(self.value.dtype, jnp.integer)
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """What holds it, and its like of every other parameter."""
+        return self.node, self.field
+
+
+def _is_state(node: Any) -> bool:
+    """Whether a node is an Optax state, or a container of such.
+
+    Optax's states are named tuples called `...State`; what they hold in their fields is
+    trees of the parameters' structure, which may be of any type.
+    """
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node).__name__.endswith("State")
+    if isinstance(node, (tuple, list)):
+        return any(map(_is_state, node))
+    return isinstance(node, dict) and any(map(_is_state, node.values()))
+
+
+def _holds_states(node: Any, key: Any) -> bool:
+    """Whether a child of a state may be a state itself.
+
+    Optax says so in the field's name (`inner_state`, `fast_state`). All others are
+    trees of parameters, which may have a name that ends in `State` too.
+    """
+    optax_own = type(node).__module__.partition(".")[0] in ("optax", "paged_optax")
+    return not (optax_own and hasattr(node, "_fields")) or "state" in key.name
+
+
+def is_quantized(node: Any) -> bool:
+    """Whether a node of a state is one moment, stored in several arrays."""
+    return isinstance(node, Quantized)
+
+
+def fields_of(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """The fields of all Optax states inside: paths, and what they hold."""
+    if not _is_state(node):
+        yield path, node
+        return
+    for key_path, child in jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda x: x is not node
+    )[0]:
+        if _holds_states(node, *key_path):
+            yield from fields_of(child, (*path, *key_path))
+        else:
+            yield (*path, *key_path), child
+
+
+def leaves_of(state: Any) -> list[StateLeaf]:
+    """The leaves of a state, in order, each with its place."""
+    return [
+        StateLeaf(
+            name_of(path[:-1]),
+            name_of(path[-1:]),
+            "" if _is_count_variable(key_path, value) else name_of(key_path),
+            bare(value),
+        )
+        for path, field in fields_of(state)
+        for key_path, value in _flat(field)
+    ]
+
+
+def _flat(field: Any) -> list[tuple[Any, Any]]:
+    """A field's moments and arrays, each with its path, that of its variable."""
+    flat = jax.tree_util.tree_flatten_with_path(field, is_leaf=is_quantized)[0]
+    boxed = lambda x: (
+        is_quantized(x) and jax.tree.structure(x) != jax.tree.structure(bare(x))
+    )
+    value = jax.tree_util.GetAttrKey("value")
+    return [((*path, value) if boxed(x) else path, x) for path, x in flat]
+
+
+def _is_count_variable(key_path: tuple[Any, ...], value: Any) -> bool:
+    """Whether a field is a count in a variable, as in Flax's `nnx.Optimizer`."""
+    alone = key_path == (jax.tree_util.GetAttrKey("value"),)
+    return alone and jnp.issubdtype(value.dtype, jnp.integer)
+
+
+def unpaged_places(leaves: Iterable[StateLeaf]) -> set[tuple[str, str]]:
+    """Fields that nothing pages, such as that of an `optax.trace` beside `paged(...)`.
+
+    Moments of a parameter move together, so a field without a single moment on the
+    host, although other moments of its parameters are there, is not paged.
+    """
+    moments = [leaf for leaf in leaves if leaf.is_moment]
+    paged = {leaf.place for leaf in moments if on_host(leaf.value)}
+    away = {leaf.parameter for leaf in moments if on_host(leaf.value)}
+    return {leaf.place for leaf in moments if leaf.parameter in away} - paged

@@ -1,0 +1,192 @@
+"""One parameter's moments: out of a state, into it, and new ones."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.core import Tracer
+
+from paged_optax.backend.donation import paired
+from paged_optax.backend.key_paths import Path, name_of
+from paged_optax.backend.memory import (
+    DEVICE,
+    HOST,
+    PINNED_HOST,
+    memory_kinds,
+)
+from paged_optax.backend.variables import like
+from paged_optax.codecs import Quantized
+from paged_optax.state.abstract import abstract_state
+from paged_optax.state.by_path import moments_of, named_by
+from paged_optax.state.leaves import SETTINGS, leaves_of, unpaged_places
+from paged_optax.state.residency import moved_to
+
+
+def page_in(state: optax.OptState, path: Path) -> dict[str, Array]:
+    """One parameter's moments, on the device.
+
+    The state stays as it is: the result is a copy.
+
+    Args:
+      state: A state, with a paged transformation's anywhere inside.
+      path: The parameter.
+
+    Returns:
+      Its moments in device memory, by name. The name is that of Optax's field (`"mu"`,
+      `"nu"`, `"trace"`), with the path to it where two fields have one name. A moment
+      that a codec stores in blocks is a `codecs.Quantized`; four codes of a byte are
+      one word there, and `codecs.unarranged(codec, moment)` takes them apart.
+
+    Raises:
+      ValueError: If the state has no such parameter; the message has close names.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> params = {"block": {"kernel": jnp.ones((512, 512))}}
+      >>> state = po.paged_adamw(1e-3).init(params)
+      >>> moments = po.page_in(state, "block/kernel")
+      >>> sorted(moments), moments["mu"].shape
+      (['mu', 'nu'], (512, 512))
+    """
+    moments = {
+        name: jax.device_put(leaf.value, DEVICE)
+        for name, (_, leaf) in moments_of(state, path).items()
+    }
+    return paired(moments)
+
+
+def page_out(
+    state: optax.OptState, path: Path, moments: Mapping[str, Array]
+) -> optax.OptState:
+    """A state with one parameter's moments replaced, and in host memory.
+
+    Args:
+      state: A state; it stays as it is.
+      path: The parameter.
+      moments: Its new moments, by the names of `page_in`, of the old ones' shapes and
+        dtypes. They go beside the parameter, on the device or the shards of the old
+        ones.
+
+    Returns:
+      The new state. It shares every other array with the old one. What is never paged
+      stays on the device: the trace of an `optax.trace` beside `paged(...)`.
+
+    Raises:
+      ValueError: If the state has no such parameter, or the moments are not its.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> state = po.paged_adamw(1e-3).init({"w": jnp.ones((512, 512))})
+      >>> moments = po.page_in(state, "w")
+      >>> state = po.page_out(state, "w", moments | {"mu": moments["mu"] + 1.0})
+      >>> float(po.page_in(state, "w")["mu"][0, 0]), po.is_device_resident(state, "w")
+      (1.0, False)
+    """
+    known = moments_of(state, path)
+    if set(moments) != set(known):
+        raise ValueError(
+            f"moments={sorted(moments)}: parameter {name_of(path)!r} has the moments"
+            f" {sorted(known)}: pass those, as page_in gives them."
+        )
+    found = leaves_of(state)
+    leaves, unpaged = [leaf.value for leaf in found], unpaged_places(found)
+    for name, (position, leaf) in known.items():
+        given, held = _describe(moments[name]), _describe(leaf.value)
+        if given != held:
+            raise ValueError(
+                f"moments[{name!r}] is {given}, and the state of parameter"
+                f" {name_of(path)!r} holds {held}: pass moments as page_in gives them."
+            )
+        put = functools.partial(_put_beside, host=leaf.place not in unpaged)
+        leaves[position] = jax.tree.map(put, moments[name], leaf.value)
+    return like(state, paired(leaves))
+
+
+def init_param(
+    tx: optax.GradientTransformation,
+    state: optax.OptState,
+    params: optax.Params,
+    path: Path,
+) -> optax.OptState:
+    """A state with the moments of a parameter that joins, or starts again.
+
+    Only the new parameter's moments are allocated.
+
+    Args:
+      tx: The transformation.
+      state: Its state, for the parameters without the new one, or with it.
+      params: The parameters with the new one.
+      path: The new parameter, or a group of them (an adapter).
+
+    Returns:
+      The state that `tx` needs for `params`: all others' moments and counts are those
+      of `state`.
+
+    Raises:
+      ValueError: If `params` has no such parameter, or others that the state lacks.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> params = {"old": jnp.ones((512, 512))}
+      >>> tx = po.paged_adamw(1e-3)
+      >>> state = tx.init(params)
+      >>> params["new"] = jnp.ones((512, 256))
+      >>> state = po.init_param(tx, state, params, "new")
+      >>> po.page_in(state, "new")["mu"].shape
+      (512, 256)
+    """
+    flat, structure = jax.tree_util.tree_flatten_with_path(params)
+    names = [name_of(key_path) for key_path, _ in flat]
+    joins = set(named_by(path, names, "params"))
+    # All others empty: their moments cost nothing, and are not used.
+    alone = [
+        x if name in joins else jnp.zeros((0, *x.shape[1:]), x.dtype)
+        for name, (_, x) in zip(names, flat, strict=True)
+    ]
+    made = tx.init(jax.tree.unflatten(structure, alone))
+    placed = [leaf.value for leaf in leaves_of(abstract_state(tx, params))]
+    known = leaves_of(state)
+    old = {(*leaf.place, leaf.parameter): leaf.value for leaf in known}
+    wanted = leaves_of(made)
+    leaves = []
+    for leaf, place in zip(wanted, placed, strict=True):
+        key = (*leaf.place, leaf.parameter)
+        if leaf.parameter in joins and leaf.field not in SETTINGS:
+            leaves.append(jax.tree.map(_placed, leaf.value, place))
+        elif key in old:
+            leaves.append(old[key])
+        else:
+            raise ValueError(
+                f"the state has no {leaf.field} of parameter {leaf.parameter!r} either:"
+                f" name it too, by a path that leads to it and to {name_of(path)!r}, or"
+                " add one after the other."
+            )
+    # Where nothing joins, the state keeps its containers: `nnx.Optimizer` has its own.
+    same = [(*x.place, x.parameter) for x in wanted] == list(old)
+    keeps = same and len(old) == len(known)
+    return like(state if keeps else made, paired(leaves))
+
+
+def _describe(moment: Any) -> str:
+    """A moment's dtype and shape, for messages."""
+    if isinstance(moment, Quantized):
+        codes, scales = map(_describe, moment)
+        return f"Quantized(codes={codes}, scales={scales})"
+    aval = jax.typeof(moment)
+    return f"{aval.dtype}{list(aval.shape)}"
+
+
+def _put_beside(x: Any, old: Array, *, host: bool) -> Array:
+    """A new value in the place of an old one; `host`: in host memory."""
+    if not isinstance(old, Tracer) and old.committed:
+        kind = PINNED_HOST if host else memory_kinds()[0]
+        return jax.device_put(x, old.sharding.with_memory_kind(kind))
+    return jax.device_put(x, HOST if host else DEVICE)
+
+
+def _placed(x: Array, place: Any) -> Array:
+    return moved_to(x, place.sharding.memory_kind)

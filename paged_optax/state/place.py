@@ -1,0 +1,91 @@
+"""Putting a state back where it belongs."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import SingleDeviceSharding
+
+from paged_optax.backend.key_paths import slashed
+from paged_optax.backend.variables import bare, like
+from paged_optax.state.abstract import abstract_state
+
+
+def place_state(
+    tx: optax.GradientTransformation, state: optax.OptState, params: optax.Params
+) -> optax.OptState:
+    """A state whose arrays are where `tx.init(params)` would put them.
+
+    A restore, pickle, `jax.device_put` or `out_shardings` without a memory kind bring
+    moments to the device. Orbax, restoring into concrete arrays, leaves them on the
+    host with the type of device memory, so that JAX takes them for what they are not.
+    This puts both right. Arrays that are right already are handed through.
+
+    Args:
+      tx: The transformation.
+      state: Its state, wherever its arrays are: also NumPy arrays, the state of an
+        `nnx.Optimizer`, or the nested dicts of a restore without a target.
+      params: The parameters, or their `ShapeDtypeStruct`s.
+
+    Returns:
+      The state. It keeps its containers where they are those of `tx.init(params)`, or
+      Flax's variables in them; else it has those of `tx.init(params)`.
+
+    Raises:
+      ValueError: If it is not a state of `tx` for these parameters.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, pickle, paged_optax as po
+      >>> params = {"w": jnp.ones((512, 512))}
+      >>> tx = po.paged_adamw(1e-3)
+      >>> state = pickle.loads(pickle.dumps(tx.init(params)))
+      >>> po.is_device_resident(state, "w")
+      True
+      >>> po.is_device_resident(po.place_state(tx, state, params), "w")
+      False
+    """
+    target = abstract_state(tx, params)
+    found, wanted = _by_name(state), _by_name(target)
+    for name in [*wanted, *found]:
+        here, there = _describe(found.get(name)), _describe(wanted.get(name))
+        if here != there:
+            raise ValueError(
+                f"state: {name!r} is {here}, and a state of tx for these parameters"
+                f" has {there}: pass the transformation, and the parameters, that the"
+                " state was made with."
+            )
+    placed = [_placed(found[name], place) for name, place in wanted.items()]
+    same = jax.tree.structure(bare(state)) == jax.tree.structure(bare(target))
+    return like(state if same else target, placed)
+
+
+def _by_name(state: Any) -> dict[str, Any]:
+    """A state's arrays by path; whatever the containers, each has one name."""
+    flat = jax.tree_util.tree_flatten_with_path(bare(state))[0]
+    name = lambda path: slashed(path)
+    return {name(path): x for path, x in flat}
+
+
+def _describe(x: Any) -> str:
+    return "missing" if x is None else f"{x.dtype}{list(np.shape(x))}"
+
+
+def _placed(x: Any, place: Any) -> Array:
+    kind, sharding = place.sharding.memory_kind, place.sharding
+    if isinstance(x, Array) and x.committed and x.sharding.memory_kind == kind:
+        same = x.sharding.is_equivalent_to(sharding, x.ndim)
+        if same and jax.typeof(x).memory_space == jax.typeof(place).memory_space:
+            return x
+    if isinstance(x, Array) and x.sharding.device_set != sharding.device_set:
+        # JAX moves no array to other devices and to another memory at once (0.12.0.1).
+        x = jax.device_put(x, x.sharding.with_memory_kind(kind))
+    # By a sharding that types it, and then to where `init` puts it.
+    x = jax.device_put(x, sharding)
+    if len(sharding.device_set) == 1 and all(
+        n == 1 for n in sharding.mesh.shape.values()
+    ):
+        (device,) = sharding.device_set
+        x = jax.device_put(x, SingleDeviceSharding(device, memory_kind=kind))
+    return x

@@ -1,0 +1,145 @@
+"""How many steps a parameter has had."""
+
+from collections.abc import Iterable
+
+import optax
+from jax import Array
+from jaxtyping import Int
+
+from paged_optax.backend.donation import paired
+from paged_optax.backend.key_paths import Path
+from paged_optax.backend.variables import like
+from paged_optax.state.by_path import the_one_named_by
+from paged_optax.state.leaves import StateLeaf, leaves_of
+
+
+def get_step(state: optax.OptState, path: Path) -> Int[Array, ""]:
+    """How many steps one parameter has had.
+
+    Args:
+      state: A state.
+      path: The parameter.
+
+    Returns:
+      Its own count with `per_parameter_steps=True`, else the count it shares.
+
+    Raises:
+      ValueError: If the state has no such parameter, or counts no steps.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> params = {"a": jnp.ones((512, 512)), "b": jnp.ones((512, 512))}
+      >>> tx = po.paged_adamw(1e-3, per_parameter_steps=True)
+      >>> state = tx.init(params)
+      >>> active = {"a": True, "b": False}
+      >>> _, state = tx.update(params, state, params, active=active)
+      >>> int(po.get_step(state, "a")), int(po.get_step(state, "b"))
+      (1, 0)
+    """
+    leaves = leaves_of(state)
+    parameter = the_one_named_by(path, leaves)
+    count = step_of(leaves, parameter)
+    if count is None:
+        raise ValueError(
+            f"the state of parameter {parameter!r} counts no steps: its transformation"
+            " has no use for them."
+        )
+    return count
+
+
+def step_of(leaves: Iterable[StateLeaf], parameter: str) -> Int[Array, ""] | None:
+    """The step count of a parameter: its own, or the one it shares, or None."""
+    counts = [leaf for leaf in leaves if leaf.is_count]
+    own = [leaf for leaf in counts if leaf.parameter == parameter != ""]
+    if own:
+        return own[0].value
+    nodes = _nodes(leaves, parameter)
+    shared = [
+        leaf
+        for leaf in counts
+        if not leaf.parameter and (leaf.node in nodes or leaf.field == "count")
+    ]
+    if shared:
+        # The count beside its moments, or that of a schedule of the same chain: each
+        # label of optax.partition has its own.
+        best = lambda x: (x.node in nodes, _nearness(x.node, nodes))
+        return max(shared, key=best).value
+    return None
+
+
+def served_by(leaves: Iterable[StateLeaf], count: StateLeaf) -> set[str]:
+    """The parameters whose steps a count counts: its own, or those of its label."""
+    if count.parameter:
+        return {count.parameter}
+    near = {
+        parameter: _nearness(count.node, _nodes(leaves, parameter))
+        for parameter in {leaf.parameter for leaf in leaves if leaf.is_moment}
+    }
+    return {x for x, distance in near.items() if distance == max(near.values())}
+
+
+def _nodes(leaves: Iterable[StateLeaf], parameter: str) -> set[str]:
+    """What holds a parameter's moments."""
+    return {x.node for x in leaves if x.is_moment and x.parameter == parameter}
+
+
+def _nearness(node: str, nodes: Iterable[str]) -> int:
+    return max(_common(node, other) for other in nodes)
+
+
+def increment_step(state: optax.OptState, path: Path) -> optax.OptState:
+    """A state in which one parameter has had one step more.
+
+    Args:
+      state: A state with `per_parameter_steps=True`; it stays as it is.
+      path: The parameter.
+
+    Returns:
+      The new state.
+
+    Raises:
+      ValueError: If the state has no such parameter, or one count for all.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> tx = po.paged_adamw(1e-3, per_parameter_steps=True)
+      >>> state = tx.init({"w": jnp.ones((512, 512))})
+      >>> int(po.get_step(po.increment_step(state, "w"), "w"))
+      1
+    """
+    leaves = leaves_of(state)
+    parameter = the_one_named_by(path, leaves)
+    nodes = {leaf.node for leaf in leaves if leaf.is_moment}
+    own = [
+        leaf.is_count
+        and leaf.parameter == parameter
+        # A single array has every count to itself, but for those of wrappers around.
+        and (parameter or not any(_is_above(leaf.node, node) for node in nodes))
+        for leaf in leaves
+    ]
+    if not any(own):
+        raise ValueError(
+            f"parameter {parameter!r} has no step count of its own: the state has one"
+            " count for all parameters, or none. Build the transformation with"
+            " per_parameter_steps=True."
+        )
+    values = [
+        optax.safe_increment(leaf.value) if yes else leaf.value
+        for leaf, yes in zip(leaves, own, strict=True)
+    ]
+    return like(state, paired(values))
+
+
+def _common(first: str, second: str) -> int:
+    """How many keys two nodes' paths have in common."""
+    same = 0
+    for one, other in zip(first.split("/"), second.split("/"), strict=False):
+        if one != other:
+            break
+        same += 1
+    return same
+
+
+def _is_above(node: str, other: str) -> bool:
+    """Whether a state holds another inside."""
+    return node != other and (not node or other.startswith(f"{node}/"))

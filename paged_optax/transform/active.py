@@ -1,0 +1,121 @@
+"""Which parameters an update may touch.
+
+A parameter's gate is a bool: True updates it, False leaves its moments where and as
+they are and moves no byte. Known when traced, a closed gate costs nothing at all; known
+only on the device, it is the trip count of the leaf's loop.
+"""
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.memory import DEVICE, on_host
+from paged_optax.transform.context import Gate, current, within
+
+
+def only_if(gate: Gate) -> AbstractContextManager[None]:
+    """Gates every paged update called within.
+
+    An argument could get lost on its way through wrappers that do not forward extra
+    arguments, and moments would change on a step that is skipped.
+
+    Args:
+      gate: Whether the updates happen.
+    """
+    return within(gate=_known(both(current().gate, gate)))
+
+
+def restart_if(gate: Gate) -> AbstractContextManager[None]:
+    """Makes every paged update called within start its state again after it.
+
+    Args:
+      gate: Whether the state becomes what `init` makes; otherwise nothing changes.
+    """
+    return within(restart=_known(gate))
+
+
+def _known(gate: Gate) -> Gate:
+    """A bool where there is one: what is compiled for it serves the next step too."""
+    return gate if isinstance(gate, Tracer) else bool(gate)
+
+
+def both(first: Gate, second: Gate) -> Gate:
+    """Whether two gates are open."""
+    if isinstance(first, bool):
+        return second if first else False
+    if isinstance(second, bool):
+        return first if second else False
+    return first if first is second else jnp.logical_and(first, second)
+
+
+def either(gates: Sequence[Gate]) -> Gate:
+    """Whether any gate is open."""
+    traced = {id(gate): gate for gate in gates if not isinstance(gate, bool)}
+    if any(gate is True for gate in gates) or not traced:
+        return any(gate is True for gate in gates)
+    return functools.reduce(jnp.logical_or, traced.values())
+
+
+def gates_of(active: Any, updates: Any) -> list[Gate] | None:
+    """The gate of each gradient.
+
+    Args:
+      active: A pytree of bools, static or traced, of the gradients' structure or a
+        prefix of it; None for all.
+      updates: The gradients.
+
+    Returns:
+      One gate for each gradient, those of `only_if` included; None where every gate is
+      open and known to be.
+
+    Raises:
+      ValueError: If `active` is no prefix of the gradients' structure.
+      TypeError: If one of its leaves is not a bool.
+    """
+    ambient = current().gate
+    if active is None and ambient is True:
+        return None
+    active = True if active is None else active
+    gates: list[Gate] = []
+
+    def spread(path: Any, gate: Any, subtree: Any) -> None:
+        gate = both(ambient, _gate(path, gate))
+        gates.extend([gate] * len(jax.tree.leaves(subtree)))
+
+    try:
+        jax.tree_util.tree_map_with_path(spread, active, updates)
+    except ValueError as error:
+        raise ValueError(
+            f"active={jax.tree.structure(active)} is neither a bool nor a tree of bools"
+            " of the gradients' structure or a prefix of it: pass one bool for each"
+            " parameter, or for each group of them."
+        ) from error
+    return None if all(gate is True for gate in gates) else gates
+
+
+def _gate(path: Any, gate: Any) -> Gate:
+    if isinstance(gate, (bool, np.bool_)):
+        return bool(gate)
+    if getattr(gate, "dtype", None) != jnp.bool_ or np.shape(gate) != ():
+        raise TypeError(
+            f"active{keystr(path)}={gate!r} is not a bool: pass True,"
+            " False, or a boolean array of shape ()."
+        )
+    return jnp.asarray(gate)
+
+
+def choose_by(gate: Gate, new: Any, old: Any) -> Any:
+    """The new value where a gate is open; else the old one, or zero without one."""
+    if gate is True:
+        return new
+    old = jnp.zeros_like(new) if old is None else old
+    if gate is False:
+        return old
+    return jnp.where(gate, new, jax.device_put(old, DEVICE) if on_host(old) else old)

@@ -1,0 +1,211 @@
+"""What `init` and `update` refuse, and in which words."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import Mesh
+
+from paged_optax.analysis.flat import abstract
+from paged_optax.analysis.program import Analysis, LeafUpdate
+from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.memory import (
+    PINNED_HOST,
+    memory_kinds,
+    on_host,
+)
+from paged_optax.engine.shards import Shards
+from paged_optax.transform.trees import paths_of
+
+
+def refuse_dtype(path: Any, leaf: Any) -> None:
+    """Refuses a parameter that has no moments."""
+    dtype = jax.typeof(leaf).dtype
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            f"parameter {keystr(path)} has dtype {dtype}: only floating point and"
+            " complex parameters have moments. Leave it out with"
+            " optax.masked(paged(...), mask), or optax.partition."
+        )
+
+
+def refuse_devices(
+    paths: Sequence[Any], stays: Sequence[bool], shards: Sequence[Shards | None]
+) -> None:
+    """A parameter's mesh need not be of the default backend's devices."""
+    for path, stay, divided in zip(paths, stays, shards, strict=True):
+        if stay or divided is None or not isinstance(divided.mesh, Mesh):
+            continue
+        device = next(iter(divided.mesh.local_devices), None)
+        if device is not None and PINNED_HOST not in (kinds := memory_kinds(device)):
+            raise ValueError(
+                f"state{keystr(path)} is to be paged by the devices of {divided.mesh},"
+                f" and {device} has only {', '.join(kinds)}: use a mesh of devices with"
+                f" {PINNED_HOST} memory, or device_budget=None to keep the moments on"
+                " these."
+            )
+
+
+def refuse_host(what: str, tree: Any) -> None:
+    """Refuses parameters and gradients in host memory."""
+    for path, leaf in zip(*paths_of(tree), strict=True):
+        if on_host(leaf):
+            raise ValueError(
+                f"{what} {keystr(path)} is in host memory ({jax.typeof(leaf)}): only"
+                " moments belong there. A jax.jit that holds no update, and is given"
+                " donated moments, can return anything of their shape in their place:"
+                " use paged_optax.jit_step, or state out_shardings. To mend an array,"
+                " use jax.device_put(x, jax.memory.Space.Device)."
+            )
+
+
+def underived(arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """The same arrays, through which nobody may take a derivative, nor `vmap`."""
+    leaves, structure = jax.tree.flatten(tuple(arrays))
+    inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+    numbers = (x for x, yes in zip(leaves, inexact, strict=True) if yes)
+    same = iter(_refuse_derivatives(*numbers))
+    leaves = [next(same) if yes else x for x, yes in zip(leaves, inexact, strict=True)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+@jax.custom_batching.custom_vmap
+def _refuse_batches(*numbers: Array) -> tuple[Array, ...]:
+    return numbers
+
+
+@_refuse_batches.def_vmap
+def _(*_: Any) -> Any:
+    raise ValueError(
+        "update has moments in host memory, and is called within jax.vmap, which would"
+        " gather pages there. Call init and update on the stacked parameters, without"
+        " vmap: what works element by element has the same numbers; else use"
+        " device_budget=None."
+    )
+
+
+@jax.custom_jvp
+def _refuse_derivatives(*numbers: Array) -> tuple[Array, ...]:
+    return tuple(_refuse_batches(*numbers))
+
+
+@_refuse_derivatives.defjvp
+def _(*_: Any) -> Any:
+    raise ValueError(
+        "update has moments in host memory, through which JAX takes no derivative. To"
+        " differentiate it use the transformation without paging, or"
+        " device_budget=None, for init and update; else call update on"
+        " jax.lax.stop_gradient(...) of what is differentiated."
+    )
+
+
+def refuse_different(updates: Any, params: Any) -> None:
+    """Refuses gradients that are not those of the parameters."""
+    update_paths, update_leaves = paths_of(updates)
+    parameter_paths, parameter_leaves = paths_of(params)
+    if jax.tree.structure(updates) != jax.tree.structure(params):
+        here, there = set(map(tuple, update_paths)), set(map(tuple, parameter_paths))
+        odd = sorted(keystr(path) for path in here ^ there) or [
+            "(another container type)"
+        ]
+        raise ValueError(
+            "the gradients' structure differs from the parameters' at"
+            f" {', '.join(odd[:3])}: pass gradients taken of these parameters."
+        )
+    for path, update, parameter in zip(
+        update_paths, update_leaves, parameter_leaves, strict=True
+    ):
+        if np.shape(update) != np.shape(parameter):
+            raise ValueError(
+                f"gradient {keystr(path)} has shape {np.shape(update)}, its parameter"
+                f" {np.shape(parameter)}: pass gradients taken of these parameters."
+            )
+
+
+def refuse_state(
+    inner: optax.GradientTransformation, updates: Any, state: Any, error: Exception
+) -> None:
+    """Names the leaf in which a state is not the one these gradients call for."""
+    try:
+        wanted = jax.eval_shape(inner.init, jax.tree.map(abstract, updates))
+    except Exception:
+        return  # the gradients are no parameters: the first error says more
+    here, there = (
+        dict(zip(*paths_of(state), strict=True)),
+        dict(zip(*paths_of(wanted), strict=True)),
+    )
+    odd = [
+        keystr(path) for path in (*here, *there) if (path in here) != (path in there)
+    ]
+    if odd:
+        raise ValueError(
+            "the state's structure is not the one these gradients call for: they differ"
+            f" at state{', state'.join(odd[:3])}. Pass the state that init made for"
+            " these parameters."
+        ) from error
+    for path, leaf in here.items():
+        if leaf.shape != there[path].shape:
+            raise ValueError(
+                f"state{keystr(path)} has shape {leaf.shape}, and these gradients call"
+                f" for {there[path].shape}: pass the state that init made for these"
+                " parameters."
+            ) from error
+
+
+def refuse_own_steps(analysis: Analysis, own: Any, state: Any, gradients: int) -> None:
+    """Names what all parameters share although it follows from their step counts."""
+    if not own:
+        return
+    reached = analysis.reached_from(own)
+    shared = [p for p, x in analysis.direct if x in reached and p not in own]
+    for leaf in analysis.leaves:
+        if gradients > 1:  # a count that follows from one gradient is not each one's
+            shared += own.keys() & leaf.outputs
+    for leaf in analysis.leaves:
+        if leaf.owner is None and reached.intersection(leaf.inputs):
+            shared += leaf.outputs
+    if shared:
+        path = paths_of(state)[0][max(0, shared[0] - gradients)]
+        raise ValueError(
+            f"per_parameter_steps=True, but state{keystr(path)} is one value for all"
+            " parameters and is computed from their step counts: put what keeps it"
+            " (optax.inject_hyperparams, optax.flatten) around paged(...)."
+        )
+
+
+def refuse_joined(leaf: LeafUpdate) -> None:
+    """Refuses several gates for parameters laid end to end."""
+    if any(position < 0 for position in leaf.outputs):
+        raise ValueError(
+            "active=... differs between parameters that inner lays end to end: pass one"
+            " bool for all, or leave optax.flatten out of paged(...)."
+        )
+
+
+def refuse_changes(shapes: Any, updates: Any, state: Any) -> None:
+    """Refuses an update that changes structures, shapes or dtypes."""
+    new_updates, new_state = shapes
+    if jax.tree.structure(new_state) != jax.tree.structure(state):
+        raise ValueError(
+            "inner.update returned a state of another structure than it was given:"
+            " pass the state that init made for these parameters."
+        )
+    for what, old, new in (
+        ("update", updates, new_updates),
+        ("state", state, new_state),
+    ):
+        for path, before, after in zip(
+            *paths_of(old), jax.tree.leaves(new), strict=True
+        ):
+            same_dtype = what == "update" or before.dtype == after.dtype
+            if np.shape(before) != after.shape or not same_dtype:
+                raise ValueError(
+                    f"{what} {keystr(path)} would turn from {jax.typeof(before)} into"
+                    f" {after.dtype}{list(after.shape)}, and could not stay in its own"
+                    " buffer: pass gradients of the shapes and dtypes that the state"
+                    " was made for."
+                )

@@ -1,0 +1,125 @@
+"""What `paged` was asked for, and what stays on the device by it."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+
+from paged_optax.backend.memory import (
+    PINNED_HOST,
+    device_memory,
+    resolve_host_memory_kind,
+)
+from paged_optax.backend.sizes import parse_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """What `paged` was asked for, in bytes.
+
+    Attributes:
+      page_size: Bytes of one page of one moment.
+      device_budget: Bytes of moments that may stay on the device; None: all; `"auto"`:
+        what the device has left.
+      min_paged_size: Moments of fewer bytes stay on the device.
+      host_memory_kind: `"pinned_host"` or `"auto"`.
+    """
+
+    page_size: int
+    device_budget: int | Literal["auto"] | None
+    min_paged_size: int
+    host_memory_kind: str
+
+    @classmethod
+    def of(
+        cls,
+        page_size: int | str,
+        device_budget: Any,
+        min_paged_size: int | str,
+        host_memory_kind: str,
+    ) -> "Configuration":
+        """Reads and checks the arguments of `paged`."""
+        page_bytes = parse_bytes("page_size", page_size)
+        if page_bytes == 0:
+            raise ValueError(
+                f"page_size={page_size!r}: a page needs at least one byte; the default"
+                " is '16MiB'."
+            )
+        if host_memory_kind not in ("auto", PINNED_HOST):
+            # Only now, when it raises anyway, may JAX be made to start its backend.
+            resolve_host_memory_kind(host_memory_kind)
+        if device_budget is not None and device_budget != "auto":
+            device_budget = parse_bytes("device_budget", device_budget)
+        return cls(
+            page_bytes,
+            device_budget,
+            parse_bytes("min_paged_size", min_paged_size),
+            host_memory_kind,
+        )
+
+    def budget(self, parameters: int, moments: int = 0) -> int | None:
+        """The device budget in bytes.
+
+        `"auto"` takes what the device has free now, less a reserve for what a training
+        step will need: gradients (as many bytes as parameters) and, for activations and
+        pages, a quarter of the device's memory. Where the backend keeps no statistics
+        (CPU) everything is paged.
+
+        Args:
+          parameters: Bytes of the parameters, which are on the device already.
+          moments: Bytes of moments on the device that count as free.
+
+        Returns:
+          Bytes of moments that may stay on the device; None: all.
+
+        Raises:
+          ValueError: For `"auto"` in one of several processes.
+        """
+        if self.device_budget != "auto":
+            return self.device_budget
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"device_budget='auto' in one of {jax.process_count()} processes: each"
+                " would measure its own devices and build another program. Pass bytes."
+            )
+        limit, used = device_memory()
+        return max(0, limit - used + moments - parameters - limit // 4)
+
+
+def resident(
+    sizes: Sequence[int | None],
+    owners: Sequence[int | None],
+    budget: int | None,
+    min_paged_size: int,
+) -> list[bool]:
+    """Which state leaves stay on the device.
+
+    A full sweep touches every page once a step, in one order, so the best choice
+    (Belady's) is a fixed set: small leaves, step counts and keys always, then the
+    moments of one parameter after the other until the budget is spent.
+
+    Args:
+      sizes: Bytes of each of the state's leaves; None for what is never paged.
+      owners: The parameter each belongs to, or None.
+      budget: Bytes of moments that may stay; None: all.
+      min_paged_size: Moments of fewer bytes stay, and cost no budget.
+
+    Returns:
+      For each state leaf whether it stays.
+    """
+    if budget is None:
+        return [True] * len(sizes)
+    stays = [size is None or size < min_paged_size for size in sizes]
+    together: dict[Any, list[int]] = {}
+    for leaf, owner in enumerate(owners):
+        if not stays[leaf]:
+            key = ("leaf", leaf) if owner is None else owner
+            together.setdefault(key, []).append(leaf)
+    for group in together.values():
+        size = sum(sizes[leaf] or 0 for leaf in group)
+        if size <= budget:
+            budget -= size
+            for leaf in group:
+                stays[leaf] = True
+    return stays

@@ -1,0 +1,218 @@
+"""The state that a paged transformation makes."""
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+
+from paged_optax.analysis.flat import abstract, refuse_effects, trace
+from paged_optax.analysis.program import Analysis, LeafUpdate
+from paged_optax.analysis.split import analyse
+from paged_optax.backend import memory
+from paged_optax.backend.donation import paired
+from paged_optax.backend.explicit_axes import automatically, without_explicit_axes
+from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.memory import (
+    PINNED_HOST,
+    nbytes,
+    resolve_host_memory_kind,
+)
+from paged_optax.backend.progress import LARGE, progress
+from paged_optax.backend.variables import bare, like, settled
+from paged_optax.engine.geometry import Kept
+from paged_optax.engine.guard import check_backend
+from paged_optax.engine.shards import Shards
+from paged_optax.engine.stream import fill
+from paged_optax.transform.checks import (
+    refuse_devices,
+    refuse_dtype,
+)
+from paged_optax.transform.configuration import resident
+from paged_optax.transform.context import current
+from paged_optax.transform.moments import planned_moments
+from paged_optax.transform.owners import parameter_of
+from paged_optax.transform.pager import Pager
+from paged_optax.transform.placing import place, tied
+from paged_optax.transform.stored_state import Layout
+from paged_optax.transform.trees import (
+    arrays_of,
+    paths_of,
+)
+
+
+def init(pager: Pager, params: optax.Params) -> optax.OptState:
+    """The state of `inner`, its larger arrays in host memory."""
+    made = paired(_made(pager, bare(params)))
+    structure = jax.tree.structure(bare(params))
+    if structure == jax.tree.structure(params):
+        return made
+    own = jax.eval_shape(pager.inner.init, params)
+    leaves = [
+        like(params, x) if jax.tree.structure(x) == structure else x
+        for x in jax.tree.structure(bare(own)).flatten_up_to(made)
+    ]
+    return settled(jax.tree.unflatten(jax.tree.structure(own), leaves))
+
+
+def _made(pager: Pager, params: optax.Params) -> optax.OptState:
+    params = arrays_of(params)
+    paths, leaves = paths_of(params)
+    for path, leaf in zip(paths, leaves, strict=True):
+        refuse_dtype(path, leaf)
+    said = pager.known.said_by(paths, leaves)
+    making = _Making.of(pager, params)
+    if (record := current().record) is not None:
+        abstract_params = jax.tree.map(abstract, params)
+        record(
+            pager.configuration,
+            lambda extra: planned_moments(
+                pager,
+                abstract_params,
+                making.shapes,
+                making.stays,
+                making.shards,
+                extra,
+            ),
+        )
+    if not any(isinstance(x, Tracer) for x in leaves):
+        with without_explicit_axes():
+            made = tied(making.leaves(leaves))
+        pager.known.seen |= said
+        return making.layout.build(made)
+    types = [
+        making.layout.types(i, None if owner is None else leaves[owner])
+        for i, owner in enumerate(making.owners)
+    ]
+    return making.layout.build(automatically(making.leaves, (leaves,), types))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Making:
+    """A new state: what is in it, what makes it, and where it goes.
+
+    Attributes:
+      pager: The paged transformation.
+      shapes: The state of `inner`, of shapes.
+      layout: How it is stored.
+      owners: For each of its leaves the parameter it belongs to, or None.
+      shards: How each parameter is divided, or None.
+      stays: For each leaf whether it is on the device.
+      analysis: What makes them.
+    """
+
+    pager: Pager
+    shapes: Any
+    layout: Layout
+    owners: list[int | None]
+    shards: tuple[Shards | None, ...]
+    stays: list[bool]
+    analysis: Analysis
+
+    @classmethod
+    def of(cls, pager: Pager, params: optax.Params) -> "_Making":
+        """Traces `inner.init`, and decides what stays on the device."""
+        paths, leaves = paths_of(params)
+        shards = pager.known.find(paths, leaves)
+        closed, shapes = trace(pager.inner.init, params)
+        refuse_effects(closed)
+        state_paths, avals = paths_of(shapes)
+        layout = pager.layout(params, shapes, shards)
+        owners = parameter_of(state_paths, paths)
+        configuration = pager.configuration
+        budget = configuration.budget(parameters=nbytes(leaves))
+        stays = resident(layout.sizes(), owners, budget, configuration.min_paged_size)
+        if not all(stays):
+            kind = resolve_host_memory_kind(configuration.host_memory_kind)
+            if kind == PINNED_HOST:
+                check_backend()
+                refuse_devices(state_paths, stays, layout.shards)
+                stays = _uncut_stay(pager, layout, state_paths, stays, leaves)
+            else:
+                stays = [True] * len(stays)
+        analysis = analyse(closed, [None] * len(leaves), [None] * len(avals), str)
+        return cls(pager, shapes, layout, owners, shards, stays, analysis)
+
+    def leaves(self, parameters: Sequence[Any]) -> list[Any]:
+        """The state's leaves, as they are stored, each in its memory."""
+        sizes = zip(self.layout.sizes(), self.stays, strict=True)
+        moving = sum(size or 0 for size, stay in sizes if not stay)
+        traced = any(isinstance(x, Tracer) for x in parameters)
+        shown = moving >= LARGE and not traced
+        with progress("moments", len(self.analysis.leaves), shown) as advance:
+
+            def run_and_tell(leaf: LeafUpdate, inputs: Any) -> Any:
+                made = self._leaf(leaf, inputs)
+                if shown:
+                    jax.block_until_ready(made)
+                    advance()
+                return made
+
+            values = self.analysis.evaluate(parameters, run_and_tell)
+        return [
+            self._placed(position, value, parameters)
+            for position, value in enumerate(values)
+        ]
+
+    def _leaf(self, leaf: LeafUpdate, inputs: list[Any]) -> list[Any]:
+        """Runs the program of one leaf, page by page where it is divided or coded."""
+        (position,) = leaf.outputs
+        codec, divided = self.layout.codecs[position], self.layout.shards[position]
+        stays, dtype = self.stays[position], self.layout.avals[position].dtype
+        if stays and codec is None and divided is None:
+            return leaf.program(inputs)
+        kept = [Kept(dtype.itemsize, codec, not stays)]
+        made = fill(
+            tuple(inputs),
+            jnp.zeros(2, jnp.uint32) if codec and codec.draws else None,
+            program=leaf.program,
+            geometry=self.pager.geometry(leaf, kept, divided),
+            dtype=dtype,
+            codec=codec,
+            host=not stays,
+            shards=divided,
+        )
+        return [made]
+
+    def _placed(self, position: int, value: Any, parameters: Sequence[Any]) -> Any:
+        """A leaf beside its parameter, in its own memory."""
+        layout, owner = self.layout, self.owners[position]
+        if layout.codecs[position] is None:
+            value = jnp.asarray(value, layout.avals[position].dtype)
+        mesh = next((x.mesh for x in self.shards if x), None)
+        return place(
+            value,
+            not self.stays[position],
+            None if owner is None else parameters[owner],
+            None if layout.shards[position] else mesh,
+        )
+
+
+def _uncut_stay(
+    pager: Pager,
+    layout: Layout,
+    paths: Sequence[Any],
+    stays: Sequence[bool],
+    parameters: Sequence[Any],
+) -> list[bool]:
+    """Keeps what a TPU cannot slice in host memory on the device, and says so."""
+    if memory.platform() != "tpu":
+        return list(stays)
+    refused = {
+        position: reason
+        for position, stay in enumerate(stays)
+        if not stay and (reason := pager.refused(layout, position))
+    }
+    if refused and not any(isinstance(x, Tracer) for x in parameters):
+        first, reason = next(iter(refused.items()))
+        warnings.warn(
+            f"state{keystr(paths[first])} and {len(refused) - 1} other moments"
+            f" stay in device memory: {reason}. The README says which shapes can"
+            " be paged on a TPU.",
+            stacklevel=3,
+        )
+    return [stay or i in refused for i, stay in enumerate(stays)]

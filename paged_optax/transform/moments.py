@@ -1,0 +1,77 @@
+"""What `plan` is told of a paged transformation's moments."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from paged_optax.backend import memory
+from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.memory import (
+    nbytes,
+)
+from paged_optax.engine.geometry import Kept, Pages, uncut
+from paged_optax.engine.shards import Shards
+from paged_optax.engine.streamed import Streamed
+from paged_optax.transform.pager import Pager, divided_as
+from paged_optax.transform.recorded import Moment
+from paged_optax.transform.trees import (
+    paths_of,
+    split,
+)
+
+
+def planned_moments(
+    pager: Pager,
+    params: Any,
+    shapes: Any,
+    stays: Sequence[bool],
+    shards: Sequence[Shards | None],
+    extra: dict[str, Any],
+) -> list[Moment]:
+    """What `init` places where, and how `update` will cut it, for `plan`."""
+    layout = pager.layout(params, shapes, shards)
+    analysis, _ = pager.analyse(params, shapes, params, *split({"extra_args": extra}))
+    first = len(jax.tree.leaves(params))
+    state_paths, avals = paths_of(shapes)
+    geometry: dict[int, tuple[int, Pages]] = {}
+    platform = memory.platform()
+    for number, leaf in enumerate(analysis.leaves):
+        inside = {i - first for i in (*leaf.inputs, *leaf.outputs)}
+        inside = sorted(i for i in inside if 0 <= i < len(avals))
+        inside = [i for i in inside if not stays[i] or layout.codecs[i]]
+        divided = divided_as(leaf, jax.tree.leaves(params), shards)
+        kept = [
+            Kept(avals[i].dtype.itemsize, layout.codecs[i], not stays[i])
+            for i in inside
+        ]
+        pages = pager.geometry(leaf, kept, divided).on(platform)
+        geometry.update((i, (number, pages)) for i in inside)
+    found = []
+    for i, (path, x) in enumerate(zip(state_paths, avals, strict=True)):
+        alone = len(analysis.leaves) + i, uncut(x.shape).rows
+        number, pages = geometry.get(i, alone)
+        codec, part = layout.codecs[i], layout.shards[i]
+        shape = part.local(x.shape) if part else x.shape
+        page = pages.entries * x.dtype.itemsize if pages.count else nbytes(x)
+        stored = Streamed.of(layout.stored(i), pages, codec, on_host=True)
+        scales = None if part or stays[i] else stored.scales
+        reason = pages.refused
+        if platform == "tpu" and codec is not None and stays[i] and not reason:
+            reason = pager.refused(layout, i)
+        found.append(
+            Moment(
+                path=keystr(path),
+                shape=shape,
+                dtype=str(x.dtype if codec is None else codec),
+                bytes=nbytes(layout.stored(i)) // layout.parts(i),
+                on_host=not stays[i],
+                pages=0 if stays[i] else max(1, pages.count),
+                page_bytes=0 if stays[i] else page,
+                leaf=number,
+                in_flight=2 if codec is None and pages.count else 3,
+                beside=scales.nbytes if scales and not scales.travels else 0,
+                refused=reason,
+            )
+        )
+    return found

@@ -1,0 +1,137 @@
+"""`paged`: any Optax transformation, its state in host memory."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import optax
+
+from paged_optax.transform.codec_rules import CodecLike, check, draws
+from paged_optax.transform.configuration import Configuration
+from paged_optax.transform.init import init
+from paged_optax.transform.pager import Pager
+from paged_optax.transform.parameter_shardings import Known
+from paged_optax.transform.precision import counted, in_float32, with_master_weights
+from paged_optax.transform.update import Update
+
+
+def paged(
+    inner: optax.GradientTransformation,
+    *,
+    page_size: int | str = "16MiB",
+    device_budget: int | str | None = "0B",
+    min_paged_size: int | str = "256KiB",
+    host_memory_kind: str = "pinned_host",
+    shardings: Any = None,
+    per_parameter_steps: bool = False,
+    codec: CodecLike | Mapping[str, CodecLike | Mapping[str, CodecLike]] = None,
+    master_dtype: Any = None,
+    on_moved: str = "warn",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Pages a transformation: its moments live on the host, its numbers stay.
+
+    `update` streams each leaf's moments through the device, one page after the other:
+
+    .. math::
+        (u_p, s_p) \leftarrow \mathrm{inner}(g_p, s_p, \theta_p)
+        \quad\text{for each page } p \text{ of each leaf.}
+
+    Updates overwrite the gradients' buffers and moments their own, so that with
+    donated gradients and state a step allocates a few pages and nothing else. What a
+    page may be is read off `inner.update`'s jaxpr: a block of rows where it works
+    element by element, a whole leaf where it works within a leaf.
+
+    The state is Optax's own: the tree, shapes and dtypes of `inner.init(params)`, its
+    larger arrays in host memory. A checkpoint of `inner` loads into `paged(inner)`.
+    `update` reads from the arrays' types where each lives: host leaves stream, device
+    leaves are updated in place.
+
+    `update(..., active=...)` updates some parameters only: a pytree of bools, static or
+    traced, of the gradients' structure or a prefix of it (mixtures of experts,
+    adapters, sampled or frozen layers). The others keep their moments and, with
+    `per_parameter_steps`, their step count; their updates are zero, and no byte of
+    theirs crosses the link. Counts that all parameters share stand still when none is
+    active.
+
+    Args:
+      inner: The transformation. It may not combine several parameters: chain
+        `optax.clip_by_global_norm` and its like outside.
+      page_size: Bytes of one page of one moment, an int or a string such as
+        `"16MiB"`; with a codec, bytes of the float32 that it decodes to.
+      device_budget: Bytes of moments that may stay on the device: 0 pages everything,
+        None nothing. `"auto"` takes what the device has free at `init` less a reserve:
+        the parameters' bytes again for gradients, and a quarter of the device.
+      min_paged_size: Moments of fewer bytes stay on the device: a transfer of a few
+        kilobytes costs its latency, and saves nothing.
+      host_memory_kind: `"pinned_host"`, or `"auto"` to keep the moments on the device
+        where a backend has no pinned host memory.
+      shardings: The parameters' shardings over a mesh, a pytree of `NamedSharding` or
+        `PartitionSpec` of their structure or a prefix of it, where they cannot be read
+        off the arrays: see `paged_optax.engine.sharding`.
+      per_parameter_steps: Whether each parameter counts its own steps, for its bias
+        corrections and schedules. Each integer scalar of the state is then a tree of
+        the parameters' structure.
+      codec: How moments are stored: the name of a codec (`"dynamic_int8"`,
+        `"dynamic_int4"`, `"float8_e4m3"`, `"bfloat16"`, `"bfloat16_stochastic"`), an
+        object like those of `paged_optax.codecs`, or several by moment and by pattern
+        of parameter paths, of which the last that applies counts:
+        `{"mu": "bfloat16", "nu": "dynamic_int8", "*/embedding": "float32"}`. `inner`
+        computes in float32. Moments of fewer than 4096 values are stored in float32.
+        A codec's name takes no sign's bit for Optax's moments of squares, `nu` and its
+        like; for one of your own name it: `{"*": "dynamic_int8", "energy":
+        DynamicInt8(signed=False)}`. A block of a moment that holds NaN or an infinity
+        comes back with nothing finite in it: chain `apply_if_finite` around.
+      master_dtype: Keeps a copy of the parameters in this dtype, paged like a moment,
+        for parameters in fewer bits: `"float32"`. The moments have it too.
+      on_moved: What `update` does where it finds moments on the device that belong on
+        the host: `"warn"`, or `"raise"`, before XLA sees them. `place_state` puts them
+        back.
+
+    Returns:
+      A transformation to use wherever `inner` was used.
+
+    Raises:
+      ValueError: If an argument is not usable, at once; at `update`, if `inner`
+        combines parameters, if it has effects such as `jax.debug.print`, or if
+        parameters or gradients are found in host memory.
+      TypeError: At `init`, if a parameter is not of floating point or complex dtype.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, paged_optax as po
+      >>> tx = po.paged(optax.lion(1e-4), page_size="1MiB")
+      >>> params = {"w": jnp.ones((512, 512))}
+      >>> state = tx.init(params)
+      >>> optax.tree.get(state, "mu")["w"].sharding.memory_kind
+      'pinned_host'
+      >>> updates, state = tx.update(params, state, params)
+      >>> optax.tree.get(state, "mu")["w"].sharding.memory_kind
+      'pinned_host'
+
+    References:
+      Dettmers et al., `QLoRA <https://arxiv.org/abs/2305.14314>`_, 2023, for paged
+      optimizers; the streaming itself is described in `paged_optax.engine.stream`.
+    """
+    for method in ("init", "update"):
+        if not callable(getattr(inner, method, None)):
+            raise ValueError(
+                f"inner={inner!r} is not an Optax transformation: pass one, such as"
+                " paged(optax.adamw(1e-3))."
+            )
+    configuration = Configuration.of(
+        page_size, device_budget, min_paged_size, host_memory_kind
+    )
+    rules = check(codec)
+    inner = optax.with_extra_args_support(inner)
+    if master_dtype is not None:
+        inner = with_master_weights(inner, master_dtype)
+    elif rules:
+        inner = in_float32(inner)
+    if draws(rules):
+        inner = counted(inner)
+    if on_moved not in ("warn", "raise"):
+        raise ValueError(f"on_moved={on_moved!r}: pass 'warn' or 'raise'.")
+    known = Known(shardings)
+    pager = Pager(inner, configuration, rules, per_parameter_steps, known, on_moved)
+    return optax.GradientTransformationExtraArgs(
+        functools.partial(init, pager), Update(pager).update
+    )

@@ -1,0 +1,181 @@
+"""What `init` and `update` of a paged transformation share."""
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from paged_optax.analysis.flat import abstract, refuse_effects, trace
+from paged_optax.analysis.program import Analysis, LeafUpdate
+from paged_optax.analysis.split import analyse
+from paged_optax.backend.key_paths import keystr
+from paged_optax.engine.geometry import Geometry, Kept, cut, uncut
+from paged_optax.engine.shards import Shards
+from paged_optax.transform.checks import (
+    refuse_changes,
+    refuse_state,
+)
+from paged_optax.transform.codec_rules import choose
+from paged_optax.transform.configuration import Configuration
+from paged_optax.transform.owners import parameter_of
+from paged_optax.transform.parameter_shardings import Known
+from paged_optax.transform.stored_state import Layout
+from paged_optax.transform.trees import (
+    Static,
+    paths_of,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pager:
+    """A transformation, and how it is paged.
+
+    Attributes:
+      inner: The transformation.
+      configuration: What `paged` was asked for, in bytes.
+      rules: Which codec stores what; from `codec_rules.check`.
+      per_parameter_steps: Whether each parameter counts its own steps.
+      known: What is known of the parameters' shardings.
+      on_moved: `"warn"` or `"raise"`.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    configuration: Configuration
+    rules: dict[str, Any]
+    per_parameter_steps: bool
+    known: Known
+    on_moved: str
+
+    def shards(
+        self, updates: Any, state: Any, params: Any
+    ) -> tuple[Shards | None, ...]:
+        """How each parameter's moments are divided: so they stay.
+
+        A parameter says it of moments that a codec stores, and a gradient where there
+        is no parameter.
+        """
+        paths, gradients = paths_of(updates)
+        divided = jax.tree.leaves(params) or gradients
+        state_paths, leaves = paths_of(state)
+        owners = parameter_of(state_paths, paths)
+        own = {
+            i: x
+            for i, x in zip(owners, leaves, strict=True)
+            if i is not None and x.shape == gradients[i].shape
+        }
+        moments = [own.get(i, x) for i, x in enumerate(divided)]
+        return self.known.find(paths, moments, divided, gradients)
+
+    def layout(
+        self, params: Any, state: Any, shards: Sequence[Shards | None]
+    ) -> Layout:
+        """The layout of a state of `inner`, or of one made by `init`."""
+        shapes = state
+        if self.rules or self.per_parameter_steps:
+            shapes = jax.eval_shape(self.inner.init, jax.tree.map(abstract, params))
+        paths, avals = paths_of(shapes)
+        parameter_paths, parameters = paths_of(params)
+        owners = parameter_of(paths, parameter_paths)
+        divided = [
+            None if i is None or x.shape != parameters[i].shape else shards[i]
+            for i, x in zip(owners, avals, strict=True)
+        ]
+        return Layout.of(
+            shapes,
+            choose(self.rules, paths, avals, parameter_paths),
+            params,
+            divided,
+            per_parameter_steps=self.per_parameter_steps,
+        )
+
+    def geometry(
+        self,
+        leaf: LeafUpdate,
+        moments: Sequence[Kept],
+        shards: Shards | None = None,
+    ) -> Geometry:
+        """How a leaf is cut, given its moments that travel or are coded."""
+        shape = shards.local(leaf.shape) if shards else leaf.shape
+        if not leaf.program.elementwise or not moments:
+            return uncut(shape)
+        return cut(shape, tuple(moments), self.configuration.page_size)
+
+    def refused(self, layout: Layout, position: int) -> str:
+        """Why a TPU cannot slice a moment in host memory; else empty."""
+        aval, shards = layout.avals[position], layout.shards[position]
+        shape = shards.local(aval.shape) if shards else aval.shape
+        kept = Kept(aval.dtype.itemsize, layout.codecs[position])
+        return cut(shape, (kept,), self.configuration.page_size).tiles.refused
+
+    def analyse(
+        self,
+        updates: Any,
+        state: Any,
+        params: Any,
+        arrays: list[Any],
+        static: "Static",
+    ) -> tuple[Analysis, Any]:
+        """Traces `inner.update` once and takes it apart.
+
+        Returns:
+          The analysis, and the structure of what `update` returns.
+        """
+
+        def function(updates, state, params, arrays):
+            given = static.merge(arrays)
+            result = self.inner.update(updates, state, params, **given["extra_args"])
+            if given.get("restart", False) is False:
+                return result
+            first = self.inner.init(updates if params is None else params)
+            restarted = lambda first, new: jnp.where(given["restart"], first, new)
+            return result[0], jax.tree.map(
+                lambda first, new: restarted(first, new).astype(jnp.asarray(new).dtype),
+                first,
+                result[1],
+            )
+
+        paths, gradients = paths_of(updates)
+        try:
+            closed, shapes = trace(function, updates, state, params, arrays)
+        except (TypeError, ValueError) as error:
+            refuse_state(self.inner, updates, state, error)
+            raise
+        refuse_effects(closed)
+        refuse_changes(shapes, updates, state)
+        own = range(len(gradients))
+        by_place = parameter_of(paths_of(state)[0], paths)
+        parameters = range(len(jax.tree.leaves(params)))
+        unknown = [None] * len(by_place)
+        analysis = analyse(
+            closed,
+            [*own, *unknown, *parameters, *[None] * len(arrays)],
+            [*own, *by_place],
+            lambda i: f"parameter {keystr(paths[i])}",
+            range(len(closed.out_avals)),
+        )
+        return analysis, jax.tree.structure(shapes)
+
+    def tell(self, what: str) -> None:
+        """Warns of moments that are not where they belong, or refuses them."""
+        message = (
+            f"{what} the state back by paged_optax.place_state(tx, state, params)."
+            " paged(..., on_moved='raise') makes this an error, and 'warn' a warning."
+        )
+        if self.on_moved == "raise":
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=3)
+
+
+def divided_as(
+    leaf: LeafUpdate,
+    parameters: Sequence[Any],
+    shards: Sequence[Shards | None],
+) -> Shards | None:
+    """How a leaf is divided: as its parameter, where it is one value by value."""
+    if leaf.owner is None or not leaf.program.elementwise:
+        return None
+    return shards[leaf.owner] if leaf.shape == parameters[leaf.owner].shape else None

@@ -1,0 +1,173 @@
+"""How the parameters are divided, from all that says so."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+)
+
+from paged_optax.backend.explicit_axes import axis_types
+from paged_optax.backend.key_paths import keystr
+from paged_optax.engine.shards import Shards
+
+_Key = tuple[str, tuple[int, ...]]
+
+
+def refuse_uneven(params: Any) -> None:
+    """Refuses parameters that could not be made as they are described.
+
+    Raises:
+      ValueError: If the sharding of one does not divide it evenly.
+    """
+    for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            continue
+        try:
+            sharding.shard_shape(x.shape)
+        except ValueError as error:
+            raise _uneven("params", sharding, path, x.shape) from error
+
+
+def _uneven(argument: str, sharding: NamedSharding, path: Any, shape: Any) -> Exception:
+    return ValueError(
+        f"{argument} has {sharding.spec} over the mesh {dict(sharding.mesh.shape)} for"
+        f" parameter {keystr(path)} of shape {shape}, which it does not divide evenly:"
+        " leave that axis whole."
+    )
+
+
+class Known:
+    """What a paged transformation knows of its parameters' shardings.
+
+    In this order: the type of an array on a mesh of explicit axes; the `shardings`
+    that were asked for; a concrete array's own; what `init` saw of a parameter of this
+    path and shape. In a `jit` over automatic axes only the second and last remain.
+
+    Args:
+      asked: A pytree of `NamedSharding` or `PartitionSpec` of the parameters'
+        structure, or a prefix of it; None for nothing.
+    """
+
+    def __init__(self, asked: Any = None):
+        is_leaf = lambda x: isinstance(x, (NamedSharding, PartitionSpec)) or x is None
+        flat = jax.tree_util.tree_flatten_with_path(asked, is_leaf=is_leaf)[0]
+        self.asked = {tuple(path): x for path, x in flat if x is not None}
+        for path, x in self.asked.items():
+            if not isinstance(x, (NamedSharding, PartitionSpec)):
+                raise ValueError(
+                    f"shardings{keystr(path)}={x!r} is neither a NamedSharding nor a"
+                    " PartitionSpec."
+                )
+        self.seen: dict[_Key, Shards | None] = {}
+
+    def said_by(
+        self, paths: Sequence[Any], leaves: Sequence[Any]
+    ) -> dict[_Key, Shards | None]:
+        """What concrete parameters say of themselves, for `init` to remember.
+
+        Raises:
+          ValueError: If an `init` before was told otherwise.
+        """
+        said: dict[_Key, Shards | None] = {}
+        for path, x in zip(paths, leaves, strict=True):
+            if isinstance(x, Tracer) or self.asked:
+                continue  # this says nothing, or what counts is said elsewhere
+            if axis_types(x.sharding) == {AxisType.Explicit}:
+                continue  # its type says so to every update
+            key = keystr(path), x.shape
+            here = said[key] = Shards.of_array(x)
+            before = self.seen.get(key, here)
+            if here != before:
+                divided = lambda x: f"divided by {x.spec}" if x else "undivided"
+                raise ValueError(
+                    f"parameter {key[0]} of shape {x.shape} is {divided(here)}, and was"
+                    f" {divided(before)} at an earlier init of this transformation: in"
+                    " a jax.jit one could not be told from the other. Build one"
+                    " transformation for each, or say which it is, by"
+                    " paged(..., shardings=...)."
+                )
+        return said
+
+    def find(
+        self, paths: Sequence[Any], *trees: Sequence[Any] | None
+    ) -> tuple[Shards | None, ...]:
+        """The shards of each parameter, given arrays of its shape: gradients, say.
+
+        Raises:
+          ValueError: If a sharding that was asked for does not fit its parameter.
+        """
+        given = [tree for tree in trees if tree]
+        return tuple(
+            self._of(path, [tree[i] for tree in given]) for i, path in enumerate(paths)
+        )
+
+    def _of(self, path: Any, arrays: Sequence[Any]) -> Shards | None:
+        shape = arrays[0].shape
+        for x in arrays:
+            sharding: Any = getattr(jax.typeof(x), "sharding", None)
+            types = axis_types(sharding)
+            if types == {AxisType.Explicit}:  # what a mix does not say, others may
+                mesh = getattr(getattr(x, "sharding", None), "mesh", sharding.mesh)
+                return Shards.of(NamedSharding(mesh, sharding.spec), shape)
+            if AxisType.Manual in types:
+                return None
+        if self.asked:
+            return self._asked(path, shape)
+        concrete = [x for x in arrays if not isinstance(x, Tracer)]
+        own = map(Shards.of_array, concrete)
+        found = next((shards for shards in own if shards is not None), None)
+        return found if concrete else self.seen.get((keystr(path), shape))
+
+    def _asked(self, path: Any, shape: tuple[int, ...]) -> Shards | None:
+        ends = (tuple(path[:n]) for n in range(len(path), -1, -1))
+        asked = next((self.asked[end] for end in ends if end in self.asked), None)
+        if asked is None:
+            raise ValueError(
+                f"shardings has nothing for parameter {keystr(path)}: give it the"
+                " parameters' structure, or a prefix of it; PartitionSpec() where a"
+                " parameter is replicated."
+            )
+        if isinstance(asked, PartitionSpec):
+            mesh = jax.sharding.get_abstract_mesh()
+            if mesh.empty:
+                raise ValueError(
+                    f"shardings has {asked} for parameter {keystr(path)}, and there is"
+                    " no mesh around: pass NamedSharding(mesh, spec), or enter"
+                    " jax.set_mesh(mesh)."
+                )
+            asked = NamedSharding(mesh, asked)
+        found = Shards.of(asked, shape) if len(asked.spec) <= len(shape) else None
+        if found is None and asked.mesh.size > 1:
+            raise _uneven("shardings", asked, path, shape)
+        return found
+
+
+@contextlib.contextmanager
+def explicitly_typed(params: Any) -> Iterator[Any]:
+    """Shapes of the parameters, of which a trace says how everything is divided."""
+    meshes = []
+
+    def typed(x: Any) -> jax.ShapeDtypeStruct:
+        shards = Shards.of_array(x)
+        if shards is None:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        names = shards.mesh.axis_names
+        types = (AxisType.Explicit,) * len(names)
+        meshes.append(AbstractMesh(shards.mesh.axis_sizes, names, axis_types=types))
+        sharding = NamedSharding(meshes[-1], shards.spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    shapes = jax.tree.map(typed, params)
+    if not meshes:
+        yield shapes
+        return
+    with jax.sharding.use_abstract_mesh(meshes[0]):
+        yield shapes

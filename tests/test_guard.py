@@ -1,0 +1,69 @@
+"""The self-check passes on a sound backend and refuses a corrupting one."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import paged_optax as po
+from paged_optax.backend import memory
+from paged_optax.engine import guard
+from paged_optax.engine.geometry import Kept, cut
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    guard.run_check.cache_clear()
+    yield
+    guard.run_check.cache_clear()
+
+
+def test_it_covers_full_pages_and_a_smaller_one():
+    pages = cut((89, 128), (Kept(4),), 16 * 128 * 4).rows
+    assert (pages.size, pages.count, 89 % pages.size) == (15, 6, 14)
+
+
+def test_a_sound_backend_passes_eager_and_while_tracing():
+    guard.run_check("cpu")
+    guard.run_check.cache_clear()
+    jax.jit(lambda x: (guard.run_check("cpu"), x)[1])(1.0)
+
+
+def test_a_corrupting_backend_is_refused(monkeypatch):
+    """A page that lands a row too far, as XLA:GPU of jax 0.10.2 can place it."""
+    right = guard.stream
+
+    def wrong(*args, **kwargs):
+        update, moment = right(*args, **kwargs)
+        return update, moment.at[16:32].set(moment[17:33])
+
+    monkeypatch.setattr(guard, "stream", wrong)
+    message = r"jax \S+ corrupts pages on gpu: rows \[16, 17.*moment.*0\.11\.2"
+    with pytest.raises(guard.BackendError, match=message):
+        guard.run_check("gpu")
+
+
+def test_it_runs_once_on_accelerators_and_can_be_switched_off(monkeypatch):
+    calls = []
+    monkeypatch.setattr(guard, "run_check", calls.append)
+    guard.check_backend()
+    assert calls == []  # the CPU has no link to distrust
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    guard.check_backend()
+    assert calls == ["gpu"]
+    monkeypatch.setenv("PAGED_OPTAX_SELF_CHECK", "0")
+    guard.check_backend()
+    assert calls == ["gpu"]
+
+
+def test_it_does_not_run_where_nothing_can_be_paged(monkeypatch):
+    """`auto` on a backend without pinned host memory keeps the moments there."""
+    monkeypatch.setattr(memory, "memory_kinds", lambda: ("device",))
+    calls = []
+    monkeypatch.setattr(
+        "paged_optax.transform.init.check_backend", lambda: calls.append(1)
+    )
+    state = po.paged_adamw(1e-3, host_memory_kind="auto", min_paged_size=0).init(
+        jnp.ones((64, 64))
+    )
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"device"}
+    assert calls == []
