@@ -14,15 +14,15 @@ What is computed is what a page's results need. A transformation with an effect 
 its results (a print, a callback, a check) is refused.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import jax.numpy as jnp
 from jax.extend import core
 
-from paged_optax.analysis.equation import Constant, Operand
+from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import Flat
-from paged_optax.analysis.program import Analysis, LeafUpdate
+from paged_optax.analysis.program import Analysis, LeafUpdate, Program
 
 #: Values of at most this many elements that no gradient enters are computed once
 #: and shared; larger ones (noise, masks) are made anew by each leaf that needs
@@ -40,43 +40,69 @@ class CrossLeafError(ValueError):
     """The transformation mixes several parameters, so no page can be updated alone."""
 
 
-def _owned(
-    flat: Flat,
-    owners: Sequence[int | None],
-    of_moments: set[int],
-    name: Callable[[int], str],
-) -> tuple[list[int | None], dict[int, int], dict[int, None]]:
-    """Follows each parameter's gradient through the computation.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Followed:
+    """A computation in which each parameter's gradient has been followed.
 
-    Returns:
-      For each value the parameter it depends on; for each value made the position of
-      its equation; and the values that are all parameters laid end to end.
-
-    Raises:
-      CrossLeafError: If a value depends on two parameters, or if what is laid end to
-        end is made of moments.
+    Attributes:
+      flat: The computation.
+      owners: For each argument the parameter it belongs to, or None.
+      of_moments: Values that are made of moments. They may be on the host.
+      owner: For each value the parameter that it depends on, or None.
+      producer: For each value that is made the position of its equation.
+      joined: Values that are all parameters laid end to end.
     """
-    owner: list[int | None] = [*owners, *[None] * (len(flat.avals) - len(owners))]
-    producer: dict[int, int] = {}
-    joined: dict[int, None] = {}
-    for index, equation in enumerate(flat.equations):
+
+    flat: Flat
+    owners: Sequence[int | None]
+    of_moments: set[int]
+    owner: list[int | None]
+    producer: dict[int, int]
+    joined: dict[int, None]
+
+    @classmethod
+    def of(
+        cls, flat: Flat, owners: Sequence[int | None], name: Callable[[int], str]
+    ) -> "_Followed":
+        """Follows the gradients.
+
+        Raises:
+          CrossLeafError: If a value depends on two parameters, or if what is laid end
+            to end is made of moments.
+        """
+        moments = [
+            value
+            for value, whose in enumerate(owners)
+            if whose is None
+            and flat.avals[value].shape
+            and jnp.issubdtype(flat.avals[value].dtype, jnp.inexact)
+        ]
+        unknown: list[int | None] = [None] * (len(flat.avals) - len(owners))
+        found = cls(flat, owners, flat.made_of(moments), [*owners, *unknown], {}, {})
+        for index, equation in enumerate(flat.equations):
+            found._follow(index, equation, name)
+        return found
+
+    def _follow(
+        self, index: int, equation: Equation, name: Callable[[int], str]
+    ) -> None:
+        """Finds out on which parameter an equation's results depend."""
         whose = {
             o
             for x in equation.inputs
-            if not isinstance(x, Constant) and (o := owner[x]) is not None
+            if not isinstance(x, Constant) and (o := self.owner[x]) is not None
         }
         primitive = equation.primitive.name
         if _JOINED in whose:
-            full = flat.shape(next(iter(joined)))
             alone = whose == {_JOINED} and (
-                primitive in _CUTS or flat.is_elementwise(equation, full)
+                primitive in _CUTS or self.flat.is_elementwise(equation, self.full)
             )
         else:
             alone = len(whose) < 2
         # Laid end to end, what is made of moments would all be on the device at once.
-        joins = _JOINED not in whose and of_moments.isdisjoint(equation.outputs)
+        joins = _JOINED not in whose and self.of_moments.isdisjoint(equation.outputs)
         if not alone and joins and primitive == "concatenate":
-            joined.update((x, None) for x in equation.outputs)
+            self.joined.update((x, None) for x in equation.outputs)
             whose = {_JOINED}
         elif not alone:
             first, second = (sorted(whose - {_JOINED}) + [None, None])[:2]
@@ -90,9 +116,105 @@ def _owned(
                 " such as optax.MultiSteps around paged(...)."
             )
         for value in equation.outputs:
-            producer[value] = index
-            owner[value] = next(iter(whose), None)
-    return owner, producer, joined
+            self.producer[value] = index
+            self.owner[value] = next(iter(whose), None)
+
+    @property
+    def full(self) -> tuple[int, ...]:
+        """The shape of all parameters laid end to end."""
+        return self.flat.shape(next(iter(self.joined))) if self.joined else ()
+
+    def is_given(self, value: int) -> bool:
+        """Whether a value is an argument or a constant."""
+        return value not in self.producer
+
+    def is_shared(self, value: int) -> bool:
+        """Whether a value is computed once, for all leaves."""
+        small = self.owner[value] is None
+        small = small and self.flat.size(value) <= _SHARED_ELEMENTS
+        small = small and value not in self.of_moments
+        return small or value in self.joined
+
+    def is_direct(self, value: Operand, place: int | None) -> bool:
+        """Whether an output is no leaf's: shared, or an argument in its own place."""
+        if isinstance(value, Constant) or self.is_shared(value):
+            return True
+        # What goes elsewhere is copied as any other result: a codec may store it.
+        return self.is_given(value) and (value == place or not self.flat.shape(value))
+
+    def ends_joined(self, value: int) -> bool:
+        """Whether a value is cut from what was laid end to end."""
+        if self.owner[value] != _JOINED or value in self.joined:
+            return False
+        equation = self.flat.equations[self.producer[value]]
+        return not self.flat.is_elementwise(equation, self.full)
+
+    def program(
+        self,
+        wanted: Sequence[Operand],
+        within: Callable[[int], bool],
+        shape: tuple[int, ...],
+    ) -> tuple[Program, tuple[int, ...]]:
+        """The equations that `wanted` needs, stopping at values not `within`."""
+        return self.flat.program(wanted, within, self.producer, shape)
+
+
+def _followed(
+    closed: core.ClosedJaxpr,
+    owners: Sequence[int | None],
+    name: Callable[[int], str],
+) -> _Followed:
+    """Follows the gradients, through conditionals where they do not fall apart."""
+    try:
+        return _Followed.of(Flat(closed), owners, name)
+    except CrossLeafError as error:
+        # A conditional on all leaves, such as novograd's, may be one on each.
+        try:
+            return _Followed.of(Flat(closed, both=True), owners, name)
+        except CrossLeafError:
+            raise error from None
+
+
+@dataclasses.dataclass(eq=False)
+class _Outputs:
+    """The outputs of a computation, grouped by leaf.
+
+    Attributes:
+      groups: Positions of the outputs of each leaf.
+      direct: Outputs that are no leaf's: position to operand.
+      owners: For each output the parameter it belongs to, or None.
+    """
+
+    groups: dict[Hashable, list[int]]
+    direct: list[tuple[int, Operand]]
+    owners: list[int | None]
+
+    @classmethod
+    def of(
+        cls,
+        found: _Followed,
+        by_places: Sequence[int | None],
+        replaced: Sequence[int],
+    ) -> "_Outputs":
+        """Groups them; the arguments are those of `analyse`."""
+        made = cls({}, [], [])
+        for position, value in enumerate(found.flat.outputs):
+            place = replaced[position] if replaced else None
+            by_place = by_places[position]
+            whose = None if isinstance(value, Constant) else found.owner[value]
+            if whose is None and place is not None:
+                # An update, of the same leaf as its gradient.
+                whose = found.owners[place]
+            made.owners.append(by_place if whose in (None, _JOINED) else whose)
+            if found.is_direct(value, place):
+                made.direct.append((position, value))
+                continue
+            alone = (None, position)
+            if by_place is not None:
+                alone = (by_place, found.flat.shape(value))
+            key = alone if whose is None else whose
+            made.groups.setdefault(key, []).append(position)
+        return made
 
 
 def analyse(
@@ -122,100 +244,44 @@ def analyse(
       CrossLeafError: If a value depends on two parameters, or if what is laid end to
         end is made of moments.
     """
-    # What is made of moments may be on the host, and pages with them.
-    moments = [
-        value
-        for value, (whose, aval) in enumerate(zip(owners, closed.in_avals, strict=True))
-        if whose is None and aval.shape and jnp.issubdtype(aval.dtype, jnp.inexact)
-    ]
-
-    def followed(flat: Flat) -> Any:
-        of_moments = flat.made_of(moments)
-        return flat, of_moments, *_owned(flat, owners, of_moments, name)
-
-    try:
-        flat, of_moments, owner, producer, joined = followed(Flat(closed))
-    except CrossLeafError as error:
-        # A conditional on all leaves, such as novograd's, may be one on each.
-        try:
-            flat, of_moments, owner, producer, joined = followed(
-                Flat(closed, both=True)
-            )
-        except CrossLeafError:
-            raise error from None
-    is_given = lambda value: value not in producer
-
-    def is_shared(value: int) -> bool:
-        small = owner[value] is None and flat.size(value) <= _SHARED_ELEMENTS
-        small = small and value not in of_moments
-        return small or value in joined
-
-    def is_direct(value: Operand, place: int | None) -> bool:
-        if isinstance(value, Constant) or is_shared(value):
-            return True
-        # What goes elsewhere is copied as any other result: a codec may store it.
-        return is_given(value) and (value == place or not flat.shape(value))
-
-    groups: dict[Any, list[int]] = {}
-    direct: list[tuple[int, Operand]] = []
-    belongs: list[int | None] = []
-    for position, value in enumerate(flat.outputs):
-        place = replaced[position] if replaced else None
-        by_place = output_owners[position]
-        whose = None if isinstance(value, Constant) else owner[value]
-        if whose is None and place is not None:
-            whose = owners[place]  # an update, of the same leaf as its gradient
-        belongs.append(by_place if whose in (None, _JOINED) else whose)
-        if is_direct(value, place):
-            direct.append((position, value))
-            continue
-        alone = (None, position) if by_place is None else (by_place, flat.shape(value))
-        groups.setdefault(alone if whose is None else whose, []).append(position)
-
+    found = _followed(closed, owners, name)
+    flat = found.flat
+    outputs = _Outputs.of(found, output_owners, replaced)
     shared: dict[int, None] = dict.fromkeys(
-        x for _, x in direct if isinstance(x, int) and not is_given(x)
+        x for _, x in outputs.direct if isinstance(x, int) and not found.is_given(x)
     )
-    share = lambda inputs: shared.update(
-        (x, None) for x in inputs if not is_given(x) and is_shared(x)
-    )
+
+    def share(inputs: Iterable[int]) -> None:
+        made = (x for x in inputs if not found.is_given(x) and found.is_shared(x))
+        shared.update(dict.fromkeys(made))
+
     # Leaves laid end to end are one leaf to what follows element by element; where
     # the result is cut apart again, that leaf ends and the tail begins.
-    full = flat.shape(next(iter(joined))) if joined else ()
     cut_apart = [
         position
-        for position in groups.get(_JOINED, ())
-        if flat.shape(flat.outputs[position]) != full
+        for position in outputs.groups.get(_JOINED, ())
+        if flat.shape(flat.outputs[position]) != found.full
     ]
-
-    def in_tail(value: int) -> bool:
-        if owner[value] != _JOINED or value in joined:
-            return False
-        return not flat.is_elementwise(flat.equations[producer[value]], full)
-
-    tail, tail_inputs = flat.program(
-        [flat.outputs[p] for p in cut_apart], in_tail, producer, ()
-    )
+    wanted = [flat.outputs[p] for p in cut_apart]
+    tail, tail_inputs = found.program(wanted, found.ends_joined, ())
     share(tail_inputs)
-    between = [x for x in tail_inputs if not is_given(x) and not is_shared(x)]
-
+    between = [
+        x for x in tail_inputs if not found.is_given(x) and not found.is_shared(x)
+    ]
     leaves = []
-    for key, positions in groups.items():
-        outputs = [p for p in positions if p not in cut_apart]
-        wanted = [flat.outputs[p] for p in outputs]
+    for key, positions in outputs.groups.items():
+        places = [p for p in positions if p not in cut_apart]
+        wanted = [flat.outputs[p] for p in places]
         if key == _JOINED:
             wanted += between
-            outputs += [~x for x in between]
+            places += [~x for x in between]
         shape = flat.shape(wanted[0])
-        program, inputs = flat.program(
-            wanted, lambda x: not is_shared(x), producer, shape
-        )
+        program, inputs = found.program(wanted, lambda x: not found.is_shared(x), shape)
         share(inputs)
-        avals = tuple(
-            closed.out_avals[p] if p >= 0 else flat.avals[~p] for p in outputs
-        )
-        own = None if key == _JOINED else belongs[positions[0]]
-        leaves.append(LeafUpdate(program, inputs, tuple(outputs), avals, shape, own))
-    program, inputs = flat.program(tuple(shared), lambda _: True, producer, ())
+        avals = tuple(closed.out_avals[p] if p >= 0 else flat.avals[~p] for p in places)
+        own = None if key == _JOINED else outputs.owners[positions[0]]
+        leaves.append(LeafUpdate(program, inputs, tuple(places), avals, shape, own))
+    program, inputs = found.program(tuple(shared), lambda _: True, ())
     return Analysis(
         constants=flat.constants,
         shared=program,
@@ -225,6 +291,6 @@ def analyse(
         tail=tail,
         tail_inputs=tail_inputs,
         tail_outputs=tuple(cut_apart),
-        direct=tuple(direct),
-        owners=tuple(belongs),
+        direct=tuple(outputs.direct),
+        owners=tuple(outputs.owners),
     )
