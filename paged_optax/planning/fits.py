@@ -225,23 +225,34 @@ def what_fits(
         # the parameters' dtype.
         moments = resident.device_bytes * layer // max(1, parameters)
         scratch = layer + moments
-        rows.append(footprint(_LAYERWISE, layer + rest, coded, scratch=scratch))
-        # Each layer's weights are read for its forward and for its backward pass, and
-        # written.
-        stacks = parameters - rest
-        travels = 3 * stacks / (link_gigabytes_per_second * 1e9)
-        rows.append(
-            footprint(
-                f"{_LAYERWISE}, weights on host",
-                layer + rest,
-                coded,
-                parameters=rest + layer,
-                scratch=scratch,
-                host=coded.host_bytes + stacks,
-                link_seconds=coded.link_seconds + travels,
-            )
-        )
+        way = footprint(_LAYERWISE, layer + rest, coded, scratch=scratch)
+        rate = link_gigabytes_per_second * 1e9
+        rows += [way, _with_weights_on_host(way, layer, rest, rate)]
     return Footprints(tuple(rows), limit, link_gigabytes_per_second)
+
+
+def _with_weights_on_host(
+    way: Footprint, layer: int, rest: int, rate: float
+) -> Footprint:
+    """The same way, the layers' weights on the host too.
+
+    Each layer's weights are read for its forward and for its backward pass, and
+    written.
+
+    Args:
+      way: The way with all weights on the device.
+      layer: Bytes of one layer's weights.
+      rest: Bytes of all others.
+      rate: Bytes a second over the link.
+    """
+    stacks = way.parameters - rest
+    return dataclasses.replace(
+        way,
+        way=f"{way.way}, weights on host",
+        parameters=rest + layer,
+        host=way.host + stacks,
+        link_seconds=way.link_seconds + 3 * stacks / rate,
+    )
 
 
 def _largest_layer(params: Any, stacked: str) -> tuple[int, int] | None:
