@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ class Part:
 
     pages: Pages
     shape: tuple[int, ...]
-    dtype: np.dtype
+    dtype: Any  # The dtype of a JAX key is no np.dtype, and has no public type.
     on_host: bool
     view: tuple[int, ...] | None
     ratios: tuple[tuple[int, int], ...]

@@ -35,7 +35,7 @@ UNSHARDED = "paged_optax_without_shardings"
 
 
 #: What a result is like: the position of an argument, or a codec and what it stores.
-Like: TypeAlias = int | tuple[Codec | None, PyTree[jax.ShapeDtypeStruct]]
+ResultLike: TypeAlias = int | tuple[Codec | None, PyTree[jax.ShapeDtypeStruct]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +186,7 @@ def on_shards(
     arrays: tuple[PyTree[Array], ...],
     codecs: Sequence[Codec | None],
     local: tuple[int, ...],
-    results: Sequence[Like],
+    results: Sequence[ResultLike],
     scalars: PyTree[Array] = (),
 ) -> tuple[PyTree[Array], ...]:
     """Calls a function on every device, with its shards of a leaf's arrays.

@@ -32,7 +32,7 @@ class PagePlan:
     """
 
     moments: tuple[Moment, ...]
-    link_gigabytes_per_second: float
+    link_gigabytes_per_second: int | float
     devices: int = 1
     devices_per_host: int = 1
 
@@ -121,7 +121,7 @@ def plan(
     tx: optax.GradientTransformation,
     params: PyTree,
     *,
-    link_gigabytes_per_second: float = 25.0,
+    link_gigabytes_per_second: int | float = 25.0,
     mesh: Mesh | AbstractMesh | None = None,
     devices_per_host: int = 8,
     extra_args: Mapping[str, PyTree] | None = None,

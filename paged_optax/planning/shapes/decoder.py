@@ -82,7 +82,7 @@ DECODERS = {
 }
 
 
-def of_size(parameters: float) -> Decoder:
+def of_size(parameters: int | float) -> Decoder:
     """A decoder of about this many parameters, in the proportions of Llama 3.
 
     Feed-forward layers are 3.5 times as wide as the model, keys and values have 1024
