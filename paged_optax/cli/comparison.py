@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.cli.machine import typed
@@ -101,8 +102,8 @@ def compare(inner: optax.GradientTransformation, steps: int) -> Comparison:
 
 def _train(
     tx: optax.GradientTransformation,
-    start: PyTree[np.ndarray],
-    gradients: list[PyTree[np.ndarray]],
+    start: PyTree[ArrayLike],
+    gradients: list[PyTree[ArrayLike]],
 ) -> tuple[PyTree[np.ndarray], PyTree[np.ndarray]]:
     params = jax.tree.map(jnp.array, start)
     state = tx.init(params)
