@@ -5,12 +5,12 @@ shape, four in one of our words, and the largest magnitude of each 256 values.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+from jax import Array
+from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import slashed
 from paged_optax.backend.memory import nbytes
@@ -25,8 +25,11 @@ from paged_optax.codecs import (
     unarranged,
 )
 from paged_optax.codecs.maps import dynamic_map
-from paged_optax.state.leaves import leaves_of
+from paged_optax.state.leaves import StateLeaf, leaves_of
 from paged_optax.state.steps import served_by, step_of
+
+#: What bitsandbytes keeps for one parameter: its step, and arrays by name.
+Entry = Mapping[str, int | np.ndarray]
 
 #: Optax's moments, and where bitsandbytes keeps each: its array, the position in it.
 _FIELDS: dict[str, tuple[str, int | None]] = {
@@ -38,14 +41,14 @@ _FIELDS: dict[str, tuple[str, int | None]] = {
 
 
 def to_bitsandbytes(
-    state: optax.OptState, params: optax.Params | None = None
-) -> dict[str, dict[str, Any]]:
+    state: PyTree, params: PyTree | None = None
+) -> dict[str, dict[str, int | np.ndarray]]:
     """A state as bitsandbytes keeps it, in NumPy arrays.
 
     Args:
       state: The state of an Adam, Lion or AdEMAMix, with `paged(...)` anywhere inside.
-      params: The parameters, or their shapes: called for where codes in words can be of
-        parameters of several shapes, `(300, 300)` and `(75, 1200)` say.
+      params: The parameters, or their shapes. They are needed where codes in words fit
+        several shapes, such as `(300, 300)` and `(75, 1200)`.
 
     Returns:
       For each parameter's path the entry of a bitsandbytes `state_dict()["state"]`:
@@ -72,7 +75,7 @@ def to_bitsandbytes(
         slashed(path): x.shape
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
     }
-    parts: dict[str, dict[str, dict[int | None, Any]]] = {}
+    parts: dict[str, dict[str, dict[int | None, np.ndarray]]] = {}
     for leaf in _shown(leaves, state):
         if not (leaf.is_moment and leaf.field in _FIELDS):
             continue
@@ -110,9 +113,7 @@ def to_bitsandbytes(
     }
 
 
-def from_bitsandbytes(
-    state: optax.OptState, entries: Mapping[str, Mapping[str, Any]]
-) -> optax.OptState:
+def from_bitsandbytes(state: PyTree, entries: Mapping[str, Entry]) -> PyTree:
     """A state with the moments and the step of a bitsandbytes optimizer.
 
     Args:
@@ -160,12 +161,12 @@ def from_bitsandbytes(
     return like(state, values)
 
 
-def _shown(leaves: Sequence[Any], state: optax.OptState) -> Iterator[Any]:
-    """The leaves, and how far it is with those of a large state."""
+def _shown(leaves: Sequence[StateLeaf], state: PyTree) -> Iterator[StateLeaf]:
+    """The leaves, with a progress bar where the state is large."""
     return track(leaves, "moments", len(leaves), shown=nbytes(state) >= LARGE)
 
 
-def _read(entry: Mapping[str, Any], leaf: Any) -> Any:
+def _read(entry: Entry, leaf: StateLeaf) -> PyTree[Array]:
     number, position = _FIELDS[leaf.field]
 
     def given(name: str) -> np.ndarray:
@@ -202,10 +203,12 @@ def _codec(number: str) -> DynamicInt8:
     return DynamicInt8(signed=number == "1")
 
 
-def _arranged_like(moment: Any, found: Any, plain: DynamicInt8) -> Any:
-    """Codes and scales as a state's moment is arranged; as they are if none fits."""
+def _arranged_like(
+    moment: Quantized[Array], found: Quantized[np.ndarray], plain: DynamicInt8
+) -> PyTree[Array | np.ndarray]:
+    """Codes and scales, arranged as a state's moment is; unchanged if none fits."""
     shape = found.codes.shape
-    # Of a moment whose blocks run along columns, bitsandbytes has the transposed one.
+    # bitsandbytes has the transpose of a moment whose blocks run along columns.
     for own in (shape, (*shape[:-2], *shape[:-3:-1])):
         codec = arranged(plain, own)
         turned = axis_of_blocks(codec) == -2
@@ -216,11 +219,13 @@ def _arranged_like(moment: Any, found: Any, plain: DynamicInt8) -> Any:
     return found
 
 
-def _described(tree: Any) -> Any:
+def _described(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
 
-def _fitting(array: Any, old: Any, leaf: Any, number: str) -> Any:
+def _fitting(
+    array: Array | np.ndarray, old: Array, leaf: StateLeaf, number: str
+) -> Array:
     """An array in the place of one of a state."""
     if (array.shape, array.dtype) != (old.shape, old.dtype):
         raise ValueError(
@@ -231,8 +236,8 @@ def _fitting(array: Any, old: Any, leaf: Any, number: str) -> Any:
     return jax.device_put(array, old.sharding)
 
 
-def _beside(moment: Any) -> Any:
-    """A moment in the memory of the host's own processor, where there is one."""
+def _beside(moment: PyTree[Array | np.ndarray]) -> PyTree[Array]:
+    """A moment on the CPU backend, where there is one."""
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:

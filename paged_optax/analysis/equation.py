@@ -1,15 +1,17 @@
 """One primitive applied to numbered values: equal where they do the same."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import jax
 import numpy as np
+from jax import Array
+from jax.core import ShapedArray
 from jax.extend import core
+from jax.typing import ArrayLike
 
-#: Primitives that fill an array of the leaf's shape where their operand is a scalar. Of
-#: any other operand they may move the values, so that no page is made of its own alone.
+#: Primitives that fill an array of the leaf's shape where their operand is a scalar.
+#: They may move the values of any other operand; a page then needs other pages' values.
 FILLS = frozenset(["broadcast_in_dim", "reshape"])
 
 
@@ -17,24 +19,25 @@ FILLS = frozenset(["broadcast_in_dim", "reshape"])
 class Constant:
     """A literal of the computation, compared by value, dtype and weak type."""
 
-    key: tuple[Any, ...]
-    value: Any = dataclasses.field(compare=False)
+    key: tuple[Hashable, ...]
+    value: ArrayLike = dataclasses.field(compare=False)
 
     @classmethod
-    def of(cls, literal: Any) -> "Constant":
+    def of(cls, literal: core.Literal) -> "Constant":
         """Wraps a jaxpr's literal."""
         aval = literal.aval
+        assert isinstance(aval, ShapedArray)
         array = np.asarray(literal.val)
-        weak = getattr(aval, "weak_type", False)
-        return cls((array.tobytes(), array.shape, str(aval.dtype), weak), literal.val)
+        key = (array.tobytes(), array.shape, str(aval.dtype), aval.weak_type)
+        return cls(key, literal.val)
 
 
 @dataclasses.dataclass(frozen=True)
 class Opaque:
     """A parameter that is compared by another key: a jaxpr, or what has no hash."""
 
-    value: Any = dataclasses.field(compare=False)
-    key: Any
+    value: object = dataclasses.field(compare=False)
+    key: Hashable
 
 
 #: An operand: the number of a value, or a constant.
@@ -46,11 +49,13 @@ class Equation:
     """One primitive applied to numbered values."""
 
     primitive: core.Primitive
-    params: tuple[tuple[str, Any], ...]
+    params: tuple[tuple[str, Hashable], ...]
     inputs: tuple[Operand, ...]
     outputs: tuple[int, ...]
 
-    def bind(self, operands: Sequence[Any], shape: tuple[int, ...] | None) -> list[Any]:
+    def bind(
+        self, operands: Sequence[ArrayLike], shape: tuple[int, ...] | None
+    ) -> list[Array]:
         """Applies the primitive; `shape` is the page's, or None for whole leaves."""
         if shape is not None and self.primitive.name in FILLS:
             # Traced with the shape of the whole leaf.

@@ -1,13 +1,15 @@
 """A traced function, its calls inlined and its values numbered."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import jax
 import numpy as np
-from jax import Array, lax
+from jax import lax
+from jax.core import ShapedArray
 from jax.extend import core
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from paged_optax.analysis.equation import FILLS, Constant, Equation, Opaque, Operand
 from paged_optax.analysis.program import Program
@@ -40,7 +42,7 @@ def _called(eqn: core.JaxprEqn) -> core.ClosedJaxpr | core.Jaxpr | None:
     return eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
 
 
-def _comparable(value: Any) -> Any:
+def _comparable(value: object) -> Hashable:
     """A jaxpr is what it computes; what has no hash is equal to itself alone."""
     if isinstance(value, core.Jaxpr) and not value.constvars:
         return Opaque(value, Flat(core.ClosedJaxpr(value, ())).key)
@@ -81,20 +83,20 @@ class Flat:
 
     def __init__(self, closed: core.ClosedJaxpr, *, both: bool = False):
         self.both = both
-        self.avals: list[Any] = []
+        self.avals: list[ShapedArray] = []
         self.equations: list[Equation] = []
-        self.constants: dict[int, Any] = {}
+        self.constants: dict[int, ArrayLike] = {}
         arguments = [self._number(aval) for aval in closed.in_avals]
         self.outputs = self._inline(closed, arguments)
 
     @property
-    def key(self) -> Any:
-        """What two jaxprs have in common that compute the same."""
+    def key(self) -> Hashable:
+        """Equal for two jaxprs that compute the same."""
         closed_over = [(number, id(x)) for number, x in self.constants.items()]
         parts = self.avals, self.equations, self.outputs, closed_over
         return tuple(map(tuple, parts))
 
-    def _number(self, aval: Any) -> int:
+    def _number(self, aval: ShapedArray) -> int:
         self.avals.append(aval)
         return len(self.avals) - 1
 
@@ -245,7 +247,9 @@ def refuse_effects(closed: core.ClosedJaxpr | core.Jaxpr) -> None:
             )
 
 
-def trace(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
+def trace(
+    function: Callable[..., PyTree], *arguments: PyTree
+) -> tuple[core.ClosedJaxpr, PyTree[jax.ShapeDtypeStruct]]:
     """Traces a function of pytrees as if every array lived whole on the device.
 
     Returns:
@@ -259,7 +263,7 @@ def trace(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
         )
 
 
-def abstract(x: Array | Any) -> jax.ShapeDtypeStruct:
+def abstract(x: ArrayLike | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """The shape and dtype of an array, wherever it lives."""
     aval = jax.typeof(x)
     return jax.ShapeDtypeStruct(

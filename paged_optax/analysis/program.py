@@ -6,10 +6,12 @@ and lowers the streaming loop once for both.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
+from jax.core import ShapedArray
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from paged_optax.analysis.equation import Constant, Equation, Operand
 
@@ -24,8 +26,8 @@ class Program:
     elementwise: bool
 
     def __call__(
-        self, arguments: Sequence[Any], shape: tuple[int, ...] | None = None
-    ) -> list[Any]:
+        self, arguments: Sequence[ArrayLike], shape: tuple[int, ...] | None = None
+    ) -> list[PyTree[ArrayLike]]:
         """Runs the equations.
 
         Args:
@@ -36,7 +38,7 @@ class Program:
         Returns:
           One array for each output.
         """
-        values: dict[int, Any] = dict(enumerate(arguments))
+        values: dict[int, ArrayLike] = dict(enumerate(arguments))
         read = lambda operand: (
             operand.value if isinstance(operand, Constant) else values[operand]
         )
@@ -68,7 +70,7 @@ class LeafUpdate:
     program: Program
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    avals: tuple[Any, ...]
+    avals: tuple[ShapedArray, ...]
     shape: tuple[int, ...]
     owner: int | None
 
@@ -90,7 +92,7 @@ class Analysis:
       owners: For each output the parameter it belongs to, or None.
     """
 
-    constants: Mapping[int, Any] = dataclasses.field(compare=False)
+    constants: Mapping[int, ArrayLike] = dataclasses.field(compare=False)
     shared: Program
     shared_inputs: tuple[int, ...]
     shared_outputs: tuple[int, ...]
@@ -103,10 +105,10 @@ class Analysis:
 
     def evaluate(
         self,
-        arguments: Sequence[Any],
-        run_leaf: Callable[[LeafUpdate, list[Any]], Iterable[Any]],
-        own: Mapping[int, Sequence[Any]] | None = None,
-    ) -> list[Any]:
+        arguments: Sequence[PyTree[ArrayLike]],
+        run_leaf: Callable[[LeafUpdate, list[PyTree]], Iterable[PyTree]],
+        own: Mapping[int, Sequence[ArrayLike]] | None = None,
+    ) -> list[PyTree[ArrayLike]]:
         """Computes every output.
 
         Args:
@@ -122,19 +124,19 @@ class Analysis:
         """
         values = dict(enumerate(arguments)) | dict(self.constants)
 
-        def share(values: dict[int, Any]) -> dict[int, Any]:
+        def share(values: dict[int, PyTree]) -> dict[int, PyTree]:
             shared = self.shared([values[i] for i in self.shared_inputs])
             return values | dict(zip(self.shared_outputs, shared, strict=True))
 
         values = share(values)
-        scopes: list[dict[int, Any]] = []
+        scopes: list[dict[int, PyTree]] = []
         if own:
             scopes = [
                 share(values | {number: each[owner] for number, each in own.items()})
                 for owner in range(len(next(iter(own.values()))))
             ]
         made_of_own = self.reached_from(own or ())
-        results: dict[int, Any] = {}
+        results: dict[int, PyTree] = {}
         for position, x in self.direct:
             if isinstance(x, Constant):
                 results[position] = x.value

@@ -4,19 +4,20 @@
 memory the results are, it pairs a moment in host memory with a parameter: on a CPU that
 ends the process, elsewhere the parameter goes to the host. (JAX says so beside the
 code, `_set_up_aliases` in `mlir.py`; the memory of results is known only after it.) So
-what works on states leaves a mark in what is traced, which does nothing but pair anew
-when the program around it is lowered.
+functions of states leave a mark in what is traced. When the program around it is
+lowered, the mark pairs buffers anew; it does nothing else.
 """
 
 import collections
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func
 
 from paged_optax.backend.memory import PINNED_HOST
 
@@ -41,12 +42,14 @@ ad.primitive_jvps[_pair] = lambda xs, tangents: (_pair.bind(*xs), *tangents)
 batching.primitive_batchers[_pair] = lambda xs, axes: (_pair.bind(*xs), *axes)
 
 
-def _lower(context: mlir.LoweringRuleContext, *operands: Any) -> Sequence[Any]:
+def _lower(
+    context: mlir.LoweringRuleContext, *operands: ir.Value
+) -> Sequence[ir.Value]:
     module = context.module_context
     # Once a program: it has a mark for each array.
     if module.cached_primitive_lowerings.setdefault(_pair, context) is context:
         for operation in module.module.body.operations:
-            if ir.StringAttr(operation.attributes["sym_name"]).value == "main":
+            if isinstance(operation, func.FuncOp) and operation.name.value == "main":
                 _pair_within_memories(operation)
     return operands
 
@@ -54,11 +57,13 @@ def _lower(context: mlir.LoweringRuleContext, *operands: Any) -> Sequence[Any]:
 mlir.register_lowering(_pair, _lower, cacheable=False)
 
 
-def _pair_within_memories(main: Any) -> None:
+def _pair_within_memories(main: func.FuncOp) -> None:
     """Pairs as JAX does, and by memory too, if a pair is of two memories."""
-    arguments = [_dict(x) for x in main.attributes["arg_attrs"]]
-    results = [_dict(x) for x in main.attributes["res_attrs"]]
-    pairs = {i: int(x[_PAIR]) for i, x in enumerate(arguments) if _PAIR in x}
+    arguments = _dicts(main.attributes["arg_attrs"])
+    results = _dicts(main.attributes["res_attrs"])
+    pairs = {
+        i: ir.IntegerAttr(x[_PAIR]).value for i, x in enumerate(arguments) if _PAIR in x
+    }
     if all(_host(arguments[i]) == _host(results[k]) for i, k in pairs.items()):
         return
     signature = main.type
@@ -77,10 +82,12 @@ def _pair_within_memories(main: Any) -> None:
     )
 
 
-def _dict(attributes: Any) -> dict[str, Any]:
-    return {x.name: x.attr for x in ir.DictAttr(attributes)}
+def _dicts(attributes: ir.Attribute) -> list[dict[str, ir.Attribute]]:
+    return [
+        {x.name: x.attr for x in ir.DictAttr(each)} for each in ir.ArrayAttr(attributes)
+    ]
 
 
-def _host(attributes: dict[str, Any]) -> bool:
+def _host(attributes: dict[str, ir.Attribute]) -> bool:
     kind = attributes.get("mhlo.memory_kind")
     return kind is not None and ir.StringAttr(kind).value == PINNED_HOST

@@ -2,20 +2,22 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import (
     AbstractMesh,
     AxisType,
+    Mesh,
     NamedSharding,
     PartitionSpec,
+    Sharding,
 )
+from jaxtyping import PyTree
 
 
 def automatically(
-    function: Callable[..., Any], arguments: Sequence[Any], results: Any
-) -> Any:
+    function: Callable[..., PyTree], arguments: Sequence[PyTree], results: PyTree
+) -> PyTree:
     """Calls a function on a mesh of explicit axes as if they were automatic.
 
     What is traced of a transformation knows no axes: its equations would make arrays of
@@ -24,8 +26,8 @@ def automatically(
     Args:
       function: What to call.
       arguments: Its arguments, trees of arrays.
-      results: A tree like its results: for each an array or a type that is divided as
-        it is to be; None for what is on all devices.
+      results: A tree like its results. For each result an array or a type that is
+        divided as the result shall be; None for a result on all devices.
 
     Returns:
       The results.
@@ -41,7 +43,7 @@ def automatically(
     return jax.sharding.auto_axes(function, out_sharding=shardings)(*arguments)
 
 
-def without_explicit_axes() -> contextlib.AbstractContextManager[Any]:
+def without_explicit_axes() -> contextlib.AbstractContextManager[None]:
     """Traces within as on one device, where the mesh around has explicit axes.
 
     What is traced then runs on such a mesh and on automatic axes alike.
@@ -52,14 +54,16 @@ def without_explicit_axes() -> contextlib.AbstractContextManager[Any]:
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
-def _explicit_mesh(x: Any) -> Any:
+def _explicit_mesh(x: PyTree) -> Mesh | AbstractMesh | None:
     """The mesh of explicit axes that an array's type names, or None."""
     if not hasattr(x, "dtype"):
         return None
-    sharding: Any = getattr(jax.typeof(x), "sharding", None)
-    return sharding.mesh if AxisType.Explicit in axis_types(sharding) else None
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if sharding is None or AxisType.Explicit not in axis_types(sharding):
+        return None
+    return sharding.mesh
 
 
-def axis_types(sharding: Any) -> set[AxisType]:
+def axis_types(sharding: Sharding | None) -> set[AxisType]:
     """The types of a sharding's axes; empty where it has no mesh."""
     return set(getattr(getattr(sharding, "mesh", None), "axis_types", ()))

@@ -1,11 +1,9 @@
 """JAX's key paths as text: as code in messages, as names where users write them."""
 
-from typing import Any
-
 import jax
 
 #: A path string, or a JAX key path.
-Path = str | tuple[Any, ...]
+Path = str | jax.tree_util.KeyPath
 
 
 def keystr(path: jax.tree_util.KeyPath) -> str:

@@ -8,12 +8,21 @@ Where a leaf lives is part of its JAX type: `jax.typeof(x).memory_space` is
 import functools
 import math
 import os
-from typing import Any
+from typing import overload
 
 import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
+from jaxtyping import PyTree
+
+from paged_optax.backend.types import Device
 
 HOST = jax.memory.Space.Host
 DEVICE = jax.memory.Space.Device
@@ -24,7 +33,7 @@ DEVICE = jax.memory.Space.Device
 PINNED_HOST = "pinned_host"
 
 
-def on_host(x: Any) -> bool:
+def on_host(x: PyTree) -> bool:
     """Whether an array, a traced value or an abstract value lives in host memory.
 
     Of a moment that a codec stores in several arrays, which live together, the first
@@ -35,7 +44,7 @@ def on_host(x: Any) -> bool:
     return aval.memory_space == HOST
 
 
-def mistyped(x: Any) -> bool:
+def mistyped(x: PyTree) -> bool:
     """Whether a concrete array is in host memory, and typed as in the device's.
 
     Arrays made with a `SingleDeviceSharding`, as by a restore into concrete arrays, are
@@ -46,8 +55,16 @@ def mistyped(x: Any) -> bool:
     return x.sharding.memory_kind == PINNED_HOST and not on_host(x)
 
 
-def typed_by_memory(sharding: Any) -> Any:
-    """The same placement as a sharding from which JAX takes an array's memory type.
+@overload
+def typed_by_memory(sharding: SingleDeviceSharding) -> NamedSharding: ...
+
+
+@overload
+def typed_by_memory(sharding: Sharding) -> Sharding: ...
+
+
+def typed_by_memory(sharding: Sharding) -> Sharding:
+    """The same placement, as a sharding that types arrays by their memory.
 
     An array made with a `SingleDeviceSharding`, as by a restore, has the type of device
     memory whatever its memory kind (jax 0.10.2 to 0.12.0.1); no update would page it.
@@ -64,12 +81,12 @@ def platform() -> str:
     return jax.default_backend()
 
 
-def nbytes(tree: Any) -> int:
+def nbytes(tree: PyTree) -> int:
     """Bytes of arrays, traced values or `ShapeDtypeStruct`s: one, or a pytree."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def bytes_a_device(tree: Any) -> int:
+def bytes_a_device(tree: PyTree) -> int:
     """Bytes of an array, or of a pytree of them, on each of their devices."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
@@ -78,7 +95,7 @@ def bytes_a_device(tree: Any) -> int:
 
 
 @functools.cache
-def memory_kinds(device: Any = None) -> tuple[str, ...]:
+def memory_kinds(device: Device | None = None) -> tuple[str, ...]:
     """The memory kinds of a device, its own default first; None: of this backend's."""
     device = jax.local_devices()[0] if device is None else device
     default = device.default_memory().kind
@@ -86,7 +103,7 @@ def memory_kinds(device: Any = None) -> tuple[str, ...]:
     return (default, *(kind for kind in others if kind != default))
 
 
-def memory_kind(x: Any) -> str:
+def memory_kind(x: PyTree) -> str:
     """The memory kind that a value's type calls for on the default backend."""
     return PINNED_HOST if on_host(x) else memory_kinds()[0]
 

@@ -7,13 +7,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: Fewer bytes than these move before anybody asks how far it is.
+#: Fewer bytes than these move too fast for a progress bar.
 LARGE = 1 << 30
 
 
 @contextlib.contextmanager
 def progress(what: str, total: int, shown: bool = True) -> Iterator[Callable[[], None]]:
-    """Shows how far a loop is; nothing where nobody looks.
+    """Shows how far a loop is, on a terminal alone.
 
     Args:
       what: What is done, in a few words.

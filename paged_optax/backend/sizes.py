@@ -54,7 +54,7 @@ def parse_bytes(name: str, size: int | str) -> int:
     return size
 
 
-def readable_bytes(size: float) -> str:
+def readable_bytes(size: int | float) -> str:
     """A number of bytes for people.
 
     Example:

@@ -7,35 +7,35 @@ computed by bare arrays here, and gets its variables back at the end. Checked wi
 """
 
 import sys
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 
-def bare(tree: Any) -> Any:
+def bare(tree: PyTree) -> PyTree:
     """A tree without its variables, as `nnx.Optimizer` gives it to `update`."""
-    nnx: Any = sys.modules.get("flax.nnx")  # else nothing can be in a variable
+    nnx = sys.modules.get("flax.nnx")  # else nothing can be in a variable
     return tree if nnx is None else nnx.as_pure(tree)
 
 
-def like(tree: Any, new: Any) -> Any:
+def like(tree: PyTree, new: PyTree) -> PyTree:
     """A tree's containers and variables, with the leaves of a new one."""
     return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(new))
 
 
-def settled(state: Any) -> Any:
+def settled(state: PyTree) -> PyTree:
     """A new state whose variables Flax leaves as they are, where they are.
 
     Flax makes one mapping of all that a variable holds, so what is stored in several
     arrays has a variable for each. And `nnx.Optimizer` moves what a variable with
     sharding metadata holds, to device memory, unless the variable says not to.
     """
-    nnx: Any = sys.modules.get("flax.nnx")
+    nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return state
     is_variable = lambda x: isinstance(x, nnx.Variable)
 
-    def settle(x: Any) -> Any:
+    def settle(x: PyTree) -> PyTree:
         if not is_variable(x):
             return x
         stays = {"eager_sharding": False} if x.has_metadata("out_sharding") else {}

@@ -8,13 +8,14 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jax.sharding import Sharding
+from jaxtyping import Int, PyTree
 
 from paged_optax.backend.memory import DEVICE, HOST, PINNED_HOST, memory_kinds
 from paged_optax.cli import machine
@@ -25,17 +26,19 @@ SIZE = 256 << 20
 COLUMNS = 1024
 PAGE_ROWS = (16 << 20) // (4 * COLUMNS)  # 16 MiB, the engine's default page
 
+Row = Int[Array, ""]
 
-def whole(source: jax.Array, target: jax.Array, to: Any) -> jax.Array:
+
+def whole(source: Array, target: Array, to: object) -> Array:
     """`source` in the memory of `target`, whose buffer it takes over."""
     del target
     return jax.device_put(source, to)
 
 
-def pages(source: jax.Array, target: jax.Array, to: Any) -> jax.Array:
+def pages(source: Array, target: Array, to: object) -> Array:
     """The same page by page; the loop's own variable is the row."""
 
-    def body(carry: Any) -> Any:
+    def body(carry: tuple[Row, Array]) -> tuple[Row, Array]:
         row, target = carry
         page = lax.dynamic_slice_in_dim(source, row, PAGE_ROWS)
         page = jax.device_put(page, to)
@@ -46,11 +49,11 @@ def pages(source: jax.Array, target: jax.Array, to: Any) -> jax.Array:
 
 
 def both_in_pages(
-    up: jax.Array, down: jax.Array, up_target: jax.Array, down_target: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    up: Array, down: Array, up_target: Array, down_target: Array
+) -> tuple[Array, Array]:
     """One loop: a page to the device and another to the host in each turn."""
 
-    def body(carry: Any) -> Any:
+    def body(carry: tuple[Row, Array, Array]) -> tuple[Row, Array, Array]:
         row, up_target, down_target = carry
         read = lambda x, to: jax.device_put(
             lax.dynamic_slice_in_dim(x, row, PAGE_ROWS), to
@@ -67,7 +70,7 @@ def both_in_pages(
     return lax.while_loop(lambda c: c[0] < rows, body, carry)[1:]
 
 
-def programs() -> dict[str, tuple[Callable[..., Any], str, str]]:
+def programs() -> dict[str, tuple[Callable[..., PyTree[Array]], str, str]]:
     """Name to function, kinds of its sources, kinds of its targets: h(ost), d."""
     up = functools.partial(whole, to=DEVICE)
     down = functools.partial(whole, to=HOST)
@@ -82,8 +85,11 @@ def programs() -> dict[str, tuple[Callable[..., Any], str, str]]:
 
 
 def jit(
-    function: Callable[..., Any], sources: str, targets: str, shardings: dict[str, Any]
-) -> Any:
+    function: Callable[..., PyTree[Array]],
+    sources: str,
+    targets: str,
+    shardings: Mapping[str, Sharding],
+) -> Callable[..., PyTree[Array]]:
     """Jits a program, its targets donated."""
     places = [shardings[kind] for kind in targets]
     first = len(sources)
@@ -162,12 +168,17 @@ def measure(size: int, repeats: int) -> Iterator[Rate]:
         )
 
 
-def _make(shape: tuple[int, int], sharding: Any, scale: float) -> jax.Array:
+def _make(shape: tuple[int, int], sharding: Sharding, scale: float) -> Array:
     values = scale * jnp.arange(1, shape[0] + 1, dtype=jnp.float32)[:, None]
     return jax.device_put(jnp.broadcast_to(values, shape), sharding).block_until_ready()
 
 
-def _time(jitted: Any, sources: list[Any], targets: list[Any], n: int) -> list[float]:
+def _time(
+    jitted: Callable[..., PyTree[Array]],
+    sources: list[Array],
+    targets: list[Array],
+    n: int,
+) -> list[float]:
     """Seconds of each of `n` calls, after one; raises if values were not moved."""
     seconds = []
     for _ in range(n + 1):

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from paged_optax.cli.machine import typed
 from paged_optax.compiling.jit_step import jit_step
@@ -100,8 +101,10 @@ def compare(inner: optax.GradientTransformation, steps: int) -> Comparison:
 
 
 def _train(
-    tx: optax.GradientTransformation, start: Any, gradients: list[Any]
-) -> tuple[Any, Any]:
+    tx: optax.GradientTransformation,
+    start: PyTree[ArrayLike],
+    gradients: list[PyTree[ArrayLike]],
+) -> tuple[PyTree[np.ndarray], PyTree[np.ndarray]]:
     params = jax.tree.map(jnp.array, start)
     state = tx.init(params)
 
@@ -118,7 +121,7 @@ def _train(
     return jax.tree.map(np.asarray, (params, state))
 
 
-def _difference(found: Any, wanted: Any) -> Difference:
+def _difference(found: PyTree[np.ndarray], wanted: PyTree[np.ndarray]) -> Difference:
     different, ulps, error = 0, 0, 0.0
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         if x.shape != y.shape or x.dtype != y.dtype:

@@ -6,12 +6,13 @@ import os
 import pathlib
 import platform
 import re
-from typing import Any
 
 import jax
 import numpy as np
 import optax
+from jax import Array
 from jax.sharding import NamedSharding, SingleDeviceSharding
+from jaxtyping import PyTree
 
 from paged_optax.backend.memory import (
     PINNED_HOST,
@@ -26,7 +27,7 @@ HOST_SHARE = 0.65
 DEVICE_SHARE = 0.95
 
 
-def describe() -> dict[str, Any]:
+def describe() -> dict[str, PyTree[str | int | float]]:
     """Versions, the device, and the load of the machine."""
     from paged_optax import __version__
 
@@ -56,7 +57,7 @@ def describe() -> dict[str, Any]:
 def placements() -> tuple[NamedSharding, NamedSharding]:
     """The first device's own memory, and pinned memory of its host.
 
-    Said so that it shows in the type of what is traced or made.
+    The types of arrays and of traced values show these placements.
     """
     device = jax.devices()[0]
     own = typed_by_memory(SingleDeviceSharding(device))
@@ -66,7 +67,7 @@ def placements() -> tuple[NamedSharding, NamedSharding]:
     )
 
 
-def typed(tree: Any) -> Any:
+def typed(tree: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
     """Shapes of arrays that state which of the two memories each is in."""
     own, host = placements()
     return jax.tree.map(

@@ -3,10 +3,10 @@
 import argparse
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import optax
+from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.sizes import readable_bytes
@@ -123,7 +123,7 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _shapes(given: argparse.Namespace) -> Any:
+def _shapes(given: argparse.Namespace) -> PyTree[jax.ShapeDtypeStruct]:
     if given.module:
         return module_shapes(given.module)
     if given.checkpoint:

@@ -25,17 +25,19 @@ bits.
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float32
+from jaxtyping import Float32, PyTree
 
 from paged_optax.backend import tiling
 from paged_optax.codecs.codec import Codec, Noise, Quantized
 from paged_optax.codecs.dynamic_int4 import DynamicInt4
 from paged_optax.codecs.words import joined, parted
+
+Leaf = TypeVar("Leaf")
 
 # So many rows at the most make whole blocks that run through the flattened moment.
 _FEW_ROWS = 8
@@ -55,7 +57,7 @@ class Arranged:
     The first code of a word has its lowest bits.
 
     Attributes:
-      codec: The codec; of one code a byte.
+      codec: The codec, which stores one code a byte.
       axis: The axis along which codes share a word, -1 or -2; None where each keeps
         its byte.
       blocks: The axis along which blocks run, of which the scales have one entry a
@@ -94,7 +96,7 @@ class Arranged:
     def __repr__(self) -> str:
         return repr(self.codec)
 
-    def stored(self, shape: tuple[int, ...]) -> Any:
+    def stored(self, shape: tuple[int, ...]) -> PyTree[jax.ShapeDtypeStruct]:
         """The codec's codes and scales, in their other shapes."""
         found = self.codec.stored(shape)
         codes, words = codes_of(found), list(codes_of(found).shape)
@@ -116,14 +118,18 @@ class Arranged:
         dtype = jnp.int32 if bits else scales.dtype
         return Quantized(codes, jax.ShapeDtypeStruct(tuple(beside), dtype))
 
-    def encode(self, page: Float32[Array, "*shape"], noise: Noise | None = None) -> Any:
+    def encode(
+        self, page: Float32[Array, "*shape"], noise: Noise | None = None
+    ) -> PyTree[Array]:
         """Stores a page."""
         whole, shape = page.shape, _without_units(page.shape)
         page = _reshaped(page, jax.ShapeDtypeStruct(shape, page.dtype))
         found = self.arrange(self.codec.encode(self._turned(page), noise), shape)
         return _reshaped(found, self.stored(whole))
 
-    def decode(self, stored: Any, shape: tuple[int, ...]) -> Float32[Array, "*shape"]:
+    def decode(
+        self, stored: PyTree[Array], shape: tuple[int, ...]
+    ) -> Float32[Array, "*shape"]:
         """Gives a page back."""
         whole, shape = shape, _without_units(shape)
         stored = _reshaped(stored, self.stored(shape))
@@ -135,7 +141,7 @@ class Arranged:
         """The moment with the axis of its blocks last, or back."""
         return jnp.swapaxes(x, -1, -2) if self.blocks == -2 else x
 
-    def arrange(self, found: Any, shape: tuple[int, ...]) -> Any:
+    def arrange(self, found: PyTree[Array], shape: tuple[int, ...]) -> PyTree[Array]:
         """What the codec made of a moment of this shape, arranged.
 
         Where blocks run along columns the codec is given the transposed moment.
@@ -153,7 +159,7 @@ class Arranged:
         scales = self._turned(found.scales.reshape(turned))
         return Quantized(codes, lax.bitcast_convert_type(scales, like.scales.dtype))
 
-    def plain(self, stored: Any, shape: tuple[int, ...]) -> Any:
+    def plain(self, stored: PyTree[Array], shape: tuple[int, ...]) -> PyTree[Array]:
         """Undoes `arrange`."""
         like, codes = self.codec.stored(shape), codes_of(stored)
         if self.axis is not None:
@@ -175,8 +181,8 @@ def _without_units(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*([n for n in shape[:-1] if n > 1] or [1]), shape[-1])
 
 
-def _reshaped(tree: Any, like: Any) -> Any:
-    """Arrays in the shapes of others; a TPU does nothing in the old ones.
+def _reshaped(tree: PyTree[Array], like: PyTree[jax.ShapeDtypeStruct]) -> PyTree[Array]:
+    """Arrays in the shapes of others; a TPU computes nothing in the old shapes.
 
     XLA:TPU puts an axis of one entry in the sublanes, seven eighths of them empty, and
     takes 6 s to compile there what it compiles in 1.5 s without that axis ((1, 197,
@@ -263,12 +269,13 @@ def _axis_of_blocks(shape: tuple[int, ...], block: int) -> int | None:
     return None if few or rows % block else -2
 
 
-def unarranged(codec: Codec, stored: Any, shape: tuple[int, ...] | None = None) -> Any:
+def unarranged(
+    codec: Codec, stored: PyTree[Array], shape: tuple[int, ...] | None = None
+) -> PyTree[Array]:
     """Codes and scales as the codec itself stores them.
 
-    Of the shapes that the arrays can be of, mostly the moment's own alone is arranged
-    so; then it need not be known. Where blocks run along columns they are those of the
-    transposed moment.
+    Mostly the moment's shape follows from the arrays, and need not be given. Where
+    blocks run along columns they are those of the transposed moment.
 
     Args:
       codec: The codec.
@@ -325,7 +332,15 @@ def packed_along(codec: Codec | None, axis: int) -> int:
     return 1
 
 
-def codes_of(stored: Any) -> Any:
+@overload
+def codes_of(stored: Quantized[Leaf]) -> Leaf: ...
+
+
+@overload
+def codes_of(stored: Leaf) -> Leaf: ...
+
+
+def codes_of(stored: PyTree) -> PyTree:
     """The codes, or the array itself."""
     return stored.codes if isinstance(stored, Quantized) else stored
 

@@ -1,26 +1,45 @@
 """What a codec is: the protocol that the engine calls once a page."""
 
 import math
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Generic,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    runtime_checkable,
+)
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float32, UInt32
+from jax.typing import ArrayLike
+from jaxtyping import Float32, PyTree, UInt32
 
 Leaf = TypeVar("Leaf")
 
 
-class Quantized(NamedTuple, Generic[Leaf]):
-    """A moment stored in blocks that share a scale.
+if TYPE_CHECKING:
 
-    Attributes:
-      codes: One code a value, in the moment's own shape; two 4-bit codes a byte.
-      scales: One float32 scale a block, in the order of the flattened moment.
-    """
+    class Quantized(NamedTuple, Generic[Leaf]):
+        """A moment stored in blocks that share a scale."""
 
-    codes: Leaf
-    scales: Leaf
+        codes: Leaf
+        scales: Leaf
+
+else:
+    # No generic at run time, for beartype 0.23.1 checks no generic named tuple.
+
+    class Quantized(NamedTuple):
+        """A moment stored in blocks that share a scale.
+
+        Attributes:
+          codes: One code a value, in the moment's own shape; two 4-bit codes a byte.
+          scales: One float32 scale a block, in the order of the flattened moment.
+        """
+
+        codes: PyTree
+        scales: PyTree
 
 
 class Noise(NamedTuple):
@@ -41,6 +60,7 @@ class Noise(NamedTuple):
     strides: tuple[int, ...] | None = None
 
 
+@runtime_checkable
 class Codec(Protocol):
     """How a moment is stored.
 
@@ -48,9 +68,9 @@ class Codec(Protocol):
     functions are pure, and a page of whole blocks is stored as the whole moment
     would be: encoding page by page and concatenating changes no bit.
 
-    A block that holds NaN or an infinity decodes to nothing finite, so that a loss
-    that diverged is seen and not trained on; other blocks keep their values. Skip such
-    steps, with `paged_optax.apply_if_finite`, and no moment ever holds one.
+    Every value of a block that holds NaN or an infinity decodes to NaN or infinity, so
+    that a diverged loss is seen and not trained on. Other blocks keep their values.
+    `paged_optax.apply_if_finite` skips such steps, and no moment ever holds one.
     """
 
     @property
@@ -71,11 +91,13 @@ class Codec(Protocol):
         """
         ...
 
-    def stored(self, shape: tuple[int, ...]) -> Any:
+    def stored(self, shape: tuple[int, ...]) -> PyTree[jax.ShapeDtypeStruct]:
         """The shapes and dtypes in which a moment, or page, of this shape is stored."""
         ...
 
-    def encode(self, page: Float32[Array, "*shape"], noise: Noise | None = None) -> Any:
+    def encode(
+        self, page: Float32[Array, "*shape"], noise: Noise | None = None
+    ) -> PyTree[Array]:
         """Stores a page.
 
         Args:
@@ -87,7 +109,9 @@ class Codec(Protocol):
         """
         ...
 
-    def decode(self, stored: Any, shape: tuple[int, ...]) -> Float32[Array, "*shape"]:
+    def decode(
+        self, stored: PyTree[Array], shape: tuple[int, ...]
+    ) -> Float32[Array, "*shape"]:
         """Gives a page back, in float32.
 
         Args:
@@ -107,7 +131,7 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def draw(key: Array, step: Any, start: Any = 0) -> Noise:
+def draw(key: Array, step: ArrayLike, start: ArrayLike = 0) -> Noise:
     """The noise of one page.
 
     Args:

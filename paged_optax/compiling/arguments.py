@@ -1,8 +1,10 @@
 """A step's arguments, by their positions or names."""
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable
+
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import keystr
 
@@ -12,7 +14,7 @@ Key = int | str
 Keys = tuple[Key, ...]
 
 
-def several(keys: Any) -> Keys:
+def several(keys: Key | Iterable[Key]) -> Keys:
     """One position or name, or several, each once."""
     return (keys,) if isinstance(keys, int | str) else tuple(dict.fromkeys(keys))
 
@@ -22,14 +24,14 @@ def label(key: Key) -> str:
     return f"argument {key}"
 
 
-def same_constants(one: dict[Key, Any], other: dict[Key, Any]) -> bool:
+def same_constants(one: dict[Key, Hashable], other: dict[Key, Hashable]) -> bool:
     """Whether two programs have the same constants: 1, 1.0 and True are three."""
     kinds = lambda static: {key: (type(x), x) for key, x in static.items()}
     return kinds(one) == kinds(other)
 
 
-def signature(step: Callable[..., Any]) -> inspect.Signature | None:
-    """What it takes itself, whatever it wraps; None if Python does not know."""
+def signature(step: Callable[..., PyTree]) -> inspect.Signature | None:
+    """A step's own signature, not that of what it wraps; None if it has none."""
     try:
         return inspect.signature(step, follow_wrapped=False)
     except ValueError:
@@ -37,7 +39,7 @@ def signature(step: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def names_by_position(signature: inspect.Signature | None) -> list[str]:
-    """The names of arguments that have a position; empty where it is all they have."""
+    """The names of arguments that have a position; `""` for one without a name."""
     every = signature.parameters.values() if signature else ()
     named, bare = (
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -46,6 +48,6 @@ def names_by_position(signature: inspect.Signature | None) -> list[str]:
     return [x.name if x.kind == named else "" for x in every if x.kind in (named, bare)]
 
 
-def place_of(keys: Keys, path: Any) -> str:
+def place_of(keys: Keys, path: KeyPath) -> str:
     """A leaf of the arguments, as messages name it."""
     return f"{label(keys[path[0].idx])}{keystr(path[1:])}"

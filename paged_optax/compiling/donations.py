@@ -1,9 +1,9 @@
 """Whether donated buffers are reused, by the compiled program."""
 
 import re
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from paged_optax.backend.memory import (
     memory_kind,
@@ -18,7 +18,7 @@ class DonationError(ValueError):
 
 def check_donations(
     compiled: jax.stages.Compiled,
-    args: tuple[Any, ...],
+    args: tuple[PyTree, ...],
     keys: Keys,
     donated: tuple[int, ...],
 ) -> None:

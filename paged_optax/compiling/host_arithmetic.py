@@ -9,21 +9,22 @@ fails to compile with an unrelated message.
 import pathlib
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+from jax.core import AbstractValue
 from jax.extend import core
 
 from paged_optax.backend.memory import HOST
 
-#: What leaves a host array what it is, or moves it.
+#: Primitives that keep a host array's values, or move it.
 _HARMLESS = frozenset(
     """copy copy_p device_put dynamic_slice dynamic_update_slice empty expand_dims
     mesh_cast optimization_barrier pair_donated pvary reshape reshard
     sharding_constraint slice squeeze""".split()
 )
 
-#: What only holds jaxprs, which are looked into.
+#: Primitives that only hold jaxprs, which are searched.
 _CALLS = frozenset(
     """checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vmap_call
     jit pjit remat2 run_state scan shard_map while""".split()
@@ -50,12 +51,15 @@ class HostCompute(NamedTuple):
     """
 
     primitive: str
-    aval: Any
+    aval: AbstractValue
     frames: tuple[tuple[str, int], ...]
 
 
 def host_compute(
-    jaxpr: Any, *, conditionals: bool = False, around: tuple[tuple[str, int], ...] = ()
+    jaxpr: core.Jaxpr | core.ClosedJaxpr,
+    *,
+    conditionals: bool = False,
+    around: tuple[tuple[str, int], ...] = (),
 ) -> Iterator[HostCompute]:
     """Equations on host arrays that are no transfers.
 
@@ -63,13 +67,13 @@ def host_compute(
       jaxpr: A `Jaxpr` or `ClosedJaxpr`, traced with arguments typed as host memory.
       conditionals: Whether a conditional that returns host arrays counts: one branch
         hands them through. XLA:GPU before that of jax 0.11.2 copies them then.
-      around: Where the equation that holds this jaxpr is from: inner ones that JAX
-        remembers from an earlier trace do not say.
+      around: Where the equation that holds this jaxpr was traced from. Equations that
+        JAX cached from an earlier trace do not say.
 
     Yields:
       One `HostCompute` for each, depth first.
     """
-    platform_index: set[Any] = set()
+    platform_index: set[core.Var] = set()
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name, frames = equation.primitive.name, _frames(equation) or around
         variables = [x for x in equation.invars if not isinstance(x, core.Literal)]
@@ -88,7 +92,7 @@ def host_compute(
                 yield from host_compute(inner, conditionals=conditionals, around=frames)
 
 
-def warn_of_host_compute(jaxpr: Any, platform: str) -> None:
+def warn_of_host_compute(jaxpr: core.Jaxpr | core.ClosedJaxpr, platform: str) -> None:
     """Warns, naming the way out, if a step computes on host arrays.
 
     Args:
@@ -118,12 +122,12 @@ def warn_of_host_compute(jaxpr: Any, platform: str) -> None:
     )
 
 
-def _on_host(variable: Any) -> bool:
+def _on_host(variable: core.Var) -> bool:
     aval = variable.aval
-    return getattr(aval, "memory_space", None) == HOST and aval.size > 0
+    return getattr(aval, "memory_space", None) == HOST and getattr(aval, "size", 0) > 0
 
 
-def _frames(equation: Any) -> tuple[tuple[str, int], ...]:
+def _frames(equation: core.JaxprEqn) -> tuple[tuple[str, int], ...]:
     """Where an equation was traced from, JAX's own code left out."""
     traceback = equation.source_info.traceback
     return tuple(

@@ -5,9 +5,10 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import jax
+from jaxtyping import PyTree
 
 from paged_optax.backend.memory import (
     mistyped,
@@ -39,15 +40,15 @@ class _Made(NamedTuple):
 
     compiled: jax.stages.Compiled
     keys: Keys
-    static: dict[Key, Any]
-    structure: Any
+    static: dict[Key, Hashable]
+    structure: Hashable
     hosted: list[bool]
 
 
 class Step:
     """A training step, compiled for arguments like those it was first given."""
 
-    def __init__(self, step: Callable[..., Any], donated: Keys, static: Keys):
+    def __init__(self, step: Callable[..., PyTree], donated: Keys, static: Keys):
         self._step = step
         self._signature = signature(step)
         self._donated = donated
@@ -61,11 +62,13 @@ class Step:
         """What XLA made of it, for `memory_report`; None before there was a call."""
         return self._made and self._made.compiled
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(
+        self, instance: object, owner: type | None = None
+    ) -> "Step | types.MethodType":
         """A step that is a method is given its object."""
         return self if instance is None else types.MethodType(self, instance)
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs the step; donated arguments must not be used again."""
         given = self._by_key(args, kwargs)
         if self._made is None:
@@ -86,7 +89,9 @@ class Step:
                 refuse_moved(values, made.keys, made.hosted)
             raise
 
-    def _by_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Key, Any]:
+    def _by_key(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> dict[Key, PyTree]:
         """Arguments by position, and by name where they have none.
 
         Raises:
@@ -97,7 +102,7 @@ class Step:
             args, kwargs = bound.args, bound.kwargs
         return dict(enumerate(args)) | dict(sorted(kwargs.items()))
 
-    def _taken_out(self, given: dict[Key, Any]) -> dict[Key, Any]:
+    def _taken_out(self, given: dict[Key, PyTree]) -> dict[Key, Hashable]:
         """The static arguments, no longer among the others."""
         static = {key: given.pop(key) for key in list(given) if key in self._static}
         for key, value in static.items():
@@ -108,7 +113,7 @@ class Step:
                 )
         return static
 
-    def _compiled_for(self, given: Mapping[Key, Any]) -> _Made:
+    def _compiled_for(self, given: Mapping[Key, PyTree]) -> _Made:
         """Compiles for arguments like these."""
         examples = dict(given)
         static = self._taken_out(examples)
@@ -125,7 +130,7 @@ class Step:
             )
 
         # A function of each attempt's own, because JAX keeps what it traced by it.
-        def call(*values: Any) -> Any:
+        def call(*values: PyTree) -> PyTree:
             given = static | dict(zip(keys, values, strict=True))
             positions = sorted(key for key in given if isinstance(key, int))
             named = {key: x for key, x in given.items() if isinstance(key, str)}
@@ -178,30 +183,30 @@ def jit_step(
     donate_argnums: int | Iterable[int] = (),
     donate_argnames: str | Iterable[str] = (),
     static_argnums: int | Iterable[int] = (),
-) -> Callable[[Callable[..., Any]], Step]: ...
+) -> Callable[[Callable[..., PyTree]], Step]: ...
 
 
 @overload
 def jit_step(
-    step: Callable[..., Any],
+    step: Callable[..., PyTree],
     /,
-    *example_args: Any,
+    *example_args: PyTree,
     donate_argnums: int | Iterable[int] = (),
     donate_argnames: str | Iterable[str] = (),
     static_argnums: int | Iterable[int] = (),
-    **example_kwargs: Any,
+    **example_kwargs: PyTree,
 ) -> Step: ...
 
 
 def jit_step(
-    step: Callable[..., Any] | None = None,
+    step: Callable[..., PyTree] | None = None,
     /,
-    *example_args: Any,
+    *example_args: PyTree,
     donate_argnums: int | Iterable[int] = (),
     donate_argnames: str | Iterable[str] = (),
     static_argnums: int | Iterable[int] = (),
-    **example_kwargs: Any,
-) -> Step | Callable[[Callable[..., Any]], Step]:
+    **example_kwargs: PyTree,
+) -> Step | Callable[[Callable[..., PyTree]], Step]:
     """Compiles a training step with its outputs' placements stated.
 
     `jax.jit` pairs donated buffers with outputs by shape and order alone where no
@@ -219,8 +224,8 @@ def jit_step(
         none the step is compiled when it is first called.
       donate_argnums: Positions of the arguments whose buffers the step may reuse.
       donate_argnames: Their names.
-      static_argnums: Positions of arguments that are constants of the program, with a
-        hash: each is what it was when the step was compiled.
+      static_argnums: Positions of arguments that are constants of the program. They
+        are hashable, and equal those that the step was compiled with.
       **example_kwargs: Arguments by name.
 
     Returns:
@@ -228,7 +233,7 @@ def jit_step(
 
     Raises:
       DonationError: If a donated buffer is not reused; the message names the leaf.
-      ValueError: If an argument is to be donated that the step is not given.
+      ValueError: If the step is not given an argument that is to be donated.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, paged_optax as po

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from typing import Any
 
 import jax
 
@@ -70,7 +69,7 @@ class MemoryReport:
         )
 
     @classmethod
-    def of(cls, stats: Any, hlo: str, host_known: bool = True) -> "MemoryReport":
+    def of(cls, stats: object, hlo: str, host_known: bool = True) -> "MemoryReport":
         """Reads XLA's `CompiledMemoryStats` and the program's text."""
         read = lambda name: int(getattr(stats, f"{name}_size_in_bytes"))
         return cls(

@@ -1,12 +1,11 @@
 """Where a step's arguments and results are."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
-from jax.sharding import (
-    SingleDeviceSharding,
-)
+from jax.sharding import Sharding, SingleDeviceSharding
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from paged_optax.backend.memory import (
     memory_kind,
@@ -17,8 +16,8 @@ from paged_optax.compiling.arguments import Keys, place_of
 from paged_optax.compiling.host_arithmetic import warn_of_host_compute
 
 
-def refuse_moved(args: tuple[Any, ...], keys: Keys, hosted: Sequence[bool]) -> None:
-    """Names an array whose type says that it is on the device, and belongs elsewhere.
+def refuse_moved(args: tuple[PyTree, ...], keys: Keys, hosted: Sequence[bool]) -> None:
+    """Refuses an array that is typed as device memory and belongs on the host.
 
     Args:
       args: Arguments of a step.
@@ -36,7 +35,7 @@ def refuse_moved(args: tuple[Any, ...], keys: Keys, hosted: Sequence[bool]) -> N
             )
 
 
-def typed(x: Any) -> Any:
+def typed(x: ArrayLike | jax.ShapeDtypeStruct) -> ArrayLike | jax.ShapeDtypeStruct:
     """A `ShapeDtypeStruct` whose memory shows in its type."""
     if not isinstance(x, jax.ShapeDtypeStruct) or x.sharding is None:
         return x
@@ -44,8 +43,8 @@ def typed(x: Any) -> Any:
 
 
 def placements(
-    step: Callable[..., Any], args: tuple[Any, ...], donated: tuple[int, ...]
-) -> tuple[Any, Any]:
+    step: Callable[..., PyTree], args: tuple[PyTree, ...], donated: tuple[int, ...]
+) -> tuple[PyTree[Sharding], PyTree[Sharding]]:
     """The shardings of all arguments and of all results, memory kinds among them."""
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
     structure = jax.tree.structure(shapes)
@@ -78,16 +77,16 @@ def placements(
 
 
 def _given_back(
-    args: tuple[Any, ...],
-    inputs: tuple[Any, ...],
-    results: Any,
-    outputs: Any,
+    args: tuple[PyTree, ...],
+    inputs: PyTree[Sharding],
+    results: PyTree[jax.ShapeDtypeStruct],
+    outputs: PyTree[Sharding],
     donated: tuple[int, ...],
-) -> Any:
-    """The results' shardings, where one is like a donated argument that argument's.
+) -> PyTree[Sharding]:
+    """The results' shardings; a result like a donated argument gets that argument's.
 
-    The compiler may divide parameters that it updates otherwise than it was given them;
-    then no buffer would serve again, and the next step not take them.
+    The compiler may divide updated parameters differently from the given ones. Then no
+    buffer could be reused, and the next step would refuse the parameters.
     """
     describe = lambda tree: (
         jax.tree.structure(tree),
@@ -95,7 +94,9 @@ def _given_back(
     )
     left = [(describe(args[i]), inputs[i]) for i in donated]
 
-    def choose(result: Any, chosen: Any) -> Any:
+    def choose(
+        result: PyTree[jax.ShapeDtypeStruct], chosen: PyTree[Sharding]
+    ) -> PyTree[Sharding]:
         found = next((given for given in left if given[0] == describe(result)), None)
         if found is None:
             return chosen

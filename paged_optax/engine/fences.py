@@ -19,7 +19,7 @@ def each(
 
 
 def fetched(values: Sequence[Held], travelled: Sequence[bool]) -> list[Held]:
-    """Pages from the host, kept apart from what is computed of them.
+    """Pages from the host, kept apart from what is computed with them.
 
     On a TPU the results then take over the fetched pages (16 leaves of 4096x4096,
     8 MiB pages, v5e: 19 MiB of scratch instead of 27). XLA:CPU would copy.

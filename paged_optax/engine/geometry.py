@@ -114,7 +114,7 @@ def uncut(shape: tuple[int, ...]) -> Geometry:
 
 @functools.cache
 def cut(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -> Geometry:
-    """Cuts a leaf into pages of at most `page_size` bytes, if its layout has such.
+    """Cuts a leaf into pages of at most `page_size` bytes, if its layout allows it.
 
     Pages hold whole blocks and whole words of every moment. Where the smallest such
     page is larger than asked, it is the page. A page count that divides the leaf is
@@ -123,7 +123,7 @@ def cut(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -> Ge
     Args:
       shape: The leaf's shape.
       moments: The moments that share the leaf's pages.
-      page_size: Most bytes of a page of one moment, as the transformation sees it.
+      page_size: The most bytes of one moment's page, as the transformation sees it.
 
     Returns:
       The geometry.

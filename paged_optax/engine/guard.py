@@ -9,11 +9,11 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from paged_optax.analysis.flat import trace
 from paged_optax.analysis.program import LeafUpdate
@@ -77,7 +77,7 @@ def run_check(backend: str) -> None:
 
 
 def _leaves(
-    function: Callable[..., tuple[Any, ...]], shape: tuple[int, ...]
+    function: Callable[..., tuple[Array, ...]], shape: tuple[int, ...]
 ) -> tuple[LeafUpdate, ...]:
     """The programs of a function of one parameter's arrays, its gradient first."""
     count = len(inspect.signature(function).parameters)

@@ -60,7 +60,7 @@ class Part:
 
     pages: Pages
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: Any  # The dtype of a JAX key is no np.dtype, and has no public type.
     on_host: bool
     view: tuple[int, ...] | None
     ratios: tuple[tuple[int, int], ...]
@@ -161,7 +161,7 @@ class Part:
         return starts, sizes
 
     def _pieces(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Where along the axis what is written of a page begins, and how much it is."""
+        """Where each piece that is written of a page begins, and its size."""
         axis = self.pages.axis
         size = sizes[axis]
         pieces = [size]
@@ -184,7 +184,7 @@ class Part:
 
     @property
     def _order(self) -> tuple[int, ...]:
-        """The layout of what pages are cut from, on a TPU."""
+        """The layout, on a TPU, of the array that pages are cut from."""
         itemsize = jnp.dtype(self.dtype).itemsize
         view = self.shape if self.view is None else self.view
         order = tiling.viewed(self.shape, len(view), itemsize)

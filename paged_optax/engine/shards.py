@@ -10,7 +10,7 @@ every page (4 devices, H200: 96 MiB of scratch and 128 MiB of host scratch where
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,20 @@ from jax.sharding import (
     Mesh,
     NamedSharding,
     PartitionSpec,
+    Sharding,
 )
-from jaxtyping import UInt32
+from jaxtyping import PyTree, UInt32
 
+from paged_optax.backend.types import ArrayOrShape
 from paged_optax.codecs import Codec, Quantized, axis_of_blocks
 
-#: The scope in which a leaf is paged of which no sharding is known. On one device that
-#: is as it should be; a program of several is slow there, and `memory_report` says so.
+#: The scope in which a leaf of unknown sharding is paged. On one device that is right.
+#: On several devices the program is slow, and `memory_report` says so.
 UNSHARDED = "paged_optax_without_shardings"
+
+
+#: What a result is like: the position of an argument, or a codec and what it stores.
+ResultLike: TypeAlias = int | tuple[Codec | None, PyTree[jax.ShapeDtypeStruct]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,20 +51,23 @@ class Shards:
     axes: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def of(cls, sharding: Any, shape: tuple[int, ...]) -> "Shards | None":
+    def of(cls, sharding: Sharding | None, shape: tuple[int, ...]) -> "Shards | None":
         """Reads a sharding; None where there is nothing to divide over."""
         if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
             return None
         if AxisType.Manual in getattr(sharding.mesh, "axis_types", ()):
             return None  # inside a `shard_map` already: what is seen is the shard
         entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-        axes = tuple(_names(entry) for entry in entries)
+        axes = tuple(
+            () if entry is PartitionSpec.UNCONSTRAINED else _names(entry)
+            for entry in entries
+        )
         found = cls(sharding.mesh, axes)
         whole = (n % d == 0 for n, d in zip(shape, found.divisions, strict=True))
         return found if all(whole) else None
 
     @classmethod
-    def of_array(cls, x: Any) -> "Shards | None":
+    def of_array(cls, x: ArrayOrShape) -> "Shards | None":
         """Those of an array, or of a `ShapeDtypeStruct`, that says where it is."""
         return cls.of(getattr(x, "sharding", None), x.shape)
 
@@ -77,12 +86,14 @@ class Shards:
         """The shape of one shard."""
         return tuple(n // d for n, d in zip(shape, self.divisions, strict=True))
 
-    def stored(self, codec: Codec, shape: tuple[int, ...]) -> Any:
+    def stored(
+        self, codec: Codec, shape: tuple[int, ...]
+    ) -> PyTree[jax.ShapeDtypeStruct]:
         """The shapes and dtypes in which a codec stores the shards of a moment.
 
         Blocks never cross shards. Scales by rows are divided as the moment is; others
-        have a row for each part that is not a range of the flattened moment, so
-        that a state of another layout shows by its shape.
+        have a row for each part that is not a range of the flattened moment. So the
+        shape of the scales shows in which layout a state was made.
         """
         found = codec.stored(self.local(shape))
         grown = lambda x, divisions: jax.ShapeDtypeStruct(
@@ -101,7 +112,12 @@ class Shards:
             scales = grown(scales, (first,))
         return Quantized(grown(found.codes, self.divisions), scales)
 
-    def spec_of(self, codec: Codec | None, x: Any, local: tuple[int, ...]) -> Any:
+    def spec_of(
+        self,
+        codec: Codec | None,
+        x: PyTree[ArrayOrShape],
+        local: tuple[int, ...],
+    ) -> PyTree[PartitionSpec]:
         """The spec of one of a leaf's arrays, or of what a codec stores of it."""
         if not isinstance(x, Quantized):
             if codec is None and len(x.shape) == len(self.axes):
@@ -116,7 +132,12 @@ class Shards:
             scales = spec_of_axes([names, first] if self.has_rows else [first])
         return Quantized(self.spec, scales)
 
-    def typed(self, codec: Codec, stored: Any, local: tuple[int, ...]) -> Any:
+    def typed(
+        self,
+        codec: Codec,
+        stored: PyTree[jax.ShapeDtypeStruct],
+        local: tuple[int, ...],
+    ) -> PyTree[jax.ShapeDtypeStruct]:
         """What a codec stores of a leaf, and how it is divided."""
         return jax.tree.map(
             lambda x, spec: jax.ShapeDtypeStruct(
@@ -160,14 +181,14 @@ class Place:
 
 
 def on_shards(
-    function: Callable[..., Any],
+    function: Callable[..., Sequence[PyTree[Array]]],
     shards: Shards,
-    arrays: tuple[Any, ...],
+    arrays: tuple[PyTree[Array], ...],
     codecs: Sequence[Codec | None],
     local: tuple[int, ...],
-    results: Sequence[Any],
-    scalars: Any = (),
-) -> Any:
+    results: Sequence[ResultLike],
+    scalars: PyTree[Array] = (),
+) -> tuple[PyTree[Array], ...]:
     """Calls a function on every device, with its shards of a leaf's arrays.
 
     Args:
@@ -200,7 +221,9 @@ def on_shards(
         else x
     )
 
-    def run(arrays: tuple[Any, ...], scalars: Any) -> tuple[Any, ...]:
+    def run(
+        arrays: tuple[PyTree[Array], ...], scalars: PyTree[Array]
+    ) -> tuple[PyTree[Array], ...]:
         first = _index(shards, shards.axes[0] if shards.axes else ())
         rest = tuple(name for names in shards.axes[1:] for name in names)
         start = first * np.uint32(math.prod(local) % 2**32)
@@ -230,8 +253,8 @@ def _index(shards: Shards, names: tuple[str, ...]) -> UInt32[Array, ""]:
     return number
 
 
-def _names(entry: Any) -> tuple[str, ...]:
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if entry is None:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
 

@@ -9,14 +9,16 @@ or for more.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from paged_optax.backend import tiling
 from paged_optax.backend.memory import HOST
+from paged_optax.backend.types import ArrayOrShape
 from paged_optax.codecs import (
     Codec,
     Noise,
@@ -62,7 +64,13 @@ class Streamed:
     scales: Part | None
 
     @classmethod
-    def of(cls, x: Any, pages: Pages, codec: Codec | None, on_host: bool) -> "Streamed":
+    def of(
+        cls,
+        x: PyTree[ArrayOrShape],
+        pages: Pages,
+        codec: Codec | None,
+        on_host: bool,
+    ) -> "Streamed":
         """Describes an array, or the shapes and dtypes of one.
 
         Args:
@@ -162,7 +170,8 @@ class Streamed:
         """What the program sees of a page."""
         if self.codec is None:
             return page.codes
-        stored = page.codes if page.scales is None else Quantized(*page)
+        scales = page.scales
+        stored = page.codes if scales is None else Quantized(page.codes, scales)
         return self.codec.decode(self._like_stored(stored, shape), shape)
 
     def encode(self, page: Array, noise: Noise | None) -> Held:
@@ -173,12 +182,12 @@ class Streamed:
         codes, scales = stored if isinstance(stored, Quantized) else (stored, None)
         return Held(codes, scales)
 
-    def _like_stored(self, stored: Any, shape: tuple[int, ...]) -> Any:
+    def _like_stored(self, stored: Stored, shape: tuple[int, ...]) -> Stored:
         assert self.codec is not None
         wanted = self.codec.stored(shape)
         return jax.tree.map(lambda x, like: x.reshape(like.shape), stored, wanted)
 
-    def _each(self, method: Any, x: Held, *arguments: Any) -> Held:
+    def _each(self, method: Callable[..., Array], x: Held, *arguments: At) -> Held:
         codes = method(self.codes, x.codes, *arguments)
         if self.scales is None or x.scales is None:
             return Held(codes, None)

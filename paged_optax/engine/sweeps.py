@@ -1,7 +1,7 @@
 """Loops over the pages of a leaf."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +9,10 @@ from jax import Array, lax
 from jaxtyping import Int
 
 from paged_optax.engine.geometry import Pages
-from paged_optax.engine.part import At
+from paged_optax.engine.part import At, Index
 from paged_optax.engine.streamed import Held
 
-if TYPE_CHECKING:
-    pass
+Carry = tuple[Int[Array, ""], dict[int, Held]]
 
 
 def open_gate() -> Int[Array, ""]:
@@ -35,7 +34,7 @@ class Sweep(NamedTuple):
 
     stop: int
     step: int
-    at: Callable[[Any], At]
+    at: Callable[[Index], At]
 
 
 def sweeps(pages: Pages) -> list[Sweep]:
@@ -65,7 +64,7 @@ def swept(
     """Updates the pages of one loop."""
     constant = {p: x for p, x in current.items() if p not in targets}
 
-    def next_page(carry: Any) -> Any:
+    def next_page(carry: Carry) -> Carry:
         number, changing = carry
         changed = update(sweep.at(number), constant | changing)
         return number + sweep.step, {p: changed[p] for p in targets}

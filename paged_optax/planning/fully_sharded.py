@@ -1,22 +1,24 @@
 """How ZeRO and FSDP divide parameters."""
 
-from typing import Any
-
 import jax
 from jax.sharding import (
     AbstractMesh,
     Mesh,
     NamedSharding,
 )
+from jaxtyping import PyTree
 
+from paged_optax.backend.types import ArrayOrShape
 from paged_optax.engine.shards import spec_of_axes
 
 
-def fully_sharded(params: Any, mesh: Mesh | AbstractMesh) -> Any:
+def fully_sharded(
+    params: PyTree[ArrayOrShape], mesh: Mesh | AbstractMesh
+) -> PyTree[NamedSharding]:
     """Divides every parameter over all devices of a mesh, as ZeRO and FSDP do.
 
-    One axis of the mesh after the other cuts the longest dimension of what is left of
-    a parameter, of those that it divides evenly; where there is none it replicates.
+    Each axis of the mesh, one after the other, cuts the longest dimension that is left
+    of a parameter and that it divides evenly. Where there is none, it replicates.
 
     Args:
       params: The parameters, or their `ShapeDtypeStruct`s.
@@ -37,7 +39,7 @@ def fully_sharded(params: Any, mesh: Mesh | AbstractMesh) -> Any:
       Rajbhandari et al., `ZeRO <https://arxiv.org/abs/1910.02054>`_, 2020.
     """
 
-    def divide(x: Any) -> NamedSharding:
+    def divide(x: ArrayOrShape) -> NamedSharding:
         axes: list[tuple[str, ...]] = [()] * len(x.shape)
         left = list(x.shape)
         for name, size in mesh.shape.items():

@@ -2,12 +2,12 @@
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping
 
 import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import PyTree
 
 from paged_optax.backend.memory import (
     host_pool_bytes,
@@ -32,7 +32,7 @@ class PagePlan:
     """
 
     moments: tuple[Moment, ...]
-    link_gigabytes_per_second: float
+    link_gigabytes_per_second: int | float
     devices: int = 1
     devices_per_host: int = 1
 
@@ -77,7 +77,7 @@ class PagePlan:
         return self.link_bytes / (self.link_gigabytes_per_second * 1e9)
 
     def __str__(self) -> str:
-        groups: dict[Any, list[Moment]] = {}
+        groups: dict[Hashable, list[Moment]] = {}
         for x in self.moments:
             key = (x.shape, x.dtype, x.on_host, x.pages, x.page_bytes)
             groups.setdefault(key, []).append(x)
@@ -119,12 +119,12 @@ class PagePlan:
 
 def plan(
     tx: optax.GradientTransformation,
-    params: optax.Params,
+    params: PyTree,
     *,
-    link_gigabytes_per_second: float = 25.0,
+    link_gigabytes_per_second: int | float = 25.0,
     mesh: Mesh | AbstractMesh | None = None,
     devices_per_host: int = 8,
-    extra_args: Mapping[str, Any] | None = None,
+    extra_args: Mapping[str, PyTree] | None = None,
 ) -> PagePlan:
     """Says beforehand what lives where, without allocating anything.
 

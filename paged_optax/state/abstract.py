@@ -1,11 +1,11 @@
 """The state that `init` would make, described for a restore."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jaxtyping import PyTree
 
 from paged_optax.backend.memory import (
     PINNED_HOST,
@@ -13,6 +13,7 @@ from paged_optax.backend.memory import (
     on_host,
     typed_by_memory,
 )
+from paged_optax.backend.types import ArrayOrShape
 from paged_optax.backend.variables import bare, like
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.owners import parameter_of
@@ -20,8 +21,8 @@ from paged_optax.transform.parameter_shardings import explicitly_typed, refuse_u
 
 
 def abstract_state(
-    tx: optax.GradientTransformation, params: optax.Params
-) -> optax.OptState:
+    tx: optax.GradientTransformation, params: PyTree
+) -> PyTree[jax.ShapeDtypeStruct]:
     """Shapes, dtypes and placements of the state that `tx.init(params)` would make.
 
     Allocates nothing. Given to Orbax as the target of a restore, it brings a checkpoint
@@ -65,7 +66,9 @@ def abstract_state(
     default = _beside(x for _, x in parameters)
     avals = iter(closed.out_avals)
 
-    def place(x: Any, parameter: Any) -> jax.ShapeDtypeStruct:
+    def place(
+        x: jax.ShapeDtypeStruct, parameter: ArrayOrShape | None
+    ) -> jax.ShapeDtypeStruct:
         sharding, aval = default, next(avals)
         if parameter is not None and parameter.shape == x.shape:
             sharding = getattr(parameter, "sharding", None) or default
@@ -82,8 +85,10 @@ def abstract_state(
     return like(shapes, placed)
 
 
-def _beside(parameters: Iterable[Any]) -> Any:
-    """Where what belongs to no single parameter goes: whole, on all their devices.
+def _beside(
+    parameters: Iterable[ArrayOrShape],
+) -> NamedSharding | SingleDeviceSharding:
+    """Where arrays of no single parameter go: whole, on all the parameters' devices.
 
     A count restored to one device alone is committed there, and no update could take
     it together with parameters that are elsewhere.

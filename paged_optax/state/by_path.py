@@ -6,11 +6,12 @@ take it where the group has one member (Flax's `.../kernel/value`).
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import Path, name_of
+from paged_optax.backend.types import ArrayOrShape
 from paged_optax.state.leaves import StateLeaf, leaves_of
 
 
@@ -43,7 +44,7 @@ def the_one_named_by(path: Path, leaves: Iterable[StateLeaf]) -> str:
     return found[0]
 
 
-def moments_of(state: Any, path: Path) -> dict[str, tuple[int, StateLeaf]]:
+def moments_of(state: PyTree, path: Path) -> dict[str, tuple[int, StateLeaf]]:
     """One parameter's moments by name, with their positions in the state."""
     leaves = leaves_of(state)
     parameter = the_one_named_by(path, leaves)
@@ -62,7 +63,7 @@ def moments_of(state: Any, path: Path) -> dict[str, tuple[int, StateLeaf]]:
     }
 
 
-def arrays_of(state: Any, path: Path | None) -> list[Any]:
+def arrays_of(state: PyTree, path: Path | None) -> list[ArrayOrShape]:
     """The arrays of a parameter's moments, or of a group's; None: all arrays."""
     if path is None:
         return jax.tree.leaves(state)

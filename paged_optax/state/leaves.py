@@ -6,15 +6,17 @@ its arrays' memory kinds say where each lives.
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import name_of
 from paged_optax.backend.memory import (
     on_host,
 )
+from paged_optax.backend.types import ArrayOrShape
 from paged_optax.backend.variables import bare
 from paged_optax.codecs import Quantized
 
@@ -34,13 +36,13 @@ class StateLeaf:
       node: The path of the Optax state it belongs to.
       field: The name of its field there: `"mu"`, `"count"`.
       parameter: The path of its parameter; `""` where it is not in a tree of them.
-      value: The array.
+      value: The array, or what a codec stores in its place.
     """
 
     node: str
     field: str
     parameter: str
-    value: Any
+    value: PyTree[ArrayOrShape]
 
     @property
     def is_moment(self) -> bool:
@@ -62,11 +64,11 @@ class StateLeaf:
 
     @property
     def place(self) -> tuple[str, str]:
-        """What holds it, and its like of every other parameter."""
+        """Its node and field, which the same moment of other parameters has too."""
         return self.node, self.field
 
 
-def _is_state(node: Any) -> bool:
+def _is_state(node: PyTree) -> bool:
     """Whether a node is an Optax state, or a container of such.
 
     Optax's states are named tuples called `...State`; what they hold in their fields is
@@ -79,22 +81,22 @@ def _is_state(node: Any) -> bool:
     return isinstance(node, dict) and any(map(_is_state, node.values()))
 
 
-def _holds_states(node: Any, key: Any) -> bool:
+def _holds_states(node: PyTree, path: KeyPath) -> bool:
     """Whether a child of a state may be a state itself.
 
     Optax says so in the field's name (`inner_state`, `fast_state`). All others are
     trees of parameters, which may have a name that ends in `State` too.
     """
     optax_own = type(node).__module__.partition(".")[0] in ("optax", "paged_optax")
-    return not (optax_own and hasattr(node, "_fields")) or "state" in key.name
+    return not (optax_own and hasattr(node, "_fields")) or "state" in path[0].name
 
 
-def is_quantized(node: Any) -> bool:
+def is_quantized(node: PyTree) -> bool:
     """Whether a node of a state is one moment, stored in several arrays."""
     return isinstance(node, Quantized)
 
 
-def fields_of(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
+def fields_of(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, PyTree]]:
     """The fields of all Optax states inside: paths, and what they hold."""
     if not _is_state(node):
         yield path, node
@@ -102,13 +104,13 @@ def fields_of(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]
     for key_path, child in jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda x: x is not node
     )[0]:
-        if _holds_states(node, *key_path):
+        if _holds_states(node, key_path):
             yield from fields_of(child, (*path, *key_path))
         else:
             yield (*path, *key_path), child
 
 
-def leaves_of(state: Any) -> list[StateLeaf]:
+def leaves_of(state: PyTree) -> list[StateLeaf]:
     """The leaves of a state, in order, each with its place."""
     return [
         StateLeaf(
@@ -122,7 +124,7 @@ def leaves_of(state: Any) -> list[StateLeaf]:
     ]
 
 
-def _flat(field: Any) -> list[tuple[Any, Any]]:
+def _flat(field: PyTree) -> list[tuple[KeyPath, PyTree]]:
     """A field's moments and arrays, each with its path, that of its variable."""
     flat = jax.tree_util.tree_flatten_with_path(field, is_leaf=is_quantized)[0]
     boxed = lambda x: (
@@ -132,7 +134,7 @@ def _flat(field: Any) -> list[tuple[Any, Any]]:
     return [((*path, value) if boxed(x) else path, x) for path, x in flat]
 
 
-def _is_count_variable(key_path: tuple[Any, ...], value: Any) -> bool:
+def _is_count_variable(key_path: KeyPath, value: PyTree) -> bool:
     """Whether a field is a count in a variable, as in Flax's `nnx.Optimizer`."""
     alone = key_path == (jax.tree_util.GetAttrKey("value"),)
     return alone and jnp.issubdtype(value.dtype, jnp.integer)

@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from paged_optax.backend.donation import paired
 from paged_optax.backend.key_paths import Path, name_of
@@ -26,7 +27,7 @@ from paged_optax.state.leaves import SETTINGS, leaves_of, unpaged_places
 from paged_optax.state.residency import moved_to
 
 
-def page_in(state: optax.OptState, path: Path) -> dict[str, Array]:
+def page_in(state: PyTree, path: Path) -> dict[str, PyTree[Array]]:
     """One parameter's moments, on the device.
 
     The state stays as it is: the result is a copy.
@@ -60,8 +61,8 @@ def page_in(state: optax.OptState, path: Path) -> dict[str, Array]:
 
 
 def page_out(
-    state: optax.OptState, path: Path, moments: Mapping[str, Array]
-) -> optax.OptState:
+    state: PyTree, path: Path, moments: Mapping[str, PyTree[ArrayLike]]
+) -> PyTree:
     """A state with one parameter's moments replaced, and in host memory.
 
     Args:
@@ -108,10 +109,10 @@ def page_out(
 
 def init_param(
     tx: optax.GradientTransformation,
-    state: optax.OptState,
-    params: optax.Params,
+    state: PyTree,
+    params: PyTree,
     path: Path,
-) -> optax.OptState:
+) -> PyTree:
     """A state with the moments of a parameter that joins, or starts again.
 
     Only the new parameter's moments are allocated.
@@ -171,7 +172,7 @@ def init_param(
     return like(state if keeps else made, paired(leaves))
 
 
-def _describe(moment: Any) -> str:
+def _describe(moment: PyTree) -> str:
     """A moment's dtype and shape, for messages."""
     if isinstance(moment, Quantized):
         codes, scales = map(_describe, moment)
@@ -180,7 +181,7 @@ def _describe(moment: Any) -> str:
     return f"{aval.dtype}{list(aval.shape)}"
 
 
-def _put_beside(x: Any, old: Array, *, host: bool) -> Array:
+def _put_beside(x: ArrayLike, old: Array, *, host: bool) -> Array:
     """A new value in the place of an old one; `host`: in host memory."""
     if not isinstance(old, Tracer) and old.committed:
         kind = PINNED_HOST if host else memory_kinds()[0]
@@ -188,5 +189,7 @@ def _put_beside(x: Any, old: Array, *, host: bool) -> Array:
     return jax.device_put(x, HOST if host else DEVICE)
 
 
-def _placed(x: Array, place: Any) -> Array:
-    return moved_to(x, place.sharding.memory_kind)
+def _placed(x: Array, place: jax.ShapeDtypeStruct) -> Array:
+    kind = place.sharding.memory_kind
+    assert kind is not None
+    return moved_to(x, kind)

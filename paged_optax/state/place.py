@@ -1,21 +1,21 @@
 """Putting a state back where it belongs."""
 
-from typing import Any
-
 import jax
 import numpy as np
 import optax
 from jax import Array
 from jax.sharding import SingleDeviceSharding
+from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import slashed
+from paged_optax.backend.types import ArrayOrShape
 from paged_optax.backend.variables import bare, like
 from paged_optax.state.abstract import abstract_state
 
 
 def place_state(
-    tx: optax.GradientTransformation, state: optax.OptState, params: optax.Params
-) -> optax.OptState:
+    tx: optax.GradientTransformation, state: PyTree, params: PyTree
+) -> PyTree:
     """A state whose arrays are where `tx.init(params)` would put them.
 
     A restore, pickle, `jax.device_put` or `out_shardings` without a memory kind bring
@@ -61,19 +61,20 @@ def place_state(
     return like(state if same else target, placed)
 
 
-def _by_name(state: Any) -> dict[str, Any]:
+def _by_name(state: PyTree) -> dict[str, PyTree[ArrayOrShape]]:
     """A state's arrays by path; whatever the containers, each has one name."""
     flat = jax.tree_util.tree_flatten_with_path(bare(state))[0]
     name = lambda path: slashed(path)
     return {name(path): x for path, x in flat}
 
 
-def _describe(x: Any) -> str:
+def _describe(x: ArrayOrShape | None) -> str:
     return "missing" if x is None else f"{x.dtype}{list(np.shape(x))}"
 
 
-def _placed(x: Any, place: Any) -> Array:
+def _placed(x: Array | np.ndarray, place: jax.ShapeDtypeStruct) -> Array:
     kind, sharding = place.sharding.memory_kind, place.sharding
+    assert kind is not None
     if isinstance(x, Array) and x.committed and x.sharding.memory_kind == kind:
         same = x.sharding.is_equivalent_to(sharding, x.ndim)
         if same and jax.typeof(x).memory_space == jax.typeof(place).memory_space:
@@ -82,10 +83,10 @@ def _placed(x: Any, place: Any) -> Array:
         # JAX moves no array to other devices and to another memory at once (0.12.0.1).
         x = jax.device_put(x, x.sharding.with_memory_kind(kind))
     # By a sharding that types it, and then to where `init` puts it.
-    x = jax.device_put(x, sharding)
+    moved = jax.device_put(x, sharding)
     if len(sharding.device_set) == 1 and all(
         n == 1 for n in sharding.mesh.shape.values()
     ):
         (device,) = sharding.device_set
-        x = jax.device_put(x, SingleDeviceSharding(device, memory_kind=kind))
-    return x
+        moved = jax.device_put(moved, SingleDeviceSharding(device, memory_kind=kind))
+    return moved

@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 from jax.core import Tracer
+from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import Path, name_of
 from paged_optax.backend.memory import (
@@ -31,7 +31,7 @@ from paged_optax.state.leaves import (
 from paged_optax.transform.recorded import recorded
 
 
-def is_device_resident(state: optax.OptState, path: Path) -> bool:
+def is_device_resident(state: PyTree, path: Path) -> bool:
     """Whether all moments of a parameter, or of a group, are in device memory.
 
     Args:
@@ -56,7 +56,7 @@ def is_device_resident(state: optax.OptState, path: Path) -> bool:
     return not any(on_host(x.value) for x in leaves if x.parameter in inside)
 
 
-def device_resident_count(state: optax.OptState) -> int:
+def device_resident_count(state: PyTree) -> int:
     """How many parameters have all their moments in device memory.
 
     Args:
@@ -76,7 +76,7 @@ def device_resident_count(state: optax.OptState) -> int:
     return len({leaf.parameter for leaf in leaves} - paged)
 
 
-def device_bytes(state: optax.OptState, path: Path | None = None) -> int:
+def device_bytes(state: PyTree, path: Path | None = None) -> int:
     """Bytes of a state in device memory.
 
     Args:
@@ -98,7 +98,7 @@ def device_bytes(state: optax.OptState, path: Path | None = None) -> int:
     return sum(nbytes(x) for x in arrays_of(state, path) if not on_host(x))
 
 
-def host_bytes(state: optax.OptState, path: Path | None = None) -> int:
+def host_bytes(state: PyTree, path: Path | None = None) -> int:
     """Bytes of a state in host memory.
 
     Args:
@@ -122,9 +122,9 @@ def host_bytes(state: optax.OptState, path: Path | None = None) -> int:
 
 def rebalance(
     tx: optax.GradientTransformation,
-    state: optax.OptState,
+    state: PyTree,
     recent_paths: Iterable[Path],
-) -> optax.OptState:
+) -> PyTree:
     """Keeps the most recently used parameters' moments on the device.
 
     For steps that update some parameters only (`active=`): experts, adapters, sampled
@@ -214,7 +214,7 @@ def moved_to(x: Array, kind: str) -> Array:
 
 
 def _budget(
-    tx: optax.GradientTransformation, state: Any, leaves: list[StateLeaf]
+    tx: optax.GradientTransformation, state: PyTree, leaves: list[StateLeaf]
 ) -> tuple[int | None, int]:
     """The device budget of a transformation, and the smallest moment it pages."""
     params = _parameters_like(state)
@@ -233,7 +233,7 @@ def _budget(
     return sum(budgets.values()), min(smallest)
 
 
-def _parameters_like(state: Any) -> Any:
+def _parameters_like(state: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
     """A tree of the parameters' structure, made of what a state holds for them."""
     is_masked = lambda x: isinstance(x, optax.MaskedNode)
     is_leaf = lambda x: is_masked(x) or is_quantized(x)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import optax
 from jax import Array
-from jaxtyping import Int
+from jaxtyping import Int, PyTree
 
 from paged_optax.backend.donation import paired
 from paged_optax.backend.key_paths import Path
@@ -13,7 +13,7 @@ from paged_optax.state.by_path import the_one_named_by
 from paged_optax.state.leaves import StateLeaf, leaves_of
 
 
-def get_step(state: optax.OptState, path: Path) -> Int[Array, ""]:
+def get_step(state: PyTree, path: Path) -> Int[Array, ""]:
     """How many steps one parameter has had.
 
     Args:
@@ -87,7 +87,7 @@ def _nearness(node: str, nodes: Iterable[str]) -> int:
     return max(_common(node, other) for other in nodes)
 
 
-def increment_step(state: optax.OptState, path: Path) -> optax.OptState:
+def increment_step(state: PyTree, path: Path) -> PyTree:
     """A state in which one parameter has had one step more.
 
     Args:

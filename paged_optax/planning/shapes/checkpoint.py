@@ -2,10 +2,10 @@
 
 import json
 import pathlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 #: safetensors' names of the dtypes that parameters have.
 _DTYPES = {
@@ -18,7 +18,7 @@ _DTYPES = {
 }
 
 
-def checkpoint_shapes(path: str | pathlib.Path) -> Any:
+def checkpoint_shapes(path: str | pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
     """Shapes of the floating point arrays in a checkpoint.
 
     Args:
@@ -64,7 +64,7 @@ def _header(path: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def _orbax(path: pathlib.Path) -> Any:
+def _orbax(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
     """Reads the metadata of an Orbax checkpoint."""
     try:
         import orbax.checkpoint as ocp
@@ -74,7 +74,7 @@ def _orbax(path: pathlib.Path) -> Any:
             " install orbax-checkpoint."
         ) from error
     with ocp.StandardCheckpointer() as checkpointer:
-        metadata: Any = checkpointer.metadata(path.resolve())
+        metadata = checkpointer.metadata(path.resolve())
     tree = getattr(metadata, "item_metadata", metadata)
     tree = getattr(tree, "tree", tree)
     if isinstance(tree, dict):

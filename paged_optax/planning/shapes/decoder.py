@@ -3,10 +3,11 @@
 import dataclasses
 import math
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +32,9 @@ class Decoder:
     layers: int
     vocabulary: int = 0
     tied: bool = True
-    dtype: Any = jnp.bfloat16
+    dtype: DTypeLike = jnp.bfloat16
 
-    def shapes(self) -> dict[str, Any]:
+    def shapes(self) -> dict[str, PyTree[jax.ShapeDtypeStruct]]:
         """The parameters' `ShapeDtypeStruct`s, layers stacked under `"layers"`."""
         hidden, inner = self.hidden, self.inner
         layer = {
@@ -47,7 +48,7 @@ class Decoder:
             "up": (hidden, inner),
             "down": (inner, hidden),
         }
-        tree: dict[str, Any] = {
+        tree: dict[str, PyTree[tuple[int, ...]]] = {
             "layers": {name: (self.layers, *shape) for name, shape in layer.items()}
         }
         if self.vocabulary:
@@ -81,7 +82,7 @@ DECODERS = {
 }
 
 
-def of_size(parameters: float) -> Decoder:
+def of_size(parameters: int | float) -> Decoder:
     """A decoder of about this many parameters, in the proportions of Llama 3.
 
     Feed-forward layers are 3.5 times as wide as the model, keys and values have 1024
@@ -117,7 +118,9 @@ def of_size(parameters: float) -> Decoder:
     return min(found, key=lambda x: abs(math.log(128 * x.layers / x.hidden)))
 
 
-def model_shapes(name: str, dtype: Any = "bfloat16") -> dict[str, Any]:
+def model_shapes(
+    name: str, dtype: DTypeLike = "bfloat16"
+) -> dict[str, PyTree[jax.ShapeDtypeStruct]]:
     """Shapes of a decoder's parameters, by its name or its size.
 
     Args:

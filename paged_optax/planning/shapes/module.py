@@ -1,16 +1,20 @@
 """Shapes of a Flax module, or of any function that makes parameters."""
 
 import importlib
+import operator
 import os
 import sys
-from typing import Any
 
 import jax
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
+
+from paged_optax.backend.types import ArrayOrShape
 
 _FORM = "--module names a function as package.module:function"
 
 
-def module_shapes(name: str) -> Any:
+def module_shapes(name: str) -> PyTree[jax.ShapeDtypeStruct]:
     """Shapes of the parameters that a function makes; nothing is allocated.
 
     Args:
@@ -30,15 +34,13 @@ def module_shapes(name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # As `python -m` does, for a console script.
     try:
-        make: Any = importlib.import_module(place)
-        for part in attribute.split("."):
-            make = getattr(make, part)
+        make = operator.attrgetter(attribute)(importlib.import_module(place))
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{name!r}: {_FORM}, and {error}.") from error
     return _without_values(jax.eval_shape(lambda: _parameters(make())))
 
 
-def _parameters(made: Any) -> Any:
+def _parameters(made: PyTree) -> PyTree[ArrayLike]:
     """The parameters of what a function made, while it is traced."""
     if "flax" in sys.modules:  # Or it is no Flax module.
         from flax import linen, nnx
@@ -51,11 +53,11 @@ def _parameters(made: Any) -> Any:
     return jax.tree.map(_array, made)
 
 
-def _array(x: Any) -> Any:
+def _array(x: ArrayLike | jax.ShapeDtypeStruct) -> ArrayLike:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.lax.empty(x.shape, x.dtype)
     return x
 
 
-def _without_values(tree: Any) -> Any:
+def _without_values(tree: PyTree[ArrayOrShape]) -> PyTree[jax.ShapeDtypeStruct]:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
