@@ -94,6 +94,20 @@ class Gathered(NamedTuple):
     drest: Rest | None
 
 
+class Measured(NamedTuple):
+    """What is measured of a micro-batch, or of all.
+
+    Attributes:
+      loss: The loss.
+      metrics: What `epilogue` returned beside it, or None.
+      square: The square of the norm of the layers' gradients, all so far.
+    """
+
+    loss: Float[Array, ""]
+    metrics: PyTree
+    square: Float[Array, ""]
+
+
 class Updated(NamedTuple):
     """What goes from layer to layer where gradients come from the host.
 
@@ -200,11 +214,10 @@ class Sweeps:
         self, weights: Weights, rest: Rest, workspace: GradientWorkspace, batch: PyTree
     ) -> Swept:
         """Gradients leave for the host; updates follow when all are there."""
-        (stacks, host, workspace, drest), loss, metrics, square = self._gathered(
-            weights, rest, workspace, batch
-        )
+        gathered, measured = self._gathered(weights, rest, workspace, batch)
+        stacks, host, workspace, drest = gathered
         own = self.norms.square(drest)
-        norm = jnp.sqrt(square + own)
+        norm = jnp.sqrt(measured.square + own)
         norm, stacks, host = lax.optimization_barrier((norm, stacks, host))
 
         def body(
@@ -228,35 +241,29 @@ class Sweeps:
             workspace,
             host=jax.tree.unflatten(jax.tree.structure(workspace.host), host),
         )
-        output = LayerwiseOutput(loss, metrics, norm)
+        output = LayerwiseOutput(measured.loss, measured.metrics, norm)
         return Swept(stacks, slots, small, drest, workspace, output)
 
     def _gathered(
         self, weights: Weights, rest: Rest, workspace: GradientWorkspace, batch: PyTree
-    ) -> tuple[Gathered, Float[Array, ""], PyTree, Float[Array, ""]]:
-        """Sends the gradients of all layers to the host, one micro-batch's at a time.
-
-        Returns:
-          What the last micro-batch leaves, the loss, the metrics, and the square of the
-          norm of the layers' gradients.
-        """
+    ) -> tuple[Gathered, Measured]:
+        """Sends all layers' gradients to the host, one micro-batch's at a time."""
         host = jax.tree.leaves(workspace.host)
         count = len(jax.tree.leaves(batch)[0]) if self.accumulate else 1
         one_batch = lambda gathered, given: self._one_batch(
             weights, rest, count, gathered, *given
         )
         if not self.accumulate:
-            gathered, (loss, metrics, square) = one_batch(
+            return one_batch(
                 Gathered(weights.stacks, host, workspace, None), (jnp.int32(0), batch)
             )
-            return gathered, loss, metrics, square
         zeros = jax.tree.map(jnp.zeros_like, rest)
         gathered, (losses, metrics, squares) = lax.scan(
             one_batch,
             Gathered(weights.stacks, host, workspace, zeros),
             (jnp.arange(count), batch),
         )
-        return gathered, jnp.mean(losses), metrics, squares[-1]
+        return gathered, Measured(jnp.mean(losses), metrics, squares[-1])
 
     def _one_batch(
         self,
@@ -266,12 +273,8 @@ class Sweeps:
         gathered: Gathered,
         number: Int[Array, ""],
         batch: PyTree,
-    ) -> tuple[Gathered, tuple[Float[Array, ""], PyTree, Float[Array, ""]]]:
-        """Adds one micro-batch's gradients to those on the host.
-
-        Returns:
-          What it leaves; its loss, its metrics, and the square of the norm so far.
-        """
+    ) -> tuple[Gathered, Measured]:
+        """Adds one micro-batch's gradients to those on the host."""
         stacks, host, workspace, drest = gathered
         weights = Weights(jax.tree.unflatten(weights.structure, stacks))
         one = self._bundle(weights, rest, batch, workspace, False)
@@ -290,7 +293,7 @@ class Sweeps:
         if drest is not None:
             made = jax.tree.map(jnp.add, drest, made)
         gathered = Gathered(stacks, host, workspace, made)
-        return gathered, (one.loss, one.metrics, square)
+        return gathered, Measured(one.loss, one.metrics, square)
 
     def _clipped_from(
         self,
