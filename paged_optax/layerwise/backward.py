@@ -1,15 +1,17 @@
 """The backward pass over the layers, for all micro-batches or one."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jaxtyping import Float, PyTree
 
-from paged_optax.layerwise.model import Model, parted
+from paged_optax.layerwise.model import ByPrologue, Model, Rest, parted
 from paged_optax.layerwise.norms import widened
 from paged_optax.layerwise.slices import (
+    Carry,
+    LayerIndex,
     downwards,
     kept,
     put,
@@ -18,8 +20,20 @@ from paged_optax.layerwise.slices import (
 from paged_optax.layerwise.weights import Weights
 from paged_optax.layerwise.workspace import GradientWorkspace
 
+#: One layer's turn: `visit(carry, i, slabs, gradients)` returns the next carry, and the
+#: slabs, or what replaces them.
+Visit = Callable[
+    [Carry, LayerIndex, list[Array], PyTree[Array]], tuple[Carry, list[Array]]
+]
 
-def written(stacks: list[Any], slabs: list[Any], new: list[Any], i: Any) -> Any:
+# What is visited with, the gradients on their way to the prologue, the stacks, and what
+# is fetched ahead.
+_Carried = tuple[Carry, ByPrologue, list[Array], list[Array | None]]
+
+
+def written(
+    stacks: Sequence[Array], slabs: Sequence[Array], new: Sequence[Array], i: LayerIndex
+) -> list[Array]:
     """Stacks with the slabs of layer i replaced, where they changed."""
     return [
         x if made is old else put(x, made, i)
@@ -27,7 +41,9 @@ def written(stacks: list[Any], slabs: list[Any], new: list[Any], i: Any) -> Any:
     ]
 
 
-def _each_with(gradients: Any, ahead: list[Any]) -> tuple[Any, list[Any]]:
+def _each_with(
+    gradients: PyTree[Array], ahead: Sequence[Array | None]
+) -> tuple[PyTree[Array], list[Array | None]]:
     """Has each matrix of the following layer there when its gradient is made.
 
     So it travels while the gradients are computed, and is read from the stack before
@@ -48,8 +64,8 @@ class Bundle:
         self,
         model: Model,
         weights: Weights,
-        rest: Any,
-        batch: Any,
+        rest: Rest,
+        batch: PyTree,
         workspace: GradientWorkspace,
         several: bool,
     ):
@@ -68,7 +84,9 @@ class Bundle:
             return
         count = len(jax.tree.leaves(batch)[0])
 
-        def head(drest: Any, given: Any) -> Any:
+        def head(
+            drest: Rest, given: tuple[PyTree, PyTree, PyTree]
+        ) -> tuple[Rest, tuple[Float[Array, ""], PyTree, list[Array], list[Array]]]:
             loss, metrics, dr, dx, dkept = model.head(rest, *given)
             mean = lambda tree: jax.tree.map(lambda g: g / count, tree)
             drest = jax.tree.map(lambda s, g: s + g.astype(s.dtype) / count, drest, dr)
@@ -82,13 +100,15 @@ class Bundle:
         self.dkept = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), dkept)
         self.loss = jnp.mean(losses)
 
-    def _each(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _each(self, function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
         """Calls a function for each micro-batch, one after the other."""
         if not self.several:
             return function(*arguments)
         return lax.map(lambda xs: function(*xs), arguments)
 
-    def backward(self, visit: Callable[..., Any], start: Any) -> tuple[Any, ...]:
+    def backward(
+        self, visit: Visit[Carry], start: Carry
+    ) -> tuple[Carry, list[Array], ByPrologue]:
         """Runs `visit(carry, i, slabs, gradients)` for each layer, the last first.
 
         Returns:
@@ -98,8 +118,10 @@ class Bundle:
         """
         weights = self.weights
 
-        def body(i: Any, following: Any, carry: Any) -> Any:
-            carry, back, stacks, ahead = carry
+        def body(
+            i: LayerIndex, following: LayerIndex | None, carry: _Carried[Carry]
+        ) -> _Carried[Carry]:
+            inner, back, stacks, ahead = carry
             fetched = weights.slabs(stacks, i, ahead)
             ahead = weights.fetched(stacks, following)
             x = jax.tree.map(lambda to: slab(to, i)[0], self.inputs)
@@ -112,29 +134,34 @@ class Bundle:
                 default=lambda values: values,
             )
             gradients, ahead = _each_with(gradients, ahead)
-            carry, new = visit(carry, i, fetched, gradients)
+            inner, new = visit(inner, i, fetched, gradients)
             if all(a is b for a, b in zip(new, fetched, strict=True)):
                 stacks, _ = kept(stacks, fetched, i)
             else:
                 stacks = written(stacks, fetched, new, i)
             if weights.ahead:
                 # Of two layers a trip, the second's moments wait for the first's.
-                carry, back = lax.optimization_barrier((carry, back))
-            return carry, back, stacks, ahead
+                inner, back = lax.optimization_barrier((inner, back))
+            return inner, back, stacks, ahead
 
         ahead = weights.fetched(self.stacks, weights.length - 1)
         dcontext = jax.tree.map(jnp.zeros_like, parted(self.context, self.learned)[0])
         carry, back, stacks, _ = downwards(
             weights.length,
             body,
-            (start, (self.dx, dcontext), self.stacks, ahead),
+            (start, ByPrologue(self.dx, dcontext), self.stacks, ahead),
             ahead=weights.ahead,
         )
         return carry, stacks, back
 
     def _pull(
-        self, slabs: list[Any], x: Any, i: Any, back: Any, dkept: Any
-    ) -> tuple[Any, Any]:
+        self,
+        slabs: Sequence[Array],
+        x: PyTree[Array],
+        i: LayerIndex,
+        back: ByPrologue,
+        dkept: list[Array],
+    ) -> tuple[PyTree[Array], ByPrologue]:
         """One layer's gradients; and those by its input, and so far by the context."""
         weights = self.weights.of(slabs)
         dx, dcontext = back
@@ -151,17 +178,19 @@ class Bundle:
         )
         if not self.several:
             gradients, dx, made = pull(x, self.context, dx, dkept)
-            return narrow(gradients), (dx, more(made))
+            return narrow(gradients), ByPrologue(dx, more(made))
 
-        def one(total: Any, given: Any) -> Any:
-            gradients, *back = pull(*given)
-            return jax.tree.map(jnp.add, total, narrow(gradients)), back
+        def one(
+            total: PyTree[Array], given: tuple[PyTree, PyTree, list[Array], list[Array]]
+        ) -> tuple[PyTree[Array], ByPrologue]:
+            gradients, dx, made = pull(*given)
+            return jax.tree.map(jnp.add, total, narrow(gradients)), ByPrologue(dx, made)
 
         zeros = jax.tree.map(jnp.zeros_like, narrow(weights))
         gradients, (dx, made) = lax.scan(one, zeros, (x, self.context, dx, dkept))
-        return gradients, (dx, more(made))
+        return gradients, ByPrologue(dx, more(made))
 
-    def rest_gradients(self, back: Any) -> Any:
+    def rest_gradients(self, back: ByPrologue) -> Rest:
         """The gradients by all parameters but the layers': the prologue's added."""
         first = lambda batch, back: self.model.first(
             self.rest, batch, self.learned, back
@@ -169,7 +198,7 @@ class Bundle:
         if not self.several:
             return jax.tree.map(jnp.add, self.drest, first(self.batch, back))
 
-        def one(total: Any, given: Any) -> Any:
+        def one(total: Rest, given: tuple[PyTree, ByPrologue]) -> tuple[Rest, None]:
             made = first(*given)
             return jax.tree.map(lambda s, g: s + g.astype(s.dtype), total, made), None
 

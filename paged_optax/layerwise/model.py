@@ -1,49 +1,113 @@
 """The user's three functions: run forward, and pulled back through."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jax.custom_derivatives import CustomVJPPrimal
+from jax.typing import ArrayLike
+from jaxtyping import Float, PyTree
 
 from paged_optax.backend.memory import HOST
 from paged_optax.layerwise.slices import (
+    LayerIndex,
     kept,
     put,
     upwards,
 )
 from paged_optax.layerwise.weights import Weights
 
+#: The parameters without the layers', by name.
+Rest = Mapping[Hashable, PyTree]
+
+#: Puts others in the place of a tree's chosen leaves.
+Merge = Callable[[Sequence[Array]], PyTree]
+
+
+# A layer's input, all inputs so far, what is kept so far, the stacks, and what is
+# fetched ahead.
+_Carried = tuple[PyTree, PyTree, PyTree, list[Array], list[Array | None]]
+
+
+class Forward(NamedTuple):
+    """What the forward pass makes.
+
+    Attributes:
+      output: The last layer's output.
+      inputs: Every layer's input, stacked.
+      kept: What the layers kept, stacked.
+      context: What they all see.
+      stacks: Their parameters.
+    """
+
+    output: PyTree[Array]
+    inputs: PyTree[Array]
+    kept: PyTree[Array]
+    context: PyTree
+    stacks: list[Array]
+
+
+class Head(NamedTuple):
+    """The loss of one micro-batch, its metrics, and the gradients.
+
+    Attributes:
+      loss: The loss.
+      metrics: What `epilogue` returned beside it, or None.
+      by_rest: The gradients by `rest`.
+      by_output: Those by what is differentiable of the last layer's output.
+      by_kept: Those by what is differentiable of what the layers kept.
+    """
+
+    loss: Float[Array, ""]
+    metrics: PyTree
+    by_rest: Rest
+    by_output: list[Array]
+    by_kept: list[Array]
+
+
+class ByPrologue(NamedTuple):
+    """The gradients by what the prologue made, as far as it can be learned.
+
+    Attributes:
+      x: Those by the first layer's input; on the way to it, by a later layer's.
+      context: Those by the learned leaves of the context.
+    """
+
+    x: list[Array]
+    context: list[Array]
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
     """The user's three functions."""
 
-    prologue: Callable[..., Any]
-    layer: Callable[..., Any]
-    epilogue: Callable[..., Any]
+    prologue: Callable[..., PyTree]
+    layer: Callable[..., PyTree]
+    epilogue: Callable[..., PyTree]
     activations_on_host: bool
 
-    def enter(self, rest: Any, batch: Any) -> tuple[Any, Any]:
+    def enter(self, rest: Rest, batch: PyTree) -> tuple[PyTree[Array], PyTree]:
         """The first layer's input, and the context."""
         x, context = self.prologue(rest, batch)
         return jax.tree.map(jnp.asarray, x), context
 
-    def through(self, *arguments: Any) -> tuple[Any, Any]:
+    def through(
+        self, weights: PyTree[Array], x: PyTree, context: PyTree, i: LayerIndex
+    ) -> tuple[PyTree[Array], PyTree[Array]]:
         """One layer's output, and what it keeps."""
-        return jax.tree.map(jnp.asarray, self.layer(*arguments))
+        return jax.tree.map(jnp.asarray, self.layer(weights, x, context, i))
 
     def forward(
-        self, weights: "Weights", rest: Any, batch: Any, each: Any
-    ) -> tuple[Any, Any, Any, Any, Any]:
-        """Runs prologue and layers.
-
-        Returns:
-          The last layer's output, every layer's input, what the layers kept, what they
-          all see, and the stacks.
-        """
+        self,
+        weights: Weights,
+        rest: Rest,
+        batch: PyTree,
+        each: Callable[..., PyTree],
+    ) -> Forward:
+        """Runs prologue and layers; `each` calls a function for each micro-batch."""
         x, context = each(lambda b: self.enter(rest, b), batch)
         length = weights.length
         run = lambda i, slabs, x: each(
@@ -61,7 +125,9 @@ class Model:
             inputs = jax.device_put(inputs, HOST)
         keep = jax.tree.map(blank, shapes[1])
 
-        def body(i: Any, following: Any, carry: Any) -> Any:
+        def body(
+            i: LayerIndex, following: LayerIndex | None, carry: _Carried
+        ) -> _Carried:
             x, inputs, keep, stacks, ahead = carry
             stacks, slabs = kept(stacks, weights.slabs(stacks, i, ahead), i)
             ahead = weights.fetched(stacks, following)
@@ -77,57 +143,60 @@ class Model:
             (x, inputs, keep, weights.stacks, ahead),
             ahead=weights.ahead,
         )
-        return x, inputs, keep, context, stacks
+        return Forward(x, inputs, keep, context, stacks)
 
-    def head(self, rest: Any, x: Any, keep: Any, batch: Any) -> tuple[Any, ...]:
-        """The loss of one micro-batch, its metrics, and the gradients.
-
-        Returns:
-          Loss, metrics, and the gradients by `rest` and by what is differentiable of
-          `x` and of what the layers kept.
-        """
+    def head(
+        self, rest: Rest, x: PyTree[Array], keep: PyTree[Array], batch: PyTree
+    ) -> Head:
+        """The loss of one micro-batch, its metrics, and the gradients."""
         inputs, merge_x = _inexact(x)
         floats, merge_kept = _inexact(keep)
 
-        def loss(rest: Any, inputs: Any, floats: Any) -> Any:
+        def loss(
+            rest: Rest, inputs: list[Array], floats: list[Array]
+        ) -> tuple[ArrayLike, PyTree]:
             result = self.epilogue(rest, merge_x(inputs), merge_kept(floats), batch)
             return result if isinstance(result, tuple) else (result, None)
 
         (value, metrics), gradients = jax.value_and_grad(
             loss, argnums=(0, 1, 2), has_aux=True
         )(rest, inputs, floats)
-        return value, metrics, *gradients
+        return Head(value, metrics, *gradients)
 
     def pull(
         self,
-        weights: Any,
-        x: Any,
-        context: Any,
+        weights: PyTree[Array],
+        x: PyTree[Array],
+        context: PyTree,
         learned: Sequence[bool],
-        i: Any,
-        dx: Any,
-        dkept: Any,
-    ) -> tuple[Any, Any, Any]:
+        i: LayerIndex,
+        dx: list[Array],
+        dkept: list[Array],
+    ) -> tuple[PyTree[Array], list[Array], list[Array]]:
         """One layer's gradients by its weights, its input, and the learned context."""
         inputs, merge_x = _inexact(x)
         seen, merge_context = parted(context, learned)
 
-        def run(weights: Any, inputs: Any, seen: Any) -> Any:
+        def run(
+            weights: PyTree[Array], inputs: list[Array], seen: list[Array]
+        ) -> tuple[list[Array], list[Array]]:
             x, made = self.through(weights, merge_x(inputs), merge_context(seen), i)
             return _inexact(x)[0], _inexact(made)[0]
 
         return jax.vjp(run, weights, inputs, seen)[1]((dx, dkept))
 
-    def first(self, rest: Any, batch: Any, learned: Sequence[bool], back: Any) -> Any:
+    def first(
+        self, rest: Rest, batch: PyTree, learned: Sequence[bool], back: ByPrologue
+    ) -> Rest:
         """The prologue's gradients by `rest`."""
 
-        def run(rest: Any) -> Any:
+        def run(rest: Rest) -> ByPrologue:
             x, context = self.enter(rest, batch)
-            return _inexact(x)[0], parted(context, learned)[0]
+            return ByPrologue(_inexact(x)[0], parted(context, learned)[0])
 
         return jax.vjp(run, rest)[1](back)[0]
 
-    def learned(self, rest: Any, batch: Any) -> list[bool]:
+    def learned(self, rest: Rest, batch: PyTree) -> list[bool]:
         """Which leaves of the context follow from the parameters.
 
         Nobody takes the gradients of the others: those of a table would be one more
@@ -135,19 +204,19 @@ class Model:
         """
         found: list[bool] = []
 
-        def watched(number: int, x: Any) -> Any:
+        def watched(number: int, x: ArrayLike) -> ArrayLike:
             @jax.custom_vjp
-            def watch(x: Any) -> Any:
+            def watch(x: ArrayLike) -> ArrayLike:
                 return x
 
-            def forward(x: Any) -> Any:
+            def forward(x: CustomVJPPrimal) -> tuple[ArrayLike, None]:
                 found[number] = x.perturbed
                 return x.value, None
 
             watch.defvjp(forward, lambda _, dx: (dx,), symbolic_zeros=True)
             return watch(x)
 
-        def run(rest: Any) -> Any:
+        def run(rest: Rest) -> list[ArrayLike]:
             leaves = jax.tree.leaves(self.enter(rest, batch)[1])
             found.extend([False] * len(leaves))
             return [watched(i, x) for i, x in enumerate(leaves) if _is_inexact(x)]
@@ -156,23 +225,22 @@ class Model:
         return found
 
 
-def _is_inexact(x: Any) -> bool:
+def _is_inexact(x: object) -> bool:
     """Whether a leaf is an array that can have a gradient."""
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _inexact(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def _inexact(tree: PyTree) -> tuple[list[Array], Merge]:
     """What is differentiable of a tree, and what puts it back."""
     return parted(tree, [_is_inexact(x) for x in jax.tree.leaves(tree)])
 
 
-def parted(
-    tree: Any, chosen: Sequence[bool]
-) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def parted(tree: PyTree, chosen: Sequence[bool]) -> tuple[list[Array], Merge]:
     """The chosen leaves of a tree, and what puts others in their place."""
     leaves, structure = jax.tree.flatten(tree)
 
-    def merge(values: list[Any]) -> Any:
+    def merge(values: Sequence[Array]) -> PyTree:
         given = iter(values)
         return jax.tree.unflatten(
             structure,
@@ -182,7 +250,7 @@ def parted(
     return [x for x, yes in zip(leaves, chosen, strict=True) if yes], merge
 
 
-def _refuse_other_input(x: Any, made: Any) -> None:
+def _refuse_other_input(x: PyTree[Array], made: PyTree[jax.ShapeDtypeStruct]) -> None:
     describe = lambda tree: jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
     if describe(x) != describe(made):
         raise ValueError(

@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jaxtyping import Float
+from jax.typing import DTypeLike
+from jaxtyping import Float, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Norms:
         norm of 2e19, and from float16's at 256.
     """
 
-    max_norm: float | None
+    max_norm: float | int | None
     clip: str
     dtype: np.dtype
 
@@ -37,13 +37,13 @@ class Norms:
         """The square of no gradient's norm."""
         return jnp.zeros((), self.dtype)
 
-    def square(self, tree: Any) -> Float[Array, ""]:
+    def square(self, tree: PyTree[Array]) -> Float[Array, ""]:
         """The square of a tree's norm."""
         wide = lambda x: x.astype(np.promote_types(x.dtype, self.dtype))
         found = optax.tree.norm(jax.tree.map(wide, tree), squared=True)
         return found.astype(self.dtype)
 
-    def scaled(self, gradients: Any, norm: Float[Array, ""]) -> Any:
+    def scaled(self, gradients: PyTree[Array], norm: Float[Array, ""]) -> PyTree[Array]:
         """Optax's own formula, so that numbers agree to the last bit."""
         limit = self.max_norm
         if limit is None:
@@ -54,12 +54,12 @@ class Norms:
         )
 
 
-def widened(dtype: Any) -> np.dtype:
+def widened(dtype: DTypeLike) -> np.dtype:
     """The dtype that micro-batches are added up in."""
     return np.promote_types(dtype, np.float32)
 
 
-def widest(*trees: Any) -> np.dtype:
+def widest(*trees: PyTree[Array]) -> np.dtype:
     """The widest real dtype of any leaf: float32, or float64."""
     dtypes = [x.dtype for x in jax.tree.leaves(trees)]
     return jnp.finfo(functools.reduce(np.promote_types, dtypes, np.float32)).dtype

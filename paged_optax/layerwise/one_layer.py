@@ -12,24 +12,31 @@ At the end `tx.update` runs on the whole tree, for what is not updated in slabs;
 other results are dead code.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jaxtyping import Int
+from jaxtyping import PyTree
 
 from paged_optax.backend.barriers import finished
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import DEVICE, HOST, on_host
 from paged_optax.codecs import Quantized
+from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.parts import Parts
 from paged_optax.layerwise.programs import Programs
-from paged_optax.layerwise.slices import goes_in_slabs, put, slab
+from paged_optax.layerwise.slices import LayerIndex, goes_in_slabs, put, slab
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import current, within
 from paged_optax.transform.owners import parameter_of
+
+#: An array, or what says its shape.
+Shaped = Array | jax.ShapeDtypeStruct
+
+Leaf = TypeVar("Leaf")
 
 
 class Applied:
@@ -42,10 +49,10 @@ class Applied:
     def __init__(
         self,
         tx: optax.GradientTransformation,
-        params: Any,
+        params: PyTree[Array],
         parts: Parts,
-        state: optax.OptState,
-        gradients: Any,
+        state: PyTree[Array],
+        gradients: PyTree[Array],
     ):
         """Takes it apart.
 
@@ -60,7 +67,7 @@ class Applied:
         self.parts = parts
         flat, _ = jax.tree_util.tree_flatten_with_path(params)
         self.paths = [path for path, _ in flat]
-        self.params = [x for _, x in flat]
+        self.params: list[Array] = [x for _, x in flat]
         self.slabbed = [
             yes and goes_in_slabs(x)
             for yes, x in zip(parts.in_layers, self.params, strict=True)
@@ -68,7 +75,7 @@ class Applied:
         flat, self.state_structure = jax.tree_util.tree_flatten_with_path(
             state, is_leaf=is_quantized
         )
-        self.state = [x for _, x in flat]
+        self.state: list[Stored] = [x for _, x in flat]
         self.owners = parameter_of([path for path, _ in flat], self.paths)
         self.stacked = [
             owner is not None
@@ -94,12 +101,12 @@ class Applied:
             self._refuse_choices_by_shape(seen, shapes)
         # Scales are few, and on a TPU a part of a vector is no whole tile.
         self.slots = [
-            _scales_to(x, DEVICE)
+            _scales_to(x, host=False)
             for x, stacked in zip(self.state, self.stacked, strict=True)
             if stacked
         ]
 
-    def collector(self, gradients: Any, length: int) -> list[Any]:
+    def collector(self, gradients: PyTree[Array], length: int) -> list[Array | None]:
         """Room for the gradients of small leaves, of all layers: norms, biases."""
         return [
             None if slabbed else jnp.zeros((length, *g.shape), g.dtype)
@@ -109,7 +116,9 @@ class Applied:
         ]
 
     @staticmethod
-    def collect(collected: list[Any], gradients: list[Any], i: Int[Array, ""]) -> Any:
+    def collect(
+        collected: Sequence[Array | None], gradients: Sequence[Array], i: LayerIndex
+    ) -> list[Array | None]:
         """Keeps the gradients of layer i's small leaves."""
         return [
             None if to is None else put(to, g, i)
@@ -118,11 +127,11 @@ class Applied:
 
     def layer(
         self,
-        slots: list[Any],
-        weights: list[Any],
-        gradients: list[Any],
-        i: Int[Array, ""],
-    ) -> tuple[list[Any], list[Any]]:
+        slots: Sequence[Stored],
+        weights: Sequence[Array],
+        gradients: Sequence[Array],
+        i: LayerIndex,
+    ) -> tuple[list[Stored], list[Array]]:
         """Updates layer i.
 
         Args:
@@ -151,12 +160,12 @@ class Applied:
 
     def rest(
         self,
-        stacks: list[Any],
-        slots: list[Any],
-        small: list[Any],
-        others: list[Any],
-        gradients: list[Any],
-    ) -> tuple[list[Any], list[Any], optax.OptState]:
+        stacks: Sequence[Array],
+        slots: Sequence[Stored],
+        small: Sequence[Array | None],
+        others: Sequence[Array],
+        gradients: Sequence[Array],
+    ) -> tuple[list[Array], list[Array], PyTree[Array]]:
         """Updates what is not updated layer by layer.
 
         Args:
@@ -191,7 +200,7 @@ class Applied:
             )
         ]
         state = [
-            _scales_to(next(final), HOST if on_host(old) else DEVICE) if yes else x
+            _scales_to(next(final), host=on_host(old)) if yes else x
             for old, x, yes in zip(self.state, new_state, self.stacked, strict=True)
         ]
         others = [
@@ -201,8 +210,12 @@ class Applied:
         return self._of_layers(new), others, state
 
     def _one_slab(
-        self, updates: list[Any], slabs: list[Any], tree: list[Any], i: Any
-    ) -> tuple[list[Any], list[Any]]:
+        self,
+        updates: Sequence[Array | None],
+        slabs: Sequence[Stored],
+        tree: Sequence[Array | None],
+        i: LayerIndex,
+    ) -> tuple[list[Array], list[Stored]]:
         """What the whole tree's update makes of one layer."""
         given = iter(slabs)
         state = [
@@ -210,14 +223,22 @@ class Applied:
             for x, yes in zip(self.state, self.stacked, strict=True)
         ]
         results = self.programs.run([*updates, *jax.tree.leaves(state), *tree], i)
-        weights = [x for x, yes in zip(tree, self.slabbed, strict=True) if yes]
+        weights = [
+            x
+            for x, yes in zip(tree, self.slabbed, strict=True)
+            if yes and x is not None
+        ]
         count = len(weights)
-        made: Any = optax.apply_updates(weights, results[:count])
-        return made, results[count:]
+        made = jax.tree.leaves(optax.apply_updates(weights, results[:count]))
+        return made, list[Stored](results[count:])
 
     def _one_layer(
-        self, updates: list[Any], slabs: list[Any], tree: list[Any], i: Any
-    ) -> tuple[list[Any], list[Any]]:
+        self,
+        updates: Sequence[Array | None],
+        slabs: Sequence[Stored],
+        tree: Sequence[Array | None],
+        i: LayerIndex,
+    ) -> tuple[list[Array], list[Stored]]:
         """The update of a tree with one layer in it."""
         given = iter(slabs)
         state = [
@@ -240,8 +261,12 @@ class Applied:
         )
 
     def _update(
-        self, updates: list[Any], state: list[Any], params: list[Any], layer: Any = None
-    ) -> tuple[list[Any], list[Any]]:
+        self,
+        updates: Sequence[Array | None],
+        state: Sequence[Stored],
+        params: Sequence[Array | None],
+        layer: LayerIndex | None = None,
+    ) -> tuple[list[Array], list[Stored]]:
         """The leaves of new parameters and of a new state."""
         tree = jax.tree.unflatten(self.parts.structure, params)
         with within(fetched=True, layer=layer):
@@ -253,15 +278,20 @@ class Applied:
         tree = optax.apply_updates(tree, made)
         return jax.tree.leaves(tree), jax.tree.leaves(new, is_leaf=is_quantized)
 
-    def _of_layers(self, values: list[Any]) -> list[Any]:
+    def _of_layers(self, values: Sequence[Leaf]) -> list[Leaf]:
         return [x for x, yes in zip(values, self.parts.in_layers, strict=True) if yes]
 
     def _look(
-        self, gradients: list[Any], state: list[Any], params: list[Any]
+        self,
+        gradients: Sequence[Shaped],
+        state: Sequence[PyTree[Shaped]],
+        params: Sequence[Shaped],
     ) -> Programs:
         """What an update computes, given the leaves of its arguments, or shapes."""
 
-        def update(i: Any, gradients: Any, state: Any, params: Any) -> Any:
+        def update(
+            i: LayerIndex, gradients: PyTree, state: PyTree, params: PyTree
+        ) -> tuple[PyTree, PyTree]:
             with within(fetched=True, layer=i):
                 return self.tx.update(gradients, state, params)
 
@@ -281,7 +311,7 @@ class Applied:
             self._name,
         )
 
-    def _seen_through(self, gradients: list[Any]) -> Programs:
+    def _seen_through(self, gradients: Sequence[Shaped]) -> Programs:
         """What an update computes between reading and writing codes.
 
         Raises:
@@ -299,7 +329,9 @@ class Applied:
             )
         return whole
 
-    def _refuse_choices_by_shape(self, whole: Programs, gradients: list[Any]) -> None:
+    def _refuse_choices_by_shape(
+        self, whole: Programs, gradients: Sequence[Shaped]
+    ) -> None:
         """Refuses what one layer's update would choose otherwise than the whole's."""
         cut = lambda leaves, chosen: [
             jax.eval_shape(lambda x: slab(x, 0), x) if yes else x
@@ -329,7 +361,7 @@ class Applied:
         return f"parameter {keystr(self.paths[number])}"
 
 
-def _blank(x: Any) -> Any:
+def _blank(x: Leaf) -> Leaf:
     """What stands for an array whose update nobody takes: zeros, which nobody makes.
 
     A count remains what it is.
@@ -337,13 +369,15 @@ def _blank(x: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if x.ndim else x, x)
 
 
-def _scales_to(x: Any, space: Any) -> Any:
+def _scales_to(x: Stored, *, host: bool) -> Stored:
     if not isinstance(x, Quantized) or not on_host(x):
         return x
-    return x._replace(scales=jax.device_put(x.scales, space))
+    return x._replace(scales=jax.device_put(x.scales, HOST if host else DEVICE))
 
 
-def _refuse_other_stack(path: Any, x: Any, parameter: Any) -> None:
+def _refuse_other_stack(
+    path: jax.tree_util.KeyPath, x: Stored, parameter: Array
+) -> None:
     length = parameter.shape[0]
     values = parameter.size // length
     fits = (

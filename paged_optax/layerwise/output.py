@@ -1,9 +1,9 @@
 """What a layerwise step says of itself."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, PyTree
 
 
 class LayerwiseOutput(NamedTuple):
@@ -16,5 +16,5 @@ class LayerwiseOutput(NamedTuple):
     """
 
     loss: Float[Array, ""]
-    metrics: Any
+    metrics: PyTree
     gradient_norm: Float[Array, ""]

@@ -1,10 +1,14 @@
 """A model's parameters, taken apart into the layers' and the rest, and put together."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
+from jax import Array
+from jaxtyping import PyTree
+
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,14 +23,15 @@ class Parts:
       in_layers: For each leaf of all parameters whether it is of the layers.
     """
 
-    layers: Any
-    rest: dict[Any, Any]
-    names: tuple[Any, ...]
-    structure: Any
+    layers: PyTree
+    rest: dict[Hashable, PyTree]
+    names: tuple[Hashable, ...]
+    # Of jaxlib's classes pyright knows no types.
+    structure: jax.tree_util.PyTreeDef  # pyright: ignore[reportInvalidTypeForm]
     in_layers: tuple[bool, ...]
 
     @classmethod
-    def of(cls, params: Any) -> "Parts":
+    def of(cls, params: PyTree) -> "Parts":
         """Takes parameters apart.
 
         Raises:
@@ -50,7 +55,7 @@ class Parts:
         layers = given.pop("layers")
         return cls(layers, given, names, jax.tree.structure(params), tuple(inside))
 
-    def others(self, rest: Mapping[Any, Any]) -> list[Any]:
+    def others(self, rest: Mapping[Hashable, PyTree[Array]]) -> list[Array]:
         """Leaves of a tree like `rest`, in the order that they have among all."""
         return [
             x
@@ -59,7 +64,7 @@ class Parts:
             for x in jax.tree.leaves(rest[name])
         ]
 
-    def joined(self, layers: list[Any], others: list[Any]) -> list[Any]:
+    def joined(self, layers: Sequence[Value], others: Sequence[Value]) -> list[Value]:
         """The leaves of both, in the order of all parameters."""
         of_layers, of_others = iter(layers), iter(others)
         return [next(of_layers if inside else of_others) for inside in self.in_layers]

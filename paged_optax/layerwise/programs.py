@@ -2,19 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Int
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from paged_optax.analysis.equation import Constant
 from paged_optax.analysis.flat import trace
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.analysis.split import analyse
-from paged_optax.layerwise.slices import slab
+from paged_optax.layerwise.slices import LayerIndex, slab
 
 #: Primitives whose parameters name the shape of the leaf, and decide nothing.
 _SHAPED = frozenset({"broadcast_in_dim", "reshape"})
@@ -38,10 +39,10 @@ class Programs:
     @classmethod
     def of(
         cls,
-        update: Callable[[Any, Any, Any, Any], Any],
-        gradients: Any,
-        state: Any,
-        params: Any,
+        update: Callable[[LayerIndex, PyTree, PyTree, PyTree], PyTree],
+        gradients: PyTree,
+        state: PyTree,
+        params: PyTree,
         stacks: Collection[int],
         name: Callable[[int], str],
     ) -> "Programs":
@@ -78,7 +79,7 @@ class Programs:
             alone.update(leaf.outputs if leaf.program.elementwise else ())
         return min(self.stacks - alone, default=None)
 
-    def run(self, arguments: Sequence[Any], i: Int[Array, ""]) -> list[Any]:
+    def run(self, arguments: Sequence[ArrayLike | None], i: LayerIndex) -> list[Array]:
         """One layer's part of each stack.
 
         Args:
@@ -90,11 +91,13 @@ class Programs:
           What becomes of the stacks' slabs, in the order of their positions.
         """
 
-        def cut(x: Any, shape: tuple[int, ...]) -> Any:
+        def cut(x: ArrayLike | None, shape: tuple[int, ...]) -> ArrayLike | None:
             # Arrays that the transformation closes over are whole stacks.
-            return slab(x, i) if jnp.shape(x) == shape else x
+            return slab(x, i) if _is_whole(x, shape) else x
 
-        def run_leaf(leaf: LeafUpdate, inputs: list[Any]) -> Sequence[Any]:
+        def run_leaf(
+            leaf: LeafUpdate, inputs: Sequence[ArrayLike | None]
+        ) -> Sequence[ArrayLike | None]:
             if self.stacks.isdisjoint(leaf.outputs):
                 return [None] * len(leaf.outputs)
             shape = (1, *leaf.shape[1:])
@@ -116,7 +119,7 @@ class Programs:
         ]
         return differ(lambda chosen: chosen[0]) or differ(lambda chosen: chosen)
 
-    def _chosen(self, position: int) -> tuple[Any, Any]:
+    def _chosen(self, position: int) -> tuple[Sequence[object], tuple[object, ...]]:
         """The equations that make a stack, and what they are given."""
         plain = lambda x: (
             (np.asarray(x.value).tobytes(), x.key[1:]) if isinstance(x, Constant) else x
@@ -134,3 +137,10 @@ class Programs:
                 ]
                 return equations, (leaf.inputs, leaf.outputs)
         return [plain(x) for p, x in self.analysis.direct if p == position], ()
+
+
+def _is_whole(
+    x: ArrayLike | None, shape: tuple[int, ...]
+) -> TypeGuard[Array | np.ndarray]:
+    """Whether an operand has the shape of a whole leaf, and not of one layer's slab."""
+    return x is not None and jnp.shape(x) == shape

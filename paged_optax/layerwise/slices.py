@@ -1,15 +1,17 @@
 """Slabs of stacked layers: fetched, and put back."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Int
 
 from paged_optax.backend.memory import DEVICE, HOST, on_host
 from paged_optax.codecs import Quantized
+from paged_optax.engine.streamed import Stored
 from paged_optax.transform.codec_rules import SMALLEST_CODED
 
 # XLA:GPU of jax < 0.11.2 (before openxla/xla#46308) derives a transfer's address from
@@ -19,8 +21,16 @@ _COUNTS_DOWN = jax.__version_info__ < (0, 11, 2)
 # Nor can it fetch the layer that comes next, whose index is computed.
 FETCHES_AHEAD = not _COUNTS_DOWN
 
+#: A layer's number: known when traced, or on the device.
+LayerIndex = Int[Array, ""] | int
 
-def goes_in_slabs(x: Any) -> bool:
+Carry = TypeVar("Carry")
+
+#: One layer's turn: `body(i, following, carry)` returns the next carry.
+Turn = Callable[[LayerIndex, LayerIndex | None, Carry], Carry]
+
+
+def goes_in_slabs(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
     """Whether a stack of layers is handled layer by layer.
 
     Vectors (norms, biases) are few, and on a TPU a row of a matrix is no whole tile.
@@ -28,7 +38,11 @@ def goes_in_slabs(x: Any) -> bool:
     return len(x.shape) >= 3 and x.size // max(1, x.shape[0]) >= SMALLEST_CODED
 
 
-def slab(x: Any, i: Int[Array, ""] | int) -> Any:
+@overload
+def slab(x: Array | np.ndarray, i: LayerIndex) -> Array: ...
+@overload
+def slab(x: Stored, i: LayerIndex) -> Stored: ...
+def slab(x: Stored | np.ndarray, i: LayerIndex) -> Stored:
     """Layer i of a stack, with a leading axis of 1, on the device."""
     if isinstance(x, Quantized):
         first, blocks = _scales_of(x, i)
@@ -38,17 +52,23 @@ def slab(x: Any, i: Int[Array, ""] | int) -> Any:
     return jax.device_put(found, DEVICE) if on_host(x) else found
 
 
-def put(x: Any, new: Any, i: Int[Array, ""]) -> Any:
+@overload
+def put(x: Array, new: Array, i: LayerIndex) -> Array: ...
+@overload
+def put(x: Stored, new: Stored, i: LayerIndex) -> Stored: ...
+def put(x: Stored, new: Stored, i: LayerIndex) -> Stored:
     """A stack with layer i replaced."""
     if isinstance(x, Quantized):
+        assert isinstance(new, Quantized)
         first, _ = _scales_of(x, i)
         scales = lax.dynamic_update_slice_in_dim(x.scales, new.scales, first, 0)
         return Quantized(put(x.codes, new.codes, i), scales)
-    new = jax.device_put(new, HOST) if on_host(x) else new
-    return lax.dynamic_update_slice_in_dim(x, new, i, 0)
+    assert not isinstance(new, Quantized)
+    placed = jax.device_put(new, HOST) if on_host(x) else new
+    return lax.dynamic_update_slice_in_dim(x, placed, i, 0)
 
 
-def _scales_of(x: Quantized[Array], i: Any) -> tuple[Any, int]:
+def _scales_of(x: Quantized[Array], i: LayerIndex) -> tuple[LayerIndex, int]:
     """The first of layer i's scales, and how many it has."""
     if x.scales.ndim > 1:  # by rows
         return i, 1
@@ -57,8 +77,8 @@ def _scales_of(x: Quantized[Array], i: Any) -> tuple[Any, int]:
 
 
 def upwards(
-    length: int, body: Callable[..., Any], carry: Any, *, ahead: bool = False
-) -> Any:
+    length: int, body: Turn[Carry], carry: Carry, *, ahead: bool = False
+) -> Carry:
     """Runs `body(i, following, carry)` for the layers from the first to the last.
 
     Args:
@@ -75,8 +95,8 @@ def upwards(
 
 
 def downwards(
-    length: int, body: Callable[..., Any], carry: Any, *, ahead: bool = False
-) -> Any:
+    length: int, body: Turn[Carry], carry: Carry, *, ahead: bool = False
+) -> Carry:
     """Runs `body(i, following, carry)` for the layers from the last to the first."""
     if _COUNTS_DOWN:
         return lax.while_loop(
@@ -89,11 +109,11 @@ def downwards(
 
 def _visited(
     length: int,
-    layer: Callable[[Any], Any],
-    body: Callable[..., Any],
-    carry: Any,
+    layer: Callable[[LayerIndex], LayerIndex],
+    body: Turn[Carry],
+    carry: Carry,
     ahead: bool,
-) -> Any:
+) -> Carry:
     """Runs the k-th turn for `layer(k)`."""
     if not ahead:
         trips, trip, left = length, lambda k, c: body(layer(k), None, c), range(0)
@@ -114,7 +134,9 @@ def _visited(
     return carry
 
 
-def kept(stacks: list[Any], slabs: list[Any], i: Int[Array, ""]) -> tuple[Any, Any]:
+def kept(
+    stacks: list[Array], slabs: list[Array], i: LayerIndex
+) -> tuple[list[Array], list[Array]]:
     """Stacks on the device and their slabs, so that XLA:TPU casts a slab at a time.
 
     Its matrix units take bfloat16. Of float32 stacks that a loop only reads it would
@@ -122,7 +144,9 @@ def kept(stacks: list[Any], slabs: list[Any], i: Int[Array, ""]) -> tuple[Any, A
     the bytes of the weights again). A slab written back over itself prevents that.
     """
 
-    def write(stacks: list[Any], slabs: list[Any]) -> tuple[Any, Any]:
+    def write(
+        stacks: list[Array], slabs: list[Array]
+    ) -> tuple[list[Array], list[Array]]:
         # Each by itself: what is fetched from the host may come when it is needed.
         slabs = [
             new if on_host(x) else lax.optimization_barrier(new)

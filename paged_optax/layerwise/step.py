@@ -1,13 +1,13 @@
 """A training step whose backward pass handles one layer at a time."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jaxtyping import Int
+from jaxtyping import Int, PyTree
 
 from paged_optax.backend.explicit_axes import automatically
 from paged_optax.backend.key_paths import keystr
@@ -19,21 +19,24 @@ from paged_optax.layerwise.parts import Parts
 from paged_optax.layerwise.sweeps import Sweeps
 from paged_optax.layerwise.workspace import GradientWorkspace
 
-#: Everything the step is about, by name: a pytree of parameters, of a batch.
-Tree = Any
+#: `step(params, state, workspace, batch)`, and what it returns.
+Step = Callable[
+    [PyTree, PyTree, GradientWorkspace, PyTree],
+    tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput],
+]
 
 
 def layerwise_step(
-    prologue: Callable[[Tree, Tree], tuple[Any, Any]],
-    layer: Callable[[Tree, Any, Any, Int[Array, ""]], tuple[Any, Any]],
-    epilogue: Callable[[Tree, Any, Any, Tree], Any],
+    prologue: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    layer: Callable[[PyTree, PyTree, PyTree, Int[Array, ""]], tuple[PyTree, PyTree]],
+    epilogue: Callable[[PyTree, PyTree, PyTree, PyTree], PyTree],
     tx: optax.GradientTransformation,
     *,
-    max_norm: float | None = None,
+    max_norm: float | int | None = None,
     clip: Literal["global", "layer"] = "global",
     accumulate: bool = False,
     activations_on_host: bool = False,
-) -> Callable[..., Any]:
+) -> Step:
     r"""A training step with the gradients of one layer alive, instead of all.
 
     Forward over the layers, which saves each one's input; then, from the last layer to
@@ -128,14 +131,14 @@ def layerwise_step(
     model = Model(prologue, layer, epilogue, activations_on_host)
 
     def step(
-        params: Tree, state: optax.OptState, workspace: GradientWorkspace, batch: Tree
-    ) -> tuple[Tree, optax.OptState, GradientWorkspace, LayerwiseOutput]:
+        params: PyTree, state: PyTree, workspace: GradientWorkspace, batch: PyTree
+    ) -> tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput]:
         given = params, state, workspace, batch
         return automatically(run, given, (params, state, workspace, None))
 
     def run(
-        params: Tree, state: optax.OptState, workspace: GradientWorkspace, batch: Tree
-    ) -> tuple[Tree, optax.OptState, GradientWorkspace, LayerwiseOutput]:
+        params: PyTree, state: PyTree, workspace: GradientWorkspace, batch: PyTree
+    ) -> tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput]:
         parts = Parts.of(params)
         _refuse_integers(params)
         if accumulate:
@@ -148,7 +151,7 @@ def layerwise_step(
     return step
 
 
-def _refuse_integers(params: Any) -> None:
+def _refuse_integers(params: PyTree) -> None:
     for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
         if not jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact):
             raise ValueError(
@@ -158,7 +161,7 @@ def _refuse_integers(params: Any) -> None:
             )
 
 
-def _refuse_other_counts(batch: Any) -> None:
+def _refuse_other_counts(batch: PyTree) -> None:
     """Refuses what is not the same number of micro-batches, stacked."""
     flat = jax.tree_util.tree_flatten_with_path(batch)[0]
     counts = {jnp.shape(x)[:1] for _, x in flat}

@@ -4,11 +4,14 @@ import dataclasses
 import fnmatch
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import Array
 from jax.sharding import SingleDeviceSharding
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import keystr, slashed
 from paged_optax.backend.memory import (
@@ -23,6 +26,9 @@ from paged_optax.backend.memory import (
 from paged_optax.backend.sizes import parse_bytes
 from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.slices import goes_in_slabs
+
+#: An array, or what says its shape and dtype.
+Shaped = Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 @functools.partial(
@@ -60,18 +66,18 @@ class GradientWorkspace:
       Resources <https://arxiv.org/abs/2306.09782>`_, 2023, for the fused backward.
     """
 
-    gradients: Any
-    host: Any
+    gradients: PyTree
+    host: PyTree
     accumulates: tuple[bool, ...]
 
     @classmethod
     def allocate(
         cls,
-        layers: Any,
+        layers: PyTree,
         *,
         accumulate: str | Sequence[str] = "*norm*",
-        dtype: Any = None,
-        host_dtype: Any = None,
+        dtype: DTypeLike | None = None,
+        host_dtype: DTypeLike | None = None,
     ) -> "GradientWorkspace":
         """Allocates the buffers.
 
@@ -116,7 +122,7 @@ class GradientWorkspace:
             tuple(any(fnmatch.fnmatch(n, p) for p in patterns) for n in names),
         )
 
-    def write(self, gradients: Any) -> "GradientWorkspace":
+    def write(self, gradients: PyTree[Array]) -> "GradientWorkspace":
         """The workspace with one more layer's gradients: overwritten, or added.
 
         Args:
@@ -153,7 +159,7 @@ class GradientWorkspace:
             self, gradients=jax.tree.unflatten(structure, zeroed)
         )
 
-    def check(self, layers: Any) -> None:
+    def check(self, layers: PyTree) -> None:
         """Refuses a model of other sizes than those allocated for.
 
         Args:
@@ -183,7 +189,7 @@ class GradientWorkspace:
                 )
 
 
-def offload(layers: Any, min_size: int | str = "256KiB") -> Any:
+def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
     """Puts stacked layers in host memory, from which each layer's weights are fetched.
 
     Args:
@@ -202,7 +208,7 @@ def offload(layers: Any, min_size: int | str = "256KiB") -> Any:
     """
     smallest = parse_bytes("min_size", min_size)
 
-    def place(x: Any) -> Any:
+    def place(x: Array | jax.ShapeDtypeStruct) -> Array | jax.ShapeDtypeStruct:
         if not goes_in_slabs(x) or nbytes(x) // x.shape[0] < smallest or on_host(x):
             return x
         sharding = typed_by_memory(
@@ -215,7 +221,7 @@ def offload(layers: Any, min_size: int | str = "256KiB") -> Any:
     return jax.tree.map(place, layers)
 
 
-def length_of(layers: Any) -> int:
+def length_of(layers: PyTree) -> int:
     """The number of layers: the length of every leaf's leading axis."""
     lengths: dict[int, str] = {}
     for path, x in jax.tree_util.tree_flatten_with_path(layers)[0]:
@@ -234,7 +240,11 @@ def length_of(layers: Any) -> int:
     return next(iter(lengths))
 
 
-def _refuse_real(argument: str, dtype: Any, layers: Sequence[tuple[Any, Any]]) -> None:
+def _refuse_real(
+    argument: str,
+    dtype: DTypeLike | None,
+    layers: Sequence[tuple[jax.tree_util.KeyPath, Shaped]],
+) -> None:
     if dtype is None or jnp.issubdtype(dtype, jnp.complexfloating):
         return
     for path, x in layers:
@@ -246,7 +256,9 @@ def _refuse_real(argument: str, dtype: Any, layers: Sequence[tuple[Any, Any]]) -
             )
 
 
-def _zeros(like: Any, shape: tuple[int, ...], dtype: Any, host: bool = False) -> Any:
+def _zeros(
+    like: Shaped, shape: tuple[int, ...], dtype: DTypeLike, host: bool = False
+) -> Array | jax.ShapeDtypeStruct:
     """Zeros beside an array, or what stands for them beside a `ShapeDtypeStruct`."""
     sharding = getattr(like, "sharding", None)
     kind = PINNED_HOST if host else memory_kinds()[0]
@@ -258,6 +270,10 @@ def _zeros(like: Any, shape: tuple[int, ...], dtype: Any, host: bool = False) ->
         if sharding is not None:
             sharding = sharding.with_memory_kind(PINNED_HOST if host else "device")
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
-    if sharding is not None and (shards is not None or like.committed):
+    if (
+        sharding is not None
+        and isinstance(like, Array)
+        and (shards is not None or like.committed)
+    ):
         return jax.device_put(jnp.zeros(shape, dtype), sharding.with_memory_kind(kind))
     return jax.device_put(jnp.zeros(shape, dtype), HOST if host else DEVICE)
