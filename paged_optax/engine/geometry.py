@@ -237,7 +237,12 @@ def _tiles(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) ->
     if size_of_leaf <= page_size:
         return _single(shape, tiled=True)
     found: list[Pages] = []
-    for view, axis in _ways(shape):
+    ways = list(_ways(shape))
+    if any(_block(x) > 1 and axis_of_blocks(x.codec) is None for x in moments):
+        # Whole rows first, where blocks run through them: of parts of each row
+        # (1024, 16, 64) takes 9 s to compile, not 3 (libtpu 0.0.52).
+        ways.sort(key=lambda way: way[1] != 0)
+    for view, axis in ways:
         unit = math.lcm(*(_unit_of_tiles(x, shape, view, axis) for x in moments))
         if not 0 < unit < view[axis]:
             continue

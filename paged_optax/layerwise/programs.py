@@ -91,7 +91,8 @@ class Programs:
           What becomes of the stacks' slabs, in the order of their positions.
         """
 
-        def cut(x: ArrayLike | None, shape: tuple[int, ...]) -> ArrayLike | None:
+        def cut(x: ArrayLike | None, shape: tuple[int, ...]) -> ArrayLike:
+            assert x is not None  # all that a stack is made of is given
             # Arrays that the transformation closes over are whole stacks.
             return slab(x, i) if _is_whole(x, shape) else x
 
