@@ -6,6 +6,9 @@ import tempfile
 
 import pytest
 
+# What the tests share asserts too, and says as much when it fails.
+pytest.register_assert_rewrite("helpers")
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Each test process loads libtpu to compile, never to run.
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"

@@ -3,21 +3,19 @@
 import functools
 import json
 
-import apart
 import chex
-import fuzz
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import recipes
+from helpers import apart, fuzz, recipes
+from helpers.reference import SMALL_PAGES, arrays, distances
 from jax import lax
 from jax.experimental import checkify, io_callback
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from reference import SMALL_PAGES, arrays, distances
 
 import paged_optax as po
 from paged_optax.analysis.flat import ELEMENTWISE

@@ -15,9 +15,9 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax.training import orbax_utils
+from helpers.programs import llama
+from helpers.reference import arrays, assert_equal, kinds
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from reference import arrays, assert_equal, kinds
-from test_bytes import llama
 
 import paged_optax as po
 from paged_optax.backend.memory import nbytes

@@ -13,11 +13,11 @@ import sys
 import warnings
 from fractions import Fraction
 
-import aot
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import aot
 
 from paged_optax.codecs import (
     BFloat16Codec,

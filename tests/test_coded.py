@@ -2,15 +2,14 @@
 
 import functools
 
-import aot
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import reference
-from test_bytes import assert_in_place, square, updating
+from helpers import aot, reference
+from helpers.programs import assert_in_place, square, updating
 
 import paged_optax as po
 from paged_optax.codecs import (

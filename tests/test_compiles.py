@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from reference import ALIASES, SMALL_PAGES
+from helpers.reference import ALIASES, SMALL_PAGES
 
 import paged_optax as po
 from paged_optax.backend.memory import on_host

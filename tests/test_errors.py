@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from reference import SMALL_PAGES, arrays
+from helpers.reference import SMALL_PAGES, arrays
 
 import paged_optax as po
 

@@ -1,11 +1,10 @@
 """`what_fits` against XLA's own bytes, for a decoder in miniature."""
 
-import aot
-import decoder
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers import aot, decoder
 
 import paged_optax as po
 

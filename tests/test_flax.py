@@ -5,7 +5,6 @@ The oracle of the numbers is Optax's own optimizer in the same wrapper.
 
 import functools
 
-import aot
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
+from helpers import aot
 
 import paged_optax as po
 from paged_optax.backend.memory import nbytes

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import reference
+from helpers import reference
 
 import paged_optax as po
 from paged_optax.backend import tiling

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import reference
+from helpers import reference
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 

@@ -11,8 +11,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers.reference import assert_equal
 from jax.sharding import AxisType
-from reference import assert_equal
 
 import paged_optax as po
 from paged_optax.backend.memory import on_host

@@ -4,15 +4,14 @@ Twice: bit for bit in a process where XLA:CPU rounds every formula one way (`exa
 and here as a user meets it, with the ulps that its fusions cost.
 """
 
-import apart
 import chex
-import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from reference import (
+from helpers import apart, exact
+from helpers.reference import (
     ALIASES,
     SHAPES,
     SMALL_PAGES,

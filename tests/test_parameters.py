@@ -16,8 +16,8 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
+from helpers.reference import ALIASES, SMALL_PAGES, arrays, assert_equal, kinds
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-from reference import ALIASES, SMALL_PAGES, arrays, assert_equal, kinds
 
 import paged_optax as po
 from paged_optax.backend.memory import on_host

@@ -4,7 +4,6 @@ import collections
 import functools
 import re
 
-import aot
 import chex
 import hypothesis
 import hypothesis.strategies as st
@@ -13,16 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from reference import (
-    ALIASES,
-    SMALL_PAGES,
-    arrays,
-    assert_equal,
-    distances,
-    kinds,
-    largest,
-)
-from test_bytes import (
+from helpers import aot
+from helpers.programs import (
     COMPILERS,
     MIB,
     assert_in_place,
@@ -31,6 +22,15 @@ from test_bytes import (
     shardings,
     state_on,
     updating,
+)
+from helpers.reference import (
+    ALIASES,
+    SMALL_PAGES,
+    arrays,
+    assert_equal,
+    distances,
+    kinds,
+    largest,
 )
 
 import paged_optax as po

@@ -11,8 +11,8 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import jax_utils, nnx
+from helpers.reference import assert_equal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-from reference import assert_equal
 
 import paged_optax as po
 from paged_optax.backend.memory import on_host

@@ -4,12 +4,12 @@ import importlib
 import pathlib
 import shutil
 
-import aot
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import aot
 
 import paged_optax as po
 

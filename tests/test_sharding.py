@@ -4,15 +4,12 @@ import collections
 import functools
 import re
 
-import aot
-import decoder
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import reference
-import schedule
+from helpers import aot, decoder, reference, schedule
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 

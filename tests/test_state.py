@@ -2,7 +2,6 @@
 
 import functools
 
-import aot
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,17 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from helpers import aot
+from helpers.programs import state_on
+from helpers.reference import (
+    ALIASES,
+    SMALL_PAGES,
+    arrays,
+    assert_equal,
+    distances,
+    kinds,
+)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from reference import ALIASES, SMALL_PAGES, arrays, assert_equal, distances, kinds
-from test_bytes import state_on
 
 import paged_optax as po
 

@@ -4,17 +4,17 @@ import functools
 import re
 from typing import NamedTuple
 
-import aot
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from exact import scale_by_value
+from helpers import aot
+from helpers.exact import scale_by_value
+from helpers.programs import on_device, square, state_on
+from helpers.reference import SMALL_PAGES, assert_equal, kinds
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from reference import SMALL_PAGES, assert_equal, kinds
-from test_bytes import on_device, square, state_on
 from test_state import ALL_PAGED, DEVICE, HOST, ORDERS, TX, small, step_of
 
 import paged_optax as po

@@ -4,11 +4,10 @@ import math
 import random
 import re
 
-import aot
 import jax
 import jax.numpy as jnp
-import models
 import pytest
+from helpers import aot, models
 
 from paged_optax.backend import tiling
 from paged_optax.codecs import arranged, named

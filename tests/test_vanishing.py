@@ -3,8 +3,8 @@
 import functools
 
 import pytest
-import vanishing
-from vanishing import EXACT, ROUNDING, SCENARIOS, eight_bits, largest_update
+from helpers import vanishing
+from helpers.vanishing import EXACT, ROUNDING, SCENARIOS, eight_bits, largest_update
 
 import paged_optax as po
 

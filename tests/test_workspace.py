@@ -4,10 +4,10 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-import layered
 import numpy as np
 import optax
 import pytest
+from helpers import layered
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 

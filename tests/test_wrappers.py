@@ -12,16 +12,15 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import aot
-import apart
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from exact import FLAGS as ONE_ROUNDING
-from reference import arrays, assert_equal, distances, kinds
-from test_bytes import on_device, shardings, square, state_on
+from helpers import aot, apart
+from helpers.exact import FLAGS as ONE_ROUNDING
+from helpers.programs import COMPILERS, MIB, on_device, shardings, square, state_on
+from helpers.reference import arrays, assert_equal, distances, kinds
 
 import paged_optax as po
 
@@ -506,8 +505,6 @@ def test_plain_jit_settles_after_its_first_step(name):
 
 # -- what the compilers make of it -----------------------------------------------
 
-COMPILERS = pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
-MIB = 2**20
 LEAF = 4096 * 4096 * 4
 SKIPPING = {
     "MultiSteps": lambda of, tx: of.MultiSteps(tx, 4),

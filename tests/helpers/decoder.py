@@ -4,12 +4,12 @@ import dataclasses
 import functools
 import math
 
-import aot
 import jax
 import jax.numpy as jnp
 import optax
 
 import paged_optax as po
+from helpers import aot
 from paged_optax.backend.memory import on_host
 from paged_optax.planning import shapes
 

@@ -6,19 +6,19 @@ which turns `(m / c) / (sqrt(n) + e)` into one division where it sees both. A pa
 loop is fused otherwise than a whole tree, so each moves Optax's numbers by an ulp.
 With both switched off every number must be Optax's, bit for bit.
 
-`python exact.py` answers with the distances of the cases it is asked for, see `apart`.
+`python tests/helpers/exact.py` answers with the distances of the cases it is asked for,
+see `apart`.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-import apart
 import jax
 import jax.numpy as jnp
 import optax
-import reference
 
 import paged_optax as po
+from helpers import apart, reference
 
 FLAGS = "--xla_cpu_max_isa=AVX --xla_disable_hlo_passes=algsimp"
 
