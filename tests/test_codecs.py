@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import aot
+from helpers.programs import MIB, on_device
 
 from paged_optax.codecs import (
     BFloat16Codec,
@@ -38,7 +39,6 @@ pytestmark = pytest.mark.optimized
 DATA = pathlib.Path(__file__).parent / "data"
 GOLDEN = np.load(DATA / "codecs.npz")
 CASES = [key.removeprefix("input/") for key in GOLDEN if key.startswith("input/")]
-MIB = 2**20
 
 SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
 BLOCKED = {
@@ -597,11 +597,6 @@ def moving(codec, shape):
     """A page decoded, moved towards a gradient and encoded, in place."""
 
     def build(mesh):
-        device, _ = aot.placements(mesh)
-        on_device = lambda tree: jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree
-        )
-
         def move(stored, gradient, noise):
             moment = codec.decode(stored, shape)
             moment = np.float32(0.9) * moment + np.float32(0.1) * gradient
@@ -609,9 +604,9 @@ def moving(codec, shape):
 
         noise = jax.eval_shape(lambda: noise_for(codec))
         return jax.jit(move, donate_argnums=(0, 1)), (
-            on_device(codec.stored(shape)),
-            on_device(jax.ShapeDtypeStruct(shape, jnp.float32)),
-            on_device(noise),
+            on_device(mesh, codec.stored(shape)),
+            on_device(mesh, jax.ShapeDtypeStruct(shape, jnp.float32)),
+            on_device(mesh, noise),
         )
 
     return build

@@ -14,6 +14,7 @@ import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
 from helpers import aot
+from helpers.reference import kinds
 
 import paged_optax as po
 from paged_optax.backend.memory import nbytes
@@ -208,10 +209,6 @@ WRAPPERS = {
     "pytree": with_jax_jit,
     "pytree, jit_step": with_jit_step,
 }
-
-
-def kinds(tree):
-    return [x.sharding.memory_kind for x in jax.tree.leaves(tree)]
 
 
 @pytest.mark.quick("nnx.Optimizer, LoRA", "-TrainState-")

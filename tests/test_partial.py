@@ -32,6 +32,7 @@ from helpers.reference import (
     kinds,
     largest,
 )
+from helpers.small import counting
 
 import paged_optax as po
 from paged_optax.engine.geometry import Kept, cut
@@ -774,21 +775,10 @@ def test_a_count_that_follows_from_a_gradient():
 # -- programs -------------------------------------------------------------------
 
 
-def counting(inner):
-    traces = []
-
-    def update(updates, state, params=None):
-        traces.append(None)
-        return inner.update(updates, state, params)
-
-    return po.paged(
-        optax.GradientTransformation(inner.init, update), **SMALL_PAGES
-    ), traces
-
-
 def test_new_flags_are_no_new_program():
     """Whichever parameters are active: traced flags are one program."""
-    tx, traces = counting(optax.adam(1e-2))
+    inner, traces = counting(optax.adam(1e-2))
+    tx = po.paged(inner, **SMALL_PAGES)
     params = small()
     state = jax.jit(tx.init)(params)
     update = jax.jit(lambda s, active: tx.update(params, s, params, active=active)[1])

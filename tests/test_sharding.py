@@ -10,13 +10,13 @@ import numpy as np
 import optax
 import pytest
 from helpers import aot, decoder, reference, schedule
+from helpers.programs import MIB
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
 from paged_optax.transform import checks
 
-MiB = 2**20
 #: Divided along the leading axis, the trailing, both, two axes on one dimension, none;
 #: in pages that divide a shard and in pages that do not.
 SHAPES = {
@@ -290,7 +290,7 @@ def test_init_needs_no_device_memory():
 
     report = aot.h200(build, 4)
     assert report.host_outputs == 2 * 4 * 4096 * 4096 * 4 // 4
-    assert report.device_temp + report.device_outputs <= 4 * MiB
+    assert report.device_temp + report.device_outputs <= 4 * MIB
     assert report.host_temp == 0
     assert not collectives(report.hlo)
 
@@ -354,7 +354,7 @@ def test_scratch_and_collectives(compile_for, shape, spec, settings, leaves):
 
     build = sharded_update(make, spec, shape, names, leaves, axis_type)
     report = compile_for(build, int(np.prod(shape)))
-    assert report.device_temp <= 12 * MiB
+    assert report.device_temp <= 12 * MIB
     assert report.host_temp == 0
     assert report.host_aliased == report.host_arguments
     mesh = jax.sharding.AbstractMesh(shape, names)
@@ -364,7 +364,7 @@ def test_scratch_and_collectives(compile_for, shape, spec, settings, leaves):
     plan = po.plan(make(), {f"w{i:02}": leaf for i in range(leaves)})
     assert plan.devices == np.prod(shape)
     assert plan.host_bytes == report.host_arguments
-    assert report.device_temp <= plan.scratch_bytes + 1.25 * MiB
+    assert report.device_temp <= plan.scratch_bytes + 1.25 * MIB
     optax_own = lambda shardings: optax.adamw(1e-3)
     unpaged = sharded_update(optax_own, spec, shape, names, 1, axis_type)
     plain = compile_for(unpaged, int(np.prod(shape)))

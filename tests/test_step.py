@@ -14,8 +14,8 @@ from helpers import aot
 from helpers.exact import scale_by_value
 from helpers.programs import on_device, square, state_on
 from helpers.reference import SMALL_PAGES, assert_equal, kinds
+from helpers.small import ALL_PAGED, DEVICE, HOST, ORDERS, TX, small, step_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from test_state import ALL_PAGED, DEVICE, HOST, ORDERS, TX, small, step_of
 
 import paged_optax as po
 from paged_optax.compiling.host_arithmetic import warn_of_host_compute

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 from helpers import aot
@@ -44,24 +45,33 @@ def llama(layers=32, hidden=4096, inner=14336, grouped=1024, vocabulary=128256):
     return shapes_of({**{f"layer{i:02}": dict(layer) for i in range(layers)}, **outer})
 
 
-def state_on(mesh, tx, params):
-    """Abstract state, each leaf where `init` puts it."""
+def placed(tree, sharding):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+    )
+
+
+def placed_by_type(tree, avals, mesh):
+    """Each leaf on the device or on the host, as its type says."""
     device, host = aot.placements(mesh)
-    closed, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
     leaves = [
         jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=host if on_host(aval) else device
         )
-        for x, aval in zip(jax.tree.leaves(state), closed.out_avals, strict=True)
+        for x, aval in zip(jax.tree.leaves(tree), avals, strict=True)
     ]
-    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def state_on(mesh, tx, params):
+    """Abstract state, each leaf where `init` puts it."""
+    closed, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
+    return placed_by_type(state, closed.out_avals, mesh)
 
 
 def on_device(mesh, tree):
     device, _ = aot.placements(mesh)
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree
-    )
+    return placed(tree, device)
 
 
 def shardings(tree):
@@ -83,7 +93,7 @@ def updating(tx, params):
     return build
 
 
-def whole_tree(inner, params):
+def whole_tree(inner):
     """What offloading usually means: all moments in, one update, all moments out."""
 
     def update(gradients, state, params):
@@ -91,21 +101,8 @@ def whole_tree(inner, params):
         updates, state = inner.update(gradients, state, params)
         return updates, jax.device_put(state, jax.memory.Space.Host)
 
-    def build(mesh):
-        _, host = aot.placements(mesh)
-        gradients = on_device(mesh, params)
-        state = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host),
-            jax.eval_shape(inner.init, params),
-        )
-        jitted = jax.jit(
-            update,
-            donate_argnums=(0, 1),
-            out_shardings=(shardings(gradients), shardings(state)),
-        )
-        return jitted, (gradients, state, gradients)
-
-    return build
+    init = lambda params: jax.device_put(inner.init(params), jax.memory.Space.Host)
+    return optax.GradientTransformation(init, update)
 
 
 def assert_in_place(report):
