@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import apart, fuzz, recipes
-from helpers.reference import SMALL_PAGES, arrays, distances
-from helpers.small import SHAPES, small
 from jax import lax
 from jax.experimental import checkify, io_callback
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
+from helpers import apart, fuzz, recipes
+from helpers.reference import SMALL_PAGES, arrays, distances
+from helpers.small import SHAPES, small
 from paged_optax.analysis.flat import ELEMENTWISE
 from paged_optax.backend.donation import paired
 

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+
+import paged_optax as po
 from helpers import aot
 from helpers.programs import (
     COMPILERS,
@@ -23,8 +25,6 @@ from helpers.programs import (
     updating,
     whole_tree,
 )
-
-import paged_optax as po
 from paged_optax.engine.geometry import Kept, cut
 
 pytestmark = pytest.mark.compiler

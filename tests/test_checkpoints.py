@@ -15,11 +15,11 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax.training import orbax_utils
-from helpers.programs import llama
-from helpers.reference import arrays, assert_equal, kinds
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import paged_optax as po
+from helpers.programs import llama
+from helpers.reference import arrays, assert_equal, kinds
 from paged_optax.backend.memory import nbytes
 
 HOST, DEVICE = "pinned_host", "device"

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from helpers import aot
 from helpers.programs import MIB, on_device
-
 from paged_optax.codecs import (
     BFloat16Codec,
     DynamicInt4,

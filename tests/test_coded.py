@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import aot, reference
-from helpers.programs import assert_in_place, square, updating
 
 import paged_optax as po
+from helpers import aot, reference
+from helpers.programs import assert_in_place, square, updating
 from paged_optax.codecs import (
     BFloat16Codec,
     DynamicInt4,

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.reference import SMALL_PAGES, arrays
-from helpers.small import small
 
 import paged_optax as po
+from helpers.reference import SMALL_PAGES, arrays
+from helpers.small import small
 
 
 def check(error, *words):

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import aot, decoder
-from helpers.programs import whole_tree
 
 import paged_optax as po
+from helpers import aot, decoder
+from helpers.programs import whole_tree
 
 
 class Short(decoder.Decoder):

@@ -13,10 +13,10 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
-from helpers import aot
-from helpers.reference import kinds
 
 import paged_optax as po
+from helpers import aot
+from helpers.reference import kinds
 from paged_optax.backend.memory import nbytes
 
 INNER = optax.adamw(1e-2, weight_decay=0.1)

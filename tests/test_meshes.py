@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import reference
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
+from helpers import reference
 
 PAGED: Any = {"page_size": 1024, "min_paged_size": 300}
 #: One that stays on the device, one of at most 1024 values that does not, and another.

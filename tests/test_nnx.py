@@ -11,10 +11,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.reference import assert_equal
 from jax.sharding import AxisType
 
 import paged_optax as po
+from helpers.reference import assert_equal
 from paged_optax.backend.memory import on_host
 
 PAGES = {"page_size": 4096, "min_paged_size": 256}

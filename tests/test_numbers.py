@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+import paged_optax as po
 from helpers import apart, exact
 from helpers.reference import (
     ALIASES,
@@ -24,8 +26,6 @@ from helpers.reference import (
     largest,
     steps,
 )
-
-import paged_optax as po
 
 pytestmark = pytest.mark.optimized
 

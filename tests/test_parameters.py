@@ -16,10 +16,10 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
-from helpers.reference import ALIASES, SMALL_PAGES, arrays, assert_equal, kinds
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import paged_optax as po
+from helpers.reference import ALIASES, SMALL_PAGES, arrays, assert_equal, kinds
 from paged_optax.backend.memory import on_host
 
 HOST, DEVICE = "pinned_host", "device"

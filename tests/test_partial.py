@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+import paged_optax as po
 from helpers import aot
 from helpers.programs import (
     COMPILERS,
@@ -33,8 +35,6 @@ from helpers.reference import (
     largest,
 )
 from helpers.small import counting
-
-import paged_optax as po
 from paged_optax.engine.geometry import Kept, cut
 
 HOST, DEVICE = "pinned_host", "device"

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+
 from helpers import process
 
 ROOT = pathlib.Path(__file__).parents[1]

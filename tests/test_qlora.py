@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import aot
 
 import paged_optax as po
+from helpers import aot
 
 ROOT = pathlib.Path(__file__).parents[1]
 

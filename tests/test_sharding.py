@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import aot, decoder, reference, schedule
-from helpers.programs import MIB
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
+from helpers import aot, decoder, reference, schedule
+from helpers.programs import MIB
 from paged_optax.transform import checks
 
 #: Divided along the leading axis, the trailing, both, two axes on one dimension, none;

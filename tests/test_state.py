@@ -10,6 +10,9 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import paged_optax as po
 from helpers import aot
 from helpers.programs import state_on
 from helpers.reference import (
@@ -21,9 +24,6 @@ from helpers.reference import (
     kinds,
 )
 from helpers.small import ALL_PAGED, DEVICE, HOST, ORDERS, TX, counting, small, step_of
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-import paged_optax as po
 
 
 def described(tree):

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import paged_optax as po
 from helpers import aot
 from helpers.exact import scale_by_value
 from helpers.programs import on_device, square, state_on
 from helpers.reference import SMALL_PAGES, assert_equal, kinds
 from helpers.small import ALL_PAGED, DEVICE, HOST, ORDERS, TX, small, step_of
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-import paged_optax as po
 from paged_optax.compiling.host_arithmetic import warn_of_host_compute
 
 # -- jit_step -----------------------------------------------------------------

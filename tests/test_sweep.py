@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+
 import sweep
 from helpers import models
 

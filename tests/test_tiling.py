@@ -7,8 +7,8 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import aot, models
 
+from helpers import aot, models
 from paged_optax.backend import tiling
 from paged_optax.codecs import arranged, named
 from paged_optax.engine.geometry import Kept, cut

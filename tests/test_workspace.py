@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import layered
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
+from helpers import layered
 from paged_optax.backend.memory import on_host
 
 SETTINGS = {"page_size": "16KiB", "min_paged_size": "16KiB"}

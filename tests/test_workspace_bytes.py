@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import aot, decoder, schedule
-from helpers.decoder import LLAMA3_70B, QWEN3_4B, REFERENCE
 
 import paged_optax as po
+from helpers import aot, decoder, schedule
+from helpers.decoder import LLAMA3_70B, QWEN3_4B, REFERENCE
 from paged_optax.layerwise.slices import FETCHES_AHEAD
 
 GB = 1e9

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+import paged_optax as po
 from helpers import aot, apart
 from helpers.exact import FLAGS as ONE_ROUNDING
 from helpers.programs import COMPILERS, MIB, on_device, shardings, square, state_on
 from helpers.reference import arrays, assert_equal, distances, kinds
-
-import paged_optax as po
 
 STEPS = 14
 #: Three pages, the last smaller; a single page; and one that stays on the device.
