@@ -78,6 +78,24 @@ def quickly_compiled(request):
     jax.config.update("jax_disable_most_optimizations", before)
 
 
+@pytest.fixture
+def strict_ranks():
+    """No array is broadcast to another's rank but explicitly."""
+    import jax
+
+    with jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture
+def strict(strict_ranks):
+    """Nor does its dtype become another's."""
+    import jax
+
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
 @pytest.fixture(params=["cpu", "tpu"])
 def platform(request, monkeypatch):
     """What a TPU would compute, computed here too; nothing jitted is kept from one."""

@@ -26,13 +26,7 @@ from paged_optax.codecs import DynamicInt4, DynamicInt8, Float8E4M3, Quantized, 
 from paged_optax.codecs.dynamic_int8 import _few_digits
 from paged_optax.codecs.maps import dynamic_map, linear_map
 
-pytestmark = pytest.mark.optimized
-
-
-@pytest.fixture(autouse=True)
-def strict():
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
+pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("strict")]
 
 
 # Against the rule itself.

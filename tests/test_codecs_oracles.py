@@ -11,7 +11,6 @@ import pathlib
 import sys
 import warnings
 
-import jax
 import numpy as np
 import pytest
 
@@ -27,17 +26,11 @@ from helpers.coding import (
 from paged_optax.codecs import DynamicInt4, DynamicInt8, Float8E4M3
 from paged_optax.codecs.maps import dynamic_map, linear_map
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("strict")]
 
 DATA = pathlib.Path(__file__).parent / "data"
 GOLDEN = np.load(DATA / "codecs.npz")
 CASES = [key.removeprefix("input/") for key in GOLDEN if key.startswith("input/")]
-
-
-@pytest.fixture(autouse=True)
-def strict():
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
 
 
 def int4_codes(stored, shape):

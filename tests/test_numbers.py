@@ -24,14 +24,8 @@ from helpers.reference import (
     steps,
 )
 
-pytestmark = pytest.mark.optimized
-
-
-@pytest.fixture(autouse=True)
-def _strict():
-    # Strict dtypes are for what Optax writes strictly: not `decay**count` of its adams.
-    with jax.numpy_rank_promotion("raise"):
-        yield
+# Strict dtypes are for what Optax writes strictly: not `decay**count` of its adams.
+pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("strict_ranks")]
 
 
 # -- bit for bit ----------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Each device pages its own shard: numbers, bytes, and where everything lives."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
-from helpers import reference
+from helpers import meshes, reference
 from paged_optax.transform import checks
 
 #: Divided along the leading axis, the trailing, both, two axes on one dimension, none;
@@ -35,17 +37,11 @@ SPECS = {
     "bias": P("y"),
 }
 PAGED = {"page_size": "4KiB", "min_paged_size": "1KiB"}
+divided = functools.partial(meshes.divided, specs=SPECS)
 
 
 def mesh_of(axis_type=AxisType.Auto):
     return jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
-
-
-def divided(tree, mesh):
-    return {
-        name: jax.device_put(x, NamedSharding(mesh, SPECS[name]))
-        for name, x in tree.items()
-    }
 
 
 def train(tx, params, gradients, *, jit=True, steps=3):

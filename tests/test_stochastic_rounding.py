@@ -10,13 +10,7 @@ import pytest
 from helpers.coding import encode, encode_with, noise_for
 from paged_optax.codecs import BFloat16Codec, Noise, draw
 
-pytestmark = pytest.mark.optimized
-
-
-@pytest.fixture(autouse=True)
-def strict():
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
+pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("strict")]
 
 
 # Stochastic rounding.

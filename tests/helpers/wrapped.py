@@ -19,6 +19,7 @@ import optax
 import paged_optax as po
 from helpers import apart
 from helpers.exact import FLAGS as ONE_ROUNDING
+from helpers.exact import labels, matrices
 from helpers.reference import arrays, distances, kinds
 
 STEPS = 14
@@ -92,14 +93,6 @@ class Wrapper:
     lookahead: bool = False
 
 
-def _matrices(params: Any) -> Any:
-    return jax.tree.map(lambda x: x.ndim > 1, params)
-
-
-def _labels(params: Any) -> Any:
-    return jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "vector", params)
-
-
 def _optax(wrap: Callable[[Make], Any], **promises: Any) -> Wrapper:
     return Wrapper(wrap, wrap, **promises)
 
@@ -171,10 +164,10 @@ WRAPPERS: dict[str, Wrapper] = {
             learning_rate=optax.linear_schedule(1e-2, 0.0, STEPS)
         )
     ),
-    "optax.masked": _optax(lambda make: optax.masked(make(), _matrices)),
+    "optax.masked": _optax(lambda make: optax.masked(make(), matrices)),
     "optax.partition": _optax(
         lambda make: optax.partition(
-            {"matrix": make(), "vector": make(learning_rate=1e-3)}, _labels
+            {"matrix": make(), "vector": make(learning_rate=1e-3)}, labels
         )
     ),
     "optax.chain": _optax(
@@ -199,7 +192,7 @@ WRAPPERS: dict[str, Wrapper] = {
         "MultiSteps of apply_if_finite of chain and masked",
         lambda of, make: of.MultiSteps(
             of.apply_if_finite(
-                optax.chain(optax.clip(0.5), optax.masked(make(), _matrices)), 5
+                optax.chain(optax.clip(0.5), optax.masked(make(), matrices)), 5
             ),
             2,
         ),
@@ -210,7 +203,7 @@ WRAPPERS: dict[str, Wrapper] = {
     **_by_both(
         "apply_if_finite of MultiSteps of masked",
         lambda of, make: of.apply_if_finite(
-            of.MultiSteps(optax.masked(make(), _matrices), 2).gradient_transformation(),
+            of.MultiSteps(optax.masked(make(), matrices), 2).gradient_transformation(),
             5,
         ),
         happens=lambda number: number in (1, 3, 7, 10, 12),
