@@ -6,6 +6,9 @@ import tempfile
 
 import pytest
 
+# What the tests share asserts too, and says as much when it fails.
+pytest.register_assert_rewrite("helpers")
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Each test process loads libtpu to compile, never to run.
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
@@ -73,6 +76,24 @@ def quickly_compiled(request):
     jax.config.update("jax_disable_most_optimizations", not optimized)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def strict_ranks():
+    """No array is broadcast to another's rank but explicitly."""
+    import jax
+
+    with jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture
+def strict(strict_ranks):
+    """Nor does its dtype become another's."""
+    import jax
+
+    with jax.numpy_dtype_promotion("strict"):
+        yield
 
 
 @pytest.fixture(params=["cpu", "tpu"])

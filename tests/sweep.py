@@ -24,9 +24,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import models
-import one_leaf
-from one_leaf import COMPILERS, FORMATS, MIB, PAGE_SIZES, PHASES, Case, Outcome
+from helpers import models, one_leaf
+from helpers.one_leaf import COMPILERS, FORMATS, MIB, PAGE_SIZES, PHASES, Case, Outcome
 
 
 def cases(
@@ -58,7 +57,7 @@ def outcomes(
       seed: Shuffles them; None: their own order.
       anew: Whether to compile also what is on record as passed.
     """
-    import apart
+    from helpers import apart
 
     apart_from_size = lambda case: dataclasses.replace(case, page_size="")
     groups = [list(group) for _, group in itertools.groupby(chosen, apart_from_size)]

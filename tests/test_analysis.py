@@ -3,27 +3,24 @@
 import functools
 import json
 
-import apart
 import chex
-import fuzz
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import recipes
 from jax import lax
 from jax.experimental import checkify, io_callback
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from reference import SMALL_PAGES, arrays, distances
 
 import paged_optax as po
+from helpers import apart, fuzz, recipes
+from helpers.reference import SMALL_PAGES, arrays, distances
+from helpers.small import SHAPES, small
 from paged_optax.analysis.flat import ELEMENTWISE
 from paged_optax.backend.donation import paired
-
-SHAPES = {"a": (64, 64), "b": (70, 128)}
 
 
 def added_up(function):
@@ -242,7 +239,7 @@ def test_a_single_value_as_a_scalar(function):
 def test_moments_before_leaves_are_laid_end_to_end():
     """They would all be on the device at once: each part pages alone."""
     parts = optax.scale_by_lion(), optax.flatten(optax.trace(0.9))
-    params = arrays(shapes=SHAPES)
+    params = small()
     tx = po.paged(optax.chain(*parts), **SMALL_PAGES)
     for run in (
         lambda: po.plan(tx, params),
@@ -306,7 +303,7 @@ def test_effects_are_refused(name, where):
     if where == "init":
         init = lambda params: jax.tree.map(EFFECTS[name], params)
         inner = optax.GradientTransformation(init, inner.update)
-    tx, params = po.paged(inner, **SMALL_PAGES), arrays(shapes=SHAPES)
+    tx, params = po.paged(inner, **SMALL_PAGES), small()
     with pytest.raises(ValueError) as error:
         if where == "update":
             jax.jit(tx.update)(params, tx.init(params), params)
@@ -340,7 +337,7 @@ def test_checks_outside_are_made():
 def test_collectives_are_no_effects():
     inner = added_up(lambda x: x + lax.pmean(jnp.sum(x), "x"))
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
-    params = arrays(shapes=SHAPES)
+    params = small()
 
     def updates(tx):
         update = lambda g: tx.update(g, tx.init(g))[0]

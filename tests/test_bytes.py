@@ -5,124 +5,29 @@ Every bound here is XLA's own buffer assignment for one H200 and one TPU v5e.
 
 import re
 
-import aot
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
 import paged_optax as po
-from paged_optax.backend.memory import on_host
+from helpers import aot
+from helpers.programs import (
+    COMPILERS,
+    MIB,
+    assert_in_place,
+    llama,
+    on_device,
+    shapes_of,
+    shardings,
+    square,
+    state_on,
+    updating,
+    whole_tree,
+)
 from paged_optax.engine.geometry import Kept, cut
 
-MIB = 2**20
-COMPILERS = pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
 pytestmark = pytest.mark.compiler
-
-
-def shapes_of(tree):
-    return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        tree,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-
-
-def square(leaves, shape=(4096, 4096)):
-    return shapes_of({f"leaf{i:03}": shape for i in range(leaves)})
-
-
-def llama(layers=32, hidden=4096, inner=14336, grouped=1024, vocabulary=128256):
-    """The 291 parameter shapes of Llama-3-8B."""
-    layer = {
-        "q": (hidden, hidden),
-        "k": (hidden, grouped),
-        "v": (hidden, grouped),
-        "o": (hidden, hidden),
-        "gate": (hidden, inner),
-        "up": (hidden, inner),
-        "down": (inner, hidden),
-        "norm1": (hidden,),
-        "norm2": (hidden,),
-    }
-    outer = {
-        "embed": (vocabulary, hidden),
-        "head": (hidden, vocabulary),
-        "norm": (hidden,),
-    }
-    return shapes_of({**{f"layer{i:02}": dict(layer) for i in range(layers)}, **outer})
-
-
-def state_on(mesh, tx, params):
-    """Abstract state, each leaf where `init` puts it."""
-    device, host = aot.placements(mesh)
-    closed, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
-    leaves = [
-        jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=host if on_host(aval) else device
-        )
-        for x, aval in zip(jax.tree.leaves(state), closed.out_avals, strict=True)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(state), leaves)
-
-
-def on_device(mesh, tree):
-    device, _ = aot.placements(mesh)
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree
-    )
-
-
-def shardings(tree):
-    return jax.tree.map(lambda x: x.sharding, tree)
-
-
-def updating(tx, params):
-    """`tx.update` with donated gradients and state, for a compiler."""
-
-    def build(mesh):
-        gradients, state = on_device(mesh, params), state_on(mesh, tx, params)
-        jitted = jax.jit(
-            lambda gradients, state, params: tx.update(gradients, state, params),
-            donate_argnums=(0, 1),
-            out_shardings=(shardings(gradients), shardings(state)),
-        )
-        return jitted, (gradients, state, gradients)
-
-    return build
-
-
-def whole_tree(inner, params):
-    """What offloading usually means: all moments in, one update, all moments out."""
-
-    def update(gradients, state, params):
-        state = jax.device_put(state, jax.memory.Space.Device)
-        updates, state = inner.update(gradients, state, params)
-        return updates, jax.device_put(state, jax.memory.Space.Host)
-
-    def build(mesh):
-        _, host = aot.placements(mesh)
-        gradients = on_device(mesh, params)
-        state = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host),
-            jax.eval_shape(inner.init, params),
-        )
-        jitted = jax.jit(
-            update,
-            donate_argnums=(0, 1),
-            out_shardings=(shardings(gradients), shardings(state)),
-        )
-        return jitted, (gradients, state, gradients)
-
-    return build
-
-
-def assert_in_place(report):
-    """Gradients and moments are overwritten, nothing is copied on the host."""
-    assert report.host_temp == 0
-    assert report.host_aliased == report.host_outputs == report.host_arguments
-    # XLA counts the table of output pointers among the outputs: 8 bytes each.
-    assert 0 <= report.device_outputs - report.device_aliased < 2**16
 
 
 @COMPILERS
@@ -134,7 +39,8 @@ def test_scratch_is_a_few_pages(compile_for):
     assert report.device_temp <= 48 * MIB
     assert report.host_arguments == 2048 * MIB
     # The instrument tells the difference: the whole tree needs it all.
-    assert compile_for(whole_tree(optax.adamw(1e-3), square(16))).device_temp > 2e9
+    whole = updating(whole_tree(optax.adamw(1e-3)), square(16))
+    assert compile_for(whole).device_temp > 2e9
 
 
 def test_scratch_at_llama_shapes_on_h200():

@@ -3,137 +3,33 @@
 Orbax's restore target is `abstract_state`: it says of every leaf where it belongs.
 """
 
-import collections
 import functools
-import threading
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
-from flax.training import orbax_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from reference import arrays, assert_equal, kinds
-from test_bytes import llama
 
 import paged_optax as po
-from paged_optax.backend.memory import nbytes
-
-HOST, DEVICE = "pinned_host", "device"
-#: Several pages, a stack, one page, and one that stays on the device.
-SHAPES = {"w": (70, 32), "stack": (3, 5, 130), "v": (40,), "t": (3,)}
-PAGING = {"page_size": "4KiB", "min_paged_size": "64B"}
-
-
-def paged_adamw(**paging):
-    return po.paged_adamw(1e-2, weight_decay=0.1, **(PAGING | paging))
-
-
-@functools.cache
-def compiled(tx, places):
-    """A step with everything donated, compiled once for states in these places."""
-
-    def step(params, state, gradients):
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, updates
-
-    params = arrays(shapes=SHAPES)
-    state = tx.init(params)
-    assert tuple(kinds(state)) == places
-    return po.jit_step(step, params, state, params, donate_argnums=(0, 1, 2))
-
-
-def train(tx, params, state, numbers):
-    """Some steps of a run, by their numbers, jitted and donated."""
-    step = compiled(tx, tuple(kinds(state)))
-    params, state = jax.tree.map(_copied, (params, state))
-    for number in numbers:
-        gradients = arrays(shapes=SHAPES, seed=100 + number)
-        params, state, _ = step(params, state, gradients)
-    return params, state
-
-
-def _copied(x):
-    return jax.device_put(np.array(x), x.sharding)
-
-
-def bits(tree):
-    return [(x.dtype, x.shape, np.array(x).tobytes()) for x in jax.tree.leaves(tree)]
-
-
-def assert_same(found, wanted):
-    """Bit for bit, in structure and in place."""
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    assert bits(found) == bits(wanted)
-    assert kinds(found) == kinds(wanted)
-
-
-# -- how a checkpoint is written and read -----------------------------------------
-
-
-def standard(directory, saved, target):
-    """Orbax's `StandardCheckpointer`."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory / "standard", saved)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(directory / "standard", target)
-
-
-def manager(directory, saved, target):
-    """Orbax's `CheckpointManager`, asynchronous as by default."""
-    with ocp.CheckpointManager(directory / "manager") as checkpoints:
-        checkpoints.save(0, args=ocp.args.StandardSave(saved))
-        checkpoints.wait_until_finished()
-        return checkpoints.restore(0, args=ocp.args.StandardRestore(target))
-
-
-def pytree(directory, saved, target):
-    """Orbax's `PyTreeCheckpointer`, with the arguments that Flax derives."""
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(
-            directory / "pytree",
-            saved,
-            save_args=orbax_utils.save_args_from_target(saved),
-        )
-        return checkpointer.restore(
-            directory / "pytree",
-            item=target,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-        )
-
-
-def flax_bytes(directory, saved, target):
-    """Flax's own format: NumPy arrays, then one `device_put` into place."""
-    del directory
-    read = flax.serialization.from_bytes(target, flax.serialization.to_bytes(saved))
-    return jax.device_put(read, jax.tree.map(lambda x: x.sharding, target))
-
-
-def flax_dict(directory, saved, target):
-    """Flax's dicts of arrays, as NumPy arrays."""
-    del directory
-    read = jax.tree.map(np.array, flax.serialization.to_state_dict(saved))
-    read = flax.serialization.from_state_dict(target, read)
-    return jax.device_put(read, jax.tree.map(lambda x: x.sharding, target))
-
-
-WAYS = pytest.mark.parametrize(
-    "way", [standard, manager, pytree, flax_bytes, flax_dict]
+from helpers.checkpoints import (
+    PAGING,
+    SHAPES,
+    WAYS,
+    assert_same,
+    bits,
+    flax_bytes,
+    flax_dict,
+    manager,
+    paged_adamw,
+    pytree,
+    standard,
+    target_of,
+    train,
 )
-
-
-def target_of(tx, params):
-    """Where parameters and state belong, allocating nothing."""
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
-    )
-    return shapes, po.abstract_state(tx, shapes)
-
-
-# -- there and back ---------------------------------------------------------------
+from helpers.reference import arrays, assert_equal, kinds
+from helpers.small import DEVICE, HOST
 
 STATES = {
     "adamw": paged_adamw(),
@@ -319,89 +215,3 @@ def test_a_target_without_placements_is_restored_to_the_device(tmp_path):
     target = po.abstract_state(tx, params)
     mended = jax.device_put(restored, jax.tree.map(lambda x: x.sharding, target))
     assert_same(mended, state)
-
-
-# -- device bytes -----------------------------------------------------------------
-
-
-class Watch:
-    """The most bytes that arrays held on the devices beyond those of the beginning.
-
-    A thread samples `jax.live_arrays()`, and so does every `jax.device_put`, before it
-    starts and after it is done: what Orbax and JAX make arrays with on a restore.
-    """
-
-    def __init__(self, monkeypatch):
-        self.most, self.puts = 0, collections.Counter()
-        self._before, self._done = self._bytes(), threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-        put = jax.device_put
-
-        def device_put(x, *args, **kwargs):
-            self._note()
-            made = put(x, *args, **kwargs)
-            for array in jax.tree.leaves(made):
-                if isinstance(array, jax.Array) and not isinstance(x, jax.core.Tracer):
-                    self.puts[array.sharding.memory_kind] += nbytes(array)
-            self._note()
-            return made
-
-        monkeypatch.setattr(jax, "device_put", device_put)
-
-    @staticmethod
-    def _bytes():
-        return sum(
-            nbytes(x)
-            for x in jax.live_arrays()
-            if not x.is_deleted() and x.sharding.memory_kind == DEVICE
-        )
-
-    def _note(self):
-        self.most = max(self.most, self._bytes() - self._before)
-
-    def _sample(self):
-        while not self._done.wait(1e-3):
-            self._note()
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._done.set()
-        self._thread.join()
-        self._note()
-
-
-@pytest.mark.quick("flax_bytes")
-@pytest.mark.parametrize("way", [standard, flax_bytes, manager, pytree])
-def test_saving_and_restoring_hold_one_leaf_on_the_device(tmp_path, monkeypatch, way):
-    """The 291 leaves of Llama-3-8B at 1/64 of each size, moments alone.
-
-    What stays on the device by design is its vectors: 1/4096 of a leaf each.
-    """
-    shapes = llama(hidden=64, inner=224, grouped=16, vocabulary=2004)
-    assert len(jax.tree.leaves(shapes)) == 291
-    tx = po.paged_adamw(1e-3, page_size="64KiB", min_paged_size="2KiB")
-    params = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
-    state = tx.init(params)
-    leaf = max(map(nbytes, jax.tree.leaves(shapes)))
-    assert po.host_bytes(state) > 30 * leaf
-    target = po.abstract_state(tx, shapes)
-    resident = po.device_bytes(state)
-    with Watch(monkeypatch) as watch:
-        restored = way(tmp_path, state, target)
-    assert_same(restored, state)
-    assert watch.most <= leaf
-    # Nothing but what belongs there was ever put on the device.
-    assert watch.puts[DEVICE] <= resident
-    assert watch.puts[HOST] == po.host_bytes(state)
-
-
-def test_the_watch_sees_a_detour(tmp_path, monkeypatch):
-    """The check above can fail: a restore without placements goes to the device."""
-    tx, params = paged_adamw(), arrays(shapes={"a": (256, 64), "b": (256, 64)})
-    state = tx.init(params)
-    with Watch(monkeypatch) as watch:
-        standard(tmp_path, state, jax.eval_shape(tx.init, params))
-    assert watch.most >= po.host_bytes(state)

@@ -1,273 +1,32 @@
-"""Codecs against the libraries whose formats they are, and against their own rules.
+"""Codecs against their own rules."""
 
-`data/codecs.npz` holds what bitsandbytes and torchao stored, so that every machine
-compares with them; where they are installed, more inputs are compared.
-"""
-
-import dataclasses
-import functools
-import importlib.util
 import math
-import pathlib
-import sys
-import warnings
 from fractions import Fraction
 
-import aot
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_optax.codecs import (
-    BFloat16Codec,
-    DynamicInt4,
-    DynamicInt8,
-    Float8E4M3,
-    Float32Codec,
-    Noise,
-    Quantized,
-    draw,
-    named,
+from helpers import aot
+from helpers.coding import (
+    EVERY,
+    EVERY_BLOCKED,
+    SIGNED,
+    assert_same,
+    beside_one,
+    decode,
+    encode,
+    encode_with,
+    noise_for,
+    sample,
 )
+from helpers.programs import MIB, on_device
+from paged_optax.codecs import DynamicInt4, DynamicInt8, Float8E4M3, Quantized, named
 from paged_optax.codecs.dynamic_int8 import _few_digits
 from paged_optax.codecs.maps import dynamic_map, linear_map
 
-pytestmark = pytest.mark.optimized
-
-DATA = pathlib.Path(__file__).parent / "data"
-GOLDEN = np.load(DATA / "codecs.npz")
-CASES = [key.removeprefix("input/") for key in GOLDEN if key.startswith("input/")]
-MIB = 2**20
-
-SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
-BLOCKED = {
-    "int8 signed": DynamicInt8(signed=True),
-    "int8 unsigned": DynamicInt8(signed=False),
-    "int4 signed": DynamicInt4(signed=True),
-    "int4 unsigned": DynamicInt4(signed=False),
-    "float8": Float8E4M3(),
-    "float8 unsigned": Float8E4M3(signed=False),
-}
-ALL = BLOCKED | {
-    "float32": Float32Codec(),
-    "bfloat16": BFloat16Codec(),
-    "bfloat16 stochastic": BFloat16Codec(stochastic=True),
-}
-EVERY = pytest.mark.parametrize("codec", ALL.values(), ids=ALL.keys())
-EVERY_BLOCKED = pytest.mark.parametrize("codec", BLOCKED.values(), ids=BLOCKED.keys())
-
-
-@pytest.fixture(autouse=True)
-def strict():
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
-
-
-def sample(shape, seed=0, positive=False):
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal(shape) * np.exp(3 * rng.standard_normal(shape))
-    return np.abs(x).astype(np.float32) if positive else x.astype(np.float32)
-
-
-def noise_for(codec, start=0, seed=0, step=0):
-    return draw(jax.random.key(seed), step, start) if codec.draws else None
-
-
-_encode = jax.jit(lambda x, noise, codec: codec.encode(x, noise), static_argnums=2)
-
-
-def encode(codec, x):
-    return _encode(jnp.asarray(x), noise_for(codec), codec)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def decode(codec, stored, shape):
-    return codec.decode(stored, shape)
-
-
-def assert_same(one, other):
-    """The same trees, bit for bit."""
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        np.testing.assert_array_equal(
-            a.reshape(-1).view("u1"), b.reshape(-1).view("u1")
-        )
-
-
-def int4_codes(stored, shape):
-    packed = np.asarray(stored.codes).reshape(*shape[:-1], -1)
-    pairs = np.stack([packed >> 4, packed & 15], axis=-1).reshape(*shape[:-1], -1)
-    return pairs[..., : shape[-1]]
-
-
-# Against bitsandbytes and torchao.
-
-
-def case(name, kind):
-    x = GOLDEN[f"input/{name}"]
-    return x if kind == "signed" else np.abs(x)
-
-
-def golden(codec, kind, name):
-    return [GOLDEN[f"{codec}/{kind}/{what}/{name}"] for what in ("codes", "scales")]
-
-
-@SIGNED
-def test_maps(signed):
-    kind = "signed" if signed else "unsigned"
-    np.testing.assert_array_equal(dynamic_map(signed), GOLDEN[f"map8/{kind}"])
-    four_bits = dynamic_map(True, decades=3) if signed else linear_map()
-    np.testing.assert_array_equal(four_bits, GOLDEN[f"map4/{kind}"])
-    assert dynamic_map(signed).dtype == four_bits.dtype == np.float32
-
-
-@pytest.mark.quick("cpu-random", "cpu-thresholds 8 signed-", "cpu-denormal")
-@SIGNED
-@pytest.mark.parametrize("name", CASES)
-def test_int8_is_bitsandbytes(name, signed, platform):
-    """Code for code and scale for scale, thresholds and denormals included."""
-    kind = "signed" if signed else "unsigned"
-    codes, scales = golden("int8", kind, name)
-    stored = encode(DynamicInt8(signed, rounds_to_zero=True), case(name, kind))
-    np.testing.assert_array_equal(stored.codes, codes)
-    assert_same(stored.scales, scales)
-
-
-@pytest.mark.quick("cpu-random", "cpu-thresholds 4 signed-", "cpu-denormal")
-@SIGNED
-@pytest.mark.parametrize("name", CASES)
-def test_int4_is_torchao(name, signed, platform):
-    kind = "signed" if signed else "unsigned"
-    codes, scales = golden("int4", kind, name)
-    x = case(name, kind)
-    stored = encode(DynamicInt4(signed), x)
-    np.testing.assert_array_equal(int4_codes(stored, x.shape), codes)
-    # The one difference: a block of zeros has no scale, and decodes to zeros.
-    zeros = [not block.any() for block in blocks_of(x, 128)]
-    assert_same(stored.scales, np.where(zeros, np.float32(0), scales))
-    assert np.all(scales[zeros] == np.float32(1e-12))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_float8_is_torchao(name):
-    codes, scales = golden("float8", "signed", name)
-    stored = encode(Float8E4M3(), GOLDEN[f"input/{name}"])
-    np.testing.assert_array_equal(np.asarray(stored.codes).view(np.uint8), codes)
-    assert_same(stored.scales, scales)
-
-
-@pytest.mark.quick("cpu-random", "cpu-denormal", "cpu-beside zeros")
-@pytest.mark.parametrize(
-    "exact",
-    [
-        DynamicInt8(signed=False, rounds_to_zero=True),
-        DynamicInt4(signed=False),
-        Float8E4M3(signed=False, rounds_to_zero=True),
-    ],
-    ids=["int8", "int4", "float8"],
-)
-@pytest.mark.parametrize("name", CASES)
-def test_no_second_moment_vanishes(name, exact, platform):
-    """Codes are the library's, but for positive numbers that it stores as zero."""
-    x = case(name, "unsigned")
-    codec = exact
-    if not isinstance(exact, DynamicInt4):  # its map has no zero
-        codec = dataclasses.replace(exact, rounds_to_zero=False)
-    theirs, ours = encode(exact, x), encode(codec, x)
-    assert_same(ours.scales, theirs.scales)
-    decoded = np.asarray(decode(codec, ours, x.shape))
-    codes = [np.asarray(stored.codes).view(np.uint8) for stored in (ours, theirs)]
-    if codec is exact:
-        assert_same(*codes)
-    else:
-        vanished = (codes[1] == 0) & (x > 0)
-        np.testing.assert_array_equal(codes[0][vanished], 1)
-        np.testing.assert_array_equal(codes[0][~vanished], codes[1][~vanished])
-        assert name not in ("wide", "partly denormal") or vanished.any()
-    # A product with a tiny scale may be denormal, which a backend may take for zero.
-    normal = np.repeat(np.asarray(ours.scales), codec.block)[: x.size] > 1e-30
-    assert np.all(decoded[normal & (x.reshape(-1) > 0)] > 0)
-    assert np.all(decoded[x == 0] == 0) or isinstance(codec, DynamicInt4)
-
-
-def blocks_of(x, block):
-    return np.pad(x, (0, -x.size % block)).reshape(-1, block)
-
-
-@SIGNED
-@pytest.mark.parametrize("name", ["random", "wide", "beside zeros"])
-def test_what_bitsandbytes_rounds_first(name, signed):
-    """Its float32 kernel differs by nothing but a grid of 65536 points.
-
-    It looks `x * (1 / absmax)` up in a table of codes for -1, -1 + 2/65535, ... 1.
-    """
-    kind = "signed" if signed else "unsigned"
-    x = case(name, kind)
-    codes, scales = golden("grid", kind, name)
-    rows = blocks_of(x, 256)
-    scaled = np.clip(rows * (np.float32(1) / scales)[:, None], -1, 1)
-    half = ((scaled + np.float32(1)) * np.float32(0.5)).astype(np.float64)
-    point = np.floor((half * 65535 + 0.5).astype(np.float32))
-    value = (np.float32(2) * point) / np.float32(65535) - np.float32(1)
-    ours = encode(
-        DynamicInt8(signed, rounds_to_zero=True), beside_one(value.reshape(-1))
-    )
-    ours = np.asarray(ours.codes).reshape(-1, 256)[:, :255].reshape(-1)[: x.size]
-    np.testing.assert_array_equal(ours, codes)
-    exact, _ = golden("int8", kind, name)
-    assert 0 < np.mean(codes != exact) < 1
-
-
-def beside_one(x):
-    """Blocks of 255 numbers and a 1, so that the scale is 1."""
-    rows = np.pad(x, (0, -x.size % 255)).reshape(-1, 255)
-    return np.pad(rows, ((0, 0), (0, 1)), constant_values=1).reshape(-1)
-
-
-@functools.cache
-def maker():
-    """`data/make_codecs.py`, where the libraries it asks are installed."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for library in ("torch", "bitsandbytes", "torchao.optim"):
-            why = f"{library} is not installed: pip install '.[oracle]'"
-            pytest.importorskip(library, reason=why)
-    spec = importlib.util.spec_from_file_location("make", DATA / "make_codecs.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_golden_data_is_what_the_libraries_say():
-    made = maker().everything()
-    assert made.keys() == set(GOLDEN)
-    for key, array in made.items():
-        if not key.startswith("grid"):  # a table of one version of bitsandbytes
-            assert_same(array, GOLDEN[key])
-
-
-@SIGNED
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("size", [1, 255, 257, 100_000])
-def test_installed_libraries(size, seed, signed):
-    make = maker()
-    x = sample(size, seed, positive=not signed)
-    stored = encode(DynamicInt8(signed, rounds_to_zero=True), x)
-    codes, absmax = make.bitsandbytes_codes(x, signed)
-    np.testing.assert_array_equal(stored.codes, codes)
-    assert_same(stored.scales, absmax)
-    stored = encode(DynamicInt4(signed), x)
-    codes, scales = make.torchao_int4(x, signed)
-    np.testing.assert_array_equal(int4_codes(stored, x.shape), codes)
-    assert_same(stored.scales, scales)
-    stored = encode(Float8E4M3(), x)
-    codes, scales = make.torchao_float8(x)
-    np.testing.assert_array_equal(np.asarray(stored.codes).view(np.uint8), codes)
-    assert_same(stored.scales, scales)
+pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("strict")]
 
 
 # Against the rule itself.
@@ -403,7 +162,7 @@ def test_pages_are_the_whole(codec, rows, columns):
     x = jnp.asarray(sample((2 * rows + rows // 2, columns), positive=not codec.signed))
     starts = range(0, x.shape[0], rows)
     pages = [
-        _encode(x[i : i + rows], noise_for(codec, start=i * columns), codec)
+        encode_with(x[i : i + rows], noise_for(codec, start=i * columns), codec)
         for i in starts
     ]
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *pages)
@@ -506,90 +265,6 @@ def test_unsigned_maps_store_negative_numbers_as_the_least():
     assert decoded.tolist()[:2] == [1 / 16, 1 / 16]
 
 
-# Stochastic rounding.
-
-
-def test_stochastic_rounding_is_right_in_the_mean():
-    codec = BFloat16Codec(stochastic=True)
-    n = 2**18
-    for value in (1 + 1 / 1024, -3.14159, 1e-30, 6.1e37, 1 + 255 / 2**15):
-        x = jnp.full((n,), value, jnp.float32)
-        stored = np.asarray(encode(codec, x)).astype(np.float64)
-        below, above = np.unique(stored)
-        assert min(below, above) < np.float32(value) < max(below, above)
-        share = (np.float32(value) - below) / (above - below)
-        deviation = (above - below) * math.sqrt(share * (1 - share) / n)
-        assert abs(stored.mean() - np.float32(value)) < 4 * deviation
-
-
-def test_stochastic_rounding_keeps_what_needs_no_rounding():
-    codec = BFloat16Codec(stochastic=True)
-    patterns = jnp.arange(2**16, dtype=jnp.uint16)
-    x = jax.lax.bitcast_convert_type(patterns, jnp.bfloat16)
-    stored = encode(codec, x.astype(jnp.float32))
-    finite = ~np.isnan(np.asarray(x, np.float32))
-    # XLA:CPU flushes denormal numbers as it widens bfloat16.
-    normal = finite & (np.abs(np.asarray(x, np.float32)) >= 2.0**-126)
-    np.testing.assert_array_equal(
-        np.asarray(stored, np.float32)[normal], np.asarray(x, np.float32)[normal]
-    )
-    assert np.isnan(np.asarray(stored, np.float32)[~finite]).all()
-
-
-def test_stochastic_rounding_never_makes_a_number_of_nan():
-    patterns = np.arange(0x7F800001, 0x80000000, 997, dtype=np.uint32)
-    patterns = np.concatenate([patterns, [0x7FFFFFFF], patterns | 0x80000000])
-    x = jnp.asarray(patterns.astype(np.uint32).view(np.float32))
-    stored = encode(BFloat16Codec(stochastic=True), x)
-    assert np.isnan(np.asarray(stored, np.float32)).all()
-
-
-def test_noise_is_keyed_and_moves():
-    """Another key, step or position draws other bits; the same draw the same."""
-    codec = BFloat16Codec(stochastic=True)
-    x = jnp.full((4096,), 1 + 1 / 256, jnp.float32)  # half-way: up or down
-    up = lambda **where: (
-        np.asarray(_encode(x, noise_for(codec, **where), codec)) > 1.004
-    )
-    first = up()
-    np.testing.assert_array_equal(first, up())
-    np.testing.assert_array_equal(first[256:], up(start=256)[:-256])
-    for other in (up(seed=1), up(step=1), up(start=1), ~first[::-1]):
-        assert 0.45 < np.mean(first == other) < 0.55
-    noise = noise_for(codec)
-    for word in (0, 1):
-        words = noise.words.at[word].add(jnp.uint32(1))
-        other = np.asarray(_encode(x, noise._replace(words=words), codec)) > 1.004
-        assert 0.45 < np.mean(first == other) < 0.55
-    shifted = [np.mean(first[k:] == first[:-k]) for k in (1, 2, 64, 128, 256, 1024)]
-    assert all(0.45 < share < 0.55 for share in shifted)
-
-
-def test_noise_is_uniform():
-    codec = BFloat16Codec(stochastic=True)
-    n = 2**16
-    for sixteenths in range(1, 16):
-        value = np.uint32(0x3F800000 + (sixteenths << 12)).view(np.float32)
-        for step in range(3):
-            x = jnp.full((n,), value, jnp.float32)
-            stored = np.asarray(_encode(x, noise_for(codec, step=step), codec))
-            share, p = np.mean(stored > 1), sixteenths / 16
-            assert abs(share - p) < 5 * math.sqrt(p * (1 - p) / n)
-
-
-def test_stochastic_rounding_needs_noise():
-    with pytest.raises(ValueError, match="needs noise: pass"):
-        BFloat16Codec(stochastic=True).encode(jnp.zeros(3, jnp.float32))
-
-
-def test_noise_of_typed_keys():
-    for implementation in ("threefry2x32", "rbg"):
-        noise = draw(jax.random.key(0, impl=implementation), 1, 5)
-        assert isinstance(noise, Noise)
-        assert (noise.words.shape, noise.words.dtype) == ((2,), jnp.uint32)
-        assert (noise.start.shape, noise.start.dtype) == ((), jnp.uint32)
-
-
 # On the accelerators' compilers.
 
 
@@ -597,11 +272,6 @@ def moving(codec, shape):
     """A page decoded, moved towards a gradient and encoded, in place."""
 
     def build(mesh):
-        device, _ = aot.placements(mesh)
-        on_device = lambda tree: jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree
-        )
-
         def move(stored, gradient, noise):
             moment = codec.decode(stored, shape)
             moment = np.float32(0.9) * moment + np.float32(0.1) * gradient
@@ -609,9 +279,9 @@ def moving(codec, shape):
 
         noise = jax.eval_shape(lambda: noise_for(codec))
         return jax.jit(move, donate_argnums=(0, 1)), (
-            on_device(codec.stored(shape)),
-            on_device(jax.ShapeDtypeStruct(shape, jnp.float32)),
-            on_device(noise),
+            on_device(mesh, codec.stored(shape)),
+            on_device(mesh, jax.ShapeDtypeStruct(shape, jnp.float32)),
+            on_device(mesh, noise),
         )
 
     return build

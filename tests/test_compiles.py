@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from reference import ALIASES, SMALL_PAGES
 
 import paged_optax as po
+from helpers.reference import ALIASES, SMALL_PAGES
 from paged_optax.backend.memory import on_host
 
 OTHERS = ["paged_adamw_8bit", "paged_lion_8bit", "paged_ademamix_8bit"]

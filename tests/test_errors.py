@@ -5,15 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from reference import SMALL_PAGES, arrays
 
 import paged_optax as po
-
-SHAPES = {"a": (64, 64), "b": (70, 128)}
-
-
-def small(dtype=jnp.float32):
-    return arrays(dtype, shapes=SHAPES)
+from helpers.reference import SMALL_PAGES, arrays
+from helpers.small import small
 
 
 def check(error, *words):
@@ -189,10 +184,10 @@ def test_gradients_alone_of_another_shape_than_the_state():
 
 def test_gradients_of_a_wider_dtype_than_the_state():
     tx = po.paged_adam(1e-3, **SMALL_PAGES)
-    state = tx.init(small(jnp.bfloat16))
+    state = tx.init(small(dtype=jnp.bfloat16))
     for update in (tx.update, jax.jit(tx.update)):
         with pytest.raises(ValueError) as error:
-            update(small(), state, small(jnp.bfloat16))
+            update(small(), state, small(dtype=jnp.bfloat16))
         check(error, "mu['a']", "bfloat16", "float32", "gradients", "dtype")
 
 

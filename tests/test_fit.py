@@ -1,13 +1,13 @@
 """`what_fits` against XLA's own bytes, for a decoder in miniature."""
 
-import aot
-import decoder
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
 import paged_optax as po
+from helpers import aot, decoder
+from helpers.programs import whole_tree
 
 
 class Short(decoder.Decoder):
@@ -22,18 +22,6 @@ MODEL = Short(512, 512, 128, 1536, 8, vocabulary=32768)
 ADAMW = optax.adamw(1e-4)
 PAGES = {"page_size": "256KiB"}
 PAGED = po.paged(ADAMW, **PAGES)
-
-
-def whole_tree(inner):
-    """What offloading usually means."""
-
-    def update(gradients, state, params):
-        state = jax.device_put(state, jax.memory.Space.Device)
-        updates, state = inner.update(gradients, state, params)
-        return updates, jax.device_put(state, jax.memory.Space.Host)
-
-    init = lambda params: jax.device_put(inner.init(params), jax.memory.Space.Host)
-    return optax.GradientTransformation(init, update)
 
 
 BUILD = {

@@ -5,7 +5,6 @@ The oracle of the numbers is Optax's own optimizer in the same wrapper.
 
 import functools
 
-import aot
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,8 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import paged_optax as po
+from helpers import aot
+from helpers.reference import kinds
 from paged_optax.backend.memory import nbytes
 
 INNER = optax.adamw(1e-2, weight_decay=0.1)
@@ -208,10 +209,6 @@ WRAPPERS = {
     "pytree": with_jax_jit,
     "pytree, jit_step": with_jit_step,
 }
-
-
-def kinds(tree):
-    return [x.sharding.memory_kind for x in jax.tree.leaves(tree)]
 
 
 @pytest.mark.quick("nnx.Optimizer, LoRA", "-TrainState-")

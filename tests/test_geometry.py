@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import reference
 
 import paged_optax as po
+from helpers import reference
 from paged_optax.backend import tiling
 from paged_optax.codecs import (
     Arranged,

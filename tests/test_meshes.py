@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import reference
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
+from helpers import reference
+from helpers.meshes import divided
 
 PAGED: Any = {"page_size": 1024, "min_paged_size": 300}
 #: One that stays on the device, one of at most 1024 values that does not, and another.
@@ -23,13 +24,6 @@ EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 
 def mesh_of(axis_type):
     return jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
-
-
-def divided(tree, mesh, specs):
-    return {
-        name: jax.device_put(x, NamedSharding(mesh, specs[name]))
-        for name, x in tree.items()
-    }
 
 
 def train(tx, params, gradients, *, jit=True, jit_init=False):

@@ -12,9 +12,9 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
-from reference import assert_equal
 
 import paged_optax as po
+from helpers.reference import assert_equal
 from paged_optax.backend.memory import on_host
 
 PAGES = {"page_size": 4096, "min_paged_size": 256}

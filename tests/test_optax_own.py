@@ -4,8 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import optax_own
 import pytest
+
+import optax_own
 
 SCRIPT = Path(optax_own.__file__)
 

@@ -10,10 +10,12 @@ import time
 import jax
 import numpy as np
 import optax
-import process
 import pytest
 
+from helpers import process
+
 ROOT = pathlib.Path(__file__).parents[1]
+SCRIPT = pathlib.Path(process.__file__)
 STEPS = 4
 
 
@@ -35,7 +37,7 @@ def launch(processes, folder, last, killed=()):
     running = []
     for number, log in enumerate(logs):
         command = [
-            *(sys.executable, ROOT / "tests" / "process.py", number, processes),
+            *(sys.executable, SCRIPT, number, processes),
             *(port, folder, last, *killed),
         ]
         with log.open("w") as output:

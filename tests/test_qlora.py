@@ -4,7 +4,6 @@ import importlib
 import pathlib
 import shutil
 
-import aot
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from flax import nnx
 
 import paged_optax as po
+from helpers import aot
 
 ROOT = pathlib.Path(__file__).parents[1]
 

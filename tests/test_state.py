@@ -2,7 +2,6 @@
 
 import functools
 
-import aot
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,20 +11,19 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from reference import ALIASES, SMALL_PAGES, arrays, assert_equal, distances, kinds
-from test_bytes import state_on
 
 import paged_optax as po
-
-HOST, DEVICE = "pinned_host", "device"
-SHAPES = {"a": (64, 64), "b": (70, 128)}  # 16 and 35 KiB
-TX = po.paged_adam(1e-2, **SMALL_PAGES)
-#: count, mu of a and b, nu of a and b
-ALL_PAGED = [DEVICE, HOST, HOST, HOST, HOST]
-
-
-def small(seed=0):
-    return arrays(shapes=SHAPES, seed=seed)
+from helpers import aot
+from helpers.programs import state_on
+from helpers.reference import (
+    ALIASES,
+    SMALL_PAGES,
+    arrays,
+    assert_equal,
+    distances,
+    kinds,
+)
+from helpers.small import ALL_PAGED, DEVICE, HOST, ORDERS, TX, counting, small, step_of
 
 
 def described(tree):
@@ -179,17 +177,6 @@ def test_state_of_optax_continues_paged_and_back():
 # -- tracing --------------------------------------------------------------------
 
 
-def counting(inner):
-    """A transformation, and the list that grows by one at each trace of `update`."""
-    traces = []
-
-    def update(updates, state, params=None):
-        traces.append(None)
-        return inner.update(updates, state, params)
-
-    return optax.GradientTransformation(inner.init, update), traces
-
-
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("leaves", [1, 30])
 def test_inner_update_is_traced_once_a_call(leaves, jit):
@@ -215,22 +202,6 @@ def test_jitted_init_then_update_does_not_retrace():
 
 
 # -- a user's own jit -------------------------------------------------------------
-
-
-def step_of(arguments, results, tx=TX):
-    """A training step with its arguments and results in a given order."""
-
-    def step(first, second, gradients):
-        named = dict(zip(arguments, (first, second), strict=True))
-        updates, state = tx.update(gradients, named["state"], named["params"])
-        params = optax.apply_updates(named["params"], updates)
-        made = {"params": params, "state": state}
-        return tuple(made[name] for name in results)
-
-    return step
-
-
-ORDERS = [("params", "state"), ("state", "params")]
 
 
 @pytest.mark.quick("state-params-params-state", "params-state-state-params-(0, 1)")

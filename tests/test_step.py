@@ -1,26 +1,20 @@
-"""`jit_step`, `plan` and `memory_report`: what they say is what there is."""
+"""`jit_step` and `memory_report`: what they say is what there is."""
 
 import functools
 import re
 from typing import NamedTuple
 
-import aot
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from exact import scale_by_value
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from reference import SMALL_PAGES, assert_equal, kinds
-from test_bytes import on_device, square, state_on
-from test_state import ALL_PAGED, DEVICE, HOST, ORDERS, TX, small, step_of
 
 import paged_optax as po
-from paged_optax.compiling.host_arithmetic import warn_of_host_compute
-
-# -- jit_step -----------------------------------------------------------------
+from helpers.reference import SMALL_PAGES, assert_equal, kinds
+from helpers.small import ALL_PAGED, DEVICE, ORDERS, TX, small, step_of
 
 
 def run(step, arguments, results, made, gradients):
@@ -335,185 +329,3 @@ def test_report_of_a_step():
     assert report.device_aliased + report.host_aliased == size - gradients
     assert "scratch" in str(report)
     assert report.hlo not in repr(report)
-
-
-# -- arithmetic on host arrays --------------------------------------------------
-
-odd = lambda step: step % 2 == 1  # noqa: E731
-#: Optax's wrappers that select between host arrays or multiply them, and ours.
-SKIPPING = {
-    "MultiSteps": lambda of, tx: of.MultiSteps(tx, 3),
-    "apply_if_finite": lambda of, tx: of.apply_if_finite(tx, 3),
-    "conditionally_transform": lambda of, tx: of.conditionally_transform(tx, odd),
-    "conditionally_mask": lambda of, tx: of.conditionally_mask(tx, odd),
-    "lookahead": lambda of, tx: of.lookahead(tx, 3, 0.5, reset_state=True),
-}
-#: What XLA:GPU copies for a conditional in some versions only, and XLA:TPU never.
-CONDITIONAL = set(SKIPPING) - {"MultiSteps", "lookahead"}
-
-
-def traced(tx, wrapper="", params=None):
-    gradients = params = small() if params is None else params
-    if wrapper == "lookahead":
-        params = optax.LookaheadParams.init_synced(params)
-    step = step_of(("params", "state"), ("params", "state"), tx)
-    return jax.make_jaxpr(step)(params, tx.init(params), gradients)
-
-
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize("name", SKIPPING)
-def test_optax_wrappers_are_warned_of_on_accelerators(name, platform):
-    """Each by the name of its cure, which is not warned of."""
-    jaxpr = traced(SKIPPING[name](optax, TX), name)
-    copies = platform == "cuda" and jax.__version_info__ < (0, 11, 2)
-    if copies or name not in CONDITIONAL:
-        with pytest.warns(UserWarning, match=rf"on float32<host>.*paged_optax.*{name}"):
-            warn_of_host_compute(jaxpr, platform)
-    else:
-        warn_of_host_compute(jaxpr, platform)
-    warn_of_host_compute(jaxpr, "cpu")
-    warn_of_host_compute(traced(SKIPPING[name](po, TX), name), platform)
-
-
-def test_a_users_own_arithmetic_is_warned_of():
-    state = TX.init(small())
-    jaxpr = jax.make_jaxpr(lambda state: jax.tree.map(lambda x: x + x, state))(state)
-    with pytest.warns(UserWarning, match=r"`add`.*test_step\.py:\d+.*device_put"):
-        warn_of_host_compute(jaxpr, "cuda")
-
-
-@pytest.mark.quick("codec2", "master", "inner0")
-@pytest.mark.parametrize(
-    "paging",
-    [
-        {"codec": "dynamic_int8"},
-        {"codec": "dynamic_int4"},
-        {"codec": "bfloat16_stochastic"},
-        {"master_dtype": "float32"},
-        {"per_parameter_steps": True},
-        {"inner": optax.lamb(1e-2)},
-        {"inner": optax.contrib.muon(1e-2)},
-        {"inner": optax.flatten(optax.adam(1e-2))},
-        {"inner": optax.contrib.schedule_free_adamw(1e-2)},
-    ],
-    ids=lambda paging: "-".join(map(str, paging)),
-)
-def test_no_transformation_of_ours_is_warned_of(paging):
-    paging = {"inner": optax.adamw(1e-2)} | paging
-    tx = po.paged(**paging, **SMALL_PAGES)
-    # Moments of few values are paged here too, and not computed on the host.
-    jaxpr = traced(tx, params=small() | {"few": jnp.ones((5, 8))})
-    for platform in ("cuda", "tpu"):
-        warn_of_host_compute(jaxpr, platform)
-
-
-@pytest.mark.compiler
-def test_jit_step_warns_before_xla_fails():
-    params = square(2)
-    tx = optax.MultiSteps(po.paged_adamw(1e-3), 4)
-    step = step_of(("params", "state"), ("params", "state"), tx)
-
-    def build(mesh):
-        params_there = on_device(mesh, params)
-        example = params_there, state_on(mesh, tx, params), params_there
-        po.jit_step(step, *example, donate_argnums=(0, 1))
-
-    with pytest.warns(UserWarning, match="use paged_optax.MultiSteps"):
-        with pytest.raises(jax.errors.JaxRuntimeError):
-            aot.v5e(build)
-
-
-# -- plan ---------------------------------------------------------------------
-
-TRANSFORMATIONS = {
-    "adam": lambda: TX,
-    "budget": lambda: po.paged_adam(1e-2, device_budget="32KiB", min_paged_size=0),
-    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), TX),
-    "masked": lambda: optax.masked(TX, {"a": True, "b": False}),
-    "partition": lambda: optax.partition(
-        {"x": TX, "y": po.paged_lion(1e-2, **SMALL_PAGES)}, {"a": "x", "b": "y"}
-    ),
-    "inject": lambda: optax.inject_hyperparams(
-        lambda learning_rate: po.paged_adam(learning_rate, **SMALL_PAGES)
-    )(learning_rate=1e-2),
-    "whole leaves": lambda: po.paged_lamb(1e-2, **SMALL_PAGES),
-    "flatten": lambda: optax.flatten(TX),
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_plan_totals_are_those_of_the_state(name):
-    tx, params = TRANSFORMATIONS[name](), small()
-    plan = po.plan(tx, params)
-    moments = [x for x in jax.tree.leaves(tx.init(params)) if x.ndim]
-    on = {
-        kind: sum(x.nbytes for x in moments if x.sharding.memory_kind == kind)
-        for kind in (HOST, DEVICE)
-    }
-    counts = sum(x.bytes for x in plan.moments if not x.shape)
-    assert plan.host_bytes == on[HOST] > 0
-    assert plan.device_bytes == on[DEVICE] + counts
-    assert plan.link_bytes == 2 * on[HOST]
-    assert plan.link_seconds == pytest.approx(plan.link_bytes / 25e9)
-    assert 0 < plan.scratch_bytes <= 4 * on[HOST]
-    for x in plan.moments:
-        if x.on_host:
-            assert x.page_bytes * (x.pages - 1) < x.bytes <= x.page_bytes * x.pages
-
-
-def test_plan_twice_and_after_init_of_shapes():
-    params = small()
-    first = po.plan(TX, params)
-    jax.eval_shape(TX.init, params)
-    assert po.plan(TX, params) == first
-    shapes = jax.eval_shape(lambda: params)
-    assert po.plan(TX, shapes) == first
-    assert "moments on the host" in str(first)
-
-
-def test_plan_prints_every_group_and_the_totals():
-    params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
-    params |= {f"v{i}": jax.ShapeDtypeStruct((1024,), jnp.bfloat16) for i in range(3)}
-    plan = po.plan(
-        po.paged_adamw(1e-3, page_size="8MiB"), params, link_gigabytes_per_second=50
-    )
-    lines = str(plan).splitlines()
-    cells = [re.split(r"\s{2,}", line.strip()) for line in lines]
-    assert cells[0] == ["moments", "shape", "dtype", "where", "pages", "bytes"]
-    assert ["[0].mu['w'] +1", "4096x4096", "float32", "host", "8 x 8.0 MiB"] in [
-        row[:5] for row in cells
-    ]
-    assert ["[0].mu['v0'] +5", "1024", "bfloat16", "device", "-", "12.0 KiB"] in cells
-    assert ["moments on the host", "128.0 MiB"] in cells
-    assert ["over the link a step", "256.0 MiB"] in cells
-    assert any(row[0] == "seconds a step at 50 GB/s" for row in cells)
-    assert plan.link_seconds == pytest.approx(2**28 / 50e9)
-    assert plan.scratch_bytes == 4 * 8 * 2**20
-
-
-def test_plan_allocates_nothing():
-    params = {"w": jax.ShapeDtypeStruct((1 << 19, 1 << 10), jnp.float32)}
-    assert po.plan(po.paged_adamw(1e-3), params).host_bytes == 2**32
-
-
-def test_plan_needs_the_extra_arguments_of_update():
-    tx = po.paged(scale_by_value(), **SMALL_PAGES)
-    plan = po.plan(tx, small(), extra_args={"value": 1.0})
-    assert plan.host_bytes == 2**14 + 70 * 128 * 4
-
-
-def test_plan_warns_where_the_host_pool_is_too_small(monkeypatch):
-    name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-    params = {"w": jax.ShapeDtypeStruct((1 << 20, 1 << 13), jnp.float32)}  # 32 GiB
-    tx = po.paged_adamw(1e-3)
-    monkeypatch.delenv(name, raising=False)
-    po.plan(tx, params)  # 64 GiB of moments in a pool of 64: no warning
-    params["v"] = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
-    with pytest.warns(UserWarning, match=name) as warned:
-        po.plan(tx, params)
-    (asked,) = re.findall(rf"{name}=(\d+)", str(warned[0].message))
-    monkeypatch.setenv(name, asked)
-    po.plan(tx, params)
-    monkeypatch.setenv(name, "1")
-    with pytest.warns(UserWarning, match="1.0 GiB"):
-        po.plan(tx, params)

@@ -1,9 +1,10 @@
 """A choice of what `sweep.py` compiles: shapes that one of the compilers refused."""
 
 import jax
-import models
 import pytest
+
 import sweep
+from helpers import models
 
 #: Attention kernels, a large convolution, and output matrices of odd vocabularies.
 QUICK = [(2048, 32, 64), (24, 1024, 64), (3, 3, 512, 512), (768, 50257), (50257, 768)]

@@ -4,12 +4,11 @@ import math
 import random
 import re
 
-import aot
 import jax
 import jax.numpy as jnp
-import models
 import pytest
 
+from helpers import aot, models
 from paged_optax.backend import tiling
 from paged_optax.codecs import arranged, named
 from paged_optax.engine.geometry import Kept, cut

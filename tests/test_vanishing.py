@@ -3,10 +3,10 @@
 import functools
 
 import pytest
-import vanishing
-from vanishing import EXACT, ROUNDING, SCENARIOS, eight_bits, largest_update
 
 import paged_optax as po
+from helpers import vanishing
+from helpers.vanishing import EXACT, ROUNDING, SCENARIOS, eight_bits, largest_update
 
 #: Rare rows share blocks with frequent ones. Their second moments stand still until a
 #: gradient is many times as large, by the map's own spacing. bitsandbytes' kernels show

@@ -2,16 +2,14 @@
 
 import math
 
-import aot
-import decoder
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-import schedule
-from decoder import LLAMA3_70B, QWEN3_4B, REFERENCE
 
 import paged_optax as po
+from helpers import aot, decoder, schedule
+from helpers.decoder import LLAMA3_70B, QWEN3_4B, REFERENCE
 from paged_optax.layerwise.slices import FETCHES_AHEAD
 
 GB = 1e9

@@ -20,7 +20,7 @@ LEAVES = (75, 147, 291)  # 8, 16 and 32 layers
 def measure(quick: bool) -> list[dict[str, Any]]:
     """Seconds from the first trace to XLA's finished H200 program, a row a size."""
     sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-    import aot
+    from helpers import aot
 
     shapes = list(llama_3_8b().items())
     rows = []

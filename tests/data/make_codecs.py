@@ -1,4 +1,4 @@
-"""Writes codecs.npz: what bitsandbytes and torchao store, for `test_codecs.py`.
+"""Writes codecs.npz: what bitsandbytes and torchao store, for `test_codecs_oracles.py`.
 
 Run with torch, bitsandbytes and torchao installed; no accelerator is used:
 

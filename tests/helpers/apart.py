@@ -17,8 +17,9 @@ from typing import Any
 @contextmanager
 def process(script: str, flags: str) -> Iterator[Callable[[str], Any]]:
     """Starts a script that calls `answer`; gives what asks it for a case."""
+    tests = Path(__file__).parents[1]
     path = os.pathsep.join(
-        [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        [str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]
     )
     environment = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     with (

@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import math
 
-import aot
 import jax
 import jax.numpy as jnp
 import optax
 
 import paged_optax as po
-from paged_optax.backend.memory import on_host
+from helpers import aot
+from helpers.programs import placed, placed_by_type, shardings, state_on
 from paged_optax.planning import shapes
 
 
@@ -73,21 +73,6 @@ def _normalised(x, scale):
     return x * jax.lax.rsqrt(square + 1e-6).astype(x.dtype) * scale
 
 
-def placed(tree, sharding):
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-    )
-
-
-def _by_type(shapes, avals, mesh):
-    device, host = aot.placements(mesh)
-    leaves = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host if on_host(a) else device)
-        for x, a in zip(jax.tree.leaves(shapes), avals, strict=True)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-
-
 def layerwise(model, tx, *, weights_on_host=False, host_dtype=None, **settings):
     """What `aot` compiles: the layerwise step, everything donated."""
     step = po.layerwise_step(
@@ -102,19 +87,18 @@ def layerwise(model, tx, *, weights_on_host=False, host_dtype=None, **settings):
                 name: placed(x, host) if len(x.shape) == 3 else x
                 for name, x in params["layers"].items()
             }
-        closed, state = jax.make_jaxpr(tx.init, return_shape=True)(model.shapes())
-        state = _by_type(state, closed.out_avals, mesh)
+        state = state_on(mesh, tx, model.shapes())
         workspace = po.GradientWorkspace.allocate(
             params["layers"], host_dtype=host_dtype
         )
         args = params, state, workspace, model.batch(device)
         closed, results = jax.make_jaxpr(step, return_shape=True)(*args)
-        results = _by_type(results, closed.out_avals, mesh)
+        results = placed_by_type(results, closed.out_avals, mesh)
         jitted = jax.jit(
             step,
             donate_argnums=(0, 1, 2),
             keep_unused=True,
-            out_shardings=jax.tree.map(lambda x: x.sharding, results),
+            out_shardings=shardings(results),
         )
         return jitted, args
 
@@ -132,12 +116,9 @@ def ordinary(model, tx):
     def build(mesh):
         device, _ = aot.placements(mesh)
         params = placed(model.shapes(), device)
-        closed, state = jax.make_jaxpr(tx.init, return_shape=True)(model.shapes())
-        state = _by_type(state, closed.out_avals, mesh)
-        shardings = jax.tree.map(lambda x: x.sharding, (params, state))
-        jitted = jax.jit(
-            step, donate_argnums=(0, 1), out_shardings=(*shardings, device)
-        )
+        state = state_on(mesh, tx, model.shapes())
+        places = shardings((params, state))
+        jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*places, device))
         return jitted, (params, state, model.batch(device))
 
     return build

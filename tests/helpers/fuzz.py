@@ -1,8 +1,8 @@
 """Random transformations, paged and unpaged, where XLA:CPU rounds one way only.
 
 A recipe is a dictionary of numbers and names, so that hypothesis can draw and shrink
-it. `python fuzz.py` answers with the distances of the recipes it is asked for, see
-`apart`; the flags are those of `exact`.
+it. `python tests/helpers/fuzz.py` answers with the distances of the recipes it is asked
+for, see `apart`; the flags are those of `exact`.
 """
 
 import contextlib
@@ -11,17 +11,15 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import apart
-import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import reference
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import paged_optax as po
+from helpers import apart, exact, reference
 from paged_optax.codecs import arranged
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.codec_rules import check, choose

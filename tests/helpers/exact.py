@@ -6,35 +6,35 @@ which turns `(m / c) / (sqrt(n) + e)` into one division where it sees both. A pa
 loop is fused otherwise than a whole tree, so each moves Optax's numbers by an ulp.
 With both switched off every number must be Optax's, bit for bit.
 
-`python exact.py` answers with the distances of the cases it is asked for, see `apart`.
+`python tests/helpers/exact.py` answers with the distances of the cases it is asked for,
+see `apart`.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-import apart
 import jax
 import jax.numpy as jnp
 import optax
-import reference
 
 import paged_optax as po
+from helpers import apart, reference
 
 FLAGS = "--xla_cpu_max_isa=AVX --xla_disable_hlo_passes=algsimp"
 
 Wrap = Callable[[optax.GradientTransformation], optax.GradientTransformation]
 
 
-def _matrices(params: Any) -> Any:
+def matrices(params: Any) -> Any:
     return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
-def _labels(params: Any) -> Any:
+def labels(params: Any) -> Any:
     return jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "vector", params)
 
 
 def _partition(matrix: Any, vector: Any) -> Any:
-    return optax.partition({"matrix": matrix, "vector": vector}, _labels)
+    return optax.partition({"matrix": matrix, "vector": vector}, labels)
 
 
 def slow_copies() -> optax.GradientTransformation:
@@ -74,7 +74,7 @@ _SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 12)
 COMPOSITIONS: dict[str, Callable[[Wrap], optax.GradientTransformation]] = {
     "schedule": lambda page: page(optax.adamw(_SCHEDULE)),
     "mu_dtype": lambda page: page(optax.adamw(1e-2, mu_dtype=jnp.bfloat16)),
-    "decay mask": lambda page: page(optax.adamw(1e-2, mask=_matrices)),
+    "decay mask": lambda page: page(optax.adamw(1e-2, mask=matrices)),
     "inject inside": lambda page: page(optax.inject_hyperparams(optax.adamw)(1e-2)),
     "inject a schedule inside": lambda page: page(
         optax.inject_hyperparams(optax.adamw)(_SCHEDULE)
@@ -82,8 +82,8 @@ COMPOSITIONS: dict[str, Callable[[Wrap], optax.GradientTransformation]] = {
     "inject around": lambda page: optax.inject_hyperparams(
         lambda learning_rate: page(optax.adamw(learning_rate))
     )(_SCHEDULE),
-    "masked inside": lambda page: page(optax.masked(optax.adam(1e-2), _matrices)),
-    "masked around": lambda page: optax.masked(page(optax.adam(1e-2)), _matrices),
+    "masked inside": lambda page: page(optax.masked(optax.adam(1e-2), matrices)),
+    "masked around": lambda page: optax.masked(page(optax.adam(1e-2)), matrices),
     "partition inside": lambda page: page(
         _partition(optax.adam(1e-2), optax.sgd(1e-2, momentum=0.9))
     ),

@@ -1,6 +1,7 @@
-"""One process of several: trains on its own devices, saves, and restores.
+r"""One process of several: trains on its own devices, saves, and restores.
 
-    python tests/process.py NUMBER PROCESSES PORT FOLDER LAST_STEP [KILLED AT_STEP]
+    python tests/helpers/process.py \
+        NUMBER PROCESSES PORT FOLDER LAST_STEP [KILLED AT_STEP]
 
 Begins at the last checkpoint in the folder, if there is one. Process 0 writes what all
 parameters and moments have become.

@@ -2,9 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+import paged_optax as po
+
 HIDDEN, WORDS = 64, 96
+SETTINGS = {"page_size": "16KiB", "min_paged_size": "16KiB"}
 
 
 def parameters(layers, tied=False, dtype=jnp.float32, seed=0):
@@ -67,3 +71,43 @@ def loss(params, batch):
         (jnp.arange(length), params["layers"]),
     )
     return epilogue(rest, x, kept, batch)[0]
+
+
+def layerwise(tx, **settings):
+    return po.layerwise_step(prologue, layer, epilogue, tx, **settings)
+
+
+def plain_step(tx, accumulate=False):
+    """`jax.grad` of the whole model, and Optax."""
+
+    def mean(params, batch):
+        if not accumulate:
+            return loss(params, batch)
+        return jnp.mean(jax.lax.map(lambda b: loss(params, b), batch))
+
+    @jax.jit
+    def step(params, state, batch):
+        loss, gradients = jax.value_and_grad(mean)(params, batch)
+        updates, state = tx.update(gradients, state, params)
+        norm = optax.tree.norm(gradients)
+        return optax.apply_updates(params, updates), state, loss, norm, gradients
+
+    return step
+
+
+def far(found, wanted):
+    """The largest distance of two leaves, relative to the leaf's norm."""
+    wide = lambda x: np.asarray(x, np.float64)
+    return max(
+        np.linalg.norm(wide(a) - wide(b)) / max(np.linalg.norm(wide(b)), 1e-30)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    )
+
+
+def run(step, params, state, workspace, batches):
+    compiled = None
+    for batch in batches:
+        args = params, state, workspace, batch
+        compiled = compiled or po.jit_step(step, *args, donate_argnums=(0, 1, 2))
+        params, state, workspace, output = compiled(*args)
+    return params, state, workspace, output

@@ -1,7 +1,8 @@
 """Training whose gradients nearly vanish: how large updates become, in units of lr.
 
-`python tests/vanishing.py` prints a table: float32, each codec, and Adam with states of
-bitsandbytes' own kernels where its shared library is installed (PyTorch need not be).
+`python tests/helpers/vanishing.py` prints a table: float32, each codec, and Adam with
+states of bitsandbytes' own kernels where its shared library is installed (PyTorch need
+not be).
 """
 
 import ctypes

@@ -126,12 +126,12 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
       case: The case.
       anew: Whether to compile also what is on record as passed.
     """
-    import aot
     import jax
     import jax.numpy as jnp
-    from test_bytes import on_device, shardings, state_on, updating
 
     import paged_optax as po
+    from helpers import aot
+    from helpers.programs import on_device, shardings, state_on, updating
     from paged_optax.backend import memory
     from paged_optax.engine import geometry
     from paged_optax.engine.sweeps import sweeps
@@ -236,7 +236,7 @@ def versions() -> str:
 def record() -> Path:
     """The file of fingerprints that passed, of this version of JAX."""
     version = importlib.metadata.version("jax")
-    return Path(__file__).with_name("data") / "passed" / f"jax-{version}.txt"
+    return Path(__file__).parents[1] / "data" / "passed" / f"jax-{version}.txt"
 
 
 @functools.cache
@@ -279,6 +279,6 @@ def answer(line: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    import apart
+    from helpers import apart
 
     apart.answer(answer)

@@ -1,0 +1,1 @@
+"""What the tests share: models, programs to compile, oracles, and worker processes."""

@@ -1,0 +1,113 @@
+"""Updates of real sizes, as programs for the accelerator compilers."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from helpers import aot
+from paged_optax.backend.memory import on_host
+
+MIB = 2**20
+COMPILERS = pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
+
+
+def shapes_of(tree):
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        tree,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def square(leaves, shape=(4096, 4096)):
+    return shapes_of({f"leaf{i:03}": shape for i in range(leaves)})
+
+
+def llama(layers=32, hidden=4096, inner=14336, grouped=1024, vocabulary=128256):
+    """The 291 parameter shapes of Llama-3-8B."""
+    layer = {
+        "q": (hidden, hidden),
+        "k": (hidden, grouped),
+        "v": (hidden, grouped),
+        "o": (hidden, hidden),
+        "gate": (hidden, inner),
+        "up": (hidden, inner),
+        "down": (inner, hidden),
+        "norm1": (hidden,),
+        "norm2": (hidden,),
+    }
+    outer = {
+        "embed": (vocabulary, hidden),
+        "head": (hidden, vocabulary),
+        "norm": (hidden,),
+    }
+    return shapes_of({**{f"layer{i:02}": dict(layer) for i in range(layers)}, **outer})
+
+
+def placed(tree, sharding):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+    )
+
+
+def placed_by_type(tree, avals, mesh):
+    """Each leaf on the device or on the host, as its type says."""
+    device, host = aot.placements(mesh)
+    leaves = [
+        jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=host if on_host(aval) else device
+        )
+        for x, aval in zip(jax.tree.leaves(tree), avals, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def state_on(mesh, tx, params):
+    """Abstract state, each leaf where `init` puts it."""
+    closed, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
+    return placed_by_type(state, closed.out_avals, mesh)
+
+
+def on_device(mesh, tree):
+    device, _ = aot.placements(mesh)
+    return placed(tree, device)
+
+
+def shardings(tree):
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def updating(tx, params):
+    """`tx.update` with donated gradients and state, for a compiler."""
+
+    def build(mesh):
+        gradients, state = on_device(mesh, params), state_on(mesh, tx, params)
+        jitted = jax.jit(
+            lambda gradients, state, params: tx.update(gradients, state, params),
+            donate_argnums=(0, 1),
+            out_shardings=(shardings(gradients), shardings(state)),
+        )
+        return jitted, (gradients, state, gradients)
+
+    return build
+
+
+def whole_tree(inner):
+    """What offloading usually means: all moments in, one update, all moments out."""
+
+    def update(gradients, state, params):
+        state = jax.device_put(state, jax.memory.Space.Device)
+        updates, state = inner.update(gradients, state, params)
+        return updates, jax.device_put(state, jax.memory.Space.Host)
+
+    init = lambda params: jax.device_put(inner.init(params), jax.memory.Space.Host)
+    return optax.GradientTransformation(init, update)
+
+
+def assert_in_place(report):
+    """Gradients and moments are overwritten, nothing is copied on the host."""
+    assert report.host_temp == 0
+    assert report.host_aliased == report.host_outputs == report.host_arguments
+    # XLA counts the table of output pointers among the outputs: 8 bytes each.
+    assert 0 <= report.device_outputs - report.device_aliased < 2**16

@@ -1,0 +1,115 @@
+"""`abstract_state` is the state that `init` would make, without a byte."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import paged_optax as po
+from helpers.moments import (
+    BUDGET,
+    MOMENTS,
+    WRAPPERS,
+    adam,
+    assert_updates_alike,
+    filled,
+    small,
+)
+from helpers.reference import ALIASES, SMALL_PAGES, assert_equal, kinds
+from helpers.small import DEVICE, HOST
+from paged_optax.backend.memory import on_host
+
+ABSTRACT = {
+    **{
+        name: lambda name=name: WRAPPERS[name](adam(device_budget=BUDGET))
+        for name in WRAPPERS
+    },
+    **{
+        alias: lambda alias=alias: getattr(po, alias)(
+            1e-2, device_budget=BUDGET, **ALIASES[alias][1], **SMALL_PAGES
+        )
+        for alias in MOMENTS
+    },
+    "own steps": lambda: adam(per_parameter_steps=True),
+    "bfloat16 mu": lambda: adam(mu_dtype=jnp.bfloat16),
+    "unpaged": lambda: optax.adamw(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", ABSTRACT)
+def test_abstract_state_is_that_of_init(name):
+    """Structure, shape, dtype and placement of every array, of arrays and of shapes."""
+    tx, params = ABSTRACT[name](), small()
+    state = tx.init(params)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    for given in (params, shapes):
+        target = po.abstract_state(tx, given)
+        assert jax.tree.structure(target) == jax.tree.structure(state)
+        for x, wanted in zip(
+            jax.tree.leaves(target), jax.tree.leaves(state), strict=True
+        ):
+            assert isinstance(x, jax.ShapeDtypeStruct)
+            assert (x.shape, x.dtype) == (wanted.shape, wanted.dtype)
+            assert x.sharding.is_equivalent_to(wanted.sharding, x.ndim)
+            assert x.sharding.memory_kind == wanted.sharding.memory_kind
+
+
+@pytest.mark.parametrize("device", [0, 3])
+def test_what_is_made_by_its_placements_is_paged(device):
+    """Restores make arrays so; those in host memory must have its type too."""
+    params = jax.device_put(small(), jax.devices()[device])
+    for x in jax.tree.leaves(po.abstract_state(adam(), params)):
+        zeros = np.zeros(x.shape, x.dtype)
+        made = jax.make_array_from_callback(
+            x.shape, x.sharding, lambda i, z=zeros: z[i]
+        )
+        assert on_host(made) == (x.sharding.memory_kind == HOST)
+
+
+def test_abstract_state_allocates_nothing():
+    params = {"w": jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)}  # 4 TiB
+    po.abstract_state(po.paged_adamw(1e-2), params)
+    before = sorted(id(x) for x in jax.live_arrays())
+    target = po.abstract_state(po.paged_adamw(1e-2), params)
+    assert sorted(id(x) for x in jax.live_arrays()) == before
+    assert kinds(target) == [DEVICE, HOST, HOST]
+
+
+@pytest.mark.parametrize("where", ["device", "mesh"])
+def test_abstract_state_is_beside_the_parameters(where):
+    if where == "device":
+        sharding = SingleDeviceSharding(jax.devices()[3])
+    else:
+        mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+        sharding = NamedSharding(mesh, PartitionSpec("x"))
+    params = jax.device_put({name: small()[name] for name in "ab"}, sharding)
+    tx = adam(device_budget=BUDGET)
+    state = tx.init(params)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+    )
+    for given in (params, shapes):
+        target = po.abstract_state(tx, given)
+        for x, wanted in zip(
+            jax.tree.leaves(target[0]), jax.tree.leaves(state[0]), strict=True
+        ):
+            # A count of `init` is committed nowhere; a restored one must be with them.
+            place = wanted.sharding if x.ndim else sharding
+            place = place.with_memory_kind(wanted.sharding.memory_kind)
+            assert x.sharding.device_set == place.device_set
+            assert x.sharding.memory_kind == place.memory_kind
+            assert not x.ndim or x.sharding.is_equivalent_to(place, x.ndim)
+            assert x.ndim or x.sharding.is_fully_replicated
+
+
+def test_abstract_state_places_what_was_read_from_elsewhere():
+    tx = adam(device_budget=BUDGET)
+    state = filled(tx.init(small()))
+    read = jax.tree.map(np.array, state)
+    target = po.abstract_state(tx, small())
+    placed = jax.device_put(read, jax.tree.map(lambda x: x.sharding, target))
+    assert kinds(placed) == kinds(state)
+    assert_equal(placed, state)
+    assert_updates_alike(jax.jit(tx.update), small(), state, placed)

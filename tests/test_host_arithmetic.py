@@ -1,0 +1,96 @@
+"""Arithmetic on host arrays is warned of before XLA fails of it, or copies."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import paged_optax as po
+from helpers import aot
+from helpers.programs import on_device, square, state_on
+from helpers.reference import SMALL_PAGES
+from helpers.small import TX, small, step_of
+from paged_optax.compiling.host_arithmetic import warn_of_host_compute
+
+odd = lambda step: step % 2 == 1  # noqa: E731
+#: Optax's wrappers that select between host arrays or multiply them, and ours.
+SKIPPING = {
+    "MultiSteps": lambda of, tx: of.MultiSteps(tx, 3),
+    "apply_if_finite": lambda of, tx: of.apply_if_finite(tx, 3),
+    "conditionally_transform": lambda of, tx: of.conditionally_transform(tx, odd),
+    "conditionally_mask": lambda of, tx: of.conditionally_mask(tx, odd),
+    "lookahead": lambda of, tx: of.lookahead(tx, 3, 0.5, reset_state=True),
+}
+#: What XLA:GPU copies for a conditional in some versions only, and XLA:TPU never.
+CONDITIONAL = set(SKIPPING) - {"MultiSteps", "lookahead"}
+
+
+def traced(tx, wrapper="", params=None):
+    gradients = params = small() if params is None else params
+    if wrapper == "lookahead":
+        params = optax.LookaheadParams.init_synced(params)
+    step = step_of(("params", "state"), ("params", "state"), tx)
+    return jax.make_jaxpr(step)(params, tx.init(params), gradients)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("name", SKIPPING)
+def test_optax_wrappers_are_warned_of_on_accelerators(name, platform):
+    """Each by the name of its cure, which is not warned of."""
+    jaxpr = traced(SKIPPING[name](optax, TX), name)
+    copies = platform == "cuda" and jax.__version_info__ < (0, 11, 2)
+    if copies or name not in CONDITIONAL:
+        with pytest.warns(UserWarning, match=rf"on float32<host>.*paged_optax.*{name}"):
+            warn_of_host_compute(jaxpr, platform)
+    else:
+        warn_of_host_compute(jaxpr, platform)
+    warn_of_host_compute(jaxpr, "cpu")
+    warn_of_host_compute(traced(SKIPPING[name](po, TX), name), platform)
+
+
+def test_a_users_own_arithmetic_is_warned_of():
+    state = TX.init(small())
+    jaxpr = jax.make_jaxpr(lambda state: jax.tree.map(lambda x: x + x, state))(state)
+    with pytest.warns(UserWarning, match=r"`add`.*test_step\.py:\d+.*device_put"):
+        warn_of_host_compute(jaxpr, "cuda")
+
+
+@pytest.mark.quick("codec2", "master", "inner0")
+@pytest.mark.parametrize(
+    "paging",
+    [
+        {"codec": "dynamic_int8"},
+        {"codec": "dynamic_int4"},
+        {"codec": "bfloat16_stochastic"},
+        {"master_dtype": "float32"},
+        {"per_parameter_steps": True},
+        {"inner": optax.lamb(1e-2)},
+        {"inner": optax.contrib.muon(1e-2)},
+        {"inner": optax.flatten(optax.adam(1e-2))},
+        {"inner": optax.contrib.schedule_free_adamw(1e-2)},
+    ],
+    ids=lambda paging: "-".join(map(str, paging)),
+)
+def test_no_transformation_of_ours_is_warned_of(paging):
+    paging = {"inner": optax.adamw(1e-2)} | paging
+    tx = po.paged(**paging, **SMALL_PAGES)
+    # Moments of few values are paged here too, and not computed on the host.
+    jaxpr = traced(tx, params=small() | {"few": jnp.ones((5, 8))})
+    for platform in ("cuda", "tpu"):
+        warn_of_host_compute(jaxpr, platform)
+
+
+@pytest.mark.compiler
+def test_jit_step_warns_before_xla_fails():
+    params = square(2)
+    tx = optax.MultiSteps(po.paged_adamw(1e-3), 4)
+    step = step_of(("params", "state"), ("params", "state"), tx)
+
+    def build(mesh):
+        params_there = on_device(mesh, params)
+        example = params_there, state_on(mesh, tx, params), params_there
+        po.jit_step(step, *example, donate_argnums=(0, 1))
+
+    with pytest.warns(UserWarning, match="use paged_optax.MultiSteps"):
+        with pytest.raises(jax.errors.JaxRuntimeError):
+            aot.v5e(build)

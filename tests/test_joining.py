@@ -1,0 +1,106 @@
+"""Parameters that join a state, or start anew in it."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+import paged_optax as po
+from helpers.moments import BUDGET, WRAPPERS, B, adam, filled, flat, is_traced, small
+from helpers.reference import assert_equal, kinds
+from helpers.small import HOST
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("plain", False),
+        ("plain", True),
+        ("injected", False),
+        ("multi steps", False),
+        ("multi steps", True),
+    ],
+)
+def test_a_parameter_joins(name, own):
+    """A state as for all parameters; the others' arrays and counts as they were."""
+    tx = WRAPPERS[name](adam(device_budget=BUDGET, per_parameter_steps=own))
+    less = {"a": small()["a"]}
+    state, update = tx.init(less), jax.jit(tx.update)
+    for _ in range(2):
+        _, state = update(less, state, less)
+    state = po.init_param(tx, state, less | {"c": small()["c"]}, "c")
+    new = po.init_param(tx, state, small(), "b")
+    fresh = tx.init(small())
+    chex.assert_trees_all_equal_structs(new, fresh)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, fresh)
+    assert kinds(new) == kinds(fresh)
+    old = dict(flat(state))
+    for (path, x), (_, made) in zip(flat(new), flat(fresh), strict=True):
+        if path in old:
+            assert x is old[path]
+        else:
+            assert_equal(x, made)
+    if own:
+        assert int(po.get_step(new, "b")) == 0
+        assert int(po.get_step(new, "a")) == int(po.get_step(state, "a")) > 0
+    updates, after = update(small(), new, small())
+    assert jax.tree.structure(updates) == jax.tree.structure(small())
+    assert kinds(after) == kinds(fresh)
+
+
+@pytest.mark.parametrize("old", ["missing", "present"])
+def test_a_group_joins_or_restarts(old):
+    tx = adam(per_parameter_steps=True)
+    adapter = {"down": jnp.ones((64, 33)), "up": jnp.ones((33, 64))}
+    base = {"base": {"w": small()["b"]}}
+    params = base | {"adapter": adapter}
+    state = filled(tx.init(base if old == "missing" else params))
+    state = po.increment_step(state, "base/w")
+    if old == "present":
+        state = po.increment_step(state, "adapter/up")
+    new = po.init_param(tx, state, params, "adapter")
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, tx.init(params))
+    assert kinds(new) == kinds(tx.init(params))
+    for name in ("adapter/down", "adapter/up"):
+        assert float(jnp.abs(po.page_in(new, name)["mu"]).max()) == 0
+        assert int(po.get_step(new, name)) == 0
+    assert new[0].mu["base"]["w"] is state[0].mu["base"]["w"]
+    assert int(po.get_step(new, "base/w")) == 1
+    tx.update(params, new, params)
+
+
+def test_joining_parameters_must_all_be_named():
+    tx, params = adam(), small()
+    state = tx.init({"a": params["a"]})
+    with pytest.raises(ValueError) as error:
+        po.init_param(tx, state, params, "b")
+    for word in ("mu", "'c'", "'b'"):
+        assert word in str(error.value)
+    with pytest.raises(ValueError, match="'d'.*params"):
+        po.init_param(tx, state, params, "d")
+
+
+def test_joining_allocates_its_own_moments_alone():
+    """The others' are neither copied nor made again."""
+    made = []
+
+    def init(params):
+        state = adam().init(params)
+        made.append([x for x in jax.tree.leaves(state) if not is_traced(x)])
+        return state
+
+    tx, params = adam()._replace(init=init), small()
+    state = tx.init({name: params[name] for name in ("a", "c")})
+    made.clear()
+    po.init_param(tx, state, params, "b")
+    assert 0 < sum(x.nbytes for each in made for x in each) <= B + 64
+
+
+def test_a_joined_parameter_lives_beside_its_own():
+    device = jax.devices()[3]
+    params = jax.device_put({name: small()[name] for name in "ab"}, device)
+    state = adam().init({"a": params["a"]})
+    new = po.init_param(adam(), state, params, "b")
+    assert new[0].mu["b"].devices() == {device}
+    assert kinds(new[0].mu) == [HOST, HOST]
+    adam().update(params, new, params)

@@ -1,0 +1,102 @@
+"""What is chosen by shape is chosen by the shape of the whole stack."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import paged_optax as po
+from helpers.stacked import SETTINGS, both, finish, same, start
+
+
+def large(params):
+    """Chosen by what Optax sees: the size of a whole stack."""
+    return jax.tree.map(lambda x: x.size > 5000, params)
+
+
+PER_ELEMENT = {
+    "layers": {
+        "w": jnp.linspace(0.1, 1.0, 8192).reshape(2, 64, 64),
+        "v": jnp.ones((2, 64, 96)),
+        "b": jnp.ones((2, 64)),
+    },
+    "head": jnp.linspace(0.5, 1.0, 4096).reshape(64, 64),
+}
+
+
+@pytest.mark.quick("masked", "labels", "length", "array")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: po.paged_adamw(0.1, weight_decay=0.5, mask=large, **SETTINGS),
+        lambda: optax.masked(po.paged_sgd(0.1, momentum=0.9, **SETTINGS), large),
+        lambda: optax.partition(
+            {
+                True: po.paged_sgd(0.1, **SETTINGS),
+                False: po.paged_lion(0.2, **SETTINGS),
+            },
+            large,
+        ),
+        lambda: po.paged(
+            optax.stateless(
+                lambda updates, _: jax.tree.map(lambda g: g / len(g), updates)
+            )
+        ),
+        lambda: optax.chain(
+            po.paged_sgd(0.1, momentum=0.9, **SETTINGS),
+            optax.stateless(
+                lambda updates, _: jax.tree.map(jnp.multiply, updates, PER_ELEMENT)
+            ),
+        ),
+        lambda: po.paged_adamw(
+            0.1, weight_decay=0.5, mask=large, per_parameter_steps=True, **SETTINGS
+        ),
+        lambda: po.paged_adamw(
+            0.1,
+            weight_decay=0.5,
+            mask=large,
+            codec={"head": "dynamic_int8"},
+            **SETTINGS,
+        ),
+    ],
+    ids=["decay", "masked", "labels", "length", "array", "own_steps", "coded_head"],
+)
+def test_what_is_chosen_by_shape(make):
+    """A mask, a label or a factor is that of the whole stack, not of one layer."""
+    params = {
+        "layers": {
+            "w": jnp.full((2, 64, 64), 0.01),
+            "v": jnp.ones((2, 64, 96)),
+            "b": jnp.zeros((2, 64)),
+        },
+        "head": jnp.eye(64),
+    }
+    functions = (
+        start,
+        lambda w, x, c, i: (x + jnp.tanh(x @ w["w"] + w["b"]), None),  # not of "v"
+        lambda rest, x, kept, batch: jnp.mean((x @ rest["head"]) ** 2),
+    )
+    tx = make()
+    batch = jax.random.normal(jax.random.key(0), (4, 64))
+    found, wanted = both(params, tx, functions, batch)
+    same(found[0], wanted[0], 1e-5)
+    same(found[1], wanted[1], 1e-5)
+    kind = lambda tree: jax.tree.map(lambda x: x.sharding.memory_kind, tree)
+    assert kind(found[1]) == kind(tx.init(params))
+
+
+@pytest.mark.quick("-bfloat16-")
+@pytest.mark.parametrize("codec", ["dynamic_int8", "bfloat16", "bfloat16_stochastic"])
+def test_coded_moments_chosen_by_shape(codec):
+    """One layer's codes are updated alone: a mask must be given as it is, in bools."""
+    params = {"layers": {"w": jnp.ones((2, 64, 64)), "v": jnp.ones((2, 128, 64))}}
+    functions = (start, lambda w, x, c, i: (x + x @ w["w"], None), finish)
+    make = lambda mask: po.paged_adamw(
+        0.1, weight_decay=0.5, mask=mask, codec=codec, **SETTINGS
+    )
+    with pytest.raises(ValueError, match=r"\['w'\].*shape.*tree of bools.*codec"):
+        both(params, make(large), functions)
+    found, wanted = both(params, make(large(params)), functions)
+    np.testing.assert_allclose(found[0]["layers"]["v"], 0.95, 1e-6)
+    same(found[0], wanted[0], 1e-2)

@@ -1,0 +1,72 @@
+"""A layerwise step in other dtypes: complex parameters, norms in float64."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import paged_optax as po
+from helpers.stacked import SETTINGS, both, finish, layer, same
+
+
+def widened(rest, x, kept, batch):
+    """A loss whose gradients are as large as the batch says."""
+    return jnp.mean(jnp.abs(x) ** 2) * batch["scale"]
+
+
+@pytest.mark.quick("None-0.5")
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("host_dtype", [None, jnp.complex64])
+def test_complex_norm(max_norm, host_dtype):
+    """Imaginary parts count."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "emb": jax.random.normal(keys[0], (64, 64), jnp.complex64) * 0.1,
+        "layers": {"w": jax.random.normal(keys[1], (2, 64, 64), jnp.complex64) * 0.1},
+    }
+    functions = (lambda rest, batch: (batch @ rest["emb"], None), layer, finish)
+    batch = jax.random.normal(keys[2], (4, 64), jnp.complex64)
+    tx = po.paged_sgd(1.0, **SETTINGS)
+    found, wanted = both(
+        params, tx, functions, batch, max_norm=max_norm, host_dtype=host_dtype
+    )
+    same(found[3].gradient_norm, wanted[2])
+    same(found[0], wanted[0], 1e-5)
+
+
+@pytest.mark.quick("float64-float64")
+@pytest.mark.parametrize("host_dtype", [None, "float32", "float64"])
+@pytest.mark.parametrize("rest_dtype", ["float32", "float64"])
+def test_norm_in_float64(rest_dtype, host_dtype):
+    """Squares beyond float32's largest number are none beyond float64's."""
+    with jax.enable_x64(True):
+        params = {
+            "shift": jnp.zeros(64, rest_dtype),  # Optax squares it in its own dtype
+            "layers": {"w": jnp.full((2, 64, 64), 0.01, "float64")},
+        }
+        functions = (
+            lambda rest, b: (b["x"] + 1e-12 * rest["shift"].astype("float64"), None),
+            layer,
+            widened,
+        )
+        batch = {"x": jnp.ones((4, 64), "float64"), "scale": jnp.float64(1e21)}
+        found, wanted = both(
+            params,
+            optax.sgd(1.0),
+            functions,
+            batch,
+            max_norm=0.5,
+            host_dtype=host_dtype,
+        )
+        assert found[3].gradient_norm.dtype == "float64"
+        assert float(wanted[2]) > 1e20
+        same(found[3].gradient_norm, wanted[2], 1e-6)
+        same(found[0], wanted[0], 1e-6)
+
+
+def test_real_workspace_of_complex_layers():
+    """It would drop imaginary parts, and is refused."""
+    layers = {"w": jnp.ones((2, 64, 64), jnp.complex64)}
+    for name in ("dtype", "host_dtype"):
+        with pytest.raises(ValueError, match=rf"{name}=float32.*\['w'\].*complex64"):
+            po.GradientWorkspace.allocate(layers, **{name: "float32"})

@@ -1,0 +1,220 @@
+"""One parameter's state, whatever tree it is of and whatever optimizer has it."""
+
+import dataclasses
+import re
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import paged_optax as po
+from helpers.moments import (
+    BUDGET,
+    MOMENTS,
+    SHAPES,
+    adam,
+    belonging,
+    filled,
+    flat,
+    named,
+    small,
+)
+from helpers.reference import ALIASES, SMALL_PAGES, arrays, assert_equal, kinds
+from helpers.small import DEVICE
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class CarryState(NamedTuple):
+    """Parameters may have a name that ends as those of Optax's states do."""
+
+    hidden: Any
+    cell: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    kernel: Any
+    inner: Any
+
+
+@jax.tree_util.register_pytree_node_class
+class Keyless:
+    """A pytree that gives its children no names."""
+
+    def __init__(self, *children):
+        self.children = children
+
+    def tree_flatten(self):
+        return self.children, None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+TREES = {
+    "dicts": lambda a, b, c: {"x": {"a": a, "a2": {"b": b}}, "y": {"": c}},
+    "like fields": lambda a, b, c: {"mu": a, "count": b, "nu": {"mu": c}},
+    "lists": lambda a, b, c: [a, [b, [c]]],
+    "tuples": lambda a, b, c: (a, (b, (c,))),
+    "named tuples": lambda a, b, c: Pair(a, Pair(b, [c])),
+    "named like a state": lambda a, b, c: CarryState(a, {"z": CarryState(b, c)}),
+    "dataclasses": lambda a, b, c: Layer(a, (Layer(b, c),)),
+    "keyless": lambda a, b, c: {"k": Keyless(a, b), "l": c},
+    "nnx state": lambda a, b, c: nnx.State(
+        {"m": {"a": nnx.Param(a), "b": nnx.Param(b)}, "c": nnx.Param(c)}
+    ),
+    "with none": lambda a, b, c: {"a": a, "b": None, "c": [b, None, c]},
+    "numbers": lambda a, b, c: {0: a, 1: {10: b, 1: c}},
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+def test_trees_of_parameters(tree, own):
+    """Every function, for parameters in every container, by both kinds of path."""
+    params = TREES[tree](*small().values())
+    tx = adam(device_budget=BUDGET, per_parameter_steps=own)
+    state = filled(tx.init(params))
+    scale = state[0]
+    for i, (key_path, x) in enumerate(flat(params)):
+        stays = x.shape != SHAPES["b"]
+        mu, nu = (jax.tree.leaves(x)[i] for x in (scale.mu, scale.nu))
+        for path in (key_path, named(key_path)):
+            moments = po.page_in(state, path)
+            assert set(moments) == {"mu", "nu"}
+            assert_equal((moments["mu"], moments["nu"]), (mu, nu))
+            assert po.is_device_resident(state, path) == stays
+            where = po.device_bytes if stays else po.host_bytes
+            assert where(state, path) == 2 * mu.nbytes
+            assert_equal(po.page_out(state, path, moments), state)
+            assert int(po.get_step(state, path)) == 0
+            if own:
+                more = po.increment_step(state, path)
+                counts = [int(x) for x in jax.tree.leaves(more[0].count)]
+                assert counts == [int(i == j) for j in range(3)]
+                assert int(po.get_step(more, path)) == 1
+    fresh = po.init_param(tx, state, params, path)
+    for j, moment in enumerate(jax.tree.leaves(fresh[0].mu)):
+        assert bool(np.abs(moment).max() > 0) == (i != j)
+    assert kinds(fresh) == kinds(state)
+    assert po.device_resident_count(state) == 2
+    moved = po.rebalance(tx, state, [path for path, x in flat(params) if x.size == 9])
+    assert po.device_resident_count(moved) == 1
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+def test_a_bare_array(own):
+    """Parameters that are one array have the empty path."""
+    params = small()["b"]
+    tx = adam(per_parameter_steps=own)
+    state = filled(tx.init(params))
+    for path in ("", (), "/"):
+        moments = po.page_in(state, path)
+        assert_equal(moments["mu"], state[0].mu)
+        assert_equal(po.page_out(state, path, moments), state)
+        assert not po.is_device_resident(state, path)
+        assert po.host_bytes(state, path) == 2 * params.nbytes
+    _, state = tx.update(params, state, params)
+    assert int(po.get_step(state, "")) == 1
+    assert po.device_resident_count(state) == 0
+    fresh = po.init_param(tx, state, params, "")
+    assert float(jnp.abs(fresh[0].mu).max()) == 0
+    assert kinds(fresh) == kinds(state)
+    state = po.rebalance(adam(device_budget="1MiB"), state, [""])
+    assert po.device_resident_count(state) == 1
+
+
+def test_a_bare_array_increments_its_own_step():
+    tx = adam(per_parameter_steps=True)
+    state = po.increment_step(tx.init(small()["b"]), "")
+    assert int(po.get_step(state, "")) == 1
+
+
+@pytest.mark.quick("paged_adamw", "paged_muon")
+@pytest.mark.parametrize("alias", MOMENTS)
+def test_optimizers(alias):
+    """Moments by Optax's names; identity; a new parameter joins; all numbers kept."""
+    _, kwargs = ALIASES[alias]
+    tx = getattr(po, alias)(1e-2, **kwargs, **SMALL_PAGES)
+    # Adafactor factors from 128 rows and columns on.
+    params = arrays(shapes={"w": (130, 140), "v": (300,), "s": (), "new": (129, 128)})
+    state = filled(tx.init(params))
+    assert set(po.page_in(state, "w")) == MOMENTS[alias]
+    for name in params:
+        moments = po.page_in(state, name)
+        assert_equal(moments, belonging(state, (jax.tree_util.DictKey(name),)))
+        assert_equal(po.page_out(state, name, moments), state)
+    less = {name: x for name, x in params.items() if name != "new"}
+    start = filled(tx.init(less))
+    joined = po.init_param(tx, start, params, "new")
+    fresh = tx.init(params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(joined, fresh)
+    assert jax.tree.structure(joined) == jax.tree.structure(fresh)
+    assert kinds(joined) == kinds(fresh)
+    old = dict(flat(start))
+    for (path, x), (_, made) in zip(flat(joined), flat(fresh), strict=True):
+        if path in old:
+            assert x is old[path]
+        else:
+            assert_equal(x, made)
+    jax.jit(tx.update)(params, joined, params)
+
+
+@pytest.mark.slow
+def test_coded_moments():
+    """A moment in codes and scales goes in and out, moves and joins as one."""
+    own = {"per_parameter_steps": True, "codec": "dynamic_int8"}
+    tx, params = adam(device_budget="9KiB", **own), small()
+    _, state = tx.update(params, tx.init(params), params)
+    size = 2 * (64 * 64 + 64 * 64 // 256 * 4)
+    moments = po.page_in(state, "a")
+    assert [str(x.dtype) for x in jax.tree.leaves(moments)] == [
+        "int32",
+        "float32",
+        "uint32",
+        "float32",
+    ]
+    assert set(kinds(moments)) == {DEVICE}
+    assert po.is_device_resident(state, "a")
+    assert po.device_bytes(state, "a") == size
+    out = po.page_out(state, "a", moments)
+    assert_equal(out, state)
+    assert po.host_bytes(out, "a") == size
+    with pytest.raises(ValueError, match="'mu'"):
+        po.page_out(state, "a", moments | {"mu": jnp.ones((64, 64))})
+    wanted = jax.tree.map(np.array, out)
+    moved = po.rebalance(tx, out, ["a"])
+    assert_equal(moved, wanted)
+    assert po.is_device_resident(moved, "a")
+    assert not po.is_device_resident(moved, "b")
+    again = po.init_param(tx, moved, params, "b")
+    assert_equal(po.page_in(again, "b"), po.page_in(tx.init(params), "b"))
+    assert_equal(po.page_in(again, "a"), moments)
+    assert [int(po.get_step(again, name)) for name in "abc"] == [1, 0, 1]
+    target = po.abstract_state(tx, params)
+    assert jax.tree.structure(target) == jax.tree.structure(tx.init(params))
+    assert kinds(target) == kinds(tx.init(params))
+    tx.update(params, again, params)
+
+
+def test_two_fields_of_one_name_are_told_apart():
+    tx = optax.chain(adam(), adam())
+    state = filled(tx.init(small()))
+    moments = po.page_in(state, "b")
+    assert len(moments) == 4
+    assert all(re.search("(mu|nu)$", name) for name in moments)
+    found = sorted(float(x.sum()) for x in moments.values())
+    own = [x for path, x in flat(state) if path[-1:] == (jax.tree_util.DictKey("b"),)]
+    assert found == sorted(float(jnp.asarray(np.asarray(x)).sum()) for x in own)
+    assert_equal(po.page_out(state, "b", moments), state)

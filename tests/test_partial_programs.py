@@ -1,0 +1,261 @@
+"""Updates of some parameters as programs: traced, compiled, for accelerators."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import paged_optax as po
+from helpers import aot
+from helpers.activity import NAMES, adam, flag, small
+from helpers.programs import (
+    COMPILERS,
+    MIB,
+    assert_in_place,
+    on_device,
+    shapes_of,
+    shardings,
+    state_on,
+    updating,
+)
+from helpers.reference import SMALL_PAGES
+from helpers.small import counting
+from paged_optax.engine.geometry import Kept, cut
+
+
+def test_new_flags_are_no_new_program():
+    """Whichever parameters are active: traced flags are one program."""
+    inner, traces = counting(optax.adam(1e-2))
+    tx = po.paged(inner, **SMALL_PAGES)
+    params = small()
+    state = jax.jit(tx.init)(params)
+    update = jax.jit(lambda s, active: tx.update(params, s, params, active=active)[1])
+    for number in range(8):
+        active = {name: flag(bool(number >> i & 1)) for i, name in enumerate(NAMES)}
+        state = update(state, active)
+    assert len(traces) == 1
+    assert update._cache_size() == 1
+
+
+def test_new_flags_are_no_new_program_eager(caplog):
+    tx, params = po.paged_adam(1e-2, **SMALL_PAGES), small()
+    state = tx.init(params)
+
+    def step(number):
+        active = {name: flag(bool(number >> i & 1)) for i, name in enumerate(NAMES)}
+        return tx.update(params, state, params, active=active)
+
+    step(0)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        for number in range(8):
+            step(number)
+    assert not [x for x in caplog.messages if re.match("Compiling|Finished XLA", x)]
+
+
+def test_one_program_for_each_static_pattern(caplog):
+    tx, params = po.paged_adam(1e-2, **SMALL_PAGES), small()
+    state = tx.init(params)
+    patterns = [(1, 0, 0), (0, 1, 0), (1, 0, 0), (0, 1, 0), (1, 1, 1), (1, 0, 0)]
+    compiled = lambda: len([x for x in caplog.messages if x.startswith("Compiling")])
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        for pattern in patterns:
+            active = dict(zip(NAMES, map(bool, pattern), strict=True))
+            _, state = tx.update(params, state, params, active=active)
+        assert compiled() == len(set(patterns)) == 3
+        tx.update(params, state, params)  # all of them, said in another way
+    assert compiled() == 3
+
+
+def loops(tx, active):
+    params = small()
+    jaxpr = jax.make_jaxpr(lambda g, s: tx.update(g, s, params, active=active))(
+        params, tx.init(params)
+    )
+    found, stack = [], [jaxpr.jaxpr]
+    while stack:
+        for eqn in stack.pop().eqns:
+            if eqn.primitive.name == "while":
+                found.append({x.aval.shape for x in eqn.invars})
+                continue
+            for value in jax.tree.leaves(list(eqn.params.values())):
+                inner = getattr(value, "jaxpr", value)
+                stack += [inner] if hasattr(inner, "eqns") else []
+    return found
+
+
+def test_a_leaf_that_is_off_is_not_in_the_program():
+    """Known when traced: no loop, and no transfer, of the leaf."""
+    everything = loops(adam(), True)
+    assert {shape for shapes in everything for shape in shapes} >= {(70, 128), (300,)}
+    others = [shapes for shapes in everything if (70, 128) not in shapes]
+    for off in (False, np.bool_(False)):
+        some = loops(adam(), {"w": off, "v": True, "s": True})
+        assert some == others
+        assert not any((70, 128) in shapes for shapes in some)
+        assert loops(adam(), off) == []
+
+
+# -- compiled for accelerators --------------------------------------------------
+
+#: Whole pages, a smaller last page, and a leaf that is one page.
+COMPILED = {"even": (1024, 1024), "odd": (305, 1024), "single": (256, 1024)}
+
+
+def gated(tx, params, static=None):
+    """`updating` with a traced flag for each parameter; `static` overrides some."""
+    static = static or {}
+
+    def build(mesh):
+        device, _ = aot.placements(mesh)
+        gradients, state = on_device(mesh, params), state_on(mesh, tx, params)
+        flags = {
+            name: jax.ShapeDtypeStruct((), jnp.bool_, sharding=device)
+            for name in params
+            if name not in static
+        }
+
+        def update(flags, gradients, state, params):
+            return tx.update(gradients, state, params, active=flags | static)
+
+        jitted = jax.jit(
+            update,
+            donate_argnums=(1, 2),
+            out_shardings=(shardings(gradients), shardings(state)),
+        )
+        return jitted, (flags, gradients, state, gradients)
+
+    return build
+
+
+class Program:
+    """A compiled program's text: its computations, and who calls whom."""
+
+    def __init__(self, hlo):
+        self.computations, self.entry = {}, ""
+        for block in hlo.split("\n\n"):
+            lines = block.strip().splitlines()
+            header = lines and re.match(r"(ENTRY )?%([\w.-]+) \(", lines[0])
+            if header:
+                self.computations[header[2]] = lines[1:]
+                self.entry = header[2] if header[1] else self.entry
+
+    def instruction(self, computation, name):
+        """An instruction's opcode and operands."""
+        pattern = re.compile(rf"\s*(ROOT )?%{re.escape(name)} = ")
+        line = next(x for x in self.computations[computation] if pattern.match(x))
+        call = re.search(r" ([a-z][\w-]*)\(((?:%[^()]*)?|\d+)\)(?:,|$)", line)
+        assert call, line
+        return call[1], re.findall(r"%([\w.-]+)", call[2]), line
+
+    def host_transfers(self):
+        """The computation of each transfer to or from host memory."""
+        for name, lines in self.computations.items():
+            for line in lines:
+                if re.search(r" [\w-]+-start\(", line) and "S(5)" in line:
+                    yield name
+
+    def flag_above(self, computation):
+        """The Boolean argument that bounds the outermost loop around a computation."""
+        while True:
+            called = re.compile(rf"=%{re.escape(computation)}[,\s]")
+            computation, call = next(
+                (caller, line)
+                for caller, lines in self.computations.items()
+                for line in lines
+                if called.search(line)
+            )
+            if computation == self.entry:
+                return self._bound(call)
+
+    def _bound(self, call):
+        loop = re.search(r" while\(%([\w.-]+)\), condition=%([\w.-]+)", call)
+        assert loop, f"not inside a loop: {call[:200]}"
+        _, inits, _ = self.instruction(self.entry, loop[1])
+        compared = [
+            int(re.search(r"index=(\d+)", x)[1])
+            for x in self.computations[loop[2]]
+            if " get-tuple-element(" in x
+        ]
+        roots = [x for x in self.computations[loop[2]] if "ROOT" in x]
+        assert re.search(r" compare\(| fusion\(", roots[0])
+        flags = {self._argument(inits[index]) for index in compared} - {None}
+        assert len(flags) == 1, call[:200]
+        return flags.pop()
+
+    def _argument(self, name):
+        """The Boolean argument that an instruction converts, if it does."""
+        while True:
+            opcode, operands, line = self.instruction(self.entry, name)
+            if opcode == "parameter":
+                return name if " = pred[]" in line else None
+            if opcode not in ("convert", "copy", "fusion", "bitcast", "copy-done"):
+                return None
+            if len(operands) != 1:
+                return None
+            (name,) = operands
+
+
+@pytest.mark.compiler
+@COMPILERS
+def test_a_flag_is_the_trip_count_of_all_that_travels(compile_for):
+    """Every transfer is in a loop from 0 to a parameter's own flag: 0 moves no byte."""
+    params = shapes_of(COMPILED)
+    report = compile_for(gated(po.paged_adamw(1e-3, page_size="1MiB"), params))
+    assert_in_place(report)
+    program = Program(report.hlo)
+    found = [program.flag_above(name) for name in program.host_transfers()]
+    count = {
+        flag: sum(f"__{flag}__" in name or f"_{flag}_" in name for name in found)
+        for flag in params
+    }
+    # mu and nu, in and out; the odd leaf has a last page beside its loop's.
+    assert count == {"even": 4, "odd": 8, "single": 4}
+    assert len(found) == sum(count.values())
+    assert not re.search(r"S\(5\)\S* copy\(", report.hlo)
+
+
+@pytest.mark.compiler
+@COMPILERS
+def test_flags_cost_no_scratch(compile_for):
+    """Gated leaves are in place as others are, and one at a time."""
+    params = shapes_of({f"leaf{i}": (4096, 1024) for i in range(6)})
+    tx = po.paged_adamw(1e-3, page_size="1MiB", per_parameter_steps=True)
+    report, plain = compile_for(gated(tx, params)), compile_for(updating(tx, params))
+    assert_in_place(report)
+    assert report.host_arguments == plain.host_arguments == 2 * 6 * 16 * MIB
+    assert report.device_temp <= plain.device_temp + MIB
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("page_size", ["1MiB", "4MiB"])
+def test_addresses_under_flags(page_size):
+    """Every transfer of the H200 program covers exactly its page."""
+    shape, leaves = (4096, 1024), 3
+    params = shapes_of({f"leaf{i}": shape for i in range(leaves)})
+    report = aot.h200(gated(po.paged_adamw(1e-3, page_size=page_size), params))
+    page_bytes = 4 * cut(shape, (Kept(4),), int(page_size[0]) * MIB).rows.entries
+    found = aot.descriptors(report.hlo)
+    assert {key[2:] for key in found} == {(0, page_bytes)}
+    assert sum(n for key, n in found.items() if key[0] == "read") == 2 * leaves
+    assert sum(n for key, n in found.items() if key[0] == "write") == 2 * leaves
+
+
+@pytest.mark.compiler
+@COMPILERS
+def test_what_is_off_is_compiled_away(compile_for):
+    """A leaf off when traced: its moments are handed through, and nothing travels."""
+    params = shapes_of(COMPILED)
+    tx = po.paged_adamw(1e-3, page_size="1MiB")
+    report = compile_for(gated(tx, params, {"odd": False, "even": True}))
+    assert report.host_temp == 0
+    assert report.host_aliased == report.host_outputs
+    assert report.transfers == 4 + 4
+    transfers = Program(report.hlo).host_transfers()
+    assert sum(1 for _ in transfers) == 4 + 4
+    nothing = compile_for(gated(tx, params, dict.fromkeys(params, False)))
+    assert nothing.transfers == 0
+    assert nothing.host_temp == 0
+    assert nothing.host_aliased == nothing.host_outputs

@@ -1,0 +1,106 @@
+"""`plan`: what it says is what there is."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import paged_optax as po
+from helpers.exact import scale_by_value
+from helpers.reference import SMALL_PAGES
+from helpers.small import DEVICE, HOST, TX, small
+
+TRANSFORMATIONS = {
+    "adam": lambda: TX,
+    "budget": lambda: po.paged_adam(1e-2, device_budget="32KiB", min_paged_size=0),
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), TX),
+    "masked": lambda: optax.masked(TX, {"a": True, "b": False}),
+    "partition": lambda: optax.partition(
+        {"x": TX, "y": po.paged_lion(1e-2, **SMALL_PAGES)}, {"a": "x", "b": "y"}
+    ),
+    "inject": lambda: optax.inject_hyperparams(
+        lambda learning_rate: po.paged_adam(learning_rate, **SMALL_PAGES)
+    )(learning_rate=1e-2),
+    "whole leaves": lambda: po.paged_lamb(1e-2, **SMALL_PAGES),
+    "flatten": lambda: optax.flatten(TX),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_plan_totals_are_those_of_the_state(name):
+    tx, params = TRANSFORMATIONS[name](), small()
+    plan = po.plan(tx, params)
+    moments = [x for x in jax.tree.leaves(tx.init(params)) if x.ndim]
+    on = {
+        kind: sum(x.nbytes for x in moments if x.sharding.memory_kind == kind)
+        for kind in (HOST, DEVICE)
+    }
+    counts = sum(x.bytes for x in plan.moments if not x.shape)
+    assert plan.host_bytes == on[HOST] > 0
+    assert plan.device_bytes == on[DEVICE] + counts
+    assert plan.link_bytes == 2 * on[HOST]
+    assert plan.link_seconds == pytest.approx(plan.link_bytes / 25e9)
+    assert 0 < plan.scratch_bytes <= 4 * on[HOST]
+    for x in plan.moments:
+        if x.on_host:
+            assert x.page_bytes * (x.pages - 1) < x.bytes <= x.page_bytes * x.pages
+
+
+def test_plan_twice_and_after_init_of_shapes():
+    params = small()
+    first = po.plan(TX, params)
+    jax.eval_shape(TX.init, params)
+    assert po.plan(TX, params) == first
+    shapes = jax.eval_shape(lambda: params)
+    assert po.plan(TX, shapes) == first
+    assert "moments on the host" in str(first)
+
+
+def test_plan_prints_every_group_and_the_totals():
+    params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
+    params |= {f"v{i}": jax.ShapeDtypeStruct((1024,), jnp.bfloat16) for i in range(3)}
+    plan = po.plan(
+        po.paged_adamw(1e-3, page_size="8MiB"), params, link_gigabytes_per_second=50
+    )
+    lines = str(plan).splitlines()
+    cells = [re.split(r"\s{2,}", line.strip()) for line in lines]
+    assert cells[0] == ["moments", "shape", "dtype", "where", "pages", "bytes"]
+    assert ["[0].mu['w'] +1", "4096x4096", "float32", "host", "8 x 8.0 MiB"] in [
+        row[:5] for row in cells
+    ]
+    assert ["[0].mu['v0'] +5", "1024", "bfloat16", "device", "-", "12.0 KiB"] in cells
+    assert ["moments on the host", "128.0 MiB"] in cells
+    assert ["over the link a step", "256.0 MiB"] in cells
+    assert any(row[0] == "seconds a step at 50 GB/s" for row in cells)
+    assert plan.link_seconds == pytest.approx(2**28 / 50e9)
+    assert plan.scratch_bytes == 4 * 8 * 2**20
+
+
+def test_plan_allocates_nothing():
+    params = {"w": jax.ShapeDtypeStruct((1 << 19, 1 << 10), jnp.float32)}
+    assert po.plan(po.paged_adamw(1e-3), params).host_bytes == 2**32
+
+
+def test_plan_needs_the_extra_arguments_of_update():
+    tx = po.paged(scale_by_value(), **SMALL_PAGES)
+    plan = po.plan(tx, small(), extra_args={"value": 1.0})
+    assert plan.host_bytes == 2**14 + 70 * 128 * 4
+
+
+def test_plan_warns_where_the_host_pool_is_too_small(monkeypatch):
+    name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+    params = {"w": jax.ShapeDtypeStruct((1 << 20, 1 << 13), jnp.float32)}  # 32 GiB
+    tx = po.paged_adamw(1e-3)
+    monkeypatch.delenv(name, raising=False)
+    po.plan(tx, params)  # 64 GiB of moments in a pool of 64: no warning
+    params["v"] = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    with pytest.warns(UserWarning, match=name) as warned:
+        po.plan(tx, params)
+    (asked,) = re.findall(rf"{name}=(\d+)", str(warned[0].message))
+    monkeypatch.setenv(name, asked)
+    po.plan(tx, params)
+    monkeypatch.setenv(name, "1")
+    with pytest.warns(UserWarning, match="1.0 GiB"):
+        po.plan(tx, params)

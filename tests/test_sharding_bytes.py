@@ -1,0 +1,170 @@
+"""Each device pages its own shard, as the accelerators' compilers have it."""
+
+import collections
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import paged_optax as po
+from helpers import aot, decoder, schedule
+from helpers.programs import MIB
+
+
+@pytest.mark.compiler
+def test_init_needs_no_device_memory():
+    """Each of four H200s makes its part of the moments on the host, page by page."""
+
+    def build(mesh):
+        place = NamedSharding(mesh, P("x"), memory_kind="device")
+        leaf = jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=place)
+        params = {f"w{i}": leaf for i in range(4)}
+        shardings = jax.tree.map(lambda x: x.sharding, params)
+        tx = po.paged_adamw(1e-3, page_size="2MiB", shardings=shardings)
+        return jax.jit(lambda params: tx.init(params)), (params,)
+
+    report = aot.h200(build, 4)
+    assert report.host_outputs == 2 * 4 * 4096 * 4096 * 4 // 4
+    assert report.device_temp + report.device_outputs <= 4 * MIB
+    assert report.host_temp == 0
+    assert not collectives(report.hlo)
+
+
+def for_accelerators(x):
+    """A CPU's `ShapeDtypeStruct`, with the memory kinds of an accelerator."""
+    kind = x.sharding.memory_kind
+    sharding = x.sharding.with_memory_kind(kind if kind == "pinned_host" else "device")
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def sharded_update(make, spec, shape, names, leaves, axis_type=AxisType.Auto):
+    """An update of square leaves for a compiler, and where its arguments are.
+
+    `make` is given the shardings, which no `init` of real arrays has seen.
+    """
+
+    def build(mesh):
+        types = (axis_type,) * len(names)
+        mesh = Mesh(mesh.devices.reshape(shape), names, axis_types=types)
+        place = NamedSharding(mesh, spec, memory_kind="device")
+        leaf = jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=place)
+        params = {f"w{i:02}": leaf for i in range(leaves)}
+        tx = make(jax.tree.map(lambda x: x.sharding, params))
+        state = jax.tree.map(for_accelerators, po.abstract_state(tx, params))
+        out = jax.tree.map(lambda x: x.sharding, (params, state))
+        update = lambda gradients, state, params: tx.update(gradients, state, params)
+        jitted = jax.jit(update, donate_argnums=(0, 1), out_shardings=out)
+        return jitted, (params, state, params)
+
+    return build
+
+
+def collectives(hlo):
+    names = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    return collections.Counter(re.findall(rf" ({names})(?:-start)?\(", hlo))
+
+
+@pytest.mark.quick("shape1", "shape4")
+@pytest.mark.compiler
+@pytest.mark.parametrize(
+    ("compile_for", "shape", "spec", "settings", "leaves"),
+    [
+        (aot.h200, (4,), P("x"), {}, 16),
+        (aot.h200, (4,), P("x"), {"axis_type": AxisType.Explicit}, 3),
+        (aot.h200, (4,), P(None, "x"), {"codec": "dynamic_int8"}, 3),
+        (aot.h200, (4, 2), P("x", "y"), {}, 3),
+        (aot.v5e, (4,), P("x"), {}, 16),
+        (aot.v5e, (4,), P(), {}, 3),
+        (aot.v5e, (2, 2), P("x", "y"), {"codec": "dynamic_int8"}, 3),
+    ],
+)
+def test_scratch_and_collectives(compile_for, shape, spec, settings, leaves):
+    """As planned: 12 MiB a device, nothing on the host, no collective of paging."""
+    settings = dict(settings)
+    axis_type = settings.pop("axis_type", AxisType.Auto)
+    names = ("x", "y")[: len(shape)]
+
+    def make(shardings=None):
+        return po.paged_adamw(1e-3, page_size="2MiB", shardings=shardings, **settings)
+
+    build = sharded_update(make, spec, shape, names, leaves, axis_type)
+    report = compile_for(build, int(np.prod(shape)))
+    assert report.device_temp <= 12 * MIB
+    assert report.host_temp == 0
+    assert report.host_aliased == report.host_arguments
+    mesh = jax.sharding.AbstractMesh(shape, names)
+    leaf = jax.ShapeDtypeStruct(
+        (4096, 4096), jnp.float32, sharding=NamedSharding(mesh, spec)
+    )
+    plan = po.plan(make(), {f"w{i:02}": leaf for i in range(leaves)})
+    assert plan.devices == np.prod(shape)
+    assert plan.host_bytes == report.host_arguments
+    assert report.device_temp <= plan.scratch_bytes + 1.25 * MIB
+    optax_own = lambda shardings: optax.adamw(1e-3)
+    unpaged = sharded_update(optax_own, spec, shape, names, 1, axis_type)
+    plain = compile_for(unpaged, int(np.prod(shape)))
+    assert collectives(report.hlo) == collectives(plain.hlo)
+    assert not report.unsharded
+
+
+def divided_layerwise(model):
+    """The layerwise step over a mesh for a compiler: FSDP, a sequence a device."""
+
+    def build(mesh):
+        place = lambda *axes: NamedSharding(mesh, P(*axes), memory_kind="device")
+
+        def divide(x):
+            sharding = place(None, "x") if len(x.shape) == 3 else place()
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        params = jax.tree.map(divide, model.shapes())
+        shardings = jax.tree.map(lambda x: x.sharding, params)
+        tx = po.paged_adamw(1e-4, page_size="1MiB", shardings=shardings)
+        step = po.layerwise_step(model.prologue, model.layer, model.epilogue, tx)
+        state = jax.tree.map(for_accelerators, po.abstract_state(tx, params))
+        workspace = po.GradientWorkspace.allocate(params["layers"])
+        args = params, state, workspace, model.batch(place("x"), (mesh.size, 128))
+        made = jax.eval_shape(step, *args)
+        out = jax.tree.map(lambda x: x.sharding, args[:3])
+        whole = jax.tree.map(lambda x: place(), made[3])
+        jitted = jax.jit(
+            step,
+            donate_argnums=(0, 1, 2),
+            keep_unused=True,
+            out_shardings=(*out, whole),
+        )
+        return jitted, args
+
+    return build
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_layerwise_on_h200s():
+    """One layer's gradients at a time, reduced and scattered inside the loop.
+
+    They are reduced while moments travel, which takes longer. Twice the layers take
+    twice the arguments, and no more scratch.
+    """
+    model = functools.partial(decoder.Decoder, 1024, 1024, 1024, 2048)
+    reports = [
+        aot.h200(divided_layerwise(model(layers=layers)), 4) for layers in (4, 8)
+    ]
+    short, long = reports
+    for report in reports:
+        assert report.host_temp == 0
+        assert report.host_aliased == report.host_arguments
+        assert report.device_outputs - report.device_aliased <= 4096
+        reductions = schedule.reductions(report.hlo)
+        assert reductions and all(transfers > 0 for transfers in reductions)
+    layer = 4 * (4 * 1024 * 1024 + 3 * 1024 * 2048)
+    boundary = 4 * 128 * 1024 * 4  # of each further layer: its input, in float32
+    assert long.device_temp - short.device_temp <= boundary + layer / 100
+    assert collectives(long.hlo) == collectives(short.hlo)
+    assert long.host_arguments >= 2 * 4 * 8 * layer / 4 / 4
