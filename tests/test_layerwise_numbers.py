@@ -139,6 +139,27 @@ def test_mappings(mapping):
         assert found[0].default_factory is list
 
 
+@pytest.mark.parametrize("codec", [None, "dynamic_int8"])
+def test_layers_under_another_key(codec):
+    """The same numbers, although the leaves' order is another one."""
+    given = {"first": jnp.full((64, 64), 0.1), "layers": STACK}
+    renamed = {"first": given["first"], "blocks": STACK}
+    functions = (lambda rest, batch: (batch @ rest["first"], None), layer, finish)
+    tx = po.paged_adamw(1e-2, codec=codec, **SETTINGS)
+    made = []
+    for params, key in ((given, {}), (renamed, {"layers": "blocks"})):
+        step = jax.jit(po.layerwise_step(*functions, tx, max_norm=1.0, **key))
+        workspace = po.GradientWorkspace.allocate(STACK)
+        made.append(step(params, tx.init(params), workspace, BATCH))
+    (before, state, *_), (after, renamed_state, *_) = made
+    same(before["first"], after["first"])
+    same(before["layers"], after["blocks"])
+    same(state[0].mu["layers"], renamed_state[0].mu["blocks"])
+    step = po.layerwise_step(*functions, tx, layers="blocks")
+    with pytest.raises(ValueError, match=r"key 'blocks'.*layers=\.\.\."):
+        step(given, tx.init(given), workspace, BATCH)
+
+
 def test_parameters_that_are_no_mapping():
     """They are refused by their type's name."""
     model = jax.tree_util.register_dataclass(

@@ -16,6 +16,7 @@ class Parts:
     """The parameters of a model.
 
     Attributes:
+      key: The key of the layers' parameters.
       layers: The layers' parameters, stacked.
       rest: All others, by name.
       names: The mapping's keys, in the order of its leaves.
@@ -23,6 +24,7 @@ class Parts:
       in_layers: For each leaf of all parameters whether it is of the layers.
     """
 
+    key: str
     layers: PyTree
     rest: dict[Hashable, PyTree]
     names: tuple[Hashable, ...]
@@ -31,36 +33,39 @@ class Parts:
     in_layers: tuple[bool, ...]
 
     @classmethod
-    def of(cls, params: PyTree) -> "Parts":
+    def of(cls, params: PyTree, key: str = "layers") -> "Parts":
         """Takes parameters apart.
 
+        Args:
+          params: The parameters of a model.
+          key: The key of the layers' parameters.
+
         Raises:
-          ValueError: If they are no mapping with the key `"layers"`.
+          ValueError: If they are no mapping with that key.
         """
         children, outer = jax.tree.flatten(params, is_leaf=lambda x: x is not params)
         # A mapping's leaves may come in any order: JAX itself says in which.
         numbers = jax.tree.unflatten(outer, range(len(children)))
-        if not isinstance(numbers, Mapping) or "layers" not in numbers:
+        if not isinstance(numbers, Mapping) or key not in numbers:
             keys = list(params) if isinstance(params, Mapping) else "no keys"
             raise ValueError(
                 f"params is of type {type(params).__name__} and has {keys}: pass a dict"
                 " or another mapping that JAX knows as a pytree, with the layers'"
-                " parameters stacked on a leading axis under the key 'layers'."
+                f" parameters stacked on a leading axis under the key {key!r}."
+                " layerwise_step(..., layers=...) takes another key."
             )
         names = tuple(sorted(numbers, key=lambda name: numbers[name]))
         given = dict(zip(names, children, strict=True))
-        inside = [
-            name == "layers" for name in names for _ in jax.tree.leaves(given[name])
-        ]
-        layers = given.pop("layers")
-        return cls(layers, given, names, jax.tree.structure(params), tuple(inside))
+        inside = [name == key for name in names for _ in jax.tree.leaves(given[name])]
+        layers = given.pop(key)
+        return cls(key, layers, given, names, jax.tree.structure(params), tuple(inside))
 
     def others(self, rest: Mapping[Hashable, PyTree[Array]]) -> list[Array]:
         """Leaves of a tree like `rest`, in the order that they have among all."""
         return [
             x
             for name in self.names
-            if name != "layers"
+            if name != self.key
             for x in jax.tree.leaves(rest[name])
         ]
 

@@ -36,6 +36,7 @@ def layerwise_step(
     clip: Literal["global", "layer"] = "global",
     accumulate: bool = False,
     activations_on_host: bool = False,
+    layers: str = "layers",
 ) -> Step:
     r"""A training step with the gradients of one layer alive, instead of all.
 
@@ -50,7 +51,7 @@ def layerwise_step(
     The moments of a layer travel while its VJP computes. Parameters and state are those
     of an ordinary step; so are the numbers, to the rounding of sums in another order.
 
-    The parameters are a mapping with the key `"layers"`, the layers' parameters stacked
+    The parameters are a mapping with the key `layers`, the layers' parameters stacked
     on the leading axis of each leaf (as `nnx.vmap`, `nnx.scan`, Linen's `nn.scan` and
     `jax.vmap` of an initialiser give them), and whatever else the model has. What else
     there is goes to prologue and epilogue alike, so that embeddings may be tied.
@@ -73,7 +74,7 @@ def layerwise_step(
     Args:
       prologue: `prologue(rest, batch)` returns the first layer's input, and anything
         that all layers may see (masks, rotary tables, dropout keys; stacked tables to
-        be indexed by layer), or None. `rest` is the parameters without `"layers"`, by
+        be indexed by layer), or None. `rest` is the parameters without the layers, by
         name; it is trained through the context too.
       layer: `layer(weights, x, context, i)` returns the next layer's input, and
         anything to keep of this layer (a balancing loss), or None. `i` is the layer's
@@ -92,6 +93,7 @@ def layerwise_step(
         workspace; with a workspace's `host_dtype` they add up on the host, one
         micro-batch after the other.
       activations_on_host: Whether the layers' inputs wait in host memory.
+      layers: The key of the layers' parameters, as in `what_fits`.
 
     Returns:
       `step(params, state, workspace, batch)`, which returns the new parameters, state
@@ -139,7 +141,7 @@ def layerwise_step(
     def run(
         params: PyTree, state: PyTree, workspace: GradientWorkspace, batch: PyTree
     ) -> tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput]:
-        parts = Parts.of(params)
+        parts = Parts.of(params, layers)
         _refuse_integers(params)
         if accumulate:
             _refuse_other_counts(batch)
