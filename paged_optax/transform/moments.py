@@ -1,9 +1,9 @@
-"""What `plan` is told of a paged transformation's moments."""
+"""Describes the moments of a paged transformation, for `plan`."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
+from jaxtyping import PyTree
 
 from paged_optax.backend import memory
 from paged_optax.backend.key_paths import keystr
@@ -23,13 +23,25 @@ from paged_optax.transform.trees import (
 
 def planned_moments(
     pager: Pager,
-    params: Any,
-    shapes: Any,
+    params: PyTree[jax.ShapeDtypeStruct],
+    shapes: PyTree[jax.ShapeDtypeStruct],
     stays: Sequence[bool],
     shards: Sequence[Shards | None],
-    extra: dict[str, Any],
+    extra: Mapping[str, PyTree],
 ) -> list[Moment]:
-    """What `init` places where, and how `update` will cut it, for `plan`."""
+    """Describes where `init` places each moment, and how `update` will cut it.
+
+    Args:
+      pager: The paged transformation.
+      params: The shapes and dtypes of the parameters.
+      shapes: Those of the state of `inner`.
+      stays: For each leaf of the state whether it stays on the device.
+      shards: For each parameter how it is divided, or None.
+      extra: The extra arguments that `update` will get.
+
+    Returns:
+      One description for each leaf of the state.
+    """
     layout = pager.layout(params, shapes, shards)
     analysis, _ = pager.analyse(params, shapes, params, *split({"extra_args": extra}))
     first = len(jax.tree.leaves(params))
