@@ -35,7 +35,7 @@ def only_if(gate: Gate) -> AbstractContextManager[None]:
 
 
 def restart_if(gate: Gate | np.bool_) -> AbstractContextManager[None]:
-    """Makes every paged update called within end with a new state.
+    """Lets every paged update called within end with a new state.
 
     Args:
       gate: Whether the state becomes what `init` makes.
@@ -44,7 +44,7 @@ def restart_if(gate: Gate | np.bool_) -> AbstractContextManager[None]:
 
 
 def _known(gate: Gate | np.bool_) -> Gate:
-    """Turns a concrete gate into a bool: equal bools share a compiled program."""
+    """Turns a concrete gate into a bool, so that equal gates share what is compiled."""
     return gate if isinstance(gate, Tracer) else bool(gate)
 
 

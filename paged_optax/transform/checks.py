@@ -22,7 +22,7 @@ from paged_optax.backend.memory import (
     on_host,
 )
 from paged_optax.engine.shards import Shards
-from paged_optax.transform.trees import Leaf, Stored, paths_of
+from paged_optax.transform.trees import Leaf, Value, paths_of
 
 
 def refuse_dtype(path: KeyPath, leaf: Leaf) -> None:
@@ -71,7 +71,7 @@ def refuse_host(what: str, tree: PyTree) -> None:
             )
 
 
-def underived(arrays: Sequence[Stored]) -> tuple[Stored, ...]:
+def underived(arrays: Sequence[Value]) -> tuple[Value, ...]:
     """The same arrays, which refuse derivatives and `vmap`."""
     leaves, structure = jax.tree.flatten(tuple(arrays))
     inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]

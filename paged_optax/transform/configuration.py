@@ -66,8 +66,8 @@ class Configuration:
 
         `"auto"` takes what the device has free now, less a reserve for what a training
         step will need: gradients (as many bytes as parameters) and, for activations and
-        pages, a quarter of the device's memory. Where the backend keeps no statistics
-        (CPU) everything is paged.
+        pages, a quarter of the device's memory. If the backend keeps no statistics
+        (CPU), everything is paged.
 
         Args:
           parameters: Bytes of the parameters, which are on the device already.
@@ -96,15 +96,15 @@ def resident(
     budget: int | None,
     min_paged_size: int,
 ) -> list[bool]:
-    """Which state leaves stay on the device.
+    """Chooses the state leaves that stay on the device.
 
     A full sweep touches every page once a step, in one order, so the best choice
     (Belady's) is a fixed set: small leaves, step counts and keys always, then the
     moments of one parameter after the other until the budget is spent.
 
     Args:
-      sizes: Bytes of each of the state's leaves; None for what is never paged.
-      owners: The parameter each belongs to, or None.
+      sizes: For each leaf of the state its bytes; None if it is never paged.
+      owners: For each leaf the parameter that it belongs to, or None.
       budget: Bytes of moments that may stay; None: all.
       min_paged_size: Moments of fewer bytes stay, and cost no budget.
 

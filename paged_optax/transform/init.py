@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
 from jax.core import Tracer
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
@@ -44,6 +43,7 @@ from paged_optax.transform.stored_state import Layout
 from paged_optax.transform.trees import (
     Parameter,
     Stored,
+    Value,
     arrays_of,
     paths_of,
 )
@@ -149,7 +149,7 @@ class _Making:
         shown = moving >= LARGE and not traced
         with progress("moments", len(self.analysis.leaves), shown) as advance:
 
-            def run_and_tell(leaf: LeafUpdate, inputs: list[Array]) -> list[Stored]:
+            def run_and_tell(leaf: LeafUpdate, inputs: list[Value]) -> list[Value]:
                 made = self._leaf(leaf, inputs)
                 if shown:
                     jax.block_until_ready(made)
@@ -162,7 +162,7 @@ class _Making:
             for position, value in enumerate(values)
         ]
 
-    def _leaf(self, leaf: LeafUpdate, inputs: list[Array]) -> list[Stored]:
+    def _leaf(self, leaf: LeafUpdate, inputs: list[Value]) -> list[Value]:
         """Runs the program of one leaf: page by page if it moves, or is coded."""
         (position,) = leaf.outputs
         codec, divided = self.layout.codecs[position], self.layout.shards[position]
@@ -183,7 +183,7 @@ class _Making:
         return [made]
 
     def _placed(
-        self, position: int, value: Stored, parameters: Sequence[Parameter]
+        self, position: int, value: Value, parameters: Sequence[Parameter]
     ) -> Stored:
         """Puts a leaf beside its parameter, in its own memory."""
         layout, owner = self.layout, self.owners[position]

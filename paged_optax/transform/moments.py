@@ -7,18 +7,13 @@ from jaxtyping import PyTree
 
 from paged_optax.backend import memory
 from paged_optax.backend.key_paths import keystr
-from paged_optax.backend.memory import (
-    nbytes,
-)
+from paged_optax.backend.memory import nbytes
 from paged_optax.engine.geometry import Kept, Pages, uncut
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.streamed import Streamed
 from paged_optax.transform.pager import Pager, divided_as
 from paged_optax.transform.recorded import Moment
-from paged_optax.transform.trees import (
-    paths_of,
-    split,
-)
+from paged_optax.transform.trees import paths_of, split
 
 
 def planned_moments(
@@ -34,7 +29,7 @@ def planned_moments(
     Args:
       pager: The paged transformation.
       params: The shapes and dtypes of the parameters.
-      shapes: Those of the state of `inner`.
+      shapes: The shapes and dtypes of the state of `inner`.
       stays: For each leaf of the state whether it stays on the device.
       shards: For each parameter how it is divided, or None.
       extra: The extra arguments that `update` will get.

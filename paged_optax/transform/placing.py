@@ -33,8 +33,8 @@ def place(
       value: The leaf.
       host: Whether it goes to host memory.
       like: Its parameter, or None if it belongs to no single one.
-      mesh: Where a leaf goes that is not divided as its parameter: to all devices of
-        this mesh.
+      mesh: The mesh on all of whose devices the leaf goes if it is not divided as its
+        parameter; None if there is no mesh.
 
     Returns:
       The leaf.

@@ -20,9 +20,9 @@ class Moment:
       path: Its path in the state.
       shape: Its shape; on a mesh, that of one device's shard.
       dtype: Its dtype.
-      bytes: Its bytes, on one device or for it.
+      bytes: Its bytes, or those of one device's shard.
       on_host: Whether it lives in host memory.
-      pages: Pages a sweep cuts it into; 1 where it travels whole; 0 on the device.
+      pages: Pages that a sweep cuts it into; 1 if it travels whole; 0 on the device.
       page_bytes: Bytes of one of them.
       leaf: Moments with equal numbers travel together.
       in_flight: Pages of it that may be on the device at once. Two are read and

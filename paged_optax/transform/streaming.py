@@ -1,4 +1,4 @@
-"""One update of all leaves: page by page those that a codec or the host stores."""
+"""One update of all leaves, page by page if a codec or host memory holds them."""
 
 import contextlib
 import dataclasses
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import PyTree, UInt32
+from jaxtyping import UInt32
 
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.backend.memory import (
@@ -28,7 +28,7 @@ from paged_optax.transform.checks import (
 from paged_optax.transform.context import Gate, current
 from paged_optax.transform.pager import Pager, divided_as
 from paged_optax.transform.stored_state import Layout
-from paged_optax.transform.trees import Stored
+from paged_optax.transform.trees import Stored, Value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Streaming:
     layout: Layout
     shards: tuple[Shards | None, ...]
     analysis: Analysis
-    arguments: list[Stored]
+    arguments: list[Value]
     gradients: list[Array]
     leaves: list[Stored]
     own: dict[int, list[ArrayLike]]
@@ -85,13 +85,13 @@ class Streaming:
         """The gate of what belongs to a parameter; None: to all of them."""
         return self._gate_of_all if owner is None else self.moves[owner]
 
-    def results(self) -> list[PyTree]:
+    def results(self) -> list[Value]:
         """Computes the updates, then the state's new leaves."""
         _ = self._gate_of_all
         made = self.analysis.evaluate(self.arguments, self.run_leaf, self.own)
         return [self._result(position, new) for position, new in enumerate(made)]
 
-    def _result(self, position: int, new: PyTree) -> PyTree:
+    def _result(self, position: int, new: Value) -> Value:
         if position < self.first:
             return choose_by(self.gates[position], new, None)
         if position in self.own:
@@ -110,8 +110,8 @@ class Streaming:
         moved = on_host(old) and not on_host(new)
         return jax.device_put(new, HOST) if moved else new
 
-    def run_leaf(self, leaf: LeafUpdate, inputs: list[Stored]) -> Sequence[Stored]:
-        """Runs the program of one leaf: by pages if a codec or the host stores it."""
+    def run_leaf(self, leaf: LeafUpdate, inputs: list[Value]) -> Sequence[Value]:
+        """Runs the program of one leaf, by pages if a codec or the host holds it."""
         gate = self.gate_of(leaf.owner)
         if leaf.owner is None and len({id(gate) for gate in self.gates}) > 1:
             refuse_joined(leaf)
@@ -134,7 +134,7 @@ class Streaming:
         ]
 
     def _buffers(
-        self, leaf: LeafUpdate, inputs: list[Stored], olds: Sequence[Stored | None]
+        self, leaf: LeafUpdate, inputs: list[Value], olds: Sequence[Value | None]
     ) -> "_Buffers":
         buffers, numbers = list(inputs), list(leaf.inputs)
         overwrites: list[int] = []
@@ -198,14 +198,14 @@ class _Buffers:
       codecs: For each array the codec that stores it, or None.
     """
 
-    arrays: list[Stored]
+    arrays: list[Value]
     numbers: list[int]
     overwrites: list[int]
     codecs: list[Codec | None]
 
     @functools.cached_property
     def moving(self) -> list[Kept]:
-        """How each array is kept that a codec or the host stores."""
+        """How each array is kept that a codec or host memory holds."""
         return [
             Kept(4 if codec else x.dtype.itemsize, codec, on_host(x))
             for x, codec in zip(self.arrays, self.codecs, strict=True)

@@ -1,4 +1,4 @@
-"""Trees taken apart: into paths and leaves, into arrays and the rest."""
+"""Takes trees apart: into paths and leaves, into arrays and the rest."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from paged_optax.analysis.program import Analysis
 from paged_optax.backend.key_paths import keystr
 from paged_optax.transform.context import Gate
 
-# jaxlib declares no types of its own for it.
+# Pyright sees a variable here, for jaxlib comes without type stubs.
 PyTreeDef: TypeAlias = jax.tree_util.PyTreeDef  # pyright: ignore[reportInvalidTypeForm]
 
 #: A parameter or a gradient: an array, or the shape and dtype of one.
@@ -29,7 +29,10 @@ Leaf = Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 #: A leaf as a state holds it: an array, or the arrays in which a codec stores it.
 Stored = PyTree[Leaf]
 
-#: An array or a number that an update is given: a new value compiles nothing anew.
+#: What an update's programs take and make: a leaf as a state holds it, or a number.
+Value = PyTree[Leaf | ArrayLike]
+
+#: What `jax.jit` traces of an extra argument, so that no new value compiles it again.
 Traceable = ArrayLike | jax.ShapeDtypeStruct
 
 
