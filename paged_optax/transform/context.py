@@ -1,4 +1,4 @@
-"""What an update is told besides its arguments.
+"""The context of an update: what it is told besides its arguments.
 
 Optax's wrappers do not forward every argument. A wrapper or a trace that has something
 to say to the paged transformations inside sets it in a context around the call. There
@@ -25,7 +25,7 @@ class Context:
 
     Attributes:
       gate: Whether updates happen.
-      restart: Whether the state becomes what `init` makes, after an update.
+      restart: Whether an update ends with the state that `init` makes.
       fetched: Whether the moments of an update are on the device on purpose.
       layer: The number of the layer that the moments belong to; None if they belong to
         no layer of a stack.
@@ -56,7 +56,7 @@ def current() -> Context:
 
 @contextlib.contextmanager
 def within(**changes: object) -> Iterator[None]:
-    """Changes fields of the context for what is called within."""
+    """Changes fields of the context around all calls within."""
     context = dataclasses.replace(current(), **changes)
     values = (getattr(context, field.name) for field in dataclasses.fields(context))
     # A traced value is equal to itself alone, and JAX's caches must not keep it alive.

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
@@ -36,7 +35,7 @@ class Layout:
       structure: The structure of the transformation's own state.
       avals: For each leaf what has the shape and dtype that the transformation sees.
       codecs: For each leaf the codec that stores it; None if it is stored as it is.
-      counts: The positions of step counts of which each parameter has its own.
+      counts: The positions of the step counts that each parameter has for itself.
       parameters: The structure of the parameters.
       shards: For each leaf how it is divided over a mesh; None if it is not.
     """
@@ -102,7 +101,7 @@ class Layout:
         return shards.stored(codec, aval.shape) if shards else codec.stored(aval.shape)
 
     def types(self, position: int, parameter: Parameter | None) -> Stored | None:
-        """Something divided as a stored leaf is; None if it is on all devices."""
+        """Arrays or shapes divided as a stored leaf; None if it is on all devices."""
         codec, aval = self.codecs[position], self.avals[position]
         shards = self.shards[position]
         if codec is None:
@@ -128,7 +127,7 @@ class Layout:
         return math.prod(shards.divisions) if shards else 1
 
     def build(self, leaves: Sequence[Stored]) -> PyTree:
-        """Makes a new state of stored leaves, with a copy of each count a parameter."""
+        """Makes a new state of stored leaves, with copies of each count."""
         leaves = list(leaves)
         for position in self.counts:
             count = leaves[position]
@@ -188,7 +187,7 @@ class Layout:
             ],
         )
 
-    def blank(self, leaves: Sequence[Stored]) -> PyTree[Array | np.ndarray]:
+    def blank(self, leaves: Sequence[Stored]) -> PyTree[Leaf]:
         """The state as the transformation sees it, with zeros for coded leaves."""
         return jax.tree.map(
             lambda x: (
