@@ -1,26 +1,28 @@
 """Optax's wrappers that skip steps, for moments that live on the host.
 
-Optax selects between the old state and the new with `jnp.where` or `lax.cond`. Between
-host arrays XLA copies the whole state for that (`MultiSteps` on GPUs; `lax.cond` on
-GPUs, jax 0.10.2) or fails to compile (`MultiSteps` on TPUs), and every micro-step moves
-every byte. Here a skipped step runs its page loops zero times.
+Optax selects between the old state and the new with `jnp.where` or `lax.cond`. If the
+states are host arrays, XLA copies them whole (`MultiSteps` on GPUs; `lax.cond` on GPUs,
+jax 0.10.2) or fails to compile (`MultiSteps` on TPUs), and every micro-step moves every
+byte. Here a skipped step runs its page loops zero times.
 
-The semantics are Optax's by construction: its own wrapper runs, around a transformation
-that has a single bool for state, and that bool says afterwards whether the wrapper
-would have updated.
+The semantics are Optax's by construction: Optax's own wrapper runs around a
+transformation whose state is a single bool, and that bool tells afterwards whether the
+wrapper would have updated.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import PyTree
 
 from paged_optax.backend.memory import on_host
 from paged_optax.transform.active import only_if, restart_if
 
-#: Hands updates through, and remembers in its state whether its update counted.
+#: Returns updates as they are; its state tells whether the wrapper took its update.
 _PROBE = optax.GradientTransformationExtraArgs(
     lambda params: jnp.asarray(False),
     lambda updates, state, params=None, **extra_args: (updates, jnp.asarray(True)),
@@ -28,44 +30,44 @@ _PROBE = optax.GradientTransformationExtraArgs(
 
 
 class _Wrapped(NamedTuple):
-    """An Optax wrapper taken apart from what it wraps.
+    """An Optax wrapper, apart from the transformation that it wraps.
 
     Attributes:
-      init: The wrapper's, around `_PROBE`.
-      update: The wrapper's, around `_PROBE`.
-      inner: What it wraps.
-      field: Where its state holds that of `inner`.
-      zero: Whether the updates of a skipped step are zero, not its gradients.
-      accumulates: Whether `inner` is given other gradients than the wrapper.
+      init: The wrapper's `init`, around `_PROBE`.
+      update: The wrapper's `update`, around `_PROBE`.
+      inner: The wrapped transformation.
+      field: The field of the wrapper's state that holds the state of `inner`.
+      zero: Whether the updates of a skipped step are zero; else they are its gradients.
+      accumulates: Whether `inner` gets other gradients than the wrapper.
     """
 
-    init: Callable[..., Any]
-    update: Callable[..., Any]
+    init: Callable[[optax.Params], PyTree]
+    update: Callable[..., tuple[optax.Updates, PyTree]]
     inner: optax.GradientTransformationExtraArgs
     field: str
     zero: bool
     accumulates: bool = False
 
-    def init_around(self, params: optax.Params) -> Any:
+    def init_around(self, params: optax.Params) -> PyTree:
         return self.init(params)._replace(**{self.field: self.inner.init(params)})
 
     def update_around(
         self,
         updates: optax.Updates,
-        state: Any,
+        state: PyTree,
         params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, Any]:
+        **extra_args: object,
+    ) -> tuple[optax.Updates, PyTree]:
         old = getattr(state, self.field)
         blank = state._replace(**{self.field: jnp.asarray(False)})
         passed, outer = self.update(updates, blank, params, **extra_args)
         happens = getattr(outer, self.field)
         if not self.accumulates:
-            # The same, but not out of Optax's conditional, which would copy them.
+            # Optax's conditional returns the same gradients, but copies them.
             passed = updates
         with only_if(happens):
             changed, new = self.inner.update(passed, old, params, **extra_args)
-        # Paged moments were kept by their loops; all else is selected here.
+        # The loops of paged moments have selected already.
         new = jax.tree.map(
             lambda new, old: new if on_host(new) else jnp.where(happens, new, old),
             new,
@@ -138,10 +140,10 @@ class MultiSteps(optax.MultiSteps):
     def __init__(
         self,
         opt: optax.GradientTransformation,
-        every_k_schedule: Any,
+        every_k_schedule: int | Callable[[ArrayLike], ArrayLike],
         use_grad_mean: bool = True,
-        should_skip_update_fn: Any = None,
-        accumulator_dtype: Any = jnp.float32,
+        should_skip_update_fn: (Callable[..., tuple[ArrayLike, PyTree]] | None) = None,
+        accumulator_dtype: DTypeLike = jnp.float32,
     ):
         super().__init__(
             _PROBE,
@@ -173,7 +175,7 @@ class MultiSteps(optax.MultiSteps):
         updates: optax.Updates,
         state: optax.MultiStepsState,
         params: optax.Params | None = None,
-        **extra_args: Any,
+        **extra_args: object,
     ) -> tuple[optax.Updates, optax.MultiStepsState]:
         """Accumulates gradients, and on the last micro-step updates with them."""
         return self._wrapped.update_around(updates, state, params, **extra_args)
@@ -213,17 +215,18 @@ def apply_if_finite(
 
 def conditionally_transform(
     inner: optax.GradientTransformation,
-    should_transform_fn: Callable[..., Any],
+    should_transform_fn: Callable[..., ArrayLike],
     forward_extra_args: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.conditionally_transform` that moves no byte where it does not transform.
+    """`optax.conditionally_transform` that moves no byte if it does not transform.
 
-    Where the condition does not hold, updates are handed through and the state stays.
+    If the condition does not hold, updates are returned as they are and the state
+    stays.
 
     Args:
       inner: The wrapped transformation, with `paged(...)` anywhere inside, or nowhere.
       should_transform_fn: The condition, a function of the count of calls.
-      forward_extra_args: Whether it is given `update`'s extra arguments too.
+      forward_extra_args: Whether the condition gets `update`'s extra arguments too.
 
     Returns:
       A transformation whose state is an `optax.ConditionallyTransformState`.
@@ -248,17 +251,17 @@ def conditionally_transform(
 
 def conditionally_mask(
     inner: optax.GradientTransformation,
-    should_transform_fn: Callable[..., Any],
+    should_transform_fn: Callable[..., ArrayLike],
     forward_extra_args: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.conditionally_mask` that moves no byte where it does not transform.
+    """`optax.conditionally_mask` that moves no byte if it does not transform.
 
-    Where the condition does not hold, updates are zero and the state stays.
+    If the condition does not hold, updates are zero and the state stays.
 
     Args:
       inner: The wrapped transformation, with `paged(...)` anywhere inside, or nowhere.
       should_transform_fn: The condition, a function of the count of calls.
-      forward_extra_args: Whether it is given `update`'s extra arguments too.
+      forward_extra_args: Whether the condition gets `update`'s extra arguments too.
 
     Returns:
       A transformation whose state is an `optax.ConditionallyMaskState`.
@@ -287,8 +290,8 @@ def lookahead(
 ) -> optax.GradientTransformation:
     """`optax.lookahead` that can start a paged state again.
 
-    Optax's own works around `paged(...)` as it is but for `reset_state=True`, where it
-    multiplies host arrays. Here a page is made anew as it passes through the device.
+    Optax's own works around `paged(...)` unless `reset_state=True`, for which it
+    multiplies host arrays. Here each page is made anew as it passes through the device.
 
     Args:
       fast_optimizer: The wrapped transformation, with `paged(...)` anywhere inside.
@@ -318,11 +321,13 @@ def lookahead(
     if not reset_state:
         return wrapper
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(
+        updates: optax.Updates, state: PyTree, params: PyTree = None
+    ) -> tuple[optax.Updates, PyTree]:
         syncs = state.steps_since_sync == sync_period - 1
         with restart_if(syncs):
             updates, state = wrapper.update(updates, state, params)
-        # Paged moments started again in their loops; all else is selected here.
+        # The loops of paged moments have selected already.
         fast = jax.tree.map(
             lambda new, first: new if on_host(new) else jnp.where(syncs, first, new),
             state.fast_state,

@@ -1,19 +1,21 @@
 """Which parameters an update may touch.
 
-A parameter's gate is a bool: True updates it, False leaves its moments where and as
-they are and moves no byte. Known when traced, a closed gate costs nothing at all; known
-only on the device, it is the trip count of the leaf's loop.
+A parameter's gate is a bool. True updates the parameter; False moves no byte and leaves
+its moments where and as they are. A gate that is False when traced costs nothing at
+all. A gate that only the device knows is the trip count of the leaf's loop.
 """
 
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import DEVICE, on_host
@@ -23,8 +25,8 @@ from paged_optax.transform.context import Gate, current, within
 def only_if(gate: Gate) -> AbstractContextManager[None]:
     """Gates every paged update called within.
 
-    An argument could get lost on its way through wrappers that do not forward extra
-    arguments, and moments would change on a step that is skipped.
+    An argument to `update` would not do: wrappers that do not forward extra arguments
+    would lose it, and moments would change on a step that is skipped.
 
     Args:
       gate: Whether the updates happen.
@@ -32,22 +34,22 @@ def only_if(gate: Gate) -> AbstractContextManager[None]:
     return within(gate=_known(both(current().gate, gate)))
 
 
-def restart_if(gate: Gate) -> AbstractContextManager[None]:
-    """Makes every paged update called within start its state again after it.
+def restart_if(gate: Gate | np.bool_) -> AbstractContextManager[None]:
+    """Lets every paged update called within end with a new state.
 
     Args:
-      gate: Whether the state becomes what `init` makes; otherwise nothing changes.
+      gate: Whether the state becomes what `init` makes.
     """
     return within(restart=_known(gate))
 
 
-def _known(gate: Gate) -> Gate:
-    """A bool where there is one: what is compiled for it serves the next step too."""
+def _known(gate: Gate | np.bool_) -> Gate:
+    """Turns a concrete gate into a bool, so that equal gates share what is compiled."""
     return gate if isinstance(gate, Tracer) else bool(gate)
 
 
 def both(first: Gate, second: Gate) -> Gate:
-    """Whether two gates are open."""
+    """Whether both gates are open."""
     if isinstance(first, bool):
         return second if first else False
     if isinstance(second, bool):
@@ -63,8 +65,8 @@ def either(gates: Sequence[Gate]) -> Gate:
     return functools.reduce(jnp.logical_or, traced.values())
 
 
-def gates_of(active: Any, updates: Any) -> list[Gate] | None:
-    """The gate of each gradient.
+def gates_of(active: PyTree, updates: PyTree) -> list[Gate] | None:
+    """Finds the gate of each gradient.
 
     Args:
       active: A pytree of bools, static or traced, of the gradients' structure or a
@@ -72,8 +74,8 @@ def gates_of(active: Any, updates: Any) -> list[Gate] | None:
       updates: The gradients.
 
     Returns:
-      One gate for each gradient, those of `only_if` included; None where every gate is
-      open and known to be.
+      One gate for each gradient, which combines `active` with `only_if`; None if every
+      gate is known to be open.
 
     Raises:
       ValueError: If `active` is no prefix of the gradients' structure.
@@ -85,7 +87,7 @@ def gates_of(active: Any, updates: Any) -> list[Gate] | None:
     active = True if active is None else active
     gates: list[Gate] = []
 
-    def spread(path: Any, gate: Any, subtree: Any) -> None:
+    def spread(path: KeyPath, gate: object, subtree: PyTree) -> None:
         gate = both(ambient, _gate(path, gate))
         gates.extend([gate] * len(jax.tree.leaves(subtree)))
 
@@ -100,10 +102,10 @@ def gates_of(active: Any, updates: Any) -> list[Gate] | None:
     return None if all(gate is True for gate in gates) else gates
 
 
-def _gate(path: Any, gate: Any) -> Gate:
+def _gate(path: KeyPath, gate: object) -> Gate:
     if isinstance(gate, (bool, np.bool_)):
         return bool(gate)
-    if getattr(gate, "dtype", None) != jnp.bool_ or np.shape(gate) != ():
+    if getattr(gate, "dtype", None) != jnp.bool_ or getattr(gate, "shape", None) != ():
         raise TypeError(
             f"active{keystr(path)}={gate!r} is not a bool: pass True,"
             " False, or a boolean array of shape ()."
@@ -111,8 +113,8 @@ def _gate(path: Any, gate: Any) -> Gate:
     return jnp.asarray(gate)
 
 
-def choose_by(gate: Gate, new: Any, old: Any) -> Any:
-    """The new value where a gate is open; else the old one, or zero without one."""
+def choose_by(gate: Gate, new: ArrayLike, old: ArrayLike | None) -> ArrayLike:
+    """The new value if the gate is open; else the old one, or zero if there is none."""
     if gate is True:
         return new
     old = jnp.zeros_like(new) if old is None else old

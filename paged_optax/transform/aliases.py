@@ -1,8 +1,8 @@
 """The optimizers users know by name, paged.
 
-Each takes `optax.X`'s own parameters, under their names and with their defaults, and
-then those of `paged`. The names that end in `_32bit` are those of Hugging Face and
-bitsandbytes, as are those that end in `_8bit`.
+Each takes the parameters of its Optax optimizer, under their names and with their
+defaults, and then those of `paged`. Hugging Face and bitsandbytes use the names that
+end in `_32bit` and `_8bit`.
 """
 
 import inspect
@@ -28,7 +28,7 @@ def _alias(
     source: str,
     codec: str | None = None,
 ) -> Callable[..., optax.GradientTransformationExtraArgs]:
-    """`paged(optimizer(...))` under one signature."""
+    """Builds `paged(optimizer(...))` as a function with one signature for both."""
     own = inspect.signature(optimizer)
     paging = [
         parameter.replace(default=codec) if parameter.name == "codec" else parameter
@@ -36,7 +36,7 @@ def _alias(
     ]
     names = {parameter.name for parameter in paging}
 
-    def build(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
+    def build(*args: object, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
         chosen = {key: kwargs.pop(key) for key in names & kwargs.keys()}
         chosen.setdefault("codec", codec)
         return paged(optimizer(*args, **kwargs), **chosen)

@@ -1,7 +1,7 @@
-"""What `init` and `update` refuse, and in which words."""
+"""Checks of what `init` and `update` are given, and the errors that they raise."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,9 @@ import numpy as np
 import optax
 from jax import Array
 from jax.sharding import Mesh
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import abstract
 from paged_optax.analysis.program import Analysis, LeafUpdate
@@ -19,10 +22,10 @@ from paged_optax.backend.memory import (
     on_host,
 )
 from paged_optax.engine.shards import Shards
-from paged_optax.transform.trees import paths_of
+from paged_optax.transform.trees import Leaf, Value, paths_of
 
 
-def refuse_dtype(path: Any, leaf: Any) -> None:
+def refuse_dtype(path: KeyPath, leaf: Leaf) -> None:
     """Refuses a parameter that has no moments."""
     dtype = jax.typeof(leaf).dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
@@ -34,9 +37,14 @@ def refuse_dtype(path: Any, leaf: Any) -> None:
 
 
 def refuse_devices(
-    paths: Sequence[Any], stays: Sequence[bool], shards: Sequence[Shards | None]
+    paths: Sequence[KeyPath],
+    stays: Sequence[bool],
+    shards: Sequence[Shards | None],
 ) -> None:
-    """A parameter's mesh need not be of the default backend's devices."""
+    """Refuses to page by devices of a mesh that have no pinned host memory.
+
+    The mesh of a parameter may hold other devices than the default backend's.
+    """
     for path, stay, divided in zip(paths, stays, shards, strict=True):
         if stay or divided is None or not isinstance(divided.mesh, Mesh):
             continue
@@ -50,7 +58,7 @@ def refuse_devices(
             )
 
 
-def refuse_host(what: str, tree: Any) -> None:
+def refuse_host(what: str, tree: PyTree) -> None:
     """Refuses parameters and gradients in host memory."""
     for path, leaf in zip(*paths_of(tree), strict=True):
         if on_host(leaf):
@@ -63,8 +71,8 @@ def refuse_host(what: str, tree: Any) -> None:
             )
 
 
-def underived(arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """The same arrays, through which nobody may take a derivative, nor `vmap`."""
+def underived(arrays: Sequence[Value]) -> tuple[Value, ...]:
+    """The same arrays, which refuse derivatives and `vmap`."""
     leaves, structure = jax.tree.flatten(tuple(arrays))
     inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
     numbers = (x for x, yes in zip(leaves, inexact, strict=True) if yes)
@@ -79,7 +87,7 @@ def _refuse_batches(*numbers: Array) -> tuple[Array, ...]:
 
 
 @_refuse_batches.def_vmap
-def _(*_: Any) -> Any:
+def _(*_: object) -> NoReturn:
     raise ValueError(
         "update has moments in host memory, and is called within jax.vmap, which would"
         " gather pages there. Call init and update on the stacked parameters, without"
@@ -94,7 +102,7 @@ def _refuse_derivatives(*numbers: Array) -> tuple[Array, ...]:
 
 
 @_refuse_derivatives.defjvp
-def _(*_: Any) -> Any:
+def _(*_: object) -> NoReturn:
     raise ValueError(
         "update has moments in host memory, through which JAX takes no derivative. To"
         " differentiate it use the transformation without paging, or"
@@ -103,7 +111,7 @@ def _(*_: Any) -> Any:
     )
 
 
-def refuse_different(updates: Any, params: Any) -> None:
+def refuse_different(updates: PyTree, params: PyTree) -> None:
     """Refuses gradients that are not those of the parameters."""
     update_paths, update_leaves = paths_of(updates)
     parameter_paths, parameter_leaves = paths_of(params)
@@ -127,9 +135,12 @@ def refuse_different(updates: Any, params: Any) -> None:
 
 
 def refuse_state(
-    inner: optax.GradientTransformation, updates: Any, state: Any, error: Exception
+    inner: optax.GradientTransformation,
+    updates: PyTree,
+    state: PyTree,
+    error: Exception,
 ) -> None:
-    """Names the leaf in which a state is not the one these gradients call for."""
+    """Names the leaf in which a state differs from what these gradients call for."""
     try:
         wanted = jax.eval_shape(inner.init, jax.tree.map(abstract, updates))
     except Exception:
@@ -156,8 +167,13 @@ def refuse_state(
             ) from error
 
 
-def refuse_own_steps(analysis: Analysis, own: Any, state: Any, gradients: int) -> None:
-    """Names what all parameters share although it follows from their step counts."""
+def refuse_own_steps(
+    analysis: Analysis,
+    own: Mapping[int, Sequence[ArrayLike]],
+    state: PyTree,
+    gradients: int,
+) -> None:
+    """Refuses a value that all parameters share, computed from their step counts."""
     if not own:
         return
     reached = analysis.reached_from(own)
@@ -186,7 +202,9 @@ def refuse_joined(leaf: LeafUpdate) -> None:
         )
 
 
-def refuse_changes(shapes: Any, updates: Any, state: Any) -> None:
+def refuse_changes(
+    shapes: tuple[PyTree, PyTree], updates: PyTree, state: PyTree
+) -> None:
     """Refuses an update that changes structures, shapes or dtypes."""
     new_updates, new_state = shapes
     if jax.tree.structure(new_state) != jax.tree.structure(state):

@@ -2,42 +2,47 @@
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
 from paged_optax.backend.key_paths import slashed
 from paged_optax.codecs import Codec, named
 from paged_optax.transform.owners import parameter_of
+from paged_optax.transform.trees import Leaf
 
 #: What `paged(codec=...)` takes for one moment.
 CodecLike = str | Codec | None
 
+#: What it takes under one key: for all moments, or for each moment by its name.
+Rule = CodecLike | Mapping[str, CodecLike]
+
 #: Moments of fewer values are stored as they are (bitsandbytes' `min_8bit_size`).
 SMALLEST_CODED = 4096
 
-#: Names of Optax's moments that are means or sums of squares.
+#: Names of Optax's moments that are means or sums of squares, which need no sign.
 _SQUARES = frozenset("nu v v_row v_col sum_of_squares".split())
 
-#: Names of its moments that have negative values, whatever a rule says.
+#: Names of Optax's moments that have negative values, whatever a rule says.
 _SIGNED = frozenset("m m1 m2 mu trace".split())
 
-#: Not a moment: the parameters themselves (see `precision`).
+#: The name of master weights (see `precision`), which are no moment.
 _MASTER = "master"
 
 
-def check(codec: Any) -> dict[str, Any]:
+def check(codec: Rule | Mapping[str, Rule]) -> dict[str, Rule]:
     """Reads the `codec` argument of `paged`.
 
     Returns:
-      Its rules, by moment or by pattern of parameter paths; empty for float32.
+      Its rules, by moment or by pattern of parameter paths; none if all moments are
+      stored in float32.
 
     Raises:
       ValueError: If a codec is unknown.
     """
-    rules = dict(codec) if isinstance(codec, Mapping) else {"*": codec}
+    rules: dict[str, Rule] = dict(codec) if isinstance(codec, Mapping) else {"*": codec}
     for key, rule in rules.items():
         if not isinstance(key, str):
             raise ValueError(
@@ -50,7 +55,7 @@ def check(codec: Any) -> dict[str, Any]:
     return {} if plain else rules
 
 
-def draws(rules: Mapping[str, Any]) -> bool:
+def draws(rules: Mapping[str, Rule]) -> bool:
     """Whether any codec needs random words."""
     each = [
         one
@@ -61,10 +66,10 @@ def draws(rules: Mapping[str, Any]) -> bool:
 
 
 def choose(
-    rules: Mapping[str, Any],
-    state_paths: Sequence[jax.tree_util.KeyPath],
-    avals: Sequence[Any],
-    parameter_paths: Sequence[jax.tree_util.KeyPath],
+    rules: Mapping[str, Rule],
+    state_paths: Sequence[KeyPath],
+    avals: Sequence[Leaf],
+    parameter_paths: Sequence[KeyPath],
 ) -> list[Codec | None]:
     """Finds the codec of each leaf of a state.
 
@@ -76,8 +81,8 @@ def choose(
       parameter_paths: The paths of the parameters.
 
     Returns:
-      For each leaf its codec, or None if it is stored as it is: step counts, moments
-      of fewer than `SMALLEST_CODED` values.
+      For each leaf its codec; None if it is stored as it is, as are step counts and
+      moments of fewer than `SMALLEST_CODED` values.
 
     Raises:
       ValueError: If a rule names nothing, or a codec does not fit its moment.
@@ -85,13 +90,47 @@ def choose(
     if not rules:
         return [None] * len(avals)
     owners = parameter_of(state_paths, parameter_paths)
-    parameters = [_name(path) for path in parameter_paths]
+    parameters = [slashed(path) for path in parameter_paths]
     moments = [
         None
         if owner is None
-        else _name(path[: len(path) - len(parameter_paths[owner])][-1:])
+        else slashed(path[: len(path) - len(parameter_paths[owner])][-1:])
         for path, owner in zip(state_paths, owners, strict=True)
     ]
+    by_moment = _moments_named(rules, moments, parameters)
+    found: list[Codec | None] = []
+    for moment, owner, aval in zip(moments, owners, avals, strict=True):
+        if owner is None or moment is None:
+            found.append(None)
+            continue
+        which = _Moment(moment, parameters[owner], aval)
+        rule, by_name = _last_match(rules, by_moment, which)
+        small = int(np.prod(aval.shape)) < SMALLEST_CODED
+        plain = small or rule in (None, "float32")
+        found.append(None if plain else _fitting(rule, by_name, which))
+    return found
+
+
+class _Moment(NamedTuple):
+    """One moment of one parameter.
+
+    Attributes:
+      name: The name of the moment, such as `mu`.
+      parameter: The path of the parameter.
+      aval: What has the shape and dtype of the moment.
+    """
+
+    name: str
+    parameter: str
+    aval: Leaf
+
+
+def _moments_named(
+    rules: Mapping[str, Rule],
+    moments: Sequence[str | None],
+    parameters: Sequence[str],
+) -> set[str]:
+    """Finds the keys that name moments; raises if a key names nothing."""
     # Under a parameter's path there may be rules by moment, under a moment's name not.
     by_moment = {
         key
@@ -106,39 +145,49 @@ def choose(
                 f" ({', '.join(known)}) nor any parameter matches it"
                 f" ({', '.join(parameters[:3])}, ...)."
             )
-    found: list[Codec | None] = []
-    for moment, owner, aval in zip(moments, owners, avals, strict=True):
-        rule, by_name = None, False
-        for key, candidate in rules.items():
-            by_path = owner is not None and fnmatch.fnmatchcase(parameters[owner], key)
-            if moment == key if key in by_moment else by_path and moment != _MASTER:
-                rule, by_name = candidate, key in by_moment
-        if isinstance(rule, Mapping):
-            rule, by_name = rule.get(moment), True
-        small = int(np.prod(aval.shape)) < SMALLEST_CODED
-        if owner is None or moment is None or small or rule in (None, "float32"):
-            found.append(None)
-            continue
-        signed = moment not in _SQUARES
-        codec = _codec(rule, signed)
-        assert codec is not None
-        # Of a moment that Optax does not know, its name in the rules is the word.
-        if signed and not codec.signed and (moment in _SIGNED or not by_name):
-            way_out = "use a signed one"
-            if moment not in _SIGNED:
-                way_out += f", or, if it has none, name it: codec={{{moment!r}: ...}}"
-            raise ValueError(
-                f"codec {codec!r} cannot store moment {moment!r}, which may have"
-                f" negative values: {way_out}."
-            )
-        if aval.dtype != jnp.float32:
-            raise ValueError(
-                f"codec {codec!r} stores float32, and moment {moment!r} of parameter"
-                f" {parameters[owner]!r} is {aval.dtype}: leave mu_dtype and its like"
-                " out, the codec says how moments are stored."
-            )
-        found.append(codec)
-    return found
+    return by_moment
+
+
+def _last_match(
+    rules: Mapping[str, Rule], by_moment: set[str], moment: _Moment
+) -> tuple[CodecLike, bool]:
+    """Finds the last rule that applies to a moment, and whether it names the moment."""
+    rule, by_name = None, False
+    for key, candidate in rules.items():
+        if key in by_moment:
+            applies = moment.name == key
+        else:
+            by_path = fnmatch.fnmatchcase(moment.parameter, key)
+            applies = by_path and moment.name != _MASTER
+        if applies:
+            rule, by_name = candidate, key in by_moment
+    if isinstance(rule, Mapping):
+        return rule.get(moment.name), True
+    return rule, by_name
+
+
+def _fitting(rule: CodecLike, by_name: bool, moment: _Moment) -> Codec:
+    """The codec of a rule; raises if it cannot store the moment."""
+    name, dtype = moment.name, moment.aval.dtype
+    signed = name not in _SQUARES
+    codec = _codec(rule, signed)
+    assert codec is not None
+    # A user who names a moment that Optax does not know may say that it has no signs.
+    if signed and not codec.signed and (name in _SIGNED or not by_name):
+        way_out = "use a signed one"
+        if name not in _SIGNED:
+            way_out += f", or, if it has none, name it: codec={{{name!r}: ...}}"
+        raise ValueError(
+            f"codec {codec!r} cannot store moment {name!r}, which may have"
+            f" negative values: {way_out}."
+        )
+    if dtype != jnp.float32:
+        raise ValueError(
+            f"codec {codec!r} stores float32, and moment {name!r} of parameter"
+            f" {moment.parameter!r} is {dtype}: leave mu_dtype and its like"
+            " out, the codec says how moments are stored."
+        )
+    return codec
 
 
 def _codec(codec: CodecLike, signed: bool) -> Codec | None:
@@ -157,7 +206,3 @@ def _codec(codec: CodecLike, signed: bool) -> Codec | None:
             f" of paged_optax.codecs.Codec: it has no {', '.join(lacks)}."
         )
     return codec
-
-
-def _name(path: Any) -> str:
-    return slashed(path)

@@ -1,8 +1,8 @@
-"""What `paged` was asked for, and what stays on the device by it."""
+"""What `paged` was asked for, and which moments therefore stay on the device."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -35,7 +35,7 @@ class Configuration:
     def of(
         cls,
         page_size: int | str,
-        device_budget: Any,
+        device_budget: int | str | None,
         min_paged_size: int | str,
         host_memory_kind: str,
     ) -> "Configuration":
@@ -47,13 +47,16 @@ class Configuration:
                 " is '16MiB'."
             )
         if host_memory_kind not in ("auto", PINNED_HOST):
-            # Only now, when it raises anyway, may JAX be made to start its backend.
+            # This call starts JAX's backend, which only a call that raises may do.
             resolve_host_memory_kind(host_memory_kind)
-        if device_budget is not None and device_budget != "auto":
-            device_budget = parse_bytes("device_budget", device_budget)
+        budget: int | Literal["auto"] | None = None
+        if device_budget == "auto":
+            budget = "auto"
+        elif device_budget is not None:
+            budget = parse_bytes("device_budget", device_budget)
         return cls(
             page_bytes,
-            device_budget,
+            budget,
             parse_bytes("min_paged_size", min_paged_size),
             host_memory_kind,
         )
@@ -63,8 +66,8 @@ class Configuration:
 
         `"auto"` takes what the device has free now, less a reserve for what a training
         step will need: gradients (as many bytes as parameters) and, for activations and
-        pages, a quarter of the device's memory. Where the backend keeps no statistics
-        (CPU) everything is paged.
+        pages, a quarter of the device's memory. If the backend keeps no statistics
+        (CPU), everything is paged.
 
         Args:
           parameters: Bytes of the parameters, which are on the device already.
@@ -93,15 +96,15 @@ def resident(
     budget: int | None,
     min_paged_size: int,
 ) -> list[bool]:
-    """Which state leaves stay on the device.
+    """Chooses the state leaves that stay on the device.
 
     A full sweep touches every page once a step, in one order, so the best choice
     (Belady's) is a fixed set: small leaves, step counts and keys always, then the
     moments of one parameter after the other until the budget is spent.
 
     Args:
-      sizes: Bytes of each of the state's leaves; None for what is never paged.
-      owners: The parameter each belongs to, or None.
+      sizes: For each leaf of the state its bytes; None if it is never paged.
+      owners: For each leaf the parameter that it belongs to, or None.
       budget: Bytes of moments that may stay; None: all.
       min_paged_size: Moments of fewer bytes stay, and cost no budget.
 
@@ -111,7 +114,7 @@ def resident(
     if budget is None:
         return [True] * len(sizes)
     stays = [size is None or size < min_paged_size for size in sizes]
-    together: dict[Any, list[int]] = {}
+    together: dict[int | tuple[str, int], list[int]] = {}
     for leaf, owner in enumerate(owners):
         if not stays[leaf]:
             key = ("leaf", leaf) if owner is None else owner

@@ -1,19 +1,19 @@
-"""What an update is told besides its arguments.
+"""The context of an update: what it is told besides its arguments.
 
-Optax's wrappers do not hand every argument on, so what a wrapper or a trace has to say
-to the paged transformations inside is said around the call. There is one context in one
-variable, and all of it is in the key of JAX's trace caches: an inner `jax.jit` does not
-take what it traced in one context for what another calls for.
+Optax's wrappers do not forward every argument. A wrapper or a trace that has something
+to say to the paged transformations inside sets it in a context around the call. There
+is one context in one variable, and all of it is part of the key of JAX's trace caches:
+an inner `jax.jit` traces again in another context.
 """
 
 import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 from jax import Array
+from jax.typing import ArrayLike
 
 #: A bool known when traced, or one known on the device.
 Gate = bool | Array
@@ -25,22 +25,23 @@ class Context:
 
     Attributes:
       gate: Whether updates happen.
-      restart: Whether the state becomes what `init` makes, after an update.
+      restart: Whether an update ends with the state that `init` makes.
       fetched: Whether the moments of an update are on the device on purpose.
-      layer: The layer that they are of, if they are of one of a stack.
+      layer: The number of the layer that the moments belong to; None if they belong to
+        no layer of a stack.
       seen_through: Whether a trace only looks at what a chain of transformations
-        computes: updates compute as if nothing were paged, and moments that a codec
-        stores are zeros.
-      record: Called by every paged `init` with its configuration, and with what
-        describes its moments.
+        computes. Updates then compute as if nothing were paged, and moments that a
+        codec stores are zeros.
+      record: Every paged `init` calls it with its `Configuration`, and with a function
+        that describes its moments, a `recorded.Describe`.
     """
 
     gate: Gate = True
     restart: Gate = False
     fetched: bool = False
-    layer: Any = None
+    layer: ArrayLike | None = None
     seen_through: bool = False
-    record: Callable[[Any, Any], None] | None = None
+    record: Callable[..., None] | None = None
 
 
 _NOTHING_SAID = Context()
@@ -49,13 +50,13 @@ _trace_key = jax.make_user_context(default_value=None)
 
 
 def current() -> Context:
-    """The context around."""
+    """The context around the call."""
     return _current.get()
 
 
 @contextlib.contextmanager
-def within(**changes: Any) -> Iterator[None]:
-    """Changes fields of the context for what is called within."""
+def within(**changes: object) -> Iterator[None]:
+    """Changes fields of the context around all calls within."""
     context = dataclasses.replace(current(), **changes)
     values = (getattr(context, field.name) for field in dataclasses.fields(context))
     # A traced value is equal to itself alone, and JAX's caches must not keep it alive.

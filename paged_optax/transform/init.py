@@ -3,12 +3,13 @@
 import dataclasses
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import abstract, refuse_effects, trace
 from paged_optax.analysis.program import Analysis, LeafUpdate
@@ -40,13 +41,16 @@ from paged_optax.transform.pager import Pager
 from paged_optax.transform.placing import place, tied
 from paged_optax.transform.stored_state import Layout
 from paged_optax.transform.trees import (
+    Parameter,
+    Stored,
+    Value,
     arrays_of,
     paths_of,
 )
 
 
 def init(pager: Pager, params: optax.Params) -> optax.OptState:
-    """The state of `inner`, its larger arrays in host memory."""
+    """Makes the state of `inner`, its larger arrays in host memory."""
     made = paired(_made(pager, bare(params)))
     structure = jax.tree.structure(bare(params))
     if structure == jax.tree.structure(params):
@@ -93,20 +97,20 @@ def _made(pager: Pager, params: optax.Params) -> optax.OptState:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Making:
-    """A new state: what is in it, what makes it, and where it goes.
+    """A new state: its leaves, the programs that make them, and where they go.
 
     Attributes:
       pager: The paged transformation.
-      shapes: The state of `inner`, of shapes.
-      layout: How it is stored.
+      shapes: The shapes and dtypes of the state of `inner`.
+      layout: How the state is stored.
       owners: For each of its leaves the parameter it belongs to, or None.
-      shards: How each parameter is divided, or None.
+      shards: For each parameter how it is divided, or None.
       stays: For each leaf whether it is on the device.
-      analysis: What makes them.
+      analysis: The programs that make the leaves.
     """
 
     pager: Pager
-    shapes: Any
+    shapes: PyTree[jax.ShapeDtypeStruct]
     layout: Layout
     owners: list[int | None]
     shards: tuple[Shards | None, ...]
@@ -137,15 +141,15 @@ class _Making:
         analysis = analyse(closed, [None] * len(leaves), [None] * len(avals), str)
         return cls(pager, shapes, layout, owners, shards, stays, analysis)
 
-    def leaves(self, parameters: Sequence[Any]) -> list[Any]:
-        """The state's leaves, as they are stored, each in its memory."""
+    def leaves(self, parameters: Sequence[Parameter]) -> list[Stored]:
+        """Makes the state's leaves, as they are stored, each in its memory."""
         sizes = zip(self.layout.sizes(), self.stays, strict=True)
         moving = sum(size or 0 for size, stay in sizes if not stay)
         traced = any(isinstance(x, Tracer) for x in parameters)
         shown = moving >= LARGE and not traced
         with progress("moments", len(self.analysis.leaves), shown) as advance:
 
-            def run_and_tell(leaf: LeafUpdate, inputs: Any) -> Any:
+            def run_and_tell(leaf: LeafUpdate, inputs: list[Value]) -> list[Value]:
                 made = self._leaf(leaf, inputs)
                 if shown:
                     jax.block_until_ready(made)
@@ -158,8 +162,8 @@ class _Making:
             for position, value in enumerate(values)
         ]
 
-    def _leaf(self, leaf: LeafUpdate, inputs: list[Any]) -> list[Any]:
-        """Runs the program of one leaf, page by page where it is divided or coded."""
+    def _leaf(self, leaf: LeafUpdate, inputs: list[Value]) -> list[Value]:
+        """Runs the program of one leaf: page by page if it moves, or is coded."""
         (position,) = leaf.outputs
         codec, divided = self.layout.codecs[position], self.layout.shards[position]
         stays, dtype = self.stays[position], self.layout.avals[position].dtype
@@ -178,8 +182,10 @@ class _Making:
         )
         return [made]
 
-    def _placed(self, position: int, value: Any, parameters: Sequence[Any]) -> Any:
-        """A leaf beside its parameter, in its own memory."""
+    def _placed(
+        self, position: int, value: Value, parameters: Sequence[Parameter]
+    ) -> Stored:
+        """Puts a leaf beside its parameter, in its own memory."""
         layout, owner = self.layout, self.owners[position]
         if layout.codecs[position] is None:
             value = jnp.asarray(value, layout.avals[position].dtype)
@@ -195,11 +201,11 @@ class _Making:
 def _uncut_stay(
     pager: Pager,
     layout: Layout,
-    paths: Sequence[Any],
+    paths: Sequence[KeyPath],
     stays: Sequence[bool],
-    parameters: Sequence[Any],
+    parameters: Sequence[Parameter],
 ) -> list[bool]:
-    """Keeps what a TPU cannot slice in host memory on the device, and says so."""
+    """Keeps moments on the device that a TPU cannot slice in host memory, and warns."""
     if memory.platform() != "tpu":
         return list(stays)
     refused = {

@@ -1,35 +1,42 @@
-"""What `plan` is told of a paged transformation's moments."""
+"""Describes the moments of a paged transformation, for `plan`."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
+from jaxtyping import PyTree
 
 from paged_optax.backend import memory
 from paged_optax.backend.key_paths import keystr
-from paged_optax.backend.memory import (
-    nbytes,
-)
+from paged_optax.backend.memory import nbytes
 from paged_optax.engine.geometry import Kept, Pages, uncut
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.streamed import Streamed
 from paged_optax.transform.pager import Pager, divided_as
 from paged_optax.transform.recorded import Moment
-from paged_optax.transform.trees import (
-    paths_of,
-    split,
-)
+from paged_optax.transform.trees import paths_of, split
 
 
 def planned_moments(
     pager: Pager,
-    params: Any,
-    shapes: Any,
+    params: PyTree[jax.ShapeDtypeStruct],
+    shapes: PyTree[jax.ShapeDtypeStruct],
     stays: Sequence[bool],
     shards: Sequence[Shards | None],
-    extra: dict[str, Any],
+    extra: Mapping[str, PyTree],
 ) -> list[Moment]:
-    """What `init` places where, and how `update` will cut it, for `plan`."""
+    """Describes where `init` places each moment, and how `update` will cut it.
+
+    Args:
+      pager: The paged transformation.
+      params: The shapes and dtypes of the parameters.
+      shapes: The shapes and dtypes of the state of `inner`.
+      stays: For each leaf of the state whether it stays on the device.
+      shards: For each parameter how it is divided, or None.
+      extra: The extra arguments that `update` will get.
+
+    Returns:
+      One description for each leaf of the state.
+    """
     layout = pager.layout(params, shapes, shards)
     analysis, _ = pager.analyse(params, shapes, params, *split({"extra_args": extra}))
     first = len(jax.tree.leaves(params))

@@ -1,4 +1,4 @@
-"""Which parameter a leaf of a state belongs to."""
+"""Finds the parameter that a leaf of a state belongs to."""
 
 import collections
 from collections.abc import Sequence
@@ -10,13 +10,17 @@ def parameter_of(
     state_paths: Sequence[jax.tree_util.KeyPath],
     parameter_paths: Sequence[jax.tree_util.KeyPath],
 ) -> list[int | None]:
-    """Which parameter each state leaf belongs to, by the end of its path.
+    """Finds the parameter of each state leaf, by the end of the leaf's path.
 
-    Optax keeps moments in trees of the parameters' structure, so that the path of a
-    moment ends with the path of its parameter, as do those of all others of its tree.
+    Optax keeps moments in trees of the parameters' structure. The path of a moment thus
+    ends with the path of its parameter, and so does every other path in its tree.
+
+    Args:
+      state_paths: The paths of the state's leaves.
+      parameter_paths: The paths of the parameters.
 
     Returns:
-      For each state leaf the parameter's position, or None.
+      For each state leaf the position of its parameter; None if it has none.
     """
     position = {tuple(path): i for i, path in enumerate(parameter_paths)}
     lengths = sorted({len(path) for path in position}, reverse=True)
@@ -36,8 +40,8 @@ def parameter_of(
     inside = collections.Counter(
         tuple(path[:n]) for path in state_paths for n in range(len(path) + 1)
     )
-    # A step count is no moment of a parameter that is called `count`: beside it, in
-    # what would be their tree, are others.
+    # A step count is no moment, even of a parameter that is called `count`: its tree
+    # holds leaves that end with no parameter's path.
     return [
         each and (each[1] if members[each[0]] == inside[each[0]] else None)
         for each in found

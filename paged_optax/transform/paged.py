@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import optax
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
-from paged_optax.transform.codec_rules import CodecLike, check, draws
+from paged_optax.transform.codec_rules import Rule, check, draws
 from paged_optax.transform.configuration import Configuration
 from paged_optax.transform.init import init
 from paged_optax.transform.pager import Pager
@@ -22,10 +23,10 @@ def paged(
     device_budget: int | str | None = "0B",
     min_paged_size: int | str = "256KiB",
     host_memory_kind: str = "pinned_host",
-    shardings: Any = None,
+    shardings: PyTree = None,
     per_parameter_steps: bool = False,
-    codec: CodecLike | Mapping[str, CodecLike | Mapping[str, CodecLike]] = None,
-    master_dtype: Any = None,
+    codec: Rule | Mapping[str, Rule] = None,
+    master_dtype: DTypeLike | None = None,
     on_moved: str = "warn",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Pages a transformation: its moments live on the host, its numbers stay.
@@ -36,22 +37,22 @@ def paged(
         (u_p, s_p) \leftarrow \mathrm{inner}(g_p, s_p, \theta_p)
         \quad\text{for each page } p \text{ of each leaf.}
 
-    Updates overwrite the gradients' buffers and moments their own, so that with
-    donated gradients and state a step allocates a few pages and nothing else. What a
-    page may be is read off `inner.update`'s jaxpr: a block of rows where it works
-    element by element, a whole leaf where it works within a leaf.
+    Updates overwrite the gradients' buffers, and new moments overwrite the old ones: if
+    gradients and state are donated, a step allocates a few pages and nothing else.
+    `paged` traces `inner.update` to decide how moments may be cut: into blocks of rows
+    if it works element by element, not at all if it works within a leaf.
 
     The state is Optax's own: the tree, shapes and dtypes of `inner.init(params)`, its
     larger arrays in host memory. A checkpoint of `inner` loads into `paged(inner)`.
-    `update` reads from the arrays' types where each lives: host leaves stream, device
-    leaves are updated in place.
+    The types of the arrays tell `update` where each lives: it streams host leaves, and
+    updates device leaves in place.
 
-    `update(..., active=...)` updates some parameters only: a pytree of bools, static or
-    traced, of the gradients' structure or a prefix of it (mixtures of experts,
-    adapters, sampled or frozen layers). The others keep their moments and, with
-    `per_parameter_steps`, their step count; their updates are zero, and no byte of
-    theirs crosses the link. Counts that all parameters share stand still when none is
-    active.
+    `update(..., active=...)` updates some parameters only (mixtures of experts,
+    adapters, sampled or frozen layers). `active` is a pytree of bools, static or
+    traced, of the gradients' structure or a prefix of it. The other parameters keep
+    their moments and, with `per_parameter_steps`, their step counts; their updates are
+    zero, and no byte of theirs crosses the link. Counts that all parameters share stand
+    still when no parameter is active.
 
     Args:
       inner: The transformation. It may not combine several parameters: chain
@@ -59,42 +60,43 @@ def paged(
       page_size: Bytes of one page of one moment, an int or a string such as
         `"16MiB"`; with a codec, bytes of the float32 that it decodes to.
       device_budget: Bytes of moments that may stay on the device: 0 pages everything,
-        None nothing. `"auto"` takes what the device has free at `init` less a reserve:
-        the parameters' bytes again for gradients, and a quarter of the device.
+        None pages nothing. `"auto"` takes what the device has free at `init` less a
+        reserve: as many bytes as the parameters have, for gradients, and a quarter of
+        the device.
       min_paged_size: Moments of fewer bytes stay on the device: a transfer of a few
         kilobytes costs its latency, and saves nothing.
       host_memory_kind: `"pinned_host"`, or `"auto"` to keep the moments on the device
-        where a backend has no pinned host memory.
-      shardings: The parameters' shardings over a mesh, a pytree of `NamedSharding` or
-        `PartitionSpec` of their structure or a prefix of it, where they cannot be read
-        off the arrays: see `paged_optax.engine.sharding`.
+        if a backend has no pinned host memory.
+      shardings: The parameters' shardings over a mesh, if the arrays do not tell them:
+        a pytree of `NamedSharding` or `PartitionSpec`, of the parameters' structure or
+        a prefix of it. See `paged_optax.engine.shards`.
       per_parameter_steps: Whether each parameter counts its own steps, for its bias
         corrections and schedules. Each integer scalar of the state is then a tree of
         the parameters' structure.
       codec: How moments are stored: the name of a codec (`"dynamic_int8"`,
         `"dynamic_int4"`, `"float8_e4m3"`, `"bfloat16"`, `"bfloat16_stochastic"`), an
-        object like those of `paged_optax.codecs`, or several by moment and by pattern
-        of parameter paths, of which the last that applies counts:
-        `{"mu": "bfloat16", "nu": "dynamic_int8", "*/embedding": "float32"}`. `inner`
-        computes in float32. Moments of fewer than 4096 values are stored in float32.
-        A codec's name takes no sign's bit for Optax's moments of squares, `nu` and its
-        like; for one of your own name it: `{"*": "dynamic_int8", "energy":
+        object like those of `paged_optax.codecs`, or a dictionary of them, whose keys
+        are names of moments and patterns of parameter paths:
+        `{"mu": "bfloat16", "nu": "dynamic_int8", "*/embedding": "float32"}`. If several
+        keys match, the last one wins. `inner` computes in float32. Moments of fewer
+        than 4096 values are stored in float32. A codec that is given by name spends no
+        bit on the sign of Optax's moments of squares, such as `nu`. For a moment of
+        your own, give the codec: `{"*": "dynamic_int8", "energy":
         DynamicInt8(signed=False)}`. A block of a moment that holds NaN or an infinity
-        comes back with nothing finite in it: chain `apply_if_finite` around.
+        decodes to nothing finite: put `apply_if_finite` around.
       master_dtype: Keeps a copy of the parameters in this dtype, paged like a moment,
-        for parameters in fewer bits: `"float32"`. The moments have it too.
-      on_moved: What `update` does where it finds moments on the device that belong on
-        the host: `"warn"`, or `"raise"`, before XLA sees them. `place_state` puts them
-        back.
+        for parameters in fewer bits: `"float32"`. The moments have this dtype too.
+      on_moved: What `update` does if it finds moments on the device that belong on the
+        host: `"warn"`, or `"raise"` before XLA sees them. `place_state` puts them back.
 
     Returns:
       A transformation to use wherever `inner` was used.
 
     Raises:
-      ValueError: If an argument is not usable, at once; at `update`, if `inner`
-        combines parameters, if it has effects such as `jax.debug.print`, or if
-        parameters or gradients are found in host memory.
-      TypeError: At `init`, if a parameter is not of floating point or complex dtype.
+      ValueError: If an argument is not usable. The transformation raises it at
+        `update` if `inner` combines parameters, if it has effects such as
+        `jax.debug.print`, or if parameters or gradients are in host memory.
+      TypeError: At `init`, if a parameter has no floating point or complex dtype.
 
     Example:
       >>> import jax.numpy as jnp, optax, paged_optax as po

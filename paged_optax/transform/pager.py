@@ -2,12 +2,12 @@
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import abstract, refuse_effects, trace
 from paged_optax.analysis.program import Analysis, LeafUpdate
@@ -19,13 +19,16 @@ from paged_optax.transform.checks import (
     refuse_changes,
     refuse_state,
 )
-from paged_optax.transform.codec_rules import choose
+from paged_optax.transform.codec_rules import Rule, choose
 from paged_optax.transform.configuration import Configuration
 from paged_optax.transform.owners import parameter_of
 from paged_optax.transform.parameter_shardings import Known
 from paged_optax.transform.stored_state import Layout
 from paged_optax.transform.trees import (
+    Leaf,
+    PyTreeDef,
     Static,
+    Traceable,
     paths_of,
 )
 
@@ -40,23 +43,23 @@ class Pager:
       rules: Which codec stores what; from `codec_rules.check`.
       per_parameter_steps: Whether each parameter counts its own steps.
       known: What is known of the parameters' shardings.
-      on_moved: `"warn"` or `"raise"`.
+      on_moved: What `tell` does: `"warn"` or `"raise"`.
     """
 
     inner: optax.GradientTransformationExtraArgs
     configuration: Configuration
-    rules: dict[str, Any]
+    rules: Mapping[str, Rule]
     per_parameter_steps: bool
     known: Known
     on_moved: str
 
     def shards(
-        self, updates: Any, state: Any, params: Any
+        self, updates: PyTree, state: PyTree, params: PyTree
     ) -> tuple[Shards | None, ...]:
-        """How each parameter's moments are divided: so they stay.
+        """Reads how each parameter's moments are divided, for an update to keep it.
 
-        A parameter says it of moments that a codec stores, and a gradient where there
-        is no parameter.
+        If a codec stores the moments, the parameter tells; without parameters, the
+        gradient.
         """
         paths, gradients = paths_of(updates)
         divided = jax.tree.leaves(params) or gradients
@@ -71,7 +74,7 @@ class Pager:
         return self.known.find(paths, moments, divided, gradients)
 
     def layout(
-        self, params: Any, state: Any, shards: Sequence[Shards | None]
+        self, params: PyTree, state: PyTree, shards: Sequence[Shards | None]
     ) -> Layout:
         """The layout of a state of `inner`, or of one made by `init`."""
         shapes = state
@@ -98,14 +101,14 @@ class Pager:
         moments: Sequence[Kept],
         shards: Shards | None = None,
     ) -> Geometry:
-        """How a leaf is cut, given its moments that travel or are coded."""
+        """Cuts a leaf into pages, given its moments that travel or are coded."""
         shape = shards.local(leaf.shape) if shards else leaf.shape
         if not leaf.program.elementwise or not moments:
             return uncut(shape)
         return cut(shape, tuple(moments), self.configuration.page_size)
 
     def refused(self, layout: Layout, position: int) -> str:
-        """Why a TPU cannot slice a moment in host memory; else empty."""
+        """Tells why a TPU cannot slice a moment in host memory; empty if it can."""
         aval, shards = layout.avals[position], layout.shards[position]
         shape = shards.local(aval.shape) if shards else aval.shape
         kept = Kept(aval.dtype.itemsize, layout.codecs[position])
@@ -113,16 +116,23 @@ class Pager:
 
     def analyse(
         self,
-        updates: Any,
-        state: Any,
-        params: Any,
-        arrays: list[Any],
-        static: "Static",
-    ) -> tuple[Analysis, Any]:
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree,
+        arrays: Sequence[Traceable],
+        static: Static,
+    ) -> tuple[Analysis, PyTreeDef]:
         """Traces `inner.update` once and takes it apart.
 
+        Args:
+          updates: The gradients.
+          state: The state as `inner` sees it.
+          params: The parameters, or None.
+          arrays: The arrays among the extra arguments.
+          static: The rest of the extra arguments, and whether the state restarts.
+
         Returns:
-          The analysis, and the structure of what `update` returns.
+          The analysis, and the structure of what `inner.update` returns.
         """
 
         def function(updates, state, params, arrays):
@@ -160,7 +170,7 @@ class Pager:
         return analysis, jax.tree.structure(shapes)
 
     def tell(self, what: str) -> None:
-        """Warns of moments that are not where they belong, or refuses them."""
+        """Warns of moments that are not where they belong, or raises."""
         message = (
             f"{what} the state back by paged_optax.place_state(tx, state, params)."
             " paged(..., on_moved='raise') makes this an error, and 'warn' a warning."
@@ -172,10 +182,10 @@ class Pager:
 
 def divided_as(
     leaf: LeafUpdate,
-    parameters: Sequence[Any],
+    parameters: Sequence[Leaf],
     shards: Sequence[Shards | None],
 ) -> Shards | None:
-    """How a leaf is divided: as its parameter, where it is one value by value."""
+    """How a leaf is divided: as its parameter, if it is updated value by value."""
     if leaf.owner is None or not leaf.program.elementwise:
         return None
     return shards[leaf.owner] if leaf.shape == parameters[leaf.owner].shape else None

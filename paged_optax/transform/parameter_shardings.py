@@ -1,8 +1,7 @@
-"""How the parameters are divided, from all that says so."""
+"""How the parameters are divided over a mesh, from all sources that tell."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 from jax.core import Tracer
@@ -12,19 +11,22 @@ from jax.sharding import (
     NamedSharding,
     PartitionSpec,
 )
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from paged_optax.backend.explicit_axes import axis_types
 from paged_optax.backend.key_paths import keystr
 from paged_optax.engine.shards import Shards
+from paged_optax.transform.trees import Leaf, Parameter
 
 _Key = tuple[str, tuple[int, ...]]
 
 
-def refuse_uneven(params: Any) -> None:
-    """Refuses parameters that could not be made as they are described.
+def refuse_uneven(params: PyTree) -> None:
+    """Refuses parameters whose shardings no array could have.
 
     Raises:
-      ValueError: If the sharding of one does not divide it evenly.
+      ValueError: If the sharding of a parameter does not divide it evenly.
     """
     for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
         sharding = getattr(x, "sharding", None)
@@ -36,7 +38,9 @@ def refuse_uneven(params: Any) -> None:
             raise _uneven("params", sharding, path, x.shape) from error
 
 
-def _uneven(argument: str, sharding: NamedSharding, path: Any, shape: Any) -> Exception:
+def _uneven(
+    argument: str, sharding: NamedSharding, path: KeyPath, shape: tuple[int, ...]
+) -> ValueError:
     return ValueError(
         f"{argument} has {sharding.spec} over the mesh {dict(sharding.mesh.shape)} for"
         f" parameter {keystr(path)} of shape {shape}, which it does not divide evenly:"
@@ -47,16 +51,17 @@ def _uneven(argument: str, sharding: NamedSharding, path: Any, shape: Any) -> Ex
 class Known:
     """What a paged transformation knows of its parameters' shardings.
 
-    In this order: the type of an array on a mesh of explicit axes; the `shardings`
-    that were asked for; a concrete array's own; what `init` saw of a parameter of this
-    path and shape. In a `jit` over automatic axes only the second and last remain.
+    The first of these sources that knows wins: the type of an array on a mesh of
+    explicit axes; the `shardings` that were asked for; the sharding of a concrete
+    array; the sharding that `init` saw of a parameter of this path and shape. In a
+    `jit` over automatic axes only the second and the last source are there.
 
     Args:
       asked: A pytree of `NamedSharding` or `PartitionSpec` of the parameters'
         structure, or a prefix of it; None for nothing.
     """
 
-    def __init__(self, asked: Any = None):
+    def __init__(self, asked: PyTree = None):
         is_leaf = lambda x: isinstance(x, (NamedSharding, PartitionSpec)) or x is None
         flat = jax.tree_util.tree_flatten_with_path(asked, is_leaf=is_leaf)[0]
         self.asked = {tuple(path): x for path, x in flat if x is not None}
@@ -69,19 +74,19 @@ class Known:
         self.seen: dict[_Key, Shards | None] = {}
 
     def said_by(
-        self, paths: Sequence[Any], leaves: Sequence[Any]
+        self, paths: Sequence[KeyPath], leaves: Sequence[Parameter]
     ) -> dict[_Key, Shards | None]:
-        """What concrete parameters say of themselves, for `init` to remember.
+        """The shardings of concrete parameters, for `init` to remember.
 
         Raises:
-          ValueError: If an `init` before was told otherwise.
+          ValueError: If an earlier `init` saw another sharding of a parameter.
         """
         said: dict[_Key, Shards | None] = {}
         for path, x in zip(paths, leaves, strict=True):
             if isinstance(x, Tracer) or self.asked:
-                continue  # this says nothing, or what counts is said elsewhere
+                continue  # a tracer tells nothing, and `asked` would win
             if axis_types(x.sharding) == {AxisType.Explicit}:
-                continue  # its type says so to every update
+                continue  # its type tells every update
             key = keystr(path), x.shape
             here = said[key] = Shards.of_array(x)
             before = self.seen.get(key, here)
@@ -97,9 +102,9 @@ class Known:
         return said
 
     def find(
-        self, paths: Sequence[Any], *trees: Sequence[Any] | None
+        self, paths: Sequence[KeyPath], *trees: Sequence[Leaf] | None
     ) -> tuple[Shards | None, ...]:
-        """The shards of each parameter, given arrays of its shape: gradients, say.
+        """Finds the shards of each parameter, given arrays of its shape.
 
         Raises:
           ValueError: If a sharding that was asked for does not fit its parameter.
@@ -109,12 +114,13 @@ class Known:
             self._of(path, [tree[i] for tree in given]) for i, path in enumerate(paths)
         )
 
-    def _of(self, path: Any, arrays: Sequence[Any]) -> Shards | None:
+    def _of(self, path: KeyPath, arrays: Sequence[Leaf]) -> Shards | None:
         shape = arrays[0].shape
         for x in arrays:
-            sharding: Any = getattr(jax.typeof(x), "sharding", None)
+            sharding: NamedSharding = jax.typeof(x).sharding
             types = axis_types(sharding)
-            if types == {AxisType.Explicit}:  # what a mix does not say, others may
+            # Of axes of several types, another source may know more.
+            if types == {AxisType.Explicit}:
                 mesh = getattr(getattr(x, "sharding", None), "mesh", sharding.mesh)
                 return Shards.of(NamedSharding(mesh, sharding.spec), shape)
             if AxisType.Manual in types:
@@ -126,7 +132,7 @@ class Known:
         found = next((shards for shards in own if shards is not None), None)
         return found if concrete else self.seen.get((keystr(path), shape))
 
-    def _asked(self, path: Any, shape: tuple[int, ...]) -> Shards | None:
+    def _asked(self, path: KeyPath, shape: tuple[int, ...]) -> Shards | None:
         ends = (tuple(path[:n]) for n in range(len(path), -1, -1))
         asked = next((self.asked[end] for end in ends if end in self.asked), None)
         if asked is None:
@@ -151,11 +157,11 @@ class Known:
 
 
 @contextlib.contextmanager
-def explicitly_typed(params: Any) -> Iterator[Any]:
-    """Shapes of the parameters, of which a trace says how everything is divided."""
+def explicitly_typed(params: PyTree) -> Iterator[PyTree[jax.ShapeDtypeStruct]]:
+    """Shapes of parameters on explicit axes: a trace of them tells all shardings."""
     meshes = []
 
-    def typed(x: Any) -> jax.ShapeDtypeStruct:
+    def typed(x: Leaf) -> jax.ShapeDtypeStruct:
         shards = Shards.of_array(x)
         if shards is None:
             return jax.ShapeDtypeStruct(x.shape, x.dtype)

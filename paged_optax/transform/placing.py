@@ -1,30 +1,50 @@
 """Where the leaves of a new state go."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 from jax import Array
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
 from paged_optax.backend.memory import (
     HOST,
     PINNED_HOST,
     on_host,
 )
+from paged_optax.transform.trees import Parameter, Stored
 
 
-def place(value: Any, host: bool, like: Any, mesh: Any) -> Any:
+def place(
+    value: Stored,
+    host: bool,
+    like: Parameter | None,
+    mesh: Mesh | AbstractMesh | None,
+) -> Stored:
     """Puts one leaf of a new state beside its parameter, in its own memory.
 
-    What is not divided as its parameter is on all devices of the mesh, if there is one.
+    Args:
+      value: The leaf.
+      host: Whether it goes to host memory.
+      like: Its parameter, or None if it belongs to no single one.
+      mesh: The mesh on all of whose devices the leaf goes if it is not divided as its
+        parameter; None if there is no mesh.
+
+    Returns:
+      The leaf.
     """
 
     def place(x: Array) -> Array:
         sharding = None
         if isinstance(x, Tracer) or isinstance(like, Tracer):
             pass  # its type says where it is
-        elif getattr(like, "committed", False) and like.shape == x.shape:
+        elif isinstance(like, Array) and like.committed and like.shape == x.shape:
             sharding = like.sharding
         elif isinstance(mesh, Mesh):
             sharding = NamedSharding(mesh, PartitionSpec())
@@ -37,11 +57,11 @@ def place(value: Any, host: bool, like: Any, mesh: Any) -> Any:
     return jax.tree.map(place, value)
 
 
-def tied(values: list[Any]) -> list[Any]:
-    """Commits a new state to the device of its host arrays, where it has some.
+def tied(values: Sequence[Stored]) -> Sequence[Stored]:
+    """Commits a new state to the device of its host arrays, if it has some.
 
-    What a program with host arrays returns is committed, and `jax.jit` would compile
-    the next step again for a count that was not.
+    A program that uses host arrays returns committed arrays. If a step count was not
+    committed before, `jax.jit` would compile the next step again.
     """
     devices = {d for x in jax.tree.leaves(values) if on_host(x) for d in x.devices()}
     if len(devices) != 1:

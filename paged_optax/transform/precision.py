@@ -1,13 +1,16 @@
 """Moments and master weights in float32 for parameters in fewer bits.
 
-Both are Optax transformations around another, that know nothing of paging.
+Each wrapper is an Optax transformation around another, and knows nothing of paging.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import PyTree
 
 
 class MasterWeightsState(NamedTuple):
@@ -18,14 +21,14 @@ class MasterWeightsState(NamedTuple):
       inner_state: The state of the wrapped transformation.
     """
 
-    master: Any
-    inner_state: Any
+    master: optax.Params
+    inner_state: optax.OptState
 
 
 def in_float32(
     inner: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """Computes in float32, whatever the parameters' and gradients' dtype.
+    """Computes in float32, whatever the dtypes of parameters and gradients.
 
     Args:
       inner: The transformation. It sees parameters and gradients in float32.
@@ -34,15 +37,15 @@ def in_float32(
       The transformation; its updates have the gradients' dtype.
     """
 
-    def init(params: optax.Params) -> Any:
+    def init(params: optax.Params) -> optax.OptState:
         return inner.init(_wider(params, jnp.float32))
 
     def update(
         updates: optax.Updates,
-        state: Any,
+        state: optax.OptState,
         params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, Any]:
+        **extra_args: object,
+    ) -> tuple[optax.Updates, optax.OptState]:
         changed, state = inner.update(
             _wider(updates, jnp.float32),
             state,
@@ -55,17 +58,17 @@ def in_float32(
 
 
 def with_master_weights(
-    inner: optax.GradientTransformationExtraArgs, dtype: Any
+    inner: optax.GradientTransformationExtraArgs, dtype: DTypeLike
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keeps the parameters in full precision, and moves the given ones after them.
+    r"""Keeps a master copy of the parameters, which the given parameters follow.
 
     .. math::
         m \leftarrow m + \mathrm{inner}(g, s, m), \qquad
         u = \mathrm{round}(m) - \theta,
 
-    so that :math:`\theta + u` is the master copy rounded to the parameters' dtype. It
-    is computed from the parameters as they are, so that a difference the dtype cannot
-    express is made good at the next step.
+    so that :math:`\theta + u` is the master copy rounded to the parameters' dtype. The
+    update is the difference to the parameters as they are: what it cannot express in
+    their dtype, the next step makes up for.
 
     Args:
       inner: The transformation. It sees the master copy as its parameters.
@@ -80,15 +83,15 @@ def with_master_weights(
     """
 
     def init(params: optax.Params) -> MasterWeightsState:
-        # Parameters that have this dtype already are copied: both will be donated.
+        # A step donates both: they may not be one array where the dtypes are equal.
         master = jax.tree.map(jnp.copy, _wider(params, dtype))
         return MasterWeightsState(master, inner.init(master))
 
     def update(
         updates: optax.Updates,
-        state: Any,
+        state: PyTree,
         params: optax.Params | None = None,
-        **extra_args: Any,
+        **extra_args: object,
     ) -> tuple[optax.Updates, MasterWeightsState]:
         if params is None:
             raise ValueError(
@@ -100,7 +103,7 @@ def with_master_weights(
         )
         master = jax.tree.map(lambda m, u: m + u.astype(m.dtype), state.master, changed)
 
-        def difference(m: jax.Array, p: jax.Array) -> jax.Array:
+        def difference(m: Array, p: Array) -> Array:
             return (m.astype(p.dtype).astype(m.dtype) - p.astype(m.dtype)).astype(
                 p.dtype
             )
@@ -119,14 +122,14 @@ class CountedState(NamedTuple):
       inner_state: The state of the wrapped transformation.
     """
 
-    step: Any
-    inner_state: Any
+    step: ArrayLike
+    inner_state: optax.OptState
 
 
 def counted(
     inner: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """Counts updates, for stochastic rounding to draw other bits at each.
+    """Counts updates, so that stochastic rounding draws other bits at each.
 
     Args:
       inner: The transformation.
@@ -140,9 +143,9 @@ def counted(
 
     def update(
         updates: optax.Updates,
-        state: Any,
+        state: PyTree,
         params: optax.Params | None = None,
-        **extra_args: Any,
+        **extra_args: object,
     ) -> tuple[optax.Updates, CountedState]:
         updates, inner_state = inner.update(
             updates, state.inner_state, params, **extra_args
@@ -152,10 +155,10 @@ def counted(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _wider(tree: Any, dtype: Any) -> Any:
+def _wider(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """Casts floating point leaves of fewer bits than `dtype` to it."""
 
-    def cast(x: Any) -> Any:
+    def cast(x: Array) -> Array:
         fewer = (
             jnp.finfo(x.dtype).bits < jnp.finfo(dtype).bits if floating(x) else False
         )

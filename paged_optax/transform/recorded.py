@@ -1,11 +1,11 @@
-"""What every paged transformation inside another says of its moments."""
+"""Finds every paged transformation inside another, and what describes its moments."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
 import optax
+from jaxtyping import PyTree
 
 from paged_optax.transform.configuration import Configuration
 from paged_optax.transform.context import within
@@ -20,17 +20,17 @@ class Moment:
       path: Its path in the state.
       shape: Its shape; on a mesh, that of one device's shard.
       dtype: Its dtype.
-      bytes: Its bytes, on one device or for it.
+      bytes: Its bytes, or those of one device's shard.
       on_host: Whether it lives in host memory.
-      pages: Pages a sweep cuts it into; 1 where it travels whole; 0 on the device.
+      pages: Pages that a sweep cuts it into; 1 if it travels whole; 0 on the device.
       page_bytes: Bytes of one of them.
       leaf: Moments with equal numbers travel together.
-      in_flight: Pages of it that may be on the device at once: what is read and what
-        is written, and what is computed in between where a codec stores it or the page
-        is a whole leaf.
-      beside: Bytes of its scales, where they do not go in pages but travel whole.
+      in_flight: Pages of it that may be on the device at once. Two are read and
+        written; a third is computed in between if a codec stores the moment or the
+        page is a whole leaf.
+      beside: Bytes of its scales, if these travel whole and not in pages.
       refused: Why it cannot be paged on this backend although it is larger than a
-        page; else empty.
+        page; empty if it can.
     """
 
     path: str
@@ -46,8 +46,8 @@ class Moment:
     refused: str = ""
 
 
-#: Lists what a paged `update` will do, given its extra arguments.
-Describe = Callable[[dict[str, Any]], list[Moment]]
+#: Describes the moments of a paged transformation, given `update`'s extra arguments.
+Describe = Callable[[Mapping[str, PyTree]], list[Moment]]
 
 
 def recorded(
@@ -60,13 +60,13 @@ def recorded(
       params: The parameters, or their `ShapeDtypeStruct`s.
 
     Returns:
-      What each was asked for, and what lists its moments.
+      For each its configuration, and the function that describes its moments.
 
     Raises:
       ValueError: If nothing in `tx` is paged.
     """
     found: list[tuple[Configuration, Describe]] = []
-    # A new function each time: JAX would not run one again that it has traced.
+    # A new function each time: JAX does not trace the same function twice.
     record = lambda configuration, describe: found.append((configuration, describe))
     with within(record=record), explicitly_typed(params) as shapes:
         jax.eval_shape(tx.init, shapes)

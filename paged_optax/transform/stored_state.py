@@ -1,24 +1,26 @@
-"""What a state holds in place of each leaf of its transformation's own.
+"""How a state stores each leaf of the state of its transformation.
 
 With the default settings a state is Optax's own, leaf for leaf. A codec stores a moment
-as something else, and with `per_parameter_steps` each integer scalar, which is what
-Optax counts steps in, is a tree of the parameters' structure, so that bias corrections
-and schedules follow the updates a parameter has really had.
+in other arrays. Optax counts steps in integer scalars; with `per_parameter_steps` each
+of them is a tree of the parameters' structure, so that bias corrections and schedules
+follow the updates that a parameter has really had.
 """
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import Array
 from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
 from paged_optax.codecs import Codec, arranged
 from paged_optax.engine.shards import Shards
+from paged_optax.transform.trees import Leaf, Parameter, PyTreeDef, Stored
 
 
 class OtherLayoutError(ValueError):
@@ -27,30 +29,30 @@ class OtherLayoutError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A state's structure, and what is stored differently.
+    """A state's structure, and how each of its leaves is stored.
 
     Attributes:
       structure: The structure of the transformation's own state.
-      avals: What the transformation sees of each leaf.
-      codecs: What stores each leaf; None where it is stored as it is.
-      counts: The positions of step counts of which each parameter has its own.
+      avals: For each leaf what has the shape and dtype that the transformation sees.
+      codecs: For each leaf the codec that stores it; None if it is stored as it is.
+      counts: The positions of the step counts that each parameter has for itself.
       parameters: The structure of the parameters.
-      shards: How each leaf is divided over a mesh; None where it is not.
+      shards: For each leaf how it is divided over a mesh; None if it is not.
     """
 
-    structure: Any
-    avals: tuple[jax.ShapeDtypeStruct, ...]
+    structure: PyTreeDef
+    avals: tuple[Leaf, ...]
     codecs: tuple[Codec | None, ...]
     counts: tuple[int, ...]
-    parameters: Any
+    parameters: PyTreeDef
     shards: tuple[Shards | None, ...]
 
     @classmethod
     def of(
         cls,
-        shapes: Any,
+        shapes: PyTree[Leaf],
         codecs: Sequence[Codec | None],
-        params: Any,
+        params: PyTree,
         shards: Sequence[Shards | None],
         *,
         per_parameter_steps: bool,
@@ -59,10 +61,13 @@ class Layout:
 
         Args:
           shapes: The transformation's own state.
-          codecs: What stores each of its leaves, or None.
+          codecs: For each of its leaves the codec that stores it, or None.
           params: The parameters.
-          shards: How each of its leaves is divided, or None.
+          shards: For each of its leaves how it is divided, or None.
           per_parameter_steps: Whether each parameter has its own step counts.
+
+        Returns:
+          The layout.
         """
         avals, structure = jax.tree.flatten(shapes)
         parameters = jax.tree.structure(params)
@@ -87,7 +92,7 @@ class Layout:
             tuple(shards),
         )
 
-    def stored(self, position: int) -> Any:
+    def stored(self, position: int) -> Stored:
         """The shapes and dtypes in which a leaf is stored."""
         codec, aval = self.codecs[position], self.avals[position]
         if codec is None:
@@ -95,19 +100,20 @@ class Layout:
         shards = self.shards[position]
         return shards.stored(codec, aval.shape) if shards else codec.stored(aval.shape)
 
-    def types(self, position: int, parameter: Any) -> Any:
-        """What is divided as a stored leaf is; None for what is on all devices."""
+    def types(self, position: int, parameter: Parameter | None) -> Stored | None:
+        """Arrays or shapes divided as a stored leaf; None if it is on all devices."""
         codec, aval = self.codecs[position], self.avals[position]
         shards = self.shards[position]
         if codec is None:
-            return parameter if np.shape(parameter) == aval.shape else None
+            alike = parameter is not None and parameter.shape == aval.shape
+            return parameter if alike else None
         stored = self.stored(position)
         if shards is None:
             return jax.tree.map(lambda _: None, stored)
         return shards.typed(codec, stored, shards.local(aval.shape))
 
     def sizes(self) -> list[int | None]:
-        """Bytes a device of each leaf as it is stored; None for what is no moment."""
+        """Bytes per device of each leaf as it is stored; None if it is no moment."""
         return [
             nbytes(self.stored(position)) // self.parts(position)
             if x.ndim and jnp.issubdtype(x.dtype, jnp.inexact) and nbytes(x)
@@ -116,12 +122,12 @@ class Layout:
         ]
 
     def parts(self, position: int) -> int:
-        """Into how many parts a leaf is divided."""
+        """The number of parts that a leaf is divided into."""
         shards = self.shards[position]
         return math.prod(shards.divisions) if shards else 1
 
-    def build(self, leaves: Sequence[Any]) -> Any:
-        """A new state of stored leaves; each parameter gets a copy of every count."""
+    def build(self, leaves: Sequence[Stored]) -> PyTree:
+        """Makes a new state of stored leaves, with copies of each count."""
         leaves = list(leaves)
         for position in self.counts:
             count = leaves[position]
@@ -129,12 +135,14 @@ class Layout:
             leaves[position] = jax.tree.unflatten(self.parameters, copies)
         return jax.tree.unflatten(self.structure, leaves)
 
-    def take_apart(self, state: Any) -> tuple[list[Any], dict[int, list[Any]]]:
-        """The stored leaves of a state, and the counts that each parameter has.
+    def take_apart(
+        self, state: PyTree
+    ) -> tuple[list[Stored], dict[int, list[ArrayLike]]]:
+        """Takes a state apart into its stored leaves and its parameters' own counts.
 
         Returns:
-          The leaves, each count that of the first parameter; and for each count, by its
-          position, one for each parameter.
+          The leaves, where each count is that of the first parameter; and by the
+          position of each count, a list of one count for each parameter.
 
         Raises:
           ValueError: If the state is of another layout.
@@ -143,7 +151,7 @@ class Layout:
         for position, codec in enumerate(self.codecs):
             if codec is not None:
                 leaves[position] = self._read(leaves[position], position)
-        own: dict[int, list[Any]] = {}
+        own: dict[int, list[ArrayLike]] = {}
         for position in self.counts:
             counts = leaves[position]
             if jax.tree.structure(counts) != self.parameters:
@@ -157,8 +165,8 @@ class Layout:
             leaves[position] = own[position][0]
         return leaves, own
 
-    def _read(self, found: Any, position: int) -> Any:
-        """What a codec stored, in whatever container it comes back."""
+    def _read(self, found: PyTree, position: int) -> Stored:
+        """Reads what a codec stored, whatever container a restore put it in."""
         wanted = self.stored(position)
         describe = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
         if describe(found) != describe(wanted):
@@ -169,8 +177,8 @@ class Layout:
             )
         return jax.tree.unflatten(jax.tree.structure(wanted), jax.tree.leaves(found))
 
-    def seen(self, leaves: Sequence[Any]) -> Any:
-        """The state as the transformation sees it, of abstract values where coded."""
+    def seen(self, leaves: Sequence[Stored]) -> PyTree[Leaf]:
+        """The state as the transformation sees it, with shapes for coded leaves."""
         return jax.tree.unflatten(
             self.structure,
             [
@@ -179,8 +187,8 @@ class Layout:
             ],
         )
 
-    def blank(self, leaves: Sequence[Any]) -> Any:
-        """The same, to trace with: zeros where coded."""
+    def blank(self, leaves: Sequence[Stored]) -> PyTree[Leaf]:
+        """The state as the transformation sees it, with zeros for coded leaves."""
         return jax.tree.map(
             lambda x: (
                 jnp.zeros(x.shape, x.dtype)
@@ -191,5 +199,5 @@ class Layout:
         )
 
 
-def _copy(count: Any) -> Any:
+def _copy(count: Leaf) -> Array:
     return count if isinstance(count, Tracer) else jnp.array(count, copy=True)

@@ -1,14 +1,15 @@
-"""One update of all leaves, those that are away or coded page by page."""
+"""One update of all leaves, page by page if a codec or host memory holds them."""
 
 import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import UInt32
 
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.backend.memory import (
@@ -27,6 +28,7 @@ from paged_optax.transform.checks import (
 from paged_optax.transform.context import Gate, current
 from paged_optax.transform.pager import Pager, divided_as
 from paged_optax.transform.stored_state import Layout
+from paged_optax.transform.trees import Stored, Value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,15 +38,15 @@ class Streaming:
     Attributes:
       pager: The paged transformation.
       layout: How its state is stored.
-      shards: How each parameter is divided, or None.
-      analysis: What is computed.
-      arguments: All that it is computed of: gradients, the state's leaves as they are
-        stored, parameters, extra arguments. Gradients and leaves are in the order of
-        the results that take their places.
+      shards: For each parameter how it is divided, or None.
+      analysis: The programs that compute the update.
+      arguments: All arguments of the programs: gradients, the state's leaves as they
+        are stored, parameters, extra arguments. Gradients and leaves are in the order
+        of the results that take their places.
       gradients: The gradients.
       leaves: The state's leaves.
       own: Counts of which each parameter has its own: by the number of the argument,
-        one for each parameter.
+        a list of one count for each parameter.
       gates: For each parameter whether its update is taken.
       moves: For each parameter whether its moments change.
     """
@@ -53,10 +55,10 @@ class Streaming:
     layout: Layout
     shards: tuple[Shards | None, ...]
     analysis: Analysis
-    arguments: list[Any]
-    gradients: list[Any]
-    leaves: list[Any]
-    own: dict[int, list[Any]]
+    arguments: list[Value]
+    gradients: list[Array]
+    leaves: list[Stored]
+    own: dict[int, list[ArrayLike]]
     gates: Sequence[Gate]
     moves: Sequence[Gate]
 
@@ -67,12 +69,12 @@ class Streaming:
 
     @functools.cached_property
     def codecs(self) -> dict[int, Codec]:
-        """What stores arguments, by their numbers."""
+        """The codecs of arguments, by the arguments' numbers."""
         return {i: x for i, x in enumerate(self.layout.codecs, self.first) if x}
 
     @functools.cached_property
     def of_leaves(self) -> set[int]:
-        """Results that a leaf's program makes."""
+        """The positions of results that a leaf's program makes."""
         return {position for leaf in self.analysis.leaves for position in leaf.outputs}
 
     @functools.cached_property
@@ -80,16 +82,16 @@ class Streaming:
         return either(self.moves) if self.gradients else True
 
     def gate_of(self, owner: int | None) -> Gate:
-        """Whether what belongs to a parameter changes; None: to all of them."""
+        """The gate of what belongs to a parameter; None: to all of them."""
         return self._gate_of_all if owner is None else self.moves[owner]
 
-    def results(self) -> list[Any]:
-        """The updates, then the state's new leaves."""
+    def results(self) -> list[Value]:
+        """Computes the updates, then the state's new leaves."""
         _ = self._gate_of_all
         made = self.analysis.evaluate(self.arguments, self.run_leaf, self.own)
         return [self._result(position, new) for position, new in enumerate(made)]
 
-    def _result(self, position: int, new: Any) -> Any:
+    def _result(self, position: int, new: Value) -> Value:
         if position < self.first:
             return choose_by(self.gates[position], new, None)
         if position in self.own:
@@ -102,15 +104,14 @@ class Streaming:
             return new
         return self._kept(position, new, old)
 
-    def _kept(self, position: int, new: Any, old: Any) -> Any:
-        """What was not streamed, where its gate is open, and where the old value is."""
+    def _kept(self, position: int, new: ArrayLike, old: ArrayLike) -> ArrayLike:
+        """Chooses by its gate what was not streamed, in the old value's memory."""
         new = choose_by(self.gate_of(self.analysis.owners[position]), new, old)
-        # Handed through, or shared by all: where the old value lives.
         moved = on_host(old) and not on_host(new)
         return jax.device_put(new, HOST) if moved else new
 
-    def run_leaf(self, leaf: LeafUpdate, inputs: list[Any]) -> Sequence[Any]:
-        """Runs the program of one leaf, page by page where it is coded or away."""
+    def run_leaf(self, leaf: LeafUpdate, inputs: list[Value]) -> Sequence[Value]:
+        """Runs the program of one leaf, by pages if a codec or the host holds it."""
         gate = self.gate_of(leaf.owner)
         if leaf.owner is None and len({id(gate) for gate in self.gates}) > 1:
             refuse_joined(leaf)
@@ -125,7 +126,7 @@ class Streaming:
             return self._paged(leaf, found, gate)
         return [
             new
-            if p < self.first or p in self.own or new is old
+            if old is None or p < self.first or p in self.own or new is old
             else self._kept(p, new, old)
             for p, old, new in zip(
                 leaf.outputs, olds, leaf.program(inputs), strict=True
@@ -133,7 +134,7 @@ class Streaming:
         ]
 
     def _buffers(
-        self, leaf: LeafUpdate, inputs: list[Any], olds: Sequence[Any]
+        self, leaf: LeafUpdate, inputs: list[Value], olds: Sequence[Value | None]
     ) -> "_Buffers":
         buffers, numbers = list(inputs), list(leaf.inputs)
         overwrites: list[int] = []
@@ -141,11 +142,10 @@ class Streaming:
             if p not in self.codecs and (
                 old is None or (old.shape, old.dtype) != (new.shape, new.dtype)
             ):
-                # An update of another dtype than its gradient, say, cannot take over
-                # its buffer.
+                # An update of another dtype than its gradient cannot take its buffer.
                 old = jnp.zeros(new.shape, new.dtype)
             elif p in leaf.inputs:
-                # By its number: one array may be given for several moments.
+                # Found by its number: one array may be given for several moments.
                 overwrites.append(leaf.inputs.index(p))
                 continue
             overwrites.append(len(buffers))
@@ -154,7 +154,9 @@ class Streaming:
         coded = [self.codecs.get(number) for number in numbers]
         return _Buffers(buffers, numbers, overwrites, coded)
 
-    def _paged(self, leaf: LeafUpdate, found: "_Buffers", gate: Any) -> Sequence[Any]:
+    def _paged(
+        self, leaf: LeafUpdate, found: "_Buffers", gate: Gate
+    ) -> Sequence[Stored]:
         """Streams a leaf's pages through the device."""
         divided = divided_as(leaf, self.gradients, self.shards)
         run = functools.partial(
@@ -176,7 +178,7 @@ class Streaming:
         with jax.named_scope(UNSHARDED) if alone else contextlib.nullcontext():
             return run(
                 underived(found.arrays) if away else tuple(found.arrays),
-                None if gate is True else gate.astype(jnp.int32),
+                gate.astype(jnp.int32) if isinstance(gate, Array) else None,
                 _noise(
                     self.leaves,
                     leaf.outputs,
@@ -187,23 +189,23 @@ class Streaming:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Buffers:
-    """What a leaf's program is given, and further buffers for its results.
+    """The inputs of a leaf's program, and further buffers for its results.
 
     Attributes:
       arrays: The arrays.
       numbers: Their numbers among the arguments.
       overwrites: For each result the position of the array that it replaces.
-      codecs: What stores each array, or None.
+      codecs: For each array the codec that stores it, or None.
     """
 
-    arrays: list[Any]
+    arrays: list[Value]
     numbers: list[int]
     overwrites: list[int]
     codecs: list[Codec | None]
 
     @functools.cached_property
     def moving(self) -> list[Kept]:
-        """How those are kept that are coded or in host memory."""
+        """How each array is kept that a codec or host memory holds."""
         return [
             Kept(4 if codec else x.dtype.itemsize, codec, on_host(x))
             for x, codec in zip(self.arrays, self.codecs, strict=True)
@@ -212,15 +214,15 @@ class _Buffers:
 
 
 def _noise(
-    leaves: Sequence[Any], outputs: Sequence[int], codecs: Sequence[Codec | None]
-) -> tuple[Any, ...] | None:
-    """The random words by which results are rounded: of this moment, at this step."""
+    leaves: Sequence[Stored], outputs: Sequence[int], codecs: Sequence[Codec | None]
+) -> tuple[UInt32[Array, "2"] | None, ...] | None:
+    """Draws the random words by which results are rounded, anew at each step."""
     if not any(codec is not None and codec.draws for codec in codecs):
         return None
     step = leaves[0]  # the first field of the state of `precision.counted`
     layer = current().layer
 
-    def words(position: int, codec: Codec) -> Array:
+    def words(position: int, codec: Codec) -> UInt32[Array, "2"]:
         key = jax.random.key(getattr(codec, "seed", 0))
         if layer is not None:
             key = jax.random.fold_in(key, layer)

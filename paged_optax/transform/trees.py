@@ -1,16 +1,39 @@
-"""Trees taken apart: into paths and leaves, into arrays and the rest."""
+"""Takes trees apart: into paths and leaves, into arrays and the rest."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from paged_optax.analysis.program import Analysis
 from paged_optax.backend.key_paths import keystr
 from paged_optax.transform.context import Gate
+
+# Pyright sees a variable here, for jaxlib comes without type stubs.
+PyTreeDef: TypeAlias = jax.tree_util.PyTreeDef  # pyright: ignore[reportInvalidTypeForm]
+
+#: A parameter or a gradient: an array, or the shape and dtype of one.
+Parameter = Array | jax.ShapeDtypeStruct
+
+#: A leaf of a state, or what the transformation sees of it: an array, or the shape and
+#: dtype of one.
+Leaf = Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+
+#: A leaf as a state holds it: an array, or the arrays in which a codec stores it.
+Stored = PyTree[Leaf]
+
+#: What an update's programs take and make: a leaf as a state holds it, or a number.
+Value = PyTree[Leaf | ArrayLike]
+
+#: What `jax.jit` traces of an extra argument, so that no new value compiles it again.
+Traceable = ArrayLike | jax.ShapeDtypeStruct
 
 
 @jax.tree_util.register_dataclass
@@ -18,8 +41,8 @@ from paged_optax.transform.context import Gate
 class Gates:
     """The gates of all gradients, each once.
 
-    Passed one for each gradient, one tracer for all of them would become as many that
-    are not known to be equal.
+    If a tracer that is the gate of all gradients were passed once for each of them, it
+    would become as many tracers, and nothing would tell that they are equal.
 
     Attributes:
       distinct: The gates.
@@ -44,13 +67,19 @@ class Gates:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What of a tree is no array, and where the arrays among it go."""
+    """A tree without its arrays.
 
-    treedef: Any
+    Attributes:
+      treedef: The structure of the tree.
+      is_array: For each leaf whether it is an array or a number.
+      rest: The other leaves.
+    """
+
+    treedef: PyTreeDef
     is_array: tuple[bool, ...]
-    rest: tuple[Any, ...]
+    rest: tuple[object, ...]
 
-    def merge(self, arrays: Sequence[Any]) -> Any:
+    def merge(self, arrays: Sequence[Traceable]) -> PyTree:
         """The tree, with these arrays in their places."""
         array, rest = iter(arrays), iter(self.rest)
         leaves = [next(array) if yes else next(rest) for yes in self.is_array]
@@ -59,20 +88,20 @@ class Static:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """An update as a value: two that compute the same are equal.
+    """An update as a value: two updates that compute the same are equal.
 
     Attributes:
-      analysis: Its programs, without the arrays closed over.
+      analysis: Its programs, without the arrays that they close over.
       structure: The structure of what it returns.
-      gating: Its gates and its restart, but for those known on the device alone.
+      gating: Its gates and its restart, without those that only the device knows.
     """
 
     analysis: Analysis
-    structure: Any
+    structure: PyTreeDef
     gating: Static
 
 
-def split(tree: Any) -> tuple[list[Any], Static]:
+def split(tree: PyTree) -> tuple[list[Traceable], Static]:
     """Takes the arrays and numbers of a tree apart from the rest."""
     leaves, treedef = jax.tree.flatten(tree)
     kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
@@ -85,10 +114,10 @@ def split(tree: Any) -> tuple[list[Any], Static]:
     return arrays, Static(treedef, tuple(is_array), rest)
 
 
-def arrays_of(tree: Any) -> Any:
-    """Python numbers and NumPy arrays as JAX arrays."""
+def arrays_of(tree: PyTree) -> PyTree[Parameter]:
+    """Makes JAX arrays of a tree's Python numbers and NumPy arrays."""
 
-    def array(path: Any, x: Any) -> Any:
+    def array(path: KeyPath, x: object) -> Parameter:
         if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
             return x
         try:
@@ -102,7 +131,7 @@ def arrays_of(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(array, tree)
 
 
-def paths_of(tree: Any) -> tuple[list[jax.tree_util.KeyPath], list[Any]]:
+def paths_of(tree: PyTree) -> tuple[list[KeyPath], list[PyTree]]:
     """The paths of the leaves, and the leaves."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [path for path, _ in flat], [leaf for _, leaf in flat]

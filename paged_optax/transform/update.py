@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import optax
 from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from paged_optax.backend.donation import paired
 from paged_optax.backend.explicit_axes import automatically
@@ -36,6 +37,8 @@ from paged_optax.transform.streaming import Streaming
 from paged_optax.transform.trees import (
     Gates,
     Static,
+    Stored,
+    Traceable,
     Traced,
     arrays_of,
     paths_of,
@@ -44,10 +47,10 @@ from paged_optax.transform.trees import (
 
 
 class Update:
-    """`update` of one paged transformation.
+    """The `update` of one paged transformation.
 
     Args:
-      pager: The transformation.
+      pager: The transformation, and how it is paged.
     """
 
     def __init__(self, pager: Pager):
@@ -60,12 +63,21 @@ class Update:
         state: optax.OptState,
         params: optax.Params | None = None,
         *,
-        active: Any = None,
-        **extra_args: Any,
+        active: PyTree = None,
+        **extra_args: object,
     ) -> tuple[optax.Updates, optax.OptState]:
-        """Streams the state past the gradients; returns updates and the new state.
+        """Streams the state past the gradients.
 
-        Updates are divided as parameters are, or as gradients without them.
+        Args:
+          updates: The gradients.
+          state: The state.
+          params: The parameters, or None.
+          active: Whether to update each parameter: see `paged`.
+          **extra_args: Extra arguments of `inner`.
+
+        Returns:
+          The updates, divided over a mesh as the parameters are, or without parameters
+          as the gradients are; and the new state.
         """
         gradients, held, params = bare(updates), bare(state), bare(params)
         active, extra_args = bare(active), bare(extra_args)
@@ -83,8 +95,8 @@ class Update:
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None,
-        active: Any,
-        extra_args: dict[str, Any],
+        active: PyTree,
+        extra_args: dict[str, PyTree],
     ) -> tuple[optax.Updates, optax.OptState]:
         refuse_host("gradient", updates)
         refuse_host("parameter", params)
@@ -98,8 +110,7 @@ class Update:
         extras, static = split({"restart": restart, "extra_args": extra_args})
         trees = (arrays_of(updates), state, arrays_of(params))
         shards = self.pager.shards(*trees)
-        # Anew at each call: `inner` may read more than its arguments. What is compiled
-        # serves all that compute the same.
+        # Traced anew at each call, for `inner` may read more than its arguments.
         traced, constants = self._trace(*trees, extras, static, gating, shards)
         arguments = (*trees, extras, open_gates, constants)
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
@@ -121,12 +132,12 @@ class Update:
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None,
-        extras: list[Any],
+        extras: Sequence[Traceable],
         static: Static,
         gating: Static,
         shards: tuple[Shards | None, ...],
-    ) -> tuple[Traced, dict[int, Any]]:
-        """What an update computes, and the arrays that it closes over."""
+    ) -> tuple[Traced, dict[int, ArrayLike]]:
+        """Traces what an update computes, and finds the arrays that it closes over."""
         layout = self.pager.layout(updates, state, shards)
         try:
             leaves, own = layout.take_apart(state)
@@ -148,8 +159,8 @@ class Update:
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None,
-        *others: Any,
-        traced: "Traced",
+        *others: PyTree[ArrayLike],
+        traced: Traced,
         shards: tuple[Shards | None, ...],
     ) -> tuple[optax.Updates, optax.OptState]:
         run = functools.partial(_streamed, self.pager, traced=traced, shards=shards)
@@ -162,14 +173,14 @@ def _streamed(
     updates: optax.Updates,
     state: optax.OptState,
     params: optax.Params | None,
-    extras: list[Any],
-    open_gates: list[Any],
-    constants: dict[int, Any],
+    extras: Sequence[Traceable],
+    open_gates: Sequence[Traceable],
+    constants: Mapping[int, ArrayLike],
     *,
     traced: Traced,
     shards: tuple[Shards | None, ...],
 ) -> tuple[optax.Updates, optax.OptState]:
-    """Updates, and the new state, on a mesh of automatic axes."""
+    """Computes the updates and the new state on a mesh of automatic axes."""
     gradients = jax.tree.leaves(updates)
     layout = pager.layout(updates, state, shards)
     leaves, own = layout.take_apart(state)
@@ -196,8 +207,8 @@ def _streamed(
     return jax.tree.unflatten(traced.structure, streaming.results())
 
 
-def _tell_of_moved(pager: Pager, layout: Layout, leaves: Sequence[Any]) -> None:
-    """Reports moments on the device that the budget has no room for."""
+def _tell_of_moved(pager: Pager, layout: Layout, leaves: Sequence[Stored]) -> None:
+    """Warns of moments on the device for which the budget has no room."""
     budget = pager.configuration.device_budget
     if not isinstance(budget, int) or current().fetched:
         return
