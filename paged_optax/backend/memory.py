@@ -108,7 +108,7 @@ def memory_kind(x: PyTree) -> str:
     return PINNED_HOST if on_host(x) else memory_kinds()[0]
 
 
-def resolve_host_memory_kind(asked: str) -> str:
+def resolve_host_memory_kind(asked: object) -> str:
     """The memory kind that will hold paged moments on this backend.
 
     Args:
@@ -142,7 +142,7 @@ def resolve_host_memory_kind(asked: str) -> str:
             f" {', '.join(kinds)}. Pass host_memory_kind='auto' to keep the moments in"
             " device memory where the host kind is missing."
         )
-    return asked
+    return PINNED_HOST
 
 
 def device_memory() -> tuple[int, int]:

@@ -12,7 +12,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
 }
 
 
-def parse_bytes(name: str, size: int | str) -> int:
+def parse_bytes(name: str, size: object) -> int:
     """Reads a number of bytes.
 
     Args:

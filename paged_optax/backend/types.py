@@ -5,8 +5,8 @@ from typing import Protocol, runtime_checkable
 import jax
 import numpy as np
 
-#: What has a shape and a dtype: an array, a traced value, or their description.
-ArrayOrShape = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+#: What has a shape and a dtype: an array, a NumPy scalar, or a description of one.
+ArrayOrShape = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 
 @runtime_checkable

@@ -72,7 +72,7 @@ def _describe(x: ArrayOrShape | None) -> str:
     return "missing" if x is None else f"{x.dtype}{list(np.shape(x))}"
 
 
-def _placed(x: Array | np.ndarray, place: jax.ShapeDtypeStruct) -> Array:
+def _placed(x: Array | np.ndarray | np.generic, place: jax.ShapeDtypeStruct) -> Array:
     kind, sharding = place.sharding.memory_kind, place.sharding
     assert kind is not None
     if isinstance(x, Array) and x.committed and x.sharding.memory_kind == kind:
