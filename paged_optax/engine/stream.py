@@ -21,13 +21,13 @@ nothing of Optax.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Int, UInt32
+from jaxtyping import Int, PyTree, UInt32
 
 from paged_optax.backend.memory import HOST, on_host
 from paged_optax.codecs import Codec, Noise
@@ -95,7 +95,9 @@ def stream(
     if shards is None:
         return _by_backend(run, geometry, arrays, gate, noise, place)
 
-    def on_one(place: Place, arrays: Any, scalars: Any) -> tuple[Stored, ...]:
+    def on_one(
+        place: Place, arrays: tuple[Stored, ...], scalars: PyTree[Array]
+    ) -> tuple[Stored, ...]:
         gate, noise = scalars
         noise = jax.tree.map(lambda words: words + place.part, noise)
         return _by_backend(run, geometry, arrays, gate, noise, place.start)
@@ -106,7 +108,9 @@ def stream(
 
 
 def _by_backend(
-    run: Callable[..., tuple[Stored, ...]], geometry: Geometry, *arguments: Any
+    run: Callable[..., tuple[Stored, ...]],
+    geometry: Geometry,
+    *arguments: PyTree[Array],
 ) -> tuple[Stored, ...]:
     """Calls a function with the pages of the backend it is lowered for."""
     if geometry.rows == geometry.tiles:

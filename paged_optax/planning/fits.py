@@ -5,17 +5,20 @@ import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import overload
 
 import jax
 import optax
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import slashed
 from paged_optax.backend.memory import host_pool_bytes, nbytes
 from paged_optax.backend.sizes import parse_bytes, readable_bytes
 from paged_optax.backend.table import table
 from paged_optax.planning.page_plan import PagePlan, plan
+from paged_optax.transform.codec_rules import Rule
 from paged_optax.transform.paged import paged
 
 
@@ -61,7 +64,13 @@ class Footprints(Sequence[Footprint]):
     device_memory: int
     link_gigabytes_per_second: float
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Footprint: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Footprint]: ...
+
+    def __getitem__(self, index: int | slice) -> Footprint | Sequence[Footprint]:
         return self.rows[index]
 
     def __len__(self) -> int:
@@ -128,8 +137,8 @@ def what_fits(
     inner: optax.GradientTransformation | None = None,
     *,
     device_memory: int | str,
-    codec: Any = "dynamic_int8",
-    master_dtype: Any = None,
+    codec: Rule | Mapping[str, Rule] = "dynamic_int8",
+    master_dtype: DTypeLike | None = None,
     page_size: int | str = "16MiB",
     link_gigabytes_per_second: float = 25.0,
     layers: str = "layers",
@@ -182,14 +191,22 @@ def what_fits(
     inner = optax.adamw(1e-3) if inner is None else inner
     parameters = nbytes(params)
 
-    def planned(**settings: Any) -> PagePlan:
-        tx = paged(inner, page_size=page_size, master_dtype=master_dtype, **settings)
+    def planned(
+        codec: Rule | Mapping[str, Rule] = None, device_budget: str | None = "0B"
+    ) -> PagePlan:
+        tx = paged(
+            inner,
+            page_size=page_size,
+            master_dtype=master_dtype,
+            codec=codec,
+            device_budget=device_budget,
+        )
         with warnings.catch_warnings():
             # Of the host pool, of which the table says as much.
             warnings.filterwarnings("ignore", "the moments need", UserWarning)
             return plan(tx, params, link_gigabytes_per_second=link_gigabytes_per_second)
 
-    def footprint(way: str, gradients: int, plan: PagePlan, **other: Any) -> Footprint:
+    def footprint(way: str, gradients: int, plan: PagePlan, **other: int) -> Footprint:
         found = Footprint(
             way,
             parameters,
@@ -255,7 +272,7 @@ def _with_weights_on_host(
     )
 
 
-def _largest_layer(params: Any, stacked: str) -> tuple[int, int] | None:
+def _largest_layer(params: PyTree, stacked: str) -> tuple[int, int] | None:
     """Bytes of the largest layer's parameters, and of all that is no layer's."""
     leaves = [
         (slashed(path), x) for path, x in jax.tree_util.tree_leaves_with_path(params)

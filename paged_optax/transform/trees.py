@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 
 from paged_optax.analysis.program import Analysis
 from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.types import ArrayOrShape
 from paged_optax.transform.context import Gate
 
 # Pyright sees a variable here, for jaxlib comes without type stubs.
@@ -24,7 +25,7 @@ Parameter = Array | jax.ShapeDtypeStruct
 
 #: A leaf of a state, or what the transformation sees of it: an array, or the shape and
 #: dtype of one.
-Leaf = Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+Leaf = ArrayOrShape
 
 #: A leaf as a state holds it: an array, or the arrays in which a codec stores it.
 Stored = PyTree[Leaf]
