@@ -79,8 +79,9 @@ def test_plan_prints_every_group_and_the_totals():
 
 
 def test_plan_allocates_nothing():
-    params = {"w": jax.ShapeDtypeStruct((1 << 19, 1 << 10), jnp.float32)}
-    assert po.plan(po.paged_adamw(1e-3), params).host_bytes == 2**32
+    """These moments, of 64 GiB, would fit no machine that runs the tests."""
+    params = {"w": jax.ShapeDtypeStruct((1 << 20, 1 << 13), jnp.float32)}
+    assert po.plan(po.paged_adamw(1e-3), params).host_bytes == 2**36
 
 
 def test_plan_needs_the_extra_arguments_of_update():
