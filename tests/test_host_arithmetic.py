@@ -51,7 +51,9 @@ def test_optax_wrappers_are_warned_of_on_accelerators(name, platform):
 def test_a_users_own_arithmetic_is_warned_of():
     state = TX.init(small())
     jaxpr = jax.make_jaxpr(lambda state: jax.tree.map(lambda x: x + x, state))(state)
-    with pytest.warns(UserWarning, match=r"`add`.*test_host_arithmetic\.py:\d+.*device_put"):
+    with pytest.warns(
+        UserWarning, match=r"`add`.*test_host_arithmetic\.py:\d+.*device_put"
+    ):
         warn_of_host_compute(jaxpr, "cuda")
 
 

@@ -1,9 +1,11 @@
 """Types that several folders share."""
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 #: What has a shape and a dtype: an array, a NumPy scalar, or a description of one.
 ArrayOrShape = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
@@ -29,4 +31,19 @@ class Device(Protocol):
 
     def addressable_memories(self) -> list[Memory]:
         """All memories that it can address."""
+        ...
+
+
+@runtime_checkable
+class Transformation(Protocol):
+    """An Optax transformation, or what has its two functions, as `MultiSteps` has."""
+
+    @property
+    def init(self) -> Callable[[PyTree], PyTree]:
+        """Makes the state for parameters."""
+        ...
+
+    @property
+    def update(self) -> Callable[..., tuple[PyTree, PyTree]]:
+        """Turns gradients and a state into updates and a new state."""
         ...

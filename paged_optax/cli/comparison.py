@@ -10,6 +10,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
+from paged_optax.backend.types import Transformation
 from paged_optax.cli.machine import typed
 from paged_optax.compiling.jit_step import jit_step
 from paged_optax.planning.page_plan import plan
@@ -101,7 +102,7 @@ def compare(inner: optax.GradientTransformation, steps: int) -> Comparison:
 
 
 def _train(
-    tx: optax.GradientTransformation,
+    tx: Transformation,
     start: PyTree[ArrayLike],
     gradients: list[PyTree[ArrayLike]],
 ) -> tuple[PyTree[np.ndarray], PyTree[np.ndarray]]:

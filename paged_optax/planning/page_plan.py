@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Hashable, Mapping
 
 import jax
-import optax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
@@ -14,6 +13,7 @@ from paged_optax.backend.memory import (
 )
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.table import table
+from paged_optax.backend.types import Transformation
 from paged_optax.engine.shards import Shards
 from paged_optax.planning.fully_sharded import fully_sharded
 from paged_optax.transform.parameter_shardings import refuse_uneven
@@ -118,7 +118,7 @@ class PagePlan:
 
 
 def plan(
-    tx: optax.GradientTransformation,
+    tx: Transformation,
     params: PyTree,
     *,
     link_gigabytes_per_second: int | float = 25.0,

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 import jax
-import optax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import PyTree
 
@@ -13,16 +12,14 @@ from paged_optax.backend.memory import (
     on_host,
     typed_by_memory,
 )
-from paged_optax.backend.types import ArrayOrShape
+from paged_optax.backend.types import ArrayOrShape, Transformation
 from paged_optax.backend.variables import bare, like
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.owners import parameter_of
 from paged_optax.transform.parameter_shardings import explicitly_typed, refuse_uneven
 
 
-def abstract_state(
-    tx: optax.GradientTransformation, params: PyTree
-) -> PyTree[jax.ShapeDtypeStruct]:
+def abstract_state(tx: Transformation, params: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
     """Shapes, dtypes and placements of the state that `tx.init(params)` would make.
 
     Allocates nothing. Given to Orbax as the target of a restore, it brings a checkpoint

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
@@ -19,6 +18,7 @@ from paged_optax.backend.memory import (
     PINNED_HOST,
     memory_kinds,
 )
+from paged_optax.backend.types import Transformation
 from paged_optax.backend.variables import like
 from paged_optax.codecs import Quantized
 from paged_optax.state.abstract import abstract_state
@@ -108,7 +108,7 @@ def page_out(
 
 
 def init_param(
-    tx: optax.GradientTransformation,
+    tx: Transformation,
     state: PyTree,
     params: PyTree,
     path: Path,

@@ -2,20 +2,17 @@
 
 import jax
 import numpy as np
-import optax
 from jax import Array
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import slashed
-from paged_optax.backend.types import ArrayOrShape
+from paged_optax.backend.types import ArrayOrShape, Transformation
 from paged_optax.backend.variables import bare, like
 from paged_optax.state.abstract import abstract_state
 
 
-def place_state(
-    tx: optax.GradientTransformation, state: PyTree, params: PyTree
-) -> PyTree:
+def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
     """A state whose arrays are where `tx.init(params)` would put them.
 
     A restore, pickle, `jax.device_put` or `out_shardings` without a memory kind bring

@@ -18,6 +18,7 @@ from paged_optax.backend.memory import (
     nbytes,
     on_host,
 )
+from paged_optax.backend.types import Transformation
 from paged_optax.backend.variables import like
 from paged_optax.state.by_path import arrays_of, named_by
 from paged_optax.state.leaves import (
@@ -121,7 +122,7 @@ def host_bytes(state: PyTree, path: Path | None = None) -> int:
 
 
 def rebalance(
-    tx: optax.GradientTransformation,
+    tx: Transformation,
     state: PyTree,
     recent_paths: Iterable[Path],
 ) -> PyTree:
@@ -214,7 +215,7 @@ def moved_to(x: Array, kind: str) -> Array:
 
 
 def _budget(
-    tx: optax.GradientTransformation, state: PyTree, leaves: list[StateLeaf]
+    tx: Transformation, state: PyTree, leaves: list[StateLeaf]
 ) -> tuple[int | None, int]:
     """The device budget of a transformation, and the smallest moment it pages."""
     params = _parameters_like(state)

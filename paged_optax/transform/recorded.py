@@ -7,6 +7,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
+from paged_optax.backend.types import Transformation
 from paged_optax.transform.configuration import Configuration
 from paged_optax.transform.context import within
 from paged_optax.transform.parameter_shardings import explicitly_typed
@@ -51,7 +52,7 @@ Describe = Callable[[Mapping[str, PyTree]], list[Moment]]
 
 
 def recorded(
-    tx: optax.GradientTransformation, params: optax.Params
+    tx: Transformation, params: optax.Params
 ) -> list[tuple[Configuration, Describe]]:
     """Finds every paged transformation inside `tx`: chained, masked, injected.
 
