@@ -15,6 +15,7 @@ from paged_optax.backend.memory import (
 from paged_optax.backend.types import ArrayOrShape, Transformation
 from paged_optax.backend.variables import bare, like
 from paged_optax.state.leaves import is_quantized
+from paged_optax.transform.context import within
 from paged_optax.transform.owners import parameter_of
 from paged_optax.transform.parameter_shardings import explicitly_typed, refuse_uneven
 
@@ -54,7 +55,7 @@ def abstract_state(tx: Transformation, params: PyTree) -> PyTree[jax.ShapeDtypeS
       'pinned_host'
     """
     refuse_uneven(params)
-    with explicitly_typed(params) as shapes:
+    with within(types_only=True), explicitly_typed(params) as shapes:
         # A new function each time: JAX would not run one again that it has traced.
         closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(shapes)
     stored = jax.tree_util.tree_flatten_with_path(bare(shapes), is_leaf=is_quantized)[0]

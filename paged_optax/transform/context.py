@@ -32,6 +32,8 @@ class Context:
       seen_through: Whether a trace only looks at what a chain of transformations
         computes. Updates then compute as if nothing were paged, and moments that a
         codec stores are zeros.
+      types_only: Whether only the types of a new state are looked at. What `init` makes
+        page by page is then zeros, which take no time to trace.
       record: Every paged `init` calls it with its `Configuration`, and with a function
         that describes its moments, a `recorded.Describe`.
     """
@@ -41,6 +43,7 @@ class Context:
     fetched: bool = False
     layer: ArrayLike | None = None
     seen_through: bool = False
+    types_only: bool = False
     record: Callable[..., None] | None = None
 
 

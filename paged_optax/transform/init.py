@@ -169,6 +169,10 @@ class _Making:
         stays, dtype = self.stays[position], self.layout.avals[position].dtype
         if stays and codec is None and divided is None:
             return leaf.program(inputs)
+        if current().types_only:
+            stored = self.layout.stored(position)
+            made = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stored)
+            return [made if stays else jax.device_put(made, memory.HOST)]
         kept = [Kept(dtype.itemsize, codec, not stays)]
         made = fill(
             tuple(inputs),

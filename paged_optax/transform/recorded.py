@@ -69,7 +69,7 @@ def recorded(
     found: list[tuple[Configuration, Describe]] = []
     # A new function each time: JAX does not trace the same function twice.
     record = lambda configuration, describe: found.append((configuration, describe))
-    with within(record=record), explicitly_typed(params) as shapes:
+    with within(types_only=True, record=record), explicitly_typed(params) as shapes:
         jax.eval_shape(tx.init, shapes)
     if not found:
         raise ValueError(

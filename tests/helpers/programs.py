@@ -7,6 +7,7 @@ import pytest
 
 from helpers import aot
 from paged_optax.backend.memory import on_host
+from paged_optax.transform.context import within
 
 MIB = 2**20
 COMPILERS = pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
@@ -65,7 +66,8 @@ def placed_by_type(tree, avals, mesh):
 
 def state_on(mesh, tx, params):
     """Abstract state, each leaf where `init` puts it."""
-    closed, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
+    with within(types_only=True):
+        closed, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
     return placed_by_type(state, closed.out_avals, mesh)
 
 
