@@ -26,6 +26,11 @@ _CODED_TILES = 2**20
 # Scales of a moment that go in pages on a TPU, though pages may have to be larger.
 _MANY_SCALES = 2**18
 
+# A leaf of n pages takes (n + 1) / n of the link's time (`paged_optax.engine.run`). So
+# it has this many, unless they would be so small that latency counts.
+_PAGES = 16
+_LEAST_PAGE = 2**20
+
 # Slices of a flat view start at values counted in 32 bits.
 _MOST_FLAT = 2**31
 
@@ -147,10 +152,17 @@ def _single(shape: tuple[int, ...], *, tiled: bool = False) -> Pages:
     return Pages(shape, shape, 0, extent, 1, tiled=tiled and len(shape) > 1)
 
 
+def _many(size_of_leaf: int, page_size: int) -> int:
+    """The page size of a leaf that goes both ways at once."""
+    return min(page_size, max(_LEAST_PAGE, -(-size_of_leaf // _PAGES)))
+
+
 def _rows(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -> Pages:
     """Cuts the flattened leaf, at rows where a page holds one."""
     itemsize = max(x.itemsize for x in moments)
     values = math.prod(shape)
+    if not any(_block(x) > 1 for x in moments):
+        page_size = _many(values * itemsize, page_size)
     if values * itemsize <= page_size:
         return _single(shape)
     columns = shape[-1] if len(shape) > 1 else 1
@@ -234,6 +246,7 @@ def _tiles(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) ->
     asked, size_of_leaf = page_size, math.prod(shape) * itemsize
     if any(_block(x) > 1 for x in moments):
         page_size = min(page_size, _CODED_TILES)
+    page_size = _many(size_of_leaf, page_size)
     if size_of_leaf <= page_size:
         return _single(shape, tiled=True)
     found: list[Pages] = []

@@ -44,28 +44,32 @@ def check_backend() -> None:
 def run_check(backend: str) -> None:
     """Compares five pages and a smaller last one with the same sums on NumPy."""
     shape, rows = (89, 128), 16  # five pages of 15 rows, and one of 14
-    geometry = cut(shape, (Kept(4),), rows * shape[1] * 4)
+    geometry = cut(shape, (Kept(4), Kept(4)), rows * shape[1] * 4)
     update = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    moment = 3 * update + 1
     with jax.ensure_compile_time_eval():
-        # As `init` makes a moment, and as `update` reads and writes one.
-        (made,) = _leaves(lambda update: (3 * update + 1,), shape)
+        # As `init` makes moments, and as `update` reads and writes two of them.
         array = jnp.asarray(update)
-        on_host = fill(
-            (array,), program=made.program, geometry=geometry, dtype=array.dtype
-        )
+        on_host = [
+            fill((array,), program=made.program, geometry=geometry, dtype=array.dtype)
+            for (made,) in (
+                _leaves(lambda update: (3 * update + 1,), shape),
+                _leaves(lambda update: (5 * update + 2,), shape),
+            )
+        ]
         (leaf,) = _leaves(
-            lambda update, moment: (update - moment, moment + update), shape
+            lambda update, mu, nu: (nu - mu + update, mu + update, nu - update), shape
         )
-        arrays = (array, on_host)
+        arrays = (array, *on_host)
         found = stream(
             tuple(arrays[i] for i in leaf.inputs),
             program=leaf.program,
             overwrites=tuple(leaf.inputs.index(i) for i in leaf.outputs),
             geometry=geometry,
         )
-    wanted = (update - moment, moment + update)
-    for name, new, right in zip(("update", "moment"), found, wanted, strict=True):
+    mu, nu = 3 * update + 1, 5 * update + 2
+    wanted = (nu - mu + update, mu + update, nu - update)
+    names = ("update", "first moment", "second moment")
+    for name, new, right in zip(names, found, wanted, strict=True):
         wrong = np.flatnonzero((np.asarray(new) != right).any(1))
         if wrong.size:
             raise BackendError(

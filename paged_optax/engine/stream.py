@@ -18,30 +18,24 @@ How an array lies in its pages is in `paged_optax.engine.streamed`. This module 
 nothing of Optax.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jaxtyping import Int, PyTree, UInt32
 
 from paged_optax.backend.memory import HOST, on_host
-from paged_optax.codecs import Codec, Noise
-from paged_optax.codecs.codec import strides_of
+from paged_optax.codecs import Codec
 from paged_optax.engine.geometry import Geometry, Pages
-from paged_optax.engine.part import At
+from paged_optax.engine.run import Run
 from paged_optax.engine.shards import Place, Shards, on_shards
-from paged_optax.engine.streamed import Held, Stored, Streamed
+from paged_optax.engine.streamed import Stored, Streamed
 
 if TYPE_CHECKING:
     from paged_optax.analysis.program import Program
-from paged_optax.backend.barriers import apart, on_cpu
-from paged_optax.engine.fences import each, fetched
-from paged_optax.engine.sweeps import open_gate, sweeps, swept
 
 
 @functools.partial(
@@ -140,131 +134,9 @@ def _stream(
     views = [leaf.view(x) for leaf, x in zip(leaves, arrays, strict=True)]
     words = noise or (None,) * len(overwrites)
     shapes = () if pages.count else shapes
-    run = _Run(program, overwrites, pages, leaves, words, place, shapes)
+    run = Run(program, overwrites, pages, leaves, words, place, shapes)
     new = dict(zip(run.targets, run(views, gate), strict=True))
     return tuple(leaves[p].restore(new[p]) for p in overwrites)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Run:
-    """A program's run over one leaf.
-
-    Attributes:
-      program: What to compute on a page.
-      overwrites: For each of its results the position of the array it replaces.
-      pages: How the leaf is cut.
-      leaves: How each array lies in the pages.
-      words: For each result the random words that its codec rounds by, or None.
-      place: The position in the flattened leaf of the first value here; None: 0.
-      shapes: What the program sees of each array, where leaves of several shapes
-        travel whole; else empty.
-    """
-
-    program: "Program"
-    overwrites: tuple[int, ...]
-    pages: Pages
-    leaves: Sequence[Streamed]
-    words: Sequence[UInt32[Array, "2"] | None]
-    place: UInt32[Array, ""] | None
-    shapes: Sequence[tuple[int, ...]] = ()
-
-    @property
-    def targets(self) -> tuple[int, ...]:
-        """The arrays that are overwritten, each once."""
-        return tuple(dict.fromkeys(self.overwrites))
-
-    @property
-    def coded(self) -> bool:
-        """Whether a codec stores any of the arrays."""
-        return any(leaf.codec is not None for leaf in self.leaves)
-
-    def __call__(
-        self, views: Sequence[Held], gate: Int[Array, ""] | None
-    ) -> tuple[Held, ...]:
-        """The new views of the arrays that are overwritten."""
-        buffers = tuple(views[position] for position in self.targets)
-        run = functools.partial(self._all_pages, views)
-        kept_together = len(sweeps(self.pages)) == 1 and self.pages.count > 1
-        if gate is None and kept_together and not self.coded:
-            return run(buffers)  # its own loop keeps it together
-        trips = open_gate() if gate is None else gate
-        return lax.while_loop(
-            lambda carry: carry[0] < trips,
-            lambda carry: (carry[0] + 1, run(carry[1])),
-            (jnp.int32(0), buffers),
-        )[1]
-
-    def _all_pages(
-        self, views: Sequence[Held], buffers: tuple[Held, ...]
-    ) -> tuple[Held, ...]:
-        targets, leaves = self.targets, self.leaves
-        current = dict(enumerate(views)) | dict(zip(targets, buffers, strict=True))
-        # What does not travel in pages, such as a leaf's few scales, travels before the
-        # first page and after the last.
-        current = {p: leaves[p].ahead(x) for p, x in current.items()}
-        for sweep in sweeps(self.pages):
-            if sweep.stop == sweep.step:
-                current = self._page(sweep.at(np.int32(0)), current)
-            else:
-                current = swept(sweep, self._page, current, targets)
-        return tuple(leaves[p].back(current[p]) for p in targets)
-
-    def _page(self, at: At, current: dict[int, Held]) -> dict[int, Held]:
-        """Reads a page, computes it, and writes it back."""
-        first, compute = self._first(at), functools.partial(self._compute, at, current)
-        compute = functools.partial(compute, first)
-        # Only what travels is kept apart from its neighbours; gradients and
-        # parameters are read and written by the computation itself.
-        results = apart(compute) if self.pages.count > 1 else compute()
-        travels = [self.leaves[p].travels for p in self.overwrites]
-        results = each(lax.optimization_barrier, results, travels)
-        written = {
-            position: self.leaves[position].write(current[position], result, at)
-            for position, result in zip(self.overwrites, results, strict=True)
-        }
-        return current | written
-
-    def _first(self, at: At) -> UInt32[Array, ""]:
-        """The position in the flattened leaf of a page's first value."""
-        strides = (np.uint32(n % 2**32) for n in strides_of(self.pages.view))
-        return functools.reduce(
-            lambda total, each: total + jnp.asarray(each[0], jnp.uint32) * each[1],
-            zip(at.starts(self.pages), strides, strict=True),
-            jnp.uint32(0) if self.place is None else self.place,
-        )
-
-    def _compute(
-        self, at: At, current: dict[int, Held], first: UInt32[Array, ""]
-    ) -> tuple[Held, ...]:
-        """What is stored of the results of a page."""
-        page_shape, strides = self.pages.page(at.size), strides_of(self.pages.view)
-        inputs = self._inputs(at, current, page_shape)
-        elementwise = self.program.elementwise
-        results = self.program(inputs, page_shape if elementwise else None)
-        if self.coded:
-            results = lax.optimization_barrier(results)
-        return tuple(
-            self.leaves[position].encode(
-                result, None if word is None else Noise(word, first, strides)
-            )
-            for position, result, word in zip(
-                self.overwrites, results, self.words, strict=True
-            )
-        )
-
-    def _inputs(
-        self, at: At, current: dict[int, Held], page_shape: tuple[int, ...]
-    ) -> list[Array]:
-        """What the program sees of a page."""
-        leaves = self.leaves[: self.program.inputs]
-        stored = [leaf.read(current[p], at) for p, leaf in enumerate(leaves)]
-        stored = fetched(stored, [leaf.travels for leaf in leaves])
-        shapes = self.shapes or [page_shape] * len(stored)
-        inputs = [
-            leaf.decode(page, shape)
-            for leaf, page, shape in zip(leaves, stored, shapes, strict=False)
-        ]
-        return on_cpu(lax.optimization_barrier, inputs) if self.coded else inputs
 
 
 @functools.partial(
@@ -332,7 +204,7 @@ def _fill(
     leaves = [Streamed.of(x, pages, None, on_host(x)) for x in arrays]
     views = [leaf.view(x) for leaf, x in zip(leaves, arrays, strict=True)]
     made = Streamed.of(stored, pages, codec, host).staged()
-    run = _Run(program, (len(arrays),), pages, [*leaves, made], [noise], place)
+    run = Run(program, (len(arrays),), pages, [*leaves, made], [noise], place)
     (new,) = run([*views, made.blank()], None)
     leaf = made.restore(new)
     return (jax.device_put(leaf, HOST) if host else leaf,)

@@ -33,7 +33,7 @@ class Footprint:
       moments: Most of the moments that are on the device at once.
       scratch: Pages in flight, or the moments and the updates of one layer.
       host: Moments in host memory.
-      link_seconds: Seconds a step of transfers, when one way waits for the other.
+      link_seconds: Seconds a step of transfers.
     """
 
     way: str
@@ -206,7 +206,9 @@ def what_fits(
             warnings.filterwarnings("ignore", "the moments need", UserWarning)
             return plan(tx, params, link_gigabytes_per_second=link_gigabytes_per_second)
 
-    def footprint(way: str, gradients: int, plan: PagePlan, **other: int) -> Footprint:
+    def footprint(
+        way: str, gradients: int, plan: PagePlan, **other: int | float
+    ) -> Footprint:
         found = Footprint(
             way,
             parameters,
@@ -218,6 +220,7 @@ def what_fits(
         )
         return dataclasses.replace(found, **other)
 
+    rate = link_gigabytes_per_second * 1e9
     resident, exact = planned(device_budget=None), planned()
     rows = [
         footprint("resident", parameters, resident),
@@ -228,6 +231,7 @@ def what_fits(
             exact,
             moments=resident.device_bytes,
             scratch=0,
+            link_seconds=exact.link_bytes / rate,
         ),
         footprint("paged", parameters, exact),
     ]
@@ -242,8 +246,13 @@ def what_fits(
         # the parameters' dtype.
         moments = resident.device_bytes * layer // max(1, parameters)
         scratch = layer + moments
-        way = footprint(_LAYERWISE, layer + rest, coded, scratch=scratch)
-        rate = link_gigabytes_per_second * 1e9
+        way = footprint(
+            _LAYERWISE,
+            layer + rest,
+            coded,
+            scratch=scratch,
+            link_seconds=coded.link_bytes / rate,
+        )
         rows += [way, _with_weights_on_host(way, layer, rest, rate)]
     return Footprints(tuple(rows), limit, link_gigabytes_per_second)
 

@@ -73,8 +73,17 @@ class PagePlan:
 
     @property
     def link_seconds(self) -> float:
-        """Seconds those bytes take when one way waits for the other."""
-        return self.link_bytes / (self.link_gigabytes_per_second * 1e9)
+        """Seconds those bytes take.
+
+        Where pages travel both ways at once, a moment of n pages takes the time of
+        n + 1 of them; elsewhere one way waits for the other, which takes that of 2n.
+        """
+        bytes_moved = sum(
+            x.bytes * (x.pages + 1 if x.both_ways else 2 * x.pages) / x.pages
+            for x in self.moments
+            if x.on_host
+        )
+        return bytes_moved / (self.link_gigabytes_per_second * 1e9)
 
     def __str__(self) -> str:
         groups: dict[Hashable, list[Moment]] = {}

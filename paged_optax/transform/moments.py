@@ -9,6 +9,7 @@ from paged_optax.backend import memory
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import nbytes
 from paged_optax.engine.geometry import Kept, Pages, uncut
+from paged_optax.engine.run import both_ways
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.streamed import Streamed
 from paged_optax.transform.pager import Pager, divided_as
@@ -41,7 +42,7 @@ def planned_moments(
     analysis, _ = pager.analyse(params, shapes, params, *split({"extra_args": extra}))
     first = len(jax.tree.leaves(params))
     state_paths, avals = paths_of(shapes)
-    geometry: dict[int, tuple[int, Pages]] = {}
+    geometry: dict[int, tuple[int, Pages, bool]] = {}
     platform = memory.platform()
     for number, leaf in enumerate(analysis.leaves):
         inside = {i - first for i in (*leaf.inputs, *leaf.outputs)}
@@ -53,11 +54,13 @@ def planned_moments(
             for i in inside
         ]
         pages = pager.geometry(leaf, kept, divided).on(platform)
-        geometry.update((i, (number, pages)) for i in inside)
+        travelling = sum(x.on_host for x in kept)
+        both = both_ways(pages, travelling, [x.codec for x in kept])
+        geometry.update((i, (number, pages, both)) for i in inside)
     found = []
     for i, (path, x) in enumerate(zip(state_paths, avals, strict=True)):
-        alone = len(analysis.leaves) + i, uncut(x.shape).rows
-        number, pages = geometry.get(i, alone)
+        alone = len(analysis.leaves) + i, uncut(x.shape).rows, False
+        number, pages, both = geometry.get(i, alone)
         codec, part = layout.codecs[i], layout.shards[i]
         shape = part.local(x.shape) if part else x.shape
         page = pages.entries * x.dtype.itemsize if pages.count else nbytes(x)
@@ -79,6 +82,7 @@ def planned_moments(
                 in_flight=2 if codec is None and pages.count else 3,
                 beside=scales.nbytes if scales and not scales.travels else 0,
                 refused=reason,
+                both_ways=both and not stays[i],
             )
         )
     return found

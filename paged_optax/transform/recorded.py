@@ -32,6 +32,7 @@ class Moment:
       beside: Bytes of its scales, if these travel whole and not in pages.
       refused: Why it cannot be paged on this backend although it is larger than a
         page; empty if it can.
+      both_ways: Whether one page of it is read while another is written.
     """
 
     path: str
@@ -45,6 +46,7 @@ class Moment:
     in_flight: int = 2
     beside: int = 0
     refused: str = ""
+    both_ways: bool = False
 
 
 #: Describes the moments of a paged transformation, given `update`'s extra arguments.

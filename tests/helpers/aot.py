@@ -116,49 +116,73 @@ def _nothing_kept() -> Iterator[None]:
 _BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u8": 1, "s8": 1, "f8e4m3fn": 1}
 
 
+class Computations:
+    """The computations of a scheduled program.
+
+    Attributes:
+      lines: The lines of each, by its name.
+      entry: The name of the one that a call runs.
+    """
+
+    def __init__(self, hlo: str, trips: Sequence[int] = ()) -> None:
+        """Takes a program apart.
+
+        Args:
+          hlo: The program.
+          trips: Turns of the innermost loops of which the compiler states none, in the
+            order of the program: XLA:TPU states none.
+        """
+        self.lines: dict[str, list[str]] = {}
+        self.entry = ""
+        self._turns: dict[str, int] = {}
+        self._stated = iter(trips)
+        for text in hlo.split("\n\n"):
+            name = re.match(r"\s*(ENTRY )?%?([\w.\-]+) ", text)
+            if name and "{" in text:
+                self.lines[name[2]] = text.splitlines()
+                self.entry = name[2] if name[1] else self.entry
+
+    def loop(self, line: str) -> tuple[str, int]:
+        """The body of the loop in a line, and how many turns it takes."""
+        found = re.search(r"body=%?([\w.\-]+)", line)
+        assert found is not None
+        body = found[1]
+        if known := re.search(r'known_trip_count[^}]*"n":"?(\d+)', line):
+            return body, int(known[1])
+        inner = any(" while(" in x or " conditional(" in x for x in self.lines[body])
+        if body not in self._turns:
+            moves = any("S(5)" in x and "-start(" in x for x in self.lines[body])
+            self._turns[body] = next(self._stated, 1) if moves and not inner else 1
+        return body, self._turns[body]
+
+
 def traffic(hlo: str, trips: Sequence[int] = ()) -> int:
     """Bytes that a scheduled program moves between host and device, both ways.
 
     Args:
       hlo: The program.
-      trips: Turns of the innermost loops of which the compiler states none, in the
-        order of the program: XLA:TPU states none.
+      trips: See `Computations`.
     """
-    computations, entry = {}, ""
-    for text in hlo.split("\n\n"):
-        name = re.match(r"\s*(ENTRY )?%?([\w.\-]+) ", text)
-        if name and "{" in text:
-            computations[name[2]] = text.splitlines()
-            entry = name[2] if name[1] else entry
-    stated = iter(trips)
-
-    def turns(line: str, body: str) -> int:
-        known = re.search(r'known_trip_count[^}]*"n":"?(\d+)', line)
-        if known:
-            return int(known[1])
-        inner = any(" while(" in x or " conditional(" in x for x in computations[body])
-        return 1 if inner else next(stated, 1)
+    program = Computations(hlo, trips)
 
     def moved(name: str) -> int:
         total = 0
-        for line in computations[name]:
+        for line in program.lines[name]:
             code = line.split(", metadata=")[0]
             if " while(" in code:
-                body = re.search(r"body=%?([\w.\-]+)", code)
-                assert body is not None
-                each = moved(body[1])
-                total += turns(line, body[1]) * each if each else 0
+                body, turns = program.loop(line)
+                total += turns * moved(body)
             elif called := re.search(r"(?:call|conditional)\(.*", code):
                 names = re.findall(r"%?([\w.\-]+)", called[0].partition(")")[2])
-                total += sum(moved(x) for x in names if x in computations)
+                total += sum(moved(x) for x in names if x in program.lines)
             elif re.search(r"-start\(|\bcopy\(", code) and "S(5)" in code:
-                total += _moved_by(code)
+                total += moved_by(code)
         return total
 
-    return moved(entry)
+    return moved(program.entry)
 
 
-def _moved_by(code: str) -> int:
+def moved_by(code: str) -> int:
     """Bytes of one transfer: of its part on the device. 0 for host to host."""
     text = code.partition(" = ")[2] if "-start(" in code else code
     operation = re.search(r" [\w\-]+\(", text)

@@ -264,9 +264,11 @@ def _misplaced(found: Any, pages: Any, kept: Sequence[Any]) -> str:
     """What differs between a program's transfers in loops, and the plan's pages."""
     import jax
 
+    from paged_optax.engine.run import both_ways
     from paged_optax.engine.streamed import Streamed
     from paged_optax.engine.sweeps import sweeps
 
+    ahead = both_ways(pages, sum(x.on_host for x in kept), [x.codec for x in kept])
     wanted: collections.Counter[tuple[str, int, int]] = collections.Counter()
     loops = [x for x in sweeps(pages) if x.stop > x.step]
     for each in kept if loops and not pages.axis else ():
@@ -279,7 +281,8 @@ def _misplaced(found: Any, pages: Any, kept: Sequence[Any]) -> str:
                 continue
             _, sizes = part._of(loops[0].at(0))
             step = math.prod(sizes) * part.dtype.itemsize
-            wanted.update({("read", 0, step): 1, ("write", 0, step): 1})
+            first = step if ahead else 0
+            wanted.update({("read", first, step): 1, ("write", 0, step): 1})
     placed: collections.Counter[tuple[str, int, int]] = collections.Counter()
     for (kind, _, first, step), count in found.items():
         placed[kind, first, step] += count

@@ -1,0 +1,301 @@
+"""A program's run over the pages of one leaf.
+
+A page is read from host memory, computed on, and written back over itself. Two ways do
+it, and give the same numbers:
+
+- **In turn**: each page is read, computed and written before the next one. The link
+  works in one direction at a time.
+- **Duplex**: while a page is written, the next one is read, one moment at a time: `mu`
+  in while `nu` goes out, then `nu` in while `mu` goes out. No buffer is read and
+  written at once, because XLA would copy it. A leaf of n pages takes (n + 1) / n of
+  the time that the slower direction needs.
+
+What is read ahead has a computed index, which XLA:GPU before openxla/xla#46308 finds at
+a wrong address. There pages go in turn. After the last page nothing is left to read, so
+that it is computed apart. A computation with a codec takes too long to compile twice.
+On a GPU its pages go in turn; on a TPU the last page is read once more, if that adds
+less than a twentieth to what travels. On a CPU nothing travels.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Int, UInt32
+
+from paged_optax.backend.barriers import apart, on_cpu
+from paged_optax.codecs import Codec, Noise
+from paged_optax.codecs.codec import strides_of
+from paged_optax.engine.fences import each, fetched
+from paged_optax.engine.geometry import Pages
+from paged_optax.engine.part import NEEDS_RAW_INDEX, At
+from paged_optax.engine.streamed import Held, Streamed
+from paged_optax.engine.sweeps import Sweep, open_gate, sweeps, swept
+
+if TYPE_CHECKING:
+    from paged_optax.analysis.program import Program
+
+#: The loop's variable, the arrays that change, and the page that has been read.
+Carry = tuple[Int[Array, ""], dict[int, Held], dict[int, Held]]
+
+
+# So many that one page more to read is less than a twentieth of what travels.
+_MANY_PAGES = 10
+
+
+def both_ways(pages: Pages, travelling: int, codecs: Iterable[Codec | None]) -> bool:
+    """Whether the pages of a leaf travel both ways at once.
+
+    Args:
+      pages: How the leaf is cut.
+      travelling: How many of its moments live on the host.
+      codecs: What stores its moments.
+    """
+    if _in_blocks(codecs):
+        known = pages.tiled and pages.count >= _MANY_PAGES
+    else:
+        known = pages.tiled or not NEEDS_RAW_INDEX
+    return known and travelling > 1 and pages.count > 1
+
+
+def _in_blocks(codecs: Iterable[Codec | None]) -> bool:
+    """Whether one is a codec of blocks, whose computation takes long to compile."""
+    return any(codec is not None and codec.block > 1 for codec in codecs)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """A program's run over one leaf.
+
+    Attributes:
+      program: What to compute on a page.
+      overwrites: For each of its results the position of the array it replaces.
+      pages: How the leaf is cut.
+      leaves: How each array lies in the pages.
+      words: For each result the random words that its codec rounds by, or None.
+      place: The position in the flattened leaf of the first value here; None: 0.
+      shapes: What the program sees of each array, where leaves of several shapes
+        travel whole; else empty.
+    """
+
+    program: "Program"
+    overwrites: tuple[int, ...]
+    pages: Pages
+    leaves: Sequence[Streamed]
+    words: Sequence[UInt32[Array, "2"] | None]
+    place: UInt32[Array, ""] | None
+    shapes: Sequence[tuple[int, ...]] = ()
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """The arrays that are overwritten, each once."""
+        return tuple(dict.fromkeys(self.overwrites))
+
+    @property
+    def codecs(self) -> list[Codec | None]:
+        """What stores each of the arrays, or None."""
+        return [leaf.codec for leaf in self.leaves]
+
+    @property
+    def coded(self) -> bool:
+        """Whether a codec stores any of the arrays."""
+        return any(codec is not None for codec in self.codecs)
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """The arrays whose pages travel both ways."""
+        return tuple(
+            p
+            for p in self.targets
+            if p < self.program.inputs and self.leaves[p].travels
+        )
+
+    @property
+    def duplex(self) -> bool:
+        """Whether pages travel both ways at once where they travel."""
+        written = sum(self.leaves[p].travels for p in self.targets)
+        alike = len(self.streams) == written
+        return alike and both_ways(self.pages, written, self.codecs)
+
+    def __call__(
+        self, views: Sequence[Held], gate: Int[Array, ""] | None
+    ) -> tuple[Held, ...]:
+        """The new views of the arrays that are overwritten."""
+        buffers = tuple(views[position] for position in self.targets)
+        run = functools.partial(self._all_pages, views)
+        kept_together = len(sweeps(self.pages)) == 1 and self.pages.count > 1
+        if gate is None and kept_together and not self.coded and not self.duplex:
+            return run(buffers)  # its own loop keeps it together
+        trips = open_gate() if gate is None else gate
+        return lax.while_loop(
+            lambda carry: carry[0] < trips,
+            lambda carry: (carry[0] + 1, run(carry[1])),
+            (jnp.int32(0), buffers),
+        )[1]
+
+    def _all_pages(
+        self, views: Sequence[Held], buffers: tuple[Held, ...]
+    ) -> tuple[Held, ...]:
+        targets, leaves = self.targets, self.leaves
+        current = dict(enumerate(views)) | dict(zip(targets, buffers, strict=True))
+        # What does not travel in pages, such as a leaf's few scales, travels before the
+        # first page and after the last.
+        current = {p: leaves[p].ahead(x) for p, x in current.items()}
+        for sweep in sweeps(self.pages):
+            if sweep.stop == sweep.step:
+                current = self._page(sweep.at(np.int32(0)), current)
+            else:
+                current = self._swept(sweep, current)
+        return tuple(leaves[p].back(current[p]) for p in targets)
+
+    def _swept(self, sweep: Sweep, current: dict[int, Held]) -> dict[int, Held]:
+        """Updates the pages of one loop."""
+        in_turn = functools.partial(swept, sweep, self._page, targets=self.targets)
+        if not self.duplex:
+            return in_turn(current)
+        if self.pages.tiled:
+            return self._duplex(sweep, current)
+        duplex = functools.partial(self._duplex, sweep)
+        return lax.platform_dependent(current, cpu=in_turn, default=duplex)
+
+    def _page(self, at: At, current: dict[int, Held]) -> dict[int, Held]:
+        """Reads a page, computes it, and writes it back."""
+        compute = functools.partial(self._compute, at, current, self._first(at))
+        # Only what travels is kept apart from its neighbours; gradients and
+        # parameters are read and written by the computation itself.
+        results = apart(compute) if self.pages.count > 1 else compute()
+        travels = [self.leaves[p].travels for p in self.overwrites]
+        results = each(lax.optimization_barrier, results, travels)
+        return current | self._written(at, current, results)
+
+    def _written(
+        self, at: At, current: dict[int, Held], results: Sequence[Held]
+    ) -> dict[int, Held]:
+        """The arrays with a page of them replaced."""
+        return {
+            position: self.leaves[position].write(current[position], result, at)
+            for position, result in zip(self.overwrites, results, strict=True)
+        }
+
+    def _duplex(self, sweep: Sweep, current: dict[int, Held]) -> dict[int, Held]:
+        """Updates the pages of one loop: while one is written, the next one is read."""
+        step, last = np.int32(sweep.step), np.int32(sweep.stop - sweep.step)
+        once = _in_blocks(self.codecs)  # all pages are computed by the loop
+        constant = {p: x for p, x in current.items() if p not in self.targets}
+
+        def next_page(carry: Carry) -> Carry:
+            number, changing, page = carry
+            at, ahead = sweep.at(number), number + step
+            if once:
+                ahead = jnp.minimum(ahead, last)
+            changed, results = self._computed(at, constant | changing, page)
+            changed, page = self._exchanged(changed, results, at, sweep.at(ahead))
+            return number + step, {p: changed[p] for p in self.targets}, page
+
+        stop = sweep.stop if once else last
+        first = sweep.at(np.int32(0))
+        _, changing, page = lax.while_loop(
+            lambda carry: carry[0] < stop,
+            next_page,
+            (
+                jnp.int32(0),
+                {p: current[p] for p in self.targets},
+                {p: self.leaves[p].read(current[p], first) for p in self.streams},
+            ),
+        )
+        current = constant | changing
+        if once:
+            return current
+        at = sweep.at(last)
+        current, results = self._computed(at, current, page)
+        written = {p: self.leaves[p].write(current[p], results[p], at) for p in results}
+        return current | written
+
+    def _computed(
+        self, at: At, current: dict[int, Held], page: dict[int, Held]
+    ) -> tuple[dict[int, Held], dict[int, Held]]:
+        """Computes a page that has been read.
+
+        Returns:
+          The arrays, of which those on the device have the page's results; and the
+          results that are to travel.
+        """
+        results = self._compute(at, current, self._first(at), page)
+        found = dict(zip(self.overwrites, results, strict=True))
+        stay = {
+            p: self.leaves[p].write(current[p], result, at)
+            for p, result in found.items()
+            if p not in page
+        }
+        return current | stay, {p: found[p] for p in page}
+
+    def _exchanged(
+        self, current: dict[int, Held], results: dict[int, Held], at: At, ahead: At
+    ) -> tuple[dict[int, Held], dict[int, Held]]:
+        """Writes one page and reads another, an array in each direction at a time."""
+        current, page, half = dict(current), {}, len(self.streams) // 2
+        other = self.streams[half:] + self.streams[:half]
+        for read, write in zip(self.streams, other, strict=True):
+            found = self.leaves[read].read(current[read], ahead)
+            new = self.leaves[write].write(current[write], results[write], at)
+            page[read], current[read], current[write] = lax.optimization_barrier(
+                (found, current[read], new)
+            )
+        return current, page
+
+    def _first(self, at: At) -> UInt32[Array, ""]:
+        """The position in the flattened leaf of a page's first value."""
+        strides = (np.uint32(n % 2**32) for n in strides_of(self.pages.view))
+        return functools.reduce(
+            lambda total, each: total + jnp.asarray(each[0], jnp.uint32) * each[1],
+            zip(at.starts(self.pages), strides, strict=True),
+            jnp.uint32(0) if self.place is None else self.place,
+        )
+
+    def _compute(
+        self,
+        at: At,
+        current: dict[int, Held],
+        first: UInt32[Array, ""],
+        page: dict[int, Held] | None = None,
+    ) -> tuple[Held, ...]:
+        """What is stored of the results of a page, of which a part has been read."""
+        page_shape, strides = self.pages.page(at.size), strides_of(self.pages.view)
+        inputs = self._inputs(at, current, page or {}, page_shape)
+        elementwise = self.program.elementwise
+        results = self.program(inputs, page_shape if elementwise else None)
+        if self.coded:
+            results = lax.optimization_barrier(results)
+        return tuple(
+            self.leaves[position].encode(
+                result, None if word is None else Noise(word, first, strides)
+            )
+            for position, result, word in zip(
+                self.overwrites, results, self.words, strict=True
+            )
+        )
+
+    def _inputs(
+        self,
+        at: At,
+        current: dict[int, Held],
+        page: dict[int, Held],
+        page_shape: tuple[int, ...],
+    ) -> list[Array]:
+        """What the program sees of a page."""
+        leaves = self.leaves[: self.program.inputs]
+        stored = [
+            page[p] if p in page else leaf.read(current[p], at)
+            for p, leaf in enumerate(leaves)
+        ]
+        stored = fetched(stored, [leaf.travels for leaf in leaves])
+        shapes = self.shapes or [page_shape] * len(stored)
+        inputs = [
+            leaf.decode(page, shape)
+            for leaf, page, shape in zip(leaves, stored, shapes, strict=False)
+        ]
+        return on_cpu(lax.optimization_barrier, inputs) if self.coded else inputs

@@ -1,0 +1,154 @@
+"""Pages travel both ways at once: the link's time, and the numbers of one page."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import paged_optax as po
+from helpers import aot, link, reference
+from helpers.programs import MIB, assert_in_place, shapes_of, square, updating
+from paged_optax.engine import part, run
+from paged_optax.engine.geometry import Kept, cut
+from paged_optax.engine.run import Run
+
+_ON_GPU = pytest.mark.skipif(
+    part.NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"
+)
+_COMPILERS = [pytest.param(aot.h200, marks=_ON_GPU, id="h200"), aot.v5e]
+
+
+def bfloat16(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), tree)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("compile_for", _COMPILERS)
+def test_default_settings_are_at_the_links_rate(compile_for):
+    """16 leaves of 4096x4096: 1.10 of the least time, and four pages of 4 MiB."""
+    tx, params = po.paged_adamw(1e-3), square(16)
+    report = compile_for(updating(tx, params))
+    assert_in_place(report)
+    assert link.over_floor(report.hlo, 16 * [15]) <= 1.10
+    assert report.device_temp <= po.plan(tx, params).scratch_bytes + 8 * MIB <= 32 * MIB
+    traffic = aot.traffic(report.hlo, 16 * [15])
+    assert traffic == po.plan(tx, params).link_bytes
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("compile_for", _COMPILERS)
+def test_masters(compile_for):
+    """Three arrays a parameter: each is written while another is read."""
+    tx = po.paged_adamw(1e-3, master_dtype="float32")
+    report = compile_for(updating(tx, bfloat16(square(4))))
+    assert_in_place(report)
+    assert link.over_floor(report.hlo, 4 * [15]) <= 1.10
+
+
+@pytest.mark.compiler
+@pytest.mark.slow
+def test_eight_bits_on_a_tpu():
+    """The last page is read once more, and compiled once."""
+    report = aot.v5e(updating(po.paged_adamw_8bit(1e-3), square(2)))
+    assert_in_place(report)
+    assert link.over_floor(report.hlo, 2 * [64]) <= 1.10
+
+
+@pytest.mark.compiler
+@_ON_GPU
+def test_a_smaller_last_page_is_read_and_written_exactly():
+    """4099 rows: full pages, read one page ahead, and what does not fill one."""
+    params = shapes_of({"w": (4099, 4096)})
+    report = aot.h200(updating(po.paged_adamw(1e-3), params))
+    assert_in_place(report)
+    pages = cut((4099, 4096), (Kept(4), Kept(4)), 16 * MIB).rows
+    assert pages.extent % pages.size
+    page = 4 * pages.entries
+    places = {place[:1] + place[2:] for place in aot.descriptors(report.hlo)}
+    assert places == {("read", page, page), ("write", 0, page)}
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
+def test_one_moment_goes_in_turn(compile_for):
+    """No buffer is read and written at once; the plan counts both ways."""
+    tx, params = po.paged_lion(1e-3), square(2)
+    report = compile_for(updating(tx, params))
+    assert link.over_floor(report.hlo, 2 * [16]) == pytest.approx(2)
+    plan = po.plan(tx, params, link_gigabytes_per_second=1e-9)
+    assert plan.link_seconds == plan.link_bytes
+
+
+def test_the_plans_seconds():
+    """A moment of 16 pages takes the time of 17, where both directions work."""
+    plan = po.plan(po.paged_adamw(1e-3), square(1), link_gigabytes_per_second=1e-9)
+    duplex = not part.NEEDS_RAW_INDEX
+    wanted = plan.host_bytes * 17 / 16 if duplex else plan.link_bytes
+    assert plan.link_seconds == wanted
+
+
+@pytest.fixture
+def both_ways(monkeypatch):
+    """Pages take both ways on the CPU too."""
+    monkeypatch.setattr(run, "NEEDS_RAW_INDEX", False)
+    monkeypatch.setattr(run, "_MANY_PAGES", 2)
+    monkeypatch.setattr(Run, "_swept", Run._duplex)
+    jax.clear_caches()
+    yield
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+TRANSFORMATIONS = {
+    "adamw": functools.partial(po.paged_adamw, 1e-2),
+    "three moments": functools.partial(po.paged_ademamix, 1e-2),
+    "amsgrad": lambda **kw: po.paged(optax.amsgrad(1e-2), **kw),
+    "bfloat16": functools.partial(po.paged_adamw, 1e-2, codec="bfloat16"),
+    "masters": functools.partial(po.paged_adamw, 1e-2, master_dtype="float32"),
+}
+
+
+def assert_as_in_one_page(name, shape, active=None):
+    """A step under `jit` and an eager one."""
+    dtype = jnp.bfloat16 if name == "masters" else jnp.float32
+    params = reference.arrays(dtype, 0, {"w": shape})
+    gradients = reference.arrays(dtype, 1, {"w": shape})
+
+    def trained(page_size):
+        tx = TRANSFORMATIONS[name](page_size=page_size, min_paged_size=0)
+        state, theirs = tx.init(params), params
+        for update in (jax.jit(tx.update), tx.update):
+            updates, state = update(gradients, state, theirs, active=active)
+            theirs = optax.apply_updates(theirs, updates)
+        return theirs, state
+
+    both = map(jax.tree.leaves, (trained("8KiB"), trained("1GiB")))
+    for found, wanted in zip(*both, strict=True):
+        # XLA:CPU contracts a product and a sum otherwise in another fusion.
+        found, wanted = (np.asarray(x, np.float32) for x in (found, wanted))
+        np.testing.assert_allclose(found, wanted, rtol=3e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.parametrize("shape", [(257, 96), (64, 3, 50)], ids=str)
+def test_numbers(name, shape, both_ways):
+    """Several pages and a smaller last one."""
+    assert_as_in_one_page(name, shape)
+
+
+def test_a_skipped_step(both_ways):
+    assert_as_in_one_page("adamw", (257, 96), jnp.bool(False))
+
+
+def test_a_page_that_is_read_too_early_shows(both_ways, monkeypatch):
+    """The comparison above tells pages that lie at another place."""
+    right = Run._exchanged
+    wrong = lambda run, current, results, at, ahead: right(
+        run, current, results, at, at
+    )
+    monkeypatch.setattr(Run, "_exchanged", wrong)
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        assert_as_in_one_page("adamw", (257, 96))
