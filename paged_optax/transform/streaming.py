@@ -20,7 +20,7 @@ from paged_optax.codecs import Codec, draw
 from paged_optax.engine.geometry import Kept
 from paged_optax.engine.shards import UNSHARDED, Shards
 from paged_optax.engine.stream import stream
-from paged_optax.transform.active import choose_by, either
+from paged_optax.transform.active import choose_by
 from paged_optax.transform.checks import (
     refuse_joined,
     underived,
@@ -43,12 +43,11 @@ class Streaming:
       arguments: All arguments of the programs: gradients, the state's leaves as they
         are stored, parameters, extra arguments. Gradients and leaves are in the order
         of the results that take their places.
-      gradients: The gradients.
-      leaves: The state's leaves.
       own: Counts of which each parameter has its own: by the number of the argument,
         a list of one count for each parameter.
       gates: For each parameter whether its update is taken.
       moves: For each parameter whether its moments change.
+      any_moves: Whether any parameter's moments change.
     """
 
     pager: Pager
@@ -56,16 +55,15 @@ class Streaming:
     shards: tuple[Shards | None, ...]
     analysis: Analysis
     arguments: list[Value]
-    gradients: list[Array]
-    leaves: list[Stored]
     own: dict[int, list[ArrayLike]]
     gates: Sequence[Gate]
     moves: Sequence[Gate]
+    any_moves: Gate
 
     @functools.cached_property
     def first(self) -> int:
         """The number of the state's first leaf, among arguments and results."""
-        return len(self.gradients)
+        return len(self.gates)
 
     @functools.cached_property
     def codecs(self) -> dict[int, Codec]:
@@ -77,17 +75,12 @@ class Streaming:
         """The positions of results that a leaf's program makes."""
         return {position for leaf in self.analysis.leaves for position in leaf.outputs}
 
-    @functools.cached_property
-    def _gate_of_all(self) -> Gate:
-        return either(self.moves) if self.gradients else True
-
     def gate_of(self, owner: int | None) -> Gate:
         """The gate of what belongs to a parameter; None: to all of them."""
-        return self._gate_of_all if owner is None else self.moves[owner]
+        return self.any_moves if owner is None else self.moves[owner]
 
     def results(self) -> list[Value]:
         """Computes the updates, then the state's new leaves."""
-        _ = self._gate_of_all
         made = self.analysis.evaluate(self.arguments, self.run_leaf, self.own)
         return [self._result(position, new) for position, new in enumerate(made)]
 
@@ -158,7 +151,7 @@ class Streaming:
         self, leaf: LeafUpdate, found: "_Buffers", gate: Gate
     ) -> Sequence[Stored]:
         """Streams a leaf's pages through the device."""
-        divided = divided_as(leaf, self.gradients, self.shards)
+        divided = divided_as(leaf, self.arguments, self.shards)
         run = functools.partial(
             stream,
             program=leaf.program,
@@ -179,12 +172,28 @@ class Streaming:
             return run(
                 underived(found.arrays) if away else tuple(found.arrays),
                 gate.astype(jnp.int32) if isinstance(gate, Array) else None,
-                _noise(
-                    self.leaves,
-                    leaf.outputs,
-                    [found.codecs[i] for i in found.overwrites],
-                ),
+                self._noise(leaf.outputs, [found.codecs[i] for i in found.overwrites]),
             )
+
+    def _noise(
+        self, outputs: Sequence[int], codecs: Sequence[Codec | None]
+    ) -> tuple[UInt32[Array, "2"] | None, ...] | None:
+        """Draws the random words by which results are rounded, anew at each step."""
+        if not any(codec is not None and codec.draws for codec in codecs):
+            return None
+        # The state's first leaf is the count of `precision.counted`.
+        step, layer = self.arguments[self.first], current().layer
+
+        def words(position: int, codec: Codec) -> UInt32[Array, "2"]:
+            key = jax.random.key(getattr(codec, "seed", 0))
+            if layer is not None:
+                key = jax.random.fold_in(key, layer)
+            return draw(jax.random.fold_in(key, position), step).words
+
+        return tuple(
+            words(position, codec) if codec is not None and codec.draws else None
+            for position, codec in zip(outputs, codecs, strict=True)
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -211,24 +220,3 @@ class _Buffers:
             for x, codec in zip(self.arrays, self.codecs, strict=True)
             if codec is not None or on_host(x)
         ]
-
-
-def _noise(
-    leaves: Sequence[Stored], outputs: Sequence[int], codecs: Sequence[Codec | None]
-) -> tuple[UInt32[Array, "2"] | None, ...] | None:
-    """Draws the random words by which results are rounded, anew at each step."""
-    if not any(codec is not None and codec.draws for codec in codecs):
-        return None
-    step = leaves[0]  # the first field of the state of `precision.counted`
-    layer = current().layer
-
-    def words(position: int, codec: Codec) -> UInt32[Array, "2"]:
-        key = jax.random.key(getattr(codec, "seed", 0))
-        if layer is not None:
-            key = jax.random.fold_in(key, layer)
-        return draw(jax.random.fold_in(key, position), step).words
-
-    return tuple(
-        words(position, codec) if codec is not None and codec.draws else None
-        for position, codec in zip(outputs, codecs, strict=True)
-    )

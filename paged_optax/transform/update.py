@@ -191,18 +191,18 @@ def _streamed(
         check_backend()
     given = traced.gating.merge(open_gates)
     gates = given["gates"].each() if given["gates"] else [True] * first
+    # A moment starts again where its parameter's update is skipped, too.
+    moves = [either([gate, given["restart"]]) for gate in gates]
     streaming = Streaming(
         pager=pager,
         layout=layout,
         shards=shards,
         analysis=dataclasses.replace(traced.analysis, constants=constants),
         arguments=arguments,
-        gradients=gradients,
-        leaves=leaves,
         own={first + position: each for position, each in own.items()},
         gates=gates,
-        # A moment starts again where its parameter's update is skipped, too.
-        moves=[either([gate, given["restart"]]) for gate in gates],
+        moves=moves,
+        any_moves=either(moves) if moves else True,
     )
     return jax.tree.unflatten(traced.structure, streaming.results())
 
