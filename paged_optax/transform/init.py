@@ -1,6 +1,7 @@
 """The state that a paged transformation makes."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Sequence
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
@@ -141,6 +143,11 @@ class _Making:
         analysis = analyse(closed, [None] * len(leaves), [None] * len(avals), str)
         return cls(pager, shapes, layout, owners, shards, stays, analysis)
 
+    @functools.cached_property
+    def mesh(self) -> Mesh | AbstractMesh | None:
+        """The mesh that parameters are divided over; None if none is."""
+        return next((shards.mesh for shards in self.shards if shards), None)
+
     def leaves(self, parameters: Sequence[Parameter]) -> list[Stored]:
         """Makes the state's leaves, as they are stored, each in its memory."""
         sizes = zip(self.layout.sizes(), self.stays, strict=True)
@@ -189,12 +196,11 @@ class _Making:
         layout, owner = self.layout, self.owners[position]
         if layout.codecs[position] is None:
             value = jnp.asarray(value, layout.avals[position].dtype)
-        mesh = next((x.mesh for x in self.shards if x), None)
         return place(
             value,
             not self.stays[position],
             None if owner is None else parameters[owner],
-            None if layout.shards[position] else mesh,
+            None if layout.shards[position] else self.mesh,
         )
 
 
