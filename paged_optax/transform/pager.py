@@ -13,6 +13,7 @@ from paged_optax.analysis.flat import abstract, refuse_effects, trace
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.analysis.split import analyse
 from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.types import PyTreeDef
 from paged_optax.engine.geometry import Geometry, Kept, cut, uncut
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.checks import (
@@ -26,7 +27,6 @@ from paged_optax.transform.parameter_shardings import Known
 from paged_optax.transform.stored_state import Layout
 from paged_optax.transform.trees import (
     Leaf,
-    PyTreeDef,
     Static,
     Traceable,
     paths_of,

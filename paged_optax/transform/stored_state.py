@@ -18,9 +18,10 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
+from paged_optax.backend.types import PyTreeDef
 from paged_optax.codecs import Codec, arranged
 from paged_optax.engine.shards import Shards
-from paged_optax.transform.trees import Leaf, Parameter, PyTreeDef, Stored
+from paged_optax.transform.trees import Leaf, Parameter, Stored
 
 
 class OtherLayoutError(ValueError):
