@@ -5,10 +5,7 @@ import re
 import jax
 from jaxtyping import PyTree
 
-from paged_optax.backend.memory import (
-    memory_kind,
-    memory_kinds,
-)
+from paged_optax.backend.memory import memory_kind, memory_kinds
 from paged_optax.compiling.arguments import Keys, place_of
 
 

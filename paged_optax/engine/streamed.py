@@ -20,13 +20,7 @@ from paged_optax.backend import tiling
 from paged_optax.backend.memory import HOST
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
-from paged_optax.codecs import (
-    Codec,
-    Noise,
-    Quantized,
-    axis_of_blocks,
-    packed_along,
-)
+from paged_optax.codecs import Codec, Noise, Quantized, axis_of_blocks, packed_along
 from paged_optax.engine.geometry import Pages
 from paged_optax.engine.part import At, Part, unit_of
 

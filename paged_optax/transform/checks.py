@@ -16,11 +16,7 @@ from jaxtyping import PyTree
 from paged_optax.analysis.flat import abstract
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.backend.key_paths import keystr
-from paged_optax.backend.memory import (
-    PINNED_HOST,
-    memory_kinds,
-    on_host,
-)
+from paged_optax.backend.memory import PINNED_HOST, memory_kinds, on_host
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.trees import Leaf, Value, paths_of
 

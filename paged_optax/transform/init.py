@@ -20,21 +20,14 @@ from paged_optax.backend import memory
 from paged_optax.backend.donation import paired
 from paged_optax.backend.explicit_axes import automatically, without_explicit_axes
 from paged_optax.backend.key_paths import keystr
-from paged_optax.backend.memory import (
-    PINNED_HOST,
-    nbytes,
-    resolve_host_memory_kind,
-)
+from paged_optax.backend.memory import PINNED_HOST, nbytes, resolve_host_memory_kind
 from paged_optax.backend.progress import LARGE, progress
 from paged_optax.backend.variables import bare, like, settled
 from paged_optax.engine.geometry import Kept
 from paged_optax.engine.guard import check_backend
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.stream import fill
-from paged_optax.transform.checks import (
-    refuse_devices,
-    refuse_dtype,
-)
+from paged_optax.transform.checks import refuse_devices, refuse_dtype
 from paged_optax.transform.configuration import resident
 from paged_optax.transform.context import current
 from paged_optax.transform.moments import planned_moments
@@ -42,13 +35,7 @@ from paged_optax.transform.owners import parameter_of
 from paged_optax.transform.pager import Pager
 from paged_optax.transform.placing import place, tied
 from paged_optax.transform.stored_state import Layout
-from paged_optax.transform.trees import (
-    Parameter,
-    Stored,
-    Value,
-    arrays_of,
-    paths_of,
-)
+from paged_optax.transform.trees import Parameter, Stored, Value, arrays_of, paths_of
 
 
 def init(pager: Pager, params: optax.Params) -> optax.OptState:

@@ -16,21 +16,13 @@ from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.engine.geometry import Geometry, Kept, cut, uncut
 from paged_optax.engine.shards import Shards
-from paged_optax.transform.checks import (
-    refuse_changes,
-    refuse_state,
-)
+from paged_optax.transform.checks import refuse_changes, refuse_state
 from paged_optax.transform.codec_rules import Rule, choose
 from paged_optax.transform.configuration import Configuration
 from paged_optax.transform.owners import parameter_of
 from paged_optax.transform.parameter_shardings import Known
 from paged_optax.transform.stored_state import Layout
-from paged_optax.transform.trees import (
-    Leaf,
-    Static,
-    Traceable,
-    paths_of,
-)
+from paged_optax.transform.trees import Leaf, Static, Traceable, paths_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

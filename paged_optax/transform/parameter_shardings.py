@@ -5,12 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 from jax.core import Tracer
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    NamedSharding,
-    PartitionSpec,
-)
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 

@@ -13,11 +13,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from paged_optax.backend.memory import (
-    HOST,
-    PINNED_HOST,
-    on_host,
-)
+from paged_optax.backend.memory import HOST, PINNED_HOST, on_host
 from paged_optax.transform.trees import Parameter, Stored
 
 

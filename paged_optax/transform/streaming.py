@@ -12,19 +12,13 @@ from jax.typing import ArrayLike
 from jaxtyping import UInt32
 
 from paged_optax.analysis.program import Analysis, LeafUpdate
-from paged_optax.backend.memory import (
-    HOST,
-    on_host,
-)
+from paged_optax.backend.memory import HOST, on_host
 from paged_optax.codecs import Codec, draw
 from paged_optax.engine.geometry import Kept
 from paged_optax.engine.shards import UNSHARDED, Shards
 from paged_optax.engine.stream import stream
 from paged_optax.transform.active import choose_by
-from paged_optax.transform.checks import (
-    refuse_joined,
-    underived,
-)
+from paged_optax.transform.checks import refuse_joined, underived
 from paged_optax.transform.context import Gate, current
 from paged_optax.transform.pager import Pager, divided_as
 from paged_optax.transform.stored_state import Layout
