@@ -191,7 +191,7 @@ def refuse_own_steps(
 
 def refuse_joined(leaf: LeafUpdate) -> None:
     """Refuses several gates for parameters laid end to end."""
-    if any(position < 0 for position in leaf.outputs):
+    if leaf.between:
         raise ValueError(
             "active=... differs between parameters that inner lays end to end: pass one"
             " bool for all, or leave optax.flatten out of paged(...)."

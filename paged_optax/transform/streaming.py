@@ -89,10 +89,11 @@ class Streaming:
         old = self.arguments[position]
         if position in self.of_leaves or new is old:
             return new
-        return self._kept(position, new, old)
+        return self._kept(position, new)
 
-    def _kept(self, position: int, new: ArrayLike, old: ArrayLike) -> ArrayLike:
+    def _kept(self, position: int, new: ArrayLike) -> ArrayLike:
         """Chooses by its gate what was not streamed, in the old value's memory."""
+        old = self.arguments[position]
         new = choose_by(self.gate_of(self.analysis.owners[position]), new, old)
         moved = on_host(old) and not on_host(new)
         return jax.device_put(new, HOST) if moved else new
@@ -102,31 +103,34 @@ class Streaming:
         gate = self.gate_of(leaf.owner)
         if leaf.owner is None and len({id(gate) for gate in self.gates}) > 1:
             refuse_joined(leaf)
-        olds = [self.arguments[p] if p >= 0 else None for p in leaf.outputs]
+        olds = [None if p is None else self.arguments[p] for p in leaf.places]
         if gate is False:
             return [
-                jnp.zeros(new.shape, new.dtype) if p < self.first else old
-                for p, old, new in zip(leaf.outputs, olds, leaf.avals, strict=True)
+                jnp.zeros(new.shape, new.dtype) if p is None or p < self.first else old
+                for p, old, new in zip(leaf.places, olds, leaf.avals, strict=True)
             ]
         found = self._buffers(leaf, inputs, olds)
         if found.moving:
             return self._paged(leaf, found, gate)
         return [
             new
-            if old is None or p < self.first or p in self.own or new is old
-            else self._kept(p, new, old)
-            for p, old, new in zip(
-                leaf.outputs, olds, leaf.program(inputs), strict=True
-            )
+            if p is None or p < self.first or p in self.own or new is old
+            else self._kept(p, new)
+            for p, old, new in zip(leaf.places, olds, leaf.program(inputs), strict=True)
         ]
 
     def _buffers(
         self, leaf: LeafUpdate, inputs: list[Value], olds: Sequence[Value | None]
     ) -> "_Buffers":
-        buffers, numbers = list(inputs), list(leaf.inputs)
-        overwrites: list[int] = []
-        for p, old, new in zip(leaf.outputs, olds, leaf.avals, strict=True):
-            if p not in self.codecs and (
+        buffers, overwrites = list(inputs), list[int]()
+        codecs = [self.codecs.get(number) for number in leaf.inputs]
+        shapes = [
+            self.layout.avals[number - self.first].shape if codec else jnp.shape(x)
+            for number, codec, x in zip(leaf.inputs, codecs, inputs, strict=True)
+        ]
+        for p, old, new in zip(leaf.places, olds, leaf.avals, strict=True):
+            codec = None if p is None else self.codecs.get(p)
+            if codec is None and (
                 old is None or (old.shape, old.dtype) != (new.shape, new.dtype)
             ):
                 # An update of another dtype than its gradient cannot take its buffer.
@@ -137,9 +141,9 @@ class Streaming:
                 continue
             overwrites.append(len(buffers))
             buffers.append(old)
-            numbers.append(p)
-        coded = [self.codecs.get(number) for number in numbers]
-        return _Buffers(buffers, numbers, overwrites, coded)
+            codecs.append(codec)
+            shapes.append(new.shape)
+        return _Buffers(buffers, overwrites, codecs, shapes)
 
     def _paged(
         self, leaf: LeafUpdate, found: "_Buffers", gate: Gate
@@ -152,12 +156,7 @@ class Streaming:
             overwrites=tuple(found.overwrites),
             geometry=self.pager.geometry(leaf, found.moving, divided),
             codecs=tuple(found.codecs),
-            shapes=tuple(
-                self.layout.avals[number - self.first].shape if codec else x.shape
-                for number, codec, x in zip(
-                    found.numbers, found.codecs, found.arrays, strict=True
-                )
-            ),
+            shapes=tuple(found.shapes),
             shards=divided,
         )
         away = any(map(on_host, found.arrays))
@@ -166,14 +165,13 @@ class Streaming:
             return run(
                 underived(found.arrays) if away else tuple(found.arrays),
                 gate.astype(jnp.int32) if isinstance(gate, Array) else None,
-                self._noise(leaf.outputs, [found.codecs[i] for i in found.overwrites]),
+                self._noise(leaf),
             )
 
-    def _noise(
-        self, outputs: Sequence[int], codecs: Sequence[Codec | None]
-    ) -> tuple[UInt32[Array, "2"] | None, ...] | None:
+    def _noise(self, leaf: LeafUpdate) -> tuple[UInt32[Array, "2"] | None, ...] | None:
         """Draws the random words by which results are rounded, anew at each step."""
-        if not any(codec is not None and codec.draws for codec in codecs):
+        codecs = {p: self.codecs[p] for p in leaf.outputs if p in self.codecs}
+        if not any(codec.draws for codec in codecs.values()):
             return None
         # The state's first leaf is the count of `precision.counted`.
         step, layer = self.arguments[self.first], current().layer
@@ -184,10 +182,8 @@ class Streaming:
                 key = jax.random.fold_in(key, layer)
             return draw(jax.random.fold_in(key, position), step).words
 
-        return tuple(
-            words(position, codec) if codec is not None and codec.draws else None
-            for position, codec in zip(outputs, codecs, strict=True)
-        )
+        drawn = {p: words(p, codec) for p, codec in codecs.items() if codec.draws}
+        return (*map(drawn.get, leaf.outputs), *[None] * len(leaf.between))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -196,15 +192,15 @@ class _Buffers:
 
     Attributes:
       arrays: The arrays.
-      numbers: Their numbers among the arguments.
       overwrites: For each result the position of the array that it replaces.
       codecs: For each array the codec that stores it, or None.
+      shapes: For each array the shape that the program sees of it.
     """
 
     arrays: list[Value]
-    numbers: list[int]
     overwrites: list[int]
     codecs: list[Codec | None]
+    shapes: list[tuple[int, ...]]
 
     @functools.cached_property
     def moving(self) -> list[Kept]:
