@@ -31,7 +31,6 @@ from paged_optax.transform.checks import refuse_devices, refuse_dtype
 from paged_optax.transform.configuration import resident
 from paged_optax.transform.context import current
 from paged_optax.transform.moments import planned_moments
-from paged_optax.transform.owners import parameter_of
 from paged_optax.transform.pager import Pager
 from paged_optax.transform.placing import place, tied
 from paged_optax.transform.stored_state import Layout
@@ -92,7 +91,6 @@ class _Making:
       pager: The paged transformation.
       shapes: The shapes and dtypes of the state of `inner`.
       layout: How the state is stored.
-      owners: For each of its leaves the parameter it belongs to, or None.
       shards: For each parameter how it is divided, or None.
       stays: For each leaf whether it is on the device.
       analysis: The programs that make the leaves.
@@ -101,7 +99,6 @@ class _Making:
     pager: Pager
     shapes: PyTree[jax.ShapeDtypeStruct]
     layout: Layout
-    owners: list[int | None]
     shards: tuple[Shards | None, ...]
     stays: list[bool]
     analysis: Analysis
@@ -115,10 +112,11 @@ class _Making:
         refuse_effects(closed)
         state_paths, avals = paths_of(shapes)
         layout = pager.layout(params, shapes, shards)
-        owners = parameter_of(state_paths, paths)
         configuration = pager.configuration
         budget = configuration.budget(parameters=nbytes(leaves))
-        stays = resident(layout.sizes(), owners, budget, configuration.min_paged_size)
+        stays = resident(
+            layout.sizes(), layout.owners, budget, configuration.min_paged_size
+        )
         if not all(stays):
             kind = resolve_host_memory_kind(configuration.host_memory_kind)
             if kind == PINNED_HOST:
@@ -128,7 +126,12 @@ class _Making:
             else:
                 stays = [True] * len(stays)
         analysis = analyse(closed, [None] * len(leaves), [None] * len(avals), str)
-        return cls(pager, shapes, layout, owners, shards, stays, analysis)
+        return cls(pager, shapes, layout, shards, stays, analysis)
+
+    @property
+    def owners(self) -> Sequence[int | None]:
+        """For each leaf the parameter that it belongs to, or None."""
+        return self.layout.owners
 
     @functools.cached_property
     def mesh(self) -> Mesh | AbstractMesh | None:

@@ -38,6 +38,7 @@ class Layout:
       codecs: For each leaf the codec that stores it; None if it is stored as it is.
       counts: The positions of the step counts that each parameter has for itself.
       parameters: The structure of the parameters.
+      owners: For each leaf the parameter that it belongs to, or None.
       shards: For each leaf how it is divided over a mesh; None if it is not.
     """
 
@@ -46,6 +47,7 @@ class Layout:
     codecs: tuple[Codec | None, ...]
     counts: tuple[int, ...]
     parameters: PyTreeDef
+    owners: tuple[int | None, ...]
     shards: tuple[Shards | None, ...]
 
     @classmethod
@@ -54,6 +56,7 @@ class Layout:
         shapes: PyTree[Leaf],
         codecs: Sequence[Codec | None],
         params: PyTree,
+        owners: Sequence[int | None],
         shards: Sequence[Shards | None],
         *,
         per_parameter_steps: bool,
@@ -64,6 +67,7 @@ class Layout:
           shapes: The transformation's own state.
           codecs: For each of its leaves the codec that stores it, or None.
           params: The parameters.
+          owners: For each of its leaves the parameter that it belongs to, or None.
           shards: For each of its leaves how it is divided, or None.
           per_parameter_steps: Whether each parameter has its own step counts.
 
@@ -90,6 +94,7 @@ class Layout:
             tuple(codecs),
             tuple(counts),
             parameters,
+            tuple(owners),
             tuple(shards),
         )
 

@@ -147,7 +147,9 @@ class Update:
             refuse_state(self.pager.inner, updates, state, error)
             raise
         seen = layout.seen(leaves)
-        analysis, structure = self.pager.analyse(updates, seen, params, extras, static)
+        analysis, structure = self.pager.analyse(
+            updates, seen, layout.owners, params, extras, static
+        )
         first = len(jax.tree.leaves(updates))
         refuse_own_steps(analysis, {first + p: x for p, x in own.items()}, seen, first)
         constants = dict(analysis.constants)
