@@ -6,18 +6,10 @@ import jax.numpy as jnp
 import pytest
 
 import paged_optax as po
-from helpers.moments import (
-    BUDGET,
-    WRAPPERS,
-    B,
-    adam,
-    assert_joined,
-    filled,
-    is_traced,
-    small,
-)
+from helpers.moments import BUDGET, WRAPPERS, B, adam, assert_joined, filled, small
 from helpers.reference import kinds
 from helpers.small import HOST
+from paged_optax.backend.arrays import is_traced
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from paged_optax.analysis.flat import abstract, refuse_effects, trace
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.analysis.split import analyse
 from paged_optax.backend import memory
+from paged_optax.backend.arrays import is_traced
 from paged_optax.backend.donation import paired
 from paged_optax.backend.explicit_axes import automatically, without_explicit_axes
 from paged_optax.backend.key_paths import keystr
@@ -142,7 +143,7 @@ class _Making:
         """Makes the state's leaves, as they are stored, each in its memory."""
         sizes = zip(self.layout.sizes(), self.stays, strict=True)
         moving = sum(size or 0 for size, stay in sizes if not stay)
-        traced = any(isinstance(x, Tracer) for x in parameters)
+        traced = is_traced(parameters)
         shown = moving >= LARGE and not traced
         with progress("moments", len(self.analysis.leaves), shown) as advance:
 
@@ -209,7 +210,7 @@ def _uncut_stay(
         for position, stay in enumerate(stays)
         if not stay and (reason := pager.refused(layout, position))
     }
-    if refused and not any(isinstance(x, Tracer) for x in parameters):
+    if refused and not is_traced(parameters):
         first, reason = next(iter(refused.items()))
         warnings.warn(
             f"state{keystr(paths[first])} and {len(refused) - 1} other moments"

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import is_traced
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.codecs import Codec, arranged
@@ -205,5 +205,5 @@ class Layout:
         )
 
 
-def _copy(count: Leaf) -> Array:
-    return count if isinstance(count, Tracer) else jnp.array(count, copy=True)
+def _copy(count: Array) -> Array:
+    return count if is_traced(count) else jnp.array(count, copy=True)

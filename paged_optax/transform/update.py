@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import optax
-from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import is_traced
 from paged_optax.backend.donation import paired
 from paged_optax.backend.explicit_axes import automatically
 from paged_optax.backend.key_paths import keystr
@@ -113,7 +113,7 @@ class Update:
         # Traced anew at each call, for `inner` may read more than its arguments.
         traced, constants = self._trace(*trees, extras, static, gating, shards)
         arguments = (*trees, extras, open_gates, constants)
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
+        if is_traced(arguments):
             return self._stream(*arguments, traced=traced, shards=shards)
         return self._eager(*arguments, traced=traced, shards=shards)
 

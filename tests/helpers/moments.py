@@ -130,7 +130,3 @@ def nested():
 
 
 KERNEL = "blocks/0/q/kernel"
-
-
-def is_traced(x):
-    return isinstance(x, jax.core.Tracer)
