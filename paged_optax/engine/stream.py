@@ -211,8 +211,7 @@ class _Run:
 
     def _page(self, at: At, current: dict[int, Held]) -> dict[int, Held]:
         """Reads a page, computes it, and writes it back."""
-        first, compute = self._first(at), functools.partial(self._compute, at, current)
-        compute = functools.partial(compute, first)
+        compute = functools.partial(self._compute, at, current, self._first(at))
         # Only what travels is kept apart from its neighbours; gradients and
         # parameters are read and written by the computation itself.
         results = apart(compute) if self.pages.count > 1 else compute()

@@ -242,10 +242,11 @@ def leaves_of(codec: Any, init: Callable[[Any], Any], params: Any) -> list[Leaf]
     flat = jax.tree_util.tree_leaves_with_path(jax.eval_shape(init, params))
     paths, avals = [path for path, _ in flat], [x for _, x in flat]
     own = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    codecs = choose(check(codec), paths, avals, own)
+    owners = parameter_of(paths, own)
+    codecs = choose(check(codec), paths, avals, own, owners)
     return [
         Leaf(x.shape, codec and arranged(codec, x.shape), owner)
-        for x, codec, owner in zip(avals, codecs, parameter_of(paths, own), strict=True)
+        for x, codec, owner in zip(avals, codecs, owners, strict=True)
     ]
 
 
