@@ -25,8 +25,8 @@ from helpers.programs import (
     updating,
     whole_tree,
 )
+from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.engine.geometry import Kept, cut
-from paged_optax.engine.part import NEEDS_RAW_INDEX
 
 pytestmark = pytest.mark.compiler
 
@@ -218,7 +218,7 @@ def test_addresses(shape, page_size):
     pages = cut(shape, (Kept(4),), int(page_size[0]) * MIB).rows
     page_bytes = 4 * pages.entries
     found = aot.descriptors(report.hlo)
-    first = 0 if NEEDS_RAW_INDEX else page_bytes  # a page is read ahead
+    first = 0 if GPU_NEEDS_RAW_INDEX else page_bytes  # a page is read ahead
     places = {(kind, start, step) for kind, _, start, step in found}
     assert places == {("read", first, page_bytes), ("write", 0, page_bytes)}
     by_kind = {kind: 0 for kind in ("read", "write")}
@@ -272,7 +272,7 @@ def test_addresses_of_a_computed_index_are_told_apart():
 
     steps = {step for *_, step in aot.descriptors(aot.h200(build).hlo)}
     right = 4 * 512 * 4096
-    assert steps == ({right} if jax.__version_info__ >= (0, 11, 2) else {4 * 4096})
+    assert steps == ({4 * 4096} if GPU_NEEDS_RAW_INDEX else {right})
 
 
 @COMPILERS

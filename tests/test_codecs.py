@@ -218,16 +218,28 @@ def test_bytes_a_value():
         assert sum(x.size * x.dtype.itemsize for x in stored) / size == wanted
 
 
-def test_static_arguments():
-    for name in ("float32", "bfloat16", "dynamic_int8", "dynamic_int4", "float8_e4m3"):
-        for signed in (True, False):
-            codec = named(name, signed)
-            assert codec == named(name, signed)
-            assert hash(codec) == hash(named(name, signed))
-            assert codec.signed or not signed
-    assert named("dynamic_int8", True) != named("dynamic_int8", False)
-    assert named("bfloat16_stochastic", True).draws
-    assert not named("bfloat16", True).draws
+@pytest.mark.parametrize(
+    ("name", "programs"),
+    [
+        ("float32", 1),
+        ("bfloat16", 1),
+        ("bfloat16_stochastic", 1),
+        ("dynamic_int8", 2),
+        ("dynamic_int4", 2),
+        ("float8_e4m3", 2),
+    ],
+)
+def test_a_codec_made_anew_is_no_new_program(name, programs):
+    """As a static argument; one that uses the sign's bit has a program for each."""
+    blank = jax.jit(
+        lambda codec: jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), codec.stored((4, 256))
+        ),
+        static_argnums=0,
+    )
+    for signed in (True, False, True, False):
+        blank(named(name, signed))
+    assert blank._cache_size() == programs
 
 
 def test_unknown_name():

@@ -11,12 +11,13 @@ import pytest
 import paged_optax as po
 from helpers import aot, link, reference
 from helpers.programs import MIB, assert_in_place, shapes_of, square, updating
-from paged_optax.engine import part, run
+from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
+from paged_optax.engine import run
 from paged_optax.engine.geometry import Kept, cut
 from paged_optax.engine.run import Run
 
 _ON_GPU = pytest.mark.skipif(
-    part.NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"
+    GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"
 )
 _COMPILERS = [pytest.param(aot.h200, marks=_ON_GPU, id="h200"), aot.v5e]
 
@@ -85,7 +86,7 @@ def test_one_moment_goes_in_turn(compile_for):
 def test_the_plans_seconds():
     """A moment of 16 pages takes the time of 17, where both directions work."""
     plan = po.plan(po.paged_adamw(1e-3), square(1), link_gigabytes_per_second=1e-9)
-    duplex = not part.NEEDS_RAW_INDEX
+    duplex = not GPU_NEEDS_RAW_INDEX
     wanted = plan.host_bytes * 17 / 16 if duplex else plan.link_bytes
     assert plan.link_seconds == wanted
 
@@ -93,7 +94,7 @@ def test_the_plans_seconds():
 @pytest.fixture
 def both_ways(monkeypatch):
     """Pages take both ways on the CPU too."""
-    monkeypatch.setattr(run, "NEEDS_RAW_INDEX", False)
+    monkeypatch.setattr(run, "GPU_NEEDS_RAW_INDEX", False)
     monkeypatch.setattr(run, "_MANY_PAGES", 2)
     monkeypatch.setattr(Run, "_swept", Run._duplex)
     jax.clear_caches()

@@ -12,13 +12,7 @@ import pytest
 import paged_optax as po
 from helpers import reference
 from paged_optax.backend import tiling
-from paged_optax.codecs import (
-    Arranged,
-    arranged,
-    axis_of_blocks,
-    named,
-    unarranged,
-)
+from paged_optax.codecs import Arranged, arranged, axis_of_blocks, named, unarranged
 from paged_optax.engine import part as one_array
 from paged_optax.engine import stream
 from paged_optax.engine.geometry import Kept, cut

@@ -10,6 +10,7 @@ from helpers import aot
 from helpers.programs import on_device, square, state_on
 from helpers.reference import SMALL_PAGES
 from helpers.small import TX, small, step_of
+from paged_optax.backend.versions import GPU_COPIES_FOR_CONDITIONALS
 from paged_optax.compiling.host_arithmetic import warn_of_host_compute
 
 odd = lambda step: step % 2 == 1  # noqa: E731
@@ -38,7 +39,7 @@ def traced(tx, wrapper="", params=None):
 def test_optax_wrappers_are_warned_of_on_accelerators(name, platform):
     """Each by the name of its cure, which is not warned of."""
     jaxpr = traced(SKIPPING[name](optax, TX), name)
-    copies = platform == "cuda" and jax.__version_info__ < (0, 11, 2)
+    copies = platform == "cuda" and GPU_COPIES_FOR_CONDITIONALS
     if copies or name not in CONDITIONAL:
         with pytest.warns(UserWarning, match=rf"on float32<host>.*paged_optax.*{name}"):
             warn_of_host_compute(jaxpr, platform)

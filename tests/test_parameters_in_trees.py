@@ -4,7 +4,6 @@ import dataclasses
 import re
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +17,7 @@ from helpers.moments import (
     MOMENTS,
     SHAPES,
     adam,
+    assert_joined,
     belonging,
     filled,
     flat,
@@ -158,16 +158,7 @@ def test_optimizers(alias):
     less = {name: x for name, x in params.items() if name != "new"}
     start = filled(tx.init(less))
     joined = po.init_param(tx, start, params, "new")
-    fresh = tx.init(params)
-    chex.assert_trees_all_equal_shapes_and_dtypes(joined, fresh)
-    assert jax.tree.structure(joined) == jax.tree.structure(fresh)
-    assert kinds(joined) == kinds(fresh)
-    old = dict(flat(start))
-    for (path, x), (_, made) in zip(flat(joined), flat(fresh), strict=True):
-        if path in old:
-            assert x is old[path]
-        else:
-            assert_equal(x, made)
+    assert_joined(joined, start, tx.init(params))
     jax.jit(tx.update)(params, joined, params)
 
 

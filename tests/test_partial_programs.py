@@ -1,5 +1,6 @@
 """Updates of some parameters as programs: traced, compiled, for accelerators."""
 
+import itertools
 import re
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 
 import paged_optax as po
 from helpers import aot
-from helpers.activity import NAMES, adam, flag, small
+from helpers.activity import adam, chosen, on_the_device, small
 from helpers.programs import (
     COMPILERS,
     MIB,
@@ -25,6 +26,8 @@ from helpers.reference import SMALL_PAGES
 from helpers.small import counting
 from paged_optax.engine.geometry import Kept, cut
 
+EVERY_PATTERN = list(itertools.product((0, 1), repeat=3))
+
 
 def test_new_flags_are_no_new_program():
     """Whichever parameters are active: traced flags are one program."""
@@ -33,9 +36,8 @@ def test_new_flags_are_no_new_program():
     params = small()
     state = jax.jit(tx.init)(params)
     update = jax.jit(lambda s, active: tx.update(params, s, params, active=active)[1])
-    for number in range(8):
-        active = {name: flag(bool(number >> i & 1)) for i, name in enumerate(NAMES)}
-        state = update(state, active)
+    for gates in EVERY_PATTERN:
+        state = update(state, on_the_device(chosen(gates)))
     assert len(traces) == 1
     assert update._cache_size() == 1
 
@@ -44,14 +46,14 @@ def test_new_flags_are_no_new_program_eager(caplog):
     tx, params = po.paged_adam(1e-2, **SMALL_PAGES), small()
     state = tx.init(params)
 
-    def step(number):
-        active = {name: flag(bool(number >> i & 1)) for i, name in enumerate(NAMES)}
+    def step(gates):
+        active = on_the_device(chosen(gates))
         return tx.update(params, state, params, active=active)
 
-    step(0)
+    step((0, 0, 0))
     with jax.log_compiles(), caplog.at_level("WARNING"):
-        for number in range(8):
-            step(number)
+        for gates in EVERY_PATTERN:
+            step(gates)
     assert not [x for x in caplog.messages if re.match("Compiling|Finished XLA", x)]
 
 
@@ -62,7 +64,7 @@ def test_one_program_for_each_static_pattern(caplog):
     compiled = lambda: len([x for x in caplog.messages if x.startswith("Compiling")])
     with jax.log_compiles(), caplog.at_level("WARNING"):
         for pattern in patterns:
-            active = dict(zip(NAMES, map(bool, pattern), strict=True))
+            active = chosen(pattern)
             _, state = tx.update(params, state, params, active=active)
         assert compiled() == len(set(patterns)) == 3
         tx.update(params, state, params)  # all of them, said in another way

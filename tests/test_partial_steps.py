@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import paged_optax as po
-from helpers.activity import NAMES, ULPS, adam, flag, on_the_device, small
+from helpers.activity import NAMES, ULPS, adam, chosen, flag, on_the_device, small
 from helpers.reference import (
     ALIASES,
     SMALL_PAGES,
@@ -68,7 +68,7 @@ def assert_own_trajectories(alias, activity, update=None):
     for number, gates in enumerate(activity):
         now = {name: right[name][number] for name in NAMES}
         params = {name: now[name][0] for name in NAMES}
-        active = dict(zip(NAMES, map(bool, gates), strict=True))
+        active = chosen(gates)
         updates, state = update(small(100 + number), state, params, active)
         new = optax.apply_updates(params, updates)
         for name, (start, change, wanted, _) in now.items():

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import paged_optax as po
-from helpers.moments import filled, flat, is_traced
+from helpers.moments import filled, flat
 from helpers.reference import SMALL_PAGES, arrays, assert_equal
 from helpers.small import DEVICE, HOST
+from paged_optax.backend.arrays import is_traced
 
 
 class Watch:

@@ -1,7 +1,6 @@
 """`jit_step` and `memory_report`: what they say is what there is."""
 
 import functools
-import re
 from typing import NamedTuple
 
 import chex
@@ -15,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import paged_optax as po
 from helpers.reference import SMALL_PAGES, assert_equal, kinds
 from helpers.small import ALL_PAGED, DEVICE, ORDERS, TX, small, step_of
+from paged_optax.compiling.hlo import aliases
 
 
 def run(step, arguments, results, made, gradients):
@@ -40,13 +40,12 @@ def test_every_order_of_arguments(arguments, results, devices):
     step = po.jit_step(step_of(arguments, results, tx), *example, donate_argnums=(0, 1))
     # Before it runs: a buffer handed to the wrong memory ends the process on CPU.
     flat, _ = jax.tree.flatten(example)
-    header = step.compiled.as_text().split("\n", 1)[0]
-    pairs = re.findall(r"\{(\d+)\}: \((\d+),", header)
+    pairs = aliases(step.compiled.as_text())
     outputs = jax.tree.leaves(step.compiled.output_shardings)
     assert len(pairs) == len(flat) - 2  # all but the gradients
-    for output, argument in pairs:
-        kind = flat[int(argument)].sharding.memory_kind
-        assert outputs[int(output)].memory_kind == kind, (output, argument)
+    for argument, output in pairs.items():
+        kind = flat[argument].sharding.memory_kind
+        assert outputs[output].memory_kind == kind, (output, argument)
 
     wanted = {"params": small(), "state": optax.adam(1e-2).init(small())}
     plain = jax.jit(step_of(arguments, results, optax.adam(1e-2)))

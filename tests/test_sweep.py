@@ -1,15 +1,13 @@
 """A choice of what `sweep.py` compiles: shapes that one of the compilers refused."""
 
-import jax
 import pytest
 
 import sweep
 from helpers import models
+from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 
 #: Attention kernels, a large convolution, and output matrices of odd vocabularies.
 QUICK = [(2048, 32, 64), (24, 1024, 64), (3, 3, 512, 512), (768, 50257), (50257, 768)]
-
-SLICES_ANYWHERE = jax.__version_info__ >= (0, 11, 2)
 
 pytestmark = pytest.mark.compiler
 
@@ -24,11 +22,8 @@ pytestmark = pytest.mark.compiler
         ("int4", QUICK[-1:]),
         ("fp8", QUICK[2:3]),
         ("int8, masters", QUICK[3:4]),
-        # Before 0.11.2 a GPU takes float32 of odd rows whole beside codes in words.
-        (
-            "int8, float32",
-            QUICK[3:] if jax.__version_info__ >= (0, 11, 2) else QUICK[3:4],
-        ),
+        # With a raw index a GPU takes float32 of odd rows whole beside codes in words.
+        ("int8, float32", QUICK[3:4] if GPU_NEEDS_RAW_INDEX else QUICK[3:]),
     ],
 )
 def test_real_shapes(name, shapes):

@@ -10,6 +10,7 @@ import pytest
 import paged_optax as po
 from helpers import aot, decoder, schedule
 from helpers.decoder import LLAMA3_70B, QWEN3_4B, REFERENCE
+from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.layerwise.slices import FETCHES_AHEAD
 
 GB = 1e9
@@ -94,8 +95,10 @@ def test_weights_on_the_host(compile_for):
             assert loop.hidden >= 0.9 * loop.bytes
         else:
             assert loop.covered >= loop.products / 2
-            # XLA:GPU of jax 0.10.2 closes most of the backward's transfers early.
-            assert compile_for is aot.h200 or loop.hidden >= loop.bytes / 3
+            # XLA:GPU of jax 0.10.2 closes most of the backward's transfers early: 0.17
+            # of their bytes are hidden.
+            least = 1 / 7 if compile_for is aot.h200 else 1 / 3
+            assert loop.hidden >= least * loop.bytes
 
 
 def test_70b_on_one_h200():
@@ -106,9 +109,20 @@ def test_70b_on_one_h200():
     assert report.host_arguments >= 0.98 * 14 * parameters(LLAMA3_70B)
 
 
+# In the first case moments alone travel, in a loop that counts down.
+BY_KERNELS = pytest.mark.skipif(
+    GPU_NEEDS_RAW_INDEX,
+    reason="what a loop that counts down moves is moved by kernels, at its own index",
+)
+
+
 @pytest.mark.parametrize(
     ("weights_on_host", "host_dtype"),
-    [(False, None), (False, jnp.float32), (True, None)],
+    [
+        pytest.param(False, None, marks=BY_KERNELS),
+        (False, jnp.float32),
+        (True, None),
+    ],
 )
 def test_addresses_on_h200(weights_on_host, host_dtype):
     """Each transfer starts at a layer and goes on to the next, up or down.
@@ -136,8 +150,7 @@ def test_addresses_on_h200(weights_on_host, host_dtype):
         for size in ({of_shape(shape)} if shape else {abs(stride), abs(stride) // 2})
         if size in slabs and (shape or abs(stride) // size == trip)
     }
-    # Before, a loop that counts down is read and written by kernels, at its own index.
-    assert layers or not FETCHES_AHEAD
+    assert layers
     for operation, first, stride in layers:
         up, down = ({1, 2}, {7, 6, 5}) if trip == 2 else ({0}, {7})
         down -= {5} if operation == "write" else set()

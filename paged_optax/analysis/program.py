@@ -59,8 +59,9 @@ class LeafUpdate:
     Attributes:
       program: What to compute.
       inputs: Numbers of the values that are the program's arguments.
-      outputs: Positions of its results among the traced function's outputs; `~n` for
-        a result that is the value numbered `n`, on its way to some of them.
+      outputs: Positions of its first results among the traced function's outputs.
+      between: Numbers of the values that its other results are. They are no outputs;
+        the tail is computed from them.
       avals: The results' shapes and dtypes.
       shape: The leaf's shape, that of every array an element-wise program touches.
       owner: The number of the parameter it belongs to, by its gradient or else by its
@@ -70,9 +71,15 @@ class LeafUpdate:
     program: Program
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    between: tuple[int, ...]
     avals: tuple[ShapedArray, ...]
     shape: tuple[int, ...]
     owner: int | None
+
+    @property
+    def places(self) -> tuple[int | None, ...]:
+        """For each result its position among the outputs; None if it has none."""
+        return (*self.outputs, *[None] * len(self.between))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,12 +153,10 @@ class Analysis:
                 results[position] = values[x]
         for leaf in self.leaves:
             scope = scopes[leaf.owner] if scopes and leaf.owner is not None else values
-            made = run_leaf(leaf, [scope[i] for i in leaf.inputs])
-            for position, value in zip(leaf.outputs, made, strict=True):
-                if position < 0:
-                    values[~position] = value
-                else:
-                    results[position] = value
+            made = list(run_leaf(leaf, [scope[i] for i in leaf.inputs]))
+            count = len(leaf.outputs)
+            results.update(zip(leaf.outputs, made[:count], strict=True))
+            values.update(zip(leaf.between, made[count:], strict=True))
         tail = self.tail([values[i] for i in self.tail_inputs])
         results.update(zip(self.tail_outputs, tail, strict=True))
         return [results[position] for position in range(len(results))]

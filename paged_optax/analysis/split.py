@@ -265,22 +265,22 @@ def analyse(
     wanted = [flat.outputs[p] for p in cut_apart]
     tail, tail_inputs = found.program(wanted, found.ends_joined, ())
     share(tail_inputs)
-    between = [
-        x for x in tail_inputs if not found.is_given(x) and not found.is_shared(x)
-    ]
+    made = [x for x in tail_inputs if not found.is_given(x) and not found.is_shared(x)]
     leaves = []
     for key, positions in outputs.groups.items():
         places = [p for p in positions if p not in cut_apart]
-        wanted = [flat.outputs[p] for p in places]
-        if key == _JOINED:
-            wanted += between
-            places += [~x for x in between]
+        between = made if key == _JOINED else []
+        wanted = [*(flat.outputs[p] for p in places), *between]
         shape = flat.shape(wanted[0])
         program, inputs = found.program(wanted, lambda x: not found.is_shared(x), shape)
         share(inputs)
-        avals = tuple(closed.out_avals[p] if p >= 0 else flat.avals[~p] for p in places)
+        avals = [closed.out_avals[p] for p in places] + [flat.avals[x] for x in between]
         own = None if key == _JOINED else outputs.owners[positions[0]]
-        leaves.append(LeafUpdate(program, inputs, tuple(places), avals, shape, own))
+        leaves.append(
+            LeafUpdate(
+                program, inputs, tuple(places), tuple(between), tuple(avals), shape, own
+            )
+        )
     program, inputs = found.program(tuple(shared), lambda _: True, ())
     return Analysis(
         constants=flat.constants,

@@ -1,10 +1,4 @@
-"""What holds a compiler's passes apart.
-
-XLA:CPU of jax < 0.11.2 drops optimization barriers before it fuses. The fetches of
-pages then fuse into every one of their uses, reads and writes of a leaf overlap, and
-each page copies the whole leaf: 9 times the time at 4 pages a leaf, 60 times at 64
-(jax 0.10.2; no copy is left in 0.12.0.1).
-"""
+"""What holds a compiler's passes apart."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_CPU_DROPS_BARRIERS = jax.__version_info__ < (0, 11, 2)
+from paged_optax.backend.versions import CPU_DROPS_BARRIERS
 
 Tree = TypeVar("Tree")
 
@@ -28,7 +22,7 @@ def apart(compute: Callable[[], Tree]) -> Tree:
 
     Where barriers are dropped, the function is a branch that is always taken.
     """
-    return _conditional(compute) if _CPU_DROPS_BARRIERS else compute()
+    return _conditional(compute) if CPU_DROPS_BARRIERS else compute()
 
 
 def finished(compute: Callable[[], Tree]) -> Tree:
@@ -36,7 +30,7 @@ def finished(compute: Callable[[], Tree]) -> Tree:
 
     Otherwise reads and writes of a stack overlap, and it copies the stack.
     """
-    if _CPU_DROPS_BARRIERS:
+    if CPU_DROPS_BARRIERS:
         return _conditional(compute)
     return lax.platform_dependent(
         cpu=lambda: lax.optimization_barrier(compute()), default=compute

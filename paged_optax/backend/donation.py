@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import jax
-from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
 
+from paged_optax.backend.arrays import is_traced
 from paged_optax.backend.memory import PINNED_HOST
 
 Tree = TypeVar("Tree")
@@ -32,7 +32,7 @@ def paired(tree: Tree) -> Tree:
     Args:
       tree: Results of any kind. Without traced arrays nothing happens.
     """
-    return jax.tree.map(lambda x: _pair.bind(x) if isinstance(x, Tracer) else x, tree)
+    return jax.tree.map(lambda x: _pair.bind(x) if is_traced(x) else x, tree)
 
 
 _pair = Primitive("pair_donated")

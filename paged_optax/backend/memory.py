@@ -12,7 +12,7 @@ from typing import overload
 
 import jax
 import numpy as np
-from jax.core import ShapedArray, Tracer
+from jax.core import ShapedArray
 from jax.sharding import (
     Mesh,
     NamedSharding,
@@ -22,6 +22,7 @@ from jax.sharding import (
 )
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import is_traced
 from paged_optax.backend.types import Device
 
 HOST = jax.memory.Space.Host
@@ -50,7 +51,7 @@ def mistyped(x: PyTree) -> bool:
     Arrays made with a `SingleDeviceSharding`, as by a restore into concrete arrays, are
     (jax 0.10.2 to 0.12.0.1).
     """
-    if isinstance(x, Tracer) or not isinstance(x, jax.Array):
+    if not isinstance(x, jax.Array) or is_traced(x):
         return False
     return x.sharding.memory_kind == PINNED_HOST and not on_host(x)
 

@@ -30,12 +30,7 @@ from jax import Array, lax
 from jaxtyping import Float32, Int32, UInt8
 
 from paged_optax.codecs import blocks
-from paged_optax.codecs.blocks import (
-    MAGNITUDE,
-    SMALLEST_NORMAL,
-    bits,
-    from_bits,
-)
+from paged_optax.codecs.blocks import MAGNITUDE, SMALLEST_NORMAL, bits, from_bits
 from paged_optax.codecs.codec import Noise, Quantized
 from paged_optax.codecs.lines import LOW_BITS, NEVER, Law, law_of
 from paged_optax.codecs.maps import dynamic_map

@@ -9,9 +9,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int32
 
-from paged_optax.codecs.blocks import (
-    choose,
-)
+from paged_optax.codecs.blocks import choose
 from paged_optax.codecs.maps import dynamic_map
 
 # The bits of a float that `Law.positions` leaves out; a key has one more.

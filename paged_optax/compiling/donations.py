@@ -1,15 +1,11 @@
 """Whether donated buffers are reused, by the compiled program."""
 
-import re
-
 import jax
 from jaxtyping import PyTree
 
-from paged_optax.backend.memory import (
-    memory_kind,
-    memory_kinds,
-)
+from paged_optax.backend.memory import memory_kind, memory_kinds
 from paged_optax.compiling.arguments import Keys, place_of
+from paged_optax.compiling.hlo import aliases
 
 
 class DonationError(ValueError):
@@ -23,15 +19,14 @@ def check_donations(
     donated: tuple[int, ...],
 ) -> None:
     """Looks every donated buffer up among the aliases of the compiled program."""
-    text = compiled.as_text() or ""
-    header = text[: text.find("\n\n")]
-    aliases = re.search(r"input_output_alias=\{(.*?)\}, entry_computation", header)
-    pairs = re.findall(r"\{(\d*)\}: \((\d+),", aliases[1] if aliases else "")
     kinds = [
         sharding.memory_kind or memory_kinds()[0]
         for sharding in jax.tree.leaves(compiled.output_shardings)
     ]
-    reused = {int(number): kinds[int(output or 0)] for output, number in pairs}
+    reused = {
+        number: kinds[output]
+        for number, output in aliases(compiled.as_text() or "").items()
+    }
     lost = []
     for number, (path, leaf) in enumerate(
         jax.tree_util.tree_flatten_with_path(args)[0]

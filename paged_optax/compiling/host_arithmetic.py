@@ -16,6 +16,7 @@ from jax.core import AbstractValue
 from jax.extend import core
 
 from paged_optax.backend.memory import HOST
+from paged_optax.backend.versions import GPU_COPIES_FOR_CONDITIONALS
 
 #: Primitives that keep a host array's values, or move it.
 _HARMLESS = frozenset(
@@ -66,7 +67,7 @@ def host_compute(
     Args:
       jaxpr: A `Jaxpr` or `ClosedJaxpr`, traced with arguments typed as host memory.
       conditionals: Whether a conditional that returns host arrays counts: one branch
-        hands them through. XLA:GPU before that of jax 0.11.2 copies them then.
+        hands them through. XLA:GPU of some versions copies them then.
       around: Where the equation that holds this jaxpr was traced from. Equations that
         JAX cached from an earlier trace do not say.
 
@@ -102,7 +103,7 @@ def warn_of_host_compute(jaxpr: core.Jaxpr | core.ClosedJaxpr, platform: str) ->
     """
     if platform == "cpu":
         return
-    copies = platform != "tpu" and jax.__version_info__ < (0, 11, 2)
+    copies = platform != "tpu" and GPU_COPIES_FOR_CONDITIONALS
     found = next(host_compute(jaxpr, conditionals=copies), None)
     if found is None:
         return

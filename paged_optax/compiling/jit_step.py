@@ -10,10 +10,7 @@ from typing import NamedTuple, overload
 import jax
 from jaxtyping import PyTree
 
-from paged_optax.backend.memory import (
-    mistyped,
-    on_host,
-)
+from paged_optax.backend.memory import mistyped, on_host
 from paged_optax.compiling.arguments import (
     Key,
     Keys,

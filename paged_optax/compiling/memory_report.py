@@ -1,20 +1,13 @@
 """`memory_report`: what XLA assigned to a compiled program."""
 
 import dataclasses
-import re
 
 import jax
 
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.table import table
+from paged_optax.compiling.hlo import is_partitioned, transfers
 from paged_optax.engine.shards import UNSHARDED
-
-# An asynchronous copy between memory spaces in optimized HLO. XLA marks buffers in
-# host memory by the layout's memory space 5 (`xla::Layout::kHostMemorySpace`).
-_TRANSFER = re.compile(
-    r"= .*S\(5\).* (?:copy-start|async-start|dynamic-slice-start"
-    r"|dynamic-update-slice-start|fusion-start)\("
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +74,9 @@ class MemoryReport:
             read("host_output"),
             read("host_alias"),
             read("host_temp"),
-            len(_TRANSFER.findall(hlo)),
+            transfers(hlo),
             host_known,
-            bool(re.search(r"num_partitions=(?!1\b)", hlo)) and UNSHARDED in hlo,
+            is_partitioned(hlo) and UNSHARDED in hlo,
             hlo,
         )
 

@@ -7,11 +7,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.memory import (
-    memory_kind,
-    on_host,
-    typed_by_memory,
-)
+from paged_optax.backend.memory import memory_kind, on_host, typed_by_memory
 from paged_optax.compiling.arguments import Keys, place_of
 from paged_optax.compiling.host_arithmetic import warn_of_host_compute
 

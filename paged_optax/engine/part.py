@@ -16,9 +16,6 @@ from paged_optax.backend import tiling
 from paged_optax.backend.memory import DEVICE, HOST
 from paged_optax.engine.geometry import Pages
 
-# XLA:GPU before openxla/xla#46308 ignores what is computed of a loop's variable.
-NEEDS_RAW_INDEX = jax.__version_info__ < (0, 11, 2)
-
 Index = Int[Array, ""] | np.int32
 
 

@@ -28,11 +28,12 @@ from jax import Array, lax
 from jaxtyping import Int, UInt32
 
 from paged_optax.backend.barriers import apart, on_cpu
+from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Codec, Noise
 from paged_optax.codecs.codec import strides_of
 from paged_optax.engine.fences import each, fetched
 from paged_optax.engine.geometry import Pages
-from paged_optax.engine.part import NEEDS_RAW_INDEX, At
+from paged_optax.engine.part import At
 from paged_optax.engine.streamed import Held, Streamed
 from paged_optax.engine.sweeps import Sweep, open_gate, sweeps, swept
 
@@ -58,7 +59,7 @@ def both_ways(pages: Pages, travelling: int, codecs: Iterable[Codec | None]) -> 
     if _in_blocks(codecs):
         known = pages.tiled and pages.count >= _MANY_PAGES
     else:
-        known = pages.tiled or not NEEDS_RAW_INDEX
+        known = pages.tiled or not GPU_NEEDS_RAW_INDEX
     return known and travelling > 1 and pages.count > 1
 
 

@@ -1,7 +1,8 @@
 """Pages of one leaf through the device.
 
 A page is read from host memory, computed on, and written back over itself, inside
-one loop a leaf. Two choices keep this right and small on every compiler at hand:
+one loop a leaf (`paged_optax.engine.run`). Two choices keep this right and small on
+every compiler at hand:
 
 - **The loop's own variable is the index.** It counts rows, or the least number of them
   that is never parted, and steps by a page's, so that the slice's start needs no
@@ -9,10 +10,10 @@ one loop a leaf. Two choices keep this right and small on every compiler at hand
   induction variable alone and ignores what is computed from it; with this form its
   transfer descriptors cover exactly the page in jax 0.10.2 and in 0.12.0.1. A last page
   of fewer rows is one more access at a fixed row.
-- **A leaf of a single page sits behind a gate**: a loop whose trip count the compiler
-  cannot see. Nothing of the leaf is hoisted out of it, so such leaves stay one at a
-  time too (16 leaves of 64 MiB: 256 MiB of scratch on H200 and v5e instead of 2176).
-  A gate given from outside as 0 moves no byte.
+- **A leaf sits behind a gate**: a loop whose trip count the compiler cannot see. Nothing
+  of the leaf is hoisted out of it, neither its only page nor the first one, so that
+  leaves stay one at a time (16 leaves of 64 MiB in one page each: 256 MiB of scratch on
+  H200 and v5e instead of 2176). A gate given from outside as 0 moves no byte.
 
 How an array lies in its pages is in `paged_optax.engine.streamed`. This module knows
 nothing of Optax.

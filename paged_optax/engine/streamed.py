@@ -19,15 +19,10 @@ from jaxtyping import PyTree
 from paged_optax.backend import tiling
 from paged_optax.backend.memory import HOST
 from paged_optax.backend.types import ArrayOrShape
-from paged_optax.codecs import (
-    Codec,
-    Noise,
-    Quantized,
-    axis_of_blocks,
-    packed_along,
-)
+from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
+from paged_optax.codecs import Codec, Noise, Quantized, axis_of_blocks, packed_along
 from paged_optax.engine.geometry import Pages
-from paged_optax.engine.part import NEEDS_RAW_INDEX, At, Part, unit_of
+from paged_optax.engine.part import At, Part, unit_of
 
 #: An array, or what a codec stores in its place.
 Stored = Array | Quantized[Array]
@@ -231,7 +226,7 @@ def _is_raw(
     pages: Pages, view: Sequence[int], ratios: Sequence[tuple[int, int]]
 ) -> bool:
     """Whether pages are found by a loop's own variable, where XLA:GPU needs that."""
-    if pages.axis or not NEEDS_RAW_INDEX:
+    if pages.axis or not GPU_NEEDS_RAW_INDEX:
         return True  # strips are transferred by kernels, which compute their addresses
     return view[0] % unit_of(pages, ratios) == 0
 

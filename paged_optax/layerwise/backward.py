@@ -9,14 +9,7 @@ from jaxtyping import Float, PyTree
 
 from paged_optax.layerwise.model import ByPrologue, Model, Rest, parted
 from paged_optax.layerwise.norms import widened
-from paged_optax.layerwise.slices import (
-    Carry,
-    LayerIndex,
-    downwards,
-    kept,
-    put,
-    slab,
-)
+from paged_optax.layerwise.slices import Carry, LayerIndex, downwards, kept, put, slab
 from paged_optax.layerwise.weights import Weights
 from paged_optax.layerwise.workspace import GradientWorkspace
 

@@ -12,12 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, PyTree
 
 from paged_optax.backend.memory import HOST
-from paged_optax.layerwise.slices import (
-    LayerIndex,
-    kept,
-    put,
-    upwards,
-)
+from paged_optax.layerwise.slices import LayerIndex, kept, put, upwards
 from paged_optax.layerwise.weights import Weights
 
 #: The parameters without the layers', by name.

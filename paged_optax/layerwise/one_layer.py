@@ -148,9 +148,13 @@ class Applied:
         tree, updates = (
             self.parts.joined(given, others) for given in (weights, gradients)
         )
-        slabs = [slab(x, i) for x in slots]
+        slabs = iter([slab(x, i) for x in slots])
+        state = [
+            next(slabs) if yes else x
+            for x, yes in zip(self.state, self.stacked, strict=True)
+        ]
         run = self._one_slab if self.in_slabs else self._one_layer
-        new_params, new_state = finished(lambda: run(updates, slabs, tree, i))
+        new_params, new_state = finished(lambda: run(updates, state, tree, i))
         slots = [put(x, new, i) for x, new in zip(slots, new_state, strict=True)]
         done = iter(new_params)
         return slots, [
@@ -212,16 +216,11 @@ class Applied:
     def _one_slab(
         self,
         updates: Sequence[Array | None],
-        slabs: Sequence[Stored],
+        state: Sequence[Stored],
         tree: Sequence[Array | None],
         i: LayerIndex,
     ) -> tuple[list[Array], list[Stored]]:
         """What the whole tree's update makes of one layer."""
-        given = iter(slabs)
-        state = [
-            next(given) if yes else x
-            for x, yes in zip(self.state, self.stacked, strict=True)
-        ]
         results = self.programs.run([*updates, *jax.tree.leaves(state), *tree], i)
         weights = [
             x
@@ -235,15 +234,14 @@ class Applied:
     def _one_layer(
         self,
         updates: Sequence[Array | None],
-        slabs: Sequence[Stored],
+        state: Sequence[Stored],
         tree: Sequence[Array | None],
         i: LayerIndex,
     ) -> tuple[list[Array], list[Stored]]:
         """The update of a tree with one layer in it."""
-        given = iter(slabs)
         state = [
-            next(given) if yes else x if owner is None else _blank(x)
-            for x, yes, owner in zip(self.state, self.stacked, self.owners, strict=True)
+            x if yes or owner is None else _blank(x)
+            for x, yes, owner in zip(state, self.stacked, self.owners, strict=True)
         ]
         tree, updates = (
             [

@@ -8,6 +8,8 @@ import jax
 from jax import Array
 from jaxtyping import PyTree
 
+from paged_optax.backend.types import PyTreeDef
+
 Value = TypeVar("Value")
 
 
@@ -28,8 +30,7 @@ class Parts:
     layers: PyTree
     rest: dict[Hashable, PyTree]
     names: tuple[Hashable, ...]
-    # Of jaxlib's classes pyright knows no types.
-    structure: jax.tree_util.PyTreeDef  # pyright: ignore[reportInvalidTypeForm]
+    structure: PyTreeDef
     in_layers: tuple[bool, ...]
 
     @classmethod

@@ -100,7 +100,7 @@ class Programs:
             leaf: LeafUpdate, inputs: Sequence[ArrayLike | None]
         ) -> Sequence[ArrayLike | None]:
             if self.stacks.isdisjoint(leaf.outputs):
-                return [None] * len(leaf.outputs)
+                return [None] * len(leaf.avals)
             shape = (1, *leaf.shape[1:])
             return leaf.program([cut(x, leaf.shape) for x in inputs], shape)
 
@@ -136,7 +136,7 @@ class Programs:
                     )
                     for equation in leaf.program.equations
                 ]
-                return equations, (leaf.inputs, leaf.outputs)
+                return equations, (leaf.inputs, leaf.outputs, leaf.between)
         return [plain(x) for p, x in self.analysis.direct if p == position], ()
 
 

@@ -10,16 +10,13 @@ from jax import Array, lax
 from jaxtyping import Int
 
 from paged_optax.backend.memory import DEVICE, HOST, on_host
+from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Quantized
 from paged_optax.engine.streamed import Stored
 from paged_optax.transform.codec_rules import SMALLEST_CODED
 
-# XLA:GPU of jax < 0.11.2 (before openxla/xla#46308) derives a transfer's address from
-# the loop's own variable and ignores what is computed of it; the later one follows
-# `L - 1 - i` exactly, and reads a loop that counts down wrongly as no transfer.
-_COUNTS_DOWN = jax.__version_info__ < (0, 11, 2)
-# Nor can it fetch the layer that comes next, whose index is computed.
-FETCHES_AHEAD = not _COUNTS_DOWN
+# The index of the layer that comes next is computed.
+FETCHES_AHEAD = not GPU_NEEDS_RAW_INDEX
 
 #: A layer's number: known when traced, or on the device.
 LayerIndex = Int[Array, ""] | int
@@ -98,7 +95,9 @@ def downwards(
     length: int, body: Turn[Carry], carry: Carry, *, ahead: bool = False
 ) -> Carry:
     """Runs `body(i, following, carry)` for the layers from the last to the first."""
-    if _COUNTS_DOWN:
+    # An XLA:GPU that follows `length - 1 - k` sees no transfer in a loop that counts
+    # down, wrongly.
+    if GPU_NEEDS_RAW_INDEX:
         return lax.while_loop(
             lambda c: c[0] >= 0,
             lambda c: (c[0] - 1, body(c[0], None, c[1])),

@@ -17,13 +17,7 @@ from paged_optax.layerwise.norms import Norms
 from paged_optax.layerwise.one_layer import Applied
 from paged_optax.layerwise.output import LayerwiseOutput
 from paged_optax.layerwise.parts import Parts
-from paged_optax.layerwise.slices import (
-    LayerIndex,
-    goes_in_slabs,
-    put,
-    slab,
-    upwards,
-)
+from paged_optax.layerwise.slices import LayerIndex, goes_in_slabs, put, slab, upwards
 from paged_optax.layerwise.weights import Weights
 from paged_optax.layerwise.workspace import GradientWorkspace
 

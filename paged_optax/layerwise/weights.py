@@ -7,11 +7,7 @@ from jax import Array
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import on_host
-from paged_optax.layerwise.slices import (
-    FETCHES_AHEAD,
-    LayerIndex,
-    slab,
-)
+from paged_optax.layerwise.slices import FETCHES_AHEAD, LayerIndex, slab
 from paged_optax.layerwise.workspace import length_of
 
 

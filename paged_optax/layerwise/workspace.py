@@ -13,6 +13,7 @@ from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import is_committed
 from paged_optax.backend.key_paths import keystr, slashed
 from paged_optax.backend.memory import (
     DEVICE,
@@ -273,7 +274,7 @@ def _zeros(
     if (
         sharding is not None
         and isinstance(like, Array)
-        and (shards is not None or like.committed)
+        and (shards is not None or is_committed(like))
     ):
         return jax.device_put(jnp.zeros(shape, dtype), sharding.with_memory_kind(kind))
     return jax.device_put(jnp.zeros(shape, dtype), HOST if host else DEVICE)

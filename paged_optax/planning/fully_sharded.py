@@ -1,11 +1,7 @@
 """How ZeRO and FSDP divide parameters."""
 
 import jax
-from jax.sharding import (
-    AbstractMesh,
-    Mesh,
-    NamedSharding,
-)
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from paged_optax.backend.types import ArrayOrShape

@@ -8,9 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
-from paged_optax.backend.memory import (
-    host_pool_bytes,
-)
+from paged_optax.backend.memory import host_pool_bytes
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.table import table
 from paged_optax.backend.types import Transformation

@@ -6,18 +6,13 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import is_committed
 from paged_optax.backend.donation import paired
 from paged_optax.backend.key_paths import Path, name_of
-from paged_optax.backend.memory import (
-    DEVICE,
-    HOST,
-    PINNED_HOST,
-    memory_kinds,
-)
+from paged_optax.backend.memory import DEVICE, HOST, PINNED_HOST, memory_kinds
 from paged_optax.backend.types import Transformation
 from paged_optax.backend.variables import like
 from paged_optax.codecs import Quantized
@@ -183,7 +178,7 @@ def _describe(moment: PyTree) -> str:
 
 def _put_beside(x: ArrayLike, old: Array, *, host: bool) -> Array:
     """A new value in the place of an old one; `host`: in host memory."""
-    if not isinstance(old, Tracer) and old.committed:
+    if is_committed(old):
         kind = PINNED_HOST if host else memory_kinds()[0]
         return jax.device_put(x, old.sharding.with_memory_kind(kind))
     return jax.device_put(x, HOST if host else DEVICE)

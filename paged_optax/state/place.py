@@ -6,6 +6,7 @@ from jax import Array
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import is_committed
 from paged_optax.backend.key_paths import slashed
 from paged_optax.backend.types import ArrayOrShape, Transformation
 from paged_optax.backend.variables import bare, like
@@ -72,7 +73,7 @@ def _describe(x: ArrayOrShape | None) -> str:
 def _placed(x: Array | np.ndarray | np.generic, place: jax.ShapeDtypeStruct) -> Array:
     kind, sharding = place.sharding.memory_kind, place.sharding
     assert kind is not None
-    if isinstance(x, Array) and x.committed and x.sharding.memory_kind == kind:
+    if is_committed(x) and x.sharding.memory_kind == kind:
         same = x.sharding.is_equivalent_to(sharding, x.ndim)
         if same and jax.typeof(x).memory_space == jax.typeof(place).memory_space:
             return x

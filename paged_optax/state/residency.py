@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.core import Tracer
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import is_traced
 from paged_optax.backend.key_paths import Path, name_of
 from paged_optax.backend.memory import (
     PINNED_HOST,
@@ -165,7 +165,7 @@ def rebalance(
       [False, True, True]
     """
     leaves = leaves_of(state)
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
+    if is_traced(state):
         raise ValueError(
             "rebalance moves arrays and cannot be traced: call it outside jit, between"
             " steps."

@@ -12,11 +12,12 @@ from contextlib import AbstractContextManager
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax import Array
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import is_traced
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import DEVICE, on_host
 from paged_optax.transform.context import Gate, current, within
@@ -45,7 +46,7 @@ def restart_if(gate: Gate | np.bool_) -> AbstractContextManager[None]:
 
 def _known(gate: Gate | np.bool_) -> Gate:
     """Turns a concrete gate into a bool, so that equal gates share what is compiled."""
-    return gate if isinstance(gate, Tracer) else bool(gate)
+    return gate if isinstance(gate, Array) and is_traced(gate) else bool(gate)
 
 
 def both(first: Gate, second: Gate) -> Gate:

@@ -16,11 +16,7 @@ from jaxtyping import PyTree
 from paged_optax.analysis.flat import abstract
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.backend.key_paths import keystr
-from paged_optax.backend.memory import (
-    PINNED_HOST,
-    memory_kinds,
-    on_host,
-)
+from paged_optax.backend.memory import PINNED_HOST, memory_kinds, on_host
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.trees import Leaf, Value, paths_of
 
@@ -195,7 +191,7 @@ def refuse_own_steps(
 
 def refuse_joined(leaf: LeafUpdate) -> None:
     """Refuses several gates for parameters laid end to end."""
-    if any(position < 0 for position in leaf.outputs):
+    if leaf.between:
         raise ValueError(
             "active=... differs between parameters that inner lays end to end: pass one"
             " bool for all, or leave optax.flatten out of paged(...)."

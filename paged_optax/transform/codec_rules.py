@@ -10,7 +10,6 @@ from jax.tree_util import KeyPath
 
 from paged_optax.backend.key_paths import slashed
 from paged_optax.codecs import Codec, named
-from paged_optax.transform.owners import parameter_of
 from paged_optax.transform.trees import Leaf
 
 #: What `paged(codec=...)` takes for one moment.
@@ -70,6 +69,7 @@ def choose(
     state_paths: Sequence[KeyPath],
     avals: Sequence[Leaf],
     parameter_paths: Sequence[KeyPath],
+    owners: Sequence[int | None],
 ) -> list[Codec | None]:
     """Finds the codec of each leaf of a state.
 
@@ -79,6 +79,7 @@ def choose(
       state_paths: The paths of the state's leaves.
       avals: Their shapes and dtypes.
       parameter_paths: The paths of the parameters.
+      owners: For each leaf the parameter that it belongs to, or None.
 
     Returns:
       For each leaf its codec; None if it is stored as it is, as are step counts and
@@ -89,7 +90,6 @@ def choose(
     """
     if not rules:
         return [None] * len(avals)
-    owners = parameter_of(state_paths, parameter_paths)
     parameters = [slashed(path) for path in parameter_paths]
     moments = [
         None

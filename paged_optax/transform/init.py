@@ -1,6 +1,7 @@
 """The state that a paged transformation makes."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Sequence
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
@@ -15,38 +17,25 @@ from paged_optax.analysis.flat import abstract, refuse_effects, trace
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.analysis.split import analyse
 from paged_optax.backend import memory
+from paged_optax.backend.arrays import is_traced
 from paged_optax.backend.donation import paired
 from paged_optax.backend.explicit_axes import automatically, without_explicit_axes
 from paged_optax.backend.key_paths import keystr
-from paged_optax.backend.memory import (
-    PINNED_HOST,
-    nbytes,
-    resolve_host_memory_kind,
-)
+from paged_optax.backend.memory import PINNED_HOST, nbytes, resolve_host_memory_kind
 from paged_optax.backend.progress import LARGE, progress
 from paged_optax.backend.variables import bare, like, settled
 from paged_optax.engine.geometry import Kept
 from paged_optax.engine.guard import check_backend
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.stream import fill
-from paged_optax.transform.checks import (
-    refuse_devices,
-    refuse_dtype,
-)
+from paged_optax.transform.checks import refuse_devices, refuse_dtype
 from paged_optax.transform.configuration import resident
 from paged_optax.transform.context import current
 from paged_optax.transform.moments import planned_moments
-from paged_optax.transform.owners import parameter_of
 from paged_optax.transform.pager import Pager
 from paged_optax.transform.placing import place, tied
 from paged_optax.transform.stored_state import Layout
-from paged_optax.transform.trees import (
-    Parameter,
-    Stored,
-    Value,
-    arrays_of,
-    paths_of,
-)
+from paged_optax.transform.trees import Parameter, Stored, Value, arrays_of, paths_of
 
 
 def init(pager: Pager, params: optax.Params) -> optax.OptState:
@@ -103,7 +92,6 @@ class _Making:
       pager: The paged transformation.
       shapes: The shapes and dtypes of the state of `inner`.
       layout: How the state is stored.
-      owners: For each of its leaves the parameter it belongs to, or None.
       shards: For each parameter how it is divided, or None.
       stays: For each leaf whether it is on the device.
       analysis: The programs that make the leaves.
@@ -112,7 +100,6 @@ class _Making:
     pager: Pager
     shapes: PyTree[jax.ShapeDtypeStruct]
     layout: Layout
-    owners: list[int | None]
     shards: tuple[Shards | None, ...]
     stays: list[bool]
     analysis: Analysis
@@ -126,10 +113,11 @@ class _Making:
         refuse_effects(closed)
         state_paths, avals = paths_of(shapes)
         layout = pager.layout(params, shapes, shards)
-        owners = parameter_of(state_paths, paths)
         configuration = pager.configuration
         budget = configuration.budget(parameters=nbytes(leaves))
-        stays = resident(layout.sizes(), owners, budget, configuration.min_paged_size)
+        stays = resident(
+            layout.sizes(), layout.owners, budget, configuration.min_paged_size
+        )
         if not all(stays):
             kind = resolve_host_memory_kind(configuration.host_memory_kind)
             if kind == PINNED_HOST:
@@ -139,13 +127,23 @@ class _Making:
             else:
                 stays = [True] * len(stays)
         analysis = analyse(closed, [None] * len(leaves), [None] * len(avals), str)
-        return cls(pager, shapes, layout, owners, shards, stays, analysis)
+        return cls(pager, shapes, layout, shards, stays, analysis)
+
+    @property
+    def owners(self) -> Sequence[int | None]:
+        """For each leaf the parameter that it belongs to, or None."""
+        return self.layout.owners
+
+    @functools.cached_property
+    def mesh(self) -> Mesh | AbstractMesh | None:
+        """The mesh that parameters are divided over; None if none is."""
+        return next((shards.mesh for shards in self.shards if shards), None)
 
     def leaves(self, parameters: Sequence[Parameter]) -> list[Stored]:
         """Makes the state's leaves, as they are stored, each in its memory."""
         sizes = zip(self.layout.sizes(), self.stays, strict=True)
         moving = sum(size or 0 for size, stay in sizes if not stay)
-        traced = any(isinstance(x, Tracer) for x in parameters)
+        traced = is_traced(parameters)
         shown = moving >= LARGE and not traced
         with progress("moments", len(self.analysis.leaves), shown) as advance:
 
@@ -193,12 +191,11 @@ class _Making:
         layout, owner = self.layout, self.owners[position]
         if layout.codecs[position] is None:
             value = jnp.asarray(value, layout.avals[position].dtype)
-        mesh = next((x.mesh for x in self.shards if x), None)
         return place(
             value,
             not self.stays[position],
             None if owner is None else parameters[owner],
-            None if layout.shards[position] else mesh,
+            None if layout.shards[position] else self.mesh,
         )
 
 
@@ -217,7 +214,7 @@ def _uncut_stay(
         for position, stay in enumerate(stays)
         if not stay and (reason := pager.refused(layout, position))
     }
-    if refused and not any(isinstance(x, Tracer) for x in parameters):
+    if refused and not is_traced(parameters):
         first, reason = next(iter(refused.items()))
         warnings.warn(
             f"state{keystr(paths[first])} and {len(refused) - 1} other moments"

@@ -39,7 +39,8 @@ def planned_moments(
       One description for each leaf of the state.
     """
     layout = pager.layout(params, shapes, shards)
-    analysis, _ = pager.analyse(params, shapes, params, *split({"extra_args": extra}))
+    extras = split({"extra_args": extra})
+    analysis, _ = pager.analyse(params, shapes, layout.owners, params, *extras)
     first = len(jax.tree.leaves(params))
     state_paths, avals = paths_of(shapes)
     geometry: dict[int, tuple[int, Pages, bool]] = {}

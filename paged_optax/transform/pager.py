@@ -13,24 +13,16 @@ from paged_optax.analysis.flat import abstract, refuse_effects, trace
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.analysis.split import analyse
 from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.types import PyTreeDef
 from paged_optax.engine.geometry import Geometry, Kept, cut, uncut
 from paged_optax.engine.shards import Shards
-from paged_optax.transform.checks import (
-    refuse_changes,
-    refuse_state,
-)
+from paged_optax.transform.checks import refuse_changes, refuse_state
 from paged_optax.transform.codec_rules import Rule, choose
 from paged_optax.transform.configuration import Configuration
 from paged_optax.transform.owners import parameter_of
 from paged_optax.transform.parameter_shardings import Known
 from paged_optax.transform.stored_state import Layout
-from paged_optax.transform.trees import (
-    Leaf,
-    PyTreeDef,
-    Static,
-    Traceable,
-    paths_of,
-)
+from paged_optax.transform.trees import Leaf, Static, Traceable, paths_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,8 +81,9 @@ class Pager:
         ]
         return Layout.of(
             shapes,
-            choose(self.rules, paths, avals, parameter_paths),
+            choose(self.rules, paths, avals, parameter_paths, owners),
             params,
+            owners,
             divided,
             per_parameter_steps=self.per_parameter_steps,
         )
@@ -118,6 +111,7 @@ class Pager:
         self,
         updates: PyTree,
         state: PyTree,
+        owners: Sequence[int | None],
         params: PyTree,
         arrays: Sequence[Traceable],
         static: Static,
@@ -127,6 +121,7 @@ class Pager:
         Args:
           updates: The gradients.
           state: The state as `inner` sees it.
+          owners: For each of its leaves the parameter that it belongs to, or None.
           params: The parameters, or None.
           arrays: The arrays among the extra arguments.
           static: The rest of the extra arguments, and whether the state restarts.
@@ -157,13 +152,12 @@ class Pager:
         refuse_effects(closed)
         refuse_changes(shapes, updates, state)
         own = range(len(gradients))
-        by_place = parameter_of(paths_of(state)[0], paths)
         parameters = range(len(jax.tree.leaves(params)))
-        unknown = [None] * len(by_place)
+        unknown = [None] * len(owners)
         analysis = analyse(
             closed,
             [*own, *unknown, *parameters, *[None] * len(arrays)],
-            [*own, *by_place],
+            [*own, *owners],
             lambda i: f"parameter {keystr(paths[i])}",
             range(len(closed.out_avals)),
         )

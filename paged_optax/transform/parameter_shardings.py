@@ -4,16 +4,11 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import jax
-from jax.core import Tracer
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    NamedSharding,
-    PartitionSpec,
-)
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import is_traced
 from paged_optax.backend.explicit_axes import axis_types
 from paged_optax.backend.key_paths import keystr
 from paged_optax.engine.shards import Shards
@@ -83,7 +78,7 @@ class Known:
         """
         said: dict[_Key, Shards | None] = {}
         for path, x in zip(paths, leaves, strict=True):
-            if isinstance(x, Tracer) or self.asked:
+            if is_traced(x) or self.asked:
                 continue  # a tracer tells nothing, and `asked` would win
             if axis_types(x.sharding) == {AxisType.Explicit}:
                 continue  # its type tells every update
@@ -127,7 +122,7 @@ class Known:
                 return None
         if self.asked:
             return self._asked(path, shape)
-        concrete = [x for x in arrays if not isinstance(x, Tracer)]
+        concrete = [x for x in arrays if not is_traced(x)]
         own = map(Shards.of_array, concrete)
         found = next((shards for shards in own if shards is not None), None)
         return found if concrete else self.seen.get((keystr(path), shape))

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import jax
 from jax import Array
-from jax.core import Tracer
 from jax.sharding import (
     AbstractMesh,
     Mesh,
@@ -13,11 +12,8 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from paged_optax.backend.memory import (
-    HOST,
-    PINNED_HOST,
-    on_host,
-)
+from paged_optax.backend.arrays import is_committed, is_traced
+from paged_optax.backend.memory import HOST, PINNED_HOST, on_host
 from paged_optax.transform.trees import Parameter, Stored
 
 
@@ -42,9 +38,9 @@ def place(
 
     def place(x: Array) -> Array:
         sharding = None
-        if isinstance(x, Tracer) or isinstance(like, Tracer):
+        if is_traced((x, like)):
             pass  # its type says where it is
-        elif isinstance(like, Array) and like.committed and like.shape == x.shape:
+        elif is_committed(like) and like.shape == x.shape:
             sharding = like.sharding
         elif isinstance(mesh, Mesh):
             sharding = NamedSharding(mesh, PartitionSpec())
@@ -67,5 +63,5 @@ def tied(values: Sequence[Stored]) -> Sequence[Stored]:
     if len(devices) != 1:
         return values
     (place,) = map(SingleDeviceSharding, devices)
-    tie = lambda x: x if x.committed else jax.device_put(x, place)
+    tie = lambda x: x if is_committed(x) else jax.device_put(x, place)
     return jax.tree.map(tie, values)

@@ -13,14 +13,15 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import is_traced
 from paged_optax.backend.memory import nbytes
+from paged_optax.backend.types import PyTreeDef
 from paged_optax.codecs import Codec, arranged
 from paged_optax.engine.shards import Shards
-from paged_optax.transform.trees import Leaf, Parameter, PyTreeDef, Stored
+from paged_optax.transform.trees import Leaf, Parameter, Stored
 
 
 class OtherLayoutError(ValueError):
@@ -37,6 +38,7 @@ class Layout:
       codecs: For each leaf the codec that stores it; None if it is stored as it is.
       counts: The positions of the step counts that each parameter has for itself.
       parameters: The structure of the parameters.
+      owners: For each leaf the parameter that it belongs to, or None.
       shards: For each leaf how it is divided over a mesh; None if it is not.
     """
 
@@ -45,6 +47,7 @@ class Layout:
     codecs: tuple[Codec | None, ...]
     counts: tuple[int, ...]
     parameters: PyTreeDef
+    owners: tuple[int | None, ...]
     shards: tuple[Shards | None, ...]
 
     @classmethod
@@ -53,6 +56,7 @@ class Layout:
         shapes: PyTree[Leaf],
         codecs: Sequence[Codec | None],
         params: PyTree,
+        owners: Sequence[int | None],
         shards: Sequence[Shards | None],
         *,
         per_parameter_steps: bool,
@@ -63,6 +67,7 @@ class Layout:
           shapes: The transformation's own state.
           codecs: For each of its leaves the codec that stores it, or None.
           params: The parameters.
+          owners: For each of its leaves the parameter that it belongs to, or None.
           shards: For each of its leaves how it is divided, or None.
           per_parameter_steps: Whether each parameter has its own step counts.
 
@@ -89,6 +94,7 @@ class Layout:
             tuple(codecs),
             tuple(counts),
             parameters,
+            tuple(owners),
             tuple(shards),
         )
 
@@ -199,5 +205,5 @@ class Layout:
         )
 
 
-def _copy(count: Leaf) -> Array:
-    return count if isinstance(count, Tracer) else jnp.array(count, copy=True)
+def _copy(count: Array) -> Array:
+    return count if is_traced(count) else jnp.array(count, copy=True)

@@ -12,19 +12,13 @@ from jax.typing import ArrayLike
 from jaxtyping import UInt32
 
 from paged_optax.analysis.program import Analysis, LeafUpdate
-from paged_optax.backend.memory import (
-    HOST,
-    on_host,
-)
+from paged_optax.backend.memory import HOST, on_host
 from paged_optax.codecs import Codec, draw
 from paged_optax.engine.geometry import Kept
 from paged_optax.engine.shards import UNSHARDED, Shards
 from paged_optax.engine.stream import stream
-from paged_optax.transform.active import choose_by, either
-from paged_optax.transform.checks import (
-    refuse_joined,
-    underived,
-)
+from paged_optax.transform.active import choose_by
+from paged_optax.transform.checks import refuse_joined, underived
 from paged_optax.transform.context import Gate, current
 from paged_optax.transform.pager import Pager, divided_as
 from paged_optax.transform.stored_state import Layout
@@ -43,12 +37,11 @@ class Streaming:
       arguments: All arguments of the programs: gradients, the state's leaves as they
         are stored, parameters, extra arguments. Gradients and leaves are in the order
         of the results that take their places.
-      gradients: The gradients.
-      leaves: The state's leaves.
       own: Counts of which each parameter has its own: by the number of the argument,
         a list of one count for each parameter.
       gates: For each parameter whether its update is taken.
       moves: For each parameter whether its moments change.
+      any_moves: Whether any parameter's moments change.
     """
 
     pager: Pager
@@ -56,16 +49,15 @@ class Streaming:
     shards: tuple[Shards | None, ...]
     analysis: Analysis
     arguments: list[Value]
-    gradients: list[Array]
-    leaves: list[Stored]
     own: dict[int, list[ArrayLike]]
     gates: Sequence[Gate]
     moves: Sequence[Gate]
+    any_moves: Gate
 
     @functools.cached_property
     def first(self) -> int:
         """The number of the state's first leaf, among arguments and results."""
-        return len(self.gradients)
+        return len(self.gates)
 
     @functools.cached_property
     def codecs(self) -> dict[int, Codec]:
@@ -77,17 +69,12 @@ class Streaming:
         """The positions of results that a leaf's program makes."""
         return {position for leaf in self.analysis.leaves for position in leaf.outputs}
 
-    @functools.cached_property
-    def _gate_of_all(self) -> Gate:
-        return either(self.moves) if self.gradients else True
-
     def gate_of(self, owner: int | None) -> Gate:
         """The gate of what belongs to a parameter; None: to all of them."""
-        return self._gate_of_all if owner is None else self.moves[owner]
+        return self.any_moves if owner is None else self.moves[owner]
 
     def results(self) -> list[Value]:
         """Computes the updates, then the state's new leaves."""
-        _ = self._gate_of_all
         made = self.analysis.evaluate(self.arguments, self.run_leaf, self.own)
         return [self._result(position, new) for position, new in enumerate(made)]
 
@@ -102,10 +89,11 @@ class Streaming:
         old = self.arguments[position]
         if position in self.of_leaves or new is old:
             return new
-        return self._kept(position, new, old)
+        return self._kept(position, new)
 
-    def _kept(self, position: int, new: ArrayLike, old: ArrayLike) -> ArrayLike:
+    def _kept(self, position: int, new: ArrayLike) -> ArrayLike:
         """Chooses by its gate what was not streamed, in the old value's memory."""
+        old = self.arguments[position]
         new = choose_by(self.gate_of(self.analysis.owners[position]), new, old)
         moved = on_host(old) and not on_host(new)
         return jax.device_put(new, HOST) if moved else new
@@ -115,31 +103,34 @@ class Streaming:
         gate = self.gate_of(leaf.owner)
         if leaf.owner is None and len({id(gate) for gate in self.gates}) > 1:
             refuse_joined(leaf)
-        olds = [self.arguments[p] if p >= 0 else None for p in leaf.outputs]
+        olds = [None if p is None else self.arguments[p] for p in leaf.places]
         if gate is False:
             return [
-                jnp.zeros(new.shape, new.dtype) if p < self.first else old
-                for p, old, new in zip(leaf.outputs, olds, leaf.avals, strict=True)
+                jnp.zeros(new.shape, new.dtype) if p is None or p < self.first else old
+                for p, old, new in zip(leaf.places, olds, leaf.avals, strict=True)
             ]
         found = self._buffers(leaf, inputs, olds)
         if found.moving:
             return self._paged(leaf, found, gate)
         return [
             new
-            if old is None or p < self.first or p in self.own or new is old
-            else self._kept(p, new, old)
-            for p, old, new in zip(
-                leaf.outputs, olds, leaf.program(inputs), strict=True
-            )
+            if p is None or p < self.first or p in self.own or new is old
+            else self._kept(p, new)
+            for p, old, new in zip(leaf.places, olds, leaf.program(inputs), strict=True)
         ]
 
     def _buffers(
         self, leaf: LeafUpdate, inputs: list[Value], olds: Sequence[Value | None]
     ) -> "_Buffers":
-        buffers, numbers = list(inputs), list(leaf.inputs)
-        overwrites: list[int] = []
-        for p, old, new in zip(leaf.outputs, olds, leaf.avals, strict=True):
-            if p not in self.codecs and (
+        buffers, overwrites = list(inputs), list[int]()
+        codecs = [self.codecs.get(number) for number in leaf.inputs]
+        shapes = [
+            self.layout.avals[number - self.first].shape if codec else jnp.shape(x)
+            for number, codec, x in zip(leaf.inputs, codecs, inputs, strict=True)
+        ]
+        for p, old, new in zip(leaf.places, olds, leaf.avals, strict=True):
+            codec = None if p is None else self.codecs.get(p)
+            if codec is None and (
                 old is None or (old.shape, old.dtype) != (new.shape, new.dtype)
             ):
                 # An update of another dtype than its gradient cannot take its buffer.
@@ -150,27 +141,22 @@ class Streaming:
                 continue
             overwrites.append(len(buffers))
             buffers.append(old)
-            numbers.append(p)
-        coded = [self.codecs.get(number) for number in numbers]
-        return _Buffers(buffers, numbers, overwrites, coded)
+            codecs.append(codec)
+            shapes.append(new.shape)
+        return _Buffers(buffers, overwrites, codecs, shapes)
 
     def _paged(
         self, leaf: LeafUpdate, found: "_Buffers", gate: Gate
     ) -> Sequence[Stored]:
         """Streams a leaf's pages through the device."""
-        divided = divided_as(leaf, self.gradients, self.shards)
+        divided = divided_as(leaf, self.arguments, self.shards)
         run = functools.partial(
             stream,
             program=leaf.program,
             overwrites=tuple(found.overwrites),
             geometry=self.pager.geometry(leaf, found.moving, divided),
             codecs=tuple(found.codecs),
-            shapes=tuple(
-                self.layout.avals[number - self.first].shape if codec else x.shape
-                for number, codec, x in zip(
-                    found.numbers, found.codecs, found.arrays, strict=True
-                )
-            ),
+            shapes=tuple(found.shapes),
             shards=divided,
         )
         away = any(map(on_host, found.arrays))
@@ -179,12 +165,25 @@ class Streaming:
             return run(
                 underived(found.arrays) if away else tuple(found.arrays),
                 gate.astype(jnp.int32) if isinstance(gate, Array) else None,
-                _noise(
-                    self.leaves,
-                    leaf.outputs,
-                    [found.codecs[i] for i in found.overwrites],
-                ),
+                self._noise(leaf),
             )
+
+    def _noise(self, leaf: LeafUpdate) -> tuple[UInt32[Array, "2"] | None, ...] | None:
+        """Draws the random words by which results are rounded, anew at each step."""
+        codecs = {p: self.codecs[p] for p in leaf.outputs if p in self.codecs}
+        if not any(codec.draws for codec in codecs.values()):
+            return None
+        # The state's first leaf is the count of `precision.counted`.
+        step, layer = self.arguments[self.first], current().layer
+
+        def words(position: int, codec: Codec) -> UInt32[Array, "2"]:
+            key = jax.random.key(getattr(codec, "seed", 0))
+            if layer is not None:
+                key = jax.random.fold_in(key, layer)
+            return draw(jax.random.fold_in(key, position), step).words
+
+        drawn = {p: words(p, codec) for p, codec in codecs.items() if codec.draws}
+        return (*map(drawn.get, leaf.outputs), *[None] * len(leaf.between))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -193,15 +192,15 @@ class _Buffers:
 
     Attributes:
       arrays: The arrays.
-      numbers: Their numbers among the arguments.
       overwrites: For each result the position of the array that it replaces.
       codecs: For each array the codec that stores it, or None.
+      shapes: For each array the shape that the program sees of it.
     """
 
     arrays: list[Value]
-    numbers: list[int]
     overwrites: list[int]
     codecs: list[Codec | None]
+    shapes: list[tuple[int, ...]]
 
     @functools.cached_property
     def moving(self) -> list[Kept]:
@@ -211,24 +210,3 @@ class _Buffers:
             for x, codec in zip(self.arrays, self.codecs, strict=True)
             if codec is not None or on_host(x)
         ]
-
-
-def _noise(
-    leaves: Sequence[Stored], outputs: Sequence[int], codecs: Sequence[Codec | None]
-) -> tuple[UInt32[Array, "2"] | None, ...] | None:
-    """Draws the random words by which results are rounded, anew at each step."""
-    if not any(codec is not None and codec.draws for codec in codecs):
-        return None
-    step = leaves[0]  # the first field of the state of `precision.counted`
-    layer = current().layer
-
-    def words(position: int, codec: Codec) -> UInt32[Array, "2"]:
-        key = jax.random.key(getattr(codec, "seed", 0))
-        if layer is not None:
-            key = jax.random.fold_in(key, layer)
-        return draw(jax.random.fold_in(key, position), step).words
-
-    return tuple(
-        words(position, codec) if codec is not None and codec.draws else None
-        for position, codec in zip(outputs, codecs, strict=True)
-    )

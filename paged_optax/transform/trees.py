@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +13,8 @@ from jaxtyping import PyTree
 
 from paged_optax.analysis.program import Analysis
 from paged_optax.backend.key_paths import keystr
-from paged_optax.backend.types import ArrayOrShape
+from paged_optax.backend.types import ArrayOrShape, PyTreeDef
 from paged_optax.transform.context import Gate
-
-# Pyright sees a variable here, for jaxlib comes without type stubs.
-PyTreeDef: TypeAlias = jax.tree_util.PyTreeDef  # pyright: ignore[reportInvalidTypeForm]
 
 #: A parameter or a gradient: an array, or the shape and dtype of one.
 Parameter = Array | jax.ShapeDtypeStruct

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import optax
-from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import is_traced
 from paged_optax.backend.donation import paired
 from paged_optax.backend.explicit_axes import automatically
 from paged_optax.backend.key_paths import keystr
@@ -113,7 +113,7 @@ class Update:
         # Traced anew at each call, for `inner` may read more than its arguments.
         traced, constants = self._trace(*trees, extras, static, gating, shards)
         arguments = (*trees, extras, open_gates, constants)
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
+        if is_traced(arguments):
             return self._stream(*arguments, traced=traced, shards=shards)
         return self._eager(*arguments, traced=traced, shards=shards)
 
@@ -147,7 +147,9 @@ class Update:
             refuse_state(self.pager.inner, updates, state, error)
             raise
         seen = layout.seen(leaves)
-        analysis, structure = self.pager.analyse(updates, seen, params, extras, static)
+        analysis, structure = self.pager.analyse(
+            updates, seen, layout.owners, params, extras, static
+        )
         first = len(jax.tree.leaves(updates))
         refuse_own_steps(analysis, {first + p: x for p, x in own.items()}, seen, first)
         constants = dict(analysis.constants)
@@ -191,18 +193,18 @@ def _streamed(
         check_backend()
     given = traced.gating.merge(open_gates)
     gates = given["gates"].each() if given["gates"] else [True] * first
+    # A moment starts again where its parameter's update is skipped, too.
+    moves = [either([gate, given["restart"]]) for gate in gates]
     streaming = Streaming(
         pager=pager,
         layout=layout,
         shards=shards,
         analysis=dataclasses.replace(traced.analysis, constants=constants),
         arguments=arguments,
-        gradients=gradients,
-        leaves=leaves,
         own={first + position: each for position, each in own.items()},
         gates=gates,
-        # A moment starts again where its parameter's update is skipped, too.
-        moves=[either([gate, given["restart"]]) for gate in gates],
+        moves=moves,
+        any_moves=either(moves) if moves else True,
     )
     return jax.tree.unflatten(traced.structure, streaming.results())
 

@@ -101,3 +101,8 @@ def shared_updates(*paging):
 
 
 NAMES = ("w", "v", "s")
+
+
+def chosen(gates):
+    """One bool for each of the small parameters."""
+    return dict(zip(NAMES, map(bool, gates), strict=True))

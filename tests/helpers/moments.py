@@ -10,7 +10,7 @@ import optax
 
 import paged_optax as po
 from helpers import small as trees
-from helpers.reference import SMALL_PAGES
+from helpers.reference import SMALL_PAGES, assert_equal, kinds
 
 #: 16 and 35 KiB, and one that is smaller than a page.
 SHAPES = {"a": (64, 64), "b": (70, 128), "c": (9,)}
@@ -61,6 +61,19 @@ def belonging(state, key_path):
         and path[-n - 1].name != "acc_grads"
         and jnp.issubdtype(x.dtype, jnp.inexact)
     }
+
+
+def assert_joined(new, state, fresh):
+    """A state of a fresh one's kind that keeps an older state's own arrays."""
+    chex.assert_trees_all_equal_structs(new, fresh)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, fresh)
+    assert kinds(new) == kinds(fresh)
+    old = dict(flat(state))
+    for (path, x), (_, made) in zip(flat(new), flat(fresh), strict=True):
+        if path in old:
+            assert x is old[path]
+        else:
+            assert_equal(x, made)
 
 
 def assert_updates_alike(update, params, first, second):
@@ -117,7 +130,3 @@ def nested():
 
 
 KERNEL = "blocks/0/q/kernel"
-
-
-def is_traced(x):
-    return isinstance(x, jax.core.Tracer)
