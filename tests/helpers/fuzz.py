@@ -7,8 +7,6 @@ for, see `apart`; the flags are those of `exact`.
 
 import contextlib
 import functools
-import gc
-import itertools
 import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -335,31 +333,6 @@ def _apart(name: str, wanted: Any, found: Any) -> dict[str, float]:
     return {f"{name} {path}": distance for path, distance in distances.items()}
 
 
-_computed_for = [""]
-
-
-def _compute_for(platform: str) -> None:
-    """Computes here what that platform would; nothing jitted is kept from another.
-
-    No branch is traced but its own, which is all that XLA gets to see.
-    """
-
-    def chosen(*arguments: Any, default: Any = None, **branches: Any) -> Any:
-        return branches.get(platform, default)(*arguments)
-
-    if _computed_for != [platform]:
-        _computed_for[:] = [platform]
-        jax.lax.platform_dependent = chosen
-        forget()
-
-
-def forget() -> None:
-    """Forgets what is compiled, which stays in memory."""
-    jax.clear_caches()
-    _coder.cache_clear()
-    gc.collect()
-
-
 def _outcome(recipe: str) -> Any:
     try:
         return run(json.loads(recipe))
@@ -368,16 +341,4 @@ def _outcome(recipe: str) -> Any:
 
 
 if __name__ == "__main__":
-    # Of what JAX traces little is garbage.
-    gc.freeze()
-    gc.set_threshold(200_000)
-    jax.config.update("jax_traceback_in_locations_limit", 0)
-    asked = itertools.count(1)
-
-    def answer(recipe: str) -> Any:
-        found = _outcome(recipe)
-        if next(asked) % 100 == 0:
-            forget()
-        return found
-
-    apart.answer(answer)
+    apart.answer(_outcome)
