@@ -123,7 +123,8 @@ def cut(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -> Ge
 
     Pages hold whole blocks and whole words of every moment. Where the smallest such
     page is larger than asked, it is the page. A page count that divides the leaf is
-    preferred, down to half the asked size.
+    preferred, down to half the asked size. A leaf without a codec of blocks has 16
+    pages, unless they would be smaller than 1 MiB.
 
     Args:
       shape: The leaf's shape.
@@ -136,7 +137,7 @@ def cut(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -> Ge
     Example:
       >>> pages = cut((4096, 4096), (Kept(4), Kept(4)), 8 * 2**20).on("gpu")
       >>> pages.count, pages.size
-      (8, 512)
+      (16, 256)
 
       A matrix that a TPU lays out by columns is cut there by columns:
 
@@ -153,8 +154,9 @@ def _single(shape: tuple[int, ...], *, tiled: bool = False) -> Pages:
 
 
 def _many(size_of_leaf: int, page_size: int) -> int:
-    """The page size of a leaf that goes both ways at once."""
-    return min(page_size, max(_LEAST_PAGE, -(-size_of_leaf // _PAGES)))
+    """The page size that cuts a leaf into as many pages as it should have."""
+    count = min(_PAGES, max(1, size_of_leaf // _LEAST_PAGE))
+    return min(page_size, -(-size_of_leaf // count))
 
 
 def _rows(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -> Pages:

@@ -10,11 +10,12 @@ it, and give the same numbers:
   written at once, because XLA would copy it. A leaf of n pages takes (n + 1) / n of
   the time that the slower direction needs.
 
-What is read ahead has a computed index, which XLA:GPU before openxla/xla#46308 finds at
-a wrong address. There pages go in turn. After the last page nothing is left to read, so
-that it is computed apart. A computation with a codec takes too long to compile twice.
-On a GPU its pages go in turn; on a TPU the last page is read once more, if that adds
-less than a twentieth to what travels. On a CPU nothing travels.
+After the last page nothing is left to read. On a TPU it is read once more, if that adds
+less than a twentieth to what travels: XLA:TPU keeps 52 KiB for each transfer in the
+program. On a GPU it is computed apart, because a transfer's address is known there
+only where it is linear in the loop's variable. XLA:GPU before openxla/xla#46308 does
+not know that of the page ahead either, and a computation with a codec takes too long
+to compile twice: there pages go in turn. On a CPU nothing travels.
 """
 
 import dataclasses
@@ -56,16 +57,11 @@ def both_ways(pages: Pages, travelling: int, codecs: Iterable[Codec | None]) -> 
       travelling: How many of its moments live on the host.
       codecs: What stores its moments.
     """
-    if _in_blocks(codecs):
-        known = pages.tiled and pages.count >= _MANY_PAGES
-    else:
-        known = pages.tiled or not GPU_NEEDS_RAW_INDEX
+    if pages.tiled:
+        return travelling > 1 and pages.count >= _MANY_PAGES
+    in_blocks = any(codec is not None and codec.block > 1 for codec in codecs)
+    known = not (GPU_NEEDS_RAW_INDEX or in_blocks)
     return known and travelling > 1 and pages.count > 1
-
-
-def _in_blocks(codecs: Iterable[Codec | None]) -> bool:
-    """Whether one is a codec of blocks, whose computation takes long to compile."""
-    return any(codec is not None and codec.block > 1 for codec in codecs)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -185,7 +181,7 @@ class Run:
     def _duplex(self, sweep: Sweep, current: dict[int, Held]) -> dict[int, Held]:
         """Updates the pages of one loop: while one is written, the next one is read."""
         step, last = np.int32(sweep.step), np.int32(sweep.stop - sweep.step)
-        once = _in_blocks(self.codecs)  # all pages are computed by the loop
+        once = self.pages.tiled  # all pages are computed by the loop
         constant = {p: x for p, x in current.items() if p not in self.targets}
 
         def next_page(carry: Carry) -> Carry:

@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from helpers import aot
 
 
-def over_floor(hlo: str, trips: Sequence[int] = ()) -> float:
+def over_floor(hlo: str, least: int, trips: Sequence[int] = ()) -> float:
     """The time of a scheduled program's transfers over the least that they can take.
 
     Transfers begin in the program's order: each when it is issued, and when its
     direction of the link is free. What waits for one goes on when it ends. All that is
-    no transfer takes no time. The least is that of the slower direction's bytes.
+    no transfer takes no time.
 
     Args:
       hlo: The program.
+      least: Bytes that have to go in each direction.
       trips: Turns of the innermost loops of which the compiler states none, in the
         order of the program: XLA:TPU states none.
     """
     link = _Link(hlo, trips)
-    end = link.run(link.program.entry, 0.0)
-    return end / max(link.moved.values())
+    return link.run(link.program.entry, 0.0) / least
 
 
 class _Link:
@@ -29,7 +29,6 @@ class _Link:
     def __init__(self, hlo: str, trips: Sequence[int]) -> None:
         self.program = aot.Computations(hlo, trips)
         self.free = {"up": 0.0, "down": 0.0}
-        self.moved = {"up": 0, "down": 0}
 
     def run(self, computation: str, now: float) -> float:
         """The time at which a computation that begins now has ended."""
@@ -42,15 +41,13 @@ class _Link:
                 for _ in range(turns):
                     now = self.run(body, now)
             elif name and "-start(" in code and "S(5)" in code:
-                flying[name[1]] = self.transfer(code, now)
+                way = "down" if "update-slice" in name[1] else "up"
+                flying[name[1]] = self.transfer(way, aot.moved_by(code), now)
             elif started := re.search(r"-done\(%?([\w.\-]+)", code):
                 now = max(now, flying.pop(started[1], now))
         return max([now, *flying.values()])
 
-    def transfer(self, code: str, now: float) -> float:
+    def transfer(self, way: str, size: int, now: float) -> float:
         """The time at which a transfer that is issued now has ended."""
-        way = "down" if "update-slice" in code else "up"
-        size = aot.moved_by(code)
-        self.moved[way] += size
         self.free[way] = max(now, self.free[way]) + size
         return self.free[way]

@@ -7,6 +7,7 @@ import pytest
 
 from helpers import aot
 from paged_optax.backend.memory import on_host
+from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.transform.context import within
 
 MIB = 2**20
@@ -93,6 +94,13 @@ def updating(tx, params):
         return jitted, (gradients, state, gradients)
 
     return build
+
+
+def transfers(compile_for):
+    """Transfers in the program of two moments of many pages: in turn four."""
+    if compile_for is aot.v5e:
+        return 6  # first pages are read ahead of the loop
+    return 4 if GPU_NEEDS_RAW_INDEX else 8  # and last ones are written after it
 
 
 def whole_tree(inner):
