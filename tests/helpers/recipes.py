@@ -119,10 +119,11 @@ def _wrapped(draw: random.Random) -> Recipe:
     whose = "po" if "resets" in name else draw.choice(["po", "optax"])
     infinite = [1] if name == "apply_if_finite" else []
     recipe = _plain(draw)
-    if name.startswith(("lookahead", "conditionally")):  # they take no extra arguments
-        for part in ("before", "after"):
-            kept = [x for x in recipe[part] if x not in parts.WITH_VALUE]
-            recipe |= {part: kept}
+    # Of Optax's some take no extra arguments, and one multiplies a key.
+    refused = parts.WITH_VALUE if name.startswith(("lookahead", "condition")) else ()
+    refused += ("add_noise",) * ("resets" in name)
+    for blocks in ("before", "after"):
+        recipe[blocks] = [x for x in recipe[blocks] if x not in refused]
     # Of other dtypes than the gradients some updates are wider, which `lax.cond` of
     # Optax refuses.
     dtypes = ["float32"] * len(recipe["shapes"])
