@@ -55,6 +55,10 @@ def _plain(draw: random.Random) -> Recipe:
     mixed = draw.random() < 0.2
     dtypes = [draw.choice(parts.DTYPES) if mixed else dtype for _ in shapes]
     before, after = _some(draw, parts.BLOCKS, 0, 2), _some(draw, parts.BLOCKS, 0, 1)
+    # A scheduled hyperparameter is float32, and others have one dtype for all leaves.
+    refused = ["inject a schedule"] if {*dtypes} != {"float32"} else []
+    refused += ["inject_hyperparams"] * mixed
+    before, after = ([x for x in y if x not in refused] for y in (before, after))
     # Some of Optax's moments turn into the gradients' dtype, which is refused.
     narrow = draw.choice(parts.DTYPES) if not before + after else "float32"
     return {
