@@ -71,6 +71,7 @@ def patch(settings: dict[str, Any]) -> None:
 
     import paged_optax
 
+    commit_arrays()
     making = contextvars.ContextVar("making", default=False)
 
     @functools.cache
@@ -107,6 +108,26 @@ def patch(settings: dict[str, Any]) -> None:
         for module in (optax, importlib.import_module(where)):
             if getattr(module, name, None) is originals[name]:
                 setattr(module, name, getattr(paged_optax, name))
+
+
+def commit_arrays() -> None:
+    """Makes `jnp.array` commit, as the README has it done to parameters.
+
+    A paged step returns committed arrays, and `jax.jit` would compile the next again.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    array = jnp.array
+
+    @functools.wraps(array)
+    def committed(*args: Any, **kwargs: Any) -> Any:
+        made = array(*args, **kwargs)
+        if isinstance(made, jax.core.Tracer) or len(made.sharding.device_set) > 1:
+            return made
+        return jax.device_put(made, made.sharding)
+
+    jnp.array = committed
 
 
 class Report:

@@ -1,14 +1,31 @@
 """Random transformations, as many of them as you like.
 
 `python tests/recipes.py --cases 2000` compares each, paged, with plain Optax, see
-`helpers.fuzz`. It prints those that differ, as the JSON that `fuzz.run` takes.
+`helpers.fuzz`. It prints those that differ, as the JSON that `fuzz.run` takes, and how
+often each thing was drawn. `--record` adds a line to `tests/data/fuzzed.json`.
 """
 
 import argparse
+import importlib.metadata
+import json
 import math
+import os
 import sys
+from pathlib import Path
 
-from helpers.recipes import drawn, outcomes
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from helpers import fuzz_parts  # noqa: E402
+from helpers.recipes import covered, drawn, outcomes  # noqa: E402
+
+RECORD = Path(__file__).parent / "data" / "fuzzed.json"
+
+
+def record(entry: dict[str, object]) -> None:
+    """Adds what a run came to, a line a run."""
+    runs = json.loads(RECORD.read_text()) if RECORD.exists() else []
+    lines = ",\n".join(map(json.dumps, [*runs, entry]))
+    RECORD.write_text(f"[\n{lines}\n]\n")
 
 
 def main() -> None:
@@ -18,15 +35,25 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop then")
+    parser.add_argument("--record", action="store_true", help=f"in {RECORD.name}")
     options = parser.parse_args()
     chosen = drawn(options.cases, options.seed)
-    bad = reached = 0
+    reached, bad = [], 0
     for recipe, outcome in outcomes(chosen, options.workers, options.minutes):
-        reached += 1
+        reached.append(recipe)
         if outcome != {}:
             bad += 1
             print(recipe, "->", outcome, flush=True)
-    print(f"seed {options.seed}: {reached} of {len(chosen)} cases, {bad} differ")
+    for name, counts in covered(reached).items():
+        listed = ", ".join(f"{x} {n}" for x, n in sorted(counts.items()))
+        print(f"{len(counts)} of {name}: {listed}")
+    primitives = fuzz_parts.primitives()
+    print(f"{len(primitives)} primitives: {', '.join(sorted(primitives))}")
+    print(f"seed {options.seed}: {len(reached)} of {len(chosen)} cases, {bad} differ")
+    if options.record:
+        version = importlib.metadata.version("jax")
+        counted = {"cases": len(reached), "differ": bad}
+        record({"jax": version, "seed": options.seed, **counted})
     sys.exit(bool(bad))
 
 

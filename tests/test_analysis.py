@@ -1,10 +1,8 @@
 """What is read off a transformation's jaxpr: calls, constants, parameters, effects."""
 
 import functools
-import json
 
 import chex
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
-from helpers import apart, fuzz, recipes
 from helpers.reference import SMALL_PAGES, arrays, distances
 from helpers.small import SHAPES, small
 from paged_optax.analysis.flat import ELEMENTWISE
@@ -351,25 +348,3 @@ def test_collectives_are_no_effects():
 def test_callbacks_without_effects_run():
     tx = added_up(lambda x: jax.pure_callback(lambda x: np.asarray(x)[::-1], x, x))
     assert_as_unpaged(tx, pages=False)
-
-
-# -- any transformation --------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def exactly():
-    with apart.process(fuzz.__file__, fuzz.FLAGS) as ask:
-        yield lambda recipe: ask(json.dumps(recipe))
-
-
-@pytest.mark.slow
-@hypothesis.settings(
-    max_examples=10,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[hypothesis.Phase.generate],  # to shrink a case takes minutes
-)
-@hypothesis.given(recipes.RECIPES)
-def test_any_transformation_bit_for_bit(exactly, recipe):
-    assert exactly(recipe) == {}

@@ -224,3 +224,17 @@ def test_state_of_the_parameters_own_tree(way):
     wanted = jax.tree.map(lambda x: 2 * x, params)
     close = lambda x, y: np.testing.assert_allclose(np.float32(x), y, rtol=2**-7)
     jax.tree.map(close, state, wanted)
+
+
+@pytest.mark.parametrize("codec", ["dynamic_int8", "float8_e4m3"])
+def test_a_single_value_made_of_coded_moments(codec):
+    """No gradient enters the flag of `zero_nans`: it is a leaf of its own, a scalar."""
+    by_moments = optax.GradientTransformation(
+        optax.scale_by_adam().init,
+        lambda _, state, params=None: (state.mu, state),
+    )
+    tx = po.paged(optax.chain(by_moments, optax.zero_nans()), codec=codec, **ALL_PAGED)
+    params = {"w": jnp.ones((64, 1024))}
+    updates, state = jax.jit(tx.update)(params, tx.init(params), params)
+    assert not state[1].found_nan["w"]
+    chex.assert_trees_all_equal(updates, {"w": jnp.zeros((64, 1024))})

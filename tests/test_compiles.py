@@ -100,3 +100,14 @@ def test_state_without_host_arrays_stays_free():
     """As Optax's own: it follows parameters wherever they are put later."""
     state = po.paged_adamw(1e-2, device_budget=None).init(draw(0))
     assert not any(x.committed for x in jax.tree.leaves(state))
+
+
+def test_a_state_without_moments_is_tied():
+    """As its parameters are: a plain step then compiles once, with noise as without."""
+    params = tied({"w": jnp.ones((8, 16))})
+    tx = po.paged(optax.noisy_sgd(1e-3, key=0), min_paged_size=0)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(2):
+        updates, state = update(params, state, params)
+        params = optax.apply_updates(params, updates)
+    assert update._cache_size() == 1

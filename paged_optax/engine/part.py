@@ -51,7 +51,7 @@ class Part:
       on_host: Whether it lives in host memory.
       view: The shape under which pages are cut from it; None: each has all of it.
       ratios: For each axis of the view, entries of the array and how many of the leaf's
-        they stand for.
+        they stand for; empty where each page has all of it.
       travels: Whether its pages come from host memory.
     """
 

@@ -76,7 +76,7 @@ class Streamed:
         """
         codes, scales = x if isinstance(x, Quantized) else (x, None)
         cut = pages.count > 1 and (codec is not None or codes.shape == pages.leaf)
-        ratios = _ratios_of_codes(codec, codes.shape, pages)
+        ratios = _ratios_of_codes(codec, codes.shape, pages) if cut else ()
         view = _viewed(pages.view, ratios) if cut else None
         part = functools.partial(Part, pages)
         travels = on_host and (
@@ -86,7 +86,8 @@ class Streamed:
         if scales is None:
             return cls(codec, first, None)
         assert codec is not None
-        ratios = _ratios_of_scales(codec, pages)
+        # What is whole may be of a leaf with fewer axes: a single value is made of it.
+        ratios = _ratios_of_scales(codec, pages) if cut else ()
         view = _viewed(pages.view, ratios) if cut else None
         travels = on_host and (
             view is None or _scales_travel(scales.shape, view, ratios, pages)

@@ -74,7 +74,7 @@ def _made(pager: Pager, params: optax.Params) -> optax.OptState:
         )
     if not any(isinstance(x, Tracer) for x in leaves):
         with without_explicit_axes():
-            made = tied(making.leaves(leaves))
+            made = tied(making.leaves(leaves), leaves)
         pager.known.seen |= said
         return making.layout.build(made)
     types = [

@@ -53,13 +53,16 @@ def place(
     return jax.tree.map(place, value)
 
 
-def tied(values: Sequence[Stored]) -> Sequence[Stored]:
-    """Commits a new state to the device of its host arrays, if it has some.
+def tied(values: Sequence[Stored], parameters: Sequence[object]) -> Sequence[Stored]:
+    """Commits a new state to the device of its host arrays, and of its parameters.
 
-    A program that uses host arrays returns committed arrays. If a step count was not
-    committed before, `jax.jit` would compile the next step again.
+    A program that uses host arrays, or any that are committed, returns committed
+    arrays. If a step count was not committed before, `jax.jit` would compile the next
+    step again.
     """
-    devices = {d for x in jax.tree.leaves(values) if on_host(x) for d in x.devices()}
+    tying = [x for x in jax.tree.leaves(values) if on_host(x)]
+    tying += [x for x in parameters if isinstance(x, Array) and x.committed]
+    devices = {d for x in tying for d in x.devices()}
     if len(devices) != 1:
         return values
     (place,) = map(SingleDeviceSharding, devices)

@@ -1,90 +1,183 @@
 """Recipes of random transformations, as many as you like, and what each comes to."""
 
+import collections
 import json
 import queue
+import random
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
-
 from helpers import apart, fuzz
+from helpers import fuzz_parts as parts
+
+Recipe = dict[str, Any]
 
 
-def _steps(names, *, max_size=10):
-    ago = st.integers(0, 4)
-    step = st.tuples(st.sampled_from([*names]), ago, ago)
-    return st.lists(step, min_size=1, max_size=max_size)
+def _steps(draw: random.Random, names: Any, most: int = 10) -> list[Any]:
+    """Names of steps, and how many values ago each one's two operands were made."""
+    names = [*names]
+    return [
+        (draw.choice(names), draw.randrange(5), draw.randrange(5))
+        for _ in range(draw.randint(1, most))
+    ]
 
 
-#: One step that looks at the rest of the leaf hides what others do to its pages.
-_FEW_WITHIN = st.tuples(
-    _steps(fuzz.ELEMENTWISE),
-    _steps(fuzz.WITHIN, max_size=1),
-    _steps(fuzz.ELEMENTWISE),
-).map(lambda parts: sum(parts, []))
+def _any_steps(draw: random.Random) -> list[Any]:
+    kind = draw.randrange(3)
+    if kind == 0:
+        return _steps(draw, parts.ELEMENTWISE)
+    if kind == 1:
+        return _steps(draw, parts.STEPS)
+    # One step that looks at the rest of the leaf hides what others do to its pages.
+    within = _steps(draw, parts.WITHIN, 1)
+    few = lambda: _steps(draw, parts.ELEMENTWISE, 5)
+    return few() + within + few()
 
-_BLOCKS = st.sampled_from([*fuzz.BLOCKS])
-_PLAIN = {
-    "before": st.lists(_BLOCKS, max_size=2),
-    "steps": _steps(fuzz.ELEMENTWISE) | _FEW_WITHIN | _steps(fuzz.STEPS),
-    "after": st.lists(_BLOCKS, max_size=1),
-    "shapes": st.lists(st.sampled_from(fuzz.SHAPES), min_size=1, max_size=3),
-    "dtype": st.sampled_from(fuzz.DTYPES),
-    "page_size": st.sampled_from([64, 256, 512, 1024, 4096]),
-    "codec": st.none(),
-    "mesh": st.none(),
-    "active": st.lists(
-        st.none() | st.lists(st.booleans(), min_size=3, max_size=3),
-        min_size=2,
-        max_size=2,
-    ),
-    "traced": st.booleans(),
-    "eager": st.booleans(),
+
+def _some(draw: random.Random, of: Any, least: int, most: int) -> list[Any]:
+    return draw.choices([*of], k=draw.randint(least, most))
+
+
+def _gates(draw: random.Random, leaves: int, traced: bool) -> list[Any]:
+    """Which parameters each of two steps updates, None where nothing is said."""
+    some = lambda: [draw.random() < 0.5 for _ in range(leaves)]
+    if draw.random() < 0.4:
+        return [None, None]
+    # Each choice that is not traced is a program.
+    return [some(), some()] if traced else [some()] * 2
+
+
+def _plain(draw: random.Random) -> Recipe:
+    shapes, traced = _some(draw, parts.SHAPES, 1, 3), draw.random() < 0.5
+    dtype = draw.choice(parts.DTYPES)
+    mixed = draw.random() < 0.2
+    dtypes = [draw.choice(parts.DTYPES) if mixed else dtype for _ in shapes]
+    before, after = _some(draw, parts.BLOCKS, 0, 2), _some(draw, parts.BLOCKS, 0, 1)
+    # A scheduled hyperparameter is float32, and others have one dtype for all leaves.
+    refused = ["inject a schedule"] if {*dtypes} != {"float32"} else []
+    refused += ["inject_hyperparams"] * mixed
+    before, after = ([x for x in y if x not in refused] for y in (before, after))
+    # Some of Optax's moments turn into the gradients' dtype, which is refused.
+    narrow = draw.choice(parts.DTYPES) if not before + after else "float32"
+    return {
+        "before": before,
+        "steps": _any_steps(draw),
+        "after": after,
+        "mask": draw.choice([None, None, None, *parts.MASKS]),
+        "shapes": shapes,
+        "tree": draw.choice([*parts.TREES]),
+        "dtypes": dtypes,
+        "gradients": [narrow if x == "float32" else x for x in dtypes],
+        "page_size": draw.choice(parts.PAGE_SIZES),
+        "min_paged_size": draw.choice([0, 0, 0, 200]),
+        "device_budget": draw.choice([0, 0, 0, 2000]),
+        "codec": None,
+        "mesh": None,
+        "active": _gates(draw, len(shapes), traced),
+        "traced": traced,
+        "eager": draw.random() < 0.2,
+        "traced_init": draw.random() < 0.2,
+        "wrapper": None,
+        "infinite": [],
+        "platform": "tpu" if draw.random() < 0.25 else "cpu",
+    }
+
+
+def _coded(draw: random.Random) -> Recipe:
+    shapes = _some(draw, parts.CODED_SHAPES, 1, 2)
+    recipe = _plain(draw) | {
+        "shapes": shapes,
+        "dtypes": ["float32"] * len(shapes),
+        "gradients": ["float32"] * len(shapes),
+        "page_size": draw.choice(parts.CODED_PAGE_SIZES),
+        "codec": draw.choice(parts.CODECS),
+    }
+    return recipe | {"active": _gates(draw, len(shapes), recipe["traced"])}
+
+
+def _sharded(draw: random.Random) -> Recipe:
+    return _on_mesh(draw, _plain(draw))
+
+
+def _on_mesh(draw: random.Random, recipe: Recipe) -> Recipe:
+    """Over a mesh; a sum over shards is rounded otherwise than one over the whole."""
+    kind, sizes = draw.choice(["Auto", "Explicit"]), draw.choice(parts.MESHES)
+    steps = _steps(draw, parts.ELEMENTWISE)
+    mesh = {"kind": kind, "sizes": sizes}
+    blocks = {"before": [], "after": []}
+    return recipe | blocks | {"steps": steps, "mesh": mesh}
+
+
+def _sharded_and_coded(draw: random.Random) -> Recipe:
+    recipe = _on_mesh(draw, _coded(draw))
+    shapes = draw.choices(parts.EVEN_SHAPES, k=len(recipe["shapes"]))
+    mesh = recipe["mesh"] | {"sizes": parts.MESHES[0]}
+    return recipe | {"shapes": shapes, "mesh": mesh}
+
+
+def _wrapped(draw: random.Random) -> Recipe:
+    name = draw.choice([*parts.WRAPPERS])
+    # Optax's own multiplies host arrays.
+    whose = "po" if "resets" in name else draw.choice(["po", "optax"])
+    infinite = [1] if name == "apply_if_finite" else []
+    recipe = _plain(draw)
+    # Of Optax's some take no extra arguments, and one multiplies a key.
+    refused = parts.WITH_VALUE if name.startswith(("lookahead", "condition")) else ()
+    refused += ("add_noise",) * ("resets" in name)
+    for blocks in ("before", "after"):
+        recipe[blocks] = [x for x in recipe[blocks] if x not in refused]
+    # Of other dtypes than the gradients some updates are wider, which `lax.cond` of
+    # Optax refuses.
+    dtypes = ["float32"] * len(recipe["shapes"])
+    return recipe | {
+        "active": [None] * 3,
+        "wrapper": [whose, name],
+        "infinite": infinite,
+        "dtypes": dtypes,
+        "gradients": dtypes,
+    }
+
+
+#: And how often each is drawn: XLA takes longest with codecs.
+_KINDS = {
+    _plain: 8,
+    _wrapped: 3,
+    _coded: 3,
+    _sharded: 4,
+    _sharded_and_coded: 2,
 }
-_CODED = _PLAIN | {
-    "shapes": st.lists(st.sampled_from(fuzz.CODED_SHAPES), min_size=1, max_size=2),
-    "dtype": st.just("float32"),
-    "page_size": st.sampled_from([2048, 4096, 16384]),
-    "codec": st.sampled_from(fuzz.CODECS),
-}
-#: A sum over shards is rounded otherwise than one over the whole.
-_SHARDED = {
-    "before": st.just([]),
-    "steps": _steps(fuzz.ELEMENTWISE),
-    "after": st.just([]),
-    "mesh": st.sampled_from(["Auto", "Explicit"]),
-}
-#: Of other shapes a device's part is stored in other blocks than the whole.
-_EVEN = {"shapes": st.lists(st.sampled_from(fuzz.EVEN_SHAPES), min_size=1, max_size=2)}
-RECIPES = st.one_of(
-    st.fixed_dictionaries(_PLAIN),
-    st.fixed_dictionaries(_CODED),
-    st.fixed_dictionaries(_PLAIN | _SHARDED),
-    st.fixed_dictionaries(_CODED | _SHARDED | _EVEN),
-)
 
 
 def drawn(cases: int, seed: int) -> list[str]:
-    """So many recipes, as JSON; equal ones are drawn once."""
-    found: dict[str, None] = {}
+    """So many recipes, as JSON; more cases begin with those of fewer."""
+    draws = (random.Random(f"{seed} {number}") for number in range(cases))
+    kinds, weights = [*_KINDS], [*_KINDS.values()]
+    return [json.dumps(draw.choices(kinds, weights)[0](draw)) for draw in draws]
 
-    @hypothesis.settings(
-        max_examples=cases,
-        deadline=None,
-        database=None,
-        phases=[hypothesis.Phase.generate],
-        suppress_health_check=[*hypothesis.HealthCheck],
+
+_CHOICES = ["mask", "tree", "page_size", "min_paged_size", "device_budget", "codec"]
+_CHOICES += ["mesh", "eager", "traced_init", "wrapper", "platform"]
+
+
+def covered(recipes: list[str]) -> dict[str, dict[str, int]]:
+    """How many recipes have each thing that can be drawn, by what it is a choice of."""
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(
+        collections.Counter
     )
-    @hypothesis.seed(seed)
-    @hypothesis.given(RECIPES)
-    def draw(recipe: dict[str, Any]) -> None:
-        found[json.dumps(recipe)] = None
-
-    draw()
-    return [*found]
+    for recipe in map(json.loads, recipes):
+        blocks = recipe["before"] + recipe["after"]
+        counts["steps"].update({name for name, *_ in recipe["steps"]})
+        counts["blocks"].update({*blocks})
+        gates = "traced" if recipe["traced"] else "static"
+        some = any(gates is not None for gates in recipe["active"])
+        counts["gates"][gates if some else "none"] += 1
+        for name in _CHOICES:
+            counts[name][json.dumps(recipe[name]).replace('"', "")] += 1
+        for name in ("shapes", "dtypes", "gradients"):
+            counts[name].update({*map(str, recipe[name])})
+    return {name: dict(count) for name, count in counts.items()}
 
 
 def outcomes(
@@ -93,7 +186,8 @@ def outcomes(
     """What each recipe comes to, in processes of their own, as the minutes allow."""
     end = time.monotonic() + 60 * minutes
     waiting, done = queue.SimpleQueue[str](), queue.SimpleQueue[Any]()
-    for recipe in chosen:
+    # Those of one platform share what is compiled.
+    for recipe in sorted(chosen, key=lambda x: json.loads(x)["platform"]):
         waiting.put(recipe)
 
     def work() -> None:
@@ -101,10 +195,7 @@ def outcomes(
             recipe = ""
             try:
                 with apart.process(fuzz.__file__, fuzz.FLAGS) as ask:
-                    # What is compiled stays in memory: a process is for some cases.
-                    for _ in range(100):
-                        if time.monotonic() > end:
-                            break
+                    while time.monotonic() < end:
                         recipe = waiting.get_nowait()
                         done.put((recipe, ask(recipe)))
             except queue.Empty:

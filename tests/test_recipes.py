@@ -1,0 +1,77 @@
+"""Random transformations: what is drawn, and that paging changes no number of some."""
+
+import json
+
+import pytest
+
+from helpers import apart, fuzz, fuzz_parts, recipes
+
+CHOICES = {
+    "steps": fuzz_parts.STEPS,
+    "blocks": fuzz_parts.BLOCKS,
+    "mask": ["null", *fuzz_parts.MASKS],
+    "tree": fuzz_parts.TREES,
+    "shapes": map(
+        str,
+        map(
+            list,
+            fuzz_parts.SHAPES + fuzz_parts.CODED_SHAPES + fuzz_parts.EVEN_SHAPES,
+        ),
+    ),
+    "dtypes": fuzz_parts.DTYPES,
+    "gradients": fuzz_parts.DTYPES,
+    "page_size": map(str, fuzz_parts.PAGE_SIZES + fuzz_parts.CODED_PAGE_SIZES),
+    "codec": [json.dumps(x).replace('"', "") for x in [None, *fuzz_parts.CODECS]],
+    "mesh": [
+        "null",
+        *(
+            f"{{kind: {kind}, sizes: {sizes}}}"
+            for kind in ("Auto", "Explicit")
+            for sizes in fuzz_parts.MESHES
+        ),
+    ],
+    "gates": ["none", "static", "traced"],
+    "wrapper": [
+        "null",
+        "[po, lookahead that resets]",
+        *(
+            f"[{whose}, {name}]"
+            for whose in ("po", "optax")
+            for name in fuzz_parts.WRAPPERS
+            if "resets" not in name
+        ),
+    ],
+    "platform": ["cpu", "tpu"],
+}
+
+
+@pytest.fixture(scope="module")
+def covered():
+    return recipes.covered(recipes.drawn(2000, 0))
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_all_is_drawn(covered, name):
+    """Several times each, in as many cases as CI compares."""
+    assert {*covered[name]} == {*CHOICES[name]}
+    assert min(covered[name].values()) >= 5
+
+
+def test_forty_primitives():
+    assert len(fuzz_parts.primitives()) >= 40
+
+
+def test_more_cases_begin_with_those_of_fewer():
+    assert recipes.drawn(20, 3)[:10] == recipes.drawn(10, 3) != recipes.drawn(10, 4)
+
+
+@pytest.fixture(scope="module")
+def distances():
+    with apart.process(fuzz.__file__, fuzz.FLAGS) as ask:
+        yield ask
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(10))
+def test_any_transformation_bit_for_bit(distances, number):
+    assert distances(recipes.drawn(10, 0)[number]) == {}
