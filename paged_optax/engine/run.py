@@ -46,7 +46,7 @@ Carry = tuple[Int[Array, ""], dict[int, Held], dict[int, Held]]
 
 
 # So many that one page more to read is less than a twentieth of what travels.
-_MANY_PAGES = 10
+_MANY_PAGES = 11
 
 
 def both_ways(pages: Pages, travelling: int, codecs: Iterable[Codec | None]) -> bool:
