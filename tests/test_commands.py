@@ -103,6 +103,15 @@ def test_doctor(capsys):
     assert "FAILED" not in printed
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_doctor_on_a_gpu(before, monkeypatch):
+    """It says which versions of XLA read and write pages in turn."""
+    monkeypatch.setattr(doctor, "GPU_NEEDS_RAW_INDEX", before)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    rows = dict(doctor._machine())
+    assert ("jax 0.11.2" in rows["reads and writes"]) is before
+
+
 @pytest.mark.parametrize("what", ["numbers", "pages", "crash", "no host memory"])
 def test_doctor_of_a_sick_backend(what, monkeypatch, capsys):
     if what == "numbers":

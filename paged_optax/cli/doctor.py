@@ -10,6 +10,7 @@ from paged_optax.backend.memory import PINNED_HOST, host_pool_bytes, memory_kind
 from paged_optax.backend.progress import track
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.table import show
+from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.cli import bandwidth, machine
 from paged_optax.cli.comparison import Difference, compare
 from paged_optax.engine import guard
@@ -70,6 +71,9 @@ def _machine() -> Iterator[tuple[str, str]]:
             f"{readable_bytes(host_pool_bytes())} (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB)"
         )
         yield "pinned memory XLA hands out", pool
+        in_turn = "in turn, in twice the time: install jax 0.11.2 or newer"
+        both = "both at once"
+        yield "reads and writes", in_turn if GPU_NEEDS_RAW_INDEX else both
 
 
 def _rate(rate: bandwidth.Rate) -> tuple[str, str]:
