@@ -56,33 +56,37 @@ def test_scratch_at_llama_shapes_on_h200():
 
 @pytest.mark.slow
 def test_scratch_at_llama_shapes_on_v5e():
-    """The same 291 leaves with hidden sizes a v5e holds, half-size pages."""
+    """The same 291 leaves with hidden sizes a v5e holds, half-size pages.
+
+    Beside the pages XLA:TPU keeps 54 KiB for each of six transfers a leaf.
+    """
     params = llama(hidden=1024, inner=3584, grouped=256, vocabulary=128256)
     report = aot.v5e(updating(po.paged_adamw(1e-3, page_size="8MiB"), params))
     assert_in_place(report)
-    assert report.device_temp <= 96 * MIB
+    assert report.device_temp <= 4 * 8 * MIB + 291 * 6 * 54 * 2**10
 
 
 @pytest.mark.parametrize("many", [64, pytest.param(256, marks=pytest.mark.slow)])
 def test_scratch_is_flat_in_leaves_on_h200(many):
     tx = po.paged_adamw(1e-3, page_size="8MiB")
-    few, many = (
+    few, large = (
         aot.h200(updating(tx, square(n, (1024, 4096)))).device_temp for n in (16, many)
     )
-    assert many - few <= MIB
+    # Beside the pages, what loops count: at most 6 KiB a leaf.
+    assert large - few <= (many - 16) * 6 * 2**10
 
 
 @pytest.mark.slow
 def test_scratch_grows_only_by_what_libtpu_keeps_per_copy_on_v5e():
     """XLA:TPU reserves about 52 KiB of scratch for every asynchronous copy it emits.
 
-    (libtpu 0.0.52; 40 KiB in 0.0.51.) Four a leaf here, whatever a page's size: no page
+    (libtpu 0.0.52; 40 KiB in 0.0.51.) Six a leaf here, whatever a page's size: no page
     is among what grows.
     """
     tx = po.paged_adamw(1e-3, page_size="8MiB")
     few, many = (aot.v5e(updating(tx, square(n))).device_temp for n in (16, 64))
     assert few <= 48 * MIB
-    assert (many - few) / 48 <= 4 * 54 * 2**10
+    assert (many - few) / 48 <= 6 * 54 * 2**10
 
 
 @pytest.mark.quick("shape0", "shape1-h200")
@@ -196,11 +200,13 @@ def test_training_step():
     assert paged.host_temp == 0
     assert paged.host_aliased == paged.host_outputs == paged.host_arguments
     needs = lambda report: report.device_arguments + report.device_temp
-    assert needs(paged) <= needs(resident) - 2048 * MIB + 32 * MIB
     # 3224 MiB resident with jax 0.10.2; XLA of 0.12.0.1 schedules the backward pass
-    # with more gradients alive, and needs 3520 without us.
+    # with more gradients alive, and needs 3520 without us. It keeps one more where
+    # updates are loops within a gate, of pages of any size.
     if needs(resident) < 3225 * MIB:
         assert needs(paged) <= 1204 * MIB
+    else:
+        assert needs(paged) <= needs(resident) - 2048 * MIB + (32 + 64) * MIB
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (4099, 4096), (40, 197, 4096)])

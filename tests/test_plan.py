@@ -42,7 +42,7 @@ def test_plan_totals_are_those_of_the_state(name):
     assert plan.host_bytes == on[HOST] > 0
     assert plan.device_bytes == on[DEVICE] + counts
     assert plan.link_bytes == 2 * on[HOST]
-    assert plan.link_seconds == pytest.approx(plan.link_bytes / 25e9)
+    assert on[HOST] / 25e9 < plan.link_seconds <= plan.link_bytes / 25e9
     assert 0 < plan.scratch_bytes <= 4 * on[HOST]
     for x in plan.moments:
         if x.on_host:

@@ -269,7 +269,10 @@ def test_init_in_a_jit(asked):
 
 @pytest.mark.parametrize("model", ["llama2-7b", "llama3-70b", "llama3-405b"])
 def test_scaling_plan(model, recwarn):
-    """Eight times the devices: an eighth of the bytes a device, and of the seconds."""
+    """Eight times the devices: an eighth of the bytes a device.
+
+    And of the seconds, but for the page more that a shard of few pages takes.
+    """
     params, tx = po.model_shapes(model), po.paged_adamw(1e-4, master_dtype="float32")
     count = sum(x.size for x in jax.tree.leaves(params))
     plans = {
@@ -281,4 +284,5 @@ def test_scaling_plan(model, recwarn):
         assert 12 * count <= total <= 12.02 * count
         assert plan.bytes_per_host == 8 * plan.host_bytes
         assert f"each of {devices} devices" in str(plan)
-    assert plans[8].link_seconds / plans[1024].link_seconds == pytest.approx(128, 0.01)
+    assert plans[8].link_bytes / plans[1024].link_bytes == pytest.approx(128, 0.01)
+    assert 100 < plans[8].link_seconds / plans[1024].link_seconds < 129

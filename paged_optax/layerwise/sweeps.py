@@ -196,7 +196,8 @@ class Sweeps:
         (square, slots, workspace, small), stacks, back = one.backward(visit, start)
         if norm is None or drest is None:
             drest = one.rest_gradients(back)
-            own = self.norms.square(drest)
+            # Measured before the update overwrites them, or XLA copies them.
+            own, drest = lax.optimization_barrier((self.norms.square(drest), drest))
             norm = jnp.sqrt(square + own)
             clipped = self.norms.scaled(drest, jnp.sqrt(own))
         else:
