@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -197,3 +198,27 @@ def test_what_a_tpu_cannot_slice_is_refused_by_name():
 
 def test_sublanes():
     assert [sum(tiling.sublane_sizes(n)) for n in range(1, 40)] == list(range(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        ((7, 1000003), None),
+        ((99999989,), None),
+        ((99999989,), "bfloat16"),
+        ((128, 200003), "dynamic_int8"),
+        ((7, 11, 13, 10007), "dynamic_int8"),
+        ((1000003, 7), "dynamic_int8"),
+    ],
+)
+def test_a_refused_shape_can_be_paged_as_the_reason_says(shape, name):
+    def refused(shape):
+        codec = name and arranged(named(name, True), shape)
+        return cut(shape, (Kept(4, codec),), 2**20).tiles.refused
+
+    (multiple,) = re.findall(
+        r"pad its longest axis to a multiple of (\d+)", refused(shape)
+    )
+    padded, longest = list(shape), np.argmax(shape)
+    padded[longest] += -padded[longest] % int(multiple)
+    assert not refused(tuple(padded))

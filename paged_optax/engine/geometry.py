@@ -277,10 +277,21 @@ def _tiles(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) ->
 
 
 def _reason(moments: tuple[Kept, ...], shape: tuple[int, ...]) -> str:
-    """Why a TPU cannot cut a leaf."""
-    in_bytes = any(x.on_host and _codes(x, shape)[1] < 2 for x in moments)
-    why = "no page of it ends with a tile and with a block"
-    return "its codes are bytes, in no whole words" if in_bytes else why
+    """Why a TPU cannot cut a leaf, and what to do."""
+    block = math.lcm(*map(_block, moments))
+    smallest = min(_codes(x, shape)[1] for x in moments)
+    tile = tiling.LANES
+    if len(shape) < 2:
+        tile *= tiling.SUBLANES * max(1, 4 // smallest)
+    elif block > 1:
+        tile *= 8  # so many codes may share a word
+    pad = f"pad its longest axis to a multiple of {math.lcm(tile, block)}"
+    if any(x.on_host and _codes(x, shape)[1] < 2 for x in moments):
+        if len(shape) < 2:
+            pad = "make it a matrix, or store it without a codec"
+        return f"a TPU slices no bytes in host memory, and its codes are bytes: {pad}"
+    ends = "a tile and with a block" if block > 1 else "a tile"
+    return f"a TPU slices whole tiles, and no page of it ends with {ends}: {pad}"
 
 
 def _ways(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:

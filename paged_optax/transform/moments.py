@@ -22,6 +22,7 @@ def planned_moments(
     params: PyTree[jax.ShapeDtypeStruct],
     shapes: PyTree[jax.ShapeDtypeStruct],
     stays: Sequence[bool],
+    refused: Mapping[int, str],
     shards: Sequence[Shards | None],
     extra: Mapping[str, PyTree],
 ) -> list[Moment]:
@@ -32,6 +33,7 @@ def planned_moments(
       params: The shapes and dtypes of the parameters.
       shapes: The shapes and dtypes of the state of `inner`.
       stays: For each leaf of the state whether it stays on the device.
+      refused: By the position of leaves that stay because they cannot be paged, why.
       shards: For each parameter how it is divided, or None.
       extra: The extra arguments that `update` will get.
 
@@ -59,7 +61,9 @@ def planned_moments(
         both = both_ways(pages, travelling, [x.codec for x in kept])
         geometry.update((i, (number, pages, both)) for i in inside)
     found = []
-    for i, (path, x) in enumerate(zip(state_paths, avals, strict=True)):
+    smallest = pager.configuration.min_paged_size
+    every = zip(state_paths, avals, layout.sizes(), strict=True)
+    for i, (path, x, size) in enumerate(every):
         alone = len(analysis.leaves) + i, uncut(x.shape).rows, False
         number, pages, both = geometry.get(i, alone)
         codec, part = layout.codecs[i], layout.shards[i]
@@ -67,9 +71,6 @@ def planned_moments(
         page = pages.entries * x.dtype.itemsize if pages.count else nbytes(x)
         stored = Streamed.of(layout.stored(i), pages, codec, on_host=True)
         scales = None if part or stays[i] else stored.scales
-        reason = pages.refused
-        if platform == "tpu" and codec is not None and stays[i] and not reason:
-            reason = pager.refused(layout, i)
         found.append(
             Moment(
                 path=keystr(path),
@@ -82,8 +83,9 @@ def planned_moments(
                 leaf=number,
                 in_flight=2 if codec is None and pages.count else 3,
                 beside=scales.nbytes if scales and not scales.travels else 0,
-                refused=reason,
+                refused=refused.get(i, "" if stays[i] else pages.refused),
                 both_ways=both and not stays[i],
+                small=size is not None and size < smallest,
             )
         )
     return found

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from paged_optax.analysis.flat import abstract, refuse_effects, trace
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.analysis.split import analyse
+from paged_optax.backend import memory
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.engine.geometry import Geometry, Kept, cut, uncut
@@ -101,11 +102,12 @@ class Pager:
         return cut(shape, tuple(moments), self.configuration.page_size)
 
     def refused(self, layout: Layout, position: int) -> str:
-        """Tells why a TPU cannot slice a moment in host memory; empty if it can."""
+        """Tells why a moment cannot be sliced in host memory; empty if it can."""
         aval, shards = layout.avals[position], layout.shards[position]
         shape = shards.local(aval.shape) if shards else aval.shape
         kept = Kept(aval.dtype.itemsize, layout.codecs[position])
-        return cut(shape, (kept,), self.configuration.page_size).tiles.refused
+        geometry = cut(shape, (kept,), self.configuration.page_size)
+        return geometry.on(memory.platform()).refused
 
     def analyse(
         self,

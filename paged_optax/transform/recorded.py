@@ -31,8 +31,9 @@ class Moment:
         page is a whole leaf.
       beside: Bytes of its scales, if these travel whole and not in pages.
       refused: Why it cannot be paged on this backend although it is larger than a
-        page; empty if it can.
+        page, and what to do; empty if it can.
       both_ways: Whether one page of it is read while another is written.
+      small: Whether it stays on the device because it is under `min_paged_size`.
     """
 
     path: str
@@ -47,6 +48,12 @@ class Moment:
     beside: int = 0
     refused: str = ""
     both_ways: bool = False
+    small: bool = False
+
+    @property
+    def stays(self) -> str:
+        """Why it stays on the device, in a word; `"-"` if it may by the budget."""
+        return "cannot be paged" if self.refused else "small" if self.small else "-"
 
 
 #: Describes the moments of a paged transformation, given `update`'s extra arguments.
