@@ -67,7 +67,7 @@ def test_plan_prints_every_group_and_the_totals():
     lines = str(plan).splitlines()
     cells = [re.split(r"\s{2,}", line.strip()) for line in lines]
     assert cells[0] == ["moments", "shape", "dtype", "where", "pages", "bytes"]
-    assert ["[0].mu['w'] +1", "4096x4096", "float32", "host", "8 x 8.0 MiB"] in [
+    assert ["[0].mu['w'] +1", "4096x4096", "float32", "host", "16 x 4.0 MiB"] in [
         row[:5] for row in cells
     ]
     assert [
@@ -82,7 +82,7 @@ def test_plan_prints_every_group_and_the_totals():
     assert ["over the link a step", "256.0 MiB"] in cells
     assert any(row[0] == "seconds a step at 50 GB/s" for row in cells)
     assert plan.link_seconds == pytest.approx(2**28 / 50e9)
-    assert plan.scratch_bytes == 4 * 8 * 2**20
+    assert plan.scratch_bytes == 4 * 4 * 2**20
 
 
 def test_plan_allocates_nothing():

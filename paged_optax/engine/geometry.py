@@ -63,7 +63,8 @@ class Pages:
       size: Entries of a page along it.
       count: Pages, smaller last ones included; 0 where leaves of several shapes are
         updated together and travel whole.
-      unit: Entries along `axis` that are never parted: blocks, or codes of one word.
+      unit: Entries along `axis` that a loop's own variable counts as one. A page is a
+        multiple of them.
       tiled: Whether arrays lie in a TPU's tiles.
       refused: Why the leaf cannot be cut although it is larger than a page; else empty.
     """
@@ -166,26 +167,26 @@ def _rows(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -> 
     if values * itemsize <= page_size:
         return _single(shape)
     columns = shape[-1] if len(shape) > 1 else 1
-    unit = math.lcm(*(_unit_of_rows(x.codec, columns) for x in moments))
+    units = [_unit_of_rows(x.codec, columns) for x in moments]
+    unit = math.lcm(*units)
     rows = values // columns
     view: tuple[int, ...] = (rows, columns) if len(shape) > 1 else shape
     axis, extent, bytes_each = 0, rows, columns * itemsize
     if unit * bytes_each > page_size and values < _MOST_FLAT:
         flat = [_unit_of_values(x.codec, shape) for x in moments]
         if all(flat):
-            view, extent, bytes_each, unit = (
-                (values,),
-                values,
-                itemsize,
-                math.lcm(*flat),
-            )
+            units, unit = flat, math.lcm(*flat)
+            view, extent, bytes_each = (values,), values, itemsize
         elif all(axis_of_blocks(x.codec) == -2 or _block(x) == 1 for x in moments):
             # Blocks along columns: pages are strips, which a kernel transfers.
             axis, extent, bytes_each = 1, columns, rows * itemsize
-            unit = math.lcm(*(packed_along(x.codec, -1) for x in moments))
+            units = [packed_along(x.codec, -1) for x in moments]
+            unit = math.lcm(*units)
     size, count = _divide(extent, unit, bytes_each, page_size)
     if count == 1:
         return _single(shape)  # its rows are not enough for whole blocks
+    if len(set(units)) > 1:
+        unit = math.gcd(unit, extent)  # a moment of no blocks has no other whole units
     return Pages(shape, view, axis, size, count, unit=unit)
 
 

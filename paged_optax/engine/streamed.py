@@ -22,7 +22,7 @@ from paged_optax.backend.types import ArrayOrShape
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Codec, Noise, Quantized, axis_of_blocks, packed_along
 from paged_optax.engine.geometry import Pages
-from paged_optax.engine.part import At, Part, unit_of
+from paged_optax.engine.part import At, Part, by_unit
 
 #: An array, or what a codec stores in its place.
 Stored = Array | Quantized[Array]
@@ -228,7 +228,7 @@ def _is_raw(
     """Whether pages are found by a loop's own variable, where XLA:GPU needs that."""
     if pages.axis or not GPU_NEEDS_RAW_INDEX:
         return True  # strips are transferred by kernels, which compute their addresses
-    return view[0] % unit_of(pages, ratios) == 0
+    return by_unit(pages, view, ratios) is not None
 
 
 def _scales_travel(
