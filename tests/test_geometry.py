@@ -222,3 +222,17 @@ def test_a_refused_shape_can_be_paged_as_the_reason_says(shape, name):
     padded, longest = list(shape), np.argmax(shape)
     padded[longest] += -padded[longest] % int(multiple)
     assert not refused(tuple(padded))
+
+
+@pytest.mark.parametrize(
+    "shape", [(2**31 + 4096,), (2**31 + 4096, 1), (1, 2**31 + 4096)]
+)
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_more_entries_than_32_bits_count(platform, shape):
+    """They are paged as a matrix, or refused by name; JAX counts to 2^31."""
+    pages = cut(shape, (Kept(4), Kept(4)), 2**24).on(platform)
+    assert bool(pages.refused) == (platform == "tpu")
+    assert pages.refused or (max(pages.view) < 2**31 and pages.entries <= 2**22)
+    params = jax.ShapeDtypeStruct(shape, jnp.float32)
+    tx = po.paged_adamw(1e-3)
+    jax.eval_shape(tx.update, params, po.abstract_state(tx, params), params)

@@ -31,8 +31,12 @@ _MANY_SCALES = 2**18
 _PAGES = 16
 _LEAST_PAGE = 2**20
 
-# Slices of a flat view start at values counted in 32 bits.
-_MOST_FLAT = 2**31
+# Slices start at entries counted in 32 bits.
+_MOST_INDEX = 2**31
+_TOO_LONG = (
+    "slices start at entries counted in 32 bits, and its longest axis has more: make it"
+    " a matrix of shorter axes"
+)
 
 
 class Kept(NamedTuple):
@@ -171,9 +175,15 @@ def _rows(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -> 
     unit = math.lcm(*units)
     rows = values // columns
     view: tuple[int, ...] = (rows, columns) if len(shape) > 1 else shape
+    flat = [_unit_of_values(x.codec, shape) for x in moments]
+    if max(view) >= _MOST_INDEX:
+        unit = math.lcm(*flat)
+        if not (columns := _folded(values, unit, page_size // itemsize)):
+            return dataclasses.replace(_single(shape), refused=_TOO_LONG)
+        rows, units, unit = values // columns, [1], 1
+        view = rows, columns
     axis, extent, bytes_each = 0, rows, columns * itemsize
-    if unit * bytes_each > page_size and values < _MOST_FLAT:
-        flat = [_unit_of_values(x.codec, shape) for x in moments]
+    if unit * bytes_each > page_size and values < _MOST_INDEX:
         if all(flat):
             units, unit = flat, math.lcm(*flat)
             view, extent, bytes_each = (values,), values, itemsize
@@ -188,6 +198,22 @@ def _rows(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -> 
     if len(set(units)) > 1:
         unit = math.gcd(unit, extent)  # a moment of no blocks has no other whole units
     return Pages(shape, view, axis, size, count, unit=unit)
+
+
+def _folded(values: int, unit: int, most: int) -> int:
+    """Columns of whole units for a vector whose values are too many to count.
+
+    Args:
+      values: Values of the vector.
+      unit: Values that are never parted; 0: there is no such vector.
+      most: Columns at the most.
+
+    Returns:
+      The number of columns; 0 if there is none.
+    """
+    found = range(unit, most + 1, unit) if unit else ()
+    exact = (n for n in found if values % n == 0 and values // n < _MOST_INDEX)
+    return next(exact, 0)
 
 
 def _unit_of_rows(codec: Codec | None, columns: int) -> int:
@@ -258,7 +284,7 @@ def _tiles(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) ->
         ways.sort(key=lambda way: way[1] != 0)
     for view, axis in ways:
         unit = math.lcm(*(_unit_of_tiles(x, shape, view, axis) for x in moments))
-        if not 0 < unit < view[axis]:
+        if not 0 < unit < view[axis] or view[axis] >= _MOST_INDEX:
             continue
         others = math.prod(view) // view[axis]
         bytes_each = others * itemsize
@@ -279,6 +305,8 @@ def _tiles(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) ->
 
 def _reason(moments: tuple[Kept, ...], shape: tuple[int, ...]) -> str:
     """Why a TPU cannot cut a leaf, and what to do."""
+    if max(shape) >= _MOST_INDEX:
+        return _TOO_LONG
     block = math.lcm(*map(_block, moments))
     smallest = min(_codes(x, shape)[1] for x in moments)
     tile = tiling.LANES

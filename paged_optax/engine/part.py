@@ -78,20 +78,25 @@ class Part:
     @property
     def opened(self) -> tuple[int, ...]:
         """The shape that a loop holds."""
-        if self.view is None or (self.on_host and not self.travels):
+        if self.view is None or self.whole:
             return self.shape
         return self._by_unit or self.view
 
+    @property
+    def whole(self) -> bool:
+        """Whether all of it travels, before the first page and after the last."""
+        return self.on_host and not self.travels
+
     def ahead(self, x: Array) -> Array:
         """Brings what does not travel in pages to the device."""
-        if self.on_host and not self.travels:
+        if self.whole:
             x = jax.device_put(x, DEVICE)
             return x if self.view is None else x.reshape(self.view)
         return x
 
     def back(self, x: Array) -> Array:
         """Undoes `ahead`."""
-        if self.on_host and not self.travels:
+        if self.whole:
             return jax.device_put(x.reshape(self.shape), HOST)
         return x
 
@@ -202,8 +207,9 @@ def by_unit(
             return None if first % together else (first, *rest)
         return (first // together, together, *rest)
     parts, left = divmod(of, pages.unit * number)
-    columns, odd = divmod(math.prod(rest), parts)
-    return None if left or odd else (first * parts, columns)
+    if left or math.prod(rest) % parts:
+        return None
+    return (first * parts, math.prod(rest) // parts)
 
 
 def _scaled(start: Index, number: int, of: int) -> Index:

@@ -16,6 +16,11 @@ from paged_optax.transform.pager import Pager, divided_as
 from paged_optax.transform.recorded import Moment
 from paged_optax.transform.trees import paths_of, split
 
+_WHOLE = (
+    "its rows are no whole words, and before jax 0.11.2 a GPU takes it whole: install"
+    " jax 0.11.2 or newer, or give all moments of the parameter one codec"
+)
+
 
 def planned_moments(
     pager: Pager,
@@ -69,8 +74,10 @@ def planned_moments(
         codec, part = layout.codecs[i], layout.shards[i]
         shape = part.local(x.shape) if part else x.shape
         page = pages.entries * x.dtype.itemsize if pages.count else nbytes(x)
-        stored = Streamed.of(layout.stored(i), pages, codec, on_host=True)
-        scales = None if part or stays[i] else stored.scales
+        stored = codec.stored(shape) if codec else jax.ShapeDtypeStruct(shape, x.dtype)
+        stored = Streamed.of(stored, pages, codec, on_host=not stays[i])
+        whole = [each for each in (stored.codes, stored.scales) if each and each.whole]
+        reason = _WHOLE if stored.codes in whole else pages.refused
         found.append(
             Moment(
                 path=keystr(path),
@@ -82,8 +89,8 @@ def planned_moments(
                 page_bytes=0 if stays[i] else page,
                 leaf=number,
                 in_flight=2 if codec is None and pages.count else 3,
-                beside=scales.nbytes if scales and not scales.travels else 0,
-                refused=refused.get(i, "" if stays[i] else pages.refused),
+                beside=sum(each.nbytes for each in whole),
+                refused=refused.get(i, "" if stays[i] else reason),
                 both_ways=both and not stays[i],
                 small=size is not None and size < smallest,
             )

@@ -29,7 +29,7 @@ class Moment:
       in_flight: Pages of it that may be on the device at once. Two are read and
         written; a third is computed in between if a codec stores the moment or the
         page is a whole leaf.
-      beside: Bytes of its scales, if these travel whole and not in pages.
+      beside: Bytes of its scales or codes, if these travel whole and not in pages.
       refused: Why it cannot be paged on this backend although it is larger than a
         page, and what to do; empty if it can.
       both_ways: Whether one page of it is read while another is written.
