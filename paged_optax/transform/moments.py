@@ -64,7 +64,7 @@ def planned_moments(
         pages = pager.geometry(leaf, kept, divided).on(platform)
         travelling = sum(x.on_host for x in kept)
         both = both_ways(pages, travelling, [x.codec for x in kept])
-        # Of a single moment XLA:GPU may write a part of the update apart, for the moment's
+        # Of a single moment's update XLA:GPU may write a part apart, for the moment's
         # own kernel has computed it; of several it never has (jax 0.10.2).
         part = travelling == 1 and platform != "tpu"
         flying = 3 if part or not pages.count else 2
