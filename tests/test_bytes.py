@@ -25,6 +25,7 @@ from helpers.programs import (
     updating,
     whole_tree,
 )
+from paged_optax.backend import memory
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.engine.geometry import Kept, cut
 
@@ -303,3 +304,17 @@ def test_scratch_of_one_moment_is_as_planned_on_h200(alias):
         report = aot.h200(updating(tx, params))
         assert_in_place(report)
         assert report.device_temp <= po.plan(tx, params).scratch_bytes + MIB
+
+
+@pytest.mark.quick("(8192, 33)", "(3, 3, 3, 64, 64)")
+@pytest.mark.parametrize("codec", [None, "dynamic_int8"])
+@pytest.mark.parametrize(
+    "shape", [(8192, 33), (3, 3, 3, 64, 64), (13, 17, 19, 23, 29)], ids=str
+)
+def test_a_plan_for_a_tpu_counts_tiles(monkeypatch, shape, codec):
+    monkeypatch.setattr(memory, "platform", lambda: "tpu")
+    tx = po.paged_ademamix(1e-3, codec=codec, min_paged_size=0)
+    params = shapes_of({"w": shape})
+    plan, report = po.plan(tx, params), aot.v5e(updating(tx, params))
+    assert report.host_arguments == plan.host_bytes > 0
+    assert report.device_temp <= plan.scratch_bytes + 8 * MIB

@@ -64,11 +64,6 @@ class Part:
     travels: bool
 
     @property
-    def nbytes(self) -> int:
-        """Its bytes."""
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
-
-    @property
     def _by_unit(self) -> tuple[int, ...] | None:
         """The shape of which a loop's own variable is the first index, if it is."""
         if self.view is None or self.pages.axis or self.pages.tiled:
@@ -144,7 +139,10 @@ class Part:
                 starts.append(np.int32(0))
                 sizes.append(self.view[axis])
                 continue
-            starts.append(start if number == of else _scaled(start, number, of))
+            if self.pages.unit * number == of:
+                starts.append(at.unit)
+            else:
+                starts.append(start if number == of else _scaled(start, number, of))
             sizes.append(-(-whole[axis] * number // of))
         if self._by_unit:
             _, *rest = self._by_unit

@@ -5,16 +5,16 @@ from collections.abc import Mapping, Sequence
 import jax
 from jaxtyping import PyTree
 
-from paged_optax.backend import memory
+from paged_optax.backend import memory, tiling
 from paged_optax.backend.key_paths import keystr
-from paged_optax.backend.memory import nbytes
+from paged_optax.backend.memory import laid_out
 from paged_optax.engine.geometry import Kept, Pages, uncut
 from paged_optax.engine.run import both_ways
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.streamed import Streamed
 from paged_optax.transform.pager import Pager, divided_as
 from paged_optax.transform.recorded import Moment
-from paged_optax.transform.trees import paths_of, split
+from paged_optax.transform.trees import Leaf, paths_of, split
 
 _WHOLE = (
     "its rows are no whole words, and before jax 0.11.2 a GPU takes it whole: install"
@@ -77,26 +77,35 @@ def planned_moments(
         number, pages, both, flying = geometry.get(i, alone)
         codec, part = layout.codecs[i], layout.shards[i]
         shape = part.local(x.shape) if part else x.shape
-        page = pages.entries * x.dtype.itemsize if pages.count else nbytes(x)
         stored = codec.stored(shape) if codec else jax.ShapeDtypeStruct(shape, x.dtype)
-        stored = Streamed.of(stored, pages, codec, on_host=not stays[i])
-        whole = [each for each in (stored.codes, stored.scales) if each and each.whole]
-        reason = _WHOLE if stored.codes in whole else pages.refused
+        streamed = Streamed.of(stored, pages, codec, on_host=not stays[i])
+        parts = streamed.codes, streamed.scales
+        whole = [each for each in parts if each and each.whole]
+        reason = _WHOLE if streamed.codes in whole else pages.refused
         found.append(
             Moment(
                 path=keystr(path),
                 shape=shape,
                 dtype=str(x.dtype if codec is None else codec),
-                bytes=nbytes(layout.stored(i)) // layout.parts(i),
+                bytes=laid_out(stored),
                 on_host=not stays[i],
                 pages=0 if stays[i] else max(1, pages.count),
-                page_bytes=0 if stays[i] else page,
+                page_bytes=0 if stays[i] else _page_bytes(pages, x),
                 leaf=number,
                 in_flight=flying if codec is None else 3,
-                beside=sum(each.nbytes for each in whole),
+                beside=sum(map(laid_out, whole)),
                 refused=refused.get(i, "" if stays[i] else reason),
                 both_ways=both and not stays[i],
                 small=size is not None and size < smallest,
             )
         )
     return found
+
+
+def _page_bytes(pages: Pages, moment: Leaf) -> int:
+    """Bytes of a full page, as the transformation sees it."""
+    if not pages.count:
+        return laid_out(moment)
+    order = tiling.viewed(pages.leaf, len(pages.view), moment.dtype.itemsize)
+    page = jax.ShapeDtypeStruct(pages.page(pages.size), moment.dtype)
+    return laid_out(page, order)
