@@ -139,7 +139,7 @@ class Part:
                 starts.append(np.int32(0))
                 sizes.append(self.view[axis])
                 continue
-            if self.pages.unit * number == of:
+            if self.travels and self.pages.unit * number == of:
                 starts.append(at.unit)
             else:
                 starts.append(start if number == of else _scaled(start, number, of))
