@@ -139,16 +139,17 @@ class Part:
                 starts.append(np.int32(0))
                 sizes.append(self.view[axis])
                 continue
-            if self.travels and self.pages.unit * number == of:
-                starts.append(at.unit)
-            else:
-                starts.append(start if number == of else _scaled(start, number, of))
+            starts.append(start if number == of else _scaled(start, number, of))
             sizes.append(-(-whole[axis] * number // of))
         if self._by_unit:
             _, *rest = self._by_unit
             values = math.prod(sizes)
             starts = [at.unit, *[np.int32(0)] * len(rest)]
             sizes = [values // math.prod(rest), *rest]
+            return starts, sizes
+        number, of = self.ratios[self.pages.axis]
+        if self.travels and self.pages.unit * number == of:
+            starts[self.pages.axis] = at.unit
         return starts, sizes
 
     def _pieces(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
