@@ -15,7 +15,7 @@ from helpers import reference
 from paged_optax.backend import tiling
 from paged_optax.codecs import Arranged, arranged, axis_of_blocks, named, unarranged
 from paged_optax.engine import part as one_array
-from paged_optax.engine import stream
+from paged_optax.engine import run, stream
 from paged_optax.engine.geometry import Kept, cut
 
 CODECS = ["dynamic_int8", "dynamic_int4", "float8_e4m3"]
@@ -236,3 +236,24 @@ def test_more_entries_than_32_bits_count(platform, shape):
     params = jax.ShapeDtypeStruct(shape, jnp.float32)
     tx = po.paged_adamw(1e-3)
     jax.eval_shape(tx.update, params, po.abstract_state(tx, params), params)
+
+
+@pytest.mark.parametrize("shape", [(64, 512), (3, 40, 256), (256, 1003)], ids=str)
+@pytest.mark.parametrize("codec", ["dynamic_int8", "dynamic_int4"])
+def test_whole_leaves_are_coded_in_pieces_on_a_tpu(shape, codec, on_tiles, monkeypatch):
+    """Bit for bit as at once."""
+    tx = po.paged_lamb(1e-2, min_paged_size=0, codec=codec)
+    params = reference.arrays(jnp.float32, 0, {"w": shape})
+    found, counts = [], []
+    copied = run._copied
+    monkeypatch.setattr(
+        run, "_copied", lambda x, *rest: counts.append(x.count) or copied(x, *rest)
+    )
+    for size in (2**14, 2**30):
+        jax.clear_caches()
+        monkeypatch.setattr(run, "PIECE", size)
+        _, state = jax.jit(tx.update)(params, tx.init(params), params)
+        found.append(moments(state))
+    assert len(counts) >= 4
+    assert min(counts) > 1
+    jax.tree.map(np.testing.assert_array_equal, *found)

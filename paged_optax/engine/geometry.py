@@ -17,11 +17,13 @@ from typing import NamedTuple
 from paged_optax.backend import tiling
 from paged_optax.codecs import Codec, axis_of_blocks, codes_of, packed_along
 
+#: Bytes of a page, or of a piece of one, that a TPU computes a codec on.
+#
 # XLA:TPU keeps what it computes of a page of this size in its vector memory: of
 # (50257, 768) in eight bits, pages of 16 MiB take 92 MiB of scratch. And the larger a
 # page, the longer what computes on it takes to compile: (32128, 1024) in pages of 2 MiB
 # 15 s, of 1 MiB 6 s (libtpu 0.0.52).
-_CODED_TILES = 2**20
+PIECE = 2**20
 
 # Scales of a moment that go in pages on a TPU, though pages may have to be larger.
 _MANY_SCALES = 2**18
@@ -272,7 +274,7 @@ def _tiles(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) ->
     itemsize = max(x.itemsize for x in moments)
     asked, size_of_leaf = page_size, math.prod(shape) * itemsize
     if any(_block(x) > 1 for x in moments):
-        page_size = min(page_size, _CODED_TILES)
+        page_size = min(page_size, PIECE)
     page_size = _many(size_of_leaf, page_size)
     if size_of_leaf <= page_size:
         return _single(shape, tiled=True)
@@ -298,7 +300,7 @@ def _tiles(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) ->
     if found:
         return min(found, key=lambda pages: pages.entries)
     single = _single(shape, tiled=True)
-    if size_of_leaf <= max(asked, 2 * _CODED_TILES):
+    if size_of_leaf <= max(asked, 2 * PIECE):
         return single
     return dataclasses.replace(single, refused=_reason(moments, shape))
 

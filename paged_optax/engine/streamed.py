@@ -43,6 +43,12 @@ class Held(NamedTuple):
     codes: Array
     scales: Array | None
 
+    @classmethod
+    def of(cls, x: Stored) -> "Held":
+        """What a codec stores, or an array."""
+        codes, scales = x if isinstance(x, Quantized) else (x, None)
+        return cls(codes, scales)
+
 
 @dataclasses.dataclass(frozen=True)
 class Streamed:
@@ -104,7 +110,7 @@ class Streamed:
 
     def view(self, x: Stored) -> Held:
         """What a loop holds of what was given."""
-        codes, scales = x if isinstance(x, Quantized) else (x, None)
+        codes, scales = Held.of(x)
         codes = codes.reshape(self.codes.opened)
         if self.scales is None or scales is None:
             return Held(codes, None)
@@ -165,20 +171,19 @@ class Streamed:
         """What the program sees of a page."""
         if self.codec is None:
             return page.codes
-        scales = page.scales
-        stored = page.codes if scales is None else Quantized(page.codes, scales)
-        return self.codec.decode(self._like_stored(stored, shape), shape)
+        return self.codec.decode(self.stored(page, shape), shape)
 
     def encode(self, page: Array, noise: Noise | None) -> Held:
         """What is stored of a result."""
         if self.codec is None:
             return Held(page, None)
         stored = self.codec.encode(page, noise)
-        codes, scales = stored if isinstance(stored, Quantized) else (stored, None)
-        return Held(codes, scales)
+        return Held.of(stored)
 
-    def _like_stored(self, stored: Stored, shape: tuple[int, ...]) -> Stored:
+    def stored(self, page: Held, shape: tuple[int, ...]) -> Stored:
+        """What the codec stores of a page of this shape."""
         assert self.codec is not None
+        stored = page.codes if page.scales is None else Quantized(*page)
         wanted = self.codec.stored(shape)
         return jax.tree.map(lambda x, like: x.reshape(like.shape), stored, wanted)
 
