@@ -327,3 +327,14 @@ def test_a_codec_of_whole_leaves_compiles_soon_on_v5e():
     report = aot.v5e(updating(tx, params))
     assert_in_place(report)
     assert report.device_temp <= 64 * MIB  # it was 137
+
+
+def test_complex_moments_stay_on_a_tpu(monkeypatch):
+    """XLA:TPU takes no layout of them."""
+    monkeypatch.setattr(memory, "platform", lambda: "tpu")
+    tx = po.paged_adamw(1e-3)
+    params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.complex64)}
+    assert [bool(x.refused) for x in po.plan(tx, params).moments] == [False, True, True]
+    report = aot.v5e(updating(tx, params))
+    assert report.device_temp <= 8 * MIB
+    assert not report.host_arguments

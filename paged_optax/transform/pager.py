@@ -26,6 +26,12 @@ from paged_optax.transform.stored_state import Layout
 from paged_optax.transform.trees import Leaf, Static, Traceable, paths_of
 
 
+_PAIRS = (
+    "XLA:TPU makes two arrays of one of 64-bit or complex values, and pages neither:"
+    " use real parameters of 32 bits or fewer"
+)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pager:
     """A transformation, and how it is paged.
@@ -106,6 +112,8 @@ class Pager:
         aval, shards = layout.avals[position], layout.shards[position]
         shape = shards.local(aval.shape) if shards else aval.shape
         kept = Kept(aval.dtype.itemsize, layout.codecs[position])
+        if memory.platform() == "tpu" and kept.codec is None and kept.itemsize > 4:
+            return _PAIRS
         geometry = cut(shape, (kept,), self.configuration.page_size)
         return geometry.on(memory.platform()).refused
 
