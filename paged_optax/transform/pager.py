@@ -25,7 +25,6 @@ from paged_optax.transform.parameter_shardings import Known
 from paged_optax.transform.stored_state import Layout
 from paged_optax.transform.trees import Leaf, Static, Traceable, paths_of
 
-
 _PAIRS = (
     "XLA:TPU makes two arrays of one of 64-bit or complex values, and pages neither:"
     " use real parameters of 32 bits or fewer"
