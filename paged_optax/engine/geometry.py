@@ -203,15 +203,9 @@ def _rows(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -> 
 
 
 def _folded(values: int, unit: int, most: int) -> int:
-    """Columns of whole units for a vector whose values are too many to count.
+    """Columns for a vector whose values are too many to count; 0 if there are none.
 
-    Args:
-      values: Values of the vector.
-      unit: Values that are never parted; 0: there is no such vector.
-      most: Columns at the most.
-
-    Returns:
-      The number of columns; 0 if there is none.
+    They are whole units of values that are never parted; 0: its values have no order.
     """
     found = range(unit, most + 1, unit) if unit else ()
     exact = (n for n in found if values % n == 0 and values // n < _MOST_INDEX)
