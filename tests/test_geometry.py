@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from helpers import reference
 from paged_optax.backend import tiling
 from paged_optax.codecs import Arranged, arranged, axis_of_blocks, named, unarranged
 from paged_optax.engine import part as one_array
-from paged_optax.engine import stream
+from paged_optax.engine import run, stream
 from paged_optax.engine.geometry import Kept, cut
 
 CODECS = ["dynamic_int8", "dynamic_int4", "float8_e4m3"]
@@ -197,3 +198,62 @@ def test_what_a_tpu_cannot_slice_is_refused_by_name():
 
 def test_sublanes():
     assert [sum(tiling.sublane_sizes(n)) for n in range(1, 40)] == list(range(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        ((7, 1000003), None),
+        ((99999989,), None),
+        ((99999989,), "bfloat16"),
+        ((128, 200003), "dynamic_int8"),
+        ((7, 11, 13, 10007), "dynamic_int8"),
+        ((1000003, 7), "dynamic_int8"),
+    ],
+)
+def test_a_refused_shape_can_be_paged_as_the_reason_says(shape, name):
+    def refused(shape):
+        codec = name and arranged(named(name, True), shape)
+        return cut(shape, (Kept(4, codec),), 2**20).tiles.refused
+
+    (multiple,) = re.findall(
+        r"pad its longest axis to a multiple of (\d+)", refused(shape)
+    )
+    padded, longest = list(shape), np.argmax(shape)
+    padded[longest] += -padded[longest] % int(multiple)
+    assert not refused(tuple(padded))
+
+
+@pytest.mark.parametrize(
+    "shape", [(2**31 + 4096,), (2**31 + 4096, 1), (1, 2**31 + 4096)]
+)
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_more_entries_than_32_bits_count(platform, shape):
+    """They are paged as a matrix, or refused by name; JAX counts to 2^31."""
+    pages = cut(shape, (Kept(4), Kept(4)), 2**24).on(platform)
+    assert bool(pages.refused) == (platform == "tpu")
+    assert pages.refused or (max(pages.view) < 2**31 and pages.entries <= 2**22)
+    params = jax.ShapeDtypeStruct(shape, jnp.float32)
+    tx = po.paged_adamw(1e-3)
+    jax.eval_shape(tx.update, params, po.abstract_state(tx, params), params)
+
+
+@pytest.mark.parametrize("shape", [(64, 512), (3, 40, 256), (256, 1003)], ids=str)
+@pytest.mark.parametrize("codec", ["dynamic_int8", "dynamic_int4"])
+def test_whole_leaves_are_coded_in_pieces_on_a_tpu(shape, codec, on_tiles, monkeypatch):
+    """Bit for bit as at once."""
+    tx = po.paged_lamb(1e-2, min_paged_size=0, codec=codec)
+    params = reference.arrays(jnp.float32, 0, {"w": shape})
+    found, counts = [], []
+    copied = run._copied
+    monkeypatch.setattr(
+        run, "_copied", lambda x, *rest: counts.append(x.count) or copied(x, *rest)
+    )
+    for size in (2**14, 2**30):
+        jax.clear_caches()
+        monkeypatch.setattr(run, "PIECE", size)
+        _, state = jax.jit(tx.update)(params, tx.init(params), params)
+        found.append(moments(state))
+    assert len(counts) >= 4
+    assert min(counts) > 1
+    jax.tree.map(np.testing.assert_array_equal, *found)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import paged_optax as po
 from helpers.reference import assert_equal
+from paged_optax.backend import memory
 from paged_optax.backend.memory import on_host
 
 PAGES = {"page_size": 4096, "min_paged_size": 1024}
@@ -176,3 +177,20 @@ def test_jit_step_names_the_way_back():
     with pytest.raises(ValueError, match=message):
         compiled(params, LOSSES["device_put"](state, None))
     compiled(params, state)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("codec", [None, "dynamic_int8"])
+def test_what_a_tpu_cannot_page_has_not_lost_its_place(monkeypatch, codec, jit):
+    """It stays by decision: `plan` says why, `init` warns, and `update` takes it."""
+    monkeypatch.setattr(memory, "platform", lambda: "tpu")
+    shape = (1100000,) if codec else (7, 100003)
+    tx, params = transformation(on_moved="raise", codec=codec), {"w": jnp.ones(shape)}
+    compiled = jax.jit if jit else lambda f: f
+    with pytest.warns(UserWarning, match=r"state\[0\].mu\['w'\].*a TPU"):
+        state = compiled(tx.init)(params)
+    plan = po.plan(tx, params)
+    assert [bool(x.refused) for x in plan.moments] == [False, True, True]
+    assert str(plan).count("cannot be paged here: a TPU") == 2
+    assert not any(map(on_host, jax.tree.leaves(state)))
+    compiled(tx.update)(params, state, params)

@@ -71,7 +71,14 @@ def test_plan_prints_every_group_and_the_totals():
     assert ["[0].mu['w'] +1", "4096x4096", "float32", "host", "16 x 4.0 MiB"] in [
         row[:5] for row in cells
     ]
-    assert ["[0].mu['v0'] +5", "1024", "bfloat16", "device", "-", "12.0 KiB"] in cells
+    assert [
+        "[0].mu['v0'] +5",
+        "1024",
+        "bfloat16",
+        "device",
+        "small",
+        "12.0 KiB",
+    ] in cells
     assert ["moments on the host", "128.0 MiB"] in cells
     assert ["over the link a step", "256.0 MiB"] in cells
     assert any(row[0] == "seconds a step at 50 GB/s" for row in cells)

@@ -4,7 +4,6 @@ import pytest
 
 import sweep
 from helpers import models
-from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 
 #: Attention kernels, a large convolution, and output matrices of odd vocabularies.
 QUICK = [(2048, 32, 64), (24, 1024, 64), (3, 3, 512, 512), (768, 50257), (50257, 768)]
@@ -21,9 +20,8 @@ pytestmark = pytest.mark.compiler
         ("int8", [QUICK[1], QUICK[3]]),
         ("int4", QUICK[-1:]),
         ("fp8", QUICK[2:3]),
-        ("int8, masters", QUICK[3:4]),
-        # With a raw index a GPU takes float32 of odd rows whole beside codes in words.
-        ("int8, float32", QUICK[3:4] if GPU_NEEDS_RAW_INDEX else QUICK[3:]),
+        ("int8, masters", [*QUICK[3:], (4099, 4096)]),
+        ("int8, float32", QUICK[3:]),
     ],
 )
 def test_real_shapes(name, shapes):

@@ -47,6 +47,25 @@ def test_layouts(dtype):
     assert layouts(shapes, dtype) == wanted
 
 
+@pytest.mark.quick("float32")
+@pytest.mark.compiler
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.uint8])
+def test_bytes(dtype):
+    """With what tiles leave empty, alone and in the shapes above."""
+    choose = random.Random(1)
+    shapes = [tuple(choose.choices(EXTENTS, k=n)) for n in (1, 1, 2, 2, 3, 4)]
+    shapes += [(100,), (1025,), (5000,), (8192, 33), (3, 3, 3, 64, 64)]
+    for shape in shapes:
+
+        def build(mesh, shape=shape):
+            _, host = aot.placements(mesh)
+            argument = jax.ShapeDtypeStruct(shape, dtype, sharding=host)
+            return jax.jit(lambda x: x, out_shardings=host), (argument,)
+
+        wanted = aot.v5e(build).host_arguments
+        assert tiling.nbytes(shape, jnp.dtype(dtype).itemsize) == wanted, shape
+
+
 @pytest.mark.parametrize("codec", [None, "dynamic_int8", "dynamic_int4", "float8_e4m3"])
 @pytest.mark.parametrize("page_size", [2**20, 2**24])
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])

@@ -43,8 +43,8 @@ batching.primitive_batchers[_pair] = lambda xs, axes: (_pair.bind(*xs), *axes)
 
 
 def _lower(
-    context: mlir.LoweringRuleContext, *operands: ir.Value
-) -> Sequence[ir.Value]:
+    context: mlir.LoweringRuleContext, *operands: "ir.Value[ir.Type]"
+) -> "Sequence[ir.Value[ir.Type]]":
     module = context.module_context
     # Once a program: it has a mark for each array.
     if module.cached_primitive_lowerings.setdefault(_pair, context) is context:

@@ -2,11 +2,13 @@
 
 import jax
 
+from paged_optax.backend.types import KeyPath
+
 #: A path string, or a JAX key path.
-Path = str | jax.tree_util.KeyPath
+Path = str | KeyPath
 
 
-def keystr(path: jax.tree_util.KeyPath) -> str:
+def keystr(path: KeyPath) -> str:
     """A key path as Python would write it.
 
     Example:
@@ -16,7 +18,7 @@ def keystr(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path)
 
 
-def slashed(path: jax.tree_util.KeyPath) -> str:
+def slashed(path: KeyPath) -> str:
     """A key path as a name.
 
     Example:

@@ -22,6 +22,7 @@ from jax.sharding import (
 )
 from jaxtyping import PyTree
 
+from paged_optax.backend import tiling
 from paged_optax.backend.arrays import is_traced
 from paged_optax.backend.types import Device
 
@@ -85,6 +86,19 @@ def platform() -> str:
 def nbytes(tree: PyTree) -> int:
     """Bytes of arrays, traced values or `ShapeDtypeStruct`s: one, or a pytree."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def laid_out(tree: PyTree, order: tuple[int, ...] | None = None) -> int:
+    """Bytes of arrays as the default backend lays them out: in tiles on a TPU.
+
+    Args:
+      tree: An array, its shape and dtype, or a pytree of such.
+      order: The axes, minor to major; None: the backend's own choice.
+    """
+    if platform() != "tpu":
+        return nbytes(tree)
+    leaves = jax.tree.leaves(tree)
+    return sum(tiling.nbytes(x.shape, x.dtype.itemsize, order) for x in leaves)
 
 
 def bytes_a_device(tree: PyTree) -> int:

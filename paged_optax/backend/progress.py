@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -12,7 +12,9 @@ LARGE = 1 << 30
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int, shown: bool = True) -> Iterator[Callable[[], None]]:
+def progress(
+    what: str, total: int, shown: bool = True
+) -> Generator[Callable[[], None]]:
     """Shows how far a loop is, on a terminal alone.
 
     Args:

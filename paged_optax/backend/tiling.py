@@ -43,21 +43,38 @@ def minor_to_major(shape: tuple[int, ...], itemsize: int = 4) -> tuple[int, ...]
     axes = range(len(shape) - 1, -1, -1)
     if len(shape) < 2:
         return tuple(axes)
-    # Values of fewer than 32 bits share a word with those of the next sublanes.
-    packed = max(1, 4 // itemsize)
-
-    def space(lanes: int, sublanes: int) -> int:
-        height = max(packed, min(SUBLANES, _power_of_two(shape[sublanes])))
-        others = (n for i, n in enumerate(shape) if i not in (lanes, sublanes))
-        return (
-            _up(shape[lanes], LANES) * _up(shape[sublanes], height) * math.prod(others)
-        )
-
     pairs = ((lanes, sublanes) for lanes in axes for sublanes in axes)
     lanes, sublanes = min(
-        (pair for pair in pairs if pair[0] != pair[1]), key=lambda pair: space(*pair)
+        (pair for pair in pairs if pair[0] != pair[1]),
+        key=lambda pair: nbytes(shape, itemsize, pair),
     )
     return (lanes, sublanes, *(i for i in axes if i not in (lanes, sublanes)))
+
+
+def nbytes(
+    shape: tuple[int, ...], itemsize: int, order: tuple[int, ...] | None = None
+) -> int:
+    """Bytes of an array as XLA:TPU lays it out, with what its tiles leave empty.
+
+    Args:
+      shape: The array's shape.
+      itemsize: Bytes a value.
+      order: The axes of the lanes and of the sublanes, and others; None: its own.
+
+    Example:
+      >>> nbytes((8192, 33), 4) / (8192 * 33 * 4), nbytes((3, 3, 64, 64), 4)
+      (1.2121212121212122, 294912)
+    """
+    # Values of fewer than 32 bits share a word with those of the next sublanes.
+    packed = max(1, 4 // itemsize)
+    if len(shape) < 2:
+        tile = min(SUBLANES, _power_of_two(-(-math.prod(shape) // LANES)))
+        return itemsize * _up(math.prod(shape), LANES * max(packed, tile))
+    lanes, sublanes, *_ = minor_to_major(shape, itemsize) if order is None else order
+    height = max(packed, min(SUBLANES, _power_of_two(shape[sublanes])))
+    others = (n for i, n in enumerate(shape) if i not in (lanes, sublanes))
+    tiles = _up(shape[lanes], LANES) * _up(shape[sublanes], height)
+    return itemsize * tiles * math.prod(others)
 
 
 def viewed(

@@ -1,7 +1,7 @@
 """Types that several folders share."""
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import numpy as np
@@ -9,6 +9,9 @@ from jaxtyping import PyTree
 
 #: What has a shape and a dtype: an array, a NumPy scalar, or a description of one.
 ArrayOrShape = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+
+#: The keys that lead to a leaf of a tree. JAX gives keys no type in common.
+KeyPath = tuple[Any, ...]
 
 # Pyright sees a variable here, for jaxlib comes without type stubs.
 PyTreeDef: TypeAlias = jax.tree_util.PyTreeDef  # pyright: ignore[reportInvalidTypeForm]

@@ -3,10 +3,10 @@
 import inspect
 from collections.abc import Callable, Hashable, Iterable
 
-from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.types import KeyPath
 
 #: The position of an argument, or the name of one that has none.
 Key = int | str

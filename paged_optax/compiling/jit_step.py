@@ -86,6 +86,10 @@ class Step:
                 refuse_moved(values, made.keys, made.hosted)
             raise
 
+    def compile(self, *args: PyTree, **kwargs: PyTree) -> None:
+        """Compiles the step for arguments like these."""
+        self._made = self._compiled_for(self._by_key(args, kwargs))
+
     def _by_key(
         self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> dict[Key, PyTree]:
@@ -269,5 +273,5 @@ def jit_step(
         )
     made = Step(step, donated, static)
     if examples:
-        made._made = made._compiled_for(made._by_key(example_args, example_kwargs))
+        made.compile(*example_args, **example_kwargs)
     return made

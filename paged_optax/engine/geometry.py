@@ -17,11 +17,13 @@ from typing import NamedTuple
 from paged_optax.backend import tiling
 from paged_optax.codecs import Codec, axis_of_blocks, codes_of, packed_along
 
+#: Bytes of a page, or of a piece of one, that a TPU computes a codec on.
+#
 # XLA:TPU keeps what it computes of a page of this size in its vector memory: of
 # (50257, 768) in eight bits, pages of 16 MiB take 92 MiB of scratch. And the larger a
 # page, the longer what computes on it takes to compile: (32128, 1024) in pages of 2 MiB
 # 15 s, of 1 MiB 6 s (libtpu 0.0.52).
-_CODED_TILES = 2**20
+PIECE = 2**20
 
 # Scales of a moment that go in pages on a TPU, though pages may have to be larger.
 _MANY_SCALES = 2**18
@@ -31,8 +33,12 @@ _MANY_SCALES = 2**18
 _PAGES = 16
 _LEAST_PAGE = 2**20
 
-# Slices of a flat view start at values counted in 32 bits.
-_MOST_FLAT = 2**31
+# Slices start at entries counted in 32 bits.
+_MOST_INDEX = 2**31
+_TOO_LONG = (
+    "slices start at entries counted in 32 bits, and its longest axis has more: make it"
+    " a matrix of shorter axes"
+)
 
 
 class Kept(NamedTuple):
@@ -63,7 +69,8 @@ class Pages:
       size: Entries of a page along it.
       count: Pages, smaller last ones included; 0 where leaves of several shapes are
         updated together and travel whole.
-      unit: Entries along `axis` that are never parted: blocks, or codes of one word.
+      unit: Entries along `axis` that a loop's own variable counts as one. A page is a
+        multiple of them.
       tiled: Whether arrays lie in a TPU's tiles.
       refused: Why the leaf cannot be cut although it is larger than a page; else empty.
     """
@@ -168,27 +175,43 @@ def _rows(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -> 
     if values * itemsize <= page_size:
         return _single(shape)
     columns = shape[-1] if len(shape) > 1 else 1
-    unit = math.lcm(*(_unit_of_rows(x.codec, columns) for x in moments))
+    units = [_unit_of_rows(x.codec, columns) for x in moments]
+    unit = math.lcm(*units)
     rows = values // columns
     view: tuple[int, ...] = (rows, columns) if len(shape) > 1 else shape
+    flat = [_unit_of_values(x.codec, shape) for x in moments]
+    if max(view) >= _MOST_INDEX:
+        unit = math.lcm(*flat)
+        if not (columns := _folded(values, unit, page_size // itemsize)):
+            return dataclasses.replace(_single(shape), refused=_TOO_LONG)
+        rows, units, unit = values // columns, [1], 1
+        view = rows, columns
     axis, extent, bytes_each = 0, rows, columns * itemsize
-    if unit * bytes_each > page_size and values < _MOST_FLAT:
-        flat = [_unit_of_values(x.codec, shape) for x in moments]
+    if unit * bytes_each > page_size and values < _MOST_INDEX:
         if all(flat):
-            view, extent, bytes_each, unit = (
-                (values,),
-                values,
-                itemsize,
-                math.lcm(*flat),
-            )
+            units, unit = flat, math.lcm(*flat)
+            view, extent, bytes_each = (values,), values, itemsize
         elif all(axis_of_blocks(x.codec) == -2 or _block(x) == 1 for x in moments):
             # Blocks along columns: pages are strips, which a kernel transfers.
             axis, extent, bytes_each = 1, columns, rows * itemsize
-            unit = math.lcm(*(packed_along(x.codec, -1) for x in moments))
+            units = [packed_along(x.codec, -1) for x in moments]
+            unit = math.lcm(*units)
     size, count = _divide(extent, unit, bytes_each, page_size)
     if count == 1:
         return _single(shape)  # its rows are not enough for whole blocks
+    if len(set(units)) > 1:
+        unit = math.gcd(unit, extent)  # a moment of no blocks has no other whole units
     return Pages(shape, view, axis, size, count, unit=unit)
+
+
+def _folded(values: int, unit: int, most: int) -> int:
+    """Columns for a vector whose values are too many to count; 0 if there are none.
+
+    They are whole units of values that are never parted; 0: its values have no order.
+    """
+    found = range(unit, most + 1, unit) if unit else ()
+    exact = (n for n in found if values % n == 0 and values // n < _MOST_INDEX)
+    return next(exact, 0)
 
 
 def _unit_of_rows(codec: Codec | None, columns: int) -> int:
@@ -247,7 +270,7 @@ def _tiles(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) ->
     itemsize = max(x.itemsize for x in moments)
     asked, size_of_leaf = page_size, math.prod(shape) * itemsize
     if any(_block(x) > 1 for x in moments):
-        page_size = min(page_size, _CODED_TILES)
+        page_size = min(page_size, PIECE)
     page_size = _many(size_of_leaf, page_size)
     if size_of_leaf <= page_size:
         return _single(shape, tiled=True)
@@ -259,7 +282,7 @@ def _tiles(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) ->
         ways.sort(key=lambda way: way[1] != 0)
     for view, axis in ways:
         unit = math.lcm(*(_unit_of_tiles(x, shape, view, axis) for x in moments))
-        if not 0 < unit < view[axis]:
+        if not 0 < unit < view[axis] or view[axis] >= _MOST_INDEX:
             continue
         others = math.prod(view) // view[axis]
         bytes_each = others * itemsize
@@ -273,16 +296,29 @@ def _tiles(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) ->
     if found:
         return min(found, key=lambda pages: pages.entries)
     single = _single(shape, tiled=True)
-    if size_of_leaf <= max(asked, 2 * _CODED_TILES):
+    if size_of_leaf <= max(asked, 2 * PIECE):
         return single
     return dataclasses.replace(single, refused=_reason(moments, shape))
 
 
 def _reason(moments: tuple[Kept, ...], shape: tuple[int, ...]) -> str:
-    """Why a TPU cannot cut a leaf."""
-    in_bytes = any(x.on_host and _codes(x, shape)[1] < 2 for x in moments)
-    why = "no page of it ends with a tile and with a block"
-    return "its codes are bytes, in no whole words" if in_bytes else why
+    """Why a TPU cannot cut a leaf, and what to do."""
+    if max(shape) >= _MOST_INDEX:
+        return _TOO_LONG
+    block = math.lcm(*map(_block, moments))
+    smallest = min(_codes(x, shape)[1] for x in moments)
+    tile = tiling.LANES
+    if len(shape) < 2:
+        tile *= tiling.SUBLANES * max(1, 4 // smallest)
+    elif block > 1:
+        tile *= 8  # so many codes may share a word
+    pad = f"pad its longest axis to a multiple of {math.lcm(tile, block)}"
+    if any(x.on_host and _codes(x, shape)[1] < 2 for x in moments):
+        if len(shape) < 2:
+            pad = "make it a matrix, or store it without a codec"
+        return f"a TPU slices no bytes in host memory, and its codes are bytes: {pad}"
+    ends = "a tile and with a block" if block > 1 else "a tile"
+    return f"a TPU slices whole tiles, and no page of it ends with {ends}: {pad}"
 
 
 def _ways(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:

@@ -64,43 +64,34 @@ class Part:
     travels: bool
 
     @property
-    def nbytes(self) -> int:
-        """Its bytes."""
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
-
-    @property
-    def merged(self) -> int:
-        """Entries that are one in `opened`, whose index is a loop's own variable."""
-        if self.view is None or not self._counted or self.pages.axis:
-            return 1
-        unit = unit_of(self.pages, self.ratios)
-        return unit if self.view[0] % unit == 0 else 1
-
-    @property
-    def _counted(self) -> bool:
-        """Whether its pages are found by a loop's own variable, where they can be."""
-        return self.travels and not self.pages.tiled
+    def _by_unit(self) -> tuple[int, ...] | None:
+        """The shape of which a loop's own variable is the first index, if it is."""
+        if self.view is None or self.pages.axis or self.pages.tiled:
+            return None
+        return by_unit(self.pages, self.view, self.ratios) if self.travels else None
 
     @property
     def opened(self) -> tuple[int, ...]:
         """The shape that a loop holds."""
-        if self.view is None or (self.on_host and not self.travels):
+        if self.view is None or self.whole:
             return self.shape
-        if self.merged == 1:
-            return self.view
-        first, *rest = self.view
-        return (first // self.merged, self.merged, *rest)
+        return self._by_unit or self.view
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it travels, before the first page and after the last."""
+        return self.on_host and not self.travels
 
     def ahead(self, x: Array) -> Array:
         """Brings what does not travel in pages to the device."""
-        if self.on_host and not self.travels:
+        if self.whole:
             x = jax.device_put(x, DEVICE)
             return x if self.view is None else x.reshape(self.view)
         return x
 
     def back(self, x: Array) -> Array:
         """Undoes `ahead`."""
-        if self.on_host and not self.travels:
+        if self.whole:
             return jax.device_put(x.reshape(self.shape), HOST)
         return x
 
@@ -111,8 +102,8 @@ class Part:
             page = lax.dynamic_slice(x, starts, sizes)
             if self.travels:
                 page = jax.device_put(page, DEVICE)
-            if self.merged > 1:
-                page = page.reshape(-1, *page.shape[2:])
+            if self._by_unit:
+                page = page.reshape(-1, *self.view[1:])
             return self._laid_out(page)
         return self._laid_out(jax.device_put(x, DEVICE) if self.travels else x)
 
@@ -150,11 +141,15 @@ class Part:
                 continue
             starts.append(start if number == of else _scaled(start, number, of))
             sizes.append(-(-whole[axis] * number // of))
-        if self._counted and self.merged == unit_of(self.pages, self.ratios):
+        if self._by_unit:
+            _, *rest = self._by_unit
+            values = math.prod(sizes)
+            starts = [at.unit, *[np.int32(0)] * len(rest)]
+            sizes = [values // math.prod(rest), *rest]
+            return starts, sizes
+        number, of = self.ratios[self.pages.axis]
+        if self.travels and self.pages.unit * number == of:
             starts[self.pages.axis] = at.unit
-            if self.merged > 1:
-                starts.insert(1, np.int32(0))
-                sizes[:1] = sizes[0] // self.merged, self.merged
         return starts, sizes
 
     def _pieces(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -188,10 +183,32 @@ class Part:
         return tiling.minor_to_major(view, itemsize) if order is None else order
 
 
-def unit_of(pages: Pages, ratios: Sequence[tuple[int, int]]) -> int:
-    """Entries of an array that a loop's own variable counts as one."""
-    number, of = ratios[pages.axis]
-    return pages.unit * number // of
+def by_unit(
+    pages: Pages, view: Sequence[int], ratios: Sequence[tuple[int, int]]
+) -> tuple[int, ...] | None:
+    """The shape in which one entry of an array's first axis is one unit of a loop.
+
+    Several entries of the view are joined to one, or one is parted into several: of
+    codes that four rows share, each row has a fourth.
+
+    Args:
+      pages: How the leaf is cut, along its first axis.
+      view: The array's view.
+      ratios: See `Part`.
+
+    Returns:
+      The shape; None where the array has no such one.
+    """
+    (number, of), (first, *rest) = ratios[0], view
+    if pages.unit * number % of == 0:
+        together = pages.unit * number // of
+        if together == 1 or first % together:
+            return None if first % together else (first, *rest)
+        return (first // together, together, *rest)
+    parts, left = divmod(of, pages.unit * number)
+    if left or math.prod(rest) % parts:
+        return None
+    return (first * parts, math.prod(rest) // parts)
 
 
 def _scaled(start: Index, number: int, of: int) -> Index:

@@ -22,7 +22,7 @@ from paged_optax.backend.types import ArrayOrShape
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Codec, Noise, Quantized, axis_of_blocks, packed_along
 from paged_optax.engine.geometry import Pages
-from paged_optax.engine.part import At, Part, unit_of
+from paged_optax.engine.part import At, Part, by_unit
 
 #: An array, or what a codec stores in its place.
 Stored = Array | Quantized[Array]
@@ -42,6 +42,12 @@ class Held(NamedTuple):
 
     codes: Array
     scales: Array | None
+
+    @classmethod
+    def of(cls, x: Stored) -> "Held":
+        """What a codec stores, or an array."""
+        codes, scales = x if isinstance(x, Quantized) else (x, None)
+        return cls(codes, scales)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +111,7 @@ class Streamed:
 
     def view(self, x: Stored) -> Held:
         """What a loop holds of what was given."""
-        codes, scales = x if isinstance(x, Quantized) else (x, None)
+        codes, scales = Held.of(x)
         codes = codes.reshape(self.codes.opened)
         if self.scales is None or scales is None:
             return Held(codes, None)
@@ -166,20 +172,19 @@ class Streamed:
         """What the program sees of a page."""
         if self.codec is None:
             return page.codes
-        scales = page.scales
-        stored = page.codes if scales is None else Quantized(page.codes, scales)
-        return self.codec.decode(self._like_stored(stored, shape), shape)
+        return self.codec.decode(self.stored(page, shape), shape)
 
     def encode(self, page: Array, noise: Noise | None) -> Held:
         """What is stored of a result."""
         if self.codec is None:
             return Held(page, None)
         stored = self.codec.encode(page, noise)
-        codes, scales = stored if isinstance(stored, Quantized) else (stored, None)
-        return Held(codes, scales)
+        return Held.of(stored)
 
-    def _like_stored(self, stored: Stored, shape: tuple[int, ...]) -> Stored:
+    def stored(self, page: Held, shape: tuple[int, ...]) -> Stored:
+        """What the codec stores of a page of this shape."""
         assert self.codec is not None
+        stored = page.codes if page.scales is None else Quantized(*page)
         wanted = self.codec.stored(shape)
         return jax.tree.map(lambda x, like: x.reshape(like.shape), stored, wanted)
 
@@ -229,7 +234,7 @@ def _is_raw(
     """Whether pages are found by a loop's own variable, where XLA:GPU needs that."""
     if pages.axis or not GPU_NEEDS_RAW_INDEX:
         return True  # strips are transferred by kernels, which compute their addresses
-    return view[0] % unit_of(pages, ratios) == 0
+    return by_unit(pages, view, ratios) is not None
 
 
 def _scales_travel(

@@ -24,6 +24,7 @@ from jaxtyping import PyTree
 from paged_optax.backend.barriers import finished
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import DEVICE, HOST, on_host
+from paged_optax.backend.types import KeyPath
 from paged_optax.codecs import Quantized
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.parts import Parts
@@ -373,9 +374,7 @@ def _scales_to(x: Stored, *, host: bool) -> Stored:
     return x._replace(scales=jax.device_put(x.scales, HOST if host else DEVICE))
 
 
-def _refuse_other_stack(
-    path: jax.tree_util.KeyPath, x: Stored, parameter: Array
-) -> None:
+def _refuse_other_stack(path: KeyPath, x: Stored, parameter: Array) -> None:
     length = parameter.shape[0]
     values = parameter.size // length
     fits = (

@@ -25,6 +25,7 @@ from paged_optax.backend.memory import (
     typed_by_memory,
 )
 from paged_optax.backend.sizes import parse_bytes
+from paged_optax.backend.types import KeyPath
 from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.slices import goes_in_slabs
 
@@ -244,7 +245,7 @@ def length_of(layers: PyTree) -> int:
 def _refuse_real(
     argument: str,
     dtype: DTypeLike | None,
-    layers: Sequence[tuple[jax.tree_util.KeyPath, Shaped]],
+    layers: Sequence[tuple[KeyPath, Shaped]],
 ) -> None:
     if dtype is None or jnp.issubdtype(dtype, jnp.complexfloating):
         return

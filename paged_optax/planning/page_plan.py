@@ -86,7 +86,7 @@ class PagePlan:
     def __str__(self) -> str:
         groups: dict[Hashable, list[Moment]] = {}
         for x in self.moments:
-            key = (x.shape, x.dtype, x.on_host, x.pages, x.page_bytes)
+            key = (x.shape, x.dtype, x.on_host, x.pages, x.page_bytes, x.stays)
             groups.setdefault(key, []).append(x)
         rows = []
         for group in sorted(groups.values(), key=lambda g: -sum(x.bytes for x in g)):
@@ -99,7 +99,7 @@ class PagePlan:
                     "host" if first.on_host else "device",
                     f"{first.pages} x {readable_bytes(first.page_bytes)}"
                     if first.on_host
-                    else "-",
+                    else first.stays,
                     readable_bytes(sum(x.bytes for x in group)),
                 )
             )
@@ -119,8 +119,11 @@ class PagePlan:
             totals.append((each, readable_bytes(self.bytes_per_host)))
         titles = ("moments", "shape", "dtype", "where", "pages", "bytes")
         tables = table(titles, rows), table((title, ""), totals)
-        notes = [f"{x.path} is not paged here: {x.refused}." for x in self.moments]
-        notes = [note for note, x in zip(notes, self.moments, strict=True) if x.refused]
+        notes = [
+            f"{x.path} cannot be paged here: {x.refused}."
+            for x in self.moments
+            if x.refused
+        ]
         return "\n\n".join((*tables, *notes))
 
 

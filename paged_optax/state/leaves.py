@@ -9,12 +9,11 @@ from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import name_of
 from paged_optax.backend.memory import on_host
-from paged_optax.backend.types import ArrayOrShape
+from paged_optax.backend.types import ArrayOrShape, KeyPath
 from paged_optax.backend.variables import bare
 from paged_optax.codecs import Quantized
 

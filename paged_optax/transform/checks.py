@@ -9,7 +9,6 @@ import numpy as np
 import optax
 from jax import Array
 from jax.sharding import Mesh
-from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
@@ -17,6 +16,7 @@ from paged_optax.analysis.flat import abstract
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import PINNED_HOST, memory_kinds, on_host
+from paged_optax.backend.types import KeyPath
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.trees import Leaf, Value, paths_of
 

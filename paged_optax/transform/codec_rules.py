@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import KeyPath
 
 from paged_optax.backend.key_paths import slashed
+from paged_optax.backend.types import KeyPath
 from paged_optax.codecs import Codec, named
 from paged_optax.transform.trees import Leaf
 

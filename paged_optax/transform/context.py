@@ -9,7 +9,7 @@ an inner `jax.jit` traces again in another context.
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 import jax
 from jax import Array
@@ -58,7 +58,7 @@ def current() -> Context:
 
 
 @contextlib.contextmanager
-def within(**changes: object) -> Iterator[None]:
+def within(**changes: object) -> Generator[None]:
     """Changes fields of the context around all calls within."""
     context = dataclasses.replace(current(), **changes)
     values = (getattr(context, field.name) for field in dataclasses.fields(context))

@@ -3,14 +3,12 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
-from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import abstract, refuse_effects, trace
@@ -23,6 +21,7 @@ from paged_optax.backend.explicit_axes import automatically, without_explicit_ax
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import PINNED_HOST, nbytes, resolve_host_memory_kind
 from paged_optax.backend.progress import LARGE, progress
+from paged_optax.backend.types import KeyPath
 from paged_optax.backend.variables import bare, like, settled
 from paged_optax.engine.geometry import Kept
 from paged_optax.engine.guard import check_backend
@@ -68,11 +67,12 @@ def _made(pager: Pager, params: optax.Params) -> optax.OptState:
                 abstract_params,
                 making.shapes,
                 making.stays,
+                making.refused,
                 making.shards,
                 extra,
             ),
         )
-    if not any(isinstance(x, Tracer) for x in leaves):
+    if not is_traced(leaves):
         with without_explicit_axes():
             made = tied(making.leaves(leaves), leaves)
         pager.known.seen |= said
@@ -94,6 +94,8 @@ class _Making:
       layout: How the state is stored.
       shards: For each parameter how it is divided, or None.
       stays: For each leaf whether it is on the device.
+      refused: By the position of leaves that stay because they cannot be sliced in
+        host memory, why not.
       analysis: The programs that make the leaves.
     """
 
@@ -102,6 +104,7 @@ class _Making:
     layout: Layout
     shards: tuple[Shards | None, ...]
     stays: list[bool]
+    refused: Mapping[int, str]
     analysis: Analysis
 
     @classmethod
@@ -118,16 +121,23 @@ class _Making:
         stays = resident(
             layout.sizes(), layout.owners, budget, configuration.min_paged_size
         )
+        refused: dict[int, str] = {}
         if not all(stays):
             kind = resolve_host_memory_kind(configuration.host_memory_kind)
             if kind == PINNED_HOST:
                 check_backend()
                 refuse_devices(state_paths, stays, layout.shards)
-                stays = _uncut_stay(pager, layout, state_paths, stays, leaves)
+                refused = {
+                    i: reason
+                    for i, stay in enumerate(stays)
+                    if not stay and (reason := pager.refused(layout, i))
+                }
+                _tell_of_refused(state_paths, refused)
+                stays = [stay or i in refused for i, stay in enumerate(stays)]
             else:
                 stays = [True] * len(stays)
         analysis = analyse(closed, [None] * len(leaves), [None] * len(avals), str)
-        return cls(pager, shapes, layout, shards, stays, analysis)
+        return cls(pager, shapes, layout, shards, stays, refused, analysis)
 
     @property
     def owners(self) -> Sequence[int | None]:
@@ -199,27 +209,14 @@ class _Making:
         )
 
 
-def _uncut_stay(
-    pager: Pager,
-    layout: Layout,
-    paths: Sequence[KeyPath],
-    stays: Sequence[bool],
-    parameters: Sequence[Parameter],
-) -> list[bool]:
-    """Keeps moments on the device that a TPU cannot slice in host memory, and warns."""
-    if memory.platform() != "tpu":
-        return list(stays)
-    refused = {
-        position: reason
-        for position, stay in enumerate(stays)
-        if not stay and (reason := pager.refused(layout, position))
-    }
-    if refused and not is_traced(parameters):
-        first, reason = next(iter(refused.items()))
-        warnings.warn(
-            f"state{keystr(paths[first])} and {len(refused) - 1} other moments"
-            f" stay in device memory: {reason}. The README says which shapes can"
-            " be paged on a TPU.",
-            stacklevel=3,
-        )
-    return [stay or i in refused for i, stay in enumerate(stays)]
+def _tell_of_refused(paths: Sequence[KeyPath], refused: Mapping[int, str]) -> None:
+    """Warns of moments that stay on the device; `plan` says so itself."""
+    if not refused or current().types_only:
+        return
+    first, reason = next(iter(refused.items()))
+    others = f" and {len(refused) - 1} other moments" if len(refused) > 1 else ""
+    warnings.warn(
+        f"state{keystr(paths[first])}{others} cannot be paged, and are in device"
+        f" memory: {reason}.",
+        stacklevel=3,
+    )

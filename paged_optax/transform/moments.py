@@ -5,16 +5,21 @@ from collections.abc import Mapping, Sequence
 import jax
 from jaxtyping import PyTree
 
-from paged_optax.backend import memory
+from paged_optax.backend import memory, tiling
 from paged_optax.backend.key_paths import keystr
-from paged_optax.backend.memory import nbytes
+from paged_optax.backend.memory import laid_out
 from paged_optax.engine.geometry import Kept, Pages, uncut
 from paged_optax.engine.run import both_ways
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.streamed import Streamed
 from paged_optax.transform.pager import Pager, divided_as
 from paged_optax.transform.recorded import Moment
-from paged_optax.transform.trees import paths_of, split
+from paged_optax.transform.trees import Leaf, paths_of, split
+
+_WHOLE = (
+    "its rows are no whole words, and before jax 0.11.2 a GPU takes it whole: install"
+    " jax 0.11.2 or newer, or give all moments of the parameter one codec"
+)
 
 
 def planned_moments(
@@ -22,6 +27,7 @@ def planned_moments(
     params: PyTree[jax.ShapeDtypeStruct],
     shapes: PyTree[jax.ShapeDtypeStruct],
     stays: Sequence[bool],
+    refused: Mapping[int, str],
     shards: Sequence[Shards | None],
     extra: Mapping[str, PyTree],
 ) -> list[Moment]:
@@ -32,6 +38,7 @@ def planned_moments(
       params: The shapes and dtypes of the parameters.
       shapes: The shapes and dtypes of the state of `inner`.
       stays: For each leaf of the state whether it stays on the device.
+      refused: By the position of leaves that stay because they cannot be paged, why.
       shards: For each parameter how it is divided, or None.
       extra: The extra arguments that `update` will get.
 
@@ -43,7 +50,7 @@ def planned_moments(
     analysis, _ = pager.analyse(params, shapes, layout.owners, params, *extras)
     first = len(jax.tree.leaves(params))
     state_paths, avals = paths_of(shapes)
-    geometry: dict[int, tuple[int, Pages, bool]] = {}
+    geometry: dict[int, tuple[int, Pages, bool, int]] = {}
     platform = memory.platform()
     for number, leaf in enumerate(analysis.leaves):
         inside = {i - first for i in (*leaf.inputs, *leaf.outputs)}
@@ -57,33 +64,48 @@ def planned_moments(
         pages = pager.geometry(leaf, kept, divided).on(platform)
         travelling = sum(x.on_host for x in kept)
         both = both_ways(pages, travelling, [x.codec for x in kept])
-        geometry.update((i, (number, pages, both)) for i in inside)
+        # Of a single moment's update XLA:GPU may write a part apart, for the moment's
+        # own kernel has computed it; of several it never has (jax 0.10.2).
+        part = travelling == 1 and platform != "tpu"
+        flying = 3 if part or not pages.count else 2
+        geometry.update((i, (number, pages, both, flying)) for i in inside)
     found = []
-    for i, (path, x) in enumerate(zip(state_paths, avals, strict=True)):
-        alone = len(analysis.leaves) + i, uncut(x.shape).rows, False
-        number, pages, both = geometry.get(i, alone)
+    smallest = pager.configuration.min_paged_size
+    every = zip(state_paths, avals, layout.sizes(), strict=True)
+    for i, (path, x, size) in enumerate(every):
+        alone = len(analysis.leaves) + i, uncut(x.shape).rows, False, 3
+        number, pages, both, flying = geometry.get(i, alone)
         codec, part = layout.codecs[i], layout.shards[i]
         shape = part.local(x.shape) if part else x.shape
-        page = pages.entries * x.dtype.itemsize if pages.count else nbytes(x)
-        stored = Streamed.of(layout.stored(i), pages, codec, on_host=True)
-        scales = None if part or stays[i] else stored.scales
-        reason = pages.refused
-        if platform == "tpu" and codec is not None and stays[i] and not reason:
-            reason = pager.refused(layout, i)
+        stored = codec.stored(shape) if codec else jax.ShapeDtypeStruct(shape, x.dtype)
+        streamed = Streamed.of(stored, pages, codec, on_host=not stays[i])
+        parts = streamed.codes, streamed.scales
+        whole = [each for each in parts if each and each.whole]
+        reason = _WHOLE if streamed.codes in whole else pages.refused
         found.append(
             Moment(
                 path=keystr(path),
                 shape=shape,
                 dtype=str(x.dtype if codec is None else codec),
-                bytes=nbytes(layout.stored(i)) // layout.parts(i),
+                bytes=laid_out(stored),
                 on_host=not stays[i],
                 pages=0 if stays[i] else max(1, pages.count),
-                page_bytes=0 if stays[i] else page,
+                page_bytes=0 if stays[i] else _page_bytes(pages, x),
                 leaf=number,
-                in_flight=2 if codec is None and pages.count else 3,
-                beside=scales.nbytes if scales and not scales.travels else 0,
-                refused=reason,
+                in_flight=flying if codec is None else 3,
+                beside=sum(map(laid_out, whole)),
+                refused=refused.get(i, "" if stays[i] else reason),
                 both_ways=both and not stays[i],
+                small=size is not None and size < smallest,
             )
         )
     return found
+
+
+def _page_bytes(pages: Pages, moment: Leaf) -> int:
+    """Bytes of a full page, as the transformation sees it."""
+    if not pages.count:
+        return laid_out(moment)
+    order = tiling.viewed(pages.leaf, len(pages.view), moment.dtype.itemsize)
+    page = jax.ShapeDtypeStruct(pages.page(pages.size), moment.dtype)
+    return laid_out(page, order)

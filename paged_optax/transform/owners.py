@@ -3,12 +3,12 @@
 import collections
 from collections.abc import Sequence
 
-import jax
+from paged_optax.backend.types import KeyPath
 
 
 def parameter_of(
-    state_paths: Sequence[jax.tree_util.KeyPath],
-    parameter_paths: Sequence[jax.tree_util.KeyPath],
+    state_paths: Sequence[KeyPath],
+    parameter_paths: Sequence[KeyPath],
 ) -> list[int | None]:
     """Finds the parameter of each state leaf, by the end of the leaf's path.
 

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from paged_optax.analysis.flat import abstract, refuse_effects, trace
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.analysis.split import analyse
+from paged_optax.backend import memory
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.engine.geometry import Geometry, Kept, cut, uncut
@@ -23,6 +24,11 @@ from paged_optax.transform.owners import parameter_of
 from paged_optax.transform.parameter_shardings import Known
 from paged_optax.transform.stored_state import Layout
 from paged_optax.transform.trees import Leaf, Static, Traceable, paths_of
+
+_PAIRS = (
+    "XLA:TPU makes two arrays of one of 64-bit or complex values, and pages neither:"
+    " use real parameters of 32 bits or fewer"
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,11 +107,14 @@ class Pager:
         return cut(shape, tuple(moments), self.configuration.page_size)
 
     def refused(self, layout: Layout, position: int) -> str:
-        """Tells why a TPU cannot slice a moment in host memory; empty if it can."""
+        """Tells why a moment cannot be sliced in host memory; empty if it can."""
         aval, shards = layout.avals[position], layout.shards[position]
         shape = shards.local(aval.shape) if shards else aval.shape
         kept = Kept(aval.dtype.itemsize, layout.codecs[position])
-        return cut(shape, (kept,), self.configuration.page_size).tiles.refused
+        if memory.platform() == "tpu" and kept.codec is None and kept.itemsize > 4:
+            return _PAIRS
+        geometry = cut(shape, (kept,), self.configuration.page_size)
+        return geometry.on(memory.platform()).refused
 
     def analyse(
         self,
@@ -130,7 +139,12 @@ class Pager:
           The analysis, and the structure of what `inner.update` returns.
         """
 
-        def function(updates, state, params, arrays):
+        def function(
+            updates: PyTree,
+            state: PyTree,
+            params: PyTree,
+            arrays: Sequence[Traceable],
+        ) -> tuple[PyTree, PyTree]:
             given = static.merge(arrays)
             result = self.inner.update(updates, state, params, **given["extra_args"])
             if given.get("restart", False) is False:

@@ -1,16 +1,16 @@
 """How the parameters are divided over a mesh, from all sources that tell."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from paged_optax.backend.arrays import is_traced
 from paged_optax.backend.explicit_axes import axis_types
 from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.types import KeyPath
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.trees import Leaf, Parameter
 
@@ -152,7 +152,7 @@ class Known:
 
 
 @contextlib.contextmanager
-def explicitly_typed(params: PyTree) -> Iterator[PyTree[jax.ShapeDtypeStruct]]:
+def explicitly_typed(params: PyTree) -> Generator[PyTree[jax.ShapeDtypeStruct]]:
     """Shapes of parameters on explicit axes: a trace of them tells all shardings."""
     meshes = []
 

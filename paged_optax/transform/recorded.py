@@ -27,12 +27,13 @@ class Moment:
       page_bytes: Bytes of one of them.
       leaf: Moments with equal numbers travel together.
       in_flight: Pages of it that may be on the device at once. Two are read and
-        written; a third is computed in between if a codec stores the moment or the
-        page is a whole leaf.
-      beside: Bytes of its scales, if these travel whole and not in pages.
+        written; a third is computed in between if a codec stores the moment, if the
+        page is a whole leaf, or on a GPU if its parameter has no other.
+      beside: Bytes of its scales or codes, if these travel whole and not in pages.
       refused: Why it cannot be paged on this backend although it is larger than a
-        page; empty if it can.
+        page, and what to do; empty if it can.
       both_ways: Whether one page of it is read while another is written.
+      small: Whether it stays on the device because it is under `min_paged_size`.
     """
 
     path: str
@@ -47,6 +48,12 @@ class Moment:
     beside: int = 0
     refused: str = ""
     both_ways: bool = False
+    small: bool = False
+
+    @property
+    def stays(self) -> str:
+        """Why it stays on the device, in a word; `"-"` if it may by the budget."""
+        return "cannot be paged" if self.refused else "small" if self.small else "-"
 
 
 #: Describes the moments of a paged transformation, given `update`'s extra arguments.

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.program import Analysis
 from paged_optax.backend.key_paths import keystr
-from paged_optax.backend.types import ArrayOrShape, PyTreeDef
+from paged_optax.backend.types import ArrayOrShape, KeyPath, PyTreeDef
 from paged_optax.transform.context import Gate
 
 #: A parameter or a gradient: an array, or the shape and dtype of one.

@@ -217,12 +217,14 @@ def _tell_of_moved(pager: Pager, layout: Layout, leaves: Sequence[Stored]) -> No
     if resolve_host_memory_kind(pager.configuration.host_memory_kind) != PINNED_HOST:
         return
     paths, _ = paths_of(jax.tree.unflatten(layout.structure, range(len(leaves))))
+    every = zip(paths, leaves, layout.sizes(), strict=True)
     moved = [
         (path, size)
-        for path, x, size in zip(paths, leaves, layout.sizes(), strict=True)
+        for position, (path, x, size) in enumerate(every)
         if size is not None
         and size >= pager.configuration.min_paged_size
         and not on_host(x)
+        and not pager.refused(layout, position)
     ]
     total = sum(size for _, size in moved)
     if total > budget:
