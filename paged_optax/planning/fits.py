@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 import re
 import warnings
@@ -206,20 +207,7 @@ def what_fits(
             warnings.filterwarnings("ignore", "the moments need", UserWarning)
             return plan(tx, params, link_gigabytes_per_second=link_gigabytes_per_second)
 
-    def footprint(
-        way: str, gradients: int, plan: PagePlan, **other: int | float
-    ) -> Footprint:
-        found = Footprint(
-            way,
-            parameters,
-            gradients,
-            plan.device_bytes,
-            plan.scratch_bytes,
-            plan.host_bytes,
-            plan.link_seconds,
-        )
-        return dataclasses.replace(found, **other)
-
+    footprint = functools.partial(_footprint, parameters)
     rate = link_gigabytes_per_second * 1e9
     resident, exact = planned(device_budget=None), planned()
     rows = [
@@ -255,6 +243,22 @@ def what_fits(
         )
         rows += [way, _with_weights_on_host(way, layer, rest, rate)]
     return Footprints(tuple(rows), limit, link_gigabytes_per_second)
+
+
+def _footprint(
+    parameters: int, way: str, gradients: int, plan: PagePlan, **other: int | float
+) -> Footprint:
+    """What a way takes by its plan, but for what is said otherwise."""
+    found = Footprint(
+        way,
+        parameters,
+        gradients,
+        plan.device_bytes,
+        plan.scratch_bytes,
+        plan.host_bytes,
+        plan.link_seconds,
+    )
+    return dataclasses.replace(found, **other)
 
 
 def _with_weights_on_host(
