@@ -10,12 +10,12 @@ it, and give the same numbers:
   written at once, because XLA would copy it. A leaf of n pages takes (n + 1) / n of
   the time that the slower direction needs.
 
-After the last page nothing is left to read. On a TPU it is read once more, if that adds
-less than a twentieth to what travels: XLA:TPU keeps 52 KiB for each transfer in the
-program. On a GPU it is computed apart, because a transfer's address is known there
-only where it is linear in the loop's variable. XLA:GPU before openxla/xla#46308 does
-not know that of the page ahead either, and a computation with a codec takes too long
-to compile twice: there pages go in turn. On a CPU nothing travels.
+After the last page nothing is left to read. On a TPU a branch leaves it out, and the
+write goes on beside it. On a GPU the last page is computed apart: a transfer's address
+is known there only where it is linear in the loop's variable, and a branch would wait
+for the host. XLA:GPU before openxla/xla#46308 does not know the address of the page
+ahead either, and a computation with a codec takes too long to compile twice: there
+pages go in turn. On a CPU nothing travels.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Int, UInt32
+from jaxtyping import Bool, Int, UInt32
 
 from paged_optax.analysis.program import Program
 from paged_optax.backend.barriers import apart, on_cpu
@@ -43,10 +43,6 @@ from paged_optax.engine.sweeps import Sweep, open_gate, sweeps, swept
 Carry = tuple[Int[Array, ""], dict[int, Held], dict[int, Held]]
 
 
-# So many that one page more to read is less than a twentieth of what travels.
-_MANY_PAGES = 11
-
-
 def both_ways(pages: Pages, travelling: int, codecs: Iterable[Codec | None]) -> bool:
     """Whether the pages of a leaf travel both ways at once.
 
@@ -55,10 +51,8 @@ def both_ways(pages: Pages, travelling: int, codecs: Iterable[Codec | None]) -> 
       travelling: How many of its moments live on the host.
       codecs: What stores its moments.
     """
-    if pages.tiled:
-        return travelling > 1 and pages.count >= _MANY_PAGES
     in_blocks = any(codec is not None and codec.block > 1 for codec in codecs)
-    known = not (GPU_NEEDS_RAW_INDEX or in_blocks)
+    known = pages.tiled or not (GPU_NEEDS_RAW_INDEX or in_blocks)
     return known and travelling > 1 and pages.count > 1
 
 
@@ -184,11 +178,10 @@ class Run:
 
         def next_page(carry: Carry) -> Carry:
             number, changing, page = carry
-            at, ahead = sweep.at(number), number + step
-            if once:
-                ahead = jnp.minimum(ahead, last)
+            at, ahead = sweep.at(number), sweep.at(number + step)
             changed, results = self._computed(at, constant | changing, page)
-            changed, page = self._exchanged(changed, results, at, sweep.at(ahead))
+            more = number < last if once else None
+            changed, page = self._exchanged(changed, results, at, ahead, page, more)
             return number + step, {p: changed[p] for p in self.targets}, page
 
         stop = sweep.stop if once else last
@@ -229,13 +222,36 @@ class Run:
         return current | stay, {p: found[p] for p in page}
 
     def _exchanged(
-        self, current: dict[int, Held], results: dict[int, Held], at: At, ahead: At
+        self,
+        current: dict[int, Held],
+        results: dict[int, Held],
+        at: At,
+        ahead: At,
+        page: dict[int, Held],
+        more: Bool[Array, ""] | None,
     ) -> tuple[dict[int, Held], dict[int, Held]]:
-        """Writes one page and reads another, an array in each direction at a time."""
-        current, page, half = dict(current), {}, len(self.streams) // 2
+        """Writes one page and reads another, an array in each direction at a time.
+
+        Args:
+          current: The arrays.
+          results: What is to be written to the host.
+          at: Where.
+          ahead: The page to read.
+          page: What is given back if there is nothing more to read.
+          more: Whether there is; None: there is.
+
+        Returns:
+          The arrays, and the page that has been read.
+        """
+        current, page, half = dict(current), dict(page), len(self.streams) // 2
         other = self.streams[half:] + self.streams[:half]
         for read, write in zip(self.streams, other, strict=True):
-            found = self.leaves[read].read(current[read], ahead)
+            next_one = functools.partial(self.leaves[read].read, at=ahead)
+            found = (
+                next_one(current[read])
+                if more is None
+                else lax.cond(more, next_one, lambda _, p=page[read]: p, current[read])
+            )
             new = self.leaves[write].write(current[write], results[write], at)
             page[read], current[read], current[write] = lax.optimization_barrier(
                 (found, current[read], new)

@@ -142,6 +142,20 @@ class Computations:
                 self.lines[name[2]] = text.splitlines()
                 self.entry = name[2] if name[1] else self.entry
 
+    def called(self, code: str, last: bool) -> list[str]:
+        """The computations that a line calls, or may call.
+
+        Args:
+          code: The line.
+          last: Whether it is in the last turn of a loop, where nothing is left to do
+            under a condition.
+        """
+        found = re.search(r"\b(call|conditional)\((.*)", code)
+        if not found or (last and found[1] == "conditional"):
+            return []
+        names = re.findall(r"%?([\w.\-]+)", found[2].partition(")")[2])
+        return [name for name in names if name in self.lines]
+
     def loop(self, line: str) -> tuple[str, int]:
         """The body of the loop in a line, and how many turns it takes."""
         found = re.search(r"body=%?([\w.\-]+)", line)
@@ -149,8 +163,8 @@ class Computations:
         body = found[1]
         if known := re.search(r'known_trip_count[^}]*"n":"?(\d+)', line):
             return body, int(known[1])
-        inner = any(" while(" in x or " conditional(" in x for x in self.lines[body])
         if body not in self._turns:
+            inner = any(" while(" in x for x in self.lines[body])
             moves = any("S(5)" in x and "-start(" in x for x in self.lines[body])
             self._turns[body] = next(self._stated, 1) if moves and not inner else 1
         return body, self._turns[body]
@@ -165,16 +179,15 @@ def traffic(hlo: str, trips: Sequence[int] = ()) -> int:
     """
     program = Computations(hlo, trips)
 
-    def moved(name: str) -> int:
+    def moved(name: str, last: bool = False) -> int:
         total = 0
         for line in program.lines[name]:
             code = line.split(", metadata=")[0]
             if " while(" in code:
                 body, turns = program.loop(line)
-                total += turns * moved(body)
-            elif called := re.search(r"(?:call|conditional)\(.*", code):
-                names = re.findall(r"%?([\w.\-]+)", called[0].partition(")")[2])
-                total += sum(moved(x) for x in names if x in program.lines)
+                total += (turns - 1) * moved(body) + moved(body, turns > 1)
+            elif called := program.called(code, last):
+                total += sum(map(moved, called))
             elif re.search(r"-start\(|\bcopy\(", code) and "S(5)" in code:
                 total += moved_by(code)
         return total

@@ -30,7 +30,7 @@ class _Link:
         self.program = aot.Computations(hlo, trips)
         self.free = {"up": 0.0, "down": 0.0}
 
-    def run(self, computation: str, now: float) -> float:
+    def run(self, computation: str, now: float, last: bool = False) -> float:
         """The time at which a computation that begins now has ended."""
         flying: dict[str, float] = {}
         for line in self.program.lines[computation]:
@@ -38,8 +38,11 @@ class _Link:
             name = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = ", line)
             if " while(" in code:
                 body, turns = self.program.loop(line)
-                for _ in range(turns):
-                    now = self.run(body, now)
+                for turn in range(1, turns + 1):
+                    now = self.run(body, now, 1 < turn == turns)
+            elif called := self.program.called(code, last):
+                for branch in called:
+                    now = self.run(branch, now)
             elif name and "-start(" in code and "S(5)" in code:
                 way = "down" if "update-slice" in name[1] else "up"
                 flying[name[1]] = self.transfer(way, aot.moved_by(code), now)
