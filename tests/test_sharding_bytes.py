@@ -105,8 +105,8 @@ def test_scratch_and_collectives(compile_for, shape, spec, settings, leaves):
     plan = po.plan(make(), {f"w{i:02}": leaf for i in range(leaves)})
     assert plan.devices == np.prod(shape)
     assert plan.host_bytes == report.host_arguments
-    # XLA:TPU keeps 52 KiB for every transfer in the program.
-    kept = 54 * 2**10 * report.transfers if compile_for is aot.v5e else 0
+    # XLA:TPU keeps 52 KiB for every transfer in the program, and may keep a page.
+    kept = 54 * 2**10 * report.transfers + 2 * MIB if compile_for is aot.v5e else 0
     assert report.device_temp <= plan.scratch_bytes + 1.25 * MIB + kept
     optax_own = lambda shardings: optax.adamw(1e-3)
     unpaged = sharded_update(optax_own, spec, shape, names, 1, axis_type)

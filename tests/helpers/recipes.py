@@ -123,9 +123,10 @@ def _wrapped(draw: random.Random) -> Recipe:
     whose = "po" if "resets" in name else draw.choice(["po", "optax"])
     infinite = [1] if name == "apply_if_finite" else []
     recipe = _plain(draw)
-    # Of Optax's some take no extra arguments, and one multiplies a key.
+    # Of Optax's some take no extra arguments. One multiplies a state to reset it, which
+    # a key refuses, and which makes integers of flags.
     refused = parts.WITH_VALUE if name.startswith(("lookahead", "condition")) else ()
-    refused += ("add_noise",) * ("resets" in name)
+    refused += ("add_noise", "zero_nans") * ("resets" in name)
     for blocks in ("before", "after"):
         recipe[blocks] = [x for x in recipe[blocks] if x not in refused]
     # Of other dtypes than the gradients some updates are wider, which `lax.cond` of
