@@ -149,7 +149,7 @@ class Streaming:
         self, leaf: LeafUpdate, found: "_Buffers", gate: Gate
     ) -> Sequence[Stored]:
         """Streams a leaf's pages through the device."""
-        divided = divided_as(leaf, self.arguments, self.shards)
+        divided = divided_as(leaf, self.arguments[: self.first], self.shards)
         run = functools.partial(
             stream,
             program=leaf.program,
