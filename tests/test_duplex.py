@@ -77,6 +77,15 @@ def test_a_smaller_last_page_is_read_and_written_exactly():
 
 
 @pytest.mark.compiler
+def test_two_pages_go_in_turn_on_a_gpu():
+    """A loop of one turn would be unrolled, and its transfers would double."""
+    report, _ = compiled(aot.h200, po.paged_adamw(1e-3), square(1, (768, 768)))
+    half = 4 * 768 * 768 // 2
+    places = {place[:1] + place[2:] for place in aot.descriptors(report.hlo)}
+    assert places == {("read", 0, half), ("write", 0, half)}
+
+
+@pytest.mark.compiler
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
 def test_one_moment_goes_in_turn(compile_for):
     """No buffer is read and written at once; the plan counts both ways."""

@@ -52,8 +52,10 @@ def both_ways(pages: Pages, travelling: int, codecs: Iterable[Codec | None]) -> 
       codecs: What stores its moments.
     """
     in_blocks = any(codec is not None and codec.block > 1 for codec in codecs)
-    known = pages.tiled or not (GPU_NEEDS_RAW_INDEX or in_blocks)
-    return known and travelling > 1 and pages.count > 1
+    # XLA:GPU unrolls a loop of a single turn, and transfers without a loop differ.
+    looped = pages.count > 1 and pages.extent // pages.size > 2
+    on_gpu = looped and not (GPU_NEEDS_RAW_INDEX or in_blocks)
+    return travelling > 1 and (pages.count > 1 if pages.tiled else on_gpu)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
