@@ -12,6 +12,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -28,6 +29,15 @@ def record(entry: dict[str, object]) -> None:
     RECORD.write_text(f"[\n{lines}\n]\n")
 
 
+def differs(recipe: str, outcome: Any) -> bool:
+    """Whether an outcome is more than the last bits of sums."""
+    if not isinstance(outcome, dict):
+        return True
+    asked = json.loads(recipe)
+    used = {*asked["before"], *asked["after"], *(name for name, *_ in asked["steps"])}
+    return max(outcome.values(), default=0) > (4 if used & fuzz_parts.SUMS else 0)
+
+
 def main() -> None:
     """Draws, compares, and says how many differ."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -41,7 +51,7 @@ def main() -> None:
     reached, bad = [], 0
     for recipe, outcome in outcomes(chosen, options.workers, options.minutes):
         reached.append(recipe)
-        if outcome != {}:
+        if differs(recipe, outcome):
             bad += 1
             print(recipe, "->", outcome, flush=True)
     for name, counts in covered(reached).items():

@@ -187,6 +187,24 @@ BLOCKS: dict[str, Callable[[], Transformation]] = {
     "zero_nans": optax.zero_nans,
 }
 
+#: Blocks and steps that sum over a leaf, or a row of it. XLA:CPU sums in another order
+#: in a loop than outside, so that the last bits of what follows may differ.
+SUMS = {
+    "adaptive_grad_clip",
+    "centralize",
+    "clip_by_block_rms",
+    "cumsum",
+    "mean",
+    "norm",
+    "product",
+    "scale_by_factored_rms",
+    "scale_by_novograd",
+    "scale_by_param_block_norm",
+    "scale_by_param_block_rms",
+    "scale_by_trust_ratio",
+    "sum of columns",
+}
+
 #: Around the random steps alone, where a parameter may be left out of them.
 MASKS: dict[str, Callable[[Transformation], Transformation]] = {
     "masked": lambda inner: optax.masked(inner, every_other),
