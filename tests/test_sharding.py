@@ -271,7 +271,7 @@ def test_init_in_a_jit(asked):
 def test_scaling_plan(model, recwarn):
     """Eight times the devices: an eighth of the bytes a device.
 
-    And of the seconds, but for the page more that a shard of few pages takes.
+    And of the seconds, but for small shards, of which few pages go both ways at once.
     """
     params, tx = po.model_shapes(model), po.paged_adamw(1e-4, master_dtype="float32")
     count = sum(x.size for x in jax.tree.leaves(params))
@@ -285,4 +285,4 @@ def test_scaling_plan(model, recwarn):
         assert plan.bytes_per_host == 8 * plan.host_bytes
         assert f"each of {devices} devices" in str(plan)
     assert plans[8].link_bytes / plans[1024].link_bytes == pytest.approx(128, 0.01)
-    assert 100 < plans[8].link_seconds / plans[1024].link_seconds < 129
+    assert 64 < plans[8].link_seconds / plans[1024].link_seconds < 129
