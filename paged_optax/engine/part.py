@@ -202,9 +202,10 @@ def by_unit(
     (number, of), (first, *rest) = ratios[0], view
     if pages.unit * number % of == 0:
         together = pages.unit * number // of
-        if together == 1 or first % together:
-            return None if first % together else (first, *rest)
-        return (first // together, together, *rest)
+        if first % together:
+            return None
+        joined = (first // together, together) if together > 1 else (first,)
+        return (*joined, *rest)
     parts, left = divmod(of, pages.unit * number)
     if left or math.prod(rest) % parts:
         return None

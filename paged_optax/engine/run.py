@@ -51,11 +51,14 @@ def both_ways(pages: Pages, travelling: int, codecs: Iterable[Codec | None]) -> 
       travelling: How many of its moments live on the host.
       codecs: What stores its moments.
     """
+    if travelling < 2 or pages.count < 2:
+        return False
+    if pages.tiled:
+        return True
     in_blocks = any(codec is not None and codec.block > 1 for codec in codecs)
     # XLA:GPU unrolls a loop of a single turn, and transfers without a loop differ.
-    looped = pages.count > 1 and pages.extent // pages.size > 2
-    on_gpu = looped and not (GPU_NEEDS_RAW_INDEX or in_blocks)
-    return travelling > 1 and (pages.count > 1 if pages.tiled else on_gpu)
+    looped = pages.extent // pages.size > 2
+    return looped and not (GPU_NEEDS_RAW_INDEX or in_blocks)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,16 +164,17 @@ class Run:
         results = apart(compute) if self.pages.count > 1 else compute()
         travels = [self.leaves[p].travels for p in self.overwrites]
         results = each(lax.optimization_barrier, results, travels)
-        return current | self._written(at, current, results)
+        found = dict(zip(self.overwrites, results, strict=True))
+        return self._written(at, current, found)
 
     def _written(
-        self, at: At, current: dict[int, Held], results: Sequence[Held]
+        self, at: At, current: dict[int, Held], results: dict[int, Held]
     ) -> dict[int, Held]:
-        """The arrays with a page of them replaced."""
-        return {
-            position: self.leaves[position].write(current[position], result, at)
-            for position, result in zip(self.overwrites, results, strict=True)
+        """The arrays, some of them with a page replaced."""
+        written = {
+            p: self.leaves[p].write(current[p], x, at) for p, x in results.items()
         }
+        return current | written
 
     def _duplex(self, sweep: Sweep, current: dict[int, Held]) -> dict[int, Held]:
         """Updates the pages of one loop: while one is written, the next one is read."""
@@ -202,8 +206,7 @@ class Run:
             return current
         at = sweep.at(last)
         current, results = self._computed(at, current, page)
-        written = {p: self.leaves[p].write(current[p], results[p], at) for p in results}
-        return current | written
+        return self._written(at, current, results)
 
     def _computed(
         self, at: At, current: dict[int, Held], page: dict[int, Held]
@@ -216,12 +219,8 @@ class Run:
         """
         results = self._compute(at, current, self._first(at), page)
         found = dict(zip(self.overwrites, results, strict=True))
-        stay = {
-            p: self.leaves[p].write(current[p], result, at)
-            for p, result in found.items()
-            if p not in page
-        }
-        return current | stay, {p: found[p] for p in page}
+        travelling = {p: found.pop(p) for p in page}
+        return self._written(at, current, found), travelling
 
     def _exchanged(
         self,
@@ -310,8 +309,8 @@ class Run:
         stored = fetched(stored, [leaf.travels for leaf in leaves])
         shapes = self.shapes or [page_shape] * len(stored)
         inputs = [
-            self._decoded(leaf, page, shape)
-            for leaf, page, shape in zip(leaves, stored, shapes, strict=False)
+            self._decoded(leaf, x, shape)
+            for leaf, x, shape in zip(leaves, stored, shapes, strict=False)
         ]
         return on_cpu(lax.optimization_barrier, inputs) if self.coded else inputs
 

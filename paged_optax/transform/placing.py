@@ -61,7 +61,7 @@ def tied(values: Sequence[Stored], parameters: Sequence[object]) -> Sequence[Sto
     step again.
     """
     tying = [x for x in jax.tree.leaves(values) if on_host(x)]
-    tying += [x for x in parameters if isinstance(x, Array) and x.committed]
+    tying += filter(is_committed, parameters)
     devices = {d for x in tying for d in x.devices()}
     if len(devices) != 1:
         return values
