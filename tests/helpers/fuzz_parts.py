@@ -187,6 +187,17 @@ BLOCKS: dict[str, Callable[[], Transformation]] = {
     "zero_nans": optax.zero_nans,
 }
 
+
+@functools.cache
+def resets(block: str) -> bool:
+    """Whether Optax's `lookahead` can reset a block's state, which it multiplies.
+
+    A key cannot be multiplied, and a flag becomes an integer.
+    """
+    state = jax.eval_shape(BLOCKS[block]().init, {"w": jnp.zeros((2, 2))})
+    return all(jnp.issubdtype(x.dtype, jnp.number) for x in jax.tree.leaves(state))
+
+
 #: Blocks and steps that sum over a leaf, or a row of it. XLA:CPU sums in another order
 #: in a loop than outside, so that the last bits of what follows may differ.
 SUMS = {

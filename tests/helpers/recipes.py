@@ -123,12 +123,11 @@ def _wrapped(draw: random.Random) -> Recipe:
     whose = "po" if "resets" in name else draw.choice(["po", "optax"])
     infinite = [1] if name == "apply_if_finite" else []
     recipe = _plain(draw)
-    # Of Optax's some take no extra arguments. One multiplies a state to reset it, which
-    # a key refuses, and which makes integers of flags.
+    # Of Optax's some take no extra arguments.
     refused = parts.WITH_VALUE if name.startswith(("lookahead", "condition")) else ()
-    refused += ("add_noise", "zero_nans") * ("resets" in name)
     for blocks in ("before", "after"):
-        recipe[blocks] = [x for x in recipe[blocks] if x not in refused]
+        kept = [x for x in recipe[blocks] if x not in refused]
+        recipe[blocks] = [x for x in kept if "resets" not in name or parts.resets(x)]
     # Of other dtypes than the gradients some updates are wider, which `lax.cond` of
     # Optax refuses.
     dtypes = ["float32"] * len(recipe["shapes"])
