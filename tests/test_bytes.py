@@ -297,7 +297,7 @@ def test_one_leaf_costs_one_trace_of_the_loop():
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("x",))
     jitted, arguments = updating(tx, square(40))(mesh)
     text = jitted.lower(*arguments).as_text()
-    assert text.count("func.func private @stream") == 1
+    assert text.count("func.func private @_stream") == 1
 
 
 @pytest.mark.quick("paged_lion")

@@ -1,6 +1,5 @@
 """`python -m paged_optax`: what it prints, and what a mistake gets."""
 
-import contextlib
 import dataclasses
 import os
 import pathlib
@@ -210,12 +209,11 @@ def test_no_progress_while_tracing(monkeypatch):
     monkeypatch.setattr(init, "LARGE", 0)
     shown = []
 
-    @contextlib.contextmanager
-    def watched(what, total, wanted):
+    def watched(items, what, total, wanted):
         shown.append(wanted)
-        yield lambda: None
+        return items
 
-    monkeypatch.setattr(init, "progress", watched)
+    monkeypatch.setattr(init, "track", watched)
     tx, params = po.paged_adamw(1e-3), {"w": jnp.ones((512, 512))}
     tx.init(params)
     jax.eval_shape(tx.init, params)

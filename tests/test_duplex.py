@@ -10,7 +10,14 @@ import pytest
 
 import paged_optax as po
 from helpers import aot, link, reference
-from helpers.programs import MIB, assert_in_place, shapes_of, square, updating
+from helpers.programs import (
+    MIB,
+    assert_in_place,
+    bfloat16,
+    shapes_of,
+    square,
+    updating,
+)
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.engine import run
 from paged_optax.engine.geometry import Kept, cut
@@ -20,10 +27,6 @@ _ON_GPU = pytest.mark.skipif(
     GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"
 )
 _COMPILERS = [pytest.param(aot.h200, marks=_ON_GPU, id="h200"), aot.v5e]
-
-
-def bfloat16(tree):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), tree)
 
 
 def compiled(compile_for, tx, params, pages=16):
@@ -88,8 +91,11 @@ def test_two_pages_go_in_turn_on_a_gpu():
 @pytest.mark.compiler
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
 def test_one_moment_goes_in_turn(compile_for):
-    """No buffer is read and written at once; the plan counts both ways."""
-    tx, params = po.paged_lion(1e-3), square(2)
+    """No buffer is read and written at once; the plan counts both ways.
+
+    Two leaves alternate, see `test_together`.
+    """
+    tx, params = po.paged_lion(1e-3), square(1)
     assert compiled(compile_for, tx, params)[1] == pytest.approx(2)
     plan = po.plan(tx, params, link_gigabytes_per_second=1e-9)
     assert plan.link_seconds == plan.link_bytes

@@ -33,8 +33,8 @@ def test_a_corrupting_backend_is_refused(monkeypatch):
     right = guard.stream
 
     def wrong(*args, **kwargs):
-        update, mu, nu = right(*args, **kwargs)
-        return update, mu.at[16:32].set(mu[17:33]), nu
+        ((update, mu, nu),) = right(*args, **kwargs)
+        return [(update, mu.at[16:32].set(mu[17:33]), nu)]
 
     monkeypatch.setattr(guard, "stream", wrong)
     message = r"jax \S+ corrupts pages on gpu: rows \[16, 17.*moment.*0\.11\.2"

@@ -41,7 +41,7 @@ CHOICES = {
             if "resets" not in name
         ),
     ],
-    "platform": ["cpu", "tpu"],
+    "platform": ["cpu", "gpu", "tpu"],
 }
 
 

@@ -15,6 +15,9 @@ from jaxtyping import PyTree
 
 from paged_optax.analysis.equation import Constant, Equation, Operand
 
+#: The results of one leaf's program.
+Made = Sequence[PyTree[ArrayLike]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -113,14 +116,15 @@ class Analysis:
     def evaluate(
         self,
         arguments: Sequence[PyTree[ArrayLike]],
-        run_leaf: Callable[[LeafUpdate, list[PyTree]], Iterable[PyTree]],
+        run_leaves: Callable[[list[tuple[LeafUpdate, list[PyTree]]]], Iterable[Made]],
         own: Mapping[int, Sequence[ArrayLike]] | None = None,
     ) -> list[PyTree[ArrayLike]]:
         """Computes every output.
 
         Args:
           arguments: The traced function's arguments.
-          run_leaf: Says how a leaf's program is run.
+          run_leaves: Runs the programs of all leaves, each with its inputs. No program
+            needs what another one makes.
           own: Scalars of which each parameter has one of its own: by the number of the
             argument, one value for each parameter. What the shared program makes of
             them is then made for each.
@@ -151,9 +155,13 @@ class Analysis:
                 results[position] = [scope[x] for scope in scopes]
             else:
                 results[position] = values[x]
-        for leaf in self.leaves:
-            scope = scopes[leaf.owner] if scopes and leaf.owner is not None else values
-            made = list(run_leaf(leaf, [scope[i] for i in leaf.inputs]))
+        scope_of = lambda leaf: (
+            scopes[leaf.owner] if scopes and leaf.owner is not None else values
+        )
+        given = [
+            (leaf, [scope_of(leaf)[i] for i in leaf.inputs]) for leaf in self.leaves
+        ]
+        for leaf, made in zip(self.leaves, run_leaves(given), strict=True):
             count = len(leaf.outputs)
             results.update(zip(leaf.outputs, made[:count], strict=True))
             values.update(zip(leaf.between, made[count:], strict=True))

@@ -18,7 +18,8 @@ from jax import Array
 from paged_optax.analysis.flat import trace
 from paged_optax.analysis.program import LeafUpdate
 from paged_optax.analysis.split import analyse
-from paged_optax.engine.geometry import Kept, cut
+from paged_optax.engine.geometry import cut
+from paged_optax.engine.pages import Kept
 from paged_optax.engine.stream import fill, stream
 
 
@@ -60,8 +61,8 @@ def run_check(backend: str) -> None:
             lambda update, mu, nu: (nu - mu + update, mu + update, nu - update), shape
         )
         arrays = (array, *on_host)
-        found = stream(
-            tuple(arrays[i] for i in leaf.inputs),
+        (found,) = stream(
+            (tuple(arrays[i] for i in leaf.inputs),),
             program=leaf.program,
             overwrites=tuple(leaf.inputs.index(i) for i in leaf.outputs),
             geometry=geometry,

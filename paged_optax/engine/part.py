@@ -14,7 +14,7 @@ from jaxtyping import Int
 
 from paged_optax.backend import tiling
 from paged_optax.backend.memory import DEVICE, HOST
-from paged_optax.engine.geometry import Pages
+from paged_optax.engine.pages import Pages
 
 Index = Int[Array, ""] | np.int32
 

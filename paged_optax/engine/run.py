@@ -1,4 +1,4 @@
-"""A program's run over the pages of one leaf.
+"""A program's run over the pages of a leaf, or of like leaves that share pages.
 
 A page is read from host memory, computed on, and written back over itself. Two ways do
 it, and give the same numbers:
@@ -14,13 +14,12 @@ After the last page nothing is left to read. On a TPU a branch leaves it out, an
 write goes on beside it. On a GPU the last page is computed apart: a transfer's address
 is known there only where it is linear in the loop's variable, and a branch would wait
 for the host. XLA:GPU before openxla/xla#46308 does not know the address of the page
-ahead either, and a computation with a codec takes too long to compile twice: there
-pages go in turn. On a CPU nothing travels.
+ahead either: there pages go in turn. On a CPU nothing travels.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,36 +33,37 @@ from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Codec, Noise, Quantized
 from paged_optax.codecs.codec import strides_of
 from paged_optax.engine.fences import each, fetched
-from paged_optax.engine.geometry import PIECE, Kept, Pages, cut
+from paged_optax.engine.geometry import cut
+from paged_optax.engine.pages import Kept, Pages
 from paged_optax.engine.part import At
-from paged_optax.engine.streamed import Held, Streamed
+from paged_optax.engine.streamed import Held, Shared, Streamed
 from paged_optax.engine.sweeps import Sweep, open_gate, sweeps, swept
+from paged_optax.engine.tiles import PIECE
 
 #: The loop's variable, the arrays that change, and the page that has been read.
-Carry = tuple[Int[Array, ""], dict[int, Held], dict[int, Held]]
+Carry = tuple[Int[Array, ""], dict[int, Shared], dict[int, Shared]]
 
 
-def both_ways(pages: Pages, travelling: int, codecs: Iterable[Codec | None]) -> bool:
-    """Whether the pages of a leaf travel both ways at once.
+def both_ways(pages: Pages, travelling: int) -> bool:
+    """Whether pages travel both ways at once.
 
     Args:
-      pages: How the leaf is cut.
-      travelling: How many of its moments live on the host.
-      codecs: What stores its moments.
+      pages: How a leaf is cut.
+      travelling: How many moments live on the host, of all leaves that share pages.
     """
     if travelling < 2 or pages.count < 2:
         return False
     if pages.tiled:
         return True
-    in_blocks = any(codec is not None and codec.block > 1 for codec in codecs)
     # XLA:GPU unrolls a loop of a single turn, and transfers without a loop differ.
-    looped = pages.extent // pages.size > 2
-    return looped and not (GPU_NEEDS_RAW_INDEX or in_blocks)
+    # Strips are transferred by kernels, which wait for each other.
+    looped = pages.extent // pages.size > 2 and not pages.axis
+    return looped and not GPU_NEEDS_RAW_INDEX
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Run:
-    """A program's run over one leaf.
+    """A program's run over one leaf, or over like leaves that share pages.
 
     Attributes:
       program: What to compute on a page.
@@ -74,6 +74,7 @@ class Run:
       place: The position in the flattened leaf of the first value here; None: 0.
       shapes: What the program sees of each array, where leaves of several shapes
         travel whole; else empty.
+      together: How many leaves share pages.
     """
 
     program: Program
@@ -83,6 +84,7 @@ class Run:
     words: Sequence[UInt32[Array, "2"] | None]
     place: UInt32[Array, ""] | None
     shapes: Sequence[tuple[int, ...]] = ()
+    together: int = 1
 
     @property
     def targets(self) -> tuple[int, ...]:
@@ -113,12 +115,17 @@ class Run:
         """Whether pages travel both ways at once where they travel."""
         written = sum(self.leaves[p].travels for p in self.targets)
         alike = len(self.streams) == written
-        return alike and both_ways(self.pages, written, self.codecs)
+        return alike and both_ways(self.pages, written * self.together)
 
     def __call__(
-        self, views: Sequence[Held], gate: Int[Array, ""] | None
-    ) -> tuple[Held, ...]:
-        """The new views of the arrays that are overwritten."""
+        self, views: Sequence[Shared], gate: Int[Array, ""] | None
+    ) -> tuple[Shared, ...]:
+        """The new views of the arrays that are overwritten.
+
+        Args:
+          views: The view of each array, of each leaf that has its own.
+          gate: How often to run; None: once.
+        """
         buffers = tuple(views[position] for position in self.targets)
         run = functools.partial(self._all_pages, views)
         kept_together = len(sweeps(self.pages)) == 1 and self.pages.count > 1
@@ -132,21 +139,21 @@ class Run:
         )[1]
 
     def _all_pages(
-        self, views: Sequence[Held], buffers: tuple[Held, ...]
-    ) -> tuple[Held, ...]:
+        self, views: Sequence[Shared], buffers: tuple[Shared, ...]
+    ) -> tuple[Shared, ...]:
         targets, leaves = self.targets, self.leaves
         current = dict(enumerate(views)) | dict(zip(targets, buffers, strict=True))
         # What does not travel in pages, such as a leaf's few scales, travels before the
         # first page and after the last.
-        current = {p: leaves[p].ahead(x) for p, x in current.items()}
+        current = {p: tuple(map(leaves[p].ahead, x)) for p, x in current.items()}
         for sweep in sweeps(self.pages):
             if sweep.stop == sweep.step:
                 current = self._page(sweep.at(np.int32(0)), current)
             else:
                 current = self._swept(sweep, current)
-        return tuple(leaves[p].back(current[p]) for p in targets)
+        return tuple(tuple(map(leaves[p].back, current[p])) for p in targets)
 
-    def _swept(self, sweep: Sweep, current: dict[int, Held]) -> dict[int, Held]:
+    def _swept(self, sweep: Sweep, current: dict[int, Shared]) -> dict[int, Shared]:
         """Updates the pages of one loop."""
         in_turn = functools.partial(swept, sweep, self._page, targets=self.targets)
         if not self.duplex:
@@ -156,7 +163,7 @@ class Run:
         duplex = functools.partial(self._duplex, sweep)
         return lax.platform_dependent(current, cpu=in_turn, default=duplex)
 
-    def _page(self, at: At, current: dict[int, Held]) -> dict[int, Held]:
+    def _page(self, at: At, current: dict[int, Shared]) -> dict[int, Shared]:
         """Reads a page, computes it, and writes it back."""
         compute = functools.partial(self._compute, at, current, self._first(at))
         # Only what travels is kept apart from its neighbours; gradients and
@@ -168,15 +175,20 @@ class Run:
         return self._written(at, current, found)
 
     def _written(
-        self, at: At, current: dict[int, Held], results: dict[int, Held]
-    ) -> dict[int, Held]:
+        self, at: At, current: dict[int, Shared], results: dict[int, Shared]
+    ) -> dict[int, Shared]:
         """The arrays, some of them with a page replaced."""
+        write = lambda p: functools.partial(self.leaves[p].write, at=at)
         written = {
-            p: self.leaves[p].write(current[p], x, at) for p, x in results.items()
+            p: tuple(map(write(p), current[p], pages)) for p, pages in results.items()
         }
         return current | written
 
-    def _duplex(self, sweep: Sweep, current: dict[int, Held]) -> dict[int, Held]:
+    def _read(self, p: int, at: At, current: dict[int, Shared]) -> Shared:
+        """A page of an array, as it is stored."""
+        return tuple(self.leaves[p].read(x, at) for x in current[p])
+
+    def _duplex(self, sweep: Sweep, current: dict[int, Shared]) -> dict[int, Shared]:
         """Updates the pages of one loop: while one is written, the next one is read."""
         step, last = np.int32(sweep.step), np.int32(sweep.stop - sweep.step)
         once = self.pages.tiled  # all pages are computed by the loop
@@ -198,7 +210,7 @@ class Run:
             (
                 jnp.int32(0),
                 {p: current[p] for p in self.targets},
-                {p: self.leaves[p].read(current[p], first) for p in self.streams},
+                {p: self._read(p, first, current) for p in self.streams},
             ),
         )
         current = constant | changing
@@ -209,8 +221,8 @@ class Run:
         return self._written(at, current, results)
 
     def _computed(
-        self, at: At, current: dict[int, Held], page: dict[int, Held]
-    ) -> tuple[dict[int, Held], dict[int, Held]]:
+        self, at: At, current: dict[int, Shared], page: dict[int, Shared]
+    ) -> tuple[dict[int, Shared], dict[int, Shared]]:
         """Computes a page that has been read.
 
         Returns:
@@ -224,13 +236,13 @@ class Run:
 
     def _exchanged(
         self,
-        current: dict[int, Held],
-        results: dict[int, Held],
+        current: dict[int, Shared],
+        results: dict[int, Shared],
         at: At,
         ahead: At,
-        page: dict[int, Held],
+        page: dict[int, Shared],
         more: Bool[Array, ""] | None,
-    ) -> tuple[dict[int, Held], dict[int, Held]]:
+    ) -> tuple[dict[int, Shared], dict[int, Shared]]:
         """Writes one page and reads another, an array in each direction at a time.
 
         Args:
@@ -244,20 +256,46 @@ class Run:
         Returns:
           The arrays, and the page that has been read.
         """
-        current, page, half = dict(current), dict(page), len(self.streams) // 2
-        other = self.streams[half:] + self.streams[:half]
-        for read, write in zip(self.streams, other, strict=True):
-            next_one = functools.partial(self.leaves[read].read, at=ahead)
+        together = self.together
+        arrays = [(p, leaf) for p in self.streams for leaf in range(together)]
+        held = {(p, leaf): current[p][leaf] for p, leaf in arrays}
+        read = {(p, leaf): page[p][leaf] for p, leaf in arrays}
+        pairs = list(zip(arrays, self._partners(), strict=True))
+        for (here, there), after in zip(pairs, pairs[1:] + pairs[:1], strict=True):
+            next_one = functools.partial(self.leaves[here[0]].read, at=ahead)
             found = (
-                next_one(current[read])
+                next_one(held[here])
                 if more is None
-                else lax.cond(more, next_one, lambda _, p=page[read]: p, current[read])
+                else lax.cond(more, next_one, lambda _, x=read[here]: x, held[here])
             )
-            new = self.leaves[write].write(current[write], results[write], at)
-            page[read], current[read], current[write] = lax.optimization_barrier(
-                (found, current[read], new)
+            p, leaf = there
+            new = self.leaves[p].write(held[there], results[p][leaf], at)
+            # What comes next waits, or XLA may begin all reads before the first write.
+            next_ones = {*after} - {here, there} if together > 1 else ()
+            tied = {x: held[x] for x in sorted(next_ones)}
+            (read[here], held[here], held[there]), tied = lax.optimization_barrier(
+                ((found, held[here], new), tied)
             )
-        return current, page
+            held |= tied
+        shared = lambda x: {
+            p: tuple(x[p, leaf] for leaf in range(together)) for p in self.streams
+        }
+        return current | shared(held), shared(read)
+
+    def _partners(self) -> list[tuple[int, int]]:
+        """For each array that is read, of each leaf, another one to write meanwhile.
+
+        It is of the same size if there are several leaves.
+        """
+        together, half = self.together, len(self.streams) // 2
+        if together == 1:
+            return [(p, 0) for p in self.streams[half:] + self.streams[:half]]
+        ahead = together // 2
+        return [
+            (p, (leaf + ahead) % together)
+            for p in self.streams
+            for leaf in range(together)
+        ]
 
     def _first(self, at: At) -> UInt32[Array, ""]:
         """The position in the flattened leaf of a page's first value."""
@@ -271,15 +309,44 @@ class Run:
     def _compute(
         self,
         at: At,
-        current: dict[int, Held],
+        current: dict[int, Shared],
         first: UInt32[Array, ""],
-        page: dict[int, Held] | None = None,
-    ) -> tuple[Held, ...]:
+        page: dict[int, Shared] | None = None,
+    ) -> tuple[Shared, ...]:
         """What is stored of the results of a page, of which a part has been read."""
-        page_shape, strides = self.pages.page(at.size), strides_of(self.pages.view)
-        inputs = self._inputs(at, current, page or {}, page_shape)
+        leaves = self.leaves[: self.program.inputs]
+        read, together = page or {}, self.together
+        stored = [
+            read[p] if p in read else self._read(p, at, current)
+            for p in range(len(leaves))
+        ]
+        stored = fetched(stored, [leaf.travels for leaf in leaves])
+        if self.coded or together == 1:
+            return self._results(stored, at, first, together)
+        # A short program is compiled for each leaf, and nothing is copied.
+        own = lambda x, leaf: x if len(x) == 1 else x[leaf : leaf + 1]
+        each = [
+            self._results([own(x, leaf) for x in stored], at, first, 1)
+            for leaf in range(together)
+        ]
+        return tuple(tuple(x for (x,) in made) for made in zip(*each, strict=True))
+
+    def _results(
+        self, stored: Sequence[Shared], at: At, first: UInt32[Array, ""], together: int
+    ) -> tuple[Shared, ...]:
+        """What is stored of the results of a page of one leaf, or of several joined."""
+        shape, strides = self.pages.page(at.size), strides_of(self.pages.view)
+        inputs = [
+            self._decoded(leaf, x, seen)
+            for leaf, x, seen in zip(
+                self.leaves, stored, self.shapes or [shape] * len(stored), strict=False
+            )
+        ]
+        if self.coded:
+            inputs = on_cpu(lax.optimization_barrier, inputs)
         elementwise = self.program.elementwise
-        results = self.program(inputs, page_shape if elementwise else None)
+        whole = self.pages.page(at.size, together) if elementwise else None
+        results = self.program(inputs, whole)
         if self.coded:
             results = lax.optimization_barrier(results)
         return tuple(
@@ -287,50 +354,38 @@ class Run:
                 self.leaves[position],
                 result,
                 None if word is None else Noise(word, first, strides),
+                shape,
+                together,
             )
             for position, result, word in zip(
                 self.overwrites, results, self.words, strict=True
             )
         )
 
-    def _inputs(
-        self,
-        at: At,
-        current: dict[int, Held],
-        page: dict[int, Held],
-        page_shape: tuple[int, ...],
-    ) -> list[Array]:
-        """What the program sees of a page."""
-        leaves = self.leaves[: self.program.inputs]
-        stored = [
-            page[p] if p in page else leaf.read(current[p], at)
-            for p, leaf in enumerate(leaves)
-        ]
-        stored = fetched(stored, [leaf.travels for leaf in leaves])
-        shapes = self.shapes or [page_shape] * len(stored)
-        inputs = [
-            self._decoded(leaf, x, shape)
-            for leaf, x, shape in zip(leaves, stored, shapes, strict=False)
-        ]
-        return on_cpu(lax.optimization_barrier, inputs) if self.coded else inputs
-
-    def _decoded(self, leaf: Streamed, page: Held, shape: tuple[int, ...]) -> Array:
+    def _decoded(self, leaf: Streamed, page: Shared, shape: tuple[int, ...]) -> Array:
         """What the program sees of a page, computed in pieces where it is large."""
         if (pieces := self._pieces(leaf.codec, shape)) is None:
             return leaf.decode(page, shape)
         plain, coded = _described(pieces, leaf.codec)
-        stored = coded.view(leaf.stored(page, shape))
+        stored = coded.view(leaf.stored(page[0], shape))
         made = plain.restore(_copied(pieces, coded, plain, stored))
         assert not isinstance(made, Quantized)
         return made
 
-    def _encoded(self, leaf: Streamed, result: Array, noise: Noise | None) -> Held:
+    def _encoded(
+        self,
+        leaf: Streamed,
+        result: Array,
+        noise: Noise | None,
+        shape: tuple[int, ...],
+        together: int,
+    ) -> Shared:
         """What is stored of a result, computed in pieces where it is large."""
         if (pieces := self._pieces(leaf.codec, result.shape)) is None:
-            return leaf.encode(result, noise)
+            return leaf.encode(result, noise, shape, together)
         plain, coded = _described(pieces, leaf.codec)
         made = coded.restore(_copied(pieces, plain, coded, plain.view(result)))
-        return Held.of(made)
+        return (Held.of(made),)
 
     def _pieces(self, codec: Codec | None, shape: tuple[int, ...]) -> Pages | None:
         """How a TPU computes a codec on a leaf that is one page; None: at once.
@@ -338,7 +393,7 @@ class Run:
         XLA:TPU takes the longer to compile it the larger what it computes on: Adafactor
         with a momentum of (6144, 50432) in eight bits more than 150 s (libtpu 0.0.52).
         """
-        whole = self.pages.tiled and self.pages.count <= 1
+        whole = self.pages.tiled and self.pages.count <= 1 and self.together == 1
         if not whole or codec is None or codec.block == 1 or codec.draws:
             return None
         pieces = cut(shape, (Kept(4, codec, on_host=False),), PIECE).tiles
@@ -360,5 +415,5 @@ def _copied(pieces: Pages, source: Streamed, target: Streamed, x: Held) -> Held:
     """Decodes or encodes an array on the device, a piece at a time."""
     same = Program(1, (), (0,), elementwise=True)
     run = Run(same, (1,), pieces, (source, target), (None,), None)
-    (made,) = run((x, target.blank()), None)
+    ((made,),) = run(((x,), (target.blank(),)), None)
     return made

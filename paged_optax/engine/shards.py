@@ -245,6 +245,17 @@ def on_shards(
     )(arrays, scalars)
 
 
+def constrained(x: Array, shards: Shards | None) -> Array:
+    """An array that is divided as a leaf is, if it has its dimensions.
+
+    XLA would replicate what it can compute anywhere, such as a constant.
+    """
+    if shards is None or jnp.ndim(x) != len(shards.axes):
+        return x
+    sharding = NamedSharding(shards.mesh_here, shards.spec)
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
 def _index(shards: Shards, names: tuple[str, ...]) -> UInt32[Array, ""]:
     sizes, number = dict(shards.mesh.shape), jnp.uint32(0)
     for name in names:

@@ -1,8 +1,8 @@
-"""Pages of one leaf through the device.
+"""Pages of leaves through the device.
 
-A page is read from host memory, computed on, and written back over itself, inside
-one loop a leaf (`paged_optax.engine.run`). Two choices keep this right and small on
-every compiler at hand:
+A page is read from host memory, computed on, and written back over itself, inside one
+loop a leaf, or one for several that share pages (`paged_optax.engine.run`). Two choices
+keep this right and small on every compiler at hand:
 
 - **The loop's own variable is the index.** It counts rows, or the least number of them
   that is never parted, and steps by a page's, so that the slice's start needs no
@@ -20,9 +20,10 @@ How an array lies in its pages is in `paged_optax.engine.streamed`. This module 
 nothing of Optax.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,8 @@ from jaxtyping import Int, PyTree, UInt32
 
 from paged_optax.backend.memory import HOST, on_host
 from paged_optax.codecs import Codec
-from paged_optax.engine.geometry import Geometry, Pages
+from paged_optax.engine.geometry import together
+from paged_optax.engine.pages import Geometry, Pages
 from paged_optax.engine.run import Run
 from paged_optax.engine.shards import Place, Shards, on_shards
 from paged_optax.engine.streamed import Stored, Streamed
@@ -40,22 +42,16 @@ if TYPE_CHECKING:
     from paged_optax.analysis.program import Program
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "program",
-        "overwrites",
-        "geometry",
-        "codecs",
-        "shapes",
-        "shards",
-    ),
-)
+Results = TypeVar("Results")
+
+#: The program's arguments of one leaf.
+Arrays = tuple[Stored, ...]
+
+
 def stream(
-    arrays: tuple[Stored, ...],
+    leaves: tuple[Arrays, ...],
     gate: Int[Array, ""] | None = None,
     noise: tuple[UInt32[Array, "2"] | None, ...] | None = None,
-    place: UInt32[Array, ""] | None = None,
     *,
     program: "Program",
     overwrites: tuple[int, ...],
@@ -63,82 +59,131 @@ def stream(
     codecs: tuple[Codec | None, ...] = (),
     shapes: tuple[tuple[int, ...], ...] = (),
     shards: Shards | None = None,
-) -> tuple[Stored, ...]:
-    """Runs a program over one leaf, page by page, in place.
+) -> list[Arrays]:
+    """Runs a program over like leaves, page by page, in place.
 
     Args:
-      arrays: The program's arguments, in host or device memory, then any further
-        buffers to overwrite. Arrays of the leaf's shape are paged; others (scalars)
-        are given to every page whole.
-      gate: 1 to update the leaf; 0 to leave it, moving nothing. None always updates.
+      leaves: For each leaf the program's arguments, in host or device memory, then any
+        further buffers to overwrite. Arrays of the leaf's shape are paged; others
+        (scalars) are the same for all leaves, and given to every page whole.
+      gate: 1 to update the leaves; 0 to leave them, moving nothing. None always
+        updates.
       noise: For each result the random words that its codec rounds by, or None.
-      place: The position in the flattened leaf of the first value here; None: 0.
       program: What to compute on a page; see `granularity.Program`.
       overwrites: For each of its results, the position of the array it replaces,
         of the same shape and dtype.
-      geometry: How the leaf is cut; one shard of it, where there are shards.
-      codecs: What stores each of `arrays`, or None; empty where nothing is coded.
-      shapes: What the program sees of each of `arrays`, where it is given all of it;
-        empty where nothing is coded.
-      shards: How the leaf is divided over a mesh: each device pages its own shard.
+      geometry: How a leaf is cut; one shard of it, where there are shards.
+      codecs: What stores each of a leaf's arrays, or None; empty where nothing is
+        coded.
+      shapes: What the program sees of each of a leaf's arrays, where it is given all
+        of it; empty where nothing is coded.
+      shards: How a leaf is divided over a mesh: each device pages its own shard.
 
     Returns:
-      The new arrays, in the order of the results, each in the memory space of the
-      array it replaces.
+      For each leaf the new arrays, in the order of the results, each in the memory
+      space of the array it replaces.
     """
-    codecs = codecs or (None,) * len(arrays)
-    run = functools.partial(_stream, program, overwrites, codecs, shapes)
-    if shards is None:
-        return _by_backend(run, geometry, arrays, gate, noise, place)
+    how = _How(program, overwrites, codecs or (None,) * len(leaves[0]), shapes, shards)
 
-    def on_one(
-        place: Place, arrays: tuple[Stored, ...], scalars: PyTree[Array]
-    ) -> tuple[Stored, ...]:
-        gate, noise = scalars
-        noise = jax.tree.map(lambda words: words + place.part, noise)
-        return _by_backend(run, geometry, arrays, gate, noise, place.start)
+    def run(pages: Pages, leaves: tuple[Arrays, ...], *others: PyTree) -> list[Arrays]:
+        parts = together(pages, len(leaves))
+        made = [_stream(leaves[part], *others, how=how, pages=pages) for part in parts]
+        return [arrays for each in made for arrays in each]
 
-    return on_shards(
-        on_one, shards, arrays, codecs, geometry.rows.leaf, overwrites, (gate, noise)
-    )
+    return _by_backend(run, geometry, leaves, gate, noise)
 
 
 def _by_backend(
-    run: Callable[..., tuple[Stored, ...]],
-    geometry: Geometry,
-    *arguments: PyTree[Array],
-) -> tuple[Stored, ...]:
+    run: Callable[..., Results], geometry: Geometry, *arguments: PyTree[Array]
+) -> Results:
     """Calls a function with the pages of the backend it is lowered for."""
-    if geometry.rows == geometry.tiles:
+    ways = geometry.rows.shared(1), geometry.tiles, geometry.rows
+    if len({*ways}) == 1:
         return run(geometry.rows, *arguments)
-    return lax.platform_dependent(
-        *arguments,
-        tpu=functools.partial(run, geometry.tiles),
-        default=functools.partial(run, geometry.rows),
-    )
+    cpu, tpu, default = (functools.partial(run, pages) for pages in ways)
+    if cpu == default:
+        return lax.platform_dependent(*arguments, tpu=tpu, default=default)
+    return lax.platform_dependent(*arguments, cpu=cpu, tpu=tpu, default=default)
 
 
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """How a leaf is updated; see `stream`."""
+
+    program: "Program"
+    overwrites: tuple[int, ...]
+    codecs: tuple[Codec | None, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    shards: Shards | None
+
+
+@functools.partial(jax.jit, static_argnames=("how", "pages"))
 def _stream(
-    program: "Program",
-    overwrites: tuple[int, ...],
-    codecs: tuple[Codec | None, ...],
-    shapes: tuple[tuple[int, ...], ...],
-    pages: Pages,
-    arrays: tuple[Stored, ...],
+    leaves: tuple[Arrays, ...],
     gate: Int[Array, ""] | None,
     noise: tuple[UInt32[Array, "2"] | None, ...] | None,
+    *,
+    how: _How,
+    pages: Pages,
+) -> list[Arrays]:
+    """Updates leaves that share pages."""
+    if how.shards is None:
+        return _on_one(how, pages, None, leaves, (gate, noise))
+    arrays = tuple(x for leaf in leaves for x in leaf)
+    count = len(arrays) // len(leaves)
+
+    def on_one(
+        place: Place, arrays: Arrays, scalars: PyTree[Array]
+    ) -> tuple[Stored, ...]:
+        gate, noise = scalars
+        noise = jax.tree.map(lambda words: words + place.part, noise)
+        each = tuple(arrays[i : i + count] for i in range(0, len(arrays), count))
+        made = _on_one(how, pages, place.start, each, (gate, noise))
+        return tuple(x for new in made for x in new)
+
+    results = [i + p for i in range(0, len(arrays), count) for p in how.overwrites]
+    codecs = how.codecs * len(leaves)
+    made = on_shards(
+        on_one, how.shards, arrays, codecs, pages.leaf, results, (gate, noise)
+    )
+    count = len(how.overwrites)
+    return [made[i : i + count] for i in range(0, len(made), count)]
+
+
+def _on_one(
+    how: _How,
+    pages: Pages,
     place: UInt32[Array, ""] | None,
-) -> tuple[Stored, ...]:
-    leaves = [
+    leaves: tuple[Arrays, ...],
+    scalars: tuple[Int[Array, ""] | None, tuple[UInt32[Array, "2"] | None, ...] | None],
+) -> list[Arrays]:
+    """Updates leaves that share pages, on one device."""
+    gate, noise = scalars
+    described = [
         Streamed.of(x, pages, codec, on_host(x))
-        for x, codec in zip(arrays, codecs, strict=True)
+        for x, codec in zip(leaves[0], how.codecs, strict=True)
     ]
-    views = [leaf.view(x) for leaf, x in zip(leaves, arrays, strict=True)]
-    words = noise or (None,) * len(overwrites)
-    shapes = () if pages.count else shapes
-    run = Run(program, overwrites, pages, leaves, words, place, shapes)
+    views = [
+        tuple(map(each.view, own if each.paged else own[:1]))
+        for each, own in zip(described, zip(*leaves, strict=True), strict=True)
+    ]
+    words = noise or (None,) * len(how.overwrites)
+    shapes = () if pages.count else how.shapes
+    run = Run(
+        how.program,
+        how.overwrites,
+        pages,
+        described,
+        words,
+        place,
+        shapes,
+        len(leaves),
+    )
     new = dict(zip(run.targets, run(views, gate), strict=True))
-    return tuple(leaves[p].restore(new[p]) for p in overwrites)
+    return [
+        tuple(described[p].restore(new[p][leaf]) for p in how.overwrites)
+        for leaf in range(len(leaves))
+    ]
 
 
 @functools.partial(
@@ -204,9 +249,9 @@ def _fill(
     if codec is not None:
         stored = codec.stored(pages.leaf)
     leaves = [Streamed.of(x, pages, None, on_host(x)) for x in arrays]
-    views = [leaf.view(x) for leaf, x in zip(leaves, arrays, strict=True)]
+    views = [(leaf.view(x),) for leaf, x in zip(leaves, arrays, strict=True)]
     made = Streamed.of(stored, pages, codec, host).staged()
     run = Run(program, (len(arrays),), pages, [*leaves, made], [noise], place)
-    (new,) = run([*views, made.blank()], None)
+    ((new,),) = run([*views, (made.blank(),)], None)
     leaf = made.restore(new)
     return (jax.device_put(leaf, HOST) if host else leaf,)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import PyTree
 
@@ -21,15 +22,17 @@ from paged_optax.backend.memory import HOST
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Codec, Noise, Quantized, axis_of_blocks, packed_along
-from paged_optax.engine.geometry import Pages
+from paged_optax.engine.pages import Pages
 from paged_optax.engine.part import At, Part, by_unit
 
 #: An array, or what a codec stores in its place.
 Stored = Array | Quantized[Array]
 
 # Scales of at most this part of a page travel whole, before the first page and after
-# the last: a transfer of a few kilobytes costs its latency.
+# the last: a transfer of a few kilobytes costs its latency. On a GPU so do scales of at
+# most so many bytes.
 _SMALL_PART = 16
+_FEW_BYTES = 2**18
 
 
 class Held(NamedTuple):
@@ -48,6 +51,10 @@ class Held(NamedTuple):
         """What a codec stores, or an array."""
         codes, scales = x if isinstance(x, Quantized) else (x, None)
         return cls(codes, scales)
+
+
+#: What is held of each of the leaves that share pages; one, where all have the same.
+Shared = tuple[Held, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +116,11 @@ class Streamed:
         """Whether its pages come from host memory."""
         return self.codes.travels
 
+    @property
+    def paged(self) -> bool:
+        """Whether each leaf has its own; else all share it."""
+        return self.codec is not None or self.codes.shape == self.codes.pages.leaf
+
     def view(self, x: Stored) -> Held:
         """What a loop holds of what was given."""
         codes, scales = Held.of(x)
@@ -168,18 +180,49 @@ class Streamed:
             return Held(codes, None)
         return Held(codes, self.scales.write(x.scales, page.scales, at))
 
-    def decode(self, page: Held, shape: tuple[int, ...]) -> Array:
-        """What the program sees of a page."""
-        if self.codec is None:
-            return page.codes
-        return self.codec.decode(self.stored(page, shape), shape)
+    def decode(self, page: Shared, shape: tuple[int, ...]) -> Array:
+        """What the program sees of a page.
 
-    def encode(self, page: Array, noise: Noise | None) -> Held:
-        """What is stored of a result."""
+        Args:
+          page: The page, as it is stored, of each leaf that shares it.
+          shape: The shape of each leaf's part.
+        """
+        axis = self.codes.pages.axis
         if self.codec is None:
-            return Held(page, None)
-        stored = self.codec.encode(page, noise)
-        return Held.of(stored)
+            return _joined([x.codes for x in page], axis)
+        if len(page) == 1:
+            return self.codec.decode(self.stored(page[0], shape), shape)
+        whole = _many(shape, axis, len(page))
+        wanted = self.codec.stored(whole)
+        join = lambda like, *parts: _joined(parts, _differing(parts[0], like))
+        parts = [self.stored(x, shape) for x in page]
+        return self.codec.decode(jax.tree.map(join, wanted, *parts), whole)
+
+    def encode(
+        self, result: Array, noise: Noise | None, shape: tuple[int, ...], leaves: int
+    ) -> Shared:
+        """What is stored of a result, of each of the leaves that share the page.
+
+        Args:
+          result: The result.
+          noise: What a codec rounds by, or None.
+          shape: The shape of each leaf's part.
+          leaves: How many leaves share the page.
+        """
+        axis = self.codes.pages.axis
+        if self.codec is None:
+            return tuple(Held(x, None) for x in _parted(result, axis, leaves))
+        made = self.codec.encode(result, noise)
+        if leaves == 1:
+            return (Held.of(made),)
+        one, structure = jax.tree.flatten(self.codec.stored(shape))
+        parts = [
+            _parted(x, _differing(like, x), leaves)
+            for x, like in zip(jax.tree.leaves(made), one, strict=True)
+        ]
+        return tuple(
+            Held.of(jax.tree.unflatten(structure, x)) for x in zip(*parts, strict=True)
+        )
 
     def stored(self, page: Held, shape: tuple[int, ...]) -> Stored:
         """What the codec stores of a page of this shape."""
@@ -193,6 +236,24 @@ class Streamed:
         if self.scales is None or x.scales is None:
             return Held(codes, None)
         return Held(codes, method(self.scales, x.scales, *arguments))
+
+
+def _many(shape: tuple[int, ...], axis: int, leaves: int) -> tuple[int, ...]:
+    return (*shape[:axis], shape[axis] * leaves, *shape[axis + 1 :])
+
+
+def _differing(one: ArrayOrShape, many: ArrayOrShape) -> int:
+    """The axis along which the one is a part of the other."""
+    pairs = zip(one.shape, many.shape, strict=True)
+    return next(axis for axis, (n, m) in enumerate(pairs) if n != m)
+
+
+def _joined(parts: Sequence[Array], axis: int) -> Array:
+    return parts[0] if len(parts) == 1 else lax.concatenate(parts, axis)
+
+
+def _parted(x: Array, axis: int, leaves: int) -> Sequence[Array]:
+    return [x] if leaves == 1 else jnp.split(x, leaves, axis)
 
 
 def _viewed(
@@ -247,7 +308,7 @@ def _scales_travel(
     if math.prod(shape) * _SMALL_PART <= pages.entries:
         return False
     if not pages.tiled:
-        return _is_raw(pages, view, ratios)
+        return 4 * math.prod(shape) > _FEW_BYTES and _is_raw(pages, view, ratios)
     number, of = ratios[pages.axis]
     order = tiling.viewed(shape, len(view))
     return order is not None and tiling.can_slice(

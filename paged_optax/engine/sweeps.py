@@ -8,11 +8,11 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int
 
-from paged_optax.engine.geometry import Pages
+from paged_optax.engine.pages import Pages
 from paged_optax.engine.part import At, Index
-from paged_optax.engine.streamed import Held
+from paged_optax.engine.streamed import Shared
 
-Carry = tuple[Int[Array, ""], dict[int, Held]]
+Carry = tuple[Int[Array, ""], dict[int, Shared]]
 
 
 def open_gate() -> Int[Array, ""]:
@@ -57,10 +57,10 @@ def sweeps(pages: Pages) -> list[Sweep]:
 
 def swept(
     sweep: Sweep,
-    update: Callable[[At, dict[int, Held]], dict[int, Held]],
-    current: dict[int, Held],
+    update: Callable[[At, dict[int, Shared]], dict[int, Shared]],
+    current: dict[int, Shared],
     targets: Sequence[int],
-) -> dict[int, Held]:
+) -> dict[int, Shared]:
     """Updates the pages of one loop."""
     constant = {p: x for p, x in current.items() if p not in targets}
 

@@ -1,6 +1,7 @@
 """What the update of a whole tree computes of each leaf, and of one layer's part."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeGuard
 
@@ -96,7 +97,7 @@ class Programs:
             # Arrays that the transformation closes over are whole stacks.
             return slab(x, i) if _is_whole(x, shape) else x
 
-        def run_leaf(
+        def run(
             leaf: LeafUpdate, inputs: Sequence[ArrayLike | None]
         ) -> Sequence[ArrayLike | None]:
             if self.stacks.isdisjoint(leaf.outputs):
@@ -104,7 +105,9 @@ class Programs:
             shape = (1, *leaf.shape[1:])
             return leaf.program([cut(x, leaf.shape) for x in inputs], shape)
 
-        results = self.analysis.evaluate([i, *arguments], run_leaf)
+        results = self.analysis.evaluate(
+            [i, *arguments], lambda leaves: itertools.starmap(run, leaves)
+        )
         return [results[position] for position in sorted(self.stacks)]
 
     def differences(self, other: "Programs") -> list[int]:

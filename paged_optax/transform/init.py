@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,11 @@ from paged_optax.backend.donation import paired
 from paged_optax.backend.explicit_axes import automatically, without_explicit_axes
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import PINNED_HOST, nbytes, resolve_host_memory_kind
-from paged_optax.backend.progress import LARGE, progress
+from paged_optax.backend.progress import LARGE, track
 from paged_optax.backend.types import KeyPath
 from paged_optax.backend.variables import bare, like, settled
-from paged_optax.engine.geometry import Kept
 from paged_optax.engine.guard import check_backend
+from paged_optax.engine.pages import Kept
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.stream import fill
 from paged_optax.transform.checks import refuse_devices, refuse_dtype
@@ -155,16 +155,15 @@ class _Making:
         moving = sum(size or 0 for size, stay in sizes if not stay)
         traced = is_traced(parameters)
         shown = moving >= LARGE and not traced
-        with progress("moments", len(self.analysis.leaves), shown) as advance:
 
-            def run_and_tell(leaf: LeafUpdate, inputs: list[Value]) -> list[Value]:
+        def run(
+            leaves: Sequence[tuple[LeafUpdate, list[Value]]],
+        ) -> Iterator[list[Value]]:
+            for leaf, inputs in track(leaves, "moments", len(leaves), shown):
                 made = self._leaf(leaf, inputs)
-                if shown:
-                    jax.block_until_ready(made)
-                    advance()
-                return made
+                yield jax.block_until_ready(made) if shown else made
 
-            values = self.analysis.evaluate(parameters, run_and_tell)
+        values = self.analysis.evaluate(parameters, run)
         return [
             self._placed(position, value, parameters)
             for position, value in enumerate(values)

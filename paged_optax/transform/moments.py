@@ -1,19 +1,23 @@
 """Describes the moments of a paged transformation, for `plan`."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
 
 import jax
 from jaxtyping import PyTree
 
+from paged_optax.analysis.program import LeafUpdate
 from paged_optax.backend import memory, tiling
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import laid_out
-from paged_optax.engine.geometry import Kept, Pages, uncut
+from paged_optax.engine.geometry import together, uncut
+from paged_optax.engine.pages import Kept, Pages
 from paged_optax.engine.run import both_ways
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.streamed import Streamed
 from paged_optax.transform.pager import Pager, divided_as
 from paged_optax.transform.recorded import Moment
+from paged_optax.transform.stored_state import Layout
 from paged_optax.transform.trees import Leaf, paths_of, split
 
 _WHOLE = (
@@ -50,30 +54,37 @@ def planned_moments(
     analysis, _ = pager.analyse(params, shapes, layout.owners, params, *extras)
     first = len(jax.tree.leaves(params))
     state_paths, avals = paths_of(shapes)
-    geometry: dict[int, tuple[int, Pages, bool, int]] = {}
     platform = memory.platform()
-    for number, leaf in enumerate(analysis.leaves):
-        inside = {i - first for i in (*leaf.inputs, *leaf.outputs)}
-        inside = sorted(i for i in inside if 0 <= i < len(avals))
-        inside = [i for i in inside if not stays[i] or layout.codecs[i]]
-        divided = divided_as(leaf, jax.tree.leaves(params), shards)
-        kept = [
-            Kept(avals[i].dtype.itemsize, layout.codecs[i], not stays[i])
-            for i in inside
-        ]
-        pages = pager.geometry(leaf, kept, divided).on(platform)
-        travelling = sum(x.on_host for x in kept)
-        both = both_ways(pages, travelling, [x.codec for x in kept])
-        # Of a single moment's update XLA:GPU may write a part apart, for the moment's
-        # own kernel has computed it; of several it never has (jax 0.10.2).
-        part = travelling == 1 and platform != "tpu"
-        flying = 3 if part or not pages.count else 2
-        geometry.update((i, (number, pages, both, flying)) for i in inside)
+    parameters = jax.tree.leaves(params)
+    alike: dict[Hashable, list[_Leaf]] = {}
+    for leaf in analysis.leaves:
+        each = _Leaf.of(
+            leaf, layout, stays, first, divided_as(leaf, parameters, shards)
+        )
+        alike.setdefault(each.kind(parameters, pager.per_parameter_steps), []).append(
+            each
+        )
+    geometry: dict[int, tuple[int, Pages, bool, int]] = {}
+    number = 0
+    for group in alike.values():
+        one = group[0]
+        pages = pager.geometry(one.leaf, one.kept, one.divided, len(group)).on(platform)
+        for part in together(pages, len(group)):
+            travelling = sum(x.on_host for each in group[part] for x in each.kept)
+            both = both_ways(pages, travelling)
+            # Of a single moment's update XLA:GPU may write a part apart, for the
+            # moment's own kernel has computed it; of several it never has (jax 0.10.2).
+            apart = sum(x.on_host for x in one.kept) == 1 and platform != "tpu"
+            flying = (4 if both else 3) if apart or not pages.count else 2
+            for each in group[part]:
+                found = (number, pages, both, flying)
+                geometry.update((i, found) for i in each.inside)
+            number += 1
     found = []
     smallest = pager.configuration.min_paged_size
     every = zip(state_paths, avals, layout.sizes(), strict=True)
     for i, (path, x, size) in enumerate(every):
-        alone = len(analysis.leaves) + i, uncut(x.shape).rows, False, 3
+        alone = number + i, uncut(x.shape).rows, False, 3
         number, pages, both, flying = geometry.get(i, alone)
         codec, part = layout.codecs[i], layout.shards[i]
         shape = part.local(x.shape) if part else x.shape
@@ -100,6 +111,48 @@ def planned_moments(
             )
         )
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """A leaf's program, and its moments.
+
+    Attributes:
+      leaf: The program.
+      inside: The numbers of its moments that are streamed, among the state's leaves.
+      kept: How each of these is kept.
+      divided: How they are divided, or None.
+    """
+
+    leaf: LeafUpdate
+    inside: tuple[int, ...]
+    kept: tuple[Kept, ...]
+    divided: Shards | None
+
+    @classmethod
+    def of(
+        cls,
+        leaf: LeafUpdate,
+        layout: Layout,
+        stays: Sequence[bool],
+        first: int,
+        divided: Shards | None,
+    ) -> "_Leaf":
+        """Finds the moments of a leaf; the state's first is the argument `first`."""
+        avals, codecs = layout.avals, layout.codecs
+        numbers = {i - first for i in (*leaf.inputs, *leaf.outputs)}
+        inside = sorted(i for i in numbers if 0 <= i < len(avals))
+        inside = tuple(i for i in inside if not stays[i] or codecs[i])
+        kept = [Kept(avals[i].dtype.itemsize, codecs[i], not stays[i]) for i in inside]
+        return cls(leaf, inside, tuple(kept), divided)
+
+    def kind(self, parameters: Sequence[Leaf], own_steps: bool) -> Hashable:
+        """What like leaves have in common; see `Streaming`."""
+        draws = any(x.codec is not None and x.codec.draws for x in self.kept)
+        owner = self.leaf.owner
+        dtype = None if owner is None else parameters[owner].dtype
+        own = owner if draws or own_steps else None
+        return self.leaf.program, self.leaf.shape, self.kept, self.divided, dtype, own
 
 
 def _page_bytes(pages: Pages, moment: Leaf) -> int:

@@ -15,7 +15,8 @@ from paged_optax.analysis.split import analyse
 from paged_optax.backend import memory
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.types import PyTreeDef
-from paged_optax.engine.geometry import Geometry, Kept, cut, uncut
+from paged_optax.engine.geometry import cut, uncut
+from paged_optax.engine.pages import Geometry, Kept
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.checks import refuse_changes, refuse_state
 from paged_optax.transform.codec_rules import Rule, choose
@@ -99,12 +100,13 @@ class Pager:
         leaf: LeafUpdate,
         moments: Sequence[Kept],
         shards: Shards | None = None,
+        like: int = 1,
     ) -> Geometry:
-        """Cuts a leaf into pages, given its moments that travel or are coded."""
+        """Cuts like leaves into pages, given their moments that travel or are coded."""
         shape = shards.local(leaf.shape) if shards else leaf.shape
         if not leaf.program.elementwise or not moments:
             return uncut(shape)
-        return cut(shape, tuple(moments), self.configuration.page_size)
+        return cut(shape, tuple(moments), self.configuration.page_size, like)
 
     def refused(self, layout: Layout, position: int) -> str:
         """Tells why a moment cannot be sliced in host memory; empty if it can."""

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ from jaxtyping import UInt32
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.backend.memory import HOST, on_host
 from paged_optax.codecs import Codec, draw
-from paged_optax.engine.geometry import Kept
-from paged_optax.engine.shards import UNSHARDED, Shards
+from paged_optax.engine.pages import Kept
+from paged_optax.engine.shards import UNSHARDED, Shards, constrained
 from paged_optax.engine.stream import stream
 from paged_optax.transform.active import choose_by
 from paged_optax.transform.checks import refuse_joined, underived
@@ -75,7 +75,7 @@ class Streaming:
 
     def results(self) -> list[Value]:
         """Computes the updates, then the state's new leaves."""
-        made = self.analysis.evaluate(self.arguments, self.run_leaf, self.own)
+        made = self.analysis.evaluate(self.arguments, self.run_leaves, self.own)
         return [self._result(position, new) for position, new in enumerate(made)]
 
     def _result(self, position: int, new: Value) -> Value:
@@ -95,29 +95,62 @@ class Streaming:
         """Chooses by its gate what was not streamed, in the old value's memory."""
         old = self.arguments[position]
         new = choose_by(self.gate_of(self.analysis.owners[position]), new, old)
-        moved = on_host(old) and not on_host(new)
-        return jax.device_put(new, HOST) if moved else new
+        if on_host(old) and not on_host(new):
+            return jax.device_put(new, HOST)
+        return constrained(new, self.layout.shards[position - self.first])
 
-    def run_leaf(self, leaf: LeafUpdate, inputs: list[Value]) -> Sequence[Value]:
-        """Runs the program of one leaf, by pages if a codec or the host holds it."""
-        gate = self.gate_of(leaf.owner)
-        if leaf.owner is None and len({id(gate) for gate in self.gates}) > 1:
-            refuse_joined(leaf)
-        olds = [None if p is None else self.arguments[p] for p in leaf.places]
-        if gate is False:
-            return [
-                jnp.zeros(new.shape, new.dtype) if p is None or p < self.first else old
-                for p, old, new in zip(leaf.places, olds, leaf.avals, strict=True)
-            ]
-        found = self._buffers(leaf, inputs, olds)
-        if found.moving:
-            return self._paged(leaf, found, gate)
+    def run_leaves(
+        self, leaves: Sequence[tuple[LeafUpdate, list[Value]]]
+    ) -> list[Sequence[Value]]:
+        """Runs the programs of all leaves, of like ones together."""
+        made: dict[int, Sequence[Value]] = {}
+        alike: dict[Hashable, dict[int, _Buffers]] = {}
+        for number, (leaf, inputs) in enumerate(leaves):
+            gate = self.gate_of(leaf.owner)
+            if leaf.owner is None and len({id(gate) for gate in self.gates}) > 1:
+                refuse_joined(leaf)
+            olds = [None if p is None else self.arguments[p] for p in leaf.places]
+            if gate is False:
+                made[number] = _skipped(leaf, olds, self.first)
+                continue
+            found = self._buffers(leaf, inputs, olds)
+            if found.moving:
+                alike.setdefault(self._kind(leaf, found), {})[number] = found
+            else:
+                made[number] = self._whole(leaf, inputs, olds)
+        for group in alike.values():
+            first = leaves[next(iter(group))][0]
+            new = self._paged(first, list(group.values()))
+            made.update(zip(group, new, strict=True))
+        return [made[number] for number in range(len(leaves))]
+
+    def _whole(
+        self, leaf: LeafUpdate, inputs: list[Value], olds: Sequence[Value | None]
+    ) -> Sequence[Value]:
+        """Runs the program of a leaf that no codec and no host memory holds."""
         return [
             new
             if p is None or p < self.first or p in self.own or new is old
             else self._kept(p, new)
             for p, old, new in zip(leaf.places, olds, leaf.program(inputs), strict=True)
         ]
+
+    def _kind(self, leaf: LeafUpdate, found: "_Buffers") -> Hashable:
+        """What like leaves have in common, of which some may share pages."""
+        gate = self.gate_of(leaf.owner)
+        draws = any(codec is not None and codec.draws for codec in found.codecs)
+        own = leaf.owner if draws or self.own else None
+        shared = [
+            number
+            for number, codec, x in zip(
+                leaf.inputs, found.codecs, found.arrays, strict=False
+            )
+            if codec is None and jnp.shape(x) != leaf.shape
+        ]
+        types = [jax.typeof(x) for x in jax.tree.leaves(found.arrays)]
+        divided = divided_as(leaf, self.arguments[: self.first], self.shards)
+        how = *shared, *types, *found.overwrites, *found.codecs
+        return leaf.program, leaf.shape, divided, id(gate), own, how
 
     def _buffers(
         self, leaf: LeafUpdate, inputs: list[Value], olds: Sequence[Value | None]
@@ -146,24 +179,26 @@ class Streaming:
         return _Buffers(buffers, overwrites, codecs, shapes)
 
     def _paged(
-        self, leaf: LeafUpdate, found: "_Buffers", gate: Gate
-    ) -> Sequence[Stored]:
-        """Streams a leaf's pages through the device."""
+        self, leaf: LeafUpdate, found: Sequence["_Buffers"]
+    ) -> Sequence[Sequence[Stored]]:
+        """Streams the pages of like leaves through the device."""
         divided = divided_as(leaf, self.arguments[: self.first], self.shards)
+        gate, (first, *_) = self.gate_of(leaf.owner), found
         run = functools.partial(
             stream,
             program=leaf.program,
-            overwrites=tuple(found.overwrites),
-            geometry=self.pager.geometry(leaf, found.moving, divided),
-            codecs=tuple(found.codecs),
-            shapes=tuple(found.shapes),
+            overwrites=tuple(first.overwrites),
+            geometry=self.pager.geometry(leaf, first.moving, divided, len(found)),
+            codecs=tuple(first.codecs),
+            shapes=tuple(first.shapes),
             shards=divided,
         )
-        away = any(map(on_host, found.arrays))
+        away = any(map(on_host, first.arrays))
         alone = divided is None and leaf.program.elementwise
         with jax.named_scope(UNSHARDED) if alone else contextlib.nullcontext():
+            arrays = [x.arrays for x in found]
             return run(
-                underived(found.arrays) if away else tuple(found.arrays),
+                tuple(underived(x) if away else tuple(x) for x in arrays),
                 gate.astype(jnp.int32) if isinstance(gate, Array) else None,
                 self._noise(leaf),
             )
@@ -184,6 +219,16 @@ class Streaming:
 
         drawn = {p: words(p, codec) for p, codec in codecs.items() if codec.draws}
         return (*map(drawn.get, leaf.outputs), *[None] * len(leaf.between))
+
+
+def _skipped(
+    leaf: LeafUpdate, olds: Sequence[Value | None], first: int
+) -> Sequence[Value]:
+    """The results of a leaf that is not updated: no update, and its old moments."""
+    return [
+        jnp.zeros(new.shape, new.dtype) if p is None or p < first else old
+        for p, old, new in zip(leaf.places, olds, leaf.avals, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

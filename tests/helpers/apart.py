@@ -3,6 +3,7 @@
 A test asks for one case at a time, so that test workers share the work.
 """
 
+import faulthandler
 import json
 import os
 import subprocess
@@ -40,7 +41,8 @@ def process(script: str, flags: str) -> Iterator[Callable[[str], Any]]:
             reply = running.stdout.readline()
             if not reply:
                 errors.seek(0)
-                raise RuntimeError(f"{script} ended:\n{errors.read()}")
+                code = running.wait()
+                raise RuntimeError(f"{script} ended by {code}:\n{errors.read()}")
             return json.loads(reply)
 
         yield ask
@@ -48,6 +50,7 @@ def process(script: str, flags: str) -> Iterator[Callable[[str], Any]]:
 
 def answer(outcome: Callable[[str], Any]) -> None:
     """Answers each line of the standard input with a line of JSON."""
+    faulthandler.enable()
     with os.fdopen(os.dup(1), "w") as replies:
         os.dup2(2, 1)  # what else is printed is no answer
         for line in sys.stdin:

@@ -141,7 +141,7 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
     alone: list[geometry.Geometry] = []
     kept: list[geometry.Kept] = []
 
-    def cut(shape, moments, page_size):
+    def cut(shape, moments, page_size, like=1):
         cuts.append(geometry.cut(shape, moments, page_size))
         kept[:] = moments
         alone[:] = [geometry.cut(shape, (x,), page_size) for x in moments]
@@ -268,7 +268,7 @@ def _misplaced(found: Any, pages: Any, kept: Sequence[Any]) -> str:
     from paged_optax.engine.streamed import Streamed
     from paged_optax.engine.sweeps import sweeps
 
-    ahead = both_ways(pages, sum(x.on_host for x in kept), [x.codec for x in kept])
+    ahead = both_ways(pages, sum(x.on_host for x in kept))
     wanted: collections.Counter[tuple[str, int, int]] = collections.Counter()
     loops = [x for x in sweeps(pages) if x.stop > x.step]
     for each in kept if loops and not pages.axis else ():

@@ -22,6 +22,10 @@ def shapes_of(tree):
     )
 
 
+def bfloat16(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), tree)
+
+
 def square(leaves, shape=(4096, 4096)):
     return shapes_of({f"leaf{i:03}": shape for i in range(leaves)})
 

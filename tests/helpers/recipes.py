@@ -81,7 +81,7 @@ def _plain(draw: random.Random) -> Recipe:
         "traced_init": draw.random() < 0.2,
         "wrapper": None,
         "infinite": [],
-        "platform": "tpu" if draw.random() < 0.25 else "cpu",
+        "platform": draw.choice(["cpu", "cpu", "gpu", "tpu"]),
     }
 
 

@@ -1,0 +1,183 @@
+"""How a leaf is cut on a TPU: a page is whole tiles.
+
+Nothing may be reshaped in host memory but axes that follow each other there
+(`paged_optax.backend.tiling`). A page is a range along the most major axis, or along
+as many of them as cut fine enough, or along the lanes.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from paged_optax.backend import tiling
+from paged_optax.codecs import axis_of_blocks, codes_of, packed_along
+from paged_optax.engine.pages import (
+    MOST_INDEX,
+    TOO_LONG,
+    Kept,
+    Pages,
+    block_of,
+    divide,
+    many_pages,
+    single,
+)
+
+#: Bytes of a page, or of a piece of one, that a TPU computes a codec on.
+#
+# XLA:TPU keeps what it computes of a page of this size in its vector memory: of
+# (50257, 768) in eight bits, pages of 16 MiB take 92 MiB of scratch. And the larger a
+# page, the longer what computes on it takes to compile: (32128, 1024) in pages of 2 MiB
+# 15 s, of 1 MiB 6 s (libtpu 0.0.52).
+PIECE = 2**20
+
+# Scales of a moment that go in pages on a TPU, though pages may have to be larger.
+_MANY_SCALES = 2**18
+
+
+def in_tiles(
+    shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int
+) -> Pages:
+    """Cuts along the most major axes that make pages small enough, or the lanes."""
+    itemsize = max(x.itemsize for x in moments)
+    asked, size_of_leaf = page_size, math.prod(shape) * itemsize
+    if any(block_of(x) > 1 for x in moments):
+        page_size = min(page_size, PIECE)
+    page_size = many_pages(size_of_leaf, page_size)
+    if size_of_leaf <= page_size:
+        return single(shape, tiled=True)
+    found: list[Pages] = []
+    ways = list(_ways(shape))
+    if any(block_of(x) > 1 and axis_of_blocks(x.codec) is None for x in moments):
+        # Whole rows first, where blocks run through them: of parts of each row
+        # (1024, 16, 64) takes 9 s to compile, not 3 (libtpu 0.0.52).
+        ways.sort(key=lambda way: way[1] != 0)
+    for view, axis in ways:
+        unit = math.lcm(*(_unit_of_tiles(x, shape, view, axis) for x in moments))
+        if not 0 < unit < view[axis] or view[axis] >= MOST_INDEX:
+            continue
+        others = math.prod(view) // view[axis]
+        bytes_each = others * itemsize
+        size, count = _divide_with_least_rest(view[axis], unit, bytes_each, page_size)
+        pages = Pages(shape, view, axis, size, count, tiled=True)
+        if count == 1 or not all(_has_last(x, pages) for x in moments):
+            continue
+        if pages.entries * itemsize <= page_size:
+            return pages
+        found.append(pages)
+    if found:
+        return min(found, key=lambda pages: pages.entries)
+    whole = single(shape, tiled=True)
+    if size_of_leaf <= max(asked, 2 * PIECE):
+        return whole
+    return dataclasses.replace(whole, refused=_reason(moments, shape))
+
+
+def _reason(moments: tuple[Kept, ...], shape: tuple[int, ...]) -> str:
+    """Why a TPU cannot cut a leaf, and what to do."""
+    if max(shape) >= MOST_INDEX:
+        return TOO_LONG
+    block = math.lcm(*map(block_of, moments))
+    smallest = min(_codes(x, shape)[1] for x in moments)
+    tile = tiling.LANES
+    if len(shape) < 2:
+        tile *= tiling.SUBLANES * max(1, 4 // smallest)
+    elif block > 1:
+        tile *= 8  # so many codes may share a word
+    pad = f"pad its longest axis to a multiple of {math.lcm(tile, block)}"
+    if any(x.on_host and _codes(x, shape)[1] < 2 for x in moments):
+        if len(shape) < 2:
+            pad = "make it a matrix, or store it without a codec"
+        return f"a TPU slices no bytes in host memory, and its codes are bytes: {pad}"
+    ends = "a tile and with a block" if block > 1 else "a tile"
+    return f"a TPU slices whole tiles, and no page of it ends with {ends}: {pad}"
+
+
+def _ways(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Views, and the axis of each that may be sliced."""
+    order = tiling.minor_to_major(shape)
+    lanes, major = order[0], order[-1]
+    yield shape, major
+    if lanes != major:
+        yield shape, lanes
+    for axes in range(len(shape) - 1, 1, -1):
+        if tiling.viewed(shape, axes) is not None:
+            joined = len(shape) - axes + 1
+            yield (math.prod(shape[:joined]), *shape[joined:]), 0
+
+
+def _unit_of_tiles(
+    kept: Kept, shape: tuple[int, ...], view: tuple[int, ...], axis: int
+) -> int:
+    """Entries along an axis that are whole blocks, words and tiles; 0: none are."""
+    blocks, along = 1, axis_of_blocks(kept.codec)
+    if along is not None:
+        blocks = block_of(kept) if axis == len(view) + along else 1
+    elif kept.codec is not None:
+        after = math.prod(view[axis + 1 :])
+        blocks = block_of(kept) // math.gcd(block_of(kept), after)
+    codes, itemsize, packed = _codes(kept, shape)
+    together = packed[axis - len(view)] if len(view) > 1 else packed[-1]
+    if not kept.on_host:
+        return math.lcm(blocks, together)
+    order = tiling.viewed(codes, len(view), itemsize)
+    if order is None or itemsize < 2:
+        return 0
+    rows = tiling.SUBLANES * max(1, 4 // itemsize)
+    tile = rows * tiling.LANES
+    if len(view) > 1:
+        tiles = {"lanes": tiling.LANES, "sublanes": rows, "major": 1}
+        tile = tiles[tiling.role(order, axis)]
+    if along == -1 and axis == len(view) - 2:
+        # So many scales go in pages too. Their lanes are the moment's rows.
+        scales = (*shape[:-1], shape[-1] // block_of(kept))
+        in_pages = math.prod(scales) >= _MANY_SCALES
+        if in_pages and tiling.viewed(scales, len(view)) is not None:
+            blocks = math.lcm(blocks, tiling.LANES)
+    return math.lcm(blocks, tile * together)
+
+
+def _codes(
+    kept: Kept, shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+    """The array that keeps a moment: its shape, itemsize, and values in one of its."""
+    if kept.codec is None:
+        return shape, kept.itemsize, (1,) * len(shape)
+    codes = codes_of(kept.codec.stored(shape))
+    packed = [1] * len(shape)
+    packed[-2:] = [packed_along(kept.codec, axis) for axis in (-2, -1)][-len(shape) :]
+    if math.prod(packed) == 1 and codes.shape != shape:
+        packed[-1] = 2  # pairs of four bits
+    return codes.shape, codes.dtype.itemsize, tuple(packed)
+
+
+def _has_last(kept: Kept, pages: Pages) -> bool:
+    """Whether a moment's slices, the last one too, are whole blocks and tiles."""
+    axis, left = pages.axis, pages.extent % pages.size
+    if axis_of_blocks(kept.codec) is None and left and axis:
+        after = math.prod(pages.view[axis + 1 :])
+        if left * after % block_of(kept):
+            return False
+    if not kept.on_host:
+        return True
+    codes, itemsize, packed = _codes(kept, pages.leaf)
+    order = tiling.viewed(codes, len(pages.view), itemsize)
+    assert order is not None
+    joined = len(codes) - len(order) + 1
+    view = (math.prod(codes[:joined]), *codes[joined:])
+    together = packed[axis - len(view)] if len(view) > 1 else packed[-1]
+    return tiling.can_slice(view, order, axis, pages.size // together, itemsize)
+
+
+def _divide_with_least_rest(
+    extent: int, unit: int, bytes_each: int, page_size: int
+) -> tuple[int, int]:
+    """As `divide`; where a last page is smaller, the smallest.
+
+    XLA:TPU compiles the last page by itself, the sooner the smaller it is.
+    """
+    size, count = divide(extent, unit, bytes_each, page_size)
+    if extent % size:
+        sizes = range(size // unit * unit, size // 2, -unit)
+        size = min(sizes, key=lambda n: extent % n)
+        count = -(-extent // size)
+    return size, count

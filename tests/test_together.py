@@ -1,0 +1,191 @@
+"""Like leaves that share pages: the numbers of leaves alone, and what it saves."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import paged_optax as po
+from helpers import aot, link, reference
+from helpers.programs import MIB, assert_in_place, bfloat16, square, updating
+from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
+from paged_optax.engine import run
+from paged_optax.engine.pages import Pages
+from paged_optax.engine.run import Run
+
+_ON_GPU = pytest.mark.skipif(
+    GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"
+)
+_COMPILERS = [pytest.param(aot.h200, marks=_ON_GPU, id="h200"), aot.v5e]
+
+
+@pytest.fixture(params=["in turn", "both ways"])
+def together(monkeypatch, request):
+    """A CPU's leaves share pages too, as they do on a GPU."""
+    alone = Pages.shared
+    shared = lambda pages, leaves: pages if leaves == 1 else alone(pages, leaves)
+
+    def switch():
+        monkeypatch.setattr(Pages, "shared", shared)
+        if request.param == "both ways":
+            monkeypatch.setattr(run, "GPU_NEEDS_RAW_INDEX", False)
+            monkeypatch.setattr(Run, "_swept", Run._duplex)
+        jax.clear_caches()
+
+    yield switch
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+#: Flat blocks, blocks of a row, blocks along columns; words along rows and columns.
+SHAPES = [(48, 256), (16, 512), (256, 16), (512, 24), (4096,), (3, 16, 256), (40, 100)]
+
+TRANSFORMATIONS = {
+    "adamw": functools.partial(po.paged_adamw, 1e-2),
+    "lion": functools.partial(po.paged_lion, 1e-2),
+    "masters": functools.partial(
+        po.paged_adamw, 1e-2, master_dtype="float32", codec="dynamic_int8"
+    ),
+    "dynamic_int8": functools.partial(po.paged_adamw, 1e-2, codec="dynamic_int8"),
+    "dynamic_int4": functools.partial(po.paged_adamw, 1e-2, codec="dynamic_int4"),
+    "float8_e4m3": functools.partial(po.paged_adamw, 1e-2, codec="float8_e4m3"),
+    "bfloat16": functools.partial(po.paged_adamw, 1e-2, codec="bfloat16"),
+    "two codecs": functools.partial(
+        po.paged_adamw, 1e-2, codec={"mu": "float8_e4m3", "nu": "dynamic_int8"}
+    ),
+}
+
+
+def trained(name, shape, page_size, leaves, active=None, **settings):
+    """A step under `jit` and an eager one."""
+    shapes = {f"w{i}": shape for i in range(leaves)} | {"other": (7, 1024)}
+    dtype = jnp.bfloat16 if name == "masters" else jnp.float32
+    params = reference.arrays(dtype, 0, shapes)
+    gradients = reference.arrays(dtype, 1, shapes)
+    tx = TRANSFORMATIONS[name](page_size=page_size, min_paged_size=0, **settings)
+    state = tx.init(params)
+    for update in (jax.jit(tx.update), tx.update):
+        updates, state = update(gradients, state, params, active=active)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def assert_alike(found, wanted, exact):
+    for x, y in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        x, y = (np.asarray(x, np.float32) for x in (x, y))
+        # XLA:CPU contracts a product and a sum otherwise in another fusion.
+        np.testing.assert_allclose(x, y, rtol=0 if exact else 3e-6, atol=1e-8)
+
+
+@pytest.mark.quick("dynamic_int8-8KiB")
+@pytest.mark.parametrize("page_size", ["8KiB", "1GiB"])
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_numbers(name, page_size, together):
+    """Several leaves' pages, joined, are stored as each leaf's own."""
+    alone = [trained(name, shape, page_size, leaves=5) for shape in SHAPES]
+    together()
+    for shape, wanted in zip(SHAPES, alone, strict=True):
+        found = trained(name, shape, page_size, leaves=5)
+        assert_alike(found, wanted, exact=False)
+
+
+def test_leaves_that_do_not_move(together):
+    """Gates part like leaves; those under one gate still share pages."""
+    active = {"w0": True, "w1": jnp.bool(False), "w2": True, "w3": False}
+    active |= {"w4": jnp.bool(True), "other": True}
+    wanted = trained("dynamic_int8", (48, 256), "8KiB", 5, active)
+    together()
+    found = trained("dynamic_int8", (48, 256), "8KiB", 5, active)
+    assert_alike(found, wanted, exact=False)
+    start = reference.arrays(jnp.float32, 0, {"w0": (48, 256), "w1": (48, 256)})
+    np.testing.assert_array_equal(found[0]["w1"], start["w1"])
+
+
+def test_steps_of_their_own(together):
+    """A parameter that counts its own steps is updated alone."""
+    wanted = trained("adamw", (48, 256), "8KiB", 4, per_parameter_steps=True)
+    together()
+    found = trained("adamw", (48, 256), "8KiB", 4, per_parameter_steps=True)
+    assert_alike(found, wanted, exact=False)
+
+
+def test_a_page_of_another_leaf_shows(together, monkeypatch):
+    """The comparison above tells leaves that were exchanged."""
+    wanted = trained("dynamic_int8", (48, 256), "8KiB", 4)
+    together()
+    right = run.Streamed.encode
+    turned = lambda *args: right(*args)[::-1]
+    monkeypatch.setattr(run.Streamed, "encode", turned)
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        assert_alike(trained("dynamic_int8", (48, 256), "8KiB", 4), wanted, exact=False)
+
+
+def compiled(compile_for, tx, params):
+    """The report of an update in place, its plan, and its time over the least."""
+    report, plan = compile_for(updating(tx, params)), po.plan(tx, params)
+    assert_in_place(report)
+    # XLA:TPU states no turns. Its loops are those of the pages that leaves share.
+    turns = [on_tpu(tx, params)] * len(params) if compile_for is aot.v5e else ()
+    return report, plan, link.over_floor(report.hlo, plan.host_bytes, turns)
+
+
+def on_tpu(tx, params):
+    """Pages of a leaf on a TPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paged_optax.backend.memory.platform", lambda: "tpu")
+        (pages,) = {x.pages for x in po.plan(tx, params).moments if x.on_host}
+    return pages
+
+
+@pytest.mark.compiler
+@pytest.mark.quick("h200")
+@pytest.mark.parametrize("compile_for", _COMPILERS)
+@pytest.mark.parametrize(
+    ("build", "like"),
+    [
+        (lambda: po.paged_lion(1e-3), square),
+        (lambda: po.paged_adamw_8bit(1e-3), square),
+        (lambda: po.paged_lion_8bit(1e-3), square),
+        (
+            lambda: po.paged_adamw_8bit(1e-3, master_dtype="float32"),
+            lambda leaves: bfloat16(square(leaves)),
+        ),
+    ],
+    ids=["lion", "int8", "lion in int8", "int8 with masters"],
+)
+def test_they_are_at_the_links_rate(compile_for, build, like):
+    """One leaf is read while another is written; 32 MiB of scratch."""
+    report, plan, time = compiled(compile_for, build(), like(8))
+    assert time <= 1.10
+    assert report.device_temp <= 32 * MIB
+    assert report.device_temp <= plan.scratch_bytes + MIB or compile_for is aot.v5e
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
+def test_adapters_are_few_programs(compile_for):
+    """32 adapters of rank 16: what is computed of their codes is compiled twice."""
+    tx = po.paged_adamw_8bit(1e-3, min_paged_size=0)
+    one, _, _ = compiled(compile_for, tx, square(1, (4096, 16)))
+    many, plan, _ = compiled(compile_for, tx, square(32, (4096, 16)))
+    computed = lambda report: report.hlo.count(" divide(")
+    assert computed(many) <= (2 if compile_for is aot.h200 else 8) * computed(one)
+    assert many.device_temp <= plan.scratch_bytes + MIB
+    assert aot.traffic(many.hlo) == plan.link_bytes
+
+
+@pytest.mark.compiler
+@_ON_GPU
+def test_each_pages_address():
+    """Three leaves of 4099 rows: full pages, read ahead, and a smaller last one."""
+    params = square(3, (4099, 4096))
+    report, plan, _ = compiled(aot.h200, po.paged_lion(1e-3), params)
+    (page,) = {x.page_bytes for x in plan.moments if x.on_host}
+    assert 4099 * 4096 * 4 % page
+    places = {place[:1] + place[2:] for place in aot.descriptors(report.hlo)}
+    assert places == {("read", page, page), ("write", 0, page)}
+    assert aot.traffic(report.hlo) == plan.link_bytes
