@@ -13,8 +13,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
-from helpers import aot, decoder, schedule
+from helpers import aot, decoder, link, schedule
 from helpers.programs import MIB
+from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 
 
 @pytest.mark.compiler
@@ -113,6 +114,30 @@ def test_scratch_and_collectives(compile_for, shape, spec, settings, leaves):
     plain = compile_for(unpaged, int(np.prod(shape)))
     assert collectives(report.hlo) == collectives(plain.hlo)
     assert not report.unsharded
+
+
+@pytest.mark.compiler
+@pytest.mark.skipif(
+    GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"
+)
+@pytest.mark.parametrize(
+    ("make", "bound"),
+    [
+        (functools.partial(po.paged_adamw, 1e-3), 8 * MIB),
+        (functools.partial(po.paged_adamw_8bit, 1e-3), 32 * MIB),
+        (functools.partial(po.paged_lion, 1e-3), 8 * MIB),
+    ],
+    ids=["float32", "int8", "lion"],
+)
+def test_each_device_is_at_its_links_rate(make, bound):
+    """16 leaves over 4 H200s, at default settings."""
+    build = sharded_update(
+        lambda shardings: make(shardings=shardings), P("x"), (4,), ("x",), 16
+    )
+    report = aot.h200(build, 4)
+    assert report.device_temp <= bound
+    assert report.host_temp == 0
+    assert link.over_floor(report.hlo, report.host_arguments) <= 1.10
 
 
 def divided_layerwise(model):

@@ -5,7 +5,8 @@ alike, travel together and are computed at once, so that XLA compiles their prog
 once, and one of them is read while another is written:
 
 - Small leaves share a page: 448 adapters are a few pages.
-- Leaves of a single moment go two by two, for no moment is read and written at once.
+- Leaves of a single moment go two by two, for no moment is read and written at once;
+  so do those of moments in eight bits and master weights, which are of several sizes.
 - On a GPU, eight-bit leaves go four by four: their program has 600 instructions, and
   XLA compiles a leaf's by itself in 0.2 s, or 0.4 s where pages go both ways.
 """
@@ -77,7 +78,9 @@ def cut(
       (0, 1)
     """
     coded = any(block_of(x) > 1 for x in moments)
-    alternate = sum(x.on_host for x in moments) == 1
+    # Nothing of the same size travels the other way but another leaf's moment.
+    sizes = [x.codec is None for x in moments if x.on_host]
+    alternate = len(sizes) == 1 or len({*sizes}) > 1
     if coded:
         page_size = min(page_size, _CODED_PAGES // max(2, len(moments)))
     find = functools.partial(_shared, shape, moments, page_size, like)
