@@ -20,6 +20,7 @@ from helpers.programs import (
 )
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.engine import run
+from paged_optax.engine.exchange import Exchange
 from paged_optax.engine.geometry import Kept, cut
 from paged_optax.engine.run import Run
 
@@ -163,10 +164,10 @@ def test_a_skipped_step(both_ways):
 
 def test_a_page_that_is_read_too_early_shows(both_ways, monkeypatch):
     """The comparison above tells pages that lie at another place."""
-    right = Run._exchanged
-    early = lambda run, current, results, at, _, *rest: right(
-        run, current, results, at, at, *rest
+    right = Exchange.__call__
+    early = lambda exchange, current, results, at, _, *rest: right(
+        exchange, current, results, at, at, *rest
     )
-    monkeypatch.setattr(Run, "_exchanged", early)
+    monkeypatch.setattr(Exchange, "__call__", early)
     with pytest.raises(AssertionError, match="Mismatched elements"):
         assert_as_in_one_page("adamw", (257, 96))

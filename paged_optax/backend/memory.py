@@ -169,6 +169,14 @@ def device_memory() -> tuple[int, int]:
     return statistics.get("bytes_limit", 0), statistics.get("bytes_in_use", 0)
 
 
+def host_pool_gigabytes(size: int) -> int:
+    """The `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` that so many bytes of moments need.
+
+    An eighth is for what else the pool holds.
+    """
+    return -(-size * 9 // (8 * 2**30))
+
+
 def host_pool_bytes() -> int:
     """Bytes of pinned host memory that XLA:GPU will hand out.
 

@@ -1,10 +1,10 @@
 """How leaves are cut into pages, on a backend of rows and on one of tiles.
 
-A page is a piece of one leaf, or of several like leaves the same piece. Those are cut
-alike, travel together and are computed at once, so that XLA compiles their program
-once, and one of them is read while another is written:
+A page holds a piece of one leaf. Like leaves may share a page, which then holds the
+same piece of each. They travel together, one is read while another is written, and what
+a codec stores is computed of all of them at once, so that XLA compiles that once:
 
-- Small leaves share a page: 448 adapters are a few pages.
+- Small leaves share a page, such as 16 adapters of (4096, 16).
 - Leaves of a single moment go two by two, for no moment is read and written at once;
   so do those of moments in eight bits and master weights, which are of several sizes.
 - On a GPU, eight-bit leaves go four by four: their program has 600 instructions, and
@@ -48,8 +48,8 @@ def cut(
 
     Pages hold whole blocks and whole words of every moment. Where the smallest such
     page is larger than asked, it is the page. A page count that divides the leaf is
-    preferred, down to half the asked size. A leaf has 16 pages, unless they would be
-    smaller than 1 MiB.
+    preferred, down to half the asked size. A leaf has at least 16 pages, unless they
+    would be smaller than 1 MiB.
 
     Args:
       shape: The leaf's shape.
@@ -65,7 +65,7 @@ def cut(
       >>> pages.count, pages.size, pages.leaves
       (16, 256, 1)
 
-      Eight small ones share a page:
+      Eight small ones share two pages:
 
       >>> pages = cut((512, 512), (Kept(4), Kept(4)), 8 * 2**20, like=8).on("gpu")
       >>> pages.count, pages.size, pages.leaves

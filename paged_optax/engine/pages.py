@@ -1,4 +1,4 @@
-"""How one leaf is cut into pages: what is decided of it."""
+"""Types that describe how a leaf is cut into pages, and rules that both ways share."""
 
 import dataclasses
 import math
@@ -45,8 +45,8 @@ class Pages:
       view: A shape that holds the same values in the same order, and costs nothing.
       axis: The axis to slice.
       size: Entries of a page along it.
-      count: Pages, smaller last ones included; 0 where leaves of several shapes are
-        updated together and travel whole.
+      count: How many pages there are, smaller last ones included. 0: leaves of several
+        shapes are updated together, and travel whole.
       unit: Entries along `axis` that a loop's own variable counts as one. A page is a
         multiple of them.
       tiled: Whether arrays lie in a TPU's tiles.
@@ -98,7 +98,10 @@ class Geometry:
     tiles: Pages
 
     def on(self, platform: str) -> Pages:
-        """The pages on a platform: `"cpu"`, `"gpu"` or `"tpu"`."""
+        """The pages on a platform: `"cpu"`, `"gpu"` or `"tpu"`.
+
+        On a CPU leaves go alone, whatever `Pages.leaves` says.
+        """
         return self.tiles if platform == "tpu" else self.rows
 
 

@@ -49,9 +49,9 @@ class Part:
       shape: The array's own shape.
       dtype: Its dtype.
       on_host: Whether it lives in host memory.
-      view: The shape under which pages are cut from it; None: each has all of it.
-      ratios: For each axis of the view, entries of the array and how many of the leaf's
-        they stand for; empty where each page has all of it.
+      view: The shape that pages are cut from. None: every page needs the whole array.
+      ratios: For each axis of the view a pair (a, b): a entries of the array stand for
+        b of the leaf. Empty if every page needs the whole array.
       travels: Whether its pages come from host memory.
     """
 
@@ -65,7 +65,7 @@ class Part:
 
     @property
     def _by_unit(self) -> tuple[int, ...] | None:
-        """The shape of which a loop's own variable is the first index, if it is."""
+        """The view whose first index is the loop's own variable, or None."""
         if self.view is None or self.pages.axis or self.pages.tiled:
             return None
         return by_unit(self.pages, self.view, self.ratios) if self.travels else None
@@ -188,8 +188,8 @@ def by_unit(
 ) -> tuple[int, ...] | None:
     """The shape in which one entry of an array's first axis is one unit of a loop.
 
-    Several entries of the view are joined to one, or one is parted into several: of
-    codes that four rows share, each row has a fourth.
+    Several entries of the view are joined to one, or one is parted into several: if
+    four rows share their codes, each row gets a quarter of them.
 
     Args:
       pages: How the leaf is cut, along its first axis.
@@ -197,7 +197,7 @@ def by_unit(
       ratios: See `Part`.
 
     Returns:
-      The shape; None where the array has no such one.
+      The shape; None if there is no such one.
     """
     (number, of), (first, *rest) = ratios[0], view
     if pages.unit * number % of == 0:

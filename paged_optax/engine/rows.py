@@ -60,7 +60,7 @@ def in_rows(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -
 def _folded(values: int, unit: int, most: int) -> int:
     """Columns for a vector whose values are too many to count; 0 if there are none.
 
-    They are whole units of values that are never parted; 0: its values have no order.
+    They are a multiple of the unit. A unit of 0: the codec stores no flat vector.
     """
     found = range(unit, most + 1, unit) if unit else ()
     exact = (n for n in found if values % n == 0 and values // n < MOST_INDEX)

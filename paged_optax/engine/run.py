@@ -25,13 +25,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Bool, Int, UInt32
+from jaxtyping import Int, UInt32
 
 from paged_optax.analysis.program import Program
 from paged_optax.backend.barriers import apart, on_cpu
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Codec, Noise, Quantized
 from paged_optax.codecs.codec import strides_of
+from paged_optax.engine.exchange import Exchange
 from paged_optax.engine.fences import each, fetched
 from paged_optax.engine.geometry import cut
 from paged_optax.engine.pages import Kept, Pages
@@ -193,13 +194,14 @@ class Run:
         step, last = np.int32(sweep.step), np.int32(sweep.stop - sweep.step)
         once = self.pages.tiled  # all pages are computed by the loop
         constant = {p: x for p, x in current.items() if p not in self.targets}
+        exchange = Exchange(self.leaves, self.streams, self.together)
 
         def next_page(carry: Carry) -> Carry:
             number, changing, page = carry
             at, ahead = sweep.at(number), sweep.at(number + step)
             changed, results = self._computed(at, constant | changing, page)
             more = number < last if once else None
-            changed, page = self._exchanged(changed, results, at, ahead, page, more)
+            changed, page = exchange(changed, results, at, ahead, page, more)
             return number + step, {p: changed[p] for p in self.targets}, page
 
         stop = sweep.stop if once else last
@@ -226,76 +228,13 @@ class Run:
         """Computes a page that has been read.
 
         Returns:
-          The arrays, of which those on the device have the page's results; and the
-          results that are to travel.
+          The arrays, with the results that stay on the device written; and the results
+          that are to travel.
         """
         results = self._compute(at, current, self._first(at), page)
         found = dict(zip(self.overwrites, results, strict=True))
         travelling = {p: found.pop(p) for p in page}
         return self._written(at, current, found), travelling
-
-    def _exchanged(
-        self,
-        current: dict[int, Shared],
-        results: dict[int, Shared],
-        at: At,
-        ahead: At,
-        page: dict[int, Shared],
-        more: Bool[Array, ""] | None,
-    ) -> tuple[dict[int, Shared], dict[int, Shared]]:
-        """Writes one page and reads another, an array in each direction at a time.
-
-        Args:
-          current: The arrays.
-          results: What is to be written to the host.
-          at: Where.
-          ahead: The page to read.
-          page: What is given back if there is nothing more to read.
-          more: Whether there is; None: there is.
-
-        Returns:
-          The arrays, and the page that has been read.
-        """
-        together = self.together
-        arrays = [(p, leaf) for p in self.streams for leaf in range(together)]
-        held = {(p, leaf): current[p][leaf] for p, leaf in arrays}
-        read = {(p, leaf): page[p][leaf] for p, leaf in arrays}
-        pairs = list(zip(arrays, self._partners(), strict=True))
-        for (here, there), after in zip(pairs, pairs[1:] + pairs[:1], strict=True):
-            next_one = functools.partial(self.leaves[here[0]].read, at=ahead)
-            found = (
-                next_one(held[here])
-                if more is None
-                else lax.cond(more, next_one, lambda _, x=read[here]: x, held[here])
-            )
-            p, leaf = there
-            new = self.leaves[p].write(held[there], results[p][leaf], at)
-            # What comes next waits, or XLA may begin all reads before the first write.
-            next_ones = {*after} - {here, there} if together > 1 else ()
-            tied = {x: held[x] for x in sorted(next_ones)}
-            (read[here], held[here], held[there]), tied = lax.optimization_barrier(
-                ((found, held[here], new), tied)
-            )
-            held |= tied
-        shared = lambda x: {
-            p: tuple(x[p, leaf] for leaf in range(together)) for p in self.streams
-        }
-        return current | shared(held), shared(read)
-
-    def _partners(self) -> list[tuple[int, int]]:
-        """For each array that is read, of each leaf, another one to write meanwhile.
-
-        It is of the same size if there are several leaves.
-        """
-        together, half = self.together, len(self.streams) // 2
-        if together == 1:
-            return [(p, 0) for p in self.streams[half:] + self.streams[:half]]
-        ahead = together // 2
-        return [
-            (p, (leaf + ahead) % together)
-            for p in self.streams
-            for leaf in range(together)
-        ]
 
     def _first(self, at: At) -> UInt32[Array, ""]:
         """The position in the flattened leaf of a page's first value."""
@@ -313,7 +252,7 @@ class Run:
         first: UInt32[Array, ""],
         page: dict[int, Shared] | None = None,
     ) -> tuple[Shared, ...]:
-        """What is stored of the results of a page, of which a part has been read."""
+        """Computes a page, of which `page` has been read, and encodes its results."""
         leaves = self.leaves[: self.program.inputs]
         read, together = page or {}, self.together
         stored = [
@@ -325,11 +264,11 @@ class Run:
             return self._results(stored, at, first, together)
         # A short program is compiled for each leaf, and nothing is copied.
         own = lambda x, leaf: x if len(x) == 1 else x[leaf : leaf + 1]
-        each = [
+        made = [
             self._results([own(x, leaf) for x in stored], at, first, 1)
             for leaf in range(together)
         ]
-        return tuple(tuple(x for (x,) in made) for made in zip(*each, strict=True))
+        return tuple(tuple(x for (x,) in found) for found in zip(*made, strict=True))
 
     def _results(
         self, stored: Sequence[Shared], at: At, first: UInt32[Array, ""], together: int
@@ -390,8 +329,9 @@ class Run:
     def _pieces(self, codec: Codec | None, shape: tuple[int, ...]) -> Pages | None:
         """How a TPU computes a codec on a leaf that is one page; None: at once.
 
-        XLA:TPU takes the longer to compile it the larger what it computes on: Adafactor
-        with a momentum of (6144, 50432) in eight bits more than 150 s (libtpu 0.0.52).
+        The larger an array, the longer XLA:TPU takes to compile what is computed of it:
+        Adafactor with a momentum of (6144, 50432) in eight bits more than 150 s (libtpu
+        0.0.52).
         """
         whole = self.pages.tiled and self.pages.count <= 1 and self.together == 1
         if not whole or codec is None or codec.block == 1 or codec.draws:

@@ -79,7 +79,7 @@ class Shards:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The leaf's own."""
+        """The leaf's `PartitionSpec`."""
         return spec_of_axes(self.axes)
 
     def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -91,8 +91,8 @@ class Shards:
     ) -> PyTree[jax.ShapeDtypeStruct]:
         """The shapes and dtypes in which a codec stores the shards of a moment.
 
-        Blocks never cross shards. Scales by rows are divided as the moment is; others
-        have a row for each part that is not a range of the flattened moment. So the
+        Blocks never cross shards. Scales by rows are divided as the moment is. Others
+        have one row for each shard that is not a range of the flattened moment. So the
         shape of the scales shows in which layout a state was made.
         """
         found = codec.stored(self.local(shape))
@@ -162,7 +162,7 @@ class Shards:
 
     @property
     def sharding(self) -> NamedSharding:
-        """The leaf's own."""
+        """The leaf's `NamedSharding`."""
         return NamedSharding(self.mesh, self.spec)
 
 

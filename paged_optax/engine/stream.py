@@ -23,13 +23,14 @@ nothing of Optax.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int, PyTree, UInt32
 
+from paged_optax.analysis.program import Program
 from paged_optax.backend.memory import HOST, on_host
 from paged_optax.codecs import Codec
 from paged_optax.engine.geometry import together
@@ -37,10 +38,6 @@ from paged_optax.engine.pages import Geometry, Pages
 from paged_optax.engine.run import Run
 from paged_optax.engine.shards import Place, Shards, on_shards
 from paged_optax.engine.streamed import Stored, Streamed
-
-if TYPE_CHECKING:
-    from paged_optax.analysis.program import Program
-
 
 Results = TypeVar("Results")
 
@@ -53,7 +50,7 @@ def stream(
     gate: Int[Array, ""] | None = None,
     noise: tuple[UInt32[Array, "2"] | None, ...] | None = None,
     *,
-    program: "Program",
+    program: Program,
     overwrites: tuple[int, ...],
     geometry: Geometry,
     codecs: tuple[Codec | None, ...] = (),
@@ -69,7 +66,7 @@ def stream(
       gate: 1 to update the leaves; 0 to leave them, moving nothing. None always
         updates.
       noise: For each result the random words that its codec rounds by, or None.
-      program: What to compute on a page; see `granularity.Program`.
+      program: What to compute on a page; see `paged_optax.analysis.program`.
       overwrites: For each of its results, the position of the array it replaces,
         of the same shape and dtype.
       geometry: How a leaf is cut; one shard of it, where there are shards.
@@ -110,7 +107,7 @@ def _by_backend(
 class _How:
     """How a leaf is updated; see `stream`."""
 
-    program: "Program"
+    program: Program
     overwrites: tuple[int, ...]
     codecs: tuple[Codec | None, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -193,7 +190,7 @@ def fill(
     arrays: tuple[Array, ...],
     noise: UInt32[Array, "2"] | None = None,
     *,
-    program: "Program",
+    program: Program,
     geometry: Geometry,
     dtype: jnp.dtype,
     codec: Codec | None = None,
@@ -236,7 +233,7 @@ def fill(
 
 
 def _fill(
-    program: "Program",
+    program: Program,
     dtype: jnp.dtype,
     codec: Codec | None,
     host: bool,

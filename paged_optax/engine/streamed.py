@@ -1,9 +1,8 @@
 """How the arrays of one leaf lie in its pages.
 
 A moment is an array of the leaf's shape, or what a codec stores in its place: codes, of
-which several may share a word, and a scale a block. Each array has a view, whose axes
-are those of the leaf's own view; entries along an axis stand for as many of the leaf's,
-or for more.
+which several may share a word, and a scale a block. Each array has a view with the axes
+of the leaf's view. One of its entries stands for one or more of the leaf's.
 """
 
 import dataclasses
@@ -53,7 +52,7 @@ class Held(NamedTuple):
         return cls(codes, scales)
 
 
-#: What is held of each of the leaves that share pages; one, where all have the same.
+#: One `Held` for each leaf that shares pages; a single one if all use the same array.
 Shared = tuple[Held, ...]
 
 
@@ -99,7 +98,7 @@ class Streamed:
         if scales is None:
             return cls(codec, first, None)
         assert codec is not None
-        # What is whole may be of a leaf with fewer axes: a single value is made of it.
+        # A whole array may have fewer axes than the leaf: a single value.
         ratios = _ratios_of_scales(codec, pages) if cut else ()
         view = _viewed(pages.view, ratios) if cut else None
         travels = on_host and (

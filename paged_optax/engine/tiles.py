@@ -139,7 +139,7 @@ def _unit_of_tiles(
 def _codes(
     kept: Kept, shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-    """The array that keeps a moment: its shape, itemsize, and values in one of its."""
+    """The array that keeps a moment: its shape, itemsize, and values an entry."""
     if kept.codec is None:
         return shape, kept.itemsize, (1,) * len(shape)
     codes = codes_of(kept.codec.stored(shape))

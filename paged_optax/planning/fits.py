@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import slashed
-from paged_optax.backend.memory import host_pool_bytes, nbytes
+from paged_optax.backend.memory import host_pool_bytes, host_pool_gigabytes, nbytes
 from paged_optax.backend.sizes import parse_bytes, readable_bytes
 from paged_optax.backend.table import table
 from paged_optax.planning.page_plan import PagePlan, plan
@@ -111,7 +110,7 @@ class Footprints(Sequence[Footprint]):
             "XLA takes three quarters of a GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION"
             " says otherwise.",
             "Scratch: pages in flight, or one layer's moments and updates.",
-            f"Link: seconds a step at {rate} each way, one way after the other.",
+            f"Link: seconds a step at {rate} each way.",
         ]
         if not any(row.way == _LAYERWISE for row in self.rows):
             notes.append(
@@ -119,7 +118,7 @@ class Footprints(Sequence[Footprint]):
             )
         pool, most = host_pool_bytes(), max(row.host for row in self.rows)
         if most > pool:
-            needed = math.ceil(most / 2**30 * 9 / 8)
+            needed = host_pool_gigabytes(most)
             notes.append(
                 f"XLA's pool on a GPU hands out {readable_bytes(pool)} of host memory:"
                 f" set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={needed} for all of these."

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
-from paged_optax.backend.memory import host_pool_bytes
+from paged_optax.backend.memory import host_pool_bytes, host_pool_gigabytes
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.table import table
 from paged_optax.backend.types import Transformation
@@ -203,7 +203,7 @@ def plan(
             f" memory, and XLA's pool on a GPU holds"
             f" {readable_bytes(host_pool_bytes())}: set"
             " XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="
-            f"{-(-result.bytes_per_host * 9 // (8 * 2**30))} before JAX starts.",
+            f"{host_pool_gigabytes(result.bytes_per_host)} before JAX starts.",
             stacklevel=2,
         )
     return result

@@ -1,6 +1,8 @@
 """`paged` and its aliases: an Optax transformation whose state is on the host.
 
-`init` makes the state, `update` and `streaming` stream it. `codec_rules` chooses the
-codec of each moment, `owners` finds the parameter of each moment, `active` leaves alone
-what a step skips, and `checks` refuses bad input.
+`init` makes the state; `configuration` decides what stays on the device. `update` and
+`streaming` stream it, from what `pager` knows. `codec_rules` chooses the codec of each
+moment, `stored_state` says how a state is stored, `owners` finds the parameter of each
+moment, `parameter_shardings` how that is divided. `active` leaves alone what a step
+skips. `checks` refuses bad input. `moments` describes it all for `plan`.
 """

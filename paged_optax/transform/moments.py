@@ -64,22 +64,7 @@ def planned_moments(
         alike.setdefault(each.kind(parameters, pager.per_parameter_steps), []).append(
             each
         )
-    geometry: dict[int, tuple[int, Pages, bool, int]] = {}
-    number = 0
-    for group in alike.values():
-        one = group[0]
-        pages = pager.geometry(one.leaf, one.kept, one.divided, len(group)).on(platform)
-        for part in together(pages, len(group)):
-            travelling = sum(x.on_host for each in group[part] for x in each.kept)
-            both = both_ways(pages, travelling)
-            # Of a single moment's update XLA:GPU may write a part apart, for the
-            # moment's own kernel has computed it; of several it never has (jax 0.10.2).
-            apart = sum(x.on_host for x in one.kept) == 1 and platform != "tpu"
-            flying = (4 if both else 3) if apart or not pages.count else 2
-            for each in group[part]:
-                found = (number, pages, both, flying)
-                geometry.update((i, found) for i in each.inside)
-            number += 1
+    geometry, number = _geometry(pager, alike, platform)
     found = []
     smallest = pager.configuration.min_paged_size
     every = zip(state_paths, avals, layout.sizes(), strict=True)
@@ -111,6 +96,35 @@ def planned_moments(
             )
         )
     return found
+
+
+def _geometry(
+    pager: Pager, alike: Mapping[Hashable, Sequence["_Leaf"]], platform: str
+) -> tuple[dict[int, tuple[int, Pages, bool, int]], int]:
+    """How moments are cut, by their numbers among the state's leaves.
+
+    Returns:
+      For each moment the number of those that travel together, their pages, whether
+      these travel both ways at once, and how many of them may be on the device; and how
+      many numbers there are.
+    """
+    geometry: dict[int, tuple[int, Pages, bool, int]] = {}
+    number = 0
+    for group in alike.values():
+        one = group[0]
+        pages = pager.geometry(one.leaf, one.kept, one.divided, len(group)).on(platform)
+        for part in together(pages, len(group)):
+            travelling = sum(x.on_host for each in group[part] for x in each.kept)
+            both = both_ways(pages, travelling)
+            # Of a single moment's update XLA:GPU may write a part apart, for the
+            # moment's own kernel has computed it; of several it never has (jax 0.10.2).
+            apart = sum(x.on_host for x in one.kept) == 1 and platform != "tpu"
+            flying = (4 if both else 3) if apart or not pages.count else 2
+            for each in group[part]:
+                found = (number, pages, both, flying)
+                geometry.update((i, found) for i in each.inside)
+            number += 1
+    return geometry, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +161,7 @@ class _Leaf:
         return cls(leaf, inside, tuple(kept), divided)
 
     def kind(self, parameters: Sequence[Leaf], own_steps: bool) -> Hashable:
-        """What like leaves have in common; see `Streaming`."""
+        """What like leaves have in common, if all are updated; see `Streaming`."""
         draws = any(x.codec is not None and x.codec.draws for x in self.kept)
         owner = self.leaf.owner
         dtype = None if owner is None else parameters[owner].dtype

@@ -27,8 +27,9 @@ class Moment:
       page_bytes: Bytes of one of them.
       leaf: Moments with equal numbers travel together.
       in_flight: Pages of it that may be on the device at once. Two are read and
-        written; a third is computed in between if a codec stores the moment, if the
-        page is a whole leaf, or on a GPU if its parameter has no other.
+        written; a third is computed in between if a codec stores the moment, or if the
+        page is a whole leaf. On a GPU the only moment of a parameter has three, or four
+        if it travels both ways.
       beside: Bytes of its scales or codes, if these travel whole and not in pages.
       refused: Why it cannot be paged on this backend although it is larger than a
         page, and what to do; empty if it can.

@@ -70,7 +70,7 @@ class Streaming:
         return {position for leaf in self.analysis.leaves for position in leaf.outputs}
 
     def gate_of(self, owner: int | None) -> Gate:
-        """The gate of what belongs to a parameter; None: to all of them."""
+        """The gate of what belongs to a parameter, or to all of them: None."""
         return self.any_moves if owner is None else self.moves[owner]
 
     def results(self) -> list[Value]:
@@ -97,7 +97,7 @@ class Streaming:
         new = choose_by(self.gate_of(self.analysis.owners[position]), new, old)
         if on_host(old) and not on_host(new):
             return jax.device_put(new, HOST)
-        return constrained(new, self.layout.shards[position - self.first])
+        return constrained(jnp.asarray(new), self.layout.shards[position - self.first])
 
     def run_leaves(
         self, leaves: Sequence[tuple[LeafUpdate, list[Value]]]
@@ -136,7 +136,7 @@ class Streaming:
         ]
 
     def _kind(self, leaf: LeafUpdate, found: "_Buffers") -> Hashable:
-        """What like leaves have in common, of which some may share pages."""
+        """What like leaves have in common: those of equal keys may share pages."""
         gate = self.gate_of(leaf.owner)
         draws = any(codec is not None and codec.draws for codec in found.codecs)
         own = leaf.owner if draws or self.own else None
