@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from helpers import apart, fuzz, fuzz_parts, recipes
+from helpers import apart, fuzz, fuzz_broken, fuzz_parts, recipes
 
 CHOICES = {
     "steps": fuzz_parts.STEPS,
@@ -75,3 +75,19 @@ def distances():
 @pytest.mark.parametrize("number", range(10))
 def test_any_transformation_bit_for_bit(distances, number):
     assert distances(recipes.drawn(10, 0)[number]) == {}
+
+
+@pytest.mark.quick("gates")
+@pytest.mark.parametrize("breakage", fuzz_broken.BREAKAGES)
+def test_a_broken_engine_shows(breakage, monkeypatch):
+    """In a good part of the cases that it concerns, of as few as 60."""
+    monkeypatch.setenv("BROKEN", breakage)
+    concerned = {
+        "always the first page": lambda x: x["page_size"] < 1000 and not x["codec"],
+        "gates are not read": lambda x: x["traced"] and not x["device_budget"],
+        "codecs decode too much": lambda x: x["codec"] and not x["device_budget"],
+    }[breakage]
+    chosen = [x for x in recipes.drawn(60, 0) if concerned(json.loads(x))][:12]
+    with apart.process(fuzz_broken.__file__, fuzz.FLAGS) as ask:
+        differ = [ask(recipe) != {} for recipe in chosen]
+    assert sum(differ) >= 2

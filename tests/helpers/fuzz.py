@@ -290,14 +290,16 @@ def forget() -> None:
     gc.collect()
 
 
-def _outcome(recipe: str) -> Any:
+def outcome(recipe: str) -> Any:
+    """The distances of a recipe in JSON, or what went wrong."""
     try:
         return run(json.loads(recipe))
     except Exception as error:  # one case must not hide the others
         return f"{type(error).__name__}: {error}"
 
 
-if __name__ == "__main__":
+def serve() -> None:
+    """Answers with the distances of the recipes that it is asked for."""
     # Of what JAX traces little is garbage.
     gc.freeze()
     gc.set_threshold(200_000)
@@ -305,9 +307,13 @@ if __name__ == "__main__":
     asked = itertools.count(1)
 
     def answer(recipe: str) -> Any:
-        found = _outcome(recipe)
+        found = outcome(recipe)
         if next(asked) % 100 == 0:
             forget()
         return found
 
     apart.answer(answer)
+
+
+if __name__ == "__main__":
+    serve()

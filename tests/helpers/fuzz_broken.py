@@ -1,0 +1,41 @@
+"""Random transformations by an engine that is broken on purpose, as `BROKEN` says."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from helpers import fuzz
+from paged_optax.engine.part import Part
+from paged_optax.engine.run import Run
+from paged_optax.engine.streamed import Streamed
+
+
+def _always_the_first_page(write: Callable[..., Any]) -> Callable[..., Any]:
+    first = lambda at: at._replace(start=0 * at.start, unit=0 * at.unit)
+    return lambda part, x, page, at: write(part, x, page, first(at))
+
+
+def _gates_not_read(call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda run, views, gate: call(run, views, None)
+
+
+def _decoded_too_much(decode: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(streamed: Streamed, *arguments: Any) -> Any:
+        decoded = decode(streamed, *arguments)
+        return decoded if streamed.codec is None else decoded * 1.01
+
+    return wrong
+
+
+#: What is broken, by name: a class, its method, and what takes that one's place.
+BREAKAGES: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "always the first page": (Part, "write", _always_the_first_page),
+    "gates are not read": (Run, "__call__", _gates_not_read),
+    "codecs decode too much": (Streamed, "decode", _decoded_too_much),
+}
+
+if __name__ == "__main__":
+    owner, method, broken = BREAKAGES[os.environ["BROKEN"]]
+    setattr(owner, method, broken(getattr(owner, method)))
+    sys.exit(fuzz.serve())
