@@ -14,7 +14,7 @@ from paged_optax.bitsandbytes import from_bitsandbytes, to_bitsandbytes
 from paged_optax.compiling.donations import DonationError
 from paged_optax.compiling.jit_step import Step, jit_step
 from paged_optax.compiling.memory_report import MemoryReport, memory_report
-from paged_optax.engine.guard import BackendError
+from paged_optax.engine.backend_check import BackendError
 from paged_optax.layerwise import (
     GradientWorkspace,
     LayerwiseOutput,

@@ -28,7 +28,7 @@ from helpers.programs import (
 )
 from paged_optax.backend import memory
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
-from paged_optax.engine.geometry import Kept, cut
+from paged_optax.engine.page_size import Kept, cut
 
 pytestmark = pytest.mark.compiler
 

@@ -14,9 +14,9 @@ import pytest
 import safetensors.numpy
 
 import paged_optax as po
-from paged_optax.backend import table
+from paged_optax.backend import text_table
 from paged_optax.cli import bandwidth, doctor, main
-from paged_optax.engine import guard
+from paged_optax.engine import backend_check
 from paged_optax.transform import init
 
 ROOT = pathlib.Path(po.__file__).parents[1]
@@ -125,12 +125,12 @@ def test_doctor_of_a_sick_backend(what, monkeypatch, capsys):
     elif what == "no host memory":
         monkeypatch.setattr(doctor, "memory_kinds", lambda: ("device",))
     else:
-        error = guard.BackendError if what == "pages" else MemoryError
+        error = backend_check.BackendError if what == "pages" else MemoryError
 
         def broken(backend):
             raise error("rows 16 are wrong")
 
-        monkeypatch.setattr(guard, "run_check", broken)
+        monkeypatch.setattr(backend_check, "run_check", broken)
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "FAILED" in printed and "Do not train" in printed
@@ -159,7 +159,7 @@ TERMINAL = """
 import jax.numpy as jnp, paged_optax as po
 from paged_optax.backend import progress
 from paged_optax.transform import init
-from paged_optax.backend.table import show
+from paged_optax.backend.text_table import show
 show(("name", "bytes"), [("[w]", "3 GiB")])
 print(list(progress.track(range(3), "counting", 3)))
 init.LARGE = 0
@@ -192,7 +192,7 @@ def test_a_table_wider_than_the_terminal_is_plain(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     for width, lines in ((10, 3), (40, 5)):
         monkeypatch.setenv("COLUMNS", str(width))
-        table.show(("name", "bytes"), [("parameters", "3 GiB")])
+        text_table.show(("name", "bytes"), [("parameters", "3 GiB")])
         assert len(capsys.readouterr().out.splitlines()) == lines
 
 
@@ -224,5 +224,5 @@ def test_no_progress_while_tracing(monkeypatch):
 def test_without_rich_tables_are_plain(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "rich.box", None)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    table.show(("name", "bytes"), [("w", "3 GiB")])
+    text_table.show(("name", "bytes"), [("w", "3 GiB")])
     assert capsys.readouterr().out == "name  bytes\n----  -----\nw     3 GiB\n"

@@ -21,7 +21,7 @@ from helpers.programs import (
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.engine import run
 from paged_optax.engine.exchange import Exchange
-from paged_optax.engine.geometry import Kept, cut
+from paged_optax.engine.page_size import Kept, cut
 from paged_optax.engine.run import Run
 
 _ON_GPU = pytest.mark.skipif(

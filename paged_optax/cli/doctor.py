@@ -9,11 +9,11 @@ import optax
 from paged_optax.backend.memory import PINNED_HOST, host_pool_bytes, memory_kinds
 from paged_optax.backend.progress import track
 from paged_optax.backend.sizes import readable_bytes
-from paged_optax.backend.table import show
+from paged_optax.backend.text_table import show
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.cli import bandwidth, machine
 from paged_optax.cli.comparison import Difference, compare
-from paged_optax.engine import guard
+from paged_optax.engine import backend_check
 
 # Relative to a leaf's largest value: rows that went to a wrong place are wrong by
 # about 1; one compiler's fused multiply-add is another's two roundings.
@@ -88,7 +88,7 @@ def _self_test() -> tuple[bool, list[tuple[str, str, str]]]:
         return False, [(PINNED_HOST, missing, "FAILED")]
     tests = {"adamw": optax.adamw(1e-3), "lion": optax.lion(1e-3)}
     try:
-        guard.run_check(jax.default_backend())
+        backend_check.run_check(jax.default_backend())
         rows.append(("distinct pages", "come back as they were sent", "passed"))
         for name, inner in track(tests.items(), "self-test", len(tests)):
             found = compare(inner, steps=5)

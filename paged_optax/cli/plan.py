@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.sizes import readable_bytes
-from paged_optax.backend.table import show
+from paged_optax.backend.text_table import show
 from paged_optax.cli import bandwidth
 from paged_optax.planning.fits import what_fits
 from paged_optax.planning.shapes import checkpoint_shapes, model_shapes, module_shapes

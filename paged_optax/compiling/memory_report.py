@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from paged_optax.backend.sizes import readable_bytes
-from paged_optax.backend.table import table
+from paged_optax.backend.text_table import table
 from paged_optax.compiling.hlo import is_partitioned, transfers
 from paged_optax.engine.shards import UNSHARDED
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from jax import Array, lax
 from jaxtyping import Bool
 
-from paged_optax.engine.part import At
 from paged_optax.engine.streamed import Shared, Streamed
+from paged_optax.engine.transfer import At
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

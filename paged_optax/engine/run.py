@@ -34,12 +34,12 @@ from paged_optax.codecs import Codec, Noise, Quantized
 from paged_optax.codecs.codec import strides_of
 from paged_optax.engine.exchange import Exchange
 from paged_optax.engine.fences import each, fetched
-from paged_optax.engine.geometry import cut
+from paged_optax.engine.page_size import cut
 from paged_optax.engine.pages import Kept, Pages
-from paged_optax.engine.part import At
 from paged_optax.engine.streamed import Held, Shared, Streamed
 from paged_optax.engine.sweeps import Sweep, open_gate, sweeps, swept
 from paged_optax.engine.tiles import PIECE
+from paged_optax.engine.transfer import At
 
 #: The loop's variable, the arrays that change, and the page that has been read.
 Carry = tuple[Int[Array, ""], dict[int, Shared], dict[int, Shared]]

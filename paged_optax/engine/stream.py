@@ -33,7 +33,7 @@ from jaxtyping import Int, PyTree, UInt32
 from paged_optax.analysis.program import Program
 from paged_optax.backend.memory import HOST, on_host
 from paged_optax.codecs import Codec
-from paged_optax.engine.geometry import together
+from paged_optax.engine.page_size import together
 from paged_optax.engine.pages import Geometry, Pages
 from paged_optax.engine.run import Run
 from paged_optax.engine.shards import Place, Shards, on_shards

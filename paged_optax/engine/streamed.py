@@ -22,7 +22,7 @@ from paged_optax.backend.types import ArrayOrShape
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Codec, Noise, Quantized, axis_of_blocks, packed_along
 from paged_optax.engine.pages import Pages
-from paged_optax.engine.part import At, Part, by_unit
+from paged_optax.engine.transfer import At, Part, by_unit
 
 #: An array, or what a codec stores in its place.
 Stored = Array | Quantized[Array]

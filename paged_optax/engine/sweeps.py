@@ -9,8 +9,8 @@ from jax import Array, lax
 from jaxtyping import Int
 
 from paged_optax.engine.pages import Pages
-from paged_optax.engine.part import At, Index
 from paged_optax.engine.streamed import Shared
+from paged_optax.engine.transfer import At, Index
 
 Carry = tuple[Int[Array, ""], dict[int, Shared]]
 

@@ -1,4 +1,9 @@
-"""One layer's gradients at a time: the workspace, and the step that uses it."""
+"""One layer's gradients at a time: the workspace, and the step that uses it.
+
+`step` is the whole, made of `sweeps` over the layers. `model` differentiates a layer,
+`backward` goes through all of them, `layer_update` updates one with the `programs` of
+the whole tree, `norms` clips. `weights` and `slices` fetch a layer and put it back.
+"""
 
 from paged_optax.layerwise.output import LayerwiseOutput
 from paged_optax.layerwise.step import layerwise_step

@@ -11,9 +11,9 @@ from jaxtyping import Int, PyTree
 
 from paged_optax.backend.explicit_axes import automatically
 from paged_optax.backend.key_paths import keystr
+from paged_optax.layerwise.layer_update import Applied
 from paged_optax.layerwise.model import Model
 from paged_optax.layerwise.norms import Norms, widest
-from paged_optax.layerwise.one_layer import Applied
 from paged_optax.layerwise.output import LayerwiseOutput
 from paged_optax.layerwise.parts import Parts
 from paged_optax.layerwise.sweeps import Sweeps

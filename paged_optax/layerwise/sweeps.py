@@ -12,9 +12,9 @@ from jaxtyping import Float, Int, PyTree
 from paged_optax.backend.memory import DEVICE, HOST, on_host
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.backward import Bundle, written
+from paged_optax.layerwise.layer_update import Applied
 from paged_optax.layerwise.model import Model, Rest
 from paged_optax.layerwise.norms import Norms
-from paged_optax.layerwise.one_layer import Applied
 from paged_optax.layerwise.output import LayerwiseOutput
 from paged_optax.layerwise.parts import Parts
 from paged_optax.layerwise.slices import LayerIndex, goes_in_slabs, put, slab, upwards

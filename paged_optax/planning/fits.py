@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from paged_optax.backend.key_paths import slashed
 from paged_optax.backend.memory import host_pool_bytes, host_pool_gigabytes, nbytes
 from paged_optax.backend.sizes import parse_bytes, readable_bytes
-from paged_optax.backend.table import table
+from paged_optax.backend.text_table import table
 from paged_optax.planning.page_plan import PagePlan, plan
 from paged_optax.transform.codec_rules import Rule
 from paged_optax.transform.paged import paged

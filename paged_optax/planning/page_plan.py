@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import host_pool_bytes, host_pool_gigabytes
 from paged_optax.backend.sizes import readable_bytes
-from paged_optax.backend.table import table
+from paged_optax.backend.text_table import table
 from paged_optax.backend.types import Transformation
 from paged_optax.engine.shards import Shards
 from paged_optax.planning.fully_sharded import fully_sharded

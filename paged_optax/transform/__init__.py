@@ -1,6 +1,6 @@
 """`paged` and its aliases: an Optax transformation whose state is on the host.
 
-`init` makes the state; `configuration` decides what stays on the device. `update` and
+`init` makes the state; `residency` decides what stays on the device. `update` and
 `streaming` stream it, from what `pager` knows. `codec_rules` chooses the codec of each
 moment, `stored_state` says how a state is stored, `owners` finds the parameter of each
 moment, `parameter_shardings` how that is divided. `active` leaves alone what a step

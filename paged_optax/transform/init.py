@@ -23,16 +23,16 @@ from paged_optax.backend.memory import PINNED_HOST, nbytes, resolve_host_memory_
 from paged_optax.backend.progress import LARGE, track
 from paged_optax.backend.types import KeyPath
 from paged_optax.backend.variables import bare, like, settled
-from paged_optax.engine.guard import check_backend
+from paged_optax.engine.backend_check import check_backend
 from paged_optax.engine.pages import Kept
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.stream import fill
 from paged_optax.transform.checks import refuse_devices, refuse_dtype
-from paged_optax.transform.configuration import resident
 from paged_optax.transform.context import current
 from paged_optax.transform.moments import planned_moments
 from paged_optax.transform.pager import Pager
 from paged_optax.transform.placing import place, tied
+from paged_optax.transform.residency import resident
 from paged_optax.transform.stored_state import Layout
 from paged_optax.transform.trees import Parameter, Stored, Value, arrays_of, paths_of
 

@@ -10,7 +10,7 @@ from paged_optax.analysis.program import LeafUpdate
 from paged_optax.backend import memory, tiling
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import laid_out
-from paged_optax.engine.geometry import together, uncut
+from paged_optax.engine.page_size import together, uncut
 from paged_optax.engine.pages import Kept, Pages
 from paged_optax.engine.run import both_ways
 from paged_optax.engine.shards import Shards

@@ -15,7 +15,7 @@ from paged_optax.analysis.split import analyse
 from paged_optax.backend import memory
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.types import PyTreeDef
-from paged_optax.engine.geometry import cut, uncut
+from paged_optax.engine.page_size import cut, uncut
 from paged_optax.engine.pages import Geometry, Kept
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.checks import refuse_changes, refuse_state

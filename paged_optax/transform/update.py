@@ -21,7 +21,7 @@ from paged_optax.backend.memory import (
 )
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.variables import bare, like
-from paged_optax.engine.guard import check_backend
+from paged_optax.engine.backend_check import check_backend
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.active import either, gates_of
 from paged_optax.transform.checks import (

@@ -25,7 +25,7 @@ import paged_optax as po
 from helpers import apart, exact, reference
 from helpers import fuzz_parts as parts
 from paged_optax.codecs import Codec, arranged
-from paged_optax.engine import part
+from paged_optax.engine import transfer
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.codec_rules import check, choose
 from paged_optax.transform.owners import parameter_of
@@ -277,7 +277,7 @@ def _compute_for(platform: str) -> None:
         _computed_for[:] = [platform]
         jax.lax.platform_dependent = chosen
         # XLA:CPU knows no layout but its own.
-        part.with_layout_constraint = lambda page, layout: page
+        transfer.with_layout_constraint = lambda page, layout: page
         for name, function in _OF_HALVES.items():
             setattr(jax.lax, name, functools.partial(_rounded_once, function))
         forget()

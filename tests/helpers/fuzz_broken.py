@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from helpers import fuzz
-from paged_optax.engine.part import Part
 from paged_optax.engine.run import Run
 from paged_optax.engine.streamed import Streamed
+from paged_optax.engine.transfer import Part
 
 
 def _always_the_first_page(write: Callable[..., Any]) -> Callable[..., Any]:

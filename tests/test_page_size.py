@@ -14,9 +14,9 @@ import paged_optax as po
 from helpers import reference
 from paged_optax.backend import tiling
 from paged_optax.codecs import Arranged, arranged, axis_of_blocks, named, unarranged
-from paged_optax.engine import part as one_array
 from paged_optax.engine import run, stream
-from paged_optax.engine.geometry import Kept, cut
+from paged_optax.engine import transfer as one_array
+from paged_optax.engine.page_size import Kept, cut
 
 CODECS = ["dynamic_int8", "dynamic_int4", "float8_e4m3"]
 SHAPES = [

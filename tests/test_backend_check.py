@@ -6,15 +6,15 @@ import pytest
 
 import paged_optax as po
 from paged_optax.backend import memory
-from paged_optax.engine import guard
-from paged_optax.engine.geometry import Kept, cut
+from paged_optax.engine import backend_check
+from paged_optax.engine.page_size import Kept, cut
 
 
 @pytest.fixture(autouse=True)
 def forget():
-    guard.run_check.cache_clear()
+    backend_check.run_check.cache_clear()
     yield
-    guard.run_check.cache_clear()
+    backend_check.run_check.cache_clear()
 
 
 def test_it_covers_full_pages_and_a_smaller_one():
@@ -23,35 +23,35 @@ def test_it_covers_full_pages_and_a_smaller_one():
 
 
 def test_a_sound_backend_passes_eager_and_while_tracing():
-    guard.run_check("cpu")
-    guard.run_check.cache_clear()
-    jax.jit(lambda x: (guard.run_check("cpu"), x)[1])(1.0)
+    backend_check.run_check("cpu")
+    backend_check.run_check.cache_clear()
+    jax.jit(lambda x: (backend_check.run_check("cpu"), x)[1])(1.0)
 
 
 def test_a_corrupting_backend_is_refused(monkeypatch):
     """A page that lands a row too far, as XLA:GPU of jax 0.10.2 can place it."""
-    right = guard.stream
+    right = backend_check.stream
 
     def wrong(*args, **kwargs):
         ((update, mu, nu),) = right(*args, **kwargs)
         return [(update, mu.at[16:32].set(mu[17:33]), nu)]
 
-    monkeypatch.setattr(guard, "stream", wrong)
+    monkeypatch.setattr(backend_check, "stream", wrong)
     message = r"jax \S+ corrupts pages on gpu: rows \[16, 17.*moment.*0\.11\.2"
-    with pytest.raises(guard.BackendError, match=message):
-        guard.run_check("gpu")
+    with pytest.raises(backend_check.BackendError, match=message):
+        backend_check.run_check("gpu")
 
 
 def test_it_runs_once_on_accelerators_and_can_be_switched_off(monkeypatch):
     calls = []
-    monkeypatch.setattr(guard, "run_check", calls.append)
-    guard.check_backend()
+    monkeypatch.setattr(backend_check, "run_check", calls.append)
+    backend_check.check_backend()
     assert calls == []  # the CPU has no link to distrust
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    guard.check_backend()
+    backend_check.check_backend()
     assert calls == ["gpu"]
     monkeypatch.setenv("PAGED_OPTAX_SELF_CHECK", "0")
-    guard.check_backend()
+    backend_check.check_backend()
     assert calls == ["gpu"]
 
 
