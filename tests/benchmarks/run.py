@@ -224,7 +224,7 @@ class Benchmark:
         self.say("compiling for an H200, up to 291 leaves")
         # No GPU is timed, so none is needed: XLA's compiler, as the tests install it.
         env = cpu | {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}
-        self.collect(self.attempt("compiling", 150, quick=self.quick, env=env))
+        self.collect(self.attempt("compiling", 300, quick=self.quick, env=env))
         return {
             "program": "tests/benchmarks/run.py" + (" --quick" if self.quick else ""),
             **machine,
