@@ -1,6 +1,8 @@
 """Like leaves that share pages: the numbers of leaves alone, and what it saves."""
 
+import collections
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +14,12 @@ import paged_optax as po
 from helpers import aot, link, reference
 from helpers.programs import MIB, assert_in_place, bfloat16, square, updating
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
+from paged_optax.codecs import arranged, named
 from paged_optax.engine import run
-from paged_optax.engine.pages import Pages
+from paged_optax.engine.page_size import cut
+from paged_optax.engine.pages import Kept, Pages
 from paged_optax.engine.run import Run
+from paged_optax.engine.streamed import Held, Streamed
 
 _ON_GPU = pytest.mark.skipif(
     GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"
@@ -42,6 +47,9 @@ def together(monkeypatch, request):
 
 #: Flat blocks, blocks of a row, blocks along columns; words along rows and columns.
 SHAPES = [(48, 256), (16, 512), (256, 16), (512, 24), (4096,), (3, 16, 256), (40, 100)]
+
+#: Pages that end within a word or a block, which no other leaf's may follow.
+UNEVEN = [(131, 256), (4300,), (133, 256), (129, 1, 256)]
 
 TRANSFORMATIONS = {
     "adamw": functools.partial(po.paged_adamw, 1e-2),
@@ -89,6 +97,51 @@ def test_numbers(name, together):
     wanted = trained(name, SHAPES, page_size)
     switch()
     assert_alike(trained(name, SHAPES, page_size), wanted)
+
+
+@pytest.mark.parametrize("name", ["dynamic_int8", "dynamic_int4"])
+def test_leaves_that_end_within_a_block(name, together):
+    """Each is stored as alone, so that an update of one of them reads it rightly."""
+    switch, page_size = together
+    wanted = trained(name, UNEVEN, page_size)
+    switch()
+    assert_alike(trained(name, UNEVEN, page_size), wanted)
+
+
+@pytest.mark.parametrize("codec", ["dynamic_int8", "dynamic_int4", "float8_e4m3"])
+def test_pages_that_share_end_with_words_and_blocks(codec):
+    """Of leaves of many sizes; joined pages are stored as their parts are."""
+    for rows, columns, like in itertools.product(
+        (125, 128, 131, 1027), (100, 256, 4096), (2, 3, 4, 9)
+    ):
+        shape = rows, columns
+        stored = arranged(named(codec, True), shape)
+        kept = Kept(4, stored), Kept(4, arranged(named(codec, False), shape))
+        found = cut(shape, kept, 2**24, like)
+        for pages in (found.rows, found.tiles):
+            sizes = {pages.size, pages.extent % pages.size or pages.size}
+            for size in sizes if pages.leaves > 1 else ():
+                assert_stored_alike(stored, pages, size)
+
+
+def assert_stored_alike(codec, pages, size):
+    """What is stored of joined pages is what is stored of each."""
+    page = np.random.default_rng(0).normal(size=pages.page(size)).astype(np.float32)
+    parts = [page * 10.0**i for i in range(pages.leaves)]
+    streamed = Streamed.of(codec.stored(pages.leaf), pages, codec, on_host=True)
+    joined = jnp.concatenate(parts, pages.axis)
+    made = streamed.encode(joined, None, page.shape, pages.leaves)
+    for found, part in zip(made, parts, strict=True):
+        wanted = Held.of(codec.encode(jnp.asarray(part)))
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_no_large_leaf_waits_for_another():
+    """Of 64 MiB at the most: an update waits for the gradients of all that share."""
+    plan = po.plan(po.paged_lion(1e-3), square(2, (32768, 1024)))
+    assert len({x.leaf for x in plan.moments if x.on_host}) == 2
+    plan = po.plan(po.paged_lion(1e-3), square(2, (16384, 1024)))
+    assert len({x.leaf for x in plan.moments if x.on_host}) == 1 + GPU_NEEDS_RAW_INDEX
 
 
 def test_leaves_that_do_not_move(together):
@@ -183,12 +236,28 @@ def test_adapters_are_few_programs(compile_for):
 
 @pytest.mark.compiler
 @_ON_GPU
+def test_rates_that_are_computed_for_each_leaf():
+    """A schedule's rate is one value, though Optax computes it for each leaf."""
+    schedule = optax.cosine_decay_schedule(1e-3, 100)
+    for tx in (
+        po.paged_lion(schedule),
+        po.paged(optax.inject_hyperparams(optax.lion)(1e-3)),
+        po.paged_adamw_8bit(schedule),
+    ):
+        _, plan, time = compiled(aot.h200, tx, square(4, (4096, 1024)))
+        assert time <= 1.10
+        leaves = collections.Counter(x.leaf for x in plan.moments if x.on_host)
+        assert min(leaves.values()) >= 2
+
+
+@pytest.mark.compiler
+@_ON_GPU
 def test_each_pages_address():
-    """Three leaves of 4099 rows: full pages, read ahead, and a smaller last one."""
-    params = square(3, (4099, 4096))
+    """Three leaves of 2051 rows: full pages, read ahead, and a smaller last one."""
+    params = square(3, (2051, 4096))
     report, plan, _ = compiled(aot.h200, po.paged_lion(1e-3), params)
     (page,) = {x.page_bytes for x in plan.moments if x.on_host}
-    assert 4099 * 4096 * 4 % page
+    assert 2051 * 4096 * 4 % page
     places = {place[:1] + place[2:] for place in aot.descriptors(report.hlo)}
     assert places == {("read", page, page), ("write", 0, page)}
     assert aot.traffic(report.hlo) == plan.link_bytes

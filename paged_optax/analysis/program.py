@@ -5,7 +5,8 @@ and lowers the streaming loop once for both.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -168,6 +169,28 @@ class Analysis:
         tail = self.tail([values[i] for i in self.tail_inputs])
         results.update(zip(self.tail_outputs, tail, strict=True))
         return [results[position] for position in range(len(results))]
+
+    @functools.cached_property
+    def same(self) -> Mapping[int, int]:
+        """For each shared value the number of the first that is computed alike.
+
+        Optax computes the negative learning rate anew for each leaf.
+        """
+        first: dict[Hashable, int] = {}
+        named = lambda x: x if isinstance(x, Constant) else meaning[x]
+        meaning: dict[int, Hashable] = {
+            i: ("input", number) for i, number in enumerate(self.shared_inputs)
+        }
+        for equation in self.shared.equations:
+            how = equation.primitive, equation.params, *map(named, equation.inputs)
+            known = first.setdefault(how, equation.outputs[0])
+            for i, number in enumerate(equation.outputs):
+                meaning[number] = known, i
+        seen: dict[Hashable, int] = {}
+        return {
+            number: seen.setdefault(named(x), number)
+            for number, x in zip(self.shared_outputs, self.shared.outputs, strict=True)
+        }
 
     def reached_from(self, numbers: Iterable[int]) -> set[int]:
         """The shared values that depend on the arguments of these numbers."""

@@ -57,13 +57,18 @@ def planned_moments(
     platform = memory.platform()
     parameters = jax.tree.leaves(params)
     alike: dict[Hashable, list[_Leaf]] = {}
+    shape_of = dict(enumerate(x.shape for x in (*parameters, *avals, *parameters)))
     for leaf in analysis.leaves:
-        each = _Leaf.of(
-            leaf, layout, stays, first, divided_as(leaf, parameters, shards)
-        )
-        alike.setdefault(each.kind(parameters, pager.per_parameter_steps), []).append(
-            each
-        )
+        divided = divided_as(leaf, parameters, shards)
+        each = _Leaf.of(leaf, layout, stays, first, divided)
+        shared = [
+            analysis.same.get(i, i)
+            for i in leaf.inputs
+            if shape_of.get(i) != leaf.shape
+        ]
+        own = each.owner_of_its_own(pager.per_parameter_steps)
+        dtype = None if leaf.owner is None else parameters[leaf.owner].dtype
+        alike.setdefault((each.kind, dtype, own, *shared), []).append(each)
     geometry, number = _geometry(pager, alike, platform)
     found = []
     smallest = pager.configuration.min_paged_size
@@ -160,13 +165,15 @@ class _Leaf:
         kept = [Kept(avals[i].dtype.itemsize, codecs[i], not stays[i]) for i in inside]
         return cls(leaf, inside, tuple(kept), divided)
 
-    def kind(self, parameters: Sequence[Leaf], own_steps: bool) -> Hashable:
+    @property
+    def kind(self) -> Hashable:
         """What like leaves have in common, if all are updated; see `Streaming`."""
+        return self.leaf.program, self.leaf.shape, self.kept, self.divided
+
+    def owner_of_its_own(self, own_steps: bool) -> int | None:
+        """The parameter, if it counts its own steps or draws its own noise."""
         draws = any(x.codec is not None and x.codec.draws for x in self.kept)
-        owner = self.leaf.owner
-        dtype = None if owner is None else parameters[owner].dtype
-        own = owner if draws or own_steps else None
-        return self.leaf.program, self.leaf.shape, self.kept, self.divided, dtype, own
+        return self.leaf.owner if draws or own_steps else None
 
 
 def _page_bytes(pages: Pages, moment: Leaf) -> int:

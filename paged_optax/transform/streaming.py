@@ -140,8 +140,9 @@ class Streaming:
         gate = self.gate_of(leaf.owner)
         draws = any(codec is not None and codec.draws for codec in found.codecs)
         own = leaf.owner if draws or self.own else None
+        same = self.analysis.same
         shared = [
-            number
+            same.get(number, number)
             for number, codec, x in zip(
                 leaf.inputs, found.codecs, found.arrays, strict=False
             )
