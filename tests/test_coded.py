@@ -203,11 +203,12 @@ def test_scratch(compile_for, codec, leaves):
     if compile_for is aot.h200:
         found = aot.descriptors(coded.hlo)
         (page,) = {x.page_bytes for x in plan.moments if x.on_host}
-        page //= 8 if codec == "dynamic_int4" else 4
-        assert {stride for _, _, _, stride in found} == {page}
-        first = 0 if GPU_NEEDS_RAW_INDEX else page  # a page is read ahead
-        places = {(way, start) for way, _, start, _ in found}
-        assert places == {("write", 0), ("read", first)}
+        # Codes, and scales where they are many.
+        sizes = {page // 8, page // 128} if codec == "dynamic_int4" else {page // 4}
+        assert {stride for _, _, _, stride in found} == sizes
+        for way, _, first, stride in found:
+            ahead = way == "read" and not GPU_NEEDS_RAW_INDEX
+            assert first == (stride if ahead else 0)
 
 
 @pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])

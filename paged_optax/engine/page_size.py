@@ -87,12 +87,14 @@ def cut(
     # Nothing of the same size travels the other way but another leaf's moment.
     sizes = [_stored_bytes(x, shape) for x in moments if x.on_host]
     alternate = 2 if len(sizes) == 1 or len({*sizes}) > 1 else 1
+    find = functools.partial(_shared, shape, moments, like)
+    tiles = find(page_size, in_tiles, alternate)
     if coded:
         page_size = min(page_size, _CODED_PAGES // max(2, len(moments)))
-    find = functools.partial(_shared, shape, moments, page_size, like)
-    in_turn = 1 if GPU_NEEDS_RAW_INDEX else alternate
+        return Geometry(find(page_size, in_rows, _CODED_LEAVES), tiles)
+    # Where pages go in turn, no leaf need alternate with another.
     return Geometry(
-        find(in_rows, _CODED_LEAVES if coded else in_turn), find(in_tiles, alternate)
+        find(page_size, in_rows, 1 if GPU_NEEDS_RAW_INDEX else alternate), tiles
     )
 
 
@@ -106,8 +108,8 @@ def _stored_bytes(kept: Kept, shape: tuple[int, ...]) -> int:
 def _shared(
     shape: tuple[int, ...],
     moments: tuple[Kept, ...],
-    page_size: int,
     like: int,
+    page_size: int,
     way: Callable[[tuple[int, ...], tuple[Kept, ...], int], Pages],
     wanted: int,
 ) -> Pages:
