@@ -94,13 +94,16 @@ def _by_backend(
     run: Callable[..., Results], geometry: Geometry, *arguments: PyTree[Array]
 ) -> Results:
     """Calls a function with the pages of the backend it is lowered for."""
-    ways = geometry.rows.shared(1), geometry.tiles, geometry.rows
-    if len({*ways}) == 1:
-        return run(geometry.rows, *arguments)
-    cpu, tpu, default = (functools.partial(run, pages) for pages in ways)
-    if cpu == default:
-        return lax.platform_dependent(*arguments, tpu=tpu, default=default)
-    return lax.platform_dependent(*arguments, cpu=cpu, tpu=tpu, default=default)
+    rows, tiles, alone = geometry.rows, geometry.tiles, geometry.rows.shared(1)
+    others = {"tpu": tiles} if tiles != rows else {}
+    # A CPU has no link: leaves that share pages would only be copied.
+    others |= {"cpu": alone} if alone != rows else {}
+    if not others:
+        return run(rows, *arguments)
+    ways = {name: functools.partial(run, pages) for name, pages in others.items()}
+    return lax.platform_dependent(
+        *arguments, default=functools.partial(run, rows), **ways
+    )
 
 
 @dataclasses.dataclass(frozen=True)
