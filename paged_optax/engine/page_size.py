@@ -24,7 +24,7 @@ import jax
 
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import axis_of_blocks, packed_along
-from paged_optax.engine.pages import Geometry, Kept, Pages, block_of
+from paged_optax.engine.pages import Geometry, Kept, Pages, block_of, joined_along
 from paged_optax.engine.rows import in_rows
 from paged_optax.engine.tiles import in_tiles
 
@@ -189,15 +189,3 @@ def _is_whole(kept: Kept, pages: Pages, size: int) -> bool:
         )
         ends = not there or size % blocks == 0
     return ends and size % packed == 0
-
-
-def joined_along(
-    one: jax.ShapeDtypeStruct, many: jax.ShapeDtypeStruct, leaves: int
-) -> int | None:
-    """The axis along which arrays of one shape make one of another; None: none."""
-    if leaves == 1 or len(one.shape) != len(many.shape):
-        return None
-    axes = [i for i, n in enumerate(one.shape) if n != many.shape[i]]
-    if len(axes) != 1 or many.shape[axes[0]] != leaves * one.shape[axes[0]]:
-        return None
-    return axes[0]

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+from paged_optax.backend.types import ArrayOrShape
 from paged_optax.codecs import Codec
 
 #: Slices start at entries counted in 32 bits.
@@ -131,3 +132,13 @@ def divide(extent: int, unit: int, bytes_each: int, page_size: int) -> tuple[int
 def block_of(kept: Kept) -> int:
     """Values of a moment that share a scale."""
     return 1 if kept.codec is None else kept.codec.block
+
+
+def joined_along(one: ArrayOrShape, many: ArrayOrShape, leaves: int) -> int | None:
+    """The axis along which arrays of one shape make one of another; None: none."""
+    if leaves == 1 or len(one.shape) != len(many.shape):
+        return None
+    axes = [i for i, n in enumerate(one.shape) if n != many.shape[i]]
+    if len(axes) != 1 or many.shape[axes[0]] != leaves * one.shape[axes[0]]:
+        return None
+    return axes[0]

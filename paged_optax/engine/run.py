@@ -93,14 +93,9 @@ class Run:
         return tuple(dict.fromkeys(self.overwrites))
 
     @property
-    def codecs(self) -> list[Codec | None]:
-        """What stores each of the arrays, or None."""
-        return [leaf.codec for leaf in self.leaves]
-
-    @property
     def coded(self) -> bool:
         """Whether a codec stores any of the arrays."""
-        return any(codec is not None for codec in self.codecs)
+        return any(leaf.codec is not None for leaf in self.leaves)
 
     @property
     def streams(self) -> tuple[int, ...]:

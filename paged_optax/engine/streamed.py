@@ -21,7 +21,7 @@ from paged_optax.backend.memory import HOST
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Codec, Noise, Quantized, axis_of_blocks, packed_along
-from paged_optax.engine.pages import Pages
+from paged_optax.engine.pages import Pages, joined_along
 from paged_optax.engine.transfer import At, Part, by_unit
 
 #: An array, or what a codec stores in its place.
@@ -193,7 +193,7 @@ class Streamed:
             return self.codec.decode(self.stored(page[0], shape), shape)
         whole = _many(shape, axis, len(page))
         wanted = self.codec.stored(whole)
-        join = lambda like, *parts: _joined(parts, _differing(parts[0], like))
+        join = lambda like, *parts: _joined(parts, _along(parts[0], like, len(parts)))
         parts = [self.stored(x, shape) for x in page]
         return self.codec.decode(jax.tree.map(join, wanted, *parts), whole)
 
@@ -216,7 +216,7 @@ class Streamed:
             return (Held.of(made),)
         one, structure = jax.tree.flatten(self.codec.stored(shape))
         parts = [
-            _parted(x, _differing(like, x), leaves)
+            _parted(x, _along(like, x, leaves), leaves)
             for x, like in zip(jax.tree.leaves(made), one, strict=True)
         ]
         return tuple(
@@ -241,10 +241,11 @@ def _many(shape: tuple[int, ...], axis: int, leaves: int) -> tuple[int, ...]:
     return (*shape[:axis], shape[axis] * leaves, *shape[axis + 1 :])
 
 
-def _differing(one: ArrayOrShape, many: ArrayOrShape) -> int:
-    """The axis along which the one is a part of the other."""
-    pairs = zip(one.shape, many.shape, strict=True)
-    return next(axis for axis, (n, m) in enumerate(pairs) if n != m)
+def _along(one: ArrayOrShape, many: ArrayOrShape, leaves: int) -> int:
+    """The axis along which one is a part of many, as `page_size` has checked."""
+    axis = joined_along(one, many, leaves)
+    assert axis is not None
+    return axis
 
 
 def _joined(parts: Sequence[Array], axis: int) -> Array:
