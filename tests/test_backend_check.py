@@ -7,7 +7,7 @@ import pytest
 import paged_optax as po
 from paged_optax.backend import memory
 from paged_optax.engine import backend_check
-from paged_optax.engine.page_size import Kept, cut
+from paged_optax.engine.page_size import Storage, cut
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def forget():
 
 
 def test_it_covers_full_pages_and_a_smaller_one():
-    pages = cut((89, 128), (Kept(4),), 16 * 128 * 4).rows
+    pages = cut((89, 128), (Storage(4),), 16 * 128 * 4).rows
     assert (pages.size, pages.count, 89 % pages.size) == (15, 6, 14)
 
 

@@ -28,7 +28,7 @@ from helpers.programs import (
 )
 from paged_optax.backend import memory
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
-from paged_optax.engine.page_size import Kept, cut
+from paged_optax.engine.page_size import Storage, cut
 
 pytestmark = pytest.mark.compiler
 
@@ -223,7 +223,7 @@ def test_addresses(shape, page_size):
     report = aot.h200(
         updating(po.paged_adamw(1e-3, page_size=page_size), square(leaves, shape))
     )
-    pages = cut(shape, (Kept(4),), int(page_size[0]) * MIB).rows
+    pages = cut(shape, (Storage(4),), int(page_size[0]) * MIB).rows
     page_bytes = 4 * pages.entries
     found = aot.descriptors(report.hlo)
     first = 0 if GPU_NEEDS_RAW_INDEX else page_bytes  # a page is read ahead
@@ -247,7 +247,7 @@ def test_addresses_of_init():
         jitted = jax.jit(tx.init, out_shardings=shardings(state))
         return jitted, (on_device(mesh, params),)
 
-    page_bytes = 4 * cut((4099, 4096), (Kept(4),), 8 * MIB).rows.entries
+    page_bytes = 4 * cut((4099, 4096), (Storage(4),), 8 * MIB).rows.entries
     found = aot.descriptors(aot.h200(build).hlo)
     assert {key[0::2] for key in found} == {("write", 0)}
     assert {key[3] for key in found} == {page_bytes}

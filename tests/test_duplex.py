@@ -21,7 +21,7 @@ from helpers.programs import (
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.engine import run
 from paged_optax.engine.exchange import Exchange
-from paged_optax.engine.page_size import Kept, cut
+from paged_optax.engine.page_size import Storage, cut
 from paged_optax.engine.run import Run
 
 _ON_GPU = pytest.mark.skipif(
@@ -73,7 +73,7 @@ def test_a_smaller_last_page_is_read_and_written_exactly():
     params = shapes_of({"w": (4099, 4096)})
     report = aot.h200(updating(po.paged_adamw(1e-3), params))
     assert_in_place(report)
-    pages = cut((4099, 4096), (Kept(4), Kept(4)), 16 * MIB).rows
+    pages = cut((4099, 4096), (Storage(4), Storage(4)), 16 * MIB).rows
     assert pages.extent % pages.size
     page = 4 * pages.entries
     places = {place[:1] + place[2:] for place in aot.descriptors(report.hlo)}

@@ -16,7 +16,7 @@ from paged_optax.backend import tiling
 from paged_optax.codecs import Arranged, arranged, axis_of_blocks, named, unarranged
 from paged_optax.engine import run, stream
 from paged_optax.engine import transfer as one_array
-from paged_optax.engine.page_size import Kept, cut
+from paged_optax.engine.page_size import Storage, cut
 
 CODECS = ["dynamic_int8", "dynamic_int4", "float8_e4m3"]
 SHAPES = [
@@ -50,13 +50,13 @@ def on_tiles(monkeypatch):
 def _without_layouts(make):
     """XLA:CPU takes no layout but its own."""
 
-    class Part(one_array.Part):
+    class PagedArray(one_array.PagedArray):
         def _laid_out(self, page):
             return page
 
     def of(x, pages, codec, on_host):
         made = make(x, pages, codec, on_host)
-        plain = lambda part: part and Part(**vars(part))
+        plain = lambda part: part and PagedArray(**vars(part))
         return stream.Streamed(made.codec, plain(made.codes), plain(made.scales))
 
     return of
@@ -119,7 +119,7 @@ def test_tiles(shape, codec, on_tiles):
 def test_tiles_are_several(on_tiles):
     """The test above cuts what a TPU can cut."""
     count = lambda shape, codec: (
-        cut(shape, (Kept(4, codec and arranged(named(codec, True), shape)),), 2**14)
+        cut(shape, (Storage(4, codec and arranged(named(codec, True), shape)),), 2**14)
         .on("tpu")
         .count
     )
@@ -174,7 +174,7 @@ def test_codes_of_several_shapes_ask_for_the_parameters():
 
 
 def test_rows_longer_than_a_page_are_flat():
-    pages = cut((7, 1000003), (Kept(4),), 2**20).rows
+    pages = cut((7, 1000003), (Storage(4),), 2**20).rows
     assert pages.view == (7 * 1000003,)
     assert pages.entries * 4 <= 2**20
 
@@ -183,16 +183,16 @@ def test_more_values_than_32_bits_count():
     """A leaf of 2.4e9 values is cut by rows."""
     for codec in (None, arranged(named("dynamic_int8", True), (300000, 8192))):
         for platform in ("gpu", "tpu"):
-            pages = cut((300000, 8192), (Kept(4, codec),), 2**24).on(platform)
+            pages = cut((300000, 8192), (Storage(4, codec),), 2**24).on(platform)
             assert pages.view == (300000, 8192)
             assert 0 < pages.size < 300000
 
 
 def test_what_a_tpu_cannot_slice_is_refused_by_name():
     codec = arranged(named("dynamic_int8", True), (128, 200003))
-    assert "block" in cut((128, 200003), (Kept(4, codec),), 2**20).tiles.refused
-    assert "bytes" in cut((128, 200003), (Kept(1),), 2**20).tiles.refused
-    here = Kept(1, on_host=False)  # on the device any slice will do
+    assert "block" in cut((128, 200003), (Storage(4, codec),), 2**20).tiles.refused
+    assert "bytes" in cut((128, 200003), (Storage(1),), 2**20).tiles.refused
+    here = Storage(1, on_host=False)  # on the device any slice will do
     assert not cut((128, 200003), (here,), 2**20).tiles.refused
 
 
@@ -214,7 +214,7 @@ def test_sublanes():
 def test_a_refused_shape_can_be_paged_as_the_reason_says(shape, name):
     def refused(shape):
         codec = name and arranged(named(name, True), shape)
-        return cut(shape, (Kept(4, codec),), 2**20).tiles.refused
+        return cut(shape, (Storage(4, codec),), 2**20).tiles.refused
 
     (multiple,) = re.findall(
         r"pad its longest axis to a multiple of (\d+)", refused(shape)
@@ -230,7 +230,7 @@ def test_a_refused_shape_can_be_paged_as_the_reason_says(shape, name):
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_more_entries_than_32_bits_count(platform, shape):
     """They are paged as a matrix, or refused by name; JAX counts to 2^31."""
-    pages = cut(shape, (Kept(4), Kept(4)), 2**24).on(platform)
+    pages = cut(shape, (Storage(4), Storage(4)), 2**24).on(platform)
     assert bool(pages.refused) == (platform == "tpu")
     assert pages.refused or (max(pages.view) < 2**31 and pages.entries <= 2**22)
     params = jax.ShapeDtypeStruct(shape, jnp.float32)

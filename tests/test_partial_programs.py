@@ -26,7 +26,7 @@ from helpers.programs import (
 from helpers.reference import SMALL_PAGES
 from helpers.small import counting
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
-from paged_optax.engine.page_size import Kept, cut
+from paged_optax.engine.page_size import Storage, cut
 
 EVERY_PATTERN = list(itertools.product((0, 1), repeat=3))
 
@@ -244,7 +244,7 @@ def test_addresses_under_flags(page_size):
     shape, leaves = (4096, 1024), 3
     params = shapes_of({f"leaf{i}": shape for i in range(leaves)})
     report = aot.h200(gated(po.paged_adamw(1e-3, page_size=page_size), params))
-    page_bytes = 4 * cut(shape, (Kept(4),), int(page_size[0]) * MIB).rows.entries
+    page_bytes = 4 * cut(shape, (Storage(4),), int(page_size[0]) * MIB).rows.entries
     found = aot.descriptors(report.hlo)
     first = 0 if GPU_NEEDS_RAW_INDEX else page_bytes  # a page is read ahead
     places = {(kind, start, step) for kind, _, start, step in found}

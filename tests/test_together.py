@@ -17,9 +17,9 @@ from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import arranged, named
 from paged_optax.engine import run
 from paged_optax.engine.page_size import cut
-from paged_optax.engine.pages import Kept, Pages
+from paged_optax.engine.pages import Pages, Storage
 from paged_optax.engine.run import Run
-from paged_optax.engine.streamed import Held, Streamed
+from paged_optax.engine.streamed import Buffers, Streamed
 
 _ON_GPU = pytest.mark.skipif(
     GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"
@@ -118,7 +118,7 @@ def test_pages_that_share_end_with_words_and_blocks(codec):
     ):
         shape = rows, columns
         stored = arranged(named(codec, True), shape)
-        kept = Kept(4, stored), Kept(4, arranged(named(codec, False), shape))
+        kept = Storage(4, stored), Storage(4, arranged(named(codec, False), shape))
         found = cut(shape, kept, 2**24, like)
         for pages in (found.rows, found.tiles):
             sizes = {pages.size, pages.extent % pages.size or pages.size}
@@ -134,7 +134,7 @@ def assert_stored_alike(codec, pages, size):
     joined = jnp.concatenate(parts, pages.axis)
     made = streamed.encode(joined, None, page.shape, pages.leaves)
     for found, part in zip(made, parts, strict=True):
-        wanted = Held.of(codec.encode(jnp.asarray(part)))
+        wanted = Buffers.of(codec.encode(jnp.asarray(part)))
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 

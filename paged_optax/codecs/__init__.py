@@ -9,6 +9,7 @@ from paged_optax.codecs.arrangement import (
     codes_of,
     packed_along,
     unarranged,
+    values_an_entry,
 )
 from paged_optax.codecs.bfloat16 import BFloat16Codec
 from paged_optax.codecs.codec import Codec, Noise, Quantized, draw
@@ -34,6 +35,7 @@ __all__ = [
     "named",
     "packed_along",
     "unarranged",
+    "values_an_entry",
 ]
 
 _BY_NAME: dict[str, Callable[[bool], Codec]] = {

@@ -332,6 +332,16 @@ def packed_along(codec: Codec | None, axis: int) -> int:
     return 1
 
 
+def values_an_entry(codec: Codec | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """How many values of a moment one entry of its codes holds, along each axis."""
+    packed = [1] * len(shape)
+    if isinstance(codec, Arranged) and codec.axis is not None:
+        packed[codec.axis] = codec.packed
+    elif codec is not None and codes_of(codec.stored(shape)).shape != shape:
+        packed[-1] = 2  # pairs of four bits
+    return tuple(packed)
+
+
 @overload
 def codes_of(stored: Quantized[Leaf]) -> Leaf: ...
 

@@ -10,6 +10,8 @@ from jaxtyping import Float32, Int32, Shaped
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
 SMALLEST_NORMAL = np.int32(0x00800000)
+#: The least magnitude that torchao divides a block by.
+SMALLEST_ABSMAX = np.float32(1e-12)
 
 
 def bits(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:

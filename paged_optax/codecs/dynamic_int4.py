@@ -16,8 +16,6 @@ from paged_optax.codecs.codec import Noise, Quantized
 from paged_optax.codecs.maps import dynamic_map, linear_map
 from paged_optax.codecs.words import interleaved
 
-_SMALLEST_ABSMAX = np.float32(1e-12)
-
 
 @dataclasses.dataclass(frozen=True)
 class DynamicInt4:
@@ -76,7 +74,7 @@ class DynamicInt4:
         """Stores a page."""
         values = blocks.split(page, self.block)
         largest = blocks.absmax(values)
-        divisors = jnp.maximum(largest, _SMALLEST_ABSMAX)
+        divisors = jnp.maximum(largest, blocks.SMALLEST_ABSMAX)
         scaled = blocks.divide(values, divisors[:, None])
         codes = jnp.zeros(values.shape, jnp.int32)
         for threshold in _thresholds(self.signed):

@@ -13,7 +13,6 @@ from paged_optax.codecs.codec import Noise, Quantized
 
 _LARGEST = np.float32(448)  # of float8_e4m3fn
 _SMALLEST = np.float32(2.0**-9)
-_SMALLEST_ABSMAX = np.float32(1e-12)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Float8E4M3:
     ) -> Quantized[Array]:
         """Stores a page."""
         values = blocks.split(page, self.block)
-        largest = jnp.maximum(blocks.absmax(values), _SMALLEST_ABSMAX)
+        largest = jnp.maximum(blocks.absmax(values), blocks.SMALLEST_ABSMAX)
         scales = blocks.divide(largest, _LARGEST)
         scaled = blocks.divide(values, scales[:, None])
         if not (self.signed or self.rounds_to_zero):

@@ -26,7 +26,7 @@ _HARMLESS = frozenset(
 )
 
 #: Primitives that only hold jaxprs, which are searched.
-_CALLS = frozenset(
+_SEARCHED = frozenset(
     """checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vmap_call
     jit pjit remat2 run_state scan shard_map while""".split()
 )
@@ -86,7 +86,7 @@ def host_compute(
         touched = [*results, *(x.aval for x in variables if _on_host(x))]
         if name == "cond":
             touched = results if conditionals and not by_platform else []
-        if touched and name not in _HARMLESS | _CALLS:
+        if touched and name not in _HARMLESS | _SEARCHED:
             yield HostCompute(name, touched[0], frames)
         for inner in jax.tree.leaves(list(equation.params.values())):
             if isinstance(inner, (core.Jaxpr, core.ClosedJaxpr)):

@@ -19,7 +19,7 @@ from paged_optax.analysis.flat import trace
 from paged_optax.analysis.program import LeafUpdate
 from paged_optax.analysis.split import analyse
 from paged_optax.engine.page_size import cut
-from paged_optax.engine.pages import Kept
+from paged_optax.engine.pages import Storage
 from paged_optax.engine.stream import fill, stream
 
 
@@ -45,7 +45,7 @@ def check_backend() -> None:
 def run_check(backend: str) -> None:
     """Compares five pages and a smaller last one with the same sums on NumPy."""
     shape, rows = (89, 128), 16  # five pages of 15 rows, and one of 14
-    geometry = cut(shape, (Kept(4), Kept(4)), rows * shape[1] * 4)
+    geometry = cut(shape, (Storage(4), Storage(4)), rows * shape[1] * 4)
     update = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     with jax.ensure_compile_time_eval():
         # As `init` makes moments, and as `update` reads and writes two of them.

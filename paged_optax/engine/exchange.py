@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from jax import Array, lax
 from jaxtyping import Bool
 
-from paged_optax.engine.streamed import Shared, Streamed
-from paged_optax.engine.transfer import At
+from paged_optax.engine.streamed import LeafBuffers, Streamed
+from paged_optax.engine.transfer import PageAddress
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,13 +27,13 @@ class Exchange:
 
     def __call__(
         self,
-        current: dict[int, Shared],
-        results: dict[int, Shared],
-        at: At,
-        ahead: At,
-        page: dict[int, Shared],
+        current: dict[int, LeafBuffers],
+        results: dict[int, LeafBuffers],
+        at: PageAddress,
+        ahead: PageAddress,
+        page: dict[int, LeafBuffers],
         more: Bool[Array, ""] | None,
-    ) -> tuple[dict[int, Shared], dict[int, Shared]]:
+    ) -> tuple[dict[int, LeafBuffers], dict[int, LeafBuffers]]:
         """Does it once.
 
         Args:

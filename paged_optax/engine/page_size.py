@@ -24,7 +24,7 @@ import jax
 
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import axis_of_blocks, packed_along
-from paged_optax.engine.pages import Geometry, Kept, Pages, block_of, joined_along
+from paged_optax.engine.pages import Geometry, Pages, Storage, block_of, joined_along
 from paged_optax.engine.rows import in_rows
 from paged_optax.engine.tiles import in_tiles
 
@@ -48,7 +48,7 @@ def uncut(shape: tuple[int, ...]) -> Geometry:
 
 @functools.cache
 def cut(
-    shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int, like: int = 1
+    shape: tuple[int, ...], moments: tuple[Storage, ...], page_size: int, like: int = 1
 ) -> Geometry:
     """Cuts leaves into pages of at most `page_size` bytes, if their layout allows it.
 
@@ -67,19 +67,19 @@ def cut(
       The geometry.
 
     Example:
-      >>> pages = cut((4096, 4096), (Kept(4), Kept(4)), 8 * 2**20).on("gpu")
+      >>> pages = cut((4096, 4096), (Storage(4), Storage(4)), 8 * 2**20).on("gpu")
       >>> pages.count, pages.size, pages.leaves
       (16, 256, 1)
 
       Eight small ones share two pages:
 
-      >>> pages = cut((512, 512), (Kept(4), Kept(4)), 8 * 2**20, like=8).on("gpu")
+      >>> pages = cut((512, 512), (Storage(4), Storage(4)), 8 * 2**20, like=8).on("gpu")
       >>> pages.count, pages.size, pages.leaves
       (1, 512, 4)
 
       A matrix that a TPU lays out by columns is cut there by columns:
 
-      >>> found = cut((768, 50257), (Kept(4),), 16 * 2**20)
+      >>> found = cut((768, 50257), (Storage(4),), 16 * 2**20)
       >>> found.on("gpu").axis, found.on("tpu").axis
       (0, 1)
     """
@@ -98,19 +98,19 @@ def cut(
     )
 
 
-def _stored_bytes(kept: Kept, shape: tuple[int, ...]) -> int:
-    if kept.codec is None:
-        return math.prod(shape) * kept.itemsize
-    stored = jax.tree.leaves(kept.codec.stored(shape))
+def _stored_bytes(storage: Storage, shape: tuple[int, ...]) -> int:
+    if storage.codec is None:
+        return math.prod(shape) * storage.itemsize
+    stored = jax.tree.leaves(storage.codec.stored(shape))
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in stored)
 
 
 def _shared(
     shape: tuple[int, ...],
-    moments: tuple[Kept, ...],
+    moments: tuple[Storage, ...],
     like: int,
     page_size: int,
-    way: Callable[[tuple[int, ...], tuple[Kept, ...], int], Pages],
+    way: Callable[[tuple[int, ...], tuple[Storage, ...], int], Pages],
     wanted: int,
 ) -> Pages:
     """Cuts leaves that share pages: as many as wanted, or more where they are small."""
@@ -143,23 +143,23 @@ def together(pages: Pages, like: int) -> list[slice]:
     """Which of so many like leaves share pages.
 
     Example:
-      >>> pages = cut((512, 512), (Kept(4), Kept(4)), 8 * 2**20, like=6).on("gpu")
+      >>> pages = cut((512, 512), (Storage(4), Storage(4)), 8 * 2**20, like=6).on("gpu")
       >>> [range(6)[part] for part in together(pages, like=6)]
       [range(0, 3), range(3, 6)]
     """
     return [slice(i, i + pages.leaves) for i in range(0, like, pages.leaves)]
 
 
-def _joins(kept: Kept, pages: Pages, leaves: int) -> bool:
+def _joins(storage: Storage, pages: Pages, leaves: int) -> bool:
     """Whether pages of several leaves, one after the other, are stored as each is."""
-    codec = kept.codec
+    codec = storage.codec
     if pages.refused:
         return False
     if codec is None:
         return True
     sizes = {pages.size, pages.extent % pages.size or pages.size}
     return not codec.draws and all(
-        _is_whole(kept, pages, size)
+        _is_whole(storage, pages, size)
         and all(
             joined_along(one, many, leaves) is not None
             for one, many in zip(
@@ -172,13 +172,13 @@ def _joins(kept: Kept, pages: Pages, leaves: int) -> bool:
     )
 
 
-def _is_whole(kept: Kept, pages: Pages, size: int) -> bool:
+def _is_whole(storage: Storage, pages: Pages, size: int) -> bool:
     """Whether a page of this size ends with a word and with a block.
 
     Else those of the next leaf would begin in its last ones.
     """
-    packed = math.lcm(*(packed_along(kept.codec, axis) for axis in (-1, -2)))
-    blocks, along = block_of(kept), axis_of_blocks(kept.codec)
+    packed = math.lcm(*(packed_along(storage.codec, axis) for axis in (-1, -2)))
+    blocks, along = block_of(storage), axis_of_blocks(storage.codec)
     if blocks > 1 and along is None:
         # Of several ranges of the flattened leaf, scales would be in another order.
         ends = not pages.axis and math.prod(pages.page(size)) % blocks == 0

@@ -20,7 +20,7 @@ _PAGES = 16
 _LEAST_PAGE = 2**20
 
 
-class Kept(NamedTuple):
+class Storage(NamedTuple):
     """How one moment of a leaf is kept.
 
     Attributes:
@@ -129,9 +129,9 @@ def divide(extent: int, unit: int, bytes_each: int, page_size: int) -> tuple[int
     return size, -(-extent // size)
 
 
-def block_of(kept: Kept) -> int:
+def block_of(storage: Storage) -> int:
     """Values of a moment that share a scale."""
-    return 1 if kept.codec is None else kept.codec.block
+    return 1 if storage.codec is None else storage.codec.block
 
 
 def joined_along(one: ArrayOrShape, many: ArrayOrShape, leaves: int) -> int | None:

@@ -11,8 +11,8 @@ from paged_optax.codecs import Codec, axis_of_blocks, codes_of, packed_along
 from paged_optax.engine.pages import (
     MOST_INDEX,
     TOO_LONG,
-    Kept,
     Pages,
+    Storage,
     block_of,
     divide,
     many_pages,
@@ -20,7 +20,9 @@ from paged_optax.engine.pages import (
 )
 
 
-def in_rows(shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int) -> Pages:
+def in_rows(
+    shape: tuple[int, ...], moments: tuple[Storage, ...], page_size: int
+) -> Pages:
     """Cuts the flattened leaf, at rows where a page holds one."""
     itemsize = max(x.itemsize for x in moments)
     values = math.prod(shape)

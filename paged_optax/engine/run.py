@@ -35,14 +35,14 @@ from paged_optax.codecs.codec import strides_of
 from paged_optax.engine.exchange import Exchange
 from paged_optax.engine.fences import each, fetched
 from paged_optax.engine.page_size import cut
-from paged_optax.engine.pages import Kept, Pages
-from paged_optax.engine.streamed import Held, Shared, Streamed
+from paged_optax.engine.pages import Pages, Storage
+from paged_optax.engine.streamed import Buffers, LeafBuffers, Streamed
 from paged_optax.engine.sweeps import Sweep, open_gate, sweeps, swept
 from paged_optax.engine.tiles import PIECE
-from paged_optax.engine.transfer import At
+from paged_optax.engine.transfer import PageAddress
 
 #: The loop's variable, the arrays that change, and the page that has been read.
-Carry = tuple[Int[Array, ""], dict[int, Shared], dict[int, Shared]]
+Carry = tuple[Int[Array, ""], dict[int, LeafBuffers], dict[int, LeafBuffers]]
 
 
 def both_ways(pages: Pages, travelling: int) -> bool:
@@ -114,8 +114,8 @@ class Run:
         return alike and both_ways(self.pages, written * self.together)
 
     def __call__(
-        self, views: Sequence[Shared], gate: Int[Array, ""] | None
-    ) -> tuple[Shared, ...]:
+        self, views: Sequence[LeafBuffers], gate: Int[Array, ""] | None
+    ) -> tuple[LeafBuffers, ...]:
         """The new views of the arrays that are overwritten.
 
         Args:
@@ -135,8 +135,8 @@ class Run:
         )[1]
 
     def _all_pages(
-        self, views: Sequence[Shared], buffers: tuple[Shared, ...]
-    ) -> tuple[Shared, ...]:
+        self, views: Sequence[LeafBuffers], buffers: tuple[LeafBuffers, ...]
+    ) -> tuple[LeafBuffers, ...]:
         targets, leaves = self.targets, self.leaves
         current = dict(enumerate(views)) | dict(zip(targets, buffers, strict=True))
         # What does not travel in pages, such as a leaf's few scales, travels before the
@@ -149,7 +149,9 @@ class Run:
                 current = self._swept(sweep, current)
         return tuple(tuple(map(leaves[p].back, current[p])) for p in targets)
 
-    def _swept(self, sweep: Sweep, current: dict[int, Shared]) -> dict[int, Shared]:
+    def _swept(
+        self, sweep: Sweep, current: dict[int, LeafBuffers]
+    ) -> dict[int, LeafBuffers]:
         """Updates the pages of one loop."""
         in_turn = functools.partial(swept, sweep, self._page, targets=self.targets)
         if not self.duplex:
@@ -159,7 +161,9 @@ class Run:
         duplex = functools.partial(self._duplex, sweep)
         return lax.platform_dependent(current, cpu=in_turn, default=duplex)
 
-    def _page(self, at: At, current: dict[int, Shared]) -> dict[int, Shared]:
+    def _page(
+        self, at: PageAddress, current: dict[int, LeafBuffers]
+    ) -> dict[int, LeafBuffers]:
         """Reads a page, computes it, and writes it back."""
         compute = functools.partial(self._compute, at, current, self._first(at))
         # Only what travels is kept apart from its neighbours; gradients and
@@ -171,8 +175,11 @@ class Run:
         return self._written(at, current, found)
 
     def _written(
-        self, at: At, current: dict[int, Shared], results: dict[int, Shared]
-    ) -> dict[int, Shared]:
+        self,
+        at: PageAddress,
+        current: dict[int, LeafBuffers],
+        results: dict[int, LeafBuffers],
+    ) -> dict[int, LeafBuffers]:
         """The arrays, some of them with a page replaced."""
         write = lambda p: functools.partial(self.leaves[p].write, at=at)
         written = {
@@ -180,11 +187,15 @@ class Run:
         }
         return current | written
 
-    def _read(self, p: int, at: At, current: dict[int, Shared]) -> Shared:
+    def _read(
+        self, p: int, at: PageAddress, current: dict[int, LeafBuffers]
+    ) -> LeafBuffers:
         """A page of an array, as it is stored."""
         return tuple(self.leaves[p].read(x, at) for x in current[p])
 
-    def _duplex(self, sweep: Sweep, current: dict[int, Shared]) -> dict[int, Shared]:
+    def _duplex(
+        self, sweep: Sweep, current: dict[int, LeafBuffers]
+    ) -> dict[int, LeafBuffers]:
         """Updates the pages of one loop: while one is written, the next one is read."""
         step, last = np.int32(sweep.step), np.int32(sweep.stop - sweep.step)
         once = self.pages.tiled  # all pages are computed by the loop
@@ -218,8 +229,11 @@ class Run:
         return self._written(at, current, results)
 
     def _computed(
-        self, at: At, current: dict[int, Shared], page: dict[int, Shared]
-    ) -> tuple[dict[int, Shared], dict[int, Shared]]:
+        self,
+        at: PageAddress,
+        current: dict[int, LeafBuffers],
+        page: dict[int, LeafBuffers],
+    ) -> tuple[dict[int, LeafBuffers], dict[int, LeafBuffers]]:
         """Computes a page that has been read.
 
         Returns:
@@ -231,7 +245,7 @@ class Run:
         travelling = {p: found.pop(p) for p in page}
         return self._written(at, current, found), travelling
 
-    def _first(self, at: At) -> UInt32[Array, ""]:
+    def _first(self, at: PageAddress) -> UInt32[Array, ""]:
         """The position in the flattened leaf of a page's first value."""
         strides = (np.uint32(n % 2**32) for n in strides_of(self.pages.view))
         return functools.reduce(
@@ -242,11 +256,11 @@ class Run:
 
     def _compute(
         self,
-        at: At,
-        current: dict[int, Shared],
+        at: PageAddress,
+        current: dict[int, LeafBuffers],
         first: UInt32[Array, ""],
-        page: dict[int, Shared] | None = None,
-    ) -> tuple[Shared, ...]:
+        page: dict[int, LeafBuffers] | None = None,
+    ) -> tuple[LeafBuffers, ...]:
         """Computes a page, of which `page` has been read, and encodes its results."""
         leaves = self.leaves[: self.program.inputs]
         read, together = page or {}, self.together
@@ -266,8 +280,12 @@ class Run:
         return tuple(tuple(x for (x,) in found) for found in zip(*made, strict=True))
 
     def _results(
-        self, stored: Sequence[Shared], at: At, first: UInt32[Array, ""], together: int
-    ) -> tuple[Shared, ...]:
+        self,
+        stored: Sequence[LeafBuffers],
+        at: PageAddress,
+        first: UInt32[Array, ""],
+        together: int,
+    ) -> tuple[LeafBuffers, ...]:
         """What is stored of the results of a page of one leaf, or of several joined."""
         shape, strides = self.pages.page(at.size), strides_of(self.pages.view)
         inputs = [
@@ -296,7 +314,9 @@ class Run:
             )
         )
 
-    def _decoded(self, leaf: Streamed, page: Shared, shape: tuple[int, ...]) -> Array:
+    def _decoded(
+        self, leaf: Streamed, page: LeafBuffers, shape: tuple[int, ...]
+    ) -> Array:
         """What the program sees of a page, computed in pieces where it is large."""
         if (pieces := self._pieces(leaf.codec, shape)) is None:
             return leaf.decode(page, shape)
@@ -313,13 +333,13 @@ class Run:
         noise: Noise | None,
         shape: tuple[int, ...],
         together: int,
-    ) -> Shared:
+    ) -> LeafBuffers:
         """What is stored of a result, computed in pieces where it is large."""
         if (pieces := self._pieces(leaf.codec, result.shape)) is None:
             return leaf.encode(result, noise, shape, together)
         plain, coded = _described(pieces, leaf.codec)
         made = coded.restore(_copied(pieces, plain, coded, plain.view(result)))
-        return (Held.of(made),)
+        return (Buffers.of(made),)
 
     def _pieces(self, codec: Codec | None, shape: tuple[int, ...]) -> Pages | None:
         """How a TPU computes a codec on a leaf that is one page; None: at once.
@@ -331,7 +351,7 @@ class Run:
         whole = self.pages.tiled and self.pages.count <= 1 and self.together == 1
         if not whole or codec is None or codec.block == 1 or codec.draws:
             return None
-        pieces = cut(shape, (Kept(4, codec, on_host=False),), PIECE).tiles
+        pieces = cut(shape, (Storage(4, codec, on_host=False),), PIECE).tiles
         return pieces if pieces.count > 1 else None
 
 
@@ -346,7 +366,7 @@ def _described(pieces: Pages, codec: Codec | None) -> tuple[Streamed, Streamed]:
     )
 
 
-def _copied(pieces: Pages, source: Streamed, target: Streamed, x: Held) -> Held:
+def _copied(pieces: Pages, source: Streamed, target: Streamed, x: Buffers) -> Buffers:
     """Decodes or encodes an array on the device, a piece at a time."""
     same = Program(1, (), (0,), elementwise=True)
     run = Run(same, (1,), pieces, (source, target), (None,), None)

@@ -20,9 +20,9 @@ from paged_optax.backend import tiling
 from paged_optax.backend.memory import HOST
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
-from paged_optax.codecs import Codec, Noise, Quantized, axis_of_blocks, packed_along
+from paged_optax.codecs import Codec, Noise, Quantized, axis_of_blocks, values_an_entry
 from paged_optax.engine.pages import Pages, joined_along
-from paged_optax.engine.transfer import At, Part, by_unit
+from paged_optax.engine.transfer import PageAddress, PagedArray, by_unit
 
 #: An array, or what a codec stores in its place.
 Stored = Array | Quantized[Array]
@@ -34,7 +34,7 @@ _SMALL_PART = 16
 _FEW_BYTES = 2**18
 
 
-class Held(NamedTuple):
+class Buffers(NamedTuple):
     """What is held of a leaf or a page: codes and scales, or an array without scales.
 
     Attributes:
@@ -46,14 +46,14 @@ class Held(NamedTuple):
     scales: Array | None
 
     @classmethod
-    def of(cls, x: Stored) -> "Held":
+    def of(cls, x: Stored) -> "Buffers":
         """What a codec stores, or an array."""
         codes, scales = x if isinstance(x, Quantized) else (x, None)
         return cls(codes, scales)
 
 
-#: One `Held` for each leaf that shares pages; a single one if all use the same array.
-Shared = tuple[Held, ...]
+#: One `Buffers` for each leaf that shares pages; a single one for an array of all.
+LeafBuffers = tuple[Buffers, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Streamed:
     """
 
     codec: Codec | None
-    codes: Part
-    scales: Part | None
+    codes: PagedArray
+    scales: PagedArray | None
 
     @classmethod
     def of(
@@ -88,9 +88,9 @@ class Streamed:
         """
         codes, scales = x if isinstance(x, Quantized) else (x, None)
         cut = pages.count > 1 and (codec is not None or codes.shape == pages.leaf)
-        ratios = _ratios_of_codes(codec, codes.shape, pages) if cut else ()
+        ratios = _ratios_of_codes(codec, pages) if cut else ()
         view = _viewed(pages.view, ratios) if cut else None
-        part = functools.partial(Part, pages)
+        part = functools.partial(PagedArray, pages)
         travels = on_host and (
             view is None or pages.tiled or _is_raw(pages, view, ratios)
         )
@@ -120,15 +120,15 @@ class Streamed:
         """Whether each leaf has its own; else all share it."""
         return self.codec is not None or self.codes.shape == self.codes.pages.leaf
 
-    def view(self, x: Stored) -> Held:
+    def view(self, x: Stored) -> Buffers:
         """What a loop holds of what was given."""
-        codes, scales = Held.of(x)
+        codes, scales = Buffers.of(x)
         codes = codes.reshape(self.codes.opened)
         if self.scales is None or scales is None:
-            return Held(codes, None)
-        return Held(codes, scales.reshape(self.scales.opened))
+            return Buffers(codes, None)
+        return Buffers(codes, scales.reshape(self.scales.opened))
 
-    def blank(self) -> Held:
+    def blank(self) -> Buffers:
         """Memory to fill, in the shapes that a loop holds; see `staged`.
 
         `lax.empty` moved to the host allocates there and nowhere else. XLA:GPU of jax
@@ -136,50 +136,50 @@ class Streamed:
         spaces"), so that it is made in the shape that is cut.
         """
 
-        def make(part: Part) -> Array:
+        def make(part: PagedArray) -> Array:
             made = lax.empty(part.opened, part.dtype)
             return jax.device_put(made, HOST) if part.on_host else made
 
-        return Held(
+        return Buffers(
             make(self.codes), None if self.scales is None else make(self.scales)
         )
 
     def staged(self) -> "Streamed":
         """The same, with what does not travel in pages on the device until the end."""
 
-        def stay(part: Part) -> Part:
+        def stay(part: PagedArray) -> PagedArray:
             return part if part.travels else dataclasses.replace(part, on_host=False)
 
         scales = None if self.scales is None else stay(self.scales)
         return Streamed(self.codec, stay(self.codes), scales)
 
-    def restore(self, x: Held) -> Stored:
+    def restore(self, x: Buffers) -> Stored:
         """What was given, back in its own shape."""
         codes = x.codes.reshape(self.codes.shape)
         if self.scales is None or x.scales is None:
             return codes
         return Quantized(codes, x.scales.reshape(self.scales.shape))
 
-    def ahead(self, x: Held) -> Held:
+    def ahead(self, x: Buffers) -> Buffers:
         """Brings what does not travel in pages to the device."""
-        return self._each(Part.ahead, x)
+        return self._each(PagedArray.ahead, x)
 
-    def back(self, x: Held) -> Held:
+    def back(self, x: Buffers) -> Buffers:
         """Undoes `ahead`."""
-        return self._each(Part.back, x)
+        return self._each(PagedArray.back, x)
 
-    def read(self, x: Held, at: At) -> Held:
+    def read(self, x: Buffers, at: PageAddress) -> Buffers:
         """A page as it is stored, in device memory."""
-        return self._each(Part.read, x, at)
+        return self._each(PagedArray.read, x, at)
 
-    def write(self, x: Held, page: Held, at: At) -> Held:
+    def write(self, x: Buffers, page: Buffers, at: PageAddress) -> Buffers:
         """What is held with a page of it replaced."""
         codes = self.codes.write(x.codes, page.codes, at)
         if self.scales is None or x.scales is None or page.scales is None:
-            return Held(codes, None)
-        return Held(codes, self.scales.write(x.scales, page.scales, at))
+            return Buffers(codes, None)
+        return Buffers(codes, self.scales.write(x.scales, page.scales, at))
 
-    def decode(self, page: Shared, shape: tuple[int, ...]) -> Array:
+    def decode(self, page: LeafBuffers, shape: tuple[int, ...]) -> Array:
         """What the program sees of a page.
 
         Args:
@@ -199,7 +199,7 @@ class Streamed:
 
     def encode(
         self, result: Array, noise: Noise | None, shape: tuple[int, ...], leaves: int
-    ) -> Shared:
+    ) -> LeafBuffers:
         """What is stored of a result, of each of the leaves that share the page.
 
         Args:
@@ -210,31 +210,34 @@ class Streamed:
         """
         axis = self.codes.pages.axis
         if self.codec is None:
-            return tuple(Held(x, None) for x in _parted(result, axis, leaves))
+            return tuple(Buffers(x, None) for x in _parted(result, axis, leaves))
         made = self.codec.encode(result, noise)
         if leaves == 1:
-            return (Held.of(made),)
+            return (Buffers.of(made),)
         one, structure = jax.tree.flatten(self.codec.stored(shape))
         parts = [
             _parted(x, _along(like, x, leaves), leaves)
             for x, like in zip(jax.tree.leaves(made), one, strict=True)
         ]
         return tuple(
-            Held.of(jax.tree.unflatten(structure, x)) for x in zip(*parts, strict=True)
+            Buffers.of(jax.tree.unflatten(structure, x))
+            for x in zip(*parts, strict=True)
         )
 
-    def stored(self, page: Held, shape: tuple[int, ...]) -> Stored:
+    def stored(self, page: Buffers, shape: tuple[int, ...]) -> Stored:
         """What the codec stores of a page of this shape."""
         assert self.codec is not None
         stored = page.codes if page.scales is None else Quantized(*page)
         wanted = self.codec.stored(shape)
         return jax.tree.map(lambda x, like: x.reshape(like.shape), stored, wanted)
 
-    def _each(self, method: Callable[..., Array], x: Held, *arguments: At) -> Held:
+    def _each(
+        self, method: Callable[..., Array], x: Buffers, *arguments: PageAddress
+    ) -> Buffers:
         codes = method(self.codes, x.codes, *arguments)
         if self.scales is None or x.scales is None:
-            return Held(codes, None)
-        return Held(codes, method(self.scales, x.scales, *arguments))
+            return Buffers(codes, None)
+        return Buffers(codes, method(self.scales, x.scales, *arguments))
 
 
 def _many(shape: tuple[int, ...], axis: int, leaves: int) -> tuple[int, ...]:
@@ -264,17 +267,10 @@ def _viewed(
     return tuple(-(-n * x // of) for n, (x, of) in zip(cut, ratios, strict=True))
 
 
-def _ratios_of_codes(
-    codec: Codec | None, shape: tuple[int, ...], pages: Pages
-) -> tuple[tuple[int, int], ...]:
-    ratios = [(1, 1)] * len(pages.view)
-    packed = {axis: packed_along(codec, axis) for axis in (-1, -2)}
-    if max(packed.values()) > 1:
-        for axis in range(-len(ratios), 0)[-2:]:
-            ratios[axis] = 1, packed[axis]
-    elif ratios and math.prod(shape) < math.prod(pages.leaf):
-        ratios[-1] = 1, 2  # pairs of four bits
-    return tuple(ratios)
+def _ratios_of_codes(codec: Codec | None, pages: Pages) -> tuple[tuple[int, int], ...]:
+    values = values_an_entry(codec, pages.leaf)[-len(pages.view) :]
+    joined = len(pages.view) - len(values)
+    return (*[(1, 1)] * joined, *((1, n) for n in values))
 
 
 def _ratios_of_scales(codec: Codec, pages: Pages) -> tuple[tuple[int, int], ...]:

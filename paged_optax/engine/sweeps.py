@@ -9,10 +9,10 @@ from jax import Array, lax
 from jaxtyping import Int
 
 from paged_optax.engine.pages import Pages
-from paged_optax.engine.streamed import Shared
-from paged_optax.engine.transfer import At, Index
+from paged_optax.engine.streamed import LeafBuffers
+from paged_optax.engine.transfer import Index, PageAddress
 
-Carry = tuple[Int[Array, ""], dict[int, Shared]]
+Carry = tuple[Int[Array, ""], dict[int, LeafBuffers]]
 
 
 def open_gate() -> Int[Array, ""]:
@@ -34,33 +34,33 @@ class Sweep(NamedTuple):
 
     stop: int
     step: int
-    at: Callable[[Index], At]
+    at: Callable[[Index], PageAddress]
 
 
 def sweeps(pages: Pages) -> list[Sweep]:
     """The loops over full pages, and over the smaller last ones."""
     if pages.count <= 1:
-        return [Sweep(1, 1, lambda _: At(np.int32(0), pages.extent))]
+        return [Sweep(1, 1, lambda _: PageAddress(np.int32(0), pages.extent))]
     size, unit = pages.size, pages.unit
     full, left = divmod(pages.extent, size)
     step = size // unit
     start = lambda number: number if unit == 1 else number * np.int32(unit)
     found: list[Sweep] = []
     if full:
-        every = lambda number: At(start(number), size, number)
+        every = lambda number: PageAddress(start(number), size, number)
         found.append(Sweep(full * step, step, every))
     if left:
-        last = At(np.int32(full * size), left, np.int32(full * step))
+        last = PageAddress(np.int32(full * size), left, np.int32(full * step))
         found.append(Sweep(1, 1, lambda _: last))
     return found
 
 
 def swept(
     sweep: Sweep,
-    update: Callable[[At, dict[int, Shared]], dict[int, Shared]],
-    current: dict[int, Shared],
+    update: Callable[[PageAddress, dict[int, LeafBuffers]], dict[int, LeafBuffers]],
+    current: dict[int, LeafBuffers],
     targets: Sequence[int],
-) -> dict[int, Shared]:
+) -> dict[int, LeafBuffers]:
     """Updates the pages of one loop."""
     constant = {p: x for p, x in current.items() if p not in targets}
 

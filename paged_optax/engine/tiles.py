@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterator
 
 from paged_optax.backend import tiling
-from paged_optax.codecs import axis_of_blocks, codes_of, packed_along
+from paged_optax.codecs import axis_of_blocks, codes_of, values_an_entry
 from paged_optax.engine.pages import (
     MOST_INDEX,
     TOO_LONG,
-    Kept,
     Pages,
+    Storage,
     block_of,
     divide,
     many_pages,
@@ -35,7 +35,7 @@ _MANY_SCALES = 2**18
 
 
 def in_tiles(
-    shape: tuple[int, ...], moments: tuple[Kept, ...], page_size: int
+    shape: tuple[int, ...], moments: tuple[Storage, ...], page_size: int
 ) -> Pages:
     """Cuts along the most major axes that make pages small enough, or the lanes."""
     itemsize = max(x.itemsize for x in moments)
@@ -72,7 +72,7 @@ def in_tiles(
     return dataclasses.replace(whole, refused=_reason(moments, shape))
 
 
-def _reason(moments: tuple[Kept, ...], shape: tuple[int, ...]) -> str:
+def _reason(moments: tuple[Storage, ...], shape: tuple[int, ...]) -> str:
     """Why a TPU cannot cut a leaf, and what to do."""
     if max(shape) >= MOST_INDEX:
         return TOO_LONG
@@ -106,18 +106,18 @@ def _ways(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def _unit_of_tiles(
-    kept: Kept, shape: tuple[int, ...], view: tuple[int, ...], axis: int
+    storage: Storage, shape: tuple[int, ...], view: tuple[int, ...], axis: int
 ) -> int:
     """Entries along an axis that are whole blocks, words and tiles; 0: none are."""
-    blocks, along = 1, axis_of_blocks(kept.codec)
+    blocks, along = 1, axis_of_blocks(storage.codec)
     if along is not None:
-        blocks = block_of(kept) if axis == len(view) + along else 1
-    elif kept.codec is not None:
+        blocks = block_of(storage) if axis == len(view) + along else 1
+    elif storage.codec is not None:
         after = math.prod(view[axis + 1 :])
-        blocks = block_of(kept) // math.gcd(block_of(kept), after)
-    codes, itemsize, packed = _codes(kept, shape)
+        blocks = block_of(storage) // math.gcd(block_of(storage), after)
+    codes, itemsize, packed = _codes(storage, shape)
     together = packed[axis - len(view)] if len(view) > 1 else packed[-1]
-    if not kept.on_host:
+    if not storage.on_host:
         return math.lcm(blocks, together)
     order = tiling.viewed(codes, len(view), itemsize)
     if order is None or itemsize < 2:
@@ -129,7 +129,7 @@ def _unit_of_tiles(
         tile = tiles[tiling.role(order, axis)]
     if along == -1 and axis == len(view) - 2:
         # So many scales go in pages too. Their lanes are the moment's rows.
-        scales = (*shape[:-1], shape[-1] // block_of(kept))
+        scales = (*shape[:-1], shape[-1] // block_of(storage))
         in_pages = math.prod(scales) >= _MANY_SCALES
         if in_pages and tiling.viewed(scales, len(view)) is not None:
             blocks = math.lcm(blocks, tiling.LANES)
@@ -137,29 +137,25 @@ def _unit_of_tiles(
 
 
 def _codes(
-    kept: Kept, shape: tuple[int, ...]
+    storage: Storage, shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
     """The array that keeps a moment: its shape, itemsize, and values an entry."""
-    if kept.codec is None:
-        return shape, kept.itemsize, (1,) * len(shape)
-    codes = codes_of(kept.codec.stored(shape))
-    packed = [1] * len(shape)
-    packed[-2:] = [packed_along(kept.codec, axis) for axis in (-2, -1)][-len(shape) :]
-    if math.prod(packed) == 1 and codes.shape != shape:
-        packed[-1] = 2  # pairs of four bits
-    return codes.shape, codes.dtype.itemsize, tuple(packed)
+    if storage.codec is None:
+        return shape, storage.itemsize, (1,) * len(shape)
+    codes = codes_of(storage.codec.stored(shape))
+    return codes.shape, codes.dtype.itemsize, values_an_entry(storage.codec, shape)
 
 
-def _has_last(kept: Kept, pages: Pages) -> bool:
+def _has_last(storage: Storage, pages: Pages) -> bool:
     """Whether a moment's slices, the last one too, are whole blocks and tiles."""
     axis, left = pages.axis, pages.extent % pages.size
-    if axis_of_blocks(kept.codec) is None and left and axis:
+    if axis_of_blocks(storage.codec) is None and left and axis:
         after = math.prod(pages.view[axis + 1 :])
-        if left * after % block_of(kept):
+        if left * after % block_of(storage):
             return False
-    if not kept.on_host:
+    if not storage.on_host:
         return True
-    codes, itemsize, packed = _codes(kept, pages.leaf)
+    codes, itemsize, packed = _codes(storage, pages.leaf)
     order = tiling.viewed(codes, len(pages.view), itemsize)
     assert order is not None
     joined = len(codes) - len(order) + 1

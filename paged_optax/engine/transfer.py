@@ -19,7 +19,7 @@ from paged_optax.engine.pages import Pages
 Index = Int[Array, ""] | np.int32
 
 
-class At(NamedTuple):
+class PageAddress(NamedTuple):
     """Where a page is.
 
     Attributes:
@@ -41,7 +41,7 @@ class At(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class PagedArray:
     """One array of a leaf, seen page by page.
 
     Attributes:
@@ -95,7 +95,7 @@ class Part:
             return jax.device_put(x.reshape(self.shape), HOST)
         return x
 
-    def read(self, x: Array, at: At) -> Array:
+    def read(self, x: Array, at: PageAddress) -> Array:
         """A page of it, in device memory."""
         if self.view is not None:
             starts, sizes = self._of(at)
@@ -107,7 +107,7 @@ class Part:
             return self._laid_out(page)
         return self._laid_out(jax.device_put(x, DEVICE) if self.travels else x)
 
-    def write(self, x: Array, page: Array, at: At) -> Array:
+    def write(self, x: Array, page: Array, at: PageAddress) -> Array:
         """The array with a page of it replaced."""
         page = self._laid_out(page)
         if self.view is None:
@@ -126,7 +126,7 @@ class Part:
             x = lax.dynamic_update_slice(x, piece, here)
         return x
 
-    def _of(self, at: At) -> tuple[list[Index], list[int]]:
+    def _of(self, at: PageAddress) -> tuple[list[Index], list[int]]:
         """The starts and sizes of a page in `opened`."""
         assert self.view is not None
         starts: list[Index] = []
@@ -194,7 +194,7 @@ def by_unit(
     Args:
       pages: How the leaf is cut, along its first axis.
       view: The array's view.
-      ratios: See `Part`.
+      ratios: See `PagedArray`.
 
     Returns:
       The shape; None if there is no such one.

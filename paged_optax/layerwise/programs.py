@@ -12,14 +12,11 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.analysis.equation import Constant
+from paged_optax.analysis.equation import FILLS, Constant
 from paged_optax.analysis.flat import trace
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.analysis.split import analyse
 from paged_optax.layerwise.slices import LayerIndex, slab
-
-#: Primitives whose parameters name the shape of the leaf, and decide nothing.
-_SHAPED = frozenset({"broadcast_in_dim", "reshape"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +130,7 @@ class Programs:
                 equations = [
                     (
                         equation.primitive.name,
-                        equation.primitive.name in _SHAPED or equation.params,
+                        equation.primitive.name in FILLS or equation.params,
                         [plain(x) for x in equation.inputs],
                         equation.outputs,
                     )

@@ -24,7 +24,7 @@ from paged_optax.backend.progress import LARGE, track
 from paged_optax.backend.types import KeyPath
 from paged_optax.backend.variables import bare, like, settled
 from paged_optax.engine.backend_check import check_backend
-from paged_optax.engine.pages import Kept
+from paged_optax.engine.pages import Storage
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.stream import fill
 from paged_optax.transform.checks import refuse_devices, refuse_dtype
@@ -180,12 +180,12 @@ class _Making:
             stored = self.layout.stored(position)
             made = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stored)
             return [made if stays else jax.device_put(made, memory.HOST)]
-        kept = [Kept(dtype.itemsize, codec, not stays)]
+        storage = [Storage(dtype.itemsize, codec, not stays)]
         made = fill(
             tuple(inputs),
             jnp.zeros(2, jnp.uint32) if codec and codec.draws else None,
             program=leaf.program,
-            geometry=self.pager.geometry(leaf, kept, divided),
+            geometry=self.pager.geometry(leaf, storage, divided),
             dtype=dtype,
             codec=codec,
             host=not stays,

@@ -11,7 +11,7 @@ from paged_optax.backend import memory, tiling
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import laid_out
 from paged_optax.engine.page_size import together, uncut
-from paged_optax.engine.pages import Kept, Pages
+from paged_optax.engine.pages import Pages, Storage
 from paged_optax.engine.run import both_ways
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.streamed import Streamed
@@ -117,13 +117,15 @@ def _geometry(
     number = 0
     for group in alike.values():
         one = group[0]
-        pages = pager.geometry(one.leaf, one.kept, one.divided, len(group)).on(platform)
+        pages = pager.geometry(one.leaf, one.storage, one.divided, len(group)).on(
+            platform
+        )
         for part in together(pages, len(group)):
-            travelling = sum(x.on_host for each in group[part] for x in each.kept)
+            travelling = sum(x.on_host for each in group[part] for x in each.storage)
             both = both_ways(pages, travelling)
             # Of a single moment's update XLA:GPU may write a part apart, for the
             # moment's own kernel has computed it; of several it never has (jax 0.10.2).
-            apart = sum(x.on_host for x in one.kept) == 1 and platform != "tpu"
+            apart = sum(x.on_host for x in one.storage) == 1 and platform != "tpu"
             flying = (4 if both else 3) if apart or not pages.count else 2
             for each in group[part]:
                 found = (number, pages, both, flying)
@@ -139,13 +141,13 @@ class _Leaf:
     Attributes:
       leaf: The program.
       inside: The numbers of its moments that are streamed, among the state's leaves.
-      kept: How each of these is kept.
+      storage: How each of these is kept.
       divided: How they are divided, or None.
     """
 
     leaf: LeafUpdate
     inside: tuple[int, ...]
-    kept: tuple[Kept, ...]
+    storage: tuple[Storage, ...]
     divided: Shards | None
 
     @classmethod
@@ -162,17 +164,19 @@ class _Leaf:
         numbers = {i - first for i in (*leaf.inputs, *leaf.outputs)}
         inside = sorted(i for i in numbers if 0 <= i < len(avals))
         inside = tuple(i for i in inside if not stays[i] or codecs[i])
-        kept = [Kept(avals[i].dtype.itemsize, codecs[i], not stays[i]) for i in inside]
-        return cls(leaf, inside, tuple(kept), divided)
+        storage = [
+            Storage(avals[i].dtype.itemsize, codecs[i], not stays[i]) for i in inside
+        ]
+        return cls(leaf, inside, tuple(storage), divided)
 
     @property
     def kind(self) -> Hashable:
         """What like leaves have in common, if all are updated; see `Streaming`."""
-        return self.leaf.program, self.leaf.shape, self.kept, self.divided
+        return self.leaf.program, self.leaf.shape, self.storage, self.divided
 
     def owner_of_its_own(self, own_steps: bool) -> int | None:
         """The parameter, if it counts its own steps or draws its own noise."""
-        draws = any(x.codec is not None and x.codec.draws for x in self.kept)
+        draws = any(x.codec is not None and x.codec.draws for x in self.storage)
         return self.leaf.owner if draws or own_steps else None
 
 

@@ -11,7 +11,7 @@ from paged_optax.transform.codec_rules import Rule, check, draws
 from paged_optax.transform.configuration import Configuration
 from paged_optax.transform.init import init
 from paged_optax.transform.pager import Pager
-from paged_optax.transform.parameter_shardings import Known
+from paged_optax.transform.parameter_shardings import ParameterShardings
 from paged_optax.transform.precision import counted, in_float32, with_master_weights
 from paged_optax.transform.update import Update
 
@@ -134,7 +134,7 @@ def paged(
         inner = counted(inner)
     if on_moved not in ("warn", "raise"):
         raise ValueError(f"on_moved={on_moved!r}: pass 'warn' or 'raise'.")
-    known = Known(shardings)
+    known = ParameterShardings(shardings)
     pager = Pager(inner, configuration, rules, per_parameter_steps, known, on_moved)
     return optax.GradientTransformationExtraArgs(
         functools.partial(init, pager), Update(pager).update

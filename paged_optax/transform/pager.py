@@ -16,13 +16,13 @@ from paged_optax.backend import memory
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.engine.page_size import cut, uncut
-from paged_optax.engine.pages import Geometry, Kept
+from paged_optax.engine.pages import Geometry, Storage
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.checks import refuse_changes, refuse_state
 from paged_optax.transform.codec_rules import Rule, choose
 from paged_optax.transform.configuration import Configuration
 from paged_optax.transform.owners import parameter_of
-from paged_optax.transform.parameter_shardings import Known
+from paged_optax.transform.parameter_shardings import ParameterShardings
 from paged_optax.transform.stored_state import Layout
 from paged_optax.transform.trees import Leaf, Static, Traceable, paths_of
 
@@ -49,7 +49,7 @@ class Pager:
     configuration: Configuration
     rules: Mapping[str, Rule]
     per_parameter_steps: bool
-    known: Known
+    known: ParameterShardings
     on_moved: str
 
     def shards(
@@ -98,7 +98,7 @@ class Pager:
     def geometry(
         self,
         leaf: LeafUpdate,
-        moments: Sequence[Kept],
+        moments: Sequence[Storage],
         shards: Shards | None = None,
         like: int = 1,
     ) -> Geometry:
@@ -112,10 +112,14 @@ class Pager:
         """Tells why a moment cannot be sliced in host memory; empty if it can."""
         aval, shards = layout.avals[position], layout.shards[position]
         shape = shards.local(aval.shape) if shards else aval.shape
-        kept = Kept(aval.dtype.itemsize, layout.codecs[position])
-        if memory.platform() == "tpu" and kept.codec is None and kept.itemsize > 4:
+        storage = Storage(aval.dtype.itemsize, layout.codecs[position])
+        if (
+            memory.platform() == "tpu"
+            and storage.codec is None
+            and storage.itemsize > 4
+        ):
             return _PAIRS
-        geometry = cut(shape, (kept,), self.configuration.page_size)
+        geometry = cut(shape, (storage,), self.configuration.page_size)
         return geometry.on(memory.platform()).refused
 
     def analyse(

@@ -43,7 +43,7 @@ def _uneven(
     )
 
 
-class Known:
+class ParameterShardings:
     """What a paged transformation knows of its parameters' shardings.
 
     The first of these sources that knows wins: the type of an array on a mesh of

@@ -14,7 +14,7 @@ from jaxtyping import UInt32
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.backend.memory import HOST, on_host
 from paged_optax.codecs import Codec, draw
-from paged_optax.engine.pages import Kept
+from paged_optax.engine.pages import Storage
 from paged_optax.engine.shards import UNSHARDED, Shards, constrained
 from paged_optax.engine.stream import stream
 from paged_optax.transform.active import choose_by
@@ -104,7 +104,7 @@ class Streaming:
     ) -> list[Sequence[Value]]:
         """Runs the programs of all leaves, of like ones together."""
         made: dict[int, Sequence[Value]] = {}
-        alike: dict[Hashable, dict[int, _Buffers]] = {}
+        alike: dict[Hashable, dict[int, _LeafArrays]] = {}
         for number, (leaf, inputs) in enumerate(leaves):
             gate = self.gate_of(leaf.owner)
             if leaf.owner is None and len({id(gate) for gate in self.gates}) > 1:
@@ -135,7 +135,7 @@ class Streaming:
             for p, old, new in zip(leaf.places, olds, leaf.program(inputs), strict=True)
         ]
 
-    def _kind(self, leaf: LeafUpdate, found: "_Buffers") -> Hashable:
+    def _kind(self, leaf: LeafUpdate, found: "_LeafArrays") -> Hashable:
         """What like leaves have in common: those of equal keys may share pages."""
         gate = self.gate_of(leaf.owner)
         draws = any(codec is not None and codec.draws for codec in found.codecs)
@@ -155,7 +155,7 @@ class Streaming:
 
     def _buffers(
         self, leaf: LeafUpdate, inputs: list[Value], olds: Sequence[Value | None]
-    ) -> "_Buffers":
+    ) -> "_LeafArrays":
         buffers, overwrites = list(inputs), list[int]()
         codecs = [self.codecs.get(number) for number in leaf.inputs]
         shapes = [
@@ -177,10 +177,10 @@ class Streaming:
             buffers.append(old)
             codecs.append(codec)
             shapes.append(new.shape)
-        return _Buffers(buffers, overwrites, codecs, shapes)
+        return _LeafArrays(buffers, overwrites, codecs, shapes)
 
     def _paged(
-        self, leaf: LeafUpdate, found: Sequence["_Buffers"]
+        self, leaf: LeafUpdate, found: Sequence["_LeafArrays"]
     ) -> Sequence[Sequence[Stored]]:
         """Streams the pages of like leaves through the device."""
         divided = divided_as(leaf, self.arguments[: self.first], self.shards)
@@ -233,7 +233,7 @@ def _skipped(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Buffers:
+class _LeafArrays:
     """The inputs of a leaf's program, and further buffers for its results.
 
     Attributes:
@@ -249,10 +249,10 @@ class _Buffers:
     shapes: list[tuple[int, ...]]
 
     @functools.cached_property
-    def moving(self) -> list[Kept]:
+    def moving(self) -> list[Storage]:
         """How each array is kept that a codec or host memory holds."""
         return [
-            Kept(4 if codec else x.dtype.itemsize, codec, on_host(x))
+            Storage(4 if codec else x.dtype.itemsize, codec, on_host(x))
             for x, codec in zip(self.arrays, self.codecs, strict=True)
             if codec is not None or on_host(x)
         ]

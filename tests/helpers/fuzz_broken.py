@@ -8,7 +8,7 @@ from typing import Any
 from helpers import fuzz
 from paged_optax.engine.run import Run
 from paged_optax.engine.streamed import Streamed
-from paged_optax.engine.transfer import Part
+from paged_optax.engine.transfer import PagedArray
 
 
 def _always_the_first_page(write: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,7 +30,7 @@ def _decoded_too_much(decode: Callable[..., Any]) -> Callable[..., Any]:
 
 #: What is broken, by name: a class, its method, and what takes that one's place.
 BREAKAGES: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "always the first page": (Part, "write", _always_the_first_page),
+    "always the first page": (PagedArray, "write", _always_the_first_page),
     "gates are not read": (Run, "__call__", _gates_not_read),
     "codecs decode too much": (Streamed, "decode", _decoded_too_much),
 }

@@ -139,7 +139,7 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
 
     cuts: list[geometry.Geometry] = []
     alone: list[geometry.Geometry] = []
-    kept: list[geometry.Kept] = []
+    kept: list[geometry.Storage] = []
 
     def cut(shape, moments, page_size, like=1):
         cuts.append(geometry.cut(shape, moments, page_size))
