@@ -7,6 +7,25 @@ the device instead of 8 bytes a parameter.
 The guide is the README:
 
 .. include:: ../README.md
+
+## The house
+
+Each room imports only from those below it.
+
+| room | what it is for |
+| --- | --- |
+| `paged_optax.cli` | the command line |
+| `paged_optax.planning` | what lives where and what fits, known beforehand |
+| `paged_optax.compiling` | compiled steps: donations checked, bytes counted |
+| `paged_optax.layerwise` | a step with one layer's gradients alive |
+| `paged_optax.bitsandbytes` | bitsandbytes' optimizer states, read and written |
+| `paged_optax.wrappers` | Optax's step-skipping wrappers |
+| `paged_optax.state` | a state, read and changed by the names of parameters |
+| `paged_optax.transform` | `paged` and its aliases: init, update, which codec stores what |
+| `paged_optax.engine` | pages: their size, their way through the device, shards |
+| `paged_optax.analysis` | a transformation, taken apart into one program a leaf |
+| `paged_optax.codecs` | how a moment is stored, in 8 bits for example |
+| `paged_optax.backend` | what JAX and its backends offer, and where they differ |
 """
 
 from paged_optax.analysis.split import CrossLeafError

@@ -74,7 +74,10 @@ def check_pages(folder):
     text = (folder / "paged_optax.html").read_text()
     for name in po.__all__:
         assert f'<section id="{name}">' in text, name
-    assert (folder / "paged_optax" / "codecs.html").exists()
+    for room in (ROOT / "paged_optax").glob("[a-z]*"):
+        if room.suffix in ("", ".py"):
+            assert (folder / "paged_optax" / f"{room.stem}.html").exists(), room
+            assert f'href="paged_optax/{room.stem}.html"' in text, room
     assert "How paging works" in text  # The README is its front page.
     documented = re.findall(r'<div class="docstring">(.*?)</div>', text, re.S)
     assert documented
