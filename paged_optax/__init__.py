@@ -21,7 +21,7 @@ Each room imports only from those below it.
 | `paged_optax.bitsandbytes` | bitsandbytes' optimizer states, read and written |
 | `paged_optax.wrappers` | Optax's step-skipping wrappers |
 | `paged_optax.state` | a state, read and changed by the names of parameters |
-| `paged_optax.transform` | `paged` and its aliases: init, update, which codec stores what |
+| `paged_optax.transform` | `paged` and its aliases: init, update, codecs by moment |
 | `paged_optax.engine` | pages: their size, their way through the device, shards |
 | `paged_optax.analysis` | a transformation, taken apart into one program a leaf |
 | `paged_optax.codecs` | how a moment is stored, in 8 bits for example |

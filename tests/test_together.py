@@ -139,10 +139,10 @@ def assert_stored_alike(codec, pages, size):
 
 
 def test_no_large_leaf_waits_for_another():
-    """Of 64 MiB at the most: an update waits for the gradients of all that share."""
-    plan = po.plan(po.paged_lion(1e-3), square(2, (32768, 1024)))
+    """Of 256 MiB at the most: an update waits for the gradients of all that share."""
+    plan = po.plan(po.paged_lion(1e-3), square(2, (131072, 1024)))
     assert len({x.leaf for x in plan.moments if x.on_host}) == 2
-    plan = po.plan(po.paged_lion(1e-3), square(2, (16384, 1024)))
+    plan = po.plan(po.paged_lion(1e-3), square(2, (65536, 1024)))
     assert len({x.leaf for x in plan.moments if x.on_host}) == 1 + GPU_NEEDS_RAW_INDEX
 
 

@@ -11,7 +11,7 @@ a codec stores is computed of all of them at once, so that XLA compiles that onc
   0.3 CPU-seconds to compile, by four 0.11 (H200, jax 0.12.0.1).
 
 An update of several leaves waits for the gradients of all. So no leaf of more than
-64 MiB shares its pages, such as embeddings and output matrices, whose gradients come
+256 MiB shares its pages, such as embeddings and output matrices, whose gradients come
 first and last.
 """
 
@@ -32,7 +32,7 @@ from paged_optax.engine.tiles import in_tiles
 _SHARED_PAGE = 8 * 2**20
 _SMALL_PAGE = 4 * 2**20
 _MOST_LEAVES = 32
-_LARGEST_LEAF = 64 * 2**20
+_LARGEST_LEAF = 256 * 2**20
 
 # Bytes of the pages of a leaf's moments, together, if a codec stores them in blocks:
 # XLA:GPU keeps several times as much of them in memory.

@@ -190,12 +190,12 @@ class Streamed:
         if self.codec is None:
             return _joined([x.codes for x in page], axis)
         if len(page) == 1:
-            return self.codec.decode(self.stored(page[0], shape), shape)
+            return _decode(self.codec, self.stored(page[0], shape), shape)
         whole = _many(shape, axis, len(page))
         wanted = self.codec.stored(whole)
         join = lambda like, *parts: _joined(parts, _along(parts[0], like, len(parts)))
         parts = [self.stored(x, shape) for x in page]
-        return self.codec.decode(jax.tree.map(join, wanted, *parts), whole)
+        return _decode(self.codec, jax.tree.map(join, wanted, *parts), whole)
 
     def encode(
         self, result: Array, noise: Noise | None, shape: tuple[int, ...], leaves: int
@@ -211,7 +211,9 @@ class Streamed:
         axis = self.codes.pages.axis
         if self.codec is None:
             return tuple(Buffers(x, None) for x in _parted(result, axis, leaves))
-        made = self.codec.encode(result, noise)
+        made = (
+            self.codec.encode(result, noise) if noise else _encode(self.codec, result)
+        )
         if leaves == 1:
             return (Buffers.of(made),)
         one, structure = jax.tree.flatten(self.codec.stored(shape))
@@ -238,6 +240,17 @@ class Streamed:
         if self.scales is None or x.scales is None:
             return Buffers(codes, None)
         return Buffers(codes, method(self.scales, x.scales, *arguments))
+
+
+# Traced once for all pages of a shape: eight bits are 150 equations each way.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _encode(codec: Codec, page: Array) -> PyTree[Array]:
+    return codec.encode(page)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
+def _decode(codec: Codec, stored: PyTree[Array], shape: tuple[int, ...]) -> Array:
+    return codec.decode(stored, shape)
 
 
 def _many(shape: tuple[int, ...], axis: int, leaves: int) -> tuple[int, ...]:
