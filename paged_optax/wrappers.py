@@ -20,7 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import on_host
-from paged_optax.transform.active import only_if, restart_if
+from paged_optax.transform.gates import only_if, restart_if
 
 #: Returns updates as they are; its state tells whether the wrapper took its update.
 _PROBE = optax.GradientTransformationExtraArgs(

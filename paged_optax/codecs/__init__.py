@@ -1,4 +1,9 @@
-"""How moments are stored: one codec a file, and their names."""
+"""How moments are stored: one codec a file, and their names.
+
+`codec` says what a codec is. `blocks` parts a moment into blocks, `maps` has the
+numbers that codes stand for, `lines` computes them on a TPU. `arrangement` decides how
+codes and scales lie in memory, and `words` packs codes into words.
+"""
 
 from collections.abc import Callable
 

@@ -17,9 +17,9 @@ that run on from row to row fit no page of a TPU's tiles: it took 86 s to compil
 do in PyTorch, whose layers keep the transposed matrix.
 
 **What stored it.** A state is arrays, and codes of another map mean other numbers.
-Their dtypes tell: codes of a map with negative numbers are signed integers, others
-unsigned; eight-bit floats are that dtype, or, in words, unsigned beside scales that are
-bits.
+Their dtypes tell. Codes of a map with negative numbers are signed integers, and other
+codes are unsigned. Eight-bit floats have a float8 dtype. In words they are unsigned
+integers, and their scales are integers that hold the bits of float32.
 """
 
 import dataclasses
@@ -206,8 +206,9 @@ def arranged(
     Args:
       codec: The codec.
       shape: The shape, of the part where there are several.
-      whole: The shape of the whole moment, whose arrangement a part has if it can: then
-        how it is divided is no part of what a state holds. None: this is the whole.
+      whole: The shape of the whole moment. A part is arranged as the whole is, if it
+        can be: the state then does not depend on how the moment is divided. None:
+        `shape` is that of the whole moment.
 
     Example:
       >>> from paged_optax.codecs import named

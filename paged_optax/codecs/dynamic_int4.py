@@ -21,10 +21,10 @@ from paged_optax.codecs.words import interleaved
 class DynamicInt4:
     """Stores half a byte a value, two of them in one byte: 0.5 + 4/128 bytes.
 
-    First moments use the signed dynamic map of three decades, second moments the 16
-    multiples of 1/16, which leave zero out: codes and scales are those of torchao's
-    `Adam4bit`, where the scale of 128 values is their largest magnitude, at least
-    1e-12, and the nearest code is stored, of two as near the higher.
+    First moments use the signed dynamic map of three decades. Second moments use the 16
+    multiples of 1/16, which leave zero out. Codes and scales are those of torchao's
+    `Adam4bit`. The scale of 128 values is their largest magnitude, at least 1e-12. The
+    nearest code is stored; of two codes as near, the higher one.
 
     One difference: a block of zeros has the scale zero, as in a fresh torchao state,
     and decodes to zeros. When torchao stores one again its scale is 1e-12, which makes

@@ -32,7 +32,7 @@ from jaxtyping import Float32, Int32, UInt8
 from paged_optax.codecs import blocks
 from paged_optax.codecs.blocks import MAGNITUDE, SMALLEST_NORMAL, bits, from_bits
 from paged_optax.codecs.codec import Noise, Quantized
-from paged_optax.codecs.lines import LOW_BITS, NEVER, Law, law_of
+from paged_optax.codecs.lines import LOW_BITS, NEVER, MapFormula, formula_of
 from paged_optax.codecs.maps import dynamic_map
 
 _EXPONENT = np.int32(0x7F800000)
@@ -55,10 +55,10 @@ class DynamicInt8:
     numbers as zero. Denormal numbers are stored exactly; whether decoding flushes them
     to zero is up to the backend.
 
-    Without a sign one code differs: a positive number is never stored as zero, but as
-    the least number of the map, 3.25e-7 of the scale, at the least. Where gradients
-    nearly vanish, Adam would else divide a first moment that is left by a second one
-    that is not, and take steps of hundreds of learning rates.
+    Without a sign one code differs: a positive number is never stored as zero. It is
+    stored at least as the least positive number of the map, 3.25e-7 of the scale.
+    Otherwise Adam would take steps of hundreds of learning rates if gradients nearly
+    vanish: it would divide a first moment that is not zero by a second one that is.
 
     Attributes:
       signed: Whether the map holds negative numbers: True for first moments, False
@@ -167,19 +167,19 @@ def _nearest(
       signed: Whether the map holds negative numbers.
       rounds_to_zero: Whether zero may be the nearest to what is not zero.
     """
-    law, negative = law_of(signed), pattern < 0
+    formula, negative = formula_of(signed), pattern < 0
     # Of two numbers as near, the lower: below zero that is the larger magnitude. So
     # one bit more tells a midpoint that is met from one that lies between two floats.
     key = 2 * bits(scaled) + (negative.astype(jnp.int32) if signed else 0)
     position = lax.platform_dependent(
         scaled,
         key,
-        tpu=functools.partial(_position_by_lines, law),
-        default=functools.partial(_position_by_table, law),
+        tpu=functools.partial(_position_by_lines, formula),
+        default=functools.partial(_position_by_table, formula),
     )
     rounds = signed or rounds_to_zero
-    stays = key > np.int32(law.edges[0]) if rounds else pattern > 0
-    position = jnp.where(stays, jnp.maximum(position, law.zero + 1), law.zero)
+    stays = key > np.int32(formula.edges[0]) if rounds else pattern > 0
+    position = jnp.where(stays, jnp.maximum(position, formula.zero + 1), formula.zero)
     if signed:
         code = jnp.where(negative, jnp.maximum(127 - position, 0), 127 + position)
     else:
@@ -188,9 +188,9 @@ def _nearest(
 
 
 def _position_by_table(
-    law: "Law", scaled: Float32[Array, "*shape"], key: Int32[Array, "*shape"]
+    formula: "MapFormula", scaled: Float32[Array, "*shape"], key: Int32[Array, "*shape"]
 ) -> Int32[Array, "*shape"]:
-    first, entries = law.positions
+    first, entries = formula.positions
     entry = jnp.clip((bits(scaled) >> LOW_BITS) - first, 0, len(entries) - 1)
     entry = _entry(entries, entry)
     above = (key & np.int32(NEVER - 1)) > (entry & np.int32(2 * NEVER - 1))
@@ -198,11 +198,13 @@ def _position_by_table(
 
 
 def _position_by_lines(
-    law: "Law", scaled: Float32[Array, "*shape"], key: Int32[Array, "*shape"]
+    formula: "MapFormula", scaled: Float32[Array, "*shape"], key: Int32[Array, "*shape"]
 ) -> Int32[Array, "*shape"]:
-    columns = (law.powers, law.slopes, law.midpoints.factors)
+    columns = (formula.powers, formula.slopes, formula.midpoints.factors)
     power, slope, factor = (np.float32(column[0]) for column in columns)
-    for edge, *entries in zip(law.edges[1:-1], *(c[1:] for c in columns), strict=True):
+    for edge, *entries in zip(
+        formula.edges[1:-1], *(c[1:] for c in columns), strict=True
+    ):
         above = key > np.int32(edge)
         power, slope, factor = (
             jnp.where(above, np.float32(new), old)
@@ -212,35 +214,35 @@ def _position_by_lines(
     t = jnp.round(scaled * slope + power * np.float32(8 / 9))
     line = (np.float32(27) * t - np.float32(24) * power) * factor
     t, first = t.astype(jnp.int32), power.astype(jnp.int32)
-    midpoint = 2 * bits(line) + law.midpoints.correction(t)
+    midpoint = 2 * bits(line) + formula.midpoints.correction(t)
     position = t - 1 + (key > midpoint).astype(jnp.int32)
     position = jnp.clip(position, first, 2 * first - 1)
-    return jnp.where(key > np.int32(law.edges[-1]), law.one, position)
+    return jnp.where(key > np.int32(formula.edges[-1]), formula.one, position)
 
 
 def _number(code: UInt8[Array, "*shape"], signed: bool) -> Float32[Array, "*shape"]:
     """The number that a code stands for."""
     return lax.platform_dependent(
         code.astype(jnp.int32),
-        tpu=functools.partial(_number_by_lines, law_of(signed), signed),
+        tpu=functools.partial(_number_by_lines, formula_of(signed), signed),
         default=functools.partial(_entry, dynamic_map(signed)),
     )
 
 
 def _number_by_lines(
-    law: "Law", signed: bool, code: Int32[Array, "*shape"]
+    formula: "MapFormula", signed: bool, code: Int32[Array, "*shape"]
 ) -> Float32[Array, "*shape"]:
     position = jnp.abs(code - 127) if signed else code + 1
     as_float = position.astype(jnp.float32)
     power = from_bits(bits(as_float) & _EXPONENT)
-    factor = np.float32(law.numbers.factors[0])
-    entries = zip(law.powers[1:], law.numbers.factors[1:], strict=True)
+    factor = np.float32(formula.numbers.factors[0])
+    entries = zip(formula.powers[1:], formula.numbers.factors[1:], strict=True)
     for first, new in entries:
         factor = jnp.where(position >= np.int32(first), np.float32(new), factor)
     line = (np.float32(18) * as_float - np.float32(16) * power + np.float32(9)) * factor
-    number = from_bits(bits(line) + law.numbers.correction(position))
-    number = jnp.where(position == law.zero, np.float32(0), number)
-    number = jnp.where(position == law.one, np.float32(1), number)
+    number = from_bits(bits(line) + formula.numbers.correction(position))
+    number = jnp.where(position == formula.zero, np.float32(0), number)
+    number = jnp.where(position == formula.one, np.float32(1), number)
     return jnp.where(code < 127, -number, number) if signed else number
 
 

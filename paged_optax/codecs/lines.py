@@ -12,13 +12,13 @@ from jaxtyping import Int32
 from paged_optax.codecs.blocks import choose
 from paged_optax.codecs.maps import dynamic_map
 
-# The bits of a float that `Law.positions` leaves out; a key has one more.
+# The bits of a float that `MapFormula.positions` leaves out; a key has one more.
 LOW_BITS = 16
 
 NEVER = 2 ** (LOW_BITS + 1)
 
 
-class Lines(NamedTuple):
+class DecadeLines(NamedTuple):
     """What float32 arithmetic needs to meet the entries of a map to the last bit.
 
     Attributes:
@@ -40,7 +40,7 @@ class Lines(NamedTuple):
         return two_bits * self.unit + self.least
 
 
-class Law(NamedTuple):
+class MapFormula(NamedTuple):
     """The map as arithmetic.
 
     A position counts numbers from zero on, so that decade e begins at a power of two.
@@ -53,10 +53,11 @@ class Law(NamedTuple):
       one: The position of 1.
       midpoints: The midpoint below each other position.
       numbers: The number at each position.
-      positions: For all floats whose higher bits are the same, the position of the
-        least, and, in the lowest `LOW_BITS + 2` bits, the rest of the key of a
-        midpoint among them, or `NEVER`. No two share one. The higher bits of the
-        first entry's floats, and the entries.
+      positions: The higher bits of the first entry's floats, and the entries. An
+        entry serves all floats with the same higher bits. Its higher bits are the
+        position of the least of these floats. Its lowest `LOW_BITS + 2` bits are the
+        rest of the key of the midpoint among them, or `NEVER` if there is none. No
+        entry has two midpoints.
     """
 
     powers: tuple[int, ...]
@@ -64,14 +65,14 @@ class Law(NamedTuple):
     edges: tuple[int, ...]
     zero: int
     one: int
-    midpoints: Lines
-    numbers: Lines
+    midpoints: DecadeLines
+    numbers: DecadeLines
     positions: tuple[int, np.ndarray]
 
 
 @functools.cache
-def law_of(signed: bool) -> Law:
-    """The law of a map."""
+def formula_of(signed: bool) -> MapFormula:
+    """The formula of a map."""
     numbers = dynamic_map(signed)[127 if signed else 0 :]
     zero = 0 if signed else 1
     powers = tuple(2**e for e in range(zero, zero + 7))
@@ -79,7 +80,7 @@ def law_of(signed: bool) -> Law:
     # By position: the number there, and the key of the midpoint below it.
     values = np.concatenate([np.zeros(zero, np.int32), numbers.view(np.int32)])
     keys = np.concatenate([np.zeros(zero + 1, np.int32), _keys(numbers)])
-    return Law(
+    return MapFormula(
         powers=powers,
         slopes=tuple(p / (0.9 * top) for p, top in zip(powers, tops, strict=True)),
         edges=tuple(int(keys[p]) for p in (*powers, 2 * powers[-1])),
@@ -104,7 +105,7 @@ def law_of(signed: bool) -> Law:
 
 
 def _positions(midpoints: np.ndarray, zero: int) -> tuple[int, np.ndarray]:
-    """`Law.positions`; the first entry is of the floats below all midpoints."""
+    """`MapFormula.positions`; the first entry is of the floats below all midpoints."""
     first = int(midpoints[0] // NEVER) - 1
     last = int(np.float32(1).view(np.int32)) >> LOW_BITS
     least = np.arange(first, last + 1) * NEVER
@@ -138,13 +139,13 @@ def _lines(
     scale: int,
     unit: int,
     least: int,
-) -> Lines:
+) -> DecadeLines:
     """Finds factors that come so near that two bits an entry are enough.
 
     Args:
       entries: The entries of each decade.
       multiples: The multiples of the decade's factor at each.
-      factors: The factors by the real law; the ones found are a few ulps away.
+      factors: The factors by the real formula; the ones found are a few ulps away.
       wanted: What is to come out at each entry, as an integer.
       scale: Its units for one unit in the last place of the line.
       unit: Its units for one step of the two bits.
@@ -165,4 +166,4 @@ def _lines(
         steps[entry] = away // unit
     packed = (steps.reshape(-1, 16) << 2 * np.arange(16)).sum(axis=1)
     words = tuple(packed.astype(np.uint32).view(np.int32).tolist())
-    return Lines(tuple(found), words, unit, least)
+    return DecadeLines(tuple(found), words, unit, least)

@@ -20,7 +20,7 @@ from paged_optax.compiling.arguments import (
     several,
     signature,
 )
-from paged_optax.compiling.donations import check_donations
+from paged_optax.compiling.donation_check import check_donations
 from paged_optax.compiling.placements import placements, refuse_moved, typed
 
 

@@ -2,8 +2,8 @@
 
 `page_size` decides a page's size, by `rows` or by `tiles`, and which leaves share
 pages; `pages` has the types. `stream` is what is called, once for like leaves. `run`
-loops over their pages, computes them, and orders reads and writes; `exchange` does both
-at once. `transfer` reads a page and writes it back, `streamed` knows where it lies.
-`shards` divides leaves over a mesh. `backend_check` checks the backend once. Nothing
-here knows of Optax.
+loops over their pages (`page_loops`), computes them, and orders reads and writes;
+`exchange` does both at once. `transfer` reads a page and writes it back, `streamed`
+knows where it lies. `shards` divides leaves over a mesh. `backend_check` checks the
+backend once. Nothing here knows of Optax.
 """

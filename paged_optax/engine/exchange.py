@@ -34,15 +34,15 @@ class Exchange:
         page: dict[int, LeafBuffers],
         more: Bool[Array, ""] | None,
     ) -> tuple[dict[int, LeafBuffers], dict[int, LeafBuffers]]:
-        """Does it once.
+        """Writes one page, and reads the next one.
 
         Args:
           current: The arrays.
-          results: What is to be written to the host.
-          at: Where.
-          ahead: The page to read.
-          page: What is given back if there is nothing more to read.
-          more: Whether there is; None: there is.
+          results: The page to write to the host.
+          at: The address of the page to write.
+          ahead: The address of the page to read.
+          page: The page to return if there is no page to read.
+          more: Whether there is a page to read; None: there is one.
 
         Returns:
           The arrays, and the page that has been read.
@@ -76,8 +76,9 @@ class Exchange:
     def _partners(self) -> list[tuple[int, int]]:
         """For each array that is read, the array that is written at the same time.
 
-        It is another one, because XLA would copy what is read and written at once; of
-        the same moment of another leaf, and so of its size, if leaves share pages.
+        It is another array: XLA would copy an array that is read and written at once.
+        If leaves share pages, it is the same moment of another leaf. So it has the same
+        size.
         """
         together, half = self.together, len(self.streams) // 2
         if together == 1:

@@ -55,7 +55,7 @@ def in_rows(
     if count == 1:
         return single(shape)  # its rows are not enough for whole blocks
     if len(set(units)) > 1:
-        unit = math.gcd(unit, extent)  # a moment of no blocks has no other whole units
+        unit = math.gcd(unit, extent)  # without blocks, a unit must divide the axis
     return Pages(shape, view, axis, size, count, unit=unit)
 
 

@@ -34,10 +34,10 @@ from paged_optax.codecs import Codec, Noise, Quantized
 from paged_optax.codecs.codec import strides_of
 from paged_optax.engine.exchange import Exchange
 from paged_optax.engine.fences import each, fetched
+from paged_optax.engine.page_loops import PageLoop, open_gate, page_loops, run_page_loop
 from paged_optax.engine.page_size import cut
 from paged_optax.engine.pages import Pages, Storage
 from paged_optax.engine.streamed import Buffers, LeafBuffers, Streamed
-from paged_optax.engine.sweeps import Sweep, open_gate, sweeps, swept
 from paged_optax.engine.tiles import PIECE
 from paged_optax.engine.transfer import PageAddress
 
@@ -124,7 +124,7 @@ class Run:
         """
         buffers = tuple(views[position] for position in self.targets)
         run = functools.partial(self._all_pages, views)
-        kept_together = len(sweeps(self.pages)) == 1 and self.pages.count > 1
+        kept_together = len(page_loops(self.pages)) == 1 and self.pages.count > 1
         if gate is None and kept_together and not self.coded and not self.duplex:
             return run(buffers)  # its own loop keeps it together
         trips = open_gate() if gate is None else gate
@@ -142,23 +142,25 @@ class Run:
         # What does not travel in pages, such as a leaf's few scales, travels before the
         # first page and after the last.
         current = {p: tuple(map(leaves[p].ahead, x)) for p, x in current.items()}
-        for sweep in sweeps(self.pages):
-            if sweep.stop == sweep.step:
-                current = self._page(sweep.at(np.int32(0)), current)
+        for loop in page_loops(self.pages):
+            if loop.stop == loop.step:
+                current = self._page(loop.at(np.int32(0)), current)
             else:
-                current = self._swept(sweep, current)
+                current = self._swept(loop, current)
         return tuple(tuple(map(leaves[p].back, current[p])) for p in targets)
 
     def _swept(
-        self, sweep: Sweep, current: dict[int, LeafBuffers]
+        self, loop: PageLoop, current: dict[int, LeafBuffers]
     ) -> dict[int, LeafBuffers]:
         """Updates the pages of one loop."""
-        in_turn = functools.partial(swept, sweep, self._page, targets=self.targets)
+        in_turn = functools.partial(
+            run_page_loop, loop, self._page, targets=self.targets
+        )
         if not self.duplex:
             return in_turn(current)
         if self.pages.tiled:
-            return self._duplex(sweep, current)
-        duplex = functools.partial(self._duplex, sweep)
+            return self._duplex(loop, current)
+        duplex = functools.partial(self._duplex, loop)
         return lax.platform_dependent(current, cpu=in_turn, default=duplex)
 
     def _page(
@@ -194,24 +196,24 @@ class Run:
         return tuple(self.leaves[p].read(x, at) for x in current[p])
 
     def _duplex(
-        self, sweep: Sweep, current: dict[int, LeafBuffers]
+        self, loop: PageLoop, current: dict[int, LeafBuffers]
     ) -> dict[int, LeafBuffers]:
         """Updates the pages of one loop: while one is written, the next one is read."""
-        step, last = np.int32(sweep.step), np.int32(sweep.stop - sweep.step)
+        step, last = np.int32(loop.step), np.int32(loop.stop - loop.step)
         once = self.pages.tiled  # all pages are computed by the loop
         constant = {p: x for p, x in current.items() if p not in self.targets}
         exchange = Exchange(self.leaves, self.streams, self.together)
 
         def next_page(carry: Carry) -> Carry:
             number, changing, page = carry
-            at, ahead = sweep.at(number), sweep.at(number + step)
+            at, ahead = loop.at(number), loop.at(number + step)
             changed, results = self._computed(at, constant | changing, page)
             more = number < last if once else None
             changed, page = exchange(changed, results, at, ahead, page, more)
             return number + step, {p: changed[p] for p in self.targets}, page
 
-        stop = sweep.stop if once else last
-        first = sweep.at(np.int32(0))
+        stop = loop.stop if once else last
+        first = loop.at(np.int32(0))
         _, changing, page = lax.while_loop(
             lambda carry: carry[0] < stop,
             next_page,
@@ -224,7 +226,7 @@ class Run:
         current = constant | changing
         if once:
             return current
-        at = sweep.at(last)
+        at = loop.at(last)
         current, results = self._computed(at, current, page)
         return self._written(at, current, results)
 

@@ -167,7 +167,7 @@ class Shards:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ShardPosition:
     """Where in a leaf this device's shard is, for what depends on positions.
 
     Attributes:
@@ -228,7 +228,7 @@ def on_shards(
         rest = tuple(name for names in shards.axes[1:] for name in names)
         start = first * np.uint32(math.prod(local) % 2**32)
         start = jnp.uint32(0) if shards.has_rows else start
-        place = Place(start, _index(shards, rest))
+        place = ShardPosition(start, _index(shards, rest))
         made = function(
             place,
             tuple(flat(c, x) for c, x in zip(codecs, arrays, strict=True)),

@@ -4,8 +4,8 @@ A page is read from host memory, computed on, and written back over itself, insi
 loop a leaf, or one for several that share pages (`paged_optax.engine.run`). Two choices
 keep this right and small on every compiler at hand:
 
-- **The loop's own variable is the index.** It counts rows, or the least number of them
-  that is never parted, and steps by a page's, so that the slice's start needs no
+- **The loop's own variable is the index.** It counts rows, or the smallest groups of
+  rows that no page parts, and steps by a page. So the slice's start needs no
   arithmetic. XLA:GPU before openxla/xla#46308 derives a transfer's address from the
   induction variable alone and ignores what is computed from it; with this form its
   transfer descriptors cover exactly the page in jax 0.10.2 and in 0.12.0.1. A last page
@@ -36,7 +36,7 @@ from paged_optax.codecs import Codec
 from paged_optax.engine.page_size import together
 from paged_optax.engine.pages import Geometry, Pages
 from paged_optax.engine.run import Run
-from paged_optax.engine.shards import Place, Shards, on_shards
+from paged_optax.engine.shards import ShardPosition, Shards, on_shards
 from paged_optax.engine.streamed import Stored, Streamed
 
 Results = TypeVar("Results")
@@ -133,7 +133,7 @@ def _stream(
     count = len(arrays) // len(leaves)
 
     def on_one(
-        place: Place, arrays: Arrays, scalars: PyTree[Array]
+        place: ShardPosition, arrays: Arrays, scalars: PyTree[Array]
     ) -> tuple[Stored, ...]:
         gate, noise = scalars
         noise = jax.tree.map(lambda words: words + place.part, noise)

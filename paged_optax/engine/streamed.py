@@ -27,9 +27,9 @@ from paged_optax.engine.transfer import PageAddress, PagedArray, by_unit
 #: An array, or what a codec stores in its place.
 Stored = Array | Quantized[Array]
 
-# Scales of at most this part of a page travel whole, before the first page and after
-# the last: a transfer of a few kilobytes costs its latency. On a GPU so do scales of at
-# most so many bytes.
+# All scales travel whole, before the first page and after the last, if a page has this
+# many values for each of them: a transfer of a few kilobytes costs its latency. On a
+# GPU they also travel whole if they have at most so many bytes.
 _SMALL_PART = 16
 _FEW_BYTES = 2**18
 
@@ -287,7 +287,7 @@ def _ratios_of_codes(codec: Codec | None, pages: Pages) -> tuple[tuple[int, int]
 
 
 def _ratios_of_scales(codec: Codec, pages: Pages) -> tuple[tuple[int, int], ...]:
-    """Scales have the axes before the last that is cut, and blocks of what is left."""
+    """Scales have the leaf's axes, or those before `pages.axis` and one of blocks."""
     view, along = pages.view, axis_of_blocks(codec)
     if along is not None:
         ratios = [(1, 1)] * len(view)

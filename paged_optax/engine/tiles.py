@@ -24,10 +24,10 @@ from paged_optax.engine.pages import (
 
 #: Bytes of a page, or of a piece of one, that a TPU computes a codec on.
 #
-# XLA:TPU keeps what it computes of a page of this size in its vector memory: of
-# (50257, 768) in eight bits, pages of 16 MiB take 92 MiB of scratch. And the larger a
-# page, the longer what computes on it takes to compile: (32128, 1024) in pages of 2 MiB
-# 15 s, of 1 MiB 6 s (libtpu 0.0.52).
+# XLA:TPU computes a page of this size in its vector memory. Pages of 16 MiB take 92 MiB
+# of scratch, for (50257, 768) in eight bits. A larger page also takes longer to
+# compile: (32128, 1024) takes 15 s in pages of 2 MiB, and 6 s in pages of 1 MiB (libtpu
+# 0.0.52).
 PIECE = 2**20
 
 # Scales of a moment that go in pages on a TPU, though pages may have to be larger.
@@ -48,8 +48,8 @@ def in_tiles(
     found: list[Pages] = []
     ways = list(_ways(shape))
     if any(block_of(x) > 1 and axis_of_blocks(x.codec) is None for x in moments):
-        # Whole rows first, where blocks run through them: of parts of each row
-        # (1024, 16, 64) takes 9 s to compile, not 3 (libtpu 0.0.52).
+        # If blocks run through rows, cuts into whole rows come first: (1024, 16, 64)
+        # takes 3 s to compile then, and 9 s in parts of each row (libtpu 0.0.52).
         ways.sort(key=lambda way: way[1] != 0)
     for view, axis in ways:
         unit = math.lcm(*(_unit_of_tiles(x, shape, view, axis) for x in moments))
@@ -167,9 +167,9 @@ def _has_last(storage: Storage, pages: Pages) -> bool:
 def _divide_with_least_rest(
     extent: int, unit: int, bytes_each: int, page_size: int
 ) -> tuple[int, int]:
-    """As `divide`; where a last page is smaller, the smallest.
+    """Divides as `divide` does, and makes a smaller last page as small as it can be.
 
-    XLA:TPU compiles the last page by itself, the sooner the smaller it is.
+    XLA:TPU compiles the last page by itself. A smaller one compiles sooner.
     """
     size, count = divide(extent, unit, bytes_each, page_size)
     if extent % size:

@@ -166,9 +166,9 @@ class PagedArray:
     def _laid_out(self, page: Array) -> Array:
         """A page in the layout of its array.
 
-        Else XLA:TPU takes the layout that suits the page's neighbours for the whole
-        array, and copies it (libtpu 0.0.52: for eight bits of (4096, 4096) in host
-        memory, and 529 MiB of scratch for those of two leaves of (4096, 11008)).
+        Otherwise XLA:TPU gives the whole array the layout that the page's neighbours
+        prefer, and copies the array. libtpu 0.0.52 copied eight bits of (4096, 4096) in
+        host memory. It took 529 MiB of scratch for two leaves of (4096, 11008).
         """
         if not self.pages.tiled or page.ndim < 2:
             return page

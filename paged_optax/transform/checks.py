@@ -67,7 +67,7 @@ def refuse_host(what: str, tree: PyTree) -> None:
             )
 
 
-def underived(arrays: Sequence[Value]) -> tuple[Value, ...]:
+def refuse_derivatives(arrays: Sequence[Value]) -> tuple[Value, ...]:
     """The same arrays, which refuse derivatives and `vmap`."""
     leaves, structure = jax.tree.flatten(tuple(arrays))
     inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]

@@ -123,8 +123,8 @@ def _geometry(
         for part in together(pages, len(group)):
             travelling = sum(x.on_host for each in group[part] for x in each.storage)
             both = both_ways(pages, travelling)
-            # Of a single moment's update XLA:GPU may write a part apart, for the
-            # moment's own kernel has computed it; of several it never has (jax 0.10.2).
+            # If a leaf has one moment, XLA:GPU may keep a further page: the kernel of
+            # the moment computes it. With several moments it never did (jax 0.10.2).
             apart = sum(x.on_host for x in one.storage) == 1 and platform != "tpu"
             flying = (4 if both else 3) if apart or not pages.count else 2
             for each in group[part]:

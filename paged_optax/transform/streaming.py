@@ -17,9 +17,9 @@ from paged_optax.codecs import Codec, draw
 from paged_optax.engine.pages import Storage
 from paged_optax.engine.shards import UNSHARDED, Shards, constrained
 from paged_optax.engine.stream import stream
-from paged_optax.transform.active import choose_by
-from paged_optax.transform.checks import refuse_joined, underived
+from paged_optax.transform.checks import refuse_derivatives, refuse_joined
 from paged_optax.transform.context import Gate, current
+from paged_optax.transform.gates import choose_by
 from paged_optax.transform.pager import Pager, divided_as
 from paged_optax.transform.stored_state import Layout
 from paged_optax.transform.trees import Stored, Value
@@ -92,7 +92,7 @@ class Streaming:
         return self._kept(position, new)
 
     def _kept(self, position: int, new: ArrayLike) -> ArrayLike:
-        """Chooses by its gate what was not streamed, in the old value's memory."""
+        """Chooses the new value or the old by the gate, and keeps the old's memory."""
         old = self.arguments[position]
         new = choose_by(self.gate_of(self.analysis.owners[position]), new, old)
         if on_host(old) and not on_host(new):
@@ -199,7 +199,7 @@ class Streaming:
         with jax.named_scope(UNSHARDED) if alone else contextlib.nullcontext():
             arrays = [x.arrays for x in found]
             return run(
-                tuple(underived(x) if away else tuple(x) for x in arrays),
+                tuple(refuse_derivatives(x) if away else tuple(x) for x in arrays),
                 gate.astype(jnp.int32) if isinstance(gate, Array) else None,
                 self._noise(leaf),
             )

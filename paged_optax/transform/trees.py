@@ -37,8 +37,8 @@ Traceable = ArrayLike | jax.ShapeDtypeStruct
 class Gates:
     """The gates of all gradients, each once.
 
-    If a tracer that is the gate of all gradients were passed once for each of them, it
-    would become as many tracers, and nothing would tell that they are equal.
+    One tracer may be the gate of all gradients. If it were passed once for each
+    gradient, it would become many tracers, and nothing would tell that they are equal.
 
     Attributes:
       distinct: The gates.

@@ -23,7 +23,6 @@ from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.variables import bare, like
 from paged_optax.engine.backend_check import check_backend
 from paged_optax.engine.shards import Shards
-from paged_optax.transform.active import either, gates_of
 from paged_optax.transform.checks import (
     refuse_different,
     refuse_host,
@@ -31,6 +30,7 @@ from paged_optax.transform.checks import (
     refuse_state,
 )
 from paged_optax.transform.context import current
+from paged_optax.transform.gates import any_gate, gates_of
 from paged_optax.transform.pager import Pager
 from paged_optax.transform.stored_state import Layout, OtherLayoutError
 from paged_optax.transform.streaming import Streaming
@@ -194,7 +194,7 @@ def _streamed(
     given = traced.gating.merge(open_gates)
     gates = given["gates"].each() if given["gates"] else [True] * first
     # A moment starts again where its parameter's update is skipped, too.
-    moves = [either([gate, given["restart"]]) for gate in gates]
+    moves = [any_gate([gate, given["restart"]]) for gate in gates]
     streaming = Streaming(
         pager=pager,
         layout=layout,
@@ -204,7 +204,7 @@ def _streamed(
         own={first + position: each for position, each in own.items()},
         gates=gates,
         moves=moves,
-        any_moves=either(moves) if moves else True,
+        any_moves=any_gate(moves) if moves else True,
     )
     return jax.tree.unflatten(traced.structure, streaming.results())
 

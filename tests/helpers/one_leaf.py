@@ -134,7 +134,7 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
     from helpers.programs import on_device, shardings, state_on, updating
     from paged_optax.backend import memory
     from paged_optax.engine import page_size as geometry
-    from paged_optax.engine.sweeps import sweeps
+    from paged_optax.engine.page_loops import page_loops
     from paged_optax.transform import pager
 
     cuts: list[geometry.Geometry] = []
@@ -213,7 +213,7 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
         return found  # nothing is paged, nor coded
     pages = cuts[-1].on(platform)
     if moved:
-        trips = [x.stop // x.step for x in sweeps(pages) if x.stop > x.step]
+        trips = [x.stop // x.step for x in page_loops(pages) if x.stop > x.step]
         trips *= found.moments if case.phase == "init" else 1
         total = aot.traffic(report.hlo, trips)
         found.traffic = round(total / (ways * moved), 3)
@@ -264,13 +264,13 @@ def _misplaced(found: Any, pages: Any, kept: Sequence[Any]) -> str:
     """What differs between a program's transfers in loops, and the plan's pages."""
     import jax
 
+    from paged_optax.engine.page_loops import page_loops
     from paged_optax.engine.run import both_ways
     from paged_optax.engine.streamed import Streamed
-    from paged_optax.engine.sweeps import sweeps
 
     ahead = both_ways(pages, sum(x.on_host for x in kept))
     wanted: collections.Counter[tuple[str, int, int]] = collections.Counter()
-    loops = [x for x in sweeps(pages) if x.stop > x.step]
+    loops = [x for x in page_loops(pages) if x.stop > x.step]
     for each in kept if loops and not pages.axis else ():
         stored = jax.ShapeDtypeStruct(pages.leaf, f"float{8 * each.itemsize}")
         if each.codec is not None:

@@ -32,7 +32,7 @@ def only_if(gate: Gate) -> AbstractContextManager[None]:
     Args:
       gate: Whether the updates happen.
     """
-    return within(gate=_known(both(current().gate, gate)))
+    return within(gate=_known(and_gates(current().gate, gate)))
 
 
 def restart_if(gate: Gate | np.bool_) -> AbstractContextManager[None]:
@@ -49,7 +49,7 @@ def _known(gate: Gate | np.bool_) -> Gate:
     return gate if isinstance(gate, Array) and is_traced(gate) else bool(gate)
 
 
-def both(first: Gate, second: Gate) -> Gate:
+def and_gates(first: Gate, second: Gate) -> Gate:
     """Whether both gates are open."""
     if isinstance(first, bool):
         return second if first else False
@@ -58,7 +58,7 @@ def both(first: Gate, second: Gate) -> Gate:
     return first if first is second else jnp.logical_and(first, second)
 
 
-def either(gates: Sequence[Gate]) -> Gate:
+def any_gate(gates: Sequence[Gate]) -> Gate:
     """Whether any gate is open."""
     traced = {id(gate): gate for gate in gates if not isinstance(gate, bool)}
     if any(gate is True for gate in gates) or not traced:
@@ -89,7 +89,7 @@ def gates_of(active: PyTree, updates: PyTree) -> list[Gate] | None:
     gates: list[Gate] = []
 
     def spread(path: KeyPath, gate: object, subtree: PyTree) -> None:
-        gate = both(ambient, _gate(path, gate))
+        gate = and_gates(ambient, _gate(path, gate))
         gates.extend([gate] * len(jax.tree.leaves(subtree)))
 
     try:

@@ -16,14 +16,14 @@ Carry = tuple[Int[Array, ""], dict[int, LeafBuffers]]
 
 
 def open_gate() -> Int[Array, ""]:
-    """A trip count of 1: known to XLA:CPU, which has nothing to bound; else opaque."""
+    """A trip count of 1. XLA:CPU sees it, which does no harm; others cannot see it."""
     return lax.platform_dependent(
         cpu=lambda: jnp.int32(1),
         default=lambda: lax.optimization_barrier(jnp.int32(1)),
     )
 
 
-class Sweep(NamedTuple):
+class PageLoop(NamedTuple):
     """A loop over pages.
 
     Attributes:
@@ -37,26 +37,26 @@ class Sweep(NamedTuple):
     at: Callable[[Index], PageAddress]
 
 
-def sweeps(pages: Pages) -> list[Sweep]:
+def page_loops(pages: Pages) -> list[PageLoop]:
     """The loops over full pages, and over the smaller last ones."""
     if pages.count <= 1:
-        return [Sweep(1, 1, lambda _: PageAddress(np.int32(0), pages.extent))]
+        return [PageLoop(1, 1, lambda _: PageAddress(np.int32(0), pages.extent))]
     size, unit = pages.size, pages.unit
     full, left = divmod(pages.extent, size)
     step = size // unit
     start = lambda number: number if unit == 1 else number * np.int32(unit)
-    found: list[Sweep] = []
+    found: list[PageLoop] = []
     if full:
         every = lambda number: PageAddress(start(number), size, number)
-        found.append(Sweep(full * step, step, every))
+        found.append(PageLoop(full * step, step, every))
     if left:
         last = PageAddress(np.int32(full * size), left, np.int32(full * step))
-        found.append(Sweep(1, 1, lambda _: last))
+        found.append(PageLoop(1, 1, lambda _: last))
     return found
 
 
-def swept(
-    sweep: Sweep,
+def run_page_loop(
+    loop: PageLoop,
     update: Callable[[PageAddress, dict[int, LeafBuffers]], dict[int, LeafBuffers]],
     current: dict[int, LeafBuffers],
     targets: Sequence[int],
@@ -66,11 +66,11 @@ def swept(
 
     def next_page(carry: Carry) -> Carry:
         number, changing = carry
-        changed = update(sweep.at(number), constant | changing)
-        return number + sweep.step, {p: changed[p] for p in targets}
+        changed = update(loop.at(number), constant | changing)
+        return number + loop.step, {p: changed[p] for p in targets}
 
     _, changing = lax.while_loop(
-        lambda carry: carry[0] < sweep.stop,
+        lambda carry: carry[0] < loop.stop,
         next_page,
         (jnp.int32(0), {p: current[p] for p in targets}),
     )
