@@ -263,3 +263,44 @@ def test_each_pages_address():
     places = {place[:1] + place[2:] for place in aot.descriptors(report.hlo)}
     assert places == {("read", page, page), ("write", 0, page)}
     assert aot.traffic(report.hlo) == plan.link_bytes
+
+
+def adapters(rank, layers=16):
+    """Adapters of two matrices a layer, and the layers' norms."""
+    layer = {"a": (2048, rank), "b": (rank, 1024), "norm": (2048,)}
+    return {f"{name} {i}": x for i in range(layers) for name, x in layer.items()}
+
+
+@pytest.mark.parametrize("make", [po.paged_adamw, po.paged_lion, po.paged_adamw_8bit])
+def test_adapters_page_by_default(make):
+    """Each is small, and together they are not; norms are."""
+    tx = make(1e-2)
+    params = reference.arrays(jnp.float32, 0, adapters(32))
+    state = tx.init(params)
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if x.ndim:
+            adapter = "norm" not in jax.tree_util.keystr(path)
+            assert (x.sharding.memory_kind == "pinned_host") == adapter, path
+    plan = po.plan(tx, params)
+    on_host = [x for x in jax.tree.leaves(state) if on_the_host(x)]
+    assert plan.host_bytes == sum(x.nbytes for x in on_host)
+    gradients = reference.arrays(jnp.float32, 1, adapters(32))
+    updates, new = jax.jit(tx.update)(gradients, state, params)
+    assert len(on_host) == sum(map(on_the_host, jax.tree.leaves(new)))
+    if make is not po.paged_adamw_8bit:
+        plain = getattr(optax, make.__name__.removeprefix("paged_"))(1e-2)
+        wanted, _ = jax.jit(plain.update)(gradients, plain.init(params), params)
+        reference.assert_equal(updates, wanted)
+
+
+def on_the_host(x):
+    """Whether a moment lives in host memory."""
+    return x.sharding.memory_kind == "pinned_host"
+
+
+def test_a_small_moment_alone_stays():
+    """One adapter is not worth its transfers, nor are many norms."""
+    params = reference.arrays(jnp.float32, 0, adapters(16, layers=1))
+    assert po.plan(po.paged_adamw(1e-2), params).host_bytes == 0
+    norms = {f"{i}": jnp.ones(4096) for i in range(100)}
+    assert po.plan(po.paged_adamw(1e-2), norms).host_bytes == 0

@@ -30,6 +30,7 @@ from paged_optax.state.leaves import (
     unpaged_places,
 )
 from paged_optax.transform.recorded import recorded
+from paged_optax.transform.residency import small
 
 
 def is_device_resident(state: PyTree, path: Path) -> bool:
@@ -172,9 +173,15 @@ def rebalance(
         )
     budget, smallest = _budget(tx, state, leaves)
     unpaged = unpaged_places(leaves)
+    tiny = small(
+        [bytes_a_device(x.value) if x.is_moment else None for x in leaves],
+        [x.value for x in leaves],
+        [x.parameter for x in leaves],
+        smallest,
+    )
     movable = [
-        x.is_moment and bytes_a_device(x.value) >= smallest and x.place not in unpaged
-        for x in leaves
+        not is_tiny and x.place not in unpaged
+        for x, is_tiny in zip(leaves, tiny, strict=True)
     ]
     sizes: dict[str, int] = {}
     for leaf, moves in zip(leaves, movable, strict=True):

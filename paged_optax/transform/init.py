@@ -119,7 +119,10 @@ class _Making:
         configuration = pager.configuration
         budget = configuration.budget(parameters=nbytes(leaves))
         stays = resident(
-            layout.sizes(), layout.owners, budget, configuration.min_paged_size
+            layout.sizes(),
+            layout.owners,
+            budget,
+            layout.small(configuration.min_paged_size),
         )
         refused: dict[int, str] = {}
         if not all(stays):

@@ -71,7 +71,7 @@ def planned_moments(
         alike.setdefault((each.kind, dtype, own, *shared), []).append(each)
     geometry, number = _geometry(pager, alike, platform)
     found = []
-    smallest = pager.configuration.min_paged_size
+    small = layout.small(pager.configuration.min_paged_size)
     every = zip(state_paths, avals, layout.sizes(), strict=True)
     for i, (path, x, size) in enumerate(every):
         alone = number + i, uncut(x.shape).rows, False, 3
@@ -97,7 +97,7 @@ def planned_moments(
                 beside=sum(map(laid_out, whole)),
                 refused=refused.get(i, "" if stays[i] else reason),
                 both_ways=both and not stays[i],
-                small=size is not None and size < smallest,
+                small=size is not None and small[i],
             )
         )
     return found

@@ -65,8 +65,10 @@ def paged(
         reserve: as many bytes as the parameters have, for gradients, and a quarter of
         the device.
       min_paged_size: Moments of fewer bytes stay on the device: a transfer of a few
-        kilobytes costs its latency, and saves nothing. With a codec, bytes are those
-        that it stores: 256 KiB are 65,536 values in float32, 258,000 in eight bits.
+        kilobytes costs its latency, and saves nothing. Moments of one shape and dtype
+        count together if each has an eighth of these bytes or more, as adapters have.
+        With a codec, bytes are those that it stores: 256 KiB are 65,536 values in
+        float32, 258,000 in eight bits.
       host_memory_kind: `"pinned_host"`, or `"auto"` to keep the moments on the device
         if a backend has no pinned host memory.
       shardings: The parameters' shardings over a mesh, if the arrays do not tell them:

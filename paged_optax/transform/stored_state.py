@@ -21,6 +21,7 @@ from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.codecs import Codec, arranged
 from paged_optax.engine.shards import Shards
+from paged_optax.transform.residency import small
 from paged_optax.transform.trees import Leaf, Parameter, Stored
 
 
@@ -126,6 +127,11 @@ class Layout:
             else None
             for position, x in enumerate(self.avals)
         ]
+
+    def small(self, min_paged_size: int) -> list[bool]:
+        """For each leaf whether it is no moment, or one not worth its transfers."""
+        stored = [self.stored(position) for position in range(len(self.avals))]
+        return small(self.sizes(), stored, self.owners, min_paged_size)
 
     def parts(self, position: int) -> int:
         """The number of parts that a leaf is divided into."""

@@ -217,12 +217,13 @@ def _tell_of_moved(pager: Pager, layout: Layout, leaves: Sequence[Stored]) -> No
     if resolve_host_memory_kind(pager.configuration.host_memory_kind) != PINNED_HOST:
         return
     paths, _ = paths_of(jax.tree.unflatten(layout.structure, range(len(leaves))))
-    every = zip(paths, leaves, layout.sizes(), strict=True)
+    small = layout.small(pager.configuration.min_paged_size)
+    every = zip(paths, leaves, layout.sizes(), small, strict=True)
     moved = [
         (path, size)
-        for position, (path, x, size) in enumerate(every)
+        for position, (path, x, size, stays) in enumerate(every)
         if size is not None
-        and size >= pager.configuration.min_paged_size
+        and not stays
         and not on_host(x)
         and not pager.refused(layout, position)
     ]
