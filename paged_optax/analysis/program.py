@@ -6,6 +6,7 @@ and lowers the streaming loop once for both.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import jax
@@ -113,6 +114,13 @@ class Analysis:
     tail_outputs: tuple[int, ...]
     direct: tuple[tuple[int, Operand], ...]
     owners: tuple[int | None, ...]
+
+    @property
+    def elementwise(self) -> frozenset[int]:
+        """Positions of the outputs that are computed element by element."""
+        leaves = (leaf.outputs for leaf in self.leaves if leaf.program.elementwise)
+        direct = (position for position, _ in self.direct)
+        return frozenset(itertools.chain(direct, *leaves))
 
     def evaluate(
         self,

@@ -1,14 +1,24 @@
-"""The command line: what fits on a device, and what this machine's backend offers."""
+"""Optax optimizers whose moments live in host memory: what fits, and what is here."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from paged_optax.cli import doctor, plan
 
+_PROGRAM = "python -m paged_optax"
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are a line, and not a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}. --help says what there is.\n")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Runs a command; without one, says which there are.
 
     Args:
       arguments: As on the command line; None: this process's own.
@@ -16,17 +26,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit status: 0, or 1 where a command failed or found something wrong.
     """
-    parser = argparse.ArgumentParser(prog="paged_optax", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (plan, doctor):
+    commands = {"plan": plan, "doctor": doctor}
+    examples = [f"  {_PROGRAM} {command.EXAMPLE}" for command in commands.values()]
+    parser = _Parser(
+        prog=_PROGRAM,
+        description=__doc__,
+        epilog="\n".join(["examples:", *examples]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=lambda given: parser.print_help() or 0)
+    choices = parser.add_subparsers(title="commands", metavar="command")
+    for name, command in commands.items():
         summary = (command.__doc__ or "").splitlines()[0]
-        name = command.__name__.rpartition(".")[2]
-        own = commands.add_parser(name, help=summary, description=command.__doc__)
+        own = choices.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            epilog=f"example: {_PROGRAM} {command.EXAMPLE}",
+        )
         command.add_arguments(own)
         own.set_defaults(run=command.run)
     given = parser.parse_args(arguments)
     try:
         return given.run(given)
-    except ValueError as error:
-        print(f"paged_optax: {error}", file=sys.stderr)
+    except (OSError, TypeError, ValueError) as error:
+        print(f"paged_optax: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130

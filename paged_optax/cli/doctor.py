@@ -15,6 +15,9 @@ from paged_optax.cli import bandwidth, machine
 from paged_optax.cli.comparison import Difference, compare
 from paged_optax.engine import backend_check
 
+#: What follows the program's name.
+EXAMPLE = "doctor"
+
 # Relative to a leaf's largest value: rows that went to a wrong place are wrong by
 # about 1; one compiler's fused multiply-add is another's two roundings.
 _TOLERANCE = 1e-5

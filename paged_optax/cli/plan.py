@@ -2,19 +2,24 @@
 
 import argparse
 import functools
+import math
 from collections.abc import Callable
 
 import jax
 import optax
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import floating_dtype
 from paged_optax.backend.memory import nbytes
-from paged_optax.backend.sizes import readable_bytes
+from paged_optax.backend.sizes import parse_bytes, readable_bytes
 from paged_optax.backend.text_table import show
 from paged_optax.cli import bandwidth
 from paged_optax.planning.fits import what_fits
 from paged_optax.planning.shapes import checkpoint_shapes, model_shapes, module_shapes
 from paged_optax.planning.shapes.decoder import DECODERS
+
+#: What follows the program's name.
+EXAMPLE = "plan --params 8B --device-memory 24GiB"
 
 _OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "adamw": optax.adamw,
@@ -49,30 +54,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--checkpoint",
         metavar="PATH",
-        help="a .safetensors file, a folder of them, or an Orbax checkpoint",
+        help="a .safetensors file; config.json or model.safetensors.index.json of"
+        " Hugging Face, also without weights; a folder with these; an Orbax checkpoint",
     )
     parser.add_argument(
         "--device-memory", required=True, metavar="BYTES", help="such as 24GiB"
     )
     parser.add_argument(
-        "--dtype", default="bfloat16", help="of --params (default: %(default)s)"
+        "--dtype",
+        help="of the parameters (default: bfloat16, or what the model itself has)",
     )
     parser.add_argument(
         "--optimizer",
         default="adamw",
-        choices=_OPTIMIZERS,
         metavar="NAME",
         help=f"{', '.join(_OPTIMIZERS)} (default: %(default)s)",
     )
     parser.add_argument(
         "--codec",
-        default="dynamic_int8",
-        help="how moments are stored where they are coded (default: %(default)s)",
+        help="how moments are stored, such as dynamic_int8 (default: as Optax has"
+        " them, as in paged)",
     )
     parser.add_argument(
-        "--master-dtype", help="of a copy of the parameters, such as float32"
+        "--master-dtype",
+        metavar="DTYPE",
+        help="of a copy of the parameters, such as float32",
     )
-    parser.add_argument("--page-size", default="16MiB", help="(default: %(default)s)")
+    parser.add_argument(
+        "--page-size", default="16MiB", metavar="BYTES", help="(default: %(default)s)"
+    )
     parser.add_argument(
         "--link",
         default="25",
@@ -89,58 +99,84 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Prints the table."""
-    if given.device_memory.isdigit() and int(given.device_memory) < 1 << 20:
+    """Prints the tables."""
+    memory = parse_bytes("--device-memory", given.device_memory)
+    if memory < 1 << 20:
         raise ValueError(
-            f"--device-memory {given.device_memory} would be bytes: give a unit, as in"
-            f" {given.device_memory}GiB."
+            f"--device-memory {given.device_memory} is {memory} bytes: give the"
+            " device's memory with its unit, such as 24GiB."
         )
-    rate = _rate(given.link)  # First: it needs the accelerator, the rest does not.
+    optimizer = _optimizer(given.optimizer)
+    master = given.master_dtype
+    if master is not None:
+        master = floating_dtype("--master-dtype", master)
+    rate = _rate(given.link)  # Before the rest: it needs the accelerator.
     if given.link != "measured":
         # Shapes alone: no accelerator's memory is to be taken for them.
         jax.config.update("jax_platforms", "cpu")
     params = _shapes(given)
     found = what_fits(
         params,
-        _OPTIMIZERS[given.optimizer](1e-3),
-        device_memory=given.device_memory,
+        _OPTIMIZERS[optimizer](1e-3),
+        device_memory=memory,
         codec=given.codec,
-        master_dtype=given.master_dtype,
-        page_size=given.page_size,
+        master_dtype=master,
+        page_size=parse_bytes("--page-size", given.page_size),
         link_gigabytes_per_second=rate,
         layers=given.layers,
     )
     leaves = jax.tree.leaves(params)
     count = sum(x.size for x in leaves)
     dtypes = ", ".join(sorted({str(x.dtype) for x in leaves}))
-    master = f" with a copy in {given.master_dtype}" if given.master_dtype else ""
+    copy = f" with a copy in {master}" if master else ""
     print(
-        f"{count / 1e9:.3g} billion parameters in {dtypes},"
-        f" {readable_bytes(nbytes(params))}; {given.optimizer}{master}\n"
+        f"{count:,} parameters in {dtypes}, {readable_bytes(nbytes(params))};"
+        f" {optimizer}{copy}\n"
     )
-    show(*found.cells())
-    print("", *found.notes(), sep="\n")
+    for titles, rows in found.tables():
+        show(titles, rows)
+        print()
+    print(found.notes())
     return 0
 
 
+def _optimizer(name: str) -> str:
+    """An optimizer's name, however it is spelled."""
+    known = name.lower().removeprefix("paged_")
+    if known not in _OPTIMIZERS:
+        raise ValueError(
+            f"--optimizer {name!r} is unknown: use one of {', '.join(_OPTIMIZERS)}."
+        )
+    return known
+
+
 def _shapes(given: argparse.Namespace) -> PyTree[jax.ShapeDtypeStruct]:
-    if given.module:
-        return module_shapes(given.module)
-    if given.checkpoint:
-        return checkpoint_shapes(given.checkpoint)
-    return model_shapes(given.params, given.dtype)
+    """The shapes of the model that is asked for."""
+    dtype = given.dtype
+    if dtype is not None:
+        dtype = floating_dtype("--dtype", dtype)
+    if given.params is not None:
+        return model_shapes(given.params, dtype or "bfloat16")
+    own = module_shapes if given.module is not None else checkpoint_shapes
+    shapes = own(given.checkpoint if given.module is None else given.module)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype), shapes
+    )
 
 
 def _rate(text: str) -> float:
     """The rate of the slower direction, in pages, where it is to be measured."""
     if text != "measured":
         try:
-            return float(text)
+            rate = float(text)
         except ValueError:
+            rate = math.nan
+        if not 0 < rate < math.inf:
             raise ValueError(
                 f"--link {text!r} is neither a rate in GB/s, such as 25, nor"
                 " 'measured'."
-            ) from None
+            )
+        return rate
     rates = [r for r in bandwidth.measure(bandwidth.SIZE, 3) if r.directions == 1]
     for rate in rates:
         if rate.reason:

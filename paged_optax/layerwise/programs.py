@@ -72,10 +72,7 @@ class Programs:
     @property
     def not_elementwise(self) -> int | None:
         """The position of a stack of which a layer needs the others; None: of none."""
-        alone = {position for position, _ in self.analysis.direct}
-        for leaf in self.analysis.leaves:
-            alone.update(leaf.outputs if leaf.program.elementwise else ())
-        return min(self.stacks - alone, default=None)
+        return min(self.stacks - self.analysis.elementwise, default=None)
 
     def run(self, arguments: Sequence[ArrayLike | None], i: LayerIndex) -> list[Array]:
         """One layer's part of each stack.

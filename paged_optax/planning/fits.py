@@ -1,22 +1,24 @@
 """`what_fits`: ways to train a model, and the memory that each of them takes."""
 
-import collections
 import dataclasses
 import functools
-import re
+import textwrap
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import overload
 
-import jax
 import optax
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
-from paged_optax.backend.key_paths import slashed
-from paged_optax.backend.memory import host_pool_bytes, host_pool_gigabytes, nbytes
+from paged_optax.backend.memory import (
+    device_share,
+    host_pool_bytes,
+    host_pool_gigabytes,
+    nbytes,
+)
 from paged_optax.backend.sizes import parse_bytes, readable_bytes
 from paged_optax.backend.text_table import table
+from paged_optax.planning.layers import Layers, find_layers
 from paged_optax.planning.page_plan import PagePlan, plan
 from paged_optax.transform.codec_rules import Rule
 from paged_optax.transform.paged import paged
@@ -27,7 +29,7 @@ class Footprint:
     """What one way to train takes, in bytes; activations come on top.
 
     Attributes:
-      way: Its name.
+      way: Its name, and the codec if one stores the moments.
       parameters: Parameters, on the device.
       gradients: Gradients alive at once, on the device.
       moments: Most of the moments that are on the device at once.
@@ -57,12 +59,16 @@ class Footprints(Sequence[Footprint]):
     Attributes:
       rows: The ways.
       device_memory: Bytes of the device's memory.
+      share: The share of it that JAX takes.
       link_gigabytes_per_second: The stated rate of the link, each way, in 10^9 bytes.
+      remarks: What to know of this model and this transformation.
     """
 
     rows: tuple[Footprint, ...]
     device_memory: int
+    share: float
     link_gigabytes_per_second: float
+    remarks: tuple[str, ...] = ()
 
     @overload
     def __getitem__(self, index: int) -> Footprint: ...
@@ -77,57 +83,81 @@ class Footprints(Sequence[Footprint]):
         return len(self.rows)
 
     @property
+    def available(self) -> int:
+        """Bytes that JAX takes of the device."""
+        return int(self.device_memory * self.share)
+
+    @property
     def fitting(self) -> tuple[Footprint, ...]:
-        """The ways that leave something of the device for activations."""
-        return tuple(row for row in self.rows if row.device < self.device_memory)
+        """The ways that leave some of what JAX takes for activations."""
+        return tuple(row for row in self.rows if row.device < self.available)
 
-    def cells(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Titles and rows of the table, in the unit that suits the device."""
-        unit, scale = ("GiB", 30) if self.device_memory >= 2**30 else ("MiB", 20)
+    def tables(self) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+        """Titles and rows of two tables: what fits, and what is on the device."""
+        largest = max((max(row.device, row.host) for row in self.rows), default=0)
+        unit, scale = ("GiB", 30) if largest >= 2**30 else ("MiB", 20)
         number = lambda size: f"{size / 2**scale:.1f}"
-        sizes = ("parameters", "gradients", "moments", "scratch", "device", "host")
-        rows = []
+        sizes = ("parameters", "gradients", "moments", "scratch")
+        fits, parts = [], []
         for row in self.rows:
-            left = self.device_memory - row.device
-            rows.append(
-                (
-                    row.way,
-                    *(number(getattr(row, size)) for size in sizes),
-                    f"{row.link_seconds:.2g}",
-                    f"yes, {number(left)} left"
-                    if left > 0
-                    else f"no, {number(-left)} over",
-                )
-            )
-        fits = f"fits {number(self.device_memory)} {unit}"
-        return (f"way, in {unit}", *sizes, "link s", fits), rows
-
-    def notes(self) -> list[str]:
-        """What to know when reading the table."""
-        rate = f"{self.link_gigabytes_per_second:g} GB/s"
-        notes = [
-            "What is left is for activations, which are not counted.",
-            "XLA takes three quarters of a GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION"
-            " says otherwise.",
-            "Scratch: pages in flight, or one layer's moments and updates.",
-            f"Link: seconds a step at {rate} each way.",
+            left = self.available - row.device
+            link = f"{row.link_seconds:.2g}"
+            yes = "yes" if left > 0 else "no"
+            device, host = number(row.device), number(row.host)
+            fits.append((row.way, device, host, link, yes, number(left)))
+            parts.append((row.way, *(number(getattr(row, size)) for size in sizes)))
+        way = f"way, in {unit}"
+        return [
+            ((way, "device", "host", "link s", "fits", "left"), fits),
+            (("on the device", "weights", *sizes[1:]), parts),
         ]
-        if not any(row.way == _LAYERWISE for row in self.rows):
-            notes.append(
-                "No layers are stacked or numbered here: nothing is layerwise."
-            )
-        pool, most = host_pool_bytes(), max(row.host for row in self.rows)
+
+    def notes(self) -> str:
+        """What to know when reading the tables: a line or two each."""
+        notes = [
+            *self._what_jax_takes(),
+            "What is left is for activations, which are not counted. Scratch is pages"
+            " in flight, or one layer's moments and updates. Link: seconds a step at"
+            f" {self.link_gigabytes_per_second:g} GB/s each way.",
+            *self.remarks,
+        ]
+        pool = host_pool_bytes()
+        most = max((row.host for row in self.rows), default=0)
         if most > pool:
             needed = host_pool_gigabytes(most)
             notes.append(
                 f"XLA's pool on a GPU hands out {readable_bytes(pool)} of host memory:"
                 f" set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={needed} for all of these."
             )
-        return notes
+        # As wide as a terminal; names of variables stay whole.
+        fill = functools.partial(textwrap.fill, width=80, break_long_words=False)
+        return "\n".join(fill(note, break_on_hyphens=False) for note in notes)
+
+    def _what_jax_takes(self) -> Iterator[str]:
+        memory = readable_bytes(self.device_memory)
+        if self.share == 1:
+            yield f"Fits: in the {memory} of the device."
+            return
+        taken = readable_bytes(self.available)
+        yield (
+            f"Fits: in {taken}, which JAX takes of a GPU of {memory}."
+            f" XLA_PYTHON_CLIENT_MEM_FRACTION={self.share:g} says so"
+            + (", its default; " if self.share == 0.75 else "; ")
+            + "1 stands for a TPU."
+        )
+        more = int(_MOST * self.device_memory)
+        if ways := [x.way for x in self.rows if self.available <= x.device < more]:
+            yield (
+                f"With XLA_PYTHON_CLIENT_MEM_FRACTION={_MOST:g} JAX takes"
+                f" {readable_bytes(more)}, and these fit too: {'; '.join(ways)}."
+            )
 
     def __str__(self) -> str:
-        return "\n".join((table(*self.cells()), "", *self.notes()))
+        return "\n\n".join((*(table(*x) for x in self.tables()), self.notes()))
 
+
+#: The largest share of a GPU that is worth a try: CUDA needs some of it.
+_MOST = 0.95
 
 _LAYERWISE = "layerwise"
 
@@ -137,7 +167,7 @@ def what_fits(
     inner: optax.GradientTransformation | None = None,
     *,
     device_memory: int | str,
-    codec: Rule | Mapping[str, Rule] = "dynamic_int8",
+    codec: Rule | Mapping[str, Rule] = None,
     master_dtype: DTypeLike | None = None,
     page_size: int | str = "16MiB",
     link_gigabytes_per_second: float = 25.0,
@@ -151,11 +181,12 @@ def what_fits(
     | --- | --- | --- | --- |
     | resident | of all parameters | all | |
     | whole tree offloaded | of all parameters | all, while they are updated | |
-    | paged, with `codec` and without | of all parameters | small ones | pages |
-    | layerwise, with `codec` | of one layer, and the rest | small ones | one layer's |
+    | paged | of all parameters | small ones | pages |
+    | layerwise | of one layer, and the rest | small ones | one layer's |
 
     "One layer's" are its moments and its updates. A last row has the layers' weights on
-    the host too.
+    the host too. With `codec` there is a row for paged without it and one with it, and
+    those after it have it: their names say so.
 
     Bytes of moments, of pages and of the link are `plan`'s. The sums are bounds: XLA's
     own buffer assignment for an H200 is at most 3% above those of paged and layerwise,
@@ -165,9 +196,10 @@ def what_fits(
     Args:
       params: The parameters, or their `ShapeDtypeStruct`s: `model_shapes("8B")`.
       inner: What to page; None: `optax.adamw`.
-      device_memory: Bytes of the device's memory, as in `"24GiB"`. XLA takes three
-        quarters of a GPU unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise.
-      codec: How moments are stored in the last two ways, as in `paged`.
+      device_memory: Bytes of the device's memory, as in `"24GiB"`. What fits is counted
+        against what JAX takes of it: on a GPU three quarters, unless
+        `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise.
+      codec: How moments are stored, as in `paged`; None: as Optax has them.
       master_dtype: As in `paged`: a copy of the parameters, beside the moments.
       page_size: As in `paged`.
       link_gigabytes_per_second: The rate of the link between host and device in one
@@ -176,7 +208,7 @@ def what_fits(
         axis. Layers by number, as in `layers_0` or `model.layers.0`, are found too.
 
     Returns:
-      A sequence of `Footprint`s. It prints as a table.
+      A sequence of `Footprint`s. It prints as tables.
 
     Raises:
       ValueError: If an argument is not usable.
@@ -185,9 +217,16 @@ def what_fits(
       >>> import paged_optax as po
       >>> ways = po.what_fits(po.model_shapes("8B"), device_memory="24GiB")
       >>> [way.way for way in ways.fitting]
+      ['layerwise, weights on host']
+      >>> ways = po.what_fits(po.model_shapes("8B"), device_memory="32GiB")
+      >>> [way.way for way in ways.fitting]
       ['layerwise', 'layerwise, weights on host']
     """
     limit = parse_bytes("device_memory", device_memory)
+    if limit == 0:
+        raise ValueError(
+            f"device_memory={device_memory!r} is none: pass such as '24GiB'."
+        )
     inner = optax.adamw(1e-3) if inner is None else inner
     parameters = nbytes(params)
 
@@ -222,26 +261,62 @@ def what_fits(
         ),
         footprint("paged", parameters, exact),
     ]
-    name = codec if isinstance(codec, str) else "codec"
-    coded = exact
+    coded, name = exact, ""
     if codec is not None:
-        coded = planned(codec=codec)
-        rows.append(footprint(f"paged, {name}", parameters, coded))
-    if (one := _largest_layer(params, layers)) is not None:
-        layer, rest = one
+        coded, name = planned(codec=codec), f", {_name(codec)}"
+        rows.append(footprint(f"paged{name}", parameters, coded))
+    found = find_layers(params, layers)
+    by_element = all(x.elementwise for x in exact.moments if x.on_host)
+    if found is not None and by_element:
         # The layer's moments travel while its gradients are computed, in float32 or
         # the parameters' dtype.
-        moments = resident.device_bytes * layer // max(1, parameters)
-        scratch = layer + moments
+        moments = resident.device_bytes * found.largest // max(1, parameters)
         way = footprint(
-            _LAYERWISE,
-            layer + rest,
+            f"{_LAYERWISE}{name}",
+            found.largest + found.rest,
             coded,
-            scratch=scratch,
+            scratch=found.largest + moments,
             link_seconds=coded.link_bytes / rate,
         )
-        rows += [way, _with_weights_on_host(way, layer, rest, rate)]
-    return Footprints(tuple(rows), limit, link_gigabytes_per_second)
+        rows += [way, _with_weights_on_host(way, found, rate)]
+    remarks = tuple(_remarks(codec is not None, found, by_element, layers))
+    share = device_share()
+    return Footprints(tuple(rows), limit, share, link_gigabytes_per_second, remarks)
+
+
+def _name(codec: Rule | Mapping[str, Rule]) -> str:
+    """A codec in a word; of several each."""
+    rules = codec.values() if isinstance(codec, Mapping) else [codec]
+    names = [x if isinstance(x, str) else type(x).__name__ for x in rules if x]
+    return " and ".join(dict.fromkeys(names)) or "no codec"
+
+
+def _remarks(
+    coded: bool, found: Layers | None, by_element: bool, key: str
+) -> Iterator[str]:
+    """What is particular to a model and a transformation."""
+    if not coded:
+        yield (
+            "Moments are stored as Optax stores them. A codec, such as dynamic_int8,"
+            " takes less of the host and of the link."
+        )
+    if not by_element:
+        yield (
+            "Nothing is layerwise: that takes an optimizer that works element by"
+            " element, such as adamw, lion or sgd."
+        )
+    elif found is None:
+        yield (
+            "Nothing is layerwise: that takes layers that are alike, stacked on the"
+            f" leading axis under the key {key!r}, as nnx.vmap, nnx.scan and Linen's"
+            " nn.scan stack them, or numbered by name. There are none here."
+        )
+    elif found.numbered:
+        yield (
+            f"Layers are numbered here, from {found.numbered!r} on. Layerwise takes"
+            f" them stacked on the leading axis under the key {key!r}, as nnx.vmap,"
+            " nnx.scan and Linen's nn.scan stack them."
+        )
 
 
 def _footprint(
@@ -260,9 +335,7 @@ def _footprint(
     return dataclasses.replace(found, **other)
 
 
-def _with_weights_on_host(
-    way: Footprint, layer: int, rest: int, rate: float
-) -> Footprint:
+def _with_weights_on_host(way: Footprint, layers: Layers, rate: float) -> Footprint:
     """The same way, the layers' weights on the host too.
 
     Each layer's weights are read for its forward and for its backward pass, and
@@ -270,38 +343,14 @@ def _with_weights_on_host(
 
     Args:
       way: The way with all weights on the device.
-      layer: Bytes of one layer's weights.
-      rest: Bytes of all others.
+      layers: The layers.
       rate: Bytes a second over the link.
     """
-    stacks = way.parameters - rest
+    stacks = way.parameters - layers.rest
     return dataclasses.replace(
         way,
         way=f"{way.way}, weights on host",
-        parameters=rest + layer,
+        parameters=layers.rest + layers.largest,
         host=way.host + stacks,
         link_seconds=way.link_seconds + 3 * stacks / rate,
     )
-
-
-def _largest_layer(params: PyTree, stacked: str) -> tuple[int, int] | None:
-    """Bytes of the largest layer's parameters, and of all that is no layer's."""
-    leaves = [
-        (slashed(path), x) for path, x in jax.tree_util.tree_leaves_with_path(params)
-    ]
-    total = nbytes(params)
-    inside = [x for path, x in leaves if stacked in path.split("/")]
-    lengths = {x.shape[:1] for x in inside}
-    if len(lengths) == 1 and lengths != {()}:
-        ((length,),) = lengths
-        return nbytes(inside) // max(1, length), total - nbytes(inside)
-    families: dict[str, collections.Counter[str]] = {}
-    for path, x in leaves:
-        if match := re.match(r"(\D+)(\d+)", path) or re.match(r"()(\d+)/", path):
-            family = families.setdefault(match[1], collections.Counter())
-            family[match[2]] += nbytes(x)
-    several = [family for family in families.values() if len(family) > 1]
-    if not several:
-        return None
-    most = max(several, key=lambda family: sum(family.values()))
-    return max(most.values()), total - sum(most.values())

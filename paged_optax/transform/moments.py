@@ -98,6 +98,7 @@ def planned_moments(
                 refused=refused.get(i, "" if stays[i] else reason),
                 both_ways=both and not stays[i],
                 small=size is not None and small[i],
+                elementwise=first + i in analysis.elementwise,
             )
         )
     return found

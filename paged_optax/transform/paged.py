@@ -7,6 +7,7 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import floating_dtype
 from paged_optax.transform.codec_rules import Rule, check, draws
 from paged_optax.transform.configuration import Configuration
 from paged_optax.transform.init import init
@@ -129,7 +130,8 @@ def paged(
     rules = check(codec)
     inner = optax.with_extra_args_support(inner)
     if master_dtype is not None:
-        inner = with_master_weights(inner, master_dtype)
+        dtype = floating_dtype("master_dtype", master_dtype)
+        inner = with_master_weights(inner, dtype)
     elif rules:
         inner = in_float32(inner)
     if draws(rules):

@@ -35,6 +35,7 @@ class Moment:
         page, and what to do; empty if it can.
       both_ways: Whether one page of it is read while another is written.
       small: Whether it stays on the device because it is under `min_paged_size`.
+      elementwise: Whether what it is part of is computed element by element.
     """
 
     path: str
@@ -50,6 +51,7 @@ class Moment:
     refused: str = ""
     both_ways: bool = False
     small: bool = False
+    elementwise: bool = True
 
     @property
     def stays(self) -> str:

@@ -1,11 +1,18 @@
 """Shapes of the parameters in a checkpoint, of which no array is read."""
 
-import json
 import pathlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
+
+from paged_optax.planning.shapes.hugging_face import (
+    config_shapes,
+    index_files,
+    index_shapes,
+)
+from paged_optax.planning.shapes.untrusted import MOST_BYTES, MOST_TENSORS, Fields
 
 #: safetensors' names of the dtypes that parameters have.
 _DTYPES = {
@@ -21,26 +28,55 @@ _DTYPES = {
 def checkpoint_shapes(path: str | pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
     """Shapes of the floating point arrays in a checkpoint.
 
+    Files may be anybody's: they are read within bounds, and nothing in them is run.
+
     Args:
-      path: A `.safetensors` file; a folder of several, as Hugging Face has them; or a
-        checkpoint of Orbax, of which `"params"` is taken where it has that.
+      path: A `.safetensors` file, of which the header is enough; Hugging Face's
+        `model.safetensors.index.json` or `config.json`, with or without weights beside
+        it; a folder with any of these; or a checkpoint of Orbax, of which `"params"` is
+        taken where it has that.
 
     Returns:
-      `ShapeDtypeStruct`s: by name for safetensors, a pytree for Orbax.
+      `ShapeDtypeStruct`s: by name for safetensors, layers stacked under `"layers"` for
+      `config.json`, a pytree for Orbax.
 
     Raises:
-      ValueError: If nothing there can be read.
+      ValueError: If nothing there can be read; it names the file and the field.
     """
-    path = pathlib.Path(path)
-    if not path.exists():
-        raise ValueError(f"checkpoint {str(path)!r} does not exist.")
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    if files:
-        found = {name: x for file in files for name, x in _header(file).items()}
-    else:
-        found = _orbax(path)
+    given, path = str(path), pathlib.Path(path)
+    if not given or not path.exists():
+        raise ValueError(f"checkpoint {given!r} does not exist.")
+    found = _shapes(path)
     if not jax.tree.leaves(found):
         raise ValueError(f"checkpoint {str(path)!r} has no floating point arrays.")
+    return found
+
+
+def _shapes(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
+    if path.is_dir():
+        # An index says which of the files are the model, and if one is missing.
+        for pattern in ("*.safetensors.index.json", "*.safetensors", "config.json"):
+            files = sorted(path.glob(pattern))
+            if files and pattern != "*.safetensors":
+                return _shapes(files[0])
+            if files:
+                return _headers(files)
+        return _orbax(path)
+    if not path.is_file():
+        raise ValueError(f"checkpoint {str(path)!r} is neither a file nor a folder.")
+    if path.name.endswith(".index.json"):
+        files = index_files(path)
+        return _headers(files) if all(x.exists() for x in files) else index_shapes(path)
+    return config_shapes(path) if path.suffix == ".json" else _headers([path])
+
+
+def _headers(paths: Sequence[pathlib.Path]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The tensors of several files together."""
+    found: dict[str, jax.ShapeDtypeStruct] = {}
+    for path in paths:
+        found |= _header(path)
+        if len(found) > MOST_TENSORS:
+            raise ValueError(f"{str(path)!r}: more than {MOST_TENSORS} tensors.")
     return found
 
 
@@ -49,19 +85,26 @@ def _header(path: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
 
     The format is described at https://github.com/huggingface/safetensors#format.
     """
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > path.stat().st_size:
-                raise ValueError(f"its header would have {length} bytes")
-            header = json.loads(file.read(length))
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r} is no safetensors file: {error}.") from error
-    return {
-        name: jax.ShapeDtypeStruct(tuple(x["shape"]), jnp.dtype(_DTYPES[x["dtype"]]))
-        for name, x in header.items()
-        if name != "__metadata__" and x["dtype"] in _DTYPES
-    }
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(MOST_BYTES, path.stat().st_size):
+            raise ValueError(
+                f"{str(path)!r} is no safetensors file: its header would have {length}"
+                " bytes."
+            )
+        fields = Fields(path, file.read(length))
+    found: dict[str, jax.ShapeDtypeStruct] = {}
+    for name, given in fields.given.items():
+        if name == "__metadata__":
+            continue
+        tensor = fields.mapping(name, given)
+        shape = fields.shape(f"{name}.shape", tensor.get("shape"))
+        dtype = tensor.get("dtype")
+        if not isinstance(dtype, str):
+            raise fields.wrong(f"{name}.dtype", dtype, "the name of a dtype")
+        if dtype in _DTYPES:
+            found[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(_DTYPES[dtype]))
+    return found
 
 
 def _orbax(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
@@ -73,17 +116,19 @@ def _orbax(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
             f"checkpoint {str(path)!r} has no .safetensors file; to read Orbax's,"
             " install orbax-checkpoint."
         ) from error
-    with ocp.StandardCheckpointer() as checkpointer:
-        metadata = checkpointer.metadata(path.resolve())
-    tree = getattr(metadata, "item_metadata", metadata)
-    tree = getattr(tree, "tree", tree)
+    tree = None
+    if any(path.glob("*_METADATA")):  # Orbax's own; without it there is a warning.
+        with ocp.StandardCheckpointer() as checkpointer:
+            metadata = checkpointer.metadata(path.resolve())
+        tree = getattr(metadata, "item_metadata", metadata)
+        tree = getattr(tree, "tree", tree)
     if isinstance(tree, dict):
         tree = tree.get("params", tree)
     if tree is None:
         raise ValueError(
-            f"{str(path)!r} has no .safetensors file and is no Orbax checkpoint of"
-            " arrays: pass the folder that a checkpointer saved to (of a"
-            " CheckpointManager, such as 100/default)."
+            f"{str(path)!r} has no .safetensors file, no index of such, no config.json,"
+            " and is no Orbax checkpoint of arrays: pass the folder that a checkpointer"
+            " saved to (of a CheckpointManager, such as 100/default)."
         )
     return jax.tree.map(
         lambda x: (

@@ -1,6 +1,7 @@
 """Decoders by name, and by their number of parameters."""
 
 import dataclasses
+import difflib
 import math
 import re
 
@@ -8,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
+
+from paged_optax.backend.arrays import floating_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,10 @@ DECODERS = {
 }
 
 
+#: More parameters than any model has: a larger number is a slip of the keys.
+_MOST = 1e14
+
+
 def of_size(parameters: int | float) -> Decoder:
     """A decoder of about this many parameters, in the proportions of Llama 3.
 
@@ -94,6 +101,11 @@ def of_size(parameters: int | float) -> Decoder:
       >>> of_size(8e9) == DECODERS["llama3-8b"]
       True
     """
+    if parameters > _MOST:
+        raise ValueError(
+            f"{parameters:.3g} parameters are more than the {_MOST:.3g} that any model"
+            " has."
+        )
     found, smallest = [], math.inf
     for hidden in range(256, 32769, 256):
         decoder = Decoder(
@@ -113,7 +125,8 @@ def of_size(parameters: int | float) -> Decoder:
     if not found:
         raise ValueError(
             f"{parameters:.3g} parameters are fewer than the {smallest:.3g} of the"
-            " smallest decoder of this family: pass the shapes of your own model."
+            " smallest decoder of this family. Smaller models: --module, --checkpoint,"
+            " or what_fits with your own parameters."
         )
     return min(found, key=lambda x: abs(math.log(128 * x.layers / x.hidden)))
 
@@ -125,8 +138,9 @@ def model_shapes(
 
     Args:
       name: `"llama3-8b"`, `"qwen3-4b"` and others that the message of a wrong name
-        lists; or a number of parameters such as `"8B"` or `"350M"`, for a decoder in
-        the proportions of Llama 3 with about as many.
+        lists, also as `"Llama-3-8B"` or `"meta-llama/Llama-3-8B"`; or a number of
+        parameters such as `"8B"`, `"350M"` or `"8e9"`, for a decoder in the proportions
+        of Llama 3 with about as many.
       dtype: The parameters' dtype.
 
     Returns:
@@ -140,19 +154,42 @@ def model_shapes(
       >>> po.model_shapes("qwen3-4b")["embed"].shape
       (151936, 2560)
     """
-    decoder = DECODERS.get(name.lower())
-    if decoder is None:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([MB])", name.strip().upper())
-        if match is None:
-            raise ValueError(
-                f"model {name!r} is neither a number of parameters, such as '8B' or"
-                f" '350M', nor one of {', '.join(DECODERS)}."
-            )
-        decoder = of_size(float(match[1]) * {"M": 1e6, "B": 1e9}[match[2]])
-    try:
-        dtype = jnp.dtype(dtype)
-    except TypeError as error:
-        raise ValueError(
-            f"dtype={dtype!r} is none: pass such as 'bfloat16'."
-        ) from error
+    decoder = _named(name) or of_size(_count(name))
+    dtype = floating_dtype("dtype", dtype)
     return dataclasses.replace(decoder, dtype=dtype).shapes()
+
+
+def _named(name: str) -> Decoder | None:
+    """The decoder of that name, however it is spelled: Llama_3 8B, meta-llama/..."""
+    return {_words(known): decoder for known, decoder in DECODERS.items()}.get(
+        _words(name)
+    )
+
+
+def _words(name: str) -> tuple[str, ...]:
+    """Letters and numbers of a name, without who trained it and for what.
+
+    Example:
+      >>> _words("meta-llama/Meta-Llama-3-8B-Instruct")
+      ('llama', '3', '8', 'b')
+    """
+    words = re.findall(r"[a-z]+|\d+(?:\.\d+)?", name.lower().rpartition("/")[2])
+    return tuple(x for x in words if x not in ("meta", "hf", "base", "instruct"))
+
+
+def _count(text: str) -> float:
+    """Reads a number of parameters: 8B, 1.5e9."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\d+)?)([MBT]?)", text.strip().upper())
+    if match is None:
+        close = difflib.get_close_matches("".join(_words(text)), DECODERS, n=2)
+        guess = f" Did you mean {' or '.join(close)}?" if close else ""
+        raise ValueError(
+            f"model {text!r} is neither a number of parameters, such as '8B' or"
+            f" '350M', nor one of {', '.join(DECODERS)}.{guess}"
+        )
+    count = float(match[1]) * {"": 1, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]]
+    if not match[2] and count < 1e4:
+        raise ValueError(
+            f"model {text!r} would have {count:g} parameters. Did you mean {match[1]}B?"
+        )
+    return count

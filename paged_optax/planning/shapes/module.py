@@ -3,9 +3,11 @@
 import importlib
 import operator
 import os
+import re
 import sys
 
 import jax
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
@@ -26,18 +28,34 @@ def module_shapes(name: str) -> PyTree[jax.ShapeDtypeStruct]:
       A pytree of `ShapeDtypeStruct`s.
 
     Raises:
-      ValueError: If there is no such function.
+      ValueError: If there is no such function, or it fails, or it returns none.
     """
-    place, _, attribute = name.partition(":")
-    if not attribute:
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", name):
         raise ValueError(f"{name!r}: {_FORM}, such as mymodel:make_model.")
+    place, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # As `python -m` does, for a console script.
     try:
         make = operator.attrgetter(attribute)(importlib.import_module(place))
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{name!r}: {_FORM}, and {error}.") from error
-    return _without_values(jax.eval_shape(lambda: _parameters(make())))
+    except (Exception, SystemExit) as error:  # Whatever a module does at its import.
+        raise ValueError(f"{name!r}: importing {place} {_failed(error)}") from error
+    try:
+        made = jax.eval_shape(lambda: _parameters(make()))
+    except (Exception, SystemExit) as error:  # Whatever the function does.
+        raise ValueError(
+            f"{name!r}: calling it without arguments {_failed(error)}"
+        ) from error
+    if not jax.tree.leaves(made):
+        raise ValueError(f"{name!r} returns no parameters.")
+    return _without_values(made)
+
+
+def _failed(error: BaseException) -> str:
+    """Another's error in a line."""
+    first, *_ = [*str(error).splitlines(), ""]
+    return f"failed with {type(error).__name__}: {first}".rstrip(": ")
 
 
 def _parameters(made: PyTree) -> PyTree[ArrayLike]:
@@ -56,6 +74,8 @@ def _parameters(made: PyTree) -> PyTree[ArrayLike]:
 def _array(x: ArrayLike | jax.ShapeDtypeStruct) -> ArrayLike:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.lax.empty(x.shape, x.dtype)
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"it returns a {type(x).__name__}, and that is no parameter")
     return x
 
 

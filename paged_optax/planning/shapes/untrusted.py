@@ -1,0 +1,76 @@
+"""JSON that strangers wrote: bounded, checked field by field, never run."""
+
+import json
+import math
+import pathlib
+
+#: Bytes of one JSON text. The index of 150,000 tensors has about half of it.
+MOST_BYTES = 32 << 20
+#: Tensors of one model.
+MOST_TENSORS = 200_000
+#: Values of one tensor: no machine holds as many.
+_MOST_VALUES = 1 << 50
+
+
+class Fields:
+    """The fields of a JSON object in a file.
+
+    Every error names the file and the field.
+
+    Args:
+      path: The file.
+      text: Its JSON, or the part of it that is JSON.
+
+    Raises:
+      ValueError: If it is no JSON object.
+    """
+
+    def __init__(self, path: pathlib.Path, text: bytes) -> None:
+        self.path = path
+        try:
+            given = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{str(path)!r} holds no JSON: {error}.") from error
+        if not isinstance(given, dict):
+            raise ValueError(f"{str(path)!r} holds JSON that is no object with fields.")
+        self.given: dict[str, object] = given
+
+    @classmethod
+    def of_file(cls, path: pathlib.Path) -> "Fields":
+        """Reads a whole file, if it is not too large."""
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"{str(path)!r} has more than {MOST_BYTES} bytes.")
+        return cls(path, text)
+
+    def wrong(self, field: str, value: object, wanted: str) -> ValueError:
+        """The error of a field that is not as it must be."""
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        return ValueError(
+            f"{str(self.path)!r}: field {field!r} is {shown}, not {wanted}."
+        )
+
+    def mapping(self, field: str, value: object) -> dict[str, object]:
+        """A field that is an object itself."""
+        if not isinstance(value, dict):
+            raise self.wrong(field, value, "an object")
+        return value
+
+    def number(self, field: str, otherwise: int | None = None) -> int:
+        """A field that is a size: from 1 to 2^31."""
+        value = self.given.get(field)
+        if value is None and otherwise is not None:
+            return otherwise
+        if type(value) is not int or not 0 < value <= 1 << 31:
+            raise self.wrong(field, value, "a whole number from 1 to 2147483648")
+        return value
+
+    def shape(self, field: str, value: object) -> tuple[int, ...]:
+        """A field that is the shape of a tensor."""
+        sizes = value if isinstance(value, list) and len(value) <= 32 else [-1]
+        whole = all(type(size) is int and size >= 0 for size in sizes)
+        if not whole or math.prod(sizes) > _MOST_VALUES:
+            raise self.wrong(field, value, "the shape of a tensor")
+        return tuple(sizes)
