@@ -1,5 +1,7 @@
 """`what_fits` against XLA's own bytes, for a decoder in miniature."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -8,6 +10,7 @@ import pytest
 import paged_optax as po
 from helpers import aot, decoder
 from helpers.programs import whole_tree
+from paged_optax import codecs
 
 
 class Short(decoder.Decoder):
@@ -68,8 +71,14 @@ def test_moments_and_link_are_those_of_the_plan():
         device_memory="1GiB",
         master_dtype="float32",
         link_gigabytes_per_second=50.0,
+        codec="dynamic_int8",
     )
-    assert [row.way for row in ways][2:4] == ["paged", "paged, dynamic_int8"]
+    assert [row.way for row in ways][2:] == [
+        "paged",
+        "paged, dynamic_int8",
+        "layerwise, dynamic_int8",
+        "layerwise, dynamic_int8, weights on host",
+    ]
     for row, codec in zip(ways[2:4], (None, "dynamic_int8"), strict=True):
         tx = po.paged_lion(1e-4, codec=codec, master_dtype="float32")
         plan = po.plan(tx, params, link_gigabytes_per_second=50.0)
@@ -80,11 +89,14 @@ def test_moments_and_link_are_those_of_the_plan():
         )
 
 
+def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
 def numbered(form):
     """Two layers of 64 float32 values, and an embedding of 32."""
-    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    rest = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-    return {form.format(i): {"kernel": shape} for i in range(2)} | {"embed": rest}
+    layers = {form.format(i): {"kernel": shape(8, 8)} for i in range(2)}
+    return layers | {"embed": shape(8, 4)}
 
 
 @pytest.mark.parametrize("form", ["layers_{}", "model.layers.{}.mlp", "{}"])
@@ -94,18 +106,105 @@ def test_layers_by_number(form):
 
 
 def test_layers_stacked_under_another_key():
-    stack = jax.ShapeDtypeStruct((3, 8, 8), jnp.float32)
-    params = {"model": {"blocks": {"kernel": stack}}}
+    params = {"model": {"blocks": {"kernel": shape(3, 8, 8)}}}
     *_, layerwise, _ = po.what_fits(params, device_memory="1MiB", layers="blocks")
     assert layerwise.gradients == 4 * 64
 
+    assert "stacked" not in ways_of(params, layers="blocks")
 
-def test_a_model_without_layers():
-    params = {"kernel": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+
+def ways_of(params, *args, **arguments):
+    """The text, in one line."""
+    ways = po.what_fits(params, *args, device_memory="1MiB", **arguments)
+    return " ".join(str(ways).split())
+
+
+@pytest.mark.parametrize("form", ["layers_{}", "model.layers.{}.mlp"])
+def test_numbered_layers_are_told_what_layerwise_takes(form):
+    first = form.format(0).removesuffix(".mlp")
+    wanted = f"from '{first}' on. Layerwise takes them stacked on the leading axis"
+    assert wanted in ways_of(numbered(form))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"kernel": shape(8, 8)},
+        {"norm1": shape(64), "norm2": shape(64), "w": shape(8, 8)},
+        {"layer_0": {"w": shape(8, 8)}, "layer_1": {"w": shape(8, 16)}},
+    ],
+    ids=["none", "numbered arrays", "not alike"],
+)
+def test_a_model_without_layers(params):
     ways = po.what_fits(params, device_memory=4 * 64 * 3)
     assert not any("layerwise" in row.way for row in ways)
-    assert "no layers" in str(ways).lower()
+    assert "takes layers that are alike, stacked on the leading" in ways_of(params)
     assert ways.fitting == ()
+
+
+@pytest.mark.parametrize("name", ["lamb", "muon", "adafactor"])
+def test_an_optimizer_that_is_not_layerwise(name):
+    """Of these `layerwise_step` takes none; Adafactor's scale is of a whole stack."""
+    inner = getattr(optax, name, None) or optax.contrib.muon
+    params = {"layers": {"w": shape(4, 256, 512)}, "embed": shape(1024, 512)}
+    ways = po.what_fits(params, inner(1e-3), device_memory="1GiB")
+    assert not any("layerwise" in row.way for row in ways)
+    assert "an optimizer that works element by element" in ways_of(params, inner(1e-3))
+
+
+def test_codec_is_that_of_paged():
+    default = lambda f: inspect.signature(f).parameters["codec"].default
+    assert default(po.what_fits) == default(po.paged)
+    params = {"w": shape(1024, 512)}
+    rows = po.what_fits(params, device_memory="1GiB")
+    assert rows[2].host == po.plan(po.paged_adamw(1e-3), params).host_bytes
+    each = {"mu": "bfloat16", "nu": codecs.DynamicInt8(signed=False)}
+    rows = po.what_fits(params, device_memory="1GiB", codec=each)
+    assert rows[3].way == "paged, bfloat16 and DynamicInt8"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "share"),
+    [
+        ("", "", 0.75),
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9", 0.9),
+        ("XLA_CLIENT_MEM_FRACTION", ".5", 0.5),
+        ("XLA_CLIENT_MEM_FRACTION", "2", 1.0),
+    ],
+)
+def test_fits_in_what_jax_takes(name, value, share, monkeypatch):
+    """Resident AdamW of n bytes of parameters takes 4 n of the device."""
+    if name:
+        monkeypatch.setenv(name, value)
+    params = {"w": shape(1024, 1024)}
+    device = 16 * 2**20 + 8
+    for more in (2**20, -(2**20)):
+        ways = po.what_fits(params, device_memory=int((device + more) / share))
+        assert (ways[0] in ways.fitting) == (more > 0)
+        assert ways.available == pytest.approx(device + more, abs=1)
+        text = " ".join(str(ways).split())
+        assert f"{ways.available / 2**20:.1f} MiB" in text or share == 1
+        assert f"{ways.device_memory / 2**20:.1f} MiB" in text
+
+
+def test_a_larger_share_is_named_where_it_helps():
+    ways = po.what_fits(po.model_shapes("8B"), device_memory="24GiB")
+    text = " ".join(str(ways).split())
+    assert "MEM_FRACTION=0.95 JAX takes 22.8 GiB, and these fit too: layerwise." in text
+    ways = po.what_fits(po.model_shapes("8B"), device_memory="99GiB")
+    assert "these fit too" not in str(ways)
+
+
+def test_a_share_that_is_none(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "most")
+    with pytest.raises(ValueError, match="XLA_PYTHON_CLIENT_MEM_FRACTION='most'"):
+        po.what_fits({"w": shape(8, 8)}, device_memory="1GiB")
+
+
+def test_small_models_are_in_mib():
+    text = str(po.what_fits(po.model_shapes("60M"), device_memory="24GiB"))
+    assert "in MiB" in text and "in GiB" not in text and " 115.2 " in text
+    assert "in GiB" in str(po.what_fits(po.model_shapes("1B"), device_memory="24GiB"))
 
 
 @pytest.mark.slow
@@ -113,10 +212,10 @@ def test_what_the_table_says(monkeypatch):
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "8")
     ways = po.what_fits(po.model_shapes("1B"), device_memory="4GiB")
     text = str(ways)
-    assert "fits 4.0 GiB" in text and " over" in text and " left" in text
+    assert "3.0 GiB, which JAX takes of a GPU of 4.0 GiB" in text
     assert "8.0 GiB of host memory" not in text  # 2 x 2 bytes of 1 billion are less
     ways = po.what_fits(po.model_shapes("8B"), device_memory="8GiB")
-    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=34" in str(ways)
+    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=49" in str(ways)
 
 
 @pytest.mark.parametrize("argument", ["device_memory", "page_size"])

@@ -4,6 +4,7 @@ import json
 import math
 import pathlib
 import sys
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import safetensors.numpy
 from flax import linen, nnx
 
 import paged_optax as po
-from paged_optax.planning.shapes import checkpoint_shapes, module_shapes
+from paged_optax.planning.shapes import checkpoint, checkpoint_shapes, module_shapes
 from paged_optax.planning.shapes.decoder import of_size
 
 
@@ -50,9 +51,25 @@ def test_dtype():
     assert {x.dtype for x in jax.tree.leaves(shapes)} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize("name", ["llama9", "8", "8GB", "", "1M"])
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("Llama-3-8B", "llama3-8b"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama3-8b"),
+        ("LLAMA 3.2 1b", "llama3.2-1b"),
+        ("Qwen/Qwen3-0.6B-Base", "qwen3-0.6b"),
+        ("1e9", "1B"),
+        ("8030261248", "llama3-8b"),
+        (" 0.5t", "500B"),
+    ],
+)
+def test_ways_to_write_a_name(written, name):
+    assert po.model_shapes(written) == po.model_shapes(name)
+
+
+@pytest.mark.parametrize("name", ["llama9", "llama-38b", "8", "8GB", "", "1M", "9e99"])
 def test_no_such_model(name):
-    with pytest.raises(ValueError, match="8B.*llama3-8b|fewer than"):
+    with pytest.raises(ValueError, match="8B.*llama3-8b|fewer|more than|mean 8B"):
         po.model_shapes(name)
 
 
@@ -134,6 +151,164 @@ def test_bfloat16(tmp_path):
     path = tmp_path / "w.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(12))
     assert checkpoint_shapes(path)["w"].dtype == jnp.bfloat16
+
+
+#: From the repositories of these models.
+CONFIGS = {
+    "llama3-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128256,
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "head_dim": 128,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 151936,
+    },
+}
+
+
+def written(path, **fields):
+    path.write_text(json.dumps(fields))
+    return path
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_of_hugging_face(name, tmp_path):
+    path = written(tmp_path / "config.json", **CONFIGS[name])
+    assert checkpoint_shapes(path) == po.model_shapes(name)
+    assert checkpoint_shapes(tmp_path) == po.model_shapes(name)
+
+
+def index(folder, file, **metadata):
+    """An index of one tensor, as Hugging Face writes them."""
+    path = folder / "model.safetensors.index.json"
+    return written(path, metadata=metadata, weight_map={"model.norm.weight": file})
+
+
+def test_index_with_its_weights(file):
+    """Other files of the folder are not the model's."""
+    safetensors.numpy.save_file(
+        {"again": np.ones((8, 16), np.float32)},
+        file.with_name("consolidated.safetensors"),
+    )
+    path = index(file.parent, file.name)
+    assert checkpoint_shapes(path) == checkpoint_shapes(file)
+    assert checkpoint_shapes(file.parent) == checkpoint_shapes(file)
+
+
+def test_index_without_its_weights(tmp_path):
+    """Llama-3-8B's own says 16,060,522,496 bytes."""
+    path = index(tmp_path, "model-1.safetensors", total_size=16_060_522_496)
+    with pytest.raises(ValueError, match="put config.json beside it"):
+        checkpoint_shapes(path)
+    written(tmp_path / "config.json", **CONFIGS["llama3-8b"])
+    assert checkpoint_shapes(path) == po.model_shapes("llama3-8b")
+    index(tmp_path, "model-1.safetensors", total_size=8_030_261_248)
+    with pytest.raises(ValueError, match="index.json.*'metadata.total_size'.*config"):
+        checkpoint_shapes(path)
+
+
+def test_a_header_is_enough(file):
+    content = file.read_bytes()
+    whole = checkpoint_shapes(file)
+    file.write_bytes(content[: 8 + int.from_bytes(content[:8], "little")])
+    assert checkpoint_shapes(file) == whole
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_type", "mixtral"),
+        ("model_type", ["llama"]),
+        ("hidden_size", -4096),
+        ("hidden_size", "4096"),
+        ("hidden_size", True),
+        ("intermediate_size", 1e4),
+        ("num_hidden_layers", None),
+        ("num_hidden_layers", 1 << 40),
+        ("num_attention_heads", 0),
+        ("head_dim", {}),
+        ("vocab_size", float("nan")),
+        ("tie_word_embeddings", "no"),
+        ("torch_dtype", "int4"),
+    ],
+    ids=str,
+)
+def test_a_config_that_is_not_usable(field, value, tmp_path):
+    path = written(tmp_path / "config.json", **CONFIGS["llama3-8b"] | {field: value})
+    with pytest.raises(ValueError, match=f"config.json': field '{field}' is"):
+        checkpoint_shapes(path)
+
+
+def headed(path, text, length=None):
+    """A safetensors file of that header, and nothing more."""
+    text = text if isinstance(text, bytes) else json.dumps(text).encode()
+    length = len(text) if length is None else length
+    path.write_bytes(length.to_bytes(8, "little") + text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ({"w": [1]}, "field 'w' is"),
+        ({"w": {"shape": [2]}}, "field 'w.dtype' is None"),
+        ({"w": {"dtype": "F32"}}, "field 'w.shape' is None"),
+        ({"w": {"dtype": "F32", "shape": [-1]}}, "field 'w.shape' is"),
+        ({"w": {"dtype": "F32", "shape": [1.5]}}, "field 'w.shape' is"),
+        ({"w": {"dtype": "F32", "shape": [1 << 40] * 4}}, "field 'w.shape' is"),
+        ({"w": {"dtype": "F32", "shape": [1] * 99}}, "field 'w.shape' is"),
+        ({"w": {"dtype": "I64", "shape": [2]}}, "no floating point arrays"),
+        ([], "no object with fields"),
+        (b"{" * 9, "holds no JSON"),
+        (b"[" * 100_000, "holds no JSON"),
+        (b"\xff\xfe", "holds no JSON"),
+        (b"9" * 5000, "holds no JSON"),
+        (b"", "holds no JSON"),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_a_header_that_is_not_usable(header, words, tmp_path):
+    with pytest.raises(ValueError, match=words) as error:
+        checkpoint_shapes(headed(tmp_path / "w.safetensors", header))
+    assert "w.safetensors" in str(error.value) and len(str(error.value)) < 400
+
+
+def test_no_file_is_read_beyond_its_bounds(tmp_path, monkeypatch):
+    """Sparse files: they claim gigabytes, and have none."""
+    path = headed(tmp_path / "w.safetensors", b"{}", length=1 << 33)
+    config = written(tmp_path / "config.json")
+    for large in (path, config):
+        with large.open("r+b") as file:
+            file.truncate(1 << 34)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="header would have 8589934592 bytes"):
+        checkpoint_shapes(path)
+    with pytest.raises(ValueError, match="more than 33554432 bytes"):
+        checkpoint_shapes(config)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 27
+    tracemalloc.stop()
+
+
+def test_only_as_many_tensors_as_models_have(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "MOST_TENSORS", 3)
+    header = {str(i): {"dtype": "F32", "shape": [2]} for i in range(4)}
+    with pytest.raises(ValueError, match="more than 3 tensors"):
+        checkpoint_shapes(headed(tmp_path / "w.safetensors", header))
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["params", "bare"])

@@ -266,7 +266,7 @@ def analyse(
     tail, tail_inputs = found.program(wanted, found.ends_joined, ())
     share(tail_inputs)
     made = [x for x in tail_inputs if not found.is_given(x) and not found.is_shared(x)]
-    leaves = []
+    leaves, out_avals = [], closed.out_avals  # JAX makes that list at every look
     for key, positions in outputs.groups.items():
         places = [p for p in positions if p not in cut_apart]
         between = made if key == _JOINED else []
@@ -274,7 +274,7 @@ def analyse(
         shape = flat.shape(wanted[0])
         program, inputs = found.program(wanted, lambda x: not found.is_shared(x), shape)
         share(inputs)
-        avals = [closed.out_avals[p] for p in places] + [flat.avals[x] for x in between]
+        avals = [out_avals[p] for p in places] + [flat.avals[x] for x in between]
         own = None if key == _JOINED else outputs.owners[positions[0]]
         leaves.append(
             LeafUpdate(

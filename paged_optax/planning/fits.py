@@ -266,7 +266,7 @@ def what_fits(
         coded, name = planned(codec=codec), f", {_name(codec)}"
         rows.append(footprint(f"paged{name}", parameters, coded))
     found = find_layers(params, layers)
-    by_element = all(x.elementwise for x in exact.moments if x.on_host)
+    by_element = all(x.elementwise for x in exact.moments if x.shape)
     if found is not None and by_element:
         # The layer's moments travel while its gradients are computed, in float32 or
         # the parameters' dtype.

@@ -70,6 +70,7 @@ def planned_moments(
         dtype = None if leaf.owner is None else parameters[leaf.owner].dtype
         alike.setdefault((each.kind, dtype, own, *shared), []).append(each)
     geometry, number = _geometry(pager, alike, platform)
+    elementwise = analysis.elementwise
     found = []
     small = layout.small(pager.configuration.min_paged_size)
     every = zip(state_paths, avals, layout.sizes(), strict=True)
@@ -98,7 +99,7 @@ def planned_moments(
                 refused=refused.get(i, "" if stays[i] else reason),
                 both_ways=both and not stays[i],
                 small=size is not None and small[i],
-                elementwise=first + i in analysis.elementwise,
+                elementwise=first + i in elementwise,
             )
         )
     return found

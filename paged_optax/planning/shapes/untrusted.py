@@ -4,10 +4,10 @@ import json
 import math
 import pathlib
 
-#: Bytes of one JSON text. The index of 150,000 tensors has about half of it.
+#: Bytes of one JSON text. The index of 100,000 tensors has a third of it.
 MOST_BYTES = 32 << 20
 #: Tensors of one model.
-MOST_TENSORS = 200_000
+MOST_TENSORS = 100_000
 #: Values of one tensor: no machine holds as many.
 _MOST_VALUES = 1 << 50
 
