@@ -26,6 +26,7 @@ To fine-tune weights of your own, put them into `params` before `tx.init`.
 
 import argparse
 import dataclasses
+import datetime
 import functools
 import itertools
 import math
@@ -281,23 +282,26 @@ def run(
     losses: list[float] = []
     tokens, rate = 0, 0.0
     columns = (
-        progress.TextColumn("{task.description:12}"),
-        progress.BarColumn(bar_width=20),
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(bar_width=10),
         progress.MofNCompleteColumn(),
-        progress.TextColumn("loss {task.fields[loss]:.3f}"),
-        progress.TextColumn("{task.fields[rate]:,.0f} tokens/s"),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("left"),
+        progress.TextColumn("{task.fields[now]}"),
     )
-    with progress.Progress(*columns) as bar:
-        task = bar.add_task(label, total=len(data), loss=float("nan"), rate=rate)
+    # On a terminal alone; the line below is for both.
+    with progress.Progress(*columns, transient=True) as bar:
+        bar.disable = not bar.console.is_terminal
+        task = bar.add_task(label, total=len(data), now="the first step")
         started = time.perf_counter()
         for batch in data:
             params, opt_state, loss = step(params, opt_state, batch, *frozen)
             losses.append(float(loss))
             tokens += batch[:, 1:].size
-            rate = tokens / (time.perf_counter() - started)
-            bar.update(task, advance=1, loss=losses[-1], rate=rate)
+            seconds = time.perf_counter() - started
+            rate = tokens / seconds
+            left = round(seconds / len(losses) * (len(data) - len(losses)))
+            now = f"loss {losses[-1]:.3f}, {rate:,.0f} tokens/s"
+            now += f", {datetime.timedelta(seconds=left)} left"
+            bar.update(task, advance=1, now=now)
     print(
         f"{label}: loss {losses[0]:.3f} -> {final_loss(losses):.3f}"
         f" (mean of the last 10 steps), {rate:,.0f} tokens/s"
@@ -601,9 +605,20 @@ def compare(
     """
     if coded:
         difference = abs(final_loss(paged) / final_loss(plain) - 1)
-        return difference, "Difference of the final losses as a share of them"
+        return difference, "Final losses differ, as a share of them, by"
     difference = np.abs(np.subtract(paged, plain)).max()
-    return float(difference), "Largest difference between the losses, in nats"
+    return float(difference), "Losses differ by at most, in nats,"
+
+
+def what_next(label: str, agree: bool) -> str:
+    """What to try after a run."""
+    if not agree:
+        return "python -m paged_optax doctor tests paging on this machine."
+    if label == "paged_adamw":
+        return (
+            "--optimizer paged_adamw_8bit keeps a quarter of these bytes on the host."
+        )
+    return "python -m paged_optax plan --help says what fits on a device of yours."
 
 
 def main() -> int:
@@ -663,14 +678,15 @@ def main() -> int:
     plot_memory(chart, args.output_dir / "memory.png")
     print(f"Wrote {args.output_dir / 'loss.png'} and {args.output_dir / 'memory.png'}")
 
-    if not args.compare:
-        return 0
-    difference, what = compare(*losses.values(), coded=label != "paged_adamw")
-    agree = difference <= args.tolerance
-    print(
-        f"{what}: {difference:.1e}, {'within' if agree else 'OUTSIDE'} the tolerance of"
-        f" {args.tolerance:g}"
-    )
+    agree = True
+    if args.compare:
+        difference, what = compare(*losses.values(), coded=label != "paged_adamw")
+        agree = difference <= args.tolerance
+        print(
+            f"{what} {difference:.1e}, {'within' if agree else 'OUTSIDE'} the"
+            f" tolerance of {args.tolerance:g}"
+        )
+    print(f"\nNext: {what_next(label, agree)}")
     return 0 if agree else 1
 
 

@@ -40,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         summary = (command.__doc__ or "").splitlines()[0]
         own = choices.add_parser(
             name,
+            usage=f"{_PROGRAM} {name} [options]",
             help=summary,
             description=summary,
             epilog=f"example: {_PROGRAM} {command.EXAMPLE}",

@@ -1,4 +1,4 @@
-"""Ways to train a model, the memory each takes, and whether it fits a device."""
+"""Ways to train a model, the memory of each, and what fits."""
 
 import argparse
 import functools
@@ -38,7 +38,8 @@ _OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
-    model = parser.add_mutually_exclusive_group(required=True)
+    models = parser.add_argument_group("the model: one of")
+    model = models.add_mutually_exclusive_group(required=True)
     model.add_argument(
         "--params",
         metavar="SIZE",
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " Hugging Face, also without weights; a folder with these; an Orbax checkpoint",
     )
     parser.add_argument(
-        "--device-memory", required=True, metavar="BYTES", help="such as 24GiB"
+        "--device-memory", required=True, metavar="BYTES", help="needed: such as 24GiB"
     )
     parser.add_argument(
         "--dtype",

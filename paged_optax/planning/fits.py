@@ -136,15 +136,16 @@ class Footprints(Sequence[Footprint]):
     def _what_jax_takes(self) -> Iterator[str]:
         memory = readable_bytes(self.device_memory)
         if self.share == 1:
-            yield f"Fits: in the {memory} of the device."
+            yield f"Fits counts the {memory} of the device."
             return
+        why = "XLA_PYTHON_CLIENT_MEM_FRACTION says so."
+        if self.share == 0.75:
+            why = (
+                "three quarters, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise"
+                " (1 stands for a TPU)."
+            )
         taken = readable_bytes(self.available)
-        yield (
-            f"Fits: in {taken}, which JAX takes of a GPU of {memory}."
-            f" XLA_PYTHON_CLIENT_MEM_FRACTION={self.share:g} says so"
-            + (", its default; " if self.share == 0.75 else "; ")
-            + "1 stands for a TPU."
-        )
+        yield f"Fits counts {taken}, which JAX takes of a GPU of {memory}: {why}"
         more = int(_MOST * self.device_memory)
         if ways := [x.way for x in self.rows if self.available <= x.device < more]:
             yield (

@@ -95,7 +95,7 @@ class PagePlan:
                 (
                     first.path + (f" +{len(group) - 1}" if len(group) > 1 else ""),
                     "x".join(map(str, first.shape)) or "scalar",
-                    first.dtype,
+                    first.dtype.partition("(")[0],  # of a codec, its name
                     "host" if first.on_host else "device",
                     f"{first.pages} x {readable_bytes(first.page_bytes)}"
                     if first.on_host
