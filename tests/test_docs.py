@@ -63,7 +63,7 @@ def test_shell_block(name, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "Warn" not in done.stderr
-    expected = {"plan": "18.0 GiB, which JAX takes", "doctor": "Paging is right", "docs": ""}
+    expected = {"plan": "Fits counts 18.0 GiB", "doctor": "Paging is right", "docs": ""}
     assert expected[name] in done.stdout
     if name == "docs":
         check_pages(tmp_path / "out" / "docs")
