@@ -217,9 +217,10 @@ def test_index_without_its_weights(tmp_path):
         checkpoint_shapes(path)
     written(tmp_path / "config.json", **CONFIGS["llama3-8b"])
     assert checkpoint_shapes(path) == po.model_shapes("llama3-8b")
-    index(tmp_path, "model-1.safetensors", total_size=8_030_261_248)
-    with pytest.raises(ValueError, match="index.json.*'metadata.total_size'.*config"):
-        checkpoint_shapes(path)
+    for size in (8_030_261_248, float("nan"), 10**400, "all"):
+        index(tmp_path, "model-1.safetensors", total_size=size)
+        with pytest.raises(ValueError, match="index.json.*'metadata.total_size'.*conf"):
+            checkpoint_shapes(path)
 
 
 def test_a_header_is_enough(file):
@@ -251,6 +252,13 @@ def test_a_header_is_enough(file):
 def test_a_config_that_is_not_usable(field, value, tmp_path):
     path = written(tmp_path / "config.json", **CONFIGS["llama3-8b"] | {field: value})
     with pytest.raises(ValueError, match=f"config.json': field '{field}' is"):
+        checkpoint_shapes(path)
+
+
+def test_a_config_of_too_large_a_model(tmp_path):
+    large = {"hidden_size": 1 << 31, "num_hidden_layers": 1 << 31}
+    path = written(tmp_path / "config.json", **CONFIGS["llama3-8b"] | large)
+    with pytest.raises(ValueError, match="config.json' describes .* parameters"):
         checkpoint_shapes(path)
 
 

@@ -86,7 +86,7 @@ DECODERS = {
 
 
 #: More parameters than any model has: a larger number is a slip of the keys.
-_MOST = 1e14
+MOST_PARAMETERS = 1e14
 
 
 def of_size(parameters: int | float) -> Decoder:
@@ -101,10 +101,10 @@ def of_size(parameters: int | float) -> Decoder:
       >>> of_size(8e9) == DECODERS["llama3-8b"]
       True
     """
-    if parameters > _MOST:
+    if parameters > MOST_PARAMETERS:
         raise ValueError(
-            f"{parameters:.3g} parameters are more than the {_MOST:.3g} that any model"
-            " has."
+            f"{parameters:.3g} parameters are more than any model has, which is fewer"
+            f" than {MOST_PARAMETERS:.0e}."
         )
     found, smallest = [], math.inf
     for hidden in range(256, 32769, 256):

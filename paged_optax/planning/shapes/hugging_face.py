@@ -7,7 +7,7 @@ import jax
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
-from paged_optax.planning.shapes.decoder import Decoder
+from paged_optax.planning.shapes.decoder import MOST_PARAMETERS, Decoder
 from paged_optax.planning.shapes.untrusted import Fields
 
 #: Decoders with gated feed-forward layers, and whether their embedding is the output's
@@ -61,10 +61,12 @@ def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]
         tied,
         str(dtype),
     )
-    shapes = decoder.shapes()
-    for name, x in [*shapes["layers"].items(), ("embed", shapes["embed"])]:
-        fields.shape(name, list(x.shape))  # Not too large, all together.
-    return shapes
+    if decoder.size > MOST_PARAMETERS:
+        raise ValueError(
+            f"{str(path)!r} describes {decoder.size:.3g} parameters, more than any"
+            " model has."
+        )
+    return decoder.shapes()
 
 
 def index_files(path: pathlib.Path) -> list[pathlib.Path]:
@@ -100,8 +102,9 @@ def index_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]:
     shapes = config_shapes(config)
     fields = Fields.of_file(path)
     metadata = fields.mapping("metadata", fields.given.get("metadata", {}))
-    size = metadata.get("total_size", nbytes(shapes))
-    if not isinstance(size, int | float) or abs(size - nbytes(shapes)) > 0.01 * size:
-        wanted = f"the {nbytes(shapes)} bytes of {str(config)!r}, within 1%"
+    own = nbytes(shapes)
+    size = metadata.get("total_size", own)
+    if not isinstance(size, int | float) or not 0.99 * own < size < 1.01 * own:
+        wanted = f"the {own} bytes of {str(config)!r}, within 1%"
         raise fields.wrong("metadata.total_size", size, wanted)
     return shapes
