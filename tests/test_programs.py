@@ -40,8 +40,30 @@ def test_example(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "within the tolerance" in done.stdout
     assert "moments on the host" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("Next: --optimizer paged_adamw_8bit")
     for name in ("loss.png", "memory.png"):
         assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_progress_of_the_example(monkeypatch, capsys):
+    """From the first moment on a terminal; nothing but the summary in a file."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    program = importlib.import_module("finetune_lm")
+    step = lambda params, state, batch: (params, state, 2.0)
+    summary = "adamw: loss 2.000 -> 2.000 "
+    for terminal in ("1", "0"):
+        monkeypatch.setenv("TTY_COMPATIBLE", terminal)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "80")
+        program.run("adamw", step, None, None, [np.zeros((2, 9))] * 3)
+        shown = capsys.readouterr().out
+        assert "nan" not in shown and " 0 tokens/s" not in shown
+        assert ("the first step" in shown) == (terminal == "1")
+        assert (
+            ("loss 2.000, " in shown) == ("0:00:00 left" in shown) == (terminal == "1")
+        )
+        assert summary in shown.splitlines()[-1]
+    assert shown.startswith(summary)
 
 
 @pytest.mark.slow
