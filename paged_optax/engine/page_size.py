@@ -25,7 +25,14 @@ import jax
 
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import axis_of_blocks, packed_along
-from paged_optax.engine.pages import Geometry, Pages, Storage, block_of, joined_along
+from paged_optax.engine.pages import (
+    Geometry,
+    Pages,
+    Storage,
+    block_of,
+    joined_along,
+    single,
+)
 from paged_optax.engine.rows import in_rows
 from paged_optax.engine.tiles import in_tiles
 
@@ -34,6 +41,10 @@ _SHARED_PAGE = 8 * 2**20
 _SMALL_PAGE = 4 * 2**20
 _MOST_LEAVES = 32
 _LARGEST_LEAF = 256 * 2**20
+
+# A CPU has no link, and pages of a leaf would only be copied: it takes pages of the
+# default size, or of more bytes, for a leaf that is updated whole.
+_WHOLE_ON_CPU = 16 * 2**20
 
 # Bytes of the pages of a leaf's moments, together, if a codec stores them in blocks:
 # XLA:GPU keeps several times as much of them in memory.
@@ -44,7 +55,7 @@ _CODED_LEAVES = 4
 def uncut(shape: tuple[int, ...]) -> Geometry:
     """A leaf that is updated whole on every backend."""
     pages = Pages(shape, shape, 0, 1, 0)
-    return Geometry(pages, dataclasses.replace(pages, tiled=len(shape) > 1))
+    return Geometry(pages, dataclasses.replace(pages, tiled=len(shape) > 1), pages)
 
 
 @functools.cache
@@ -92,11 +103,14 @@ def cut(
     tiles = find(page_size, in_tiles, alternate)
     if coded:
         page_size = min(page_size, _CODED_PAGES // max(2, len(moments)))
-        return Geometry(find(page_size, in_rows, _CODED_LEAVES), tiles)
-    # Where pages go in turn, no leaf need alternate with another.
-    return Geometry(
-        find(page_size, in_rows, 1 if GPU_NEEDS_RAW_INDEX else alternate), tiles
-    )
+        wanted = _CODED_LEAVES
+    else:
+        # Where pages go in turn, no leaf need alternate with another.
+        wanted = 1 if GPU_NEEDS_RAW_INDEX else alternate
+    rows = find(page_size, in_rows, wanted)
+    whole = page_size >= _WHOLE_ON_CPU and not rows.refused
+    alone = single(shape) if whole else in_rows(shape, moments, page_size)
+    return Geometry(rows, tiles, alone)
 
 
 def _stored_bytes(storage: Storage, shape: tuple[int, ...]) -> int:

@@ -88,21 +88,20 @@ class Pages:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """How one leaf is cut, on either kind of backend.
+    """How one leaf is cut, on each kind of backend.
 
     Attributes:
-      rows: On a GPU or CPU.
+      rows: On a GPU.
       tiles: On a TPU.
+      alone: On a CPU. It has no link, and leaves that share pages would only be copied.
     """
 
     rows: Pages
     tiles: Pages
+    alone: Pages
 
     def on(self, platform: str) -> Pages:
-        """The pages on a platform: `"cpu"`, `"gpu"` or `"tpu"`.
-
-        On a CPU leaves go alone, whatever `Pages.leaves` says.
-        """
+        """The pages on a platform, `"gpu"` or `"tpu"`; for a CPU those of a GPU."""
         return self.tiles if platform == "tpu" else self.rows
 
 

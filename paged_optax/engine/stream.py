@@ -94,10 +94,8 @@ def _by_backend(
     run: Callable[..., Results], geometry: Geometry, *arguments: PyTree[Array]
 ) -> Results:
     """Calls a function with the pages of the backend it is lowered for."""
-    rows, tiles, alone = geometry.rows, geometry.tiles, geometry.rows.shared(1)
-    others = {"tpu": tiles} if tiles != rows else {}
-    # A CPU has no link: leaves that share pages would only be copied.
-    others |= {"cpu": alone} if alone != rows else {}
+    rows, of_others = geometry.rows, {"tpu": geometry.tiles, "cpu": geometry.alone}
+    others = {name: pages for name, pages in of_others.items() if pages != rows}
     if not others:
         return run(rows, *arguments)
     ways = {name: functools.partial(run, pages) for name, pages in others.items()}
