@@ -51,6 +51,16 @@ def test_init_is_optax_init(alias):
     assert kinds(jax.jit(tx.init)(params)) == kinds(state)
 
 
+@pytest.mark.parametrize("codec", [None, "dynamic_int8"])
+def test_init_of_parameters_that_a_jit_closes_over(codec):
+    """They are there, and what is made of them is traced."""
+    params = small()
+    tx = po.paged_adamw(1e-2, codec=codec, **SMALL_PAGES)
+    state = jax.jit(lambda: tx.init(params))()
+    assert_equal(state, tx.init(params))
+    assert kinds(state[0].mu) == kinds(tx.init(params)[0].mu)
+
+
 def test_init_copies_parameters_and_leaves_them_alone():
     tx = po.paged(optax.contrib.schedule_free_adamw(1e-2), **SMALL_PAGES)
     params = small()

@@ -58,8 +58,11 @@ def tied(values: Sequence[Stored], parameters: Sequence[object]) -> Sequence[Sto
 
     A program that uses host arrays, or any that are committed, returns committed
     arrays. If a step count was not committed before, `jax.jit` would compile the next
-    step again.
+    step again. A traced state, as of parameters that a `jax.jit` closes over, is
+    committed by what runs it.
     """
+    if is_traced(values):
+        return values
     tying = [x for x in jax.tree.leaves(values) if on_host(x)]
     tying += filter(is_committed, parameters)
     devices = {d for x in tying for d in x.devices()}
