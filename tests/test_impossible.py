@@ -85,6 +85,15 @@ def test_arithmetic_on_a_state(jit):
     np.testing.assert_allclose(norm(state), optax.tree.norm(wanted), rtol=1e-6)
 
 
+def test_a_state_put_on_a_device():
+    state = paged().init(PARAMS)
+    with pytest.raises(ValueError) as error:
+        jax.device_put(state, jax.devices()[0])
+    assert listed(error.value)
+    moved = jax.device_put(state, jax.memory.Space.Device)
+    assert moved[0].mu["a"].sharding.memory_kind == "device"
+
+
 def test_pmap():
     """It keeps no host memory: a state there goes to the device, or is refused."""
     count = jax.local_device_count()
