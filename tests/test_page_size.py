@@ -116,6 +116,12 @@ def test_tiles(shape, codec, on_tiles):
     assert_same(found, wanted, coded=codec is not None)
 
 
+def test_noise_of_pages_of_columns(on_tiles):
+    """Each value's bits are those of its place in the moment, not in its page."""
+    shape, codec = (257, 768), "bfloat16_stochastic"
+    assert_same(trained("16KiB", codec, shape), in_one_page(codec, shape))
+
+
 def test_tiles_are_several(on_tiles):
     """The test above cuts what a TPU can cut."""
     count = lambda shape, codec: (
