@@ -51,6 +51,19 @@ def test_int8_is_the_nearest(signed, platform):
     assert np.all(np.bincount(nearest, minlength=256) > 0)
 
 
+def test_second_moments_are_rounded_up_early(platform):
+    """From a quarter of the way on between the lowest numbers, else to the nearest."""
+    numbers = dynamic_map(False)[1:].astype(np.float64)
+    low, gap = numbers[:-1], np.diff(numbers)
+    share = np.where(np.arange(gap.size) < 14, 0.25, 0.5)
+    above, below = low + gap * (share + 1e-3), low + gap * (share - 1e-3)
+    for x, code in ((low, 0), (below, 0), (above, 1)):
+        values = beside_one(x.astype(np.float32))
+        codes = np.asarray(encode(DynamicInt8(signed=False), values).codes)
+        codes = codes.reshape(-1, 256)[:, :255].reshape(-1)[: x.size]
+        np.testing.assert_array_equal(codes, np.arange(1, 255) + code)
+
+
 def test_denormal_reciprocals_are_rounded_once():
     """Where `1 / scale` has few digits: the multiple of 2^-149 nearest to it."""
     rng = np.random.default_rng(0)

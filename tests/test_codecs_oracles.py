@@ -107,7 +107,7 @@ def test_float8_is_torchao(name):
 )
 @pytest.mark.parametrize("name", CASES)
 def test_no_second_moment_vanishes(name, exact, platform):
-    """Codes are the library's, but for positive numbers that it stores as zero."""
+    """Codes are the library's, or where numbers are small the next: never zero."""
     x = case(name, "unsigned")
     codec = exact
     if not isinstance(exact, DynamicInt4):  # its map has no zero
@@ -121,7 +121,10 @@ def test_no_second_moment_vanishes(name, exact, platform):
     else:
         vanished = (codes[1] == 0) & (x > 0)
         np.testing.assert_array_equal(codes[0][vanished], 1)
-        np.testing.assert_array_equal(codes[0][~vanished], codes[1][~vanished])
+        early = ~vanished & (codes[1] <= 14) & isinstance(exact, DynamicInt8)
+        same = ~vanished & ~early
+        np.testing.assert_array_equal(codes[0][same], codes[1][same])
+        assert set((codes[0] - codes[1])[early]) <= {0, 1}
         assert name not in ("wide", "partly denormal") or vanished.any()
     # A product with a tiny scale may be denormal, which a backend may take for zero.
     normal = np.repeat(np.asarray(ours.scales), codec.block)[: x.size] > 1e-30

@@ -2,7 +2,7 @@ r"""Moments in eight bits, as bitsandbytes stores them.
 
 A code is a position in the dynamic map (`maps.dynamic_map`), a scale the largest
 magnitude of 256 values, and the code stored is the nearest to `x * (1 / scale)`; of
-two as near, the lower.
+two as near, the lower. Small second moments are rounded up early: see `DynamicInt8`.
 
 One table finds a code: the higher bits of a float name the nearest number, or two and
 the midpoint that decides between them. Another holds the numbers themselves.
@@ -55,16 +55,19 @@ class DynamicInt8:
     numbers as zero. Denormal numbers are stored exactly; whether decoding flushes them
     to zero is up to the backend.
 
-    Without a sign one code differs: a positive number is never stored as zero. It is
+    Without a sign two rules differ. A positive number is never stored as zero. It is
     stored at least as the least positive number of the map, 3.25e-7 of the scale.
     Otherwise Adam would take steps of hundreds of learning rates if gradients nearly
     vanish: it would divide a first moment that is not zero by a second one that is.
+    Between two of the 15 lowest numbers, up to 1.3e-4 of the scale, a number is rounded
+    up from a quarter of the way on. Otherwise a second moment would stand still while
+    its gradients grow to 25 times its root.
 
     Attributes:
       signed: Whether the map holds negative numbers: True for first moments, False
         for second moments, which then have one more bit.
-      rounds_to_zero: Whether positive numbers may be stored as zero, as in
-        bitsandbytes; of a signed map they always may.
+      rounds_to_zero: Whether positive numbers may be stored as zero, and all as the
+        nearest, as in bitsandbytes; of a signed map they always are.
 
     Example:
       >>> import jax.numpy as jnp
@@ -167,7 +170,8 @@ def _nearest(
       signed: Whether the map holds negative numbers.
       rounds_to_zero: Whether zero may be the nearest to what is not zero.
     """
-    formula, negative = formula_of(signed), pattern < 0
+    rounds = signed or rounds_to_zero
+    formula, negative = formula_of(signed, early=not rounds), pattern < 0
     # Of two numbers as near, the lower: below zero that is the larger magnitude. So
     # one bit more tells a midpoint that is met from one that lies between two floats.
     key = 2 * bits(scaled) + (negative.astype(jnp.int32) if signed else 0)
@@ -177,7 +181,6 @@ def _nearest(
         tpu=functools.partial(_position_by_lines, formula),
         default=functools.partial(_position_by_table, formula),
     )
-    rounds = signed or rounds_to_zero
     stays = key > np.int32(formula.edges[0]) if rounds else pattern > 0
     position = jnp.where(stays, jnp.maximum(position, formula.zero + 1), formula.zero)
     if signed:
@@ -200,19 +203,20 @@ def _position_by_table(
 def _position_by_lines(
     formula: "MapFormula", scaled: Float32[Array, "*shape"], key: Int32[Array, "*shape"]
 ) -> Int32[Array, "*shape"]:
-    columns = (formula.powers, formula.slopes, formula.midpoints.factors)
-    power, slope, factor = (np.float32(column[0]) for column in columns)
+    factors = formula.midpoints.factors
+    columns = (formula.powers, formula.slopes, formula.starts, factors)
+    power, slope, start, factor = (np.float32(column[0]) for column in columns)
     for edge, *entries in zip(
         formula.edges[1:-1], *(c[1:] for c in columns), strict=True
     ):
         above = key > np.int32(edge)
-        power, slope, factor = (
+        power, slope, start, factor = (
             jnp.where(above, np.float32(new), old)
-            for new, old in zip(entries, (power, slope, factor), strict=True)
+            for new, old in zip(entries, (power, slope, start, factor), strict=True)
         )
     # The midpoint nearest to the value, or one as near within rounding.
     t = jnp.round(scaled * slope + power * np.float32(8 / 9))
-    line = (np.float32(27) * t - np.float32(24) * power) * factor
+    line = (np.float32(27) * t - start) * factor
     t, first = t.astype(jnp.int32), power.astype(jnp.int32)
     midpoint = 2 * bits(line) + formula.midpoints.correction(t)
     position = t - 1 + (key > midpoint).astype(jnp.int32)

@@ -17,6 +17,11 @@ LOW_BITS = 16
 
 NEVER = 2 ** (LOW_BITS + 1)
 
+#: The lowest decades, whose numbers are far apart, and how far a second moment comes
+#: from one number to the next before it is stored as that one.
+EARLY_DECADES = 3
+EARLY = 0.25
+
 
 class DecadeLines(NamedTuple):
     """What float32 arithmetic needs to meet the entries of a map to the last bit.
@@ -44,10 +49,12 @@ class MapFormula(NamedTuple):
     """The map as arithmetic.
 
     A position counts numbers from zero on, so that decade e begins at a power of two.
+    Numbers that are rounded up early have another point between them for a midpoint.
 
     Attributes:
       powers: The first position of each decade.
       slopes: Positions a unit in each decade.
+      starts: Where the line of each decade's midpoints starts, in their multiples.
       edges: The midpoints below each decade and below 1, as `_nearest` compares them.
       zero: The position of 0.
       one: The position of 1.
@@ -62,6 +69,7 @@ class MapFormula(NamedTuple):
 
     powers: tuple[int, ...]
     slopes: tuple[float, ...]
+    starts: tuple[float, ...]
     edges: tuple[int, ...]
     zero: int
     one: int
@@ -71,8 +79,8 @@ class MapFormula(NamedTuple):
 
 
 @functools.cache
-def formula_of(signed: bool) -> MapFormula:
-    """The formula of a map."""
+def formula_of(signed: bool, early: bool = False) -> MapFormula:
+    """The formula of a map; `early`: its lowest decades are rounded up early."""
     numbers = dynamic_map(signed)[127 if signed else 0 :]
     zero = 0 if signed else 1
     powers = tuple(2**e for e in range(zero, zero + 7))
@@ -80,15 +88,24 @@ def formula_of(signed: bool) -> MapFormula:
     # By position: the number there, and the key of the midpoint below it.
     values = np.concatenate([np.zeros(zero, np.int32), numbers.view(np.int32)])
     keys = np.concatenate([np.zeros(zero + 1, np.int32), _keys(numbers)])
+    at = [EARLY if early and e < EARLY_DECADES else 0.5 for e in range(7)]
+    for power, share in zip(powers, at, strict=True):
+        if share != 0.5:
+            here = slice(power - zero, 2 * power - zero + 1)
+            keys[power + 1 : 2 * power + 1] = _keys_at(share, numbers[here])
+    starts = tuple(24 * p + 27 * (0.5 - x) for p, x in zip(powers, at, strict=True))
+    pairs = zip(powers, starts, strict=True)
+    multiples = [27.0 * np.arange(p + 1, 2 * p) - start for p, start in pairs]
     return MapFormula(
         powers=powers,
         slopes=tuple(p / (0.9 * top) for p, top in zip(powers, tops, strict=True)),
+        starts=starts,
         edges=tuple(int(keys[p]) for p in (*powers, 2 * powers[-1])),
         zero=zero,
         one=2 * powers[-1],
         midpoints=_lines(
             [np.arange(p + 1, 2 * p) for p in powers],
-            [27.0 * np.arange(1, p) + 3 * p for p in powers],
+            multiples,
             [top / (30 * p) for p, top in zip(powers, tops, strict=True)],
             # Without negative numbers a key is even, and which midpoints are met
             # makes no difference.
@@ -129,6 +146,12 @@ def _keys(numbers: np.ndarray) -> np.ndarray:
     last = middle - 4 + (~nearer_high).sum(axis=0).astype(np.int32)
     met = high - last.view(np.float32) == last.view(np.float32) - low
     return 2 * last + 1 - met
+
+
+def _keys_at(share: float, numbers: np.ndarray) -> np.ndarray:
+    """Twice the bits of the float that lies so far between each number and the next."""
+    low, high = numbers[:-1], numbers[1:]
+    return 2 * (low + np.float32(share) * (high - low)).view(np.int32)
 
 
 def _lines(
