@@ -15,9 +15,9 @@ from helpers import aot, link, reference
 from helpers.programs import MIB, assert_in_place, bfloat16, square, updating
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import arranged, named
-from paged_optax.engine import run
+from paged_optax.engine import run, stream
 from paged_optax.engine.page_size import cut
-from paged_optax.engine.pages import Pages, Storage
+from paged_optax.engine.pages import Storage
 from paged_optax.engine.run import Run
 from paged_optax.engine.streamed import Buffers, Streamed
 
@@ -30,11 +30,10 @@ _COMPILERS = [pytest.param(aot.h200, marks=_ON_GPU, id="h200"), aot.v5e]
 @pytest.fixture(params=["in turn", "both ways"])
 def together(monkeypatch, request):
     """Lets a CPU's leaves share pages too, as a GPU's do, and a page size for that."""
-    alone = Pages.shared
-    shared = lambda pages, leaves: pages if leaves == 1 else alone(pages, leaves)
 
     def switch():
-        monkeypatch.setattr(Pages, "shared", shared)
+        as_a_gpu = lambda run, geometry, *arrays: run(geometry.rows, *arrays)
+        monkeypatch.setattr(stream, "_by_backend", as_a_gpu)
         if request.param == "both ways":
             monkeypatch.setattr(run, "GPU_NEEDS_RAW_INDEX", False)
             monkeypatch.setattr(Run, "_swept", Run._duplex)
