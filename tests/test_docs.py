@@ -18,7 +18,7 @@ import paged_optax as po
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 #: Blocks that make an environment, which `.ci/run` runs.
-ENVIRONMENTS = {"test", "example"}
+ENVIRONMENTS = {"test", "example", "tunix"}
 #: What both begin with, in short.
 INSTALL = ["pip install .\n"]
 

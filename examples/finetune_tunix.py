@@ -1,0 +1,249 @@
+"""Fine-tune with Tunix: its own `PeftTrainer`, the moments in host memory.
+
+Tunix trains, accumulates gradients, saves and resumes as it always does; the optimizer
+is `paged_adamw_8bit`. `PagedPeftTrainer` below is all that a script of yours needs.
+
+    pip install ".[tunix]"
+    python examples/finetune_tunix.py                      # LoRA, on one device
+    python examples/finetune_tunix.py --method qlora --devices 4 --accumulate 2
+    python examples/finetune_tunix.py --output-dir out --steps 8     # saves,
+    python examples/finetune_tunix.py --output-dir out --steps 16    # and goes on
+    python examples/finetune_tunix.py --optimizer adamw    # Optax, to compare
+
+Without `--checkpoint` the model is a small Llama of random weights, and a token is a
+byte. With a folder of safetensors and Tunix's name for the model, it is that model:
+
+    python examples/finetune_tunix.py --checkpoint Llama-3.2-1B --model llama-3.2-1b
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Iterator
+from pydoc_data.topics import topics
+from unittest import mock
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import qwix
+import transformers
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from tunix.models import automodel
+from tunix.models.dummy_model_creator import create_dummy_model
+from tunix.models.llama3.model import Llama3, ModelConfig
+from tunix.sft import checkpoint_manager as manager
+from tunix.sft import utils
+from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig, TrainingInput
+
+import paged_optax as po
+
+#: Wide enough that adapters of rank 16 have the 4096 values of a moment in eight bits.
+TINY = dataclasses.replace(
+    ModelConfig.llama3p2_1b(),
+    **{"num_layers": 1, "vocab_size": 256, "embed_dim": 256, "hidden_dim": 512},
+    **{"num_heads": 4, "head_dim": 64, "num_kv_heads": 2, "weight_tying": False},
+)
+OPTIMIZERS = {
+    "adamw": optax.adamw,
+    "paged_adamw": functools.partial(po.paged_adamw, min_paged_size=0),
+    # Adapters are small leaves, and are paged all the same.
+    "paged_adamw_8bit": functools.partial(po.paged_adamw_8bit, min_paged_size=0),
+}
+
+
+# --- Tunix, with moments on the host -------------------------------------------
+
+
+class HostCheckpoints(manager.CheckpointManager):
+    """Tunix's checkpoints; a restore leaves arrays in the memory that they are in."""
+
+    def maybe_restore(
+        self,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer | None = None,
+        step: int | None = None,
+        restore_only_lora_params: bool = False,
+    ) -> tuple[int, dict[str, object]]:
+        restore = super().maybe_restore
+        step, metadata = restore(model, None, step, restore_only_lora_params)
+        if step and optimizer is not None:
+            state = nnx.state(optimizer, nnx.optimizer.OptState)
+            whole = jax.tree.leaves(nnx.state(model))[0].sharding
+            if isinstance(whole, NamedSharding):  # counts go to all of its devices
+                whole = NamedSharding(whole.mesh, PartitionSpec())
+            place = lambda x: {"sharding": x.sharding if x.ndim else whole}
+            shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, **place(x))
+            item = jax.tree.map(shape, state)
+            args = ocp.checkpoint_utils.construct_restore_args(item)
+            args = ocp.args.PyTreeRestore(item, restore_args=args)
+            args = ocp.args.Composite(optimizer_state=args)
+            found = self._checkpoint_manager.restore(step, args=args)
+            nnx.update(optimizer, found.optimizer_state)
+        return step, metadata
+
+
+class PagedPeftTrainer(PeftTrainer):
+    """Tunix's trainer, whose moments stay in host memory. For google-tunix 0.1.7.
+
+    Three places in Tunix know one memory only. Changed there as said here, they would
+    make this class unnecessary:
+
+    1. `CheckpointManager.maybe_restore` restores into concrete arrays, which Orbax
+       gives back typed as device memory, and on a mesh by `nnx.get_named_sharding`,
+       which names no memory, and does not fit moments of eight bits, whose arrays have
+       other axes than their parameter. Upstream: `maybe_restore` of `HostCheckpoints`,
+       by a `NamedSharding` on one device too, from which Orbax types arrays rightly.
+    2. `PeftTrainer.__init__` wraps the optimizer in `optax.MultiSteps`. It selects
+       between old and new moments in every micro-step, which XLA cannot in host memory
+       without copies. Upstream: leave an optimizer that is an `optax.MultiSteps`, as
+       `paged_optax.MultiSteps` is, as it is.
+    3. `PeftTrainer._shard_optimizer` constrains the state to the `PartitionSpec`s of
+       `nnx.get_partition_spec`, which move all moments to the devices. Upstream: leave
+       arrays that have a `NamedSharding` of the mesh where they are.
+
+    Its arguments are Tunix's; the optimizer is of `paged_optax`, alone or in a chain.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        optimizer: optax.GradientTransformation,
+        training_config: TrainingConfig,
+        **options: object,
+    ):
+        # Tunix restores while it is constructed, and is given no manager.
+        with mock.patch.object(manager, "CheckpointManager", HostCheckpoints):
+            super().__init__(model, optimizer, training_config, **options)
+        if (every := training_config.gradient_accumulation_steps) is not None:
+            self.optimizer.tx = po.MultiSteps(optimizer, every)
+        self._shard_optimizer()
+
+    def _shard_optimizer(self, mesh: Mesh | None = None) -> None:
+        """Has every array where `init` puts it, and typed so."""
+        params = nnx.state(self.model, self.optimizer.wrt)
+        state = po.place_state(self.optimizer.tx, self.optimizer.opt_state, params)
+        self.optimizer.opt_state = nnx.data(state)
+
+
+# --- The model and the text ----------------------------------------------------
+
+
+def new_model(args: argparse.Namespace, mesh: Mesh | None) -> nnx.Module:
+    """The model of a checkpoint, or a random one; with adapters, if asked for."""
+    if args.checkpoint:
+        model = automodel.create_model_from_safe_tensors(
+            args.model, args.checkpoint, automodel.call_model_config(args.model), mesh
+        )
+    else:  # Given the mesh, Tunix draws other values for each copy of an array.
+        model = create_dummy_model(Llama3, TINY, random_seed=args.seed, scale=0.1)
+    if args.method != "full":
+        nf4 = {"weight_qtype": "nf4", "tile_size": 64}
+        provider = qwix.LoraProvider(
+            module_path=".*(q_proj|k_proj|v_proj|gate_proj|up_proj|down_proj)",
+            rank=args.rank,
+            alpha=2 * args.rank,
+            **(nf4 if args.method == "qlora" else {}),
+        )
+        model = qwix.apply_lora_to_model(
+            model, provider, rngs=nnx.Rngs(args.seed), **model.get_model_input()
+        )
+    if mesh is not None:  # what is new is divided as the model says
+        state = nnx.state(model)
+        specs = nnx.get_partition_spec(state)
+        nnx.update(model, jax.lax.with_sharding_constraint(state, specs))
+    return model
+
+
+def batches(args: argparse.Namespace) -> Iterator[TrainingInput]:
+    """Windows of Python's reference manual, always the same for the same arguments."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    if args.checkpoint:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.checkpoint)
+        tokens = np.asarray(tokenizer.encode(text), np.int32)
+    else:
+        tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    random = np.random.default_rng(args.seed)
+    for _ in range(args.steps * args.accumulate):
+        starts = random.integers(len(tokens) - args.length, size=(args.batch, 1))
+        window = tokens[starts + np.arange(args.length)]
+        yield TrainingInput(input_tokens=window, input_mask=np.ones_like(window, bool))
+
+
+def model_input(batch: TrainingInput) -> dict[str, jax.Array]:
+    """What Tunix's loss function takes, of what its training data are."""
+    return {
+        "input_tokens": batch.input_tokens,
+        "input_mask": batch.input_mask,
+        "positions": utils.build_positions_from_mask(batch.input_mask),
+        "attention_mask": utils.make_causal_attn_mask(batch.input_mask),
+    }
+
+
+# --- The program ---------------------------------------------------------------
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    defaults = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(formatter_class=defaults)
+    add = parser.add_argument
+    add("--method", choices=("full", "lora", "qlora"), default="lora")
+    add("--optimizer", choices=OPTIMIZERS, default="paged_adamw_8bit")
+    add("--devices", type=int, choices=(1, 4), default=1, help="4: a mesh of 2 x 2")
+    add("--steps", type=int, default=8, help="updates, in all")
+    add("--accumulate", type=int, default=1, help="batches of an update")
+    add("--batch", type=int, default=8, help="sequences of a batch")
+    add("--length", type=int, default=64, help="tokens of a sequence")
+    add("--rank", type=int, default=16, help="of the adapters")
+    add("--learning-rate", type=float, default=1e-3, help="constant")
+    add("--seed", type=int, default=0, help="of weights and batches")
+    add("--checkpoint", help="a folder of safetensors and their tokenizer")
+    add("--model", default="llama-3.2-1b", help="Tunix's name of the checkpoint's")
+    add("--output-dir", type=pathlib.Path, help="saves there, and resumes from there")
+    return parser.parse_args(argv)
+
+
+def losses_of(trainer: PeftTrainer) -> np.ndarray:
+    """The loss of each update of this run."""
+    log, name = trainer.metrics_logger, ("", "loss", "train")
+    return log.get_metric_history(*name) if log.metric_exists(*name) else np.zeros(0)
+
+
+def main(argv: list[str] | None = None) -> PeftTrainer:
+    """Trains, and says what happened. Returns the trainer."""
+    args = parse_arguments(argv)
+    if args.devices > 1:
+        with contextlib.suppress(RuntimeError):  # JAX has started already
+            jax.config.update("jax_num_cpu_devices", args.devices)
+    mesh, axes = None, (AxisType.Auto,) * 2
+    if args.devices > 1:
+        devices = jax.devices()[: args.devices]
+        mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axes, devices=devices)
+    config = TrainingConfig(
+        eval_every_n_steps=args.steps,
+        max_steps=args.steps,
+        gradient_accumulation_steps=args.accumulate if args.accumulate > 1 else None,
+        checkpoint_root_directory=args.output_dir and str(args.output_dir.resolve()),
+        pbar_description=None,
+    )
+    with mesh or contextlib.nullcontext():
+        optimizer = OPTIMIZERS[args.optimizer](args.learning_rate)
+        kind = PeftTrainer if args.optimizer == "adamw" else PagedPeftTrainer
+        trainer = kind(new_model(args, mesh), optimizer, config)
+        trainer = trainer.with_gen_model_input_fn(model_input)
+        print(f"{args.method}, {args.optimizer}, after step {trainer.train_steps}")
+        trainer.train(batches(args))
+    print("losses:", " ".join(f"{loss:.4f}" for loss in losses_of(trainer)))
+    for name in ("model", "optimizer"):
+        state = nnx.state(getattr(trainer, name))
+        sizes = po.device_bytes(state) / 2**20, po.host_bytes(state) / 2**20
+        print(f"{name}: {sizes[0]:.2f} MiB on the device, {sizes[1]:.2f} on the host")
+    return trainer
+
+
+if __name__ == "__main__":
+    main()
