@@ -51,7 +51,7 @@ TINY = dataclasses.replace(
 OPTIMIZERS = {
     "adamw": optax.adamw,
     "paged_adamw": functools.partial(po.paged_adamw, min_paged_size=0),
-    # Adapters are small leaves, and are paged all the same.
+    # A tiny model's moments are paged too.
     "paged_adamw_8bit": functools.partial(po.paged_adamw_8bit, min_paged_size=0),
 }
 
