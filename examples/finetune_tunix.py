@@ -42,7 +42,7 @@ from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig, TrainingInput
 
 import paged_optax as po
 
-#: Wide enough that adapters of rank 16 have the 4096 values of a moment in eight bits.
+#: Wide enough that most adapters of rank 16 have the 4096 values of eight-bit moments.
 TINY = dataclasses.replace(
     ModelConfig.llama3p2_1b(),
     **{"num_layers": 1, "vocab_size": 256, "embed_dim": 256, "hidden_dim": 512},

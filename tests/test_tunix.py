@@ -96,7 +96,8 @@ def test_as_with_plain_optax(program, train, method, optimizer, devices, tmp_pat
     np.testing.assert_allclose(losses, program.losses_of(plain), rtol=tolerance)
     if eight_bits:
         stored = sum(x.nbytes for x in moments(whole))
-        assert stored < 0.3 * sum(x.nbytes for x in moments(plain))
+        # Adapters of fewer than 4096 values, of keys and values, stay in float32.
+        assert stored < 0.35 * sum(x.nbytes for x in moments(plain))
     else:
         for x, y in zip(moments(whole), moments(plain), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6 * np.abs(y).max())
