@@ -6,8 +6,11 @@ import pytest
 
 import paged_optax as po
 from paged_optax.backend import memory
-from paged_optax.engine import backend_check
+from paged_optax.engine import backend_check, run
+from paged_optax.engine.exchange import Exchange
 from paged_optax.engine.page_size import Storage, cut
+from paged_optax.engine.run import Run
+from paged_optax.engine.transfer import PagedArray
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +70,96 @@ def test_it_does_not_run_where_nothing_can_be_paged(monkeypatch):
     )
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"device"}
     assert calls == []
+
+
+# -- what it is for --------------------------------------------------------------
+
+
+def in_turn(monkeypatch):
+    """Each page is read, computed and written before the next one."""
+
+
+def both_ways_on_a_gpu(monkeypatch):
+    """The next page is read while one is written; the last is computed apart."""
+    monkeypatch.setattr(run, "GPU_NEEDS_RAW_INDEX", False)
+    monkeypatch.setattr(Run, "_swept", Run._duplex)
+
+
+def both_ways_on_a_tpu(monkeypatch):
+    """The same in pages of whole tiles, which one loop computes."""
+    choose = lambda *x, default=None, **ways: ways.get("tpu", default)(*x)
+    monkeypatch.setattr(jax.lax, "platform_dependent", choose)
+
+
+@pytest.fixture(params=[in_turn, both_ways_on_a_gpu, both_ways_on_a_tpu])
+def schedule(request, monkeypatch):
+    request.param(monkeypatch)
+    jax.clear_caches()
+    yield request.param
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+def shifted(ways, count, unit):
+    """Transfers at a place that is some rows, or pages, from their own."""
+
+    def break_it(monkeypatch):
+        for way in ways:
+            right = getattr(PagedArray, way)
+
+            def wrong(part, x, *others, right=right):
+                *page, at = others
+                rows = count * (part.pages.size if unit == "page" else 1)
+                there = at._replace(start=at.start + rows, unit=at.unit + rows)
+                return right(part, x, *page, there if part.travels else at)
+
+            monkeypatch.setattr(PagedArray, way, wrong)
+
+    return break_it
+
+
+def exchanged(monkeypatch):
+    """Reads go where writes should, and writes where reads should."""
+    right = Exchange.__call__
+    monkeypatch.setattr(
+        Exchange,
+        "__call__",
+        lambda exchange, current, results, at, ahead, *rest: right(
+            exchange, current, results, ahead, at, *rest
+        ),
+    )
+    # In turn both are at one place: there each moment is read where the other's are.
+    read = Run._read
+
+    def others(self, p, at, current):
+        theirs = dict(zip(self.streams, reversed(self.streams), strict=True)).get(p, p)
+        return read(self, p, at, current | {p: current[theirs]})
+
+    monkeypatch.setattr(Run, "_read", others)
+
+
+MUTATIONS = {
+    f"{' and '.join(ways)}s {count:+} {unit}": shifted(ways, count, unit)
+    for ways in (["read"], ["write"], ["read", "write"])
+    for count in (1, -1)
+    for unit in ("page", "row")
+} | {"reads and writes exchanged": exchanged}
+
+
+def test_it_goes_the_way_it_says(schedule, monkeypatch):
+    """Sound schedules pass; both ways are taken where they are meant to be."""
+    calls = []
+    right = Exchange.__call__
+    counted = lambda *args: (calls.append(None), right(*args))[1]
+    monkeypatch.setattr(Exchange, "__call__", counted)
+    backend_check.run_check("cpu")
+    assert bool(calls) == (schedule is not in_turn)
+
+
+@pytest.mark.quick("gpu-reads +1 row", "in_turn-reads and writes exchanged")
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_wrong_addresses_are_refused(schedule, mutation, monkeypatch):
+    """By a page or by a row, of reads, of writes, or of both; and the two exchanged."""
+    MUTATIONS[mutation](monkeypatch)
+    with pytest.raises(backend_check.BackendError, match="corrupts pages on cpu: rows"):
+        backend_check.run_check("cpu")

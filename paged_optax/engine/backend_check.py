@@ -30,8 +30,13 @@ class BackendError(RuntimeError):
 def check_backend() -> None:
     """Sends distinct pages through the engine and compares them, once a process.
 
-    Runs on accelerators only: milliseconds, and a moment of compiling before.
-    `PAGED_OPTAX_SELF_CHECK=0` in the environment switches it off.
+    Runs on accelerators only. `PAGED_OPTAX_SELF_CHECK=0` in the environment switches it
+    off. It costs the compilation of three small programs, once a process: 0.4 to 0.5
+    seconds on one core for XLA:CPU, and 2 to 7 milliseconds for the run (jax 0.10.2 and
+    0.12.0.1, on a CPU; an accelerator's compiler takes longer).
+
+    It sees moments that are read or written a row or a page from their place, in either
+    direction, and reads that take the place of writes, in turn and both ways at once.
 
     Raises:
       BackendError: If a page came back wrong.
