@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import PyTree
 
+from paged_optax.backend.given import refuse_no_arrays
 from paged_optax.backend.key_paths import slashed
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.progress import LARGE, track
@@ -71,6 +72,7 @@ def to_bitsandbytes(
       bitsandbytes, `optim/optimizer.py <https://github.com/bitsandbytes-foundation>`_.
     """
     leaves = leaves_of(state)
+    refuse_no_arrays("params", params)
     shapes = {
         slashed(path): x.shape
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
@@ -126,7 +128,8 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[str, Entry]) -> PyTree:
       The state; every array is where that of `state` was.
 
     Raises:
-      ValueError: If a parameter is missing, or an array does not fit.
+      ValueError: If a parameter is missing, an array does not fit, or a step is no
+        count. The message names the parameter and the field.
 
     Example:
       >>> import jax.numpy as jnp, paged_optax as po
@@ -141,8 +144,11 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[str, Entry]) -> PyTree:
     References:
       bitsandbytes, `optim/optimizer.py <https://github.com/bitsandbytes-foundation>`_.
     """
-    steps = {name: int(x["step"]) for name, x in entries.items() if "step" in x}
-    leaves, values = leaves_of(state), []
+    leaves, values = leaves_of(state), list[PyTree]()
+    _refuse_unmapped("entries", entries)
+    for name, entry in entries.items():
+        _refuse_unmapped(f"the entry of parameter {name!r}", entry)
+    steps = {name: _step(name, x) for name, x in entries.items() if "step" in x}
     for leaf in _shown(leaves, state):
         value = leaf.value
         if leaf.is_count and leaf.field == "count":
@@ -154,7 +160,7 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[str, Entry]) -> PyTree:
             if leaf.parameter not in entries:
                 raise ValueError(
                     f"entries have no parameter {leaf.parameter!r}: they have"
-                    f" {', '.join(map(repr, list(entries)[:3]))}, ..."
+                    f" {', '.join(map(repr, list(entries)[:3])) or 'none'}."
                 )
             value = _read(entries[leaf.parameter], leaf)
         values.append(value)
@@ -166,35 +172,88 @@ def _shown(leaves: Sequence[StateLeaf], state: PyTree) -> Iterator[StateLeaf]:
     return track(leaves, "moments", len(leaves), shown=nbytes(state) >= LARGE)
 
 
+def _refuse_unmapped(what: str, given: object) -> None:
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"{what} is of type {type(given).__name__}: pass a mapping, as in"
+            ' bitsandbytes\' state_dict()["state"].'
+        )
+
+
+def _numbers(parameter: str, name: str, given: object) -> np.ndarray:
+    """An array of an entry; nothing is converted."""
+    try:
+        found = np.asarray(given)
+        why = f"it is of dtype {found.dtype}"
+    except (TypeError, ValueError) as error:
+        found, why = np.zeros(0, object), str(error)
+    if not jnp.issubdtype(found.dtype, np.number):
+        raise ValueError(
+            f"{name!r} of parameter {parameter!r} is no array of numbers: {why}."
+        )
+    return found
+
+
+def _step(parameter: str, entry: Entry) -> int:
+    """The step of an entry; a state counts in 32 bits."""
+    step = _numbers(parameter, "step", entry["step"])
+    if step.ndim or not 0 <= step < 2**31 or step != np.floor(step):
+        shown = str(step) if step.size < 9 else f"{step.dtype}{list(step.shape)}"
+        raise ValueError(
+            f"'step' of parameter {parameter!r} is {shown}: a step is a whole number"
+            " from 0 to 2^31 - 1."
+        )
+    return int(step)
+
+
 def _read(entry: Entry, leaf: StateLeaf) -> PyTree[Array]:
     number, position = _FIELDS[leaf.field]
+    state, absmax, qmap = f"state{number}", f"absmax{number}", f"qmap{number}"
 
-    def given(name: str) -> np.ndarray:
+    def held(name: str) -> np.ndarray:
         if name not in entry:
             raise ValueError(
                 f"the entry of parameter {leaf.parameter!r} has no {name!r}: it has"
-                f" {', '.join(sorted(entry))}."
+                f" {', '.join(sorted(map(str, entry)))}."
             )
-        array = np.asarray(entry[name])
-        return array if position is None else array[position]
+        return _numbers(leaf.parameter, name, entry[name])
+
+    def given(name: str) -> np.ndarray:
+        array = held(name)
+        if position is None:
+            return array
+        if not array.ndim or len(array) <= position:
+            raise ValueError(
+                f"{name!r} of parameter {leaf.parameter!r} has shape"
+                f" {list(array.shape)}, where two moments are stacked."
+            )
+        return array[position]
 
     if not isinstance(leaf.value, Quantized):
-        return _fitting(given(f"state{number}"), leaf.value, leaf, number)
-    qmap = np.asarray(entry.get(f"qmap{number}", np.zeros(0)), np.float32)
+        return _fitting(given(state), leaf.value, leaf, state)
     plain = _codec(number)
-    wanted_map = dynamic_map(plain.signed)
+    wanted = dynamic_map(plain.signed)
+    found = held(qmap)
     # PyTorch's linspace rounds differently from release to release.
-    if qmap.shape != wanted_map.shape or not np.allclose(qmap, wanted_map, 1e-6, 0):
+    if found.shape != wanted.shape or not np.allclose(found, wanted, 1e-6, 0):
         raise ValueError(
-            f"qmap{number} of parameter {leaf.parameter!r} is not the dynamic map:"
-            " its codes mean other numbers."
+            f"{qmap!r} of parameter {leaf.parameter!r} is not the dynamic map: its"
+            " codes mean other numbers."
         )
-    codes, scales = given(f"state{number}"), given(f"absmax{number}")
-    found = Quantized(codes, scales)
-    if _described(found) == _described(plain.stored(codes.shape)):
-        found = _arranged_like(leaf.value, found, plain)
-    return jax.tree.map(
-        lambda x, old: _fitting(x, old, leaf, number), found, leaf.value
+    moment = Quantized(given(state), given(absmax))
+    right = plain.stored(moment.codes.shape)
+    if moment.codes.dtype == right.codes.dtype:
+        if _described(moment.scales) != _described(right.scales):
+            raise ValueError(
+                f"{absmax!r} of parameter {leaf.parameter!r} is"
+                f" {moment.scales.dtype}{list(moment.scales.shape)}, and {state!r} of"
+                f" {list(moment.codes.shape)} has"
+                f" {right.scales.dtype}{list(right.scales.shape)}."
+            )
+        moment = _arranged_like(leaf.value, moment, plain)
+    return Quantized(
+        _fitting(moment.codes, leaf.value.codes, leaf, state),
+        _fitting(moment.scales, leaf.value.scales, leaf, absmax),
     )
 
 
@@ -224,12 +283,12 @@ def _described(tree: PyTree) -> PyTree:
 
 
 def _fitting(
-    array: Array | np.ndarray, old: Array, leaf: StateLeaf, number: str
+    array: Array | np.ndarray, old: Array, leaf: StateLeaf, name: str
 ) -> Array:
     """An array in the place of one of a state."""
     if (array.shape, array.dtype) != (old.shape, old.dtype):
         raise ValueError(
-            f"'state{number}' of parameter {leaf.parameter!r} would be stored as"
+            f"{name!r} of parameter {leaf.parameter!r} would be stored as"
             f" {array.dtype}{list(array.shape)}, and the state holds"
             f" {old.dtype}{list(old.shape)}."
         )

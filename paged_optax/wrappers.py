@@ -19,6 +19,11 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
+from paged_optax.backend.given import (
+    refuse_no_count,
+    refuse_no_function,
+    refuse_no_transformation,
+)
 from paged_optax.backend.memory import on_host
 from paged_optax.transform.gates import only_if, restart_if
 
@@ -58,6 +63,11 @@ class _Wrapped(NamedTuple):
         params: optax.Params | None = None,
         **extra_args: object,
     ) -> tuple[optax.Updates, PyTree]:
+        if not hasattr(state, self.field):
+            raise ValueError(
+                f"state, of type {type(state).__name__}, has no {self.field}: pass the"
+                " state that init of this wrapper made, not that of what it wraps."
+            )
         old = getattr(state, self.field)
         blank = state._replace(**{self.field: jnp.asarray(False)})
         passed, outer = self.update(updates, blank, params, **extra_args)
@@ -91,6 +101,7 @@ def _around(
     *,
     zero: bool,
 ) -> optax.GradientTransformationExtraArgs:
+    refuse_no_transformation("inner", inner)
     inner = optax.with_extra_args_support(inner)
     wrapped = _Wrapped(wrapper.init, wrapper.update, inner, "inner_state", zero)
     return optax.GradientTransformationExtraArgs(
@@ -119,7 +130,9 @@ class MultiSteps(optax.MultiSteps):
       An object with `init`, `update`, `has_updated` and `gradient_transformation`.
 
     Raises:
-      ValueError: As `optax.MultiSteps`.
+      ValueError: As `optax.MultiSteps`; and if `opt` is no transformation, or there are
+        no micro-steps in a step.
+      TypeError: If `every_k_schedule` is neither an int nor a function.
 
     Example:
       >>> import jax.numpy as jnp, paged_optax as po
@@ -145,6 +158,9 @@ class MultiSteps(optax.MultiSteps):
         should_skip_update_fn: (Callable[..., tuple[ArrayLike, PyTree]] | None) = None,
         accumulator_dtype: DTypeLike = jnp.float32,
     ):
+        refuse_no_transformation("opt", opt)
+        if not callable(every_k_schedule):
+            refuse_no_count("every_k_schedule", every_k_schedule, 1)
         super().__init__(
             _PROBE,
             every_k_schedule,
@@ -208,6 +224,7 @@ def apply_if_finite(
     References:
       `optax.apply_if_finite`, whose own code counts the errors.
     """
+    refuse_no_count("max_consecutive_errors", max_consecutive_errors, 0)
     return _around(
         optax.apply_if_finite(_PROBE, max_consecutive_errors), inner, zero=True
     )
@@ -243,6 +260,7 @@ def conditionally_transform(
     References:
       `optax.conditionally_transform`, whose own code asks the condition.
     """
+    refuse_no_function("should_transform_fn", should_transform_fn)
     wrapper = optax.conditionally_transform(
         _PROBE, should_transform_fn, forward_extra_args
     )
@@ -278,6 +296,7 @@ def conditionally_mask(
     References:
       `optax.conditionally_mask`, whose own code asks the condition.
     """
+    refuse_no_function("should_transform_fn", should_transform_fn)
     wrapper = optax.conditionally_mask(_PROBE, should_transform_fn, forward_extra_args)
     return _around(wrapper, inner, zero=True)
 
@@ -317,13 +336,20 @@ def lookahead(
       `optax.lookahead`; Zhang et al., `Lookahead Optimizer: k steps forward, 1 step
       back <https://arxiv.org/abs/1907.08610>`_, 2019.
     """
+    refuse_no_transformation("fast_optimizer", fast_optimizer)
+    refuse_no_count("sync_period", sync_period, 1)
     wrapper = optax.lookahead(fast_optimizer, sync_period, slow_step_size)
-    if not reset_state:
-        return wrapper
 
     def update(
         updates: optax.Updates, state: PyTree, params: PyTree = None
     ) -> tuple[optax.Updates, PyTree]:
+        if not (hasattr(params, "fast") and hasattr(params, "slow")):
+            raise ValueError(
+                f"params is of type {type(params).__name__}: pass the"
+                " optax.LookaheadParams that init was given."
+            )
+        if not reset_state:
+            return wrapper.update(updates, state, params)
         syncs = state.steps_since_sync == sync_period - 1
         with restart_if(syncs):
             updates, state = wrapper.update(updates, state, params)

@@ -35,4 +35,10 @@ def name_of(path: Path) -> str:
       >>> name_of("/block/0"), name_of((jax.tree_util.DictKey("block"),))
       ('block/0', 'block')
     """
-    return path.strip("/") if isinstance(path, str) else slashed(path)
+    if isinstance(path, str):
+        return path.strip("/")
+    if not isinstance(path, tuple):
+        raise TypeError(
+            f"path={path!r} is no path: pass such as 'blocks/0/kernel', or JAX's keys."
+        )
+    return slashed(path)

@@ -37,7 +37,9 @@ def parse_bytes(name: str, size: object) -> int:
                 f"{name}={size!r} is not a size: write bytes as an int, or a number"
                 f" with one of {', '.join(_UNITS)}, such as '16MiB'."
             )
-        return int(float(match[1]) * unit)
+        if (found := float(match[1]) * unit) >= 2**63:
+            raise ValueError(f"{name}={size!r} is more than 2^63 bytes.")
+        return int(found)
     if isinstance(size, bool) or not isinstance(size, int):
         way_out = ""
         if isinstance(size, jax.Array):

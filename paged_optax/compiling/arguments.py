@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Hashable, Iterable
 
+import jax
 from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import keystr
@@ -16,7 +17,16 @@ Keys = tuple[Key, ...]
 
 def several(keys: Key | Iterable[Key]) -> Keys:
     """One position or name, or several, each once."""
-    return (keys,) if isinstance(keys, int | str) else tuple(dict.fromkeys(keys))
+    if isinstance(keys, int | str):
+        return (keys,)
+    found = tuple(dict.fromkeys(keys)) if isinstance(keys, Iterable) else (keys,)
+    for key in found:
+        if not isinstance(key, int | str):
+            raise TypeError(
+                f"{key!r} names no argument: pass positions in donate_argnums and"
+                " static_argnums, and names in donate_argnames."
+            )
+    return found
 
 
 def label(key: Key) -> str:
@@ -46,6 +56,25 @@ def names_by_position(signature: inspect.Signature | None) -> list[str]:
         inspect.Parameter.POSITIONAL_ONLY,
     )
     return [x.name if x.kind == named else "" for x in every if x.kind in (named, bare)]
+
+
+def refuse_other_types(
+    values: tuple[PyTree, ...], keys: Keys, compiled_for: PyTree
+) -> None:
+    """Refuses arrays of other shapes or dtypes than a step was compiled for.
+
+    JAX does so too, and names them by what compiles the step.
+    """
+    flat = jax.tree_util.tree_flatten_with_path(values)[0]
+    for (path, x), wanted in zip(flat, jax.tree.leaves(compiled_for), strict=True):
+        found = jax.typeof(x)
+        if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+            described = lambda x: f"{x.dtype}{list(x.shape)}"
+            raise TypeError(
+                f"{place_of(keys, path)} is {described(found)}, and the step was"
+                f" compiled for {described(wanted)}: make another step for these"
+                " arguments."
+            )
 
 
 def place_of(keys: Keys, path: KeyPath) -> str:

@@ -16,6 +16,7 @@ from paged_optax.compiling.arguments import (
     Keys,
     label,
     names_by_position,
+    refuse_other_types,
     same_constants,
     several,
     signature,
@@ -84,6 +85,7 @@ class Step:
         except (TypeError, ValueError):
             if jax.tree.structure(values) == made.structure:
                 refuse_moved(values, made.keys, made.hosted)
+                refuse_other_types(values, made.keys, made.compiled.in_avals)
             raise
 
     def compile(self, *args: PyTree, **kwargs: PyTree) -> None:

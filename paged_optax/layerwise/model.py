@@ -11,6 +11,7 @@ from jax.custom_derivatives import CustomVJPPrimal
 from jax.typing import ArrayLike
 from jaxtyping import Float, PyTree
 
+from paged_optax.backend.given import shown
 from paged_optax.backend.memory import HOST
 from paged_optax.layerwise.slices import LayerIndex, kept, put, upwards
 from paged_optax.layerwise.weights import Weights
@@ -86,14 +87,15 @@ class Model:
 
     def enter(self, rest: Rest, batch: PyTree) -> tuple[PyTree[Array], PyTree]:
         """The first layer's input, and the context."""
-        x, context = self.prologue(rest, batch)
+        x, context = _pair("prologue", "x, context", self.prologue(rest, batch))
         return jax.tree.map(jnp.asarray, x), context
 
     def through(
         self, weights: PyTree[Array], x: PyTree, context: PyTree, i: LayerIndex
     ) -> tuple[PyTree[Array], PyTree[Array]]:
         """One layer's output, and what it keeps."""
-        return jax.tree.map(jnp.asarray, self.layer(weights, x, context, i))
+        made = _pair("layer", "x, kept", self.layer(weights, x, context, i))
+        return jax.tree.map(jnp.asarray, made)
 
     def forward(
         self,
@@ -151,7 +153,13 @@ class Model:
             rest: Rest, inputs: list[Array], floats: list[Array]
         ) -> tuple[ArrayLike, PyTree]:
             result = self.epilogue(rest, merge_x(inputs), merge_kept(floats), batch)
-            return result if isinstance(result, tuple) else (result, None)
+            value, metrics = result if isinstance(result, tuple) else (result, None)
+            if jnp.shape(value):
+                raise ValueError(
+                    f"epilogue returns a loss of shape {jnp.shape(value)}: a loss is"
+                    " one number, such as its mean."
+                )
+            return value, metrics
 
         (value, metrics), gradients = jax.value_and_grad(
             loss, argnums=(0, 1, 2), has_aux=True
@@ -243,6 +251,17 @@ def parted(tree: PyTree, chosen: Sequence[bool]) -> tuple[list[Array], Merge]:
         )
 
     return [x for x, yes in zip(leaves, chosen, strict=True) if yes], merge
+
+
+def _pair(function: str, names: str, made: PyTree) -> tuple[PyTree, PyTree]:
+    """What one of the user's functions returns, which must be two things."""
+    if not isinstance(made, (tuple, list)) or len(made) != 2:
+        raise TypeError(
+            f"{function} returns {shown(made)}: it returns ({names}), of which the"
+            " second may be None."
+        )
+    first, second = made
+    return first, second
 
 
 def _refuse_other_input(x: PyTree[Array], made: PyTree[jax.ShapeDtypeStruct]) -> None:

@@ -10,6 +10,11 @@ from jax import Array
 from jaxtyping import Int, PyTree
 
 from paged_optax.backend.explicit_axes import automatically
+from paged_optax.backend.given import (
+    refuse_no_function,
+    refuse_no_rate,
+    refuse_no_transformation,
+)
 from paged_optax.backend.key_paths import keystr
 from paged_optax.layerwise.layer_update import Applied
 from paged_optax.layerwise.model import Model
@@ -128,8 +133,11 @@ def layerwise_step(
     """
     if clip not in ("global", "layer"):
         raise ValueError(f"clip={clip!r} is neither 'global' nor 'layer'.")
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm={max_norm} is not positive: pass None not to clip.")
+    refuse_no_transformation("tx", tx)
+    for name, x in (("prologue", prologue), ("layer", layer), ("epilogue", epilogue)):
+        refuse_no_function(name, x)
+    if max_norm is not None:
+        refuse_no_rate("max_norm", max_norm)
     model = Model(prologue, layer, epilogue, activations_on_host)
 
     def step(
@@ -145,6 +153,11 @@ def layerwise_step(
         _refuse_integers(params)
         if accumulate:
             _refuse_other_counts(batch)
+        if not isinstance(workspace, GradientWorkspace):
+            raise TypeError(
+                f"workspace is of type {type(workspace).__name__}: pass what"
+                " GradientWorkspace.allocate(params['layers']) makes."
+            )
         workspace.check(parts.layers)
         applied = Applied(tx, params, parts, state, workspace.gradients)
         norms = Norms(max_norm, clip, widest(parts.rest, workspace.gradients))

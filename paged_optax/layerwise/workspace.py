@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.arrays import is_committed
+from paged_optax.backend.given import checked_dtype, refuse_no_arrays, shown
 from paged_optax.backend.key_paths import keystr, slashed
 from paged_optax.backend.memory import (
     DEVICE,
@@ -100,13 +101,23 @@ class GradientWorkspace:
           ValueError: If a leaf has no leading axis, or another length than the others;
             if a leaf is complex and a dtype that is asked for is not.
         """
+        refuse_no_arrays("layers", layers)
+        if dtype is not None:
+            dtype = checked_dtype("dtype", dtype)
+        if host_dtype is not None:
+            host_dtype = checked_dtype("host_dtype", host_dtype)
         flat, structure = jax.tree_util.tree_flatten_with_path(layers)
         names = [slashed(path) for path, _ in flat]
         stacks = [x for _, x in flat]
         length_of(layers)
         _refuse_real("dtype", dtype, flat)
         _refuse_real("host_dtype", host_dtype, flat)
-        patterns = [accumulate] if isinstance(accumulate, str) else list(accumulate)
+        patterns = [accumulate] if isinstance(accumulate, str) else accumulate
+        if not isinstance(patterns, Sequence):
+            raise TypeError(
+                f"accumulate={shown(accumulate)} is neither a pattern nor a list of"
+                " patterns, such as '*norm*'."
+            )
         make = lambda x, shape, dtype: _zeros(
             x, shape, x.dtype if dtype is None else dtype
         )
@@ -132,7 +143,17 @@ class GradientWorkspace:
 
         Returns:
           The workspace.
+
+        Raises:
+          ValueError: If they are of other shapes than one layer's.
         """
+        refuse_no_arrays("gradients", gradients)
+        described = lambda tree: jax.tree.map(lambda x: x.shape, tree)
+        found, wanted = described(gradients), described(self.gradients)
+        if found != wanted:
+            raise ValueError(
+                f"gradients of the shapes {found} are not those of one layer: {wanted}."
+            )
         held, structure = jax.tree.flatten(self.gradients)
         written = [
             old + new.astype(old.dtype) if adds else new.astype(old.dtype)
@@ -209,6 +230,7 @@ def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
       'pinned_host'
     """
     smallest = parse_bytes("min_size", min_size)
+    refuse_no_arrays("layers", layers)
 
     def place(x: Array | jax.ShapeDtypeStruct) -> Array | jax.ShapeDtypeStruct:
         if not goes_in_slabs(x) or nbytes(x) // x.shape[0] < smallest or on_host(x):

@@ -10,6 +10,7 @@ from typing import overload
 import optax
 from jax.typing import DTypeLike
 
+from paged_optax.backend.given import refuse_no_arrays, refuse_no_rate, shown
 from paged_optax.backend.memory import (
     device_share,
     host_pool_bytes,
@@ -213,6 +214,8 @@ def what_fits(
 
     Raises:
       ValueError: If an argument is not usable.
+      TypeError: If `params` is no tree of arrays, the rate no number, or
+        `layers` no text.
 
     Example:
       >>> import paged_optax as po
@@ -228,6 +231,10 @@ def what_fits(
         raise ValueError(
             f"device_memory={device_memory!r} is none: pass such as '24GiB'."
         )
+    refuse_no_arrays("params", params)
+    if not isinstance(layers, str):
+        raise TypeError(f"layers={shown(layers)} is not a key, such as 'layers'.")
+    refuse_no_rate("link_gigabytes_per_second", link_gigabytes_per_second)
     inner = optax.adamw(1e-3) if inner is None else inner
     parameters = nbytes(params)
 

@@ -4,6 +4,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from paged_optax.backend.given import refuse_no_arrays, refuse_no_mesh
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.engine.shards import spec_of_axes
 
@@ -23,6 +24,9 @@ def fully_sharded(
     Returns:
       A `NamedSharding` for each parameter.
 
+    Raises:
+      TypeError: If `mesh` is no mesh, or `params` no tree of arrays.
+
     Example:
       >>> import jax, jax.numpy as jnp, paged_optax as po
       >>> mesh = jax.sharding.AbstractMesh((8,), ("data",))
@@ -34,6 +38,8 @@ def fully_sharded(
     References:
       Rajbhandari et al., `ZeRO <https://arxiv.org/abs/1910.02054>`_, 2020.
     """
+    refuse_no_mesh("mesh", mesh)
+    refuse_no_arrays("params", params)
 
     def divide(x: ArrayOrShape) -> NamedSharding:
         axes: list[tuple[str, ...]] = [()] * len(x.shape)

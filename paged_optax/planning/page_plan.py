@@ -8,6 +8,13 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
+from paged_optax.backend.given import (
+    refuse_no_arrays,
+    refuse_no_count,
+    refuse_no_rate,
+    refuse_no_transformation,
+    shown,
+)
 from paged_optax.backend.memory import host_pool_bytes, host_pool_gigabytes
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.text_table import table
@@ -159,6 +166,7 @@ def plan(
     Raises:
       ValueError: If the rate is not positive, if nothing in `tx` is paged, or if a
         parameter's sharding does not divide it evenly.
+      TypeError: If `params` is no tree of arrays, or another argument of another type.
 
     Example:
       >>> import jax, jax.numpy as jnp, paged_optax as po
@@ -172,6 +180,12 @@ def plan(
       >>> po.plan(po.paged_adamw(1e-3), params, mesh=mesh).host_bytes // 2**20
       16
     """
+    refuse_no_transformation("tx", tx)
+    refuse_no_arrays("params", params)
+    refuse_no_rate("link_gigabytes_per_second", link_gigabytes_per_second)
+    refuse_no_count("devices_per_host", devices_per_host, 1)
+    if not isinstance(extra_args or {}, Mapping):
+        raise TypeError(f"extra_args={shown(extra_args)} is not a mapping of names.")
     refuse_uneven(params)
     if mesh is not None:
         params = jax.tree.map(
@@ -185,10 +199,6 @@ def plan(
         )
     found = filter(None, map(Shards.of_array, jax.tree.leaves(params)))
     devices = max((shards.mesh.size for shards in found), default=1)
-    if not link_gigabytes_per_second > 0:
-        raise ValueError(
-            f"link_gigabytes_per_second={link_gigabytes_per_second} is not positive."
-        )
     moments: list[Moment] = []
     for _, describe in recorded(tx, params):
         described, before = describe(dict(extra_args or {})), len(moments)

@@ -6,6 +6,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import PyTree
 
+from paged_optax.backend.given import refuse_no_arrays, refuse_no_transformation
 from paged_optax.backend.memory import (
     PINNED_HOST,
     memory_kinds,
@@ -54,6 +55,8 @@ def abstract_state(tx: Transformation, params: PyTree) -> PyTree[jax.ShapeDtypeS
       >>> state[0].mu["w"].sharding.memory_kind
       'pinned_host'
     """
+    refuse_no_transformation("tx", tx)
+    refuse_no_arrays("params", params)
     refuse_uneven(params)
     with within(types_only=True), explicitly_typed(params) as shapes:
         # A new function each time: JAX would not run one again that it has traced.

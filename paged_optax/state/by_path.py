@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import jax
 from jaxtyping import PyTree
 
+from paged_optax.backend.given import refuse_no_arrays
 from paged_optax.backend.key_paths import Path, name_of
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.state.leaves import StateLeaf, leaves_of
@@ -65,6 +66,7 @@ def moments_of(state: PyTree, path: Path) -> dict[str, tuple[int, StateLeaf]]:
 
 def arrays_of(state: PyTree, path: Path | None) -> list[ArrayOrShape]:
     """The arrays of a parameter's moments, or of a group's; None: all arrays."""
+    refuse_no_arrays("state", state)
     if path is None:
         return jax.tree.leaves(state)
     leaves = [leaf for leaf in leaves_of(state) if leaf.is_moment]

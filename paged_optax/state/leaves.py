@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from paged_optax.backend.given import refuse_no_arrays
 from paged_optax.backend.key_paths import name_of
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.types import ArrayOrShape, KeyPath
@@ -109,6 +110,7 @@ def fields_of(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, PyTre
 
 def leaves_of(state: PyTree) -> list[StateLeaf]:
     """The leaves of a state, in order, each with its place."""
+    refuse_no_arrays("state", state)
     return [
         StateLeaf(
             name_of(path[:-1]),

@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.arrays import is_committed
 from paged_optax.backend.donation import paired
+from paged_optax.backend.given import refuse_no_transformation, shown
 from paged_optax.backend.key_paths import Path, name_of
 from paged_optax.backend.memory import DEVICE, HOST, PINNED_HOST, memory_kinds
 from paged_optax.backend.types import Transformation
@@ -83,6 +84,11 @@ def page_out(
       (1.0, False)
     """
     known = moments_of(state, path)
+    if not isinstance(moments, Mapping):
+        raise TypeError(
+            f"moments={shown(moments)} is not a mapping: pass moments as page_in gives"
+            " them."
+        )
     if set(moments) != set(known):
         raise ValueError(
             f"moments={sorted(moments)}: parameter {name_of(path)!r} has the moments"
@@ -135,6 +141,7 @@ def init_param(
       >>> po.page_in(state, "new")["mu"].shape
       (512, 256)
     """
+    refuse_no_transformation("tx", tx)
     flat, structure = jax.tree_util.tree_flatten_with_path(params)
     names = [name_of(key_path) for key_path, _ in flat]
     joins = set(named_by(path, names, "params"))
@@ -172,6 +179,8 @@ def _describe(moment: PyTree) -> str:
     if isinstance(moment, Quantized):
         codes, scales = map(_describe, moment)
         return f"Quantized(codes={codes}, scales={scales})"
+    if not isinstance(moment, ArrayLike):
+        return f"of type {type(moment).__name__}"
     aval = jax.typeof(moment)
     return f"{aval.dtype}{list(aval.shape)}"
 

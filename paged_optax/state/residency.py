@@ -10,6 +10,7 @@ from jax import Array
 from jaxtyping import PyTree
 
 from paged_optax.backend.arrays import is_traced
+from paged_optax.backend.given import refuse_no_transformation, shown
 from paged_optax.backend.key_paths import Path, name_of
 from paged_optax.backend.memory import (
     PINNED_HOST,
@@ -165,6 +166,12 @@ def rebalance(
       >>> [po.is_device_resident(state, name) for name in experts]
       [False, True, True]
     """
+    refuse_no_transformation("tx", tx)
+    if isinstance(recent_paths, str) or not isinstance(recent_paths, Iterable):
+        raise TypeError(
+            f"recent_paths={shown(recent_paths)} is not a list of paths: pass one, also"
+            " of a single parameter."
+        )
     leaves = leaves_of(state)
     if is_traced(state):
         raise ValueError(

@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.arrays import floating_dtype
+from paged_optax.backend.given import refuse_no_transformation, shown
 from paged_optax.transform.codec_rules import Rule, check, draws
 from paged_optax.transform.configuration import Configuration
 from paged_optax.transform.init import init
@@ -119,12 +120,7 @@ def paged(
       Dettmers et al., `QLoRA <https://arxiv.org/abs/2305.14314>`_, 2023, for paged
       optimizers; the streaming itself is described in `paged_optax.engine.stream`.
     """
-    for method in ("init", "update"):
-        if not callable(getattr(inner, method, None)):
-            raise ValueError(
-                f"inner={inner!r} is not an Optax transformation: pass one, such as"
-                " paged(optax.adamw(1e-3))."
-            )
+    refuse_no_transformation("inner", inner)
     configuration = Configuration.of(
         page_size, device_budget, min_paged_size, host_memory_kind
     )
@@ -139,6 +135,10 @@ def paged(
         inner = counted(inner)
     if on_moved not in ("warn", "raise"):
         raise ValueError(f"on_moved={on_moved!r}: pass 'warn' or 'raise'.")
+    if not isinstance(per_parameter_steps, bool):
+        raise TypeError(
+            f"per_parameter_steps={shown(per_parameter_steps)}: pass True or False."
+        )
     known = ParameterShardings(shardings)
     pager = Pager(inner, configuration, rules, per_parameter_steps, known, on_moved)
     return optax.GradientTransformationExtraArgs(

@@ -120,8 +120,8 @@ def arrays_of(tree: PyTree) -> PyTree[Parameter]:
             return jnp.asarray(x)
         except TypeError as error:
             raise TypeError(
-                f"leaf {keystr(path)} is of type {type(x).__name__}: parameters and"
-                " gradients are trees of arrays."
+                f"leaf {keystr(path) or 'alone'} is of type {type(x).__name__}:"
+                " parameters and gradients are trees of arrays."
             ) from error
 
     return jax.tree_util.tree_map_with_path(array, tree)

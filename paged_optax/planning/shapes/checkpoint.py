@@ -1,12 +1,16 @@
 """Shapes of the parameters in a checkpoint, of which no array is read."""
 
+import functools
+import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from paged_optax.backend.key_paths import slashed
+from paged_optax.backend.types import KeyPath
 from paged_optax.planning.shapes.hugging_face import (
     config_shapes,
     index_files,
@@ -14,15 +18,27 @@ from paged_optax.planning.shapes.hugging_face import (
 )
 from paged_optax.planning.shapes.untrusted import MOST_BYTES, MOST_TENSORS, Fields
 
-#: safetensors' names of the dtypes that parameters have.
-_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-}
+#: Bits of a value by safetensors' names of dtypes, and the name in JAX of those that
+#: parameters have. From https://docs.rs/safetensors/latest/safetensors/tensor.
+_DTYPES: Mapping[str, tuple[int, str | None]] = {
+    "BOOL": (8, None),
+    "F4": (4, "float4_e2m1fn"),
+    "F6_E2M3": (6, "float6_e2m3fn"),
+    "F6_E3M2": (6, "float6_e3m2fn"),
+    "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
+    "F8_E5M2": (8, "float8_e5m2"),
+    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
+    "F16": (16, "float16"),
+    "BF16": (16, "bfloat16"),
+    "F32": (32, "float32"),
+    "F64": (64, "float64"),
+    "C64": (64, "complex64"),
+} | {f"{sign}{bits}": (bits, None) for sign in "IU" for bits in (8, 16, 32, 64)}
+
+#: What Orbax writes as JSON beside the arrays, and reads first.
+_ORBAX_JSON = ("_CHECKPOINT_METADATA", "_METADATA", "_sharding", "array_metadatas/*")
 
 
 def checkpoint_shapes(path: str | pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
@@ -87,23 +103,39 @@ def _header(path: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > min(MOST_BYTES, path.stat().st_size):
+        if length > min(MOST_BYTES, path.stat().st_size - 8):
             raise ValueError(
                 f"{str(path)!r} is no safetensors file: its header would have {length}"
                 " bytes."
             )
         fields = Fields(path, file.read(length))
     found: dict[str, jax.ShapeDtypeStruct] = {}
+    places: list[tuple[tuple[int, ...], str]] = []
     for name, given in fields.given.items():
-        if name == "__metadata__":
-            continue
         tensor = fields.mapping(name, given)
+        if name == "__metadata__":
+            for key, text in tensor.items():
+                if not isinstance(text, str):
+                    raise fields.wrong(f"{name}.{key}", text, "a text")
+            continue
         shape = fields.shape(f"{name}.shape", tensor.get("shape"))
         dtype = tensor.get("dtype")
-        if not isinstance(dtype, str):
-            raise fields.wrong(f"{name}.dtype", dtype, "the name of a dtype")
-        if dtype in _DTYPES:
-            found[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(_DTYPES[dtype]))
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
+            raise fields.wrong(f"{name}.dtype", dtype, f"one of {', '.join(_DTYPES)}")
+        bits, known = _DTYPES[dtype]
+        place = fields.shape(f"{name}.data_offsets", tensor.get("data_offsets"))
+        if len(place) != 2 or 8 * (place[1] - place[0]) != bits * math.prod(shape):
+            wanted = f"the two ends of {bits * math.prod(shape) / 8:g} bytes"
+            raise fields.wrong(f"{name}.data_offsets", [*place], wanted)
+        places.append((place, name))
+        if known is not None:
+            found[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(known))
+    end = 0
+    for (first, last), name in sorted(places):
+        if first != end:
+            wanted = f"from {end}, where those before it end"
+            raise fields.wrong(f"{name}.data_offsets", [first, last], wanted)
+        end = last
     return found
 
 
@@ -118,8 +150,17 @@ def _orbax(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
         ) from error
     tree = None
     if any(path.glob("*_METADATA")):  # Orbax's own; without it there is a warning.
-        with ocp.StandardCheckpointer() as checkpointer:
-            metadata = checkpointer.metadata(path.resolve())
+        for pattern in _ORBAX_JSON:
+            for file in filter(pathlib.Path.is_file, path.glob(pattern)):
+                Fields.of_file(file)  # Orbax sets no bounds.
+        try:
+            with ocp.StandardCheckpointer() as checkpointer:
+                metadata = checkpointer.metadata(path.resolve())
+        except Exception as error:  # Orbax has no error of its own for it.
+            said = f"{type(error).__name__}: {error}"[:300]
+            raise ValueError(
+                f"checkpoint {str(path)!r}: Orbax cannot read its metadata ({said})."
+            ) from error
         tree = getattr(metadata, "item_metadata", metadata)
         tree = getattr(tree, "tree", tree)
     if isinstance(tree, dict):
@@ -130,11 +171,18 @@ def _orbax(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
             " and is no Orbax checkpoint of arrays: pass the folder that a checkpointer"
             " saved to (of a CheckpointManager, such as 100/default)."
         )
-    return jax.tree.map(
-        lambda x: (
-            jax.ShapeDtypeStruct(x.shape, x.dtype)
-            if jnp.issubdtype(x.dtype, jnp.inexact)
-            else None
-        ),
-        tree,
-    )
+    return jax.tree_util.tree_map_with_path(functools.partial(_described, path), tree)
+
+
+def _described(
+    folder: pathlib.Path, path: KeyPath, x: PyTree
+) -> jax.ShapeDtypeStruct | None:
+    """What Orbax's metadata say of an array; None if it is no parameter's."""
+    try:
+        dtype, shape = jnp.dtype(x.dtype), tuple(x.shape)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"checkpoint {str(folder)!r}: field {slashed(path)!r} is no array: {error}."
+        ) from error
+    inexact = jnp.issubdtype(dtype, jnp.inexact)
+    return jax.ShapeDtypeStruct(shape, dtype) if inexact else None

@@ -154,6 +154,8 @@ def model_shapes(
       >>> po.model_shapes("qwen3-4b")["embed"].shape
       (151936, 2560)
     """
+    if not isinstance(name, str):
+        raise ValueError(f"model {name!r} is no text: pass such as '8B'.")
     decoder = _named(name) or of_size(_count(name))
     dtype = floating_dtype("dtype", dtype)
     return dataclasses.replace(decoder, dtype=dtype).shapes()

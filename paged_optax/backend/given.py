@@ -1,0 +1,85 @@
+"""What public functions are given: refused by the argument's name where it is no such.
+
+Only what is public calls these; what is inside trusts what it gets.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from paged_optax.backend.key_paths import keystr
+
+
+def shown(value: object) -> str:
+    """A value in a line of a message."""
+    text = repr(value)
+    if len(text) > 80 or "\n" in text:
+        return f"<{type(value).__name__}>"
+    return text
+
+
+def refuse_no_transformation(name: str, value: object) -> None:
+    """Refuses what has no `init` and `update`."""
+    if not all(callable(getattr(value, x, None)) for x in ("init", "update")):
+        raise ValueError(
+            f"{name}={shown(value)} is not an Optax transformation: pass one, such as"
+            " paged(optax.adamw(1e-3))."
+        )
+
+
+def refuse_no_function(name: str, value: object) -> None:
+    """Refuses what cannot be called."""
+    if not callable(value):
+        raise TypeError(f"{name}={shown(value)} is not a function.")
+
+
+def refuse_no_count(name: str, value: object, least: int) -> None:
+    """Refuses what is no int, or too small a one."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}={shown(value)} is not an int.")
+    if value < least:
+        raise ValueError(f"{name}={value} is less than {least}.")
+
+
+def refuse_no_rate(name: str, value: object) -> None:
+    """Refuses what is no number above zero."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise TypeError(f"{name}={shown(value)} is not a number.")
+    if not value > 0:
+        raise ValueError(f"{name}={value} is not positive.")
+
+
+def refuse_no_arrays(name: str, tree: PyTree) -> None:
+    """Refuses a tree of which a leaf has no shape and no dtype."""
+    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            raise TypeError(
+                f"{name}{keystr(path)} is of type {type(x).__name__}: {name} is a tree"
+                " of arrays, or of their ShapeDtypeStructs."
+            )
+
+
+def checked_dtype(name: str, value: DTypeLike) -> np.dtype:
+    """A dtype of parameters, which has a fraction."""
+    try:
+        found = jnp.dtype(value)
+    except TypeError as error:
+        raise ValueError(
+            f"{name}={shown(value)} is none: pass such as 'bfloat16'."
+        ) from error
+    if not jnp.issubdtype(found, jnp.inexact):
+        raise ValueError(
+            f"{name}={shown(value)} has no fractions: pass such as 'bfloat16'."
+        )
+    return found
+
+
+def refuse_no_mesh(name: str, value: object) -> None:
+    """Refuses what is no mesh of devices."""
+    if not isinstance(value, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
+        raise TypeError(
+            f"{name}={shown(value)} is not a mesh: pass one of jax.make_mesh, or a"
+            " jax.sharding.AbstractMesh."
+        )

@@ -1,0 +1,120 @@
+"""Files that others wrote are read or refused: no crash, and no memory to speak of.
+
+Ten thousand of them: `python tests/hostile.py`.
+"""
+
+import json
+
+import pytest
+
+from helpers import hostile
+from helpers.hostile import MONSTERS, MOST, READERS, Case, laid_out, measured, read
+from paged_optax.planning.shapes import checkpoint_shapes
+from paged_optax.planning.shapes.untrusted import MOST_BYTES, Fields
+
+#: Of a run in continuous integration, of all readers together.
+FILES = 500
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_readers(name):
+    count = round(FILES * READERS[name].share)
+    outcome = hostile.fuzz(name, count, seed=0)
+    assert outcome.ended.total() >= 0.9 * count
+    assert outcome.ended["refused"]
+    # An index whose files are not there is read by its sizes, which few changes leave.
+    assert outcome.ended["read"] or name == "index"
+    assert outcome.most_bytes < MOST
+
+
+def one_json(given, folder):
+    (folder / "a.file").write_bytes(given)
+    return Fields.of_file(folder / "a.file")
+
+
+def one_header(given, folder):
+    (folder / "a.file").write_bytes(laid_out(given, 8))
+    return checkpoint_shapes(folder / "a.file")
+
+
+@pytest.mark.parametrize("name", MONSTERS)
+@pytest.mark.parametrize("reader", [one_json, one_header])
+def test_monsters(reader, name, tmp_path):
+    case = Case(MONSTERS[name], ("a.file",), bad=True)
+    with measured():
+        assert read(reader, case, tmp_path)[0] == "refused"
+
+
+COUNT = 2**19 - 8
+LARGEST = {
+    "objects": b'{"a":[' + b"{}," * (COUNT // 2) + b"{}]}",
+    "texts": b'{"a":[' + b",".join([b'"%s"' % (b"a" * 50)] * (2**24 // 56)) + b"]}",
+    "keys": b"{" + b",".join(b'"%x":1.5' % i for i in range(COUNT // 2)) + b"}",
+    "one text": b'{"a":"' + b"a" * (2**24 - 10) + b'"}',
+    "wide letters": b'{"a":"' + b"\xf0\x9f\x98\x80" * (2**20 - 4) + b'"}',
+    "an escaped wide letter": b'{"a":"\\ud83d\\ude00' + b"a" * (2**22 - 40) + b'"}',
+}
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_the_largest_that_are_read(name, tmp_path):
+    """Just under each bound, what Python makes of it is under a hundred megabytes."""
+    with measured():
+        read(one_json, Case(LARGEST[name], bad=False), tmp_path)
+
+
+def test_a_header_of_many_arrays(tmp_path):
+    """58,000 empty arrays in one file."""
+    array = {"dtype": "F8_E4M3", "shape": [0], "data_offsets": [0, 0]}
+    text = json.dumps({hex(i): array for i in range(2**19 // 9)}, separators=(",", ":"))
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(laid_out(text.encode(), 0))
+    with measured():
+        read(
+            lambda path, folder: checkpoint_shapes(path),
+            Case(path, bad=False),
+            tmp_path,
+        )
+
+
+@pytest.mark.parametrize("length", [2**60, MOST_BYTES + 1])
+def test_a_file_of_a_terabyte(length, tmp_path):
+    """A file with holes: as large as it says, and none of it is read."""
+    path = tmp_path / "a.safetensors"
+    with path.open("wb") as file:
+        file.write(length.to_bytes(8, "little"))
+        file.truncate(2**40)
+    case = Case(path, ("a.safetensors", "header", str(length)), bad=True)
+    with measured():
+        _, most = read(lambda path, folder: checkpoint_shapes(path), case, tmp_path)
+    assert most < 10**6
+
+
+SIZE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+HEADERS = {
+    "a list": ([], "no object with fields"),
+    "no dtype": ({"w": {"shape": [2], "data_offsets": [0, 8]}}, "'w.dtype' is None"),
+    "no shape": ({"w": SIZE | {"shape": None}}, "'w.shape' is None"),
+    "a text": ({"w": SIZE | {"shape": "12"}}, "'w.shape' is '12'"),
+    "negative": ({"w": SIZE | {"shape": [-5, 3]}}, r"'w.shape' is \[-5, 3\]"),
+    "a fraction": ({"w": SIZE | {"shape": [1.5]}}, r"'w.shape' is \[1.5\]"),
+    "too many": (
+        {"w": SIZE | {"shape": [2**40, 2**40]}},
+        "'w.shape' is .* of a tensor",
+    ),
+    "too few": ({"w": SIZE | {"shape": [1]}}, "'w.data_offsets' is .* ends of 4 bytes"),
+    "overlap": (
+        {"w": SIZE, "v": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
+        r"'v.data_offsets' is \[4, 8\], not from 8",
+    ),
+    "metadata": ({"__metadata__": {"a": 1}}, "'__metadata__.a' is 1, not a text"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_that_is_wrong(name, tmp_path):
+    header, message = HEADERS[name]
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(laid_out(json.dumps(header).encode(), 8))
+    with pytest.raises(ValueError, match=f"a.safetensors'.*{message}"):
+        checkpoint_shapes(path)

@@ -1,0 +1,57 @@
+"""Each row of ERRORS.md: the call, the error it gets, and the error's words."""
+
+import pathlib
+import re
+
+import pytest
+
+import paged_optax as po
+from paged_optax.engine import backend_check
+
+PAGE = (pathlib.Path(__file__).parents[1] / "ERRORS.md").read_text()
+ROWS = re.findall(r"^\| `(.+)` \| `(\w+)` \| (.+) \|$", PAGE, re.M)
+(SETUP,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+
+
+def test_the_page_has_a_call_of_every_public_name():
+    assert len(ROWS) == PAGE.count("\n| `") >= 200
+    assert len({call for call, *_ in ROWS}) == len(ROWS)
+    calls = "\n".join([SETUP, *(f"{call} po.{error}" for call, error, _ in ROWS)])
+    missing = [x for x in po.__all__ if not re.search(rf"\bpo\.{x}\b", calls)]
+    assert missing == []
+
+
+@pytest.fixture(scope="module")
+def scope():
+    made = {}
+    exec(SETUP, made)
+    return made
+
+
+@pytest.fixture
+def on_a_sick_backend(monkeypatch):
+    """Calls a function where a page lands a row too far."""
+    right = backend_check.stream
+
+    def wrong(*args, **kwargs):
+        ((update, mu, nu),) = right(*args, **kwargs)
+        return [(update, mu.at[16:32].set(mu[17:33]), nu)]
+
+    def call(function, *arguments):
+        monkeypatch.setattr(backend_check, "stream", wrong)
+        check = lambda: backend_check.run_check("gpu")
+        monkeypatch.setattr("paged_optax.transform.init.check_backend", check)
+        return function(*arguments)
+
+    backend_check.run_check.cache_clear()
+    yield call
+    backend_check.run_check.cache_clear()
+
+
+@pytest.mark.parametrize(("call", "error", "words"), ROWS, ids=[x[0] for x in ROWS])
+def test_call(call, error, words, scope, on_a_sick_backend):
+    with pytest.raises(Exception) as caught:  # noqa: B017 its type is compared below
+        eval(call, scope | {"on_a_sick_backend": on_a_sick_backend})
+    pattern = re.escape(words).replace("…", ".*")
+    assert type(caught.value).__name__ == error, caught.value
+    assert re.match(pattern, str(caught.value), re.S), caught.value
