@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 import paged_optax as po
-from helpers import apart, reference
+from helpers import apart, extreme, reference
 
 FLAGS = "--xla_cpu_max_isa=AVX --xla_disable_hlo_passes=algsimp"
 
@@ -128,6 +128,8 @@ WITH_VALUE = ("plateau in a chain", "plateau inside", "extra argument")
 
 def run(name: str) -> dict[str, dict[str, float]]:
     """The distances of an alias or a composition from Optax."""
+    if (alias := name.removeprefix("extreme ")) != name:
+        return extreme.compare_with_optax(alias)
     if name in reference.ALIASES:
         return reference.compare_alias(name, reference.arrays())
     shapes = {x: reference.SHAPES[x] for x in ("scalar", "seven", "odd", "stack")}
