@@ -112,12 +112,13 @@ def _header(path: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
     found: dict[str, jax.ShapeDtypeStruct] = {}
     places: list[tuple[tuple[int, ...], str]] = []
     for name, given in fields.given.items():
-        tensor = fields.mapping(name, given)
         if name == "__metadata__":
-            for key, text in tensor.items():
+            given = {} if given is None else given
+            for key, text in fields.mapping(name, given).items():
                 if not isinstance(text, str):
                     raise fields.wrong(f"{name}.{key}", text, "a text")
             continue
+        tensor = fields.mapping(name, given)
         shape = fields.shape(f"{name}.shape", tensor.get("shape"))
         dtype = tensor.get("dtype")
         if not isinstance(dtype, str) or dtype not in _DTYPES:
