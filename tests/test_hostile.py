@@ -8,7 +8,8 @@ import json
 import pytest
 
 from helpers import hostile
-from helpers.hostile import MONSTERS, MOST, READERS, Case, laid_out, measured, read
+from helpers.hostile import MOST, READERS, measured, read
+from helpers.hostile_files import MONSTERS, Case, laid_out
 from paged_optax.planning.shapes import checkpoint_shapes
 from paged_optax.planning.shapes.untrusted import MOST_BYTES, Fields
 
