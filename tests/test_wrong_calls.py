@@ -1,4 +1,4 @@
-"""Each row of ERRORS.md: the call, the error it gets, and the error's words."""
+"""Each row of errors.md: the call, the error it gets, and the error's words."""
 
 import pathlib
 import re
@@ -8,7 +8,9 @@ import pytest
 import paged_optax as po
 from paged_optax.engine import backend_check
 
-PAGE = (pathlib.Path(__file__).parents[1] / "ERRORS.md").read_text()
+PAGE = (
+    pathlib.Path(__file__).parents[1] / "paged_optax" / "transform" / "errors.md"
+).read_text()
 ROWS = re.findall(r"^\| `(.+)` \| `(\w+)` \| (.+) \|$", PAGE, re.M)
 (SETUP,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 
