@@ -6,4 +6,6 @@ moment, `stored_state` says how a state is stored, `owners` finds the parameter 
 moment, `parameter_shardings` how that is divided. `gates` closes the loops of
 parameters that a step skips; which steps do, the room `wrappers` decides. `checks`
 refuses bad input. `moments` describes it all for `plan`.
+
+.. include:: errors.md
 """
