@@ -1,5 +1,5 @@
 """What lives where and what fits, known before anything is allocated.
 
 `page_plan` is one transformation's plan, `fits` compares ways to train a model,
-`shapes` are those of models.
+`shapes` are those of models, `free_paging` says when transfers take no time.
 """

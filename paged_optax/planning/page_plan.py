@@ -20,6 +20,7 @@ from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.text_table import table
 from paged_optax.backend.types import Transformation
 from paged_optax.engine.shards import Shards
+from paged_optax.planning.free_paging import free_from
 from paged_optax.planning.fully_sharded import fully_sharded
 from paged_optax.transform.parameter_shardings import refuse_uneven
 from paged_optax.transform.recorded import Moment, recorded
@@ -34,12 +35,16 @@ class PagePlan:
       link_gigabytes_per_second: The stated rate of the link, each way, in 10^9 bytes.
       devices: Devices of the mesh. All bytes are those of one of them.
       devices_per_host: Devices that share a host's memory.
+      parameters: How many parameters a device multiplies a token with, all of them.
+      teraflops: The stated rate of products, in 10^12 operations a second, or None.
     """
 
     moments: tuple[Moment, ...]
     link_gigabytes_per_second: int | float
     devices: int = 1
     devices_per_host: int = 1
+    parameters: int = 0
+    teraflops: int | float | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -90,6 +95,24 @@ class PagePlan:
         )
         return bytes_moved / (self.link_gigabytes_per_second * 1e9)
 
+    @property
+    def free_from(self) -> int | None:
+        """The tokens a step from which paging takes no time in a `layerwise_step`.
+
+        None where no rate of products was stated; see
+        `paged_optax.planning.free_paging`.
+        """
+        if self.teraflops is None or not self.parameters:
+            return None
+        return free_from(
+            self.parameters,
+            self.host_bytes,
+            self.host_bytes,
+            up_gigabytes_per_second=self.link_gigabytes_per_second,
+            teraflops=self.teraflops,
+            both_ways=all(x.both_ways for x in self.moments if x.on_host),
+        )
+
     def __str__(self) -> str:
         groups: dict[Hashable, list[Moment]] = {}
         for x in self.moments:
@@ -118,6 +141,9 @@ class PagePlan:
             ("over the link a step", readable_bytes(self.link_bytes)),
             (f"seconds a step at {rate:g} GB/s", f"{self.link_seconds:.3g}"),
         ]
+        if self.free_from is not None:
+            rates = f"tokens a step at {self.teraflops:g} TFLOP/s"
+            totals.append((f"layerwise free from, {rates}", f"{self.free_from:,}"))
         title = "total"
         if self.devices > 1:
             title = f"each of {self.devices} devices"
@@ -142,6 +168,7 @@ def plan(
     mesh: Mesh | AbstractMesh | None = None,
     devices_per_host: int = 8,
     extra_args: Mapping[str, PyTree] | None = None,
+    teraflops: int | float | None = None,
 ) -> PagePlan:
     """Says beforehand what lives where, without allocating anything.
 
@@ -159,6 +186,9 @@ def plan(
       devices_per_host: Devices that share one host's memory.
       extra_args: Arguments by name that the wrapped `update` cannot be traced without,
         such as `{"value": 0.0}`.
+      teraflops: The rate of matrix products that training reaches, in 10^12 operations
+        a second. The plan then says from how many tokens a step `layerwise_step` hides
+        the transfers, at six operations a parameter and token.
 
     Returns:
       The plan. It prints as a table.
@@ -204,7 +234,12 @@ def plan(
         described, before = describe(dict(extra_args or {})), len(moments)
         moments += [dataclasses.replace(x, leaf=before + x.leaf) for x in described]
     result = PagePlan(
-        tuple(moments), link_gigabytes_per_second, devices, devices_per_host
+        tuple(moments),
+        link_gigabytes_per_second,
+        devices,
+        devices_per_host,
+        sum(x.size for x in jax.tree.leaves(params)),
+        teraflops,
     )
     # Planning for a GPU is mostly done elsewhere; only a TPU has no such pool.
     if jax.default_backend() != "tpu" and result.bytes_per_host > host_pool_bytes():
