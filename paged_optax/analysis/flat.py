@@ -79,10 +79,14 @@ class Flat:
       closed: The jaxpr.
       both: Whether a conditional that skips nothing is inlined too: both its branches,
         and a choice between their results.
+      checkpoints: Whether what is computed again on purpose is inlined too. XLA then
+        takes it from where it was computed first.
     """
 
-    def __init__(self, closed: core.ClosedJaxpr, *, both: bool = False):
-        self.both = both
+    def __init__(
+        self, closed: core.ClosedJaxpr, *, both: bool = False, checkpoints: bool = True
+    ):
+        self.both, self.checkpoints = both, checkpoints
         self.avals: list[ShapedArray] = []
         self.equations: list[Equation] = []
         self.constants: dict[int, ArrayLike] = {}
@@ -116,7 +120,8 @@ class Flat:
         )
         for eqn in jaxpr.eqns:
             operands = [read(x) for x in eqn.invars]
-            if (body := _called(eqn)) is not None:
+            again = eqn.primitive.name == "remat2" and not self.checkpoints
+            if not again and (body := _called(eqn)) is not None:
                 outputs = self._inline(body, operands)
             elif self.both and eqn.primitive.name == "cond" and not _skips(eqn):
                 which, *given = operands

@@ -3,6 +3,9 @@
 `step` is the whole, made of `sweeps` over the layers. `model` differentiates a layer,
 `backward` goes through all of them, `layer_update` updates one with the `programs` of
 the whole tree, `norms` clips. `weights` and `slices` fetch a layer and put it back.
+
+`beside` updates one layer while the gradients of the next are made: in `segments`,
+beside each of which one of the layer's `groups` travels. `early` goes with them.
 """
 
 from paged_optax.layerwise.output import LayerwiseOutput

@@ -5,10 +5,14 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import ArrayLike
 from jaxtyping import Float, PyTree
 
+from paged_optax.backend.memory import on_host
+from paged_optax.layerwise.beside import Beside, Flow, Turn
 from paged_optax.layerwise.model import ByPrologue, Model, Rest, parted
 from paged_optax.layerwise.norms import widened
+from paged_optax.layerwise.segments import in_segments
 from paged_optax.layerwise.slices import Carry, LayerIndex, downwards, kept, put, slab
 from paged_optax.layerwise.weights import Weights
 from paged_optax.layerwise.workspace import GradientWorkspace
@@ -22,6 +26,10 @@ Visit = Callable[
 # What is visited with, the gradients on their way to the prologue, the stacks, and what
 # is fetched ahead.
 _Carried = tuple[Carry, ByPrologue, list[Array], list[Array | None]]
+
+# Beside what else goes on: the parameters that came from the host, of the layer that is
+# to be updated.
+_Pipelined = tuple[Carry, ByPrologue, Flow, dict[int, Array]]
 
 
 def written(
@@ -146,6 +154,86 @@ class Bundle:
             ahead=weights.ahead,
         )
         return carry, stacks, back
+
+    def beside(
+        self,
+        update: Beside,
+        visit: Callable[[Carry, LayerIndex, PyTree[Array]], Carry],
+        gradients_of: Callable[[Carry, LayerIndex], Sequence[Array]],
+        start: Carry,
+        others: Sequence[Array] = (),
+    ) -> tuple[Carry, Flow, ByPrologue]:
+        """Makes each layer's gradients beside the update of the layer before.
+
+        Args:
+          update: The update.
+          visit: `visit(carry, i, gradients)` is called for each layer, the last first,
+            and returns the next carry.
+          gradients_of: `gradients_of(carry, i)` returns the gradients to update by of
+            the layer that was visited last.
+          start: The first carry.
+          others: Other parameters that are updated, a part with each layer.
+
+        Returns:
+          The last carry; the state's stacks, and the parameters of the layers and the
+          others; and the gradients by what the prologue made.
+        """
+        last = self.weights.length - 1
+
+        def at(i: LayerIndex) -> tuple[PyTree, list[Array]]:
+            cut = lambda to: slab(to, i)[0]
+            return jax.tree.map(cut, self.inputs), jax.tree.map(cut, self.dkept)
+
+        def made(
+            slabs: list[Array],
+            x: PyTree[Array],
+            back: ByPrologue,
+            dkept: list[Array],
+            i: LayerIndex,
+        ) -> tuple[PyTree[Array], ByPrologue]:
+            return self._pull(slabs, x, i, back, dkept)
+
+        def turn(
+            i: LayerIndex, following: LayerIndex | None, carry: _Pipelined[Carry]
+        ) -> _Pipelined[Carry]:
+            inner, back, flow, held = carry
+            fetched = flow.weights
+            layers = dict(enumerate(flow.stacks[: len(self.stacks)]))
+            slabs = [
+                fetched[n] if n in fetched else slab(x, i) for n, x in layers.items()
+            ]
+            stacks = {n: x for n, x in layers.items() if n not in fetched}
+            slabs, stacks = lax.optimization_barrier((slabs, stacks))
+            flow = flow._replace(
+                stacks=[stacks.get(n, x) for n, x in enumerate(flow.stacks)]
+            )
+            now = Turn(i + 1, held, gradients_of(inner, i + 1), i, following)
+
+            def between(k: int, living: list[ArrayLike]) -> list[ArrayLike]:
+                nonlocal flow
+                flow, living = update.arrived(k, flow, living)
+                flow, living = update.begun(k + 1, flow, now, living)
+                return living
+
+            x, dkept = at(i)
+            flow, given = update.begun(0, flow, now, (slabs, x, back, dkept, i))
+            results = in_segments(made, given, update.ends, between)
+            k = len(update.groups) - 1
+            flow, (gradients, back) = update.arrived(k, flow, results)
+            return visit(inner, i, gradients), back, flow, fetched
+
+        slabs = self.weights.slabs(self.stacks, last)
+        held = {n: x for n, x in enumerate(slabs) if on_host(self.stacks[n])}
+        flow = update.started([*self.stacks, *others], last)
+        x, dkept = at(last)
+        dcontext = jax.tree.map(jnp.zeros_like, parted(self.context, self.learned)[0])
+        back = ByPrologue(self.dx, dcontext)
+        gradients, back = self._pull(slabs, x, jnp.int32(last), back, dkept)
+        flow, (gradients, back) = update.arrived(-1, flow, (gradients, back))
+        carry = visit(start, last, gradients), back, flow, held
+        inner, back, flow, held = downwards(last, turn, carry, following=bool(held))
+        flow = update.alone(flow, Turn(0, held, gradients_of(inner, 0)))
+        return inner, flow, back
 
     def _pull(
         self,

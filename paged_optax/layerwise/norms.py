@@ -33,6 +33,11 @@ class Norms:
         return self.max_norm is not None and self.clip == "global"
 
     @property
+    def by_layer(self) -> bool:
+        """Whether each layer is clipped by its own norm, and the rest by its own."""
+        return self.max_norm is not None and self.clip == "layer"
+
+    @property
     def zero(self) -> Float[Array, ""]:
         """The square of no gradient's norm."""
         return jnp.zeros((), self.dtype)

@@ -74,35 +74,43 @@ class Programs:
         """The position of a stack of which a layer needs the others; None: of none."""
         return min(self.stacks - self.analysis.elementwise, default=None)
 
-    def run(self, arguments: Sequence[ArrayLike | None], i: LayerIndex) -> list[Array]:
-        """One layer's part of each stack.
+    def run(
+        self,
+        arguments: Sequence[ArrayLike | None],
+        i: LayerIndex,
+        wanted: Collection[int],
+        length: int,
+    ) -> list[Array]:
+        """One layer's part of some stacks.
 
         Args:
-          arguments: Gradients, state and parameters: of stacks a slab; of others what
-            is given is not read.
+          arguments: Gradients, state and parameters: of what is wanted a slab; of
+            others what is given is not read.
           i: The layer.
+          wanted: The positions of the stacks, in ascending order.
+          length: How many layers there are.
 
         Returns:
-          What becomes of the stacks' slabs, in the order of their positions.
+          What becomes of their slabs.
         """
 
         def cut(x: ArrayLike | None, shape: tuple[int, ...]) -> ArrayLike:
             assert x is not None  # all that a stack is made of is given
             # Arrays that the transformation closes over are whole stacks.
-            return slab(x, i) if _is_whole(x, shape) else x
+            return slab(x, i, length) if _is_whole(x, shape) else x
 
         def run(
             leaf: LeafUpdate, inputs: Sequence[ArrayLike | None]
         ) -> Sequence[ArrayLike | None]:
-            if self.stacks.isdisjoint(leaf.outputs):
+            if not set(leaf.outputs) & set(wanted):
                 return [None] * len(leaf.avals)
-            shape = (1, *leaf.shape[1:])
+            shape = (leaf.shape[0] // length, *leaf.shape[1:])
             return leaf.program([cut(x, leaf.shape) for x in inputs], shape)
 
         results = self.analysis.evaluate(
             [i, *arguments], lambda leaves: itertools.starmap(run, leaves)
         )
-        return [results[position] for position in sorted(self.stacks)]
+        return [results[position] for position in wanted]
 
     def differences(self, other: "Programs") -> list[int]:
         """Positions of the stacks that another update computes in another way.

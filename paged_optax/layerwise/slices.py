@@ -36,16 +36,24 @@ def goes_in_slabs(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
 
 
 @overload
-def slab(x: Array | np.ndarray, i: LayerIndex) -> Array: ...
+def slab(x: Array | np.ndarray, i: LayerIndex, parts: int | None = None) -> Array: ...
 @overload
-def slab(x: Stored, i: LayerIndex) -> Stored: ...
-def slab(x: Stored | np.ndarray, i: LayerIndex) -> Stored:
-    """Layer i of a stack, with a leading axis of 1, on the device."""
+def slab(x: Stored, i: LayerIndex, parts: int | None = None) -> Stored: ...
+def slab(x: Stored | np.ndarray, i: LayerIndex, parts: int | None = None) -> Stored:
+    """Part i of a leading axis, on the device.
+
+    Args:
+      x: The array. A stack of layers has one part a layer.
+      i: The part's number.
+      parts: How many there are; None: as many as the axis has entries.
+    """
     if isinstance(x, Quantized):
-        first, blocks = _scales_of(x, i)
-        scales = lax.dynamic_slice_in_dim(x.scales, first, blocks)
-        return Quantized(slab(x.codes, i), scales)
-    found = lax.dynamic_slice_in_dim(x, i, 1)
+        parts = x.codes.shape[0] if parts is None else parts
+        blocks = x.scales.shape[0] // parts
+        scales = lax.dynamic_slice_in_dim(x.scales, _first(i, blocks), blocks)
+        return Quantized(slab(x.codes, i, parts), scales)
+    size = 1 if parts is None else x.shape[0] // parts
+    found = lax.dynamic_slice_in_dim(x, _first(i, size), size)
     return jax.device_put(found, DEVICE) if on_host(x) else found
 
 
@@ -54,23 +62,20 @@ def put(x: Array, new: Array, i: LayerIndex) -> Array: ...
 @overload
 def put(x: Stored, new: Stored, i: LayerIndex) -> Stored: ...
 def put(x: Stored, new: Stored, i: LayerIndex) -> Stored:
-    """A stack with layer i replaced."""
+    """An array with part i of its leading axis replaced, as `slab` gives it."""
     if isinstance(x, Quantized):
         assert isinstance(new, Quantized)
-        first, _ = _scales_of(x, i)
+        first = _first(i, new.scales.shape[0])
         scales = lax.dynamic_update_slice_in_dim(x.scales, new.scales, first, 0)
         return Quantized(put(x.codes, new.codes, i), scales)
     assert not isinstance(new, Quantized)
     placed = jax.device_put(new, HOST) if on_host(x) else new
-    return lax.dynamic_update_slice_in_dim(x, placed, i, 0)
+    first = _first(i, new.shape[0])
+    return lax.dynamic_update_slice_in_dim(x, placed, first, 0)
 
 
-def _scales_of(x: Quantized[Array], i: LayerIndex) -> tuple[LayerIndex, int]:
-    """The first of layer i's scales, and how many it has."""
-    if x.scales.ndim > 1:  # by rows
-        return i, 1
-    blocks = x.scales.shape[0] // x.codes.shape[0]
-    return i * blocks, blocks
+def _first(i: LayerIndex, size: int) -> LayerIndex:
+    return i if size == 1 else i * size
 
 
 def upwards(
@@ -92,9 +97,23 @@ def upwards(
 
 
 def downwards(
-    length: int, body: Turn[Carry], carry: Carry, *, ahead: bool = False
+    length: int,
+    body: Turn[Carry],
+    carry: Carry,
+    *,
+    ahead: bool = False,
+    following: bool = False,
 ) -> Carry:
-    """Runs `body(i, following, carry)` for the layers from the last to the first."""
+    """Runs `body(i, following, carry)` for the layers from the last to the first.
+
+    Args:
+      length: As for `upwards`.
+      body: As for `upwards`.
+      carry: As for `upwards`.
+      ahead: As for `upwards`.
+      following: Whether `body` fetches of the following layer, and finds room for it
+        before what it was handed is used up.
+    """
     # An XLA:GPU that follows `length - 1 - k` sees no transfer in a loop that counts
     # down, wrongly.
     if GPU_NEEDS_RAW_INDEX:
@@ -103,7 +122,7 @@ def downwards(
             lambda c: (c[0] - 1, body(c[0], None, c[1])),
             (jnp.int32(length - 1), carry),
         )[1]
-    return _visited(length, lambda k: length - 1 - k, body, carry, ahead)
+    return _visited(length, lambda k: length - 1 - k, body, carry, ahead, following)
 
 
 def _visited(
@@ -112,24 +131,27 @@ def _visited(
     body: Turn[Carry],
     carry: Carry,
     ahead: bool,
+    following: bool = False,
 ) -> Carry:
     """Runs the k-th turn for `layer(k)`."""
-    if not ahead:
-        trips, trip, left = length, lambda k, c: body(layer(k), None, c), range(0)
-    else:
+    turn = lambda k, c: body(layer(k), layer(k + 1), c)
+    if ahead:
         # Two turns a trip: of a loop's carry there is one buffer, so that what a turn
         # hands on would be fetched when it has used up what it was handed. And no trip
         # for the last: XLA:GPU follows indices that are linear, not clamped ones.
         trips = (length - 1) // 2
-        turn = lambda k, c: body(layer(k), layer(k + 1), c)
         trip = lambda k, c: turn(2 * k + 1, turn(2 * k, c))
         left = range(2 * trips, length)
+    elif following:
+        trips, trip, left = length - 1, turn, range(length - 1, length)
+    else:
+        trips, trip, left = length, lambda k, c: body(layer(k), None, c), range(0)
     carry = lax.while_loop(
         lambda c: c[0] < trips, lambda c: (c[0] + 1, trip(*c)), (jnp.int32(0), carry)
     )[1]
     for k in left:
-        following = layer(k + 1) if k + 1 < length else None
-        carry = body(jnp.int32(layer(k)), following, carry)
+        after = layer(k + 1) if k + 1 < length else None
+        carry = body(jnp.int32(layer(k)), after, carry)
     return carry
 
 

@@ -1,5 +1,6 @@
 """A training step whose backward pass handles one layer at a time."""
 
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -16,6 +17,7 @@ from paged_optax.backend.given import (
     refuse_no_transformation,
 )
 from paged_optax.backend.key_paths import keystr
+from paged_optax.layerwise.early import early_leaves
 from paged_optax.layerwise.layer_update import Applied
 from paged_optax.layerwise.model import Model
 from paged_optax.layerwise.norms import Norms, widest
@@ -53,8 +55,11 @@ def layerwise_step(
         \theta_i, s_i \leftarrow \mathrm{tx}(g_i, s_i, \theta_i),
         \qquad i = L-1, \ldots, 0.
 
-    The moments of a layer travel while its VJP computes. Parameters and state are those
-    of an ordinary step; so are the numbers, to the rounding of sums in another order.
+    A layer is updated while the gradients of the one before it are made: its moments
+    travel both ways beside the products (jax >= 0.11.2; before, they come while its own
+    are made, and leave after). Beside the activations the device holds the gradients of
+    two layers, and half of a layer's moments. Parameters and state are those of an
+    ordinary step; so are the numbers, to the rounding of sums in another order.
 
     The parameters are a mapping with the key `layers`, the layers' parameters stacked
     on the leading axis of each leaf (as `nnx.vmap`, `nnx.scan`, Linen's `nn.scan` and
@@ -159,8 +164,21 @@ def layerwise_step(
                 " GradientWorkspace.allocate(params['layers']) makes."
             )
         workspace.check(parts.layers)
-        applied = Applied(tx, params, parts, state, workspace.gradients)
         norms = Norms(max_norm, clip, widest(parts.rest, workspace.gradients))
+        apply = functools.partial(
+            Applied, tx, params, parts, state, workspace.gradients
+        )
+        early: list[int] = []
+        if workspace.host is None and not accumulate and not norms.by_layer:
+            early = early_leaves(prologue, params, parts, state, batch)
+        try:
+            applied = apply(early)
+        except ValueError:
+            if not early:
+                raise
+            applied = apply()
+        if early and not applied.overlaps:
+            applied = apply()
         return Sweeps(model, parts, applied, norms, accumulate)(workspace, batch)
 
     return step

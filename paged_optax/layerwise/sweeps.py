@@ -12,12 +12,19 @@ from jaxtyping import Float, Int, PyTree
 from paged_optax.backend.memory import DEVICE, HOST, on_host
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.backward import Bundle, written
+from paged_optax.layerwise.beside import Beside
 from paged_optax.layerwise.layer_update import Applied
 from paged_optax.layerwise.model import Model, Rest
 from paged_optax.layerwise.norms import Norms
 from paged_optax.layerwise.output import LayerwiseOutput
 from paged_optax.layerwise.parts import Parts
-from paged_optax.layerwise.slices import LayerIndex, goes_in_slabs, put, slab, upwards
+from paged_optax.layerwise.slices import (
+    LayerIndex,
+    goes_in_slabs,
+    put,
+    slab,
+    upwards,
+)
 from paged_optax.layerwise.weights import Weights
 from paged_optax.layerwise.workspace import GradientWorkspace
 
@@ -142,8 +149,15 @@ class Sweeps:
         stacks, slabs, small, drest, workspace, output = sweep(
             weights, parts.rest, workspace, batch
         )
+        count = len(weights.stacks)
+        early = dict(zip(self.applied.early, stacks[count:], strict=True))
+        others = [
+            early.get(n, x)
+            for n, x in enumerate(self.applied.params)
+            if not parts.in_layers[n]
+        ]
         stacks, others, state = self.applied.rest(
-            stacks, slabs, small, parts.others(parts.rest), parts.others(drest)
+            stacks[:count], slabs, small, others, parts.others(drest)
         )
         stacks = [
             jax.device_put(x, HOST) if moves else x
@@ -173,27 +187,51 @@ class Sweeps:
             )
             one.stacks = stacks
 
+        def gradients_made(
+            carry: Visited, i: LayerIndex, gradients: PyTree[Array]
+        ) -> Visited:
+            own = self.norms.square(gradients)
+            found = jnp.sqrt(own) if norm is None else norm
+            workspace = carry.workspace.zero_accumulators().write(
+                self.norms.scaled(gradients, found)
+            )
+            made = [x[None] for x in jax.tree.leaves(workspace.gradients)]
+            small = self.applied.collect(carry.small, made, i)
+            return Visited(carry.square + own, carry.slots, workspace, small)
+
+        length, early = weights.length, self.applied.early
+        known = drest if drest is not None else one.drest
+        ready = self.parts.joined(weights.stacks, self.parts.others(known))
+        whole = [ready[n] for n in early]
+        whole = self.norms.scaled(whole, norm) if norm is not None else whole
+
+        def gradients_of(carry: Visited, i: LayerIndex) -> list[Array]:
+            made = [x[None] for x in jax.tree.leaves(carry.workspace.gradients)]
+            return made + [slab(x, i, length) for x in whole]
+
         def visit(
             carry: Visited, i: LayerIndex, slabs: list[Array], gradients: PyTree[Array]
         ) -> tuple[Visited, list[Array]]:
-            square, slots, workspace, small = carry
-            own = self.norms.square(gradients)
-            found = jnp.sqrt(own) if norm is None else norm
-            workspace = workspace.zero_accumulators().write(
-                self.norms.scaled(gradients, found)
+            carry = gradients_made(carry, i, gradients)
+            slots, new = self.applied.layer(
+                carry.slots, slabs, gradients_of(carry, i), i
             )
-            gradients = [x[None] for x in jax.tree.leaves(workspace.gradients)]
-            small = self.applied.collect(small, gradients, i)
-            slots, new = self.applied.layer(slots, slabs, gradients, i)
-            return Visited(square + own, slots, workspace, small), new
+            return carry._replace(slots=slots), new
 
+        others = [self.applied.params[n] for n in early]
         start = Visited(
             self.norms.zero,
-            self.applied.slots,
+            [] if self.applied.overlaps else self.applied.slots,
             workspace,
-            self.applied.collector(workspace.gradients, weights.length),
+            self.applied.collector(workspace.gradients, length),
         )
-        (square, slots, workspace, small), stacks, back = one.backward(visit, start)
+        if self.applied.overlaps:
+            (square, _, workspace, small), flow, back = one.beside(
+                Beside(self.applied), gradients_made, gradients_of, start, others
+            )
+            slots, stacks = flow.slots, flow.stacks
+        else:
+            (square, slots, workspace, small), stacks, back = one.backward(visit, start)
         if norm is None or drest is None:
             drest = one.rest_gradients(back)
             # Measured before the update overwrites them, or XLA copies them.

@@ -73,7 +73,9 @@ def _normalised(x, scale):
     return x * jax.lax.rsqrt(square + 1e-6).astype(x.dtype) * scale
 
 
-def layerwise(model, tx, *, weights_on_host=False, host_dtype=None, **settings):
+def layerwise(
+    model, tx, *, weights_on_host=False, host_dtype=None, size=(1, 512), **settings
+):
     """What `aot` compiles: the layerwise step, everything donated."""
     step = po.layerwise_step(
         model.prologue, model.layer, model.epilogue, tx, **settings
@@ -91,7 +93,7 @@ def layerwise(model, tx, *, weights_on_host=False, host_dtype=None, **settings):
         workspace = po.GradientWorkspace.allocate(
             params["layers"], host_dtype=host_dtype
         )
-        args = params, state, workspace, model.batch(device)
+        args = params, state, workspace, model.batch(device, size)
         closed, results = jax.make_jaxpr(step, return_shape=True)(*args)
         results = placed_by_type(results, closed.out_avals, mesh)
         jitted = jax.jit(

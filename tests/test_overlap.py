@@ -1,0 +1,101 @@
+"""A layer's update travels while the gradients of the next one are made."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import paged_optax as po
+from helpers import aot, decoder, step_model
+from helpers.layered import far
+from paged_optax.layerwise import apart
+
+LAYERS = 8
+MODEL = decoder.Decoder(
+    hidden=1024, query=1024, key=512, inner=2816, layers=LAYERS, vocabulary=0
+)
+_AHEAD = pytest.mark.skipif(
+    not apart.FETCHES_AHEAD,
+    reason="this XLA:GPU needs a layer's own index, so that all goes in turn",
+)
+
+
+@pytest.mark.compiler
+@pytest.mark.slow
+@_AHEAD
+@pytest.mark.parametrize("weights_on_host", [False, True], ids=["moments", "weights"])
+@pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
+def test_transfers_are_hidden(compile_for, weights_on_host):
+    """Of transfers that take half as long as what is computed, at most a third shows.
+
+    The last layer's have nothing beside them. In turn, three quarters would show.
+    """
+    build = decoder.layerwise(
+        MODEL,
+        po.paged_adamw(1e-4, codec="bfloat16"),
+        weights_on_host=weights_on_host,
+        size=(8, 512),
+    )
+    hlo = compile_for(build).hlo
+    rates = {"flops": 600e12, "memory": 3.5e12}
+    free = step_model.cost(hlo, step_model.Machine(math.inf, **rates), LAYERS)
+    link = 2 * max(free.up, free.down) / free.compute
+    step = step_model.cost(hlo, step_model.Machine(link, **rates), LAYERS)
+    assert step.exposed <= free.compute / 2 / 3
+
+
+def trained(monkeypatch, ahead, codec=None, max_norm=None, offloaded=False):
+    """Three steps of a decoder of four layers, with an output matrix of its own."""
+    monkeypatch.setattr(apart, "FETCHES_AHEAD", ahead)
+    model = decoder.Decoder(
+        hidden=128,
+        query=128,
+        key=64,
+        inner=256,
+        layers=4,
+        vocabulary=512,
+        tied=False,
+        head=32,
+    )
+    key = jax.random.key(0)
+    params = jax.tree.map(
+        lambda x: jax.random.normal(key, x.shape, x.dtype) * 0.02, model.shapes()
+    )
+    tokens = jax.random.randint(key, (2, 16), 0, 512)
+    batch = {"tokens": tokens, "targets": jnp.roll(tokens, 1)}
+    masters = {"master_dtype": "float32"} if codec else {}
+    tx = po.paged_adamw(
+        1e-3, codec=codec, min_paged_size="16KiB", page_size="64KiB", **masters
+    )
+    if offloaded:
+        params["layers"] = po.offload(params["layers"], "16KiB")
+    step = po.layerwise_step(
+        model.prologue, model.layer, model.epilogue, tx, max_norm=max_norm
+    )
+    workspace = po.GradientWorkspace.allocate(params["layers"])
+    args = params, tx.init(params), workspace, batch
+    compiled = po.jit_step(step, *args, donate_argnums=(0, 1, 2))
+    for _ in range(3):
+        *kept, output = compiled(*args)
+        args = *kept, batch
+    return kept[0], output.loss, output.gradient_norm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"codec": "dynamic_int8"},
+        {"max_norm": 0.1, "offloaded": True},
+    ],
+    ids=["int8", "clipped-offloaded"],
+)
+def test_numbers_are_those_of_turns(monkeypatch, how):
+    """But for rounding, of layers whose leaves are alike, and of the output matrix.
+
+    XLA fuses one product after another otherwise in segments than at once.
+    """
+    found = trained(monkeypatch, True, **how)
+    wanted = trained(monkeypatch, False, **how)
+    assert far(found, wanted) <= 1e-6
