@@ -92,7 +92,8 @@ def test_weights_on_the_host(compile_for):
     assert len(loops) >= 2
     for loop in loops:
         if FETCHES_AHEAD:
-            assert loop.covered >= loop.products - 2
+            # A product may come before the first transfer of its segment begins.
+            assert loop.covered >= 0.85 * loop.products
             assert loop.hidden >= 0.9 * loop.bytes
         else:
             assert loop.covered >= loop.products / 2

@@ -58,6 +58,7 @@ class Apart:
         state: PyTree[Array],
         gradients: PyTree[Array],
         early: Sequence[int] = (),
+        overlaps: bool = False,
     ):
         """Takes it apart.
 
@@ -69,7 +70,9 @@ class Apart:
           gradients: One layer's gradients.
           early: The numbers of other parameters that are updated beside the layers, in
             as many parts as there are layers.
+          overlaps: Whether a layer is updated while the gradients of another are made.
         """
+        self.overlaps = overlaps
         self.length, self.early = length_of(parts.layers), tuple(early)
         self.tx = optax.with_extra_args_support(tx)
         self.parts = parts
@@ -135,9 +138,16 @@ class Apart:
         return grouped(leaves, owners, travel, 1 if together else most)
 
     @property
-    def overlaps(self) -> bool:
-        """Whether a layer is updated while the gradients of the next one are made."""
-        return FETCHES_AHEAD and self.length > 1 and len(self.groups) > 1
+    def can_overlap(self) -> bool:
+        """Whether a layer can be updated while the gradients of another are made.
+
+        Not yet on many devices, where gradients are reduced beside transfers.
+        """
+        arrays = jax.tree.leaves(self.slots)
+        meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+        one_device = all(mesh.empty or mesh.size == 1 for mesh in meshes)
+        several = self.length > 1 and len(self.groups) > 1
+        return FETCHES_AHEAD and several and one_device
 
     def of_layers(self, values: Sequence[Leaf]) -> list[Leaf]:
         """Those of a value for each parameter that belong to the layers."""

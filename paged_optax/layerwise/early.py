@@ -16,7 +16,6 @@ from paged_optax.backend.memory import on_host
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.model import Rest
 from paged_optax.layerwise.parts import Parts
-from paged_optax.layerwise.slices import FETCHES_AHEAD
 from paged_optax.layerwise.workspace import length_of
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.codec_rules import SMALLEST_CODED
@@ -42,8 +41,6 @@ def early_leaves(
       state: The state.
       batch: One micro-batch.
     """
-    if not FETCHES_AHEAD:
-        return []
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     flat, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)
     owners = parameter_of([path for path, _ in flat], paths)
