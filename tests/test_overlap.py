@@ -31,7 +31,7 @@ _AHEAD = pytest.mark.skipif(
 def test_transfers_are_hidden(weights_on_host):
     """Of transfers that take half as long as what is computed, at most a third shows.
 
-    The last layer's have nothing beside them. In turn, three quarters would show.
+    The last layer's have nothing beside them.
     """
     build = decoder.layerwise(
         MODEL,
@@ -100,7 +100,7 @@ def test_numbers_are_those_of_turns(monkeypatch, how):
     """But for rounding, of layers whose leaves are alike, and of the output matrix.
 
     XLA:CPU fuses otherwise what is cut into segments. A last bit of a gradient may
-    choose the next code of eight bits; one step alone moves parameters by 5e-2.
+    choose the next code of eight bits. Moments that are not written back make 0.1.
     """
     found = trained(monkeypatch, True, **how)
     wanted = trained(monkeypatch, False, **how)
