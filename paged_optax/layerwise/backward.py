@@ -45,10 +45,10 @@ def written(
 def _each_with(
     gradients: PyTree[Array], ahead: Sequence[Array | None]
 ) -> tuple[PyTree[Array], list[Array | None]]:
-    """Has each matrix of the following layer there when its gradient is made.
+    """Ties each matrix of the following layer to this layer's gradient of it.
 
-    So it travels while the gradients are computed, and is read from the stack before
-    this layer's is written to it; otherwise XLA would copy the stack.
+    So the matrix travels while the gradients are computed. It is read from the stack
+    before this layer's matrix is written there. Otherwise XLA would copy the stack.
     """
     flat, structure = jax.tree.flatten(gradients)
     pairs = [

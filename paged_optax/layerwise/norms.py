@@ -19,8 +19,8 @@ class Norms:
     Attributes:
       max_norm: The norm they are scaled down to, or None.
       clip: The norm of what.
-      dtype: What squares are added up in. They go from float32's largest number at a
-        norm of 2e19, and from float16's at 256.
+      dtype: The dtype in which squares are added up. They overflow float32 at a norm
+        of 2e19, and float16 at a norm of 256.
     """
 
     max_norm: float | int | None

@@ -114,8 +114,8 @@ def downwards(
       following: Whether `body` fetches of the following layer, and finds room for it
         before what it was handed is used up.
     """
-    # An XLA:GPU that follows `length - 1 - k` sees no transfer in a loop that counts
-    # down, wrongly.
+    # An older XLA:GPU follows only the loop's own variable, so that the loop counts
+    # down. A newer one follows `length - 1 - k`, but finds no transfer in such a loop.
     if GPU_NEEDS_RAW_INDEX:
         return lax.while_loop(
             lambda c: c[0] >= 0,
@@ -136,9 +136,9 @@ def _visited(
     """Runs the k-th turn for `layer(k)`."""
     turn = lambda k, c: body(layer(k), layer(k + 1), c)
     if ahead:
-        # Two turns a trip: of a loop's carry there is one buffer, so that what a turn
-        # hands on would be fetched when it has used up what it was handed. And no trip
-        # for the last: XLA:GPU follows indices that are linear, not clamped ones.
+        # A trip has two turns. A loop's carry has one buffer: with one turn a trip, the
+        # next layer could be fetched only after this layer is used. The last layers
+        # come after the loop: XLA:GPU follows linear indices, but no clamped ones.
         trips = (length - 1) // 2
         trip = lambda k, c: turn(2 * k + 1, turn(2 * k, c))
         left = range(2 * trips, length)

@@ -69,9 +69,9 @@ def layerwise_step(
     on the leading axis of each leaf (as `nnx.vmap`, `nnx.scan`, Linen's `nn.scan` and
     `jax.vmap` of an initialiser give them), and whatever else the model has. What else
     there is goes to prologue and epilogue alike, so that embeddings may be tied.
-    Stacks in host memory stay there, and each layer's weights are fetched for its
-    forward and its backward pass, while the layer before computes (jax >= 0.11.2;
-    before, while its own other parts do).
+    Stacks in host memory stay there. Each layer's weights are fetched for its forward
+    pass, and again for its backward pass. They travel while the layer before computes.
+    Before jax 0.11.2 they travel while other parts of the same layer compute.
 
     What one layer needs of `tx` must be element by element: `paged_adamw` and its like,
     chained, masked, scheduled. Clip by `max_norm` here, not in `tx`.
