@@ -1,4 +1,4 @@
-"""What a stranger runs first: the examples, the notebook, the README's code."""
+"""What a stranger runs first: the examples, the README's code."""
 
 import importlib
 import os
@@ -7,10 +7,8 @@ import re
 import subprocess
 import sys
 
-import nbformat
 import numpy as np
 import pytest
-from nbclient import NotebookClient
 
 import paged_optax as po
 
@@ -140,17 +138,6 @@ def test_layerwise_example(flags, tmp_path, monkeypatch, capsys):
     assert "within the tolerance" in capsys.readouterr().out
     picture = tmp_path / "layerwise_memory.png"
     assert picture.read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=str)
-def test_notebook(path, monkeypatch):
-    """Every cell runs."""
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
-    notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
 
 
 def test_readme_python():
