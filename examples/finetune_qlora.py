@@ -118,7 +118,8 @@ def variants(args: argparse.Namespace) -> dict[str, Variant]:
     plain = optax.adamw(args.learning_rate)
     paged = po.paged_adamw_8bit(
         args.learning_rate,
-        min_paged_size=0,  # adapters are small: of 256 KiB and less
+        # Like moments of 32 KiB or more, as stored, page by default; here are smaller.
+        min_paged_size=0,
     )
     return {
         "full fine-tuning": Variant(lambda: new_model(args), nnx.Param, plain),
