@@ -4,8 +4,10 @@
 `backward` goes through all of them, `layer_update` updates one with the `programs` of
 the whole tree, `norms` clips. `weights` and `slices` fetch a layer and put it back.
 
-`beside` updates one layer while the gradients of the next are made: in `segments`,
-beside each of which one of the layer's `groups` travels. `early` goes with them.
+`beside` updates one layer while the gradients of the next one are made, in `segments`;
+one of the layer's `groups` travels beside each. `early` finds what else is updated with
+the layers. `apart` takes the transformation and its state apart into layers and the
+rest.
 """
 
 from paged_optax.layerwise.output import LayerwiseOutput
