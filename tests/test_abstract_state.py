@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import paged_optax as po
@@ -113,3 +114,56 @@ def test_abstract_state_places_what_was_read_from_elsewhere():
     assert kinds(placed) == kinds(state)
     assert_equal(placed, state)
     assert_updates_alike(jax.jit(tx.update), small(), state, placed)
+
+
+@pytest.mark.parametrize("codec", [None, "dynamic_int8"])
+@pytest.mark.parametrize("boxes", ["none", "linen", "nnx"])
+def test_state_shardings_are_those_of_init(boxes, codec):
+    """Of shapes that know no shardings, those of a state of arrays that do."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    specs = {"w": PartitionSpec("x", "y"), "v": PartitionSpec(None, "x")}
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    params = {name: jnp.ones((512, 2048)) for name in shardings}
+    tx = adam(codec=codec)
+    wanted = tx.init(jax.device_put(params, shardings))
+    box = {
+        "none": lambda x, names: x,
+        "linen": linen.LogicallyPartitioned,
+        "nnx": lambda x, names: nnx.Param(x),
+    }[boxes]
+    shapes = {
+        name: box(jax.ShapeDtypeStruct(x.shape, x.dtype), tuple(specs[name]))
+        for name, x in params.items()
+    }
+    # A box is told by a leaf, as Linen does, or boxed itself, as NNX does.
+    if boxes == "nnx":
+        shardings = {name: nnx.Param(x) for name, x in shardings.items()}
+    found = po.state_shardings(tx, shapes, shardings)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    for x, array in pairs:
+        assert x.memory_kind == array.sharding.memory_kind
+        assert x.mesh == mesh
+        if array.ndim:
+            assert x.is_equivalent_to(array.sharding, array.ndim)
+
+
+def test_state_shardings_by_a_prefix():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    params = {name: small()[name] for name in "ab"}
+    one = po.state_shardings(adam(), params, sharding)
+    assert one == po.state_shardings(adam(), params, dict.fromkeys("ab", sharding))
+    assert HOST in {x.memory_kind for x in jax.tree.leaves(one)}
+
+
+def test_what_is_no_sharding_is_refused():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    with pytest.raises(
+        TypeError, match=r"shardings\['w'\]=.*NamedSharding\(mesh, spec\)"
+    ):
+        po.state_shardings(adam(), {"w": jnp.ones((4, 4))}, {"w": PartitionSpec("x")})
+    with pytest.raises(ValueError, match="does not divide evenly"):
+        po.state_shardings(adam(), {"w": jnp.ones((3, 4))}, {"w": sharding})
+    with pytest.raises(ValueError, match="shardings has neither the structure"):
+        po.state_shardings(adam(), {"w": jnp.ones((4, 4))}, {"v": sharding})

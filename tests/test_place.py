@@ -129,6 +129,24 @@ def test_nnx_optimizer_restored_into_itself(tmp_path):
     assert not po.is_device_resident(optimizer.opt_state, "kernel")
 
 
+def test_shapes_get_the_places_of_a_restore():
+    """In the state's own containers, as a checkpoint is restored into."""
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    make = lambda: nnx.Optimizer(model, transformation(), wrt=nnx.Param)
+    optimizer, shapes = make(), nnx.eval_shape(make)
+    params = nnx.state(model, nnx.Param)
+    found = po.place_state(optimizer.tx, shapes.opt_state, params)
+    assert jax.tree.structure(found) == jax.tree.structure(optimizer.opt_state)
+    places = zip(
+        jax.tree.leaves(found), jax.tree.leaves(optimizer.opt_state), strict=True
+    )
+    for x, array in places:
+        assert isinstance(x, jax.ShapeDtypeStruct)
+        assert (x.shape, x.dtype) == (array.shape, array.dtype)
+        assert x.sharding.memory_kind == array.sharding.memory_kind
+        assert x.sharding.is_equivalent_to(array.sharding, array.ndim)
+
+
 def test_another_state_is_refused():
     tx, params = transformation(), params_of()
     with pytest.raises(ValueError, match=r"'0/mu/w' is float32\[64, 64\].*\[32, 64\]"):

@@ -1,12 +1,18 @@
-"""The state that `init` would make, described for a restore."""
+"""The state that `init` would make, described for a restore or for a `jax.jit`."""
 
 from collections.abc import Iterable
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import (
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 from jaxtyping import PyTree
 
 from paged_optax.backend.given import refuse_no_arrays, refuse_no_transformation
+from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import (
     PINNED_HOST,
     memory_kinds,
@@ -84,6 +90,69 @@ def abstract_state(tx: Transformation, params: PyTree) -> PyTree[jax.ShapeDtypeS
         parameter = None if owner is None else parameters[owner][1]
         placed.append(jax.tree.map(lambda x, p=parameter: place(x, p), x))
     return like(shapes, placed)
+
+
+def state_shardings(
+    tx: Transformation, params: PyTree, shardings: PyTree[Sharding]
+) -> PyTree[Sharding]:
+    """Where each array of the state belongs, by its parameter's sharding.
+
+    A trainer that compiles with `in_shardings` and `out_shardings` of its own names a
+    place for the whole state, and JAX reads the absence of a memory kind as device
+    memory. In such a tree, this takes the place of the optimizer state's part. A moment
+    is divided as its parameter is. What a codec stores in its place, of other shapes,
+    is divided likewise.
+
+    Args:
+      tx: The transformation. In a `jax.jit` over automatic axes `update` does not see
+        how arrays are divided: over several devices, `paged(..., shardings=...)` takes
+        the same shardings.
+      params: The parameters, or their `ShapeDtypeStruct`s, in Flax's boxes or without.
+      shardings: The parameters' shardings, of the parameters' structure or a prefix of
+        it: one for all, or one for each box.
+
+    Returns:
+      The shardings of `tx.init(params)`, of its structure, each with its memory kind
+      stated.
+
+    Raises:
+      ValueError: If `shardings` has another structure, or a sharding does not divide
+        its parameter evenly.
+      TypeError: If `shardings` holds anything but shardings.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np, paged_optax as po
+      >>> from jax.sharding import Mesh, NamedSharding, PartitionSpec
+      >>> mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+      >>> shardings = {"w": NamedSharding(mesh, PartitionSpec("data"))}
+      >>> params = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+      >>> tx = po.paged_adamw(1e-3, shardings=shardings)
+      >>> state = po.state_shardings(tx, params, shardings)
+      >>> state[0].mu["w"].spec[0], state[0].mu["w"].memory_kind
+      ('data', 'pinned_host')
+      >>> init = jax.jit(tx.init, in_shardings=(shardings,), out_shardings=state)
+      >>> init({"w": jnp.ones((512, 512))})[0].mu["w"].sharding.memory_kind
+      'pinned_host'
+    """
+    for path, x in jax.tree_util.tree_flatten_with_path(shardings)[0]:
+        if not isinstance(x, Sharding):
+            raise TypeError(
+                f"shardings{keystr(path)}={x!r} is no sharding: pass"
+                " NamedSharding(mesh, spec)."
+            )
+    try:
+        each = jax.tree.broadcast(shardings, params)
+    except ValueError as error:
+        raise ValueError(
+            "shardings has neither the structure of params nor that of a prefix of it:"
+            f" {error}"
+        ) from error
+    divided = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        params,
+        each,
+    )
+    return jax.tree.map(lambda x: x.sharding, abstract_state(tx, divided))
 
 
 def _beside(

@@ -24,7 +24,8 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
     Args:
       tx: The transformation.
       state: Its state, wherever its arrays are: also NumPy arrays, the state of an
-        `nnx.Optimizer`, or the nested dicts of a restore without a target.
+        `nnx.Optimizer`, or the nested dicts of a restore without a target. Shapes, as
+        of `nnx.eval_shape`, get the sharding that a restore into them needs.
       params: The parameters, or their `ShapeDtypeStruct`s.
 
     Returns:
@@ -70,7 +71,11 @@ def _describe(x: ArrayOrShape | None) -> str:
     return "missing" if x is None else f"{x.dtype}{list(np.shape(x))}"
 
 
-def _placed(x: Array | np.ndarray | np.generic, place: jax.ShapeDtypeStruct) -> Array:
+def _placed(
+    x: ArrayOrShape, place: jax.ShapeDtypeStruct
+) -> Array | jax.ShapeDtypeStruct:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return place
     kind, sharding = place.sharding.memory_kind, place.sharding
     assert kind is not None
     if is_committed(x) and x.sharding.memory_kind == kind:
