@@ -11,7 +11,7 @@ from jax.sharding import (
 )
 from jaxtyping import PyTree
 
-from paged_optax.backend.given import refuse_no_arrays, refuse_no_transformation
+from paged_optax.backend.given import refuse_no_arrays, refuse_no_transformation, shown
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import (
     PINNED_HOST,
@@ -134,10 +134,11 @@ def state_shardings(
       >>> init({"w": jnp.ones((512, 512))})[0].mu["w"].sharding.memory_kind
       'pinned_host'
     """
+    refuse_no_arrays("params", params)
     for path, x in jax.tree_util.tree_flatten_with_path(shardings)[0]:
         if not isinstance(x, Sharding):
             raise TypeError(
-                f"shardings{keystr(path)}={x!r} is no sharding: pass"
+                f"shardings{keystr(path)}={shown(x)} is not a sharding: pass"
                 " NamedSharding(mesh, spec)."
             )
     try:
