@@ -72,6 +72,7 @@ MISTAKES = [
     (f"plan --params 1B {DEVICE} --page-size big", 1, "--page-size='big' is not a"),
     (f"plan --params 1B {DEVICE} --link fast", 1, "--link 'fast' is neither"),
     (f"plan --params 1B {DEVICE} --link -1", 1, "--link '-1' is neither"),
+    (f"plan --params 1B {DEVICE} --teraflops many", 1, "--teraflops 'many' is no rate"),
     (f"plan --params 1B {DEVICE} --link inf", 1, "--link 'inf' is neither"),
     (f"plan --params 1B {DEVICE} --link measured", 1, "no link; pass a rate"),
     # Of a module.

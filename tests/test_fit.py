@@ -1,9 +1,11 @@
 """`what_fits` against XLA's own bytes, for a decoder in miniature."""
 
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -223,3 +225,18 @@ def test_a_size_that_is_none(argument):
     sizes = {"device_memory": "1GiB"} | {argument: "24 gigs"}
     with pytest.raises(ValueError, match=f"{argument}='24 gigs'"):
         po.what_fits(numbered("{}"), **sizes)
+
+
+def test_tokens_from_which_the_link_is_free():
+    """Six operations a value and token, of the backward pass, take as long."""
+    shapes = po.model_shapes("8B")
+    ways = po.what_fits(shapes, device_memory="24GiB", teraflops=600)
+    text = " ".join(str(ways).split())
+    for way in [x for x in ways if x.way.startswith("layerwise")]:
+        pattern = rf"{way.way}: the link is free from ([\d,]+) tokens a step"
+        (tokens,) = re.findall(pattern, text)
+        products = 6 * 8_030_261_248 * int(tokens.replace(",", ""))
+        np.testing.assert_allclose(products / 600e12, way.link_seconds, 1e-4)
+    assert "tokens" not in str(po.what_fits(shapes, device_memory="24GiB"))
+    with pytest.raises(ValueError, match="teraflops=0 is not positive"):
+        po.what_fits(shapes, device_memory="24GiB", teraflops=0)

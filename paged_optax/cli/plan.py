@@ -92,6 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " PCIe 3 x16, 25 for 4, 50 for 5 (default: %(default)s); or 'measured'",
     )
     parser.add_argument(
+        "--teraflops",
+        metavar="TFLOP/S",
+        help="that training reaches: says from how many tokens a step the link is free",
+    )
+    parser.add_argument(
         "--layers",
         default="layers",
         metavar="KEY",
@@ -111,6 +116,10 @@ def run(given: argparse.Namespace) -> int:
     master = given.master_dtype
     if master is not None:
         master = floating_dtype("--master-dtype", master)
+    products = given.teraflops
+    if products is not None:
+        words = "no rate in TFLOP/s, such as 600"
+        products = _positive("--teraflops", products, words)
     rate = _rate(given.link)  # Before the rest: it needs the accelerator.
     if given.link != "measured":
         # Shapes alone: no accelerator's memory is to be taken for them.
@@ -124,6 +133,7 @@ def run(given: argparse.Namespace) -> int:
         master_dtype=master,
         page_size=parse_bytes("--page-size", given.page_size),
         link_gigabytes_per_second=rate,
+        teraflops=products,
         layers=given.layers,
     )
     leaves = jax.tree.leaves(params)
@@ -165,19 +175,22 @@ def _shapes(given: argparse.Namespace) -> PyTree[jax.ShapeDtypeStruct]:
     )
 
 
+def _positive(option: str, text: str, otherwise: str) -> float:
+    """A positive number; `otherwise` says what else the option takes."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"{option} {text!r} is {otherwise}.")
+    return number
+
+
 def _rate(text: str) -> float:
     """The rate of the slower direction, in pages, where it is to be measured."""
     if text != "measured":
-        try:
-            rate = float(text)
-        except ValueError:
-            rate = math.nan
-        if not 0 < rate < math.inf:
-            raise ValueError(
-                f"--link {text!r} is neither a rate in GB/s, such as 25, nor"
-                " 'measured'."
-            )
-        return rate
+        words = "neither a rate in GB/s, such as 25, nor 'measured'"
+        return _positive("--link", text, words)
     rates = [r for r in bandwidth.measure(bandwidth.SIZE, 3) if r.directions == 1]
     for rate in rates:
         if rate.reason:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import overload
 
+import jax
 import optax
 from jax.typing import DTypeLike
 
@@ -19,6 +20,7 @@ from paged_optax.backend.memory import (
 )
 from paged_optax.backend.sizes import parse_bytes, readable_bytes
 from paged_optax.backend.text_table import table
+from paged_optax.planning.free_paging import free_from
 from paged_optax.planning.layers import Layers, find_layers
 from paged_optax.planning.page_plan import PagePlan, plan
 from paged_optax.transform.codec_rules import Rule
@@ -173,6 +175,7 @@ def what_fits(
     master_dtype: DTypeLike | None = None,
     page_size: int | str = "16MiB",
     link_gigabytes_per_second: float = 25.0,
+    teraflops: float | None = None,
     layers: str = "layers",
 ) -> Footprints:
     """Compares ways to train a model by the memory they take.
@@ -206,6 +209,8 @@ def what_fits(
       page_size: As in `paged`.
       link_gigabytes_per_second: The rate of the link between host and device in one
         direction, in 10^9 bytes a second.
+      teraflops: The rate of matrix products that training reaches, in 10^12 operations
+        a second. Then a note says from how many tokens a step the link costs no time.
       layers: The key under which the layers' parameters are stacked on the leading
         axis. Layers by number, as in `layers_0` or `model.layers.0`, are found too.
 
@@ -235,6 +240,8 @@ def what_fits(
     if not isinstance(layers, str):
         raise TypeError(f"layers={shown(layers)} is not a key, such as 'layers'.")
     refuse_no_rate("link_gigabytes_per_second", link_gigabytes_per_second)
+    if teraflops is not None:
+        refuse_no_rate("teraflops", teraflops)
     inner = optax.adamw(1e-3) if inner is None else inner
     parameters = nbytes(params)
 
@@ -288,6 +295,9 @@ def what_fits(
         )
         rows += [way, _with_weights_on_host(way, found, rate)]
     remarks = tuple(_remarks(codec is not None, found, by_element, layers))
+    if teraflops is not None:
+        values = sum(x.size for x in jax.tree.leaves(params))
+        remarks += tuple(_free(rows, values, rate, teraflops))
     share = device_share()
     return Footprints(tuple(rows), limit, share, link_gigabytes_per_second, remarks)
 
@@ -325,6 +335,26 @@ def _remarks(
             f" them stacked on the leading axis under the key {key!r}, as nnx.vmap,"
             " nnx.scan and Linen's nn.scan stack them."
         )
+
+
+def _free(
+    rows: Sequence[Footprint], parameters: int, rate: float, teraflops: float
+) -> Iterator[str]:
+    """From how many tokens a step each layerwise way takes no time on the link."""
+    for row in rows:
+        if row.way.startswith(_LAYERWISE):
+            moved = int(row.link_seconds * rate)
+            tokens = free_from(
+                parameters,
+                moved,
+                moved,
+                up_gigabytes_per_second=rate / 1e9,
+                teraflops=teraflops,
+            )
+            yield (
+                f"{row.way}: the link is free from {tokens:,} tokens a step on, at"
+                f" {teraflops:g} TFLOP/s."
+            )
 
 
 def _footprint(

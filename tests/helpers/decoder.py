@@ -74,7 +74,7 @@ def _normalised(x, scale):
 
 
 def layerwise(
-    model, tx, *, weights_on_host=False, host_dtype=None, size=(1, 512), **settings
+    model, tx, *, weights_on_host=False, host_dtype=None, size=None, **settings
 ):
     """What `aot` compiles: the layerwise step, everything donated."""
     step = po.layerwise_step(
@@ -93,7 +93,8 @@ def layerwise(
         workspace = po.GradientWorkspace.allocate(
             params["layers"], host_dtype=host_dtype
         )
-        args = params, state, workspace, model.batch(device, size)
+        batch = model.batch(device, *([] if size is None else [size]))
+        args = params, state, workspace, batch
         closed, results = jax.make_jaxpr(step, return_shape=True)(*args)
         results = placed_by_type(results, closed.out_avals, mesh)
         jitted = jax.jit(
