@@ -100,3 +100,15 @@ def test_coded_moments_chosen_by_shape(codec):
     found, wanted = both(params, make(large(params)), functions)
     np.testing.assert_allclose(found[0]["layers"]["v"], 0.95, 1e-6)
     same(found[0], wanted[0], 1e-2)
+
+
+def test_coded_stacks_of_one_shape():
+    """They share pages in a whole update, and are cut out of their stacks alone."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    make = lambda key: 0.05 * jax.random.normal(key, (2, 64, 64))
+    params = {"layers": {"gate": make(keys[0]), "up": make(keys[1])}}
+    gated = lambda w, x, c, i: (x + jnp.tanh(x @ w["gate"]) * (x @ w["up"]), None)
+    tx = po.paged_adamw(0.1, codec="dynamic_int8", **SETTINGS)
+    batch = jax.random.normal(jax.random.key(1), (4, 64))
+    found, wanted = both(params, tx, (start, gated, finish), batch)
+    same(found[0], wanted[0], 1e-2)

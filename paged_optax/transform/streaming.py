@@ -139,7 +139,9 @@ class Streaming:
         """What like leaves have in common: those of equal keys may share pages."""
         gate = self.gate_of(leaf.owner)
         draws = any(codec is not None and codec.draws for codec in found.codecs)
-        own = leaf.owner if draws or self.own else None
+        # Of a layer that was fetched, each leaf is cut out of its stack by itself.
+        alone = draws or self.own or current().fetched
+        own = leaf.owner if alone else None
         same = self.analysis.same
         shared = [
             same.get(number, number)
