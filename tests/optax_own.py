@@ -3,8 +3,8 @@
 `python tests/optax_own.py` runs the test files that the installed release of Optax
 ships, or those of a checkout given by `--optax`, once as they are and once in each of
 three settings of page and minimum size. It prints a table, and each failure that is
-neither there without paging nor refused by a message that the README lists; if there is
-one it exits with 1.
+neither there without paging nor refused by a message that the reference explains; if
+there is one it exits with 1.
 
 What Optax makes is paged as it is made: its aliases, contributions and
 transformations. Wrappers of transformations are left as they are, but those that
@@ -111,7 +111,7 @@ def patch(settings: dict[str, Any]) -> None:
 
 
 def commit_arrays() -> None:
-    """Makes `jnp.array` commit, as the README has it done to parameters.
+    """Makes `jnp.array` commit, as the reference has it done to parameters.
 
     A paged step returns committed arrays, and `jax.jit` would compile the next again.
     """
@@ -206,11 +206,9 @@ def run_apart(path: Path, setting: str, chosen: str, optax_at: Path) -> dict[str
 
 
 def refusals() -> list[str]:
-    """Patterns of the messages that the README lists."""
-    readme = (ROOT / "README.md").read_text()
-    section = readme[readme.index("## Limits and troubleshooting") :]
-    section = section[: section.index("\n## ", 1)]
-    messages = re.findall(r"^\| `([^`]+)`", section, re.M)
+    """Patterns of the messages that the reference explains."""
+    text = (ROOT / "paged_optax" / "transform" / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `([^`]+)`", text, re.M)
     return [re.escape(x).replace("…", ".*") for x in messages]
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import os
 import pathlib
 import re
@@ -14,9 +15,13 @@ import pytest
 from flax import nnx
 
 import paged_optax as po
+from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+#: What is too deep for the README, beside the code it is of.
+DEEPER = sorted((ROOT / "paged_optax").rglob("*.md"))
+TROUBLESHOOTING = ROOT / "paged_optax" / "transform" / "troubleshooting.md"
 #: Blocks that make an environment, which `.ci/run` runs.
 ENVIRONMENTS = {"test", "example", "tunix"}
 #: What both begin with, in short.
@@ -44,7 +49,7 @@ def test_every_shell_block_is_run_somewhere():
     assert shell_blocks().keys() == {"plan", "doctor", "docs"} | ENVIRONMENTS
     for name in ENVIRONMENTS:
         assert f"$(readme_command {name})" in (ROOT / ".ci" / "run").read_text()
-    assert set(re.findall(r"```(\w+)\n", README)) == {"python", "sh", "diff", "text"}
+    assert set(re.findall(r"```(\w+)\n", README)) == {"python", "sh", "diff"}
 
 
 @pytest.mark.quick("plan")
@@ -151,7 +156,7 @@ def test_messages_are_those_of_the_package():
         for path in (ROOT / "paged_optax").rglob("*.py")
         for text in strings_of(path)
     ]
-    table = rows(section("Limits and troubleshooting"))
+    table = rows(TROUBLESHOOTING.read_text())
     assert len(table) > 10
     for message, way_out in table:
         if message.endswith("by JAX"):  # those are held in tests/test_impossible.py
@@ -161,14 +166,77 @@ def test_messages_are_those_of_the_package():
         assert way_out
 
 
-def test_links_lead_somewhere():
-    titles = re.findall(r"^#+ (.*)$", README, re.M)
+@pytest.mark.parametrize("path", [ROOT / "README.md", *DEEPER], ids=lambda x: x.stem)
+def test_links_lead_somewhere(path):
+    text = path.read_text()
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
     anchors = {re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles}
-    for target in re.findall(r"\]\(([^)]+)\)", README):
+    for target in re.findall(r"\]\(([^)]+)\)", text):
         if target.startswith("#"):
             assert target[1:] in anchors, target
         elif "://" not in target:
-            assert (ROOT / target).exists(), target
+            assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", DEEPER, ids=lambda x: x.stem)
+def test_what_is_deeper_is_found(path):
+    """By a link, and in the reference of its room."""
+    name = path.relative_to(ROOT).as_posix()
+    assert f"]({name})" in README
+    assert f".. include:: {path.name}\n" in (path.parent / "__init__.py").read_text()
+
+
+def test_length():
+    """Who reads it all needs ten minutes."""
+    assert len(README.splitlines()) <= 300
+
+
+def test_figures_are_those_of_the_compiler():
+    """Of the table and of the first number, from what `--measure` wrote."""
+    figures = json.loads((ROOT / "notebooks" / "memory_and_time.json").read_text())
+    shown = [x for x in rows(README[: README.index("\n## ")]) if len(x) == 6]
+    assert [x[0] for x in shown] == [x["way"] for x in figures["rows"]]
+    for (*_, device, host, seconds, card), row in zip(
+        shown, figures["rows"], strict=True
+    ):
+        size = row["device_bytes"] / 2**30
+        assert float(device) == pytest.approx(size, abs=0.05)
+        assert float(host) == pytest.approx(row["host_bytes"] / 2**30, abs=0.05)
+        assert float(seconds) == pytest.approx(row["seconds"], abs=0.005)
+        assert int(card) == min(x for x in (16, 24, 48, 80) if size <= x)
+    # Each computes the same products at least.
+    seconds = [row["seconds"] for row in figures["rows"]]
+    assert min(seconds) >= 0.9 * seconds[0]
+    claim = re.search(
+        r"takes ([\d.]+) GiB of device memory instead of (\d+\.\d)", README
+    )
+    assert claim and list(claim.groups()) == [shown[-1][2], shown[0][2]]
+
+
+def test_picture_of_the_figures(monkeypatch, tmp_path, capsys):
+    """Drawn as its command draws it; the README shows it."""
+    monkeypatch.syspath_prepend(str(ROOT / "notebooks"))
+    program = importlib.import_module("memory_and_time")
+    picture = tmp_path / "picture.png"
+    monkeypatch.setattr(sys, "argv", ["memory_and_time.py", "--picture", str(picture)])
+    program.main()
+    assert picture.read_bytes()[:4] == program.PICTURE.read_bytes()[:4] == b"\x89PNG"
+    assert f"]({program.PICTURE.relative_to(ROOT).as_posix()})" in README
+    assert "resident: 6" in capsys.readouterr().out
+
+
+@pytest.mark.compiler
+@pytest.mark.slow
+@pytest.mark.skipif(GPU_NEEDS_RAW_INDEX, reason="the figures are those of a newer JAX")
+def test_figures_again(monkeypatch):
+    """The compiler still says what the file says, of one row."""
+    monkeypatch.syspath_prepend(str(ROOT / "notebooks"))
+    program = importlib.import_module("memory_and_time")
+    rows = json.loads(program.FIGURES.read_text())["rows"]
+    (row,) = (x for x in rows if x["way"] == "layerwise")
+    again = program.measured("layerwise")
+    assert again["device_bytes"] == pytest.approx(row["device_bytes"], rel=0.03)
+    assert again["host_bytes"] == row["host_bytes"]
 
 
 def test_contributing_is_last():

@@ -140,15 +140,29 @@ def test_layerwise_example(flags, tmp_path, monkeypatch, capsys):
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_readme_python():
-    """Every Python block of the README runs, in order, in one session."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert blocks
+PAGES = [ROOT / "README.md", *sorted((ROOT / "paged_optax").rglob("*.md"))]
+BLOCKS = {
+    path: re.findall(r"```python\n(.*?)```", path.read_text(), re.S)
+    for path in PAGES
+    if path.name != "errors.md"  # tests/test_wrong_calls.py runs it
+}
+
+
+@pytest.mark.quick("README")
+@pytest.mark.parametrize(
+    "path", [path for path in BLOCKS if BLOCKS[path]], ids=lambda path: path.stem
+)
+def test_python_blocks(path):
+    """Every block of a page runs, in order, in one session, and prints something."""
+    end = "----"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join(blocks)],
+        [sys.executable, "-W", "error", "-c", f"print({end!r})\n".join(BLOCKS[path])],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
+    printed = done.stdout.split(f"{end}\n")
+    assert len(printed) == len(BLOCKS[path])
+    assert all(printed), done.stdout

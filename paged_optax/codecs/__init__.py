@@ -3,6 +3,8 @@
 `codec` says what a codec is. `blocks` parts a moment into blocks, `maps` has the
 numbers that codes stand for, `lines` computes them on a TPU. `arrangement` decides how
 codes and scales lie in memory, and `words` packs codes into words.
+
+.. include:: eight_bits.md
 """
 
 from collections.abc import Callable

@@ -2,4 +2,6 @@
 
 `host_arithmetic` finds what a step computes on arrays in host memory, `hlo` reads the
 text of a compiled program.
+
+.. include:: clients.md
 """

@@ -6,4 +6,10 @@ loops over their pages (`page_loops`), computes them, and orders reads and write
 `exchange` does both at once. `transfer` reads a page and writes it back, `streamed`
 knows where it lies. `shards` divides leaves over a mesh. `backend_check` checks the
 backend once. Nothing here knows of Optax.
+
+.. include:: paging.md
+
+.. include:: shapes.md
+
+.. include:: many_devices.md
 """

@@ -8,6 +8,8 @@ the whole tree, `norms` clips. `weights` and `slices` fetch a layer and put it b
 one of the layer's `groups` travels beside each. `early` finds what else is updated with
 the layers. `apart` takes the transformation and its state apart into layers and the
 rest.
+
+.. include:: layerwise.md
 """
 
 from paged_optax.layerwise.output import LayerwiseOutput

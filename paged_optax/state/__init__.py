@@ -3,4 +3,6 @@
 `leaves` says which leaf is whose. `moments` takes one parameter's out and puts them
 back. `steps` counts, `residency` moves between memories, `abstract` and `place`
 restore.
+
+.. include:: save_and_restore.md
 """

@@ -7,5 +7,7 @@ moment, `parameter_shardings` how that is divided. `gates` closes the loops of
 parameters that a step skips; which steps do, the room `wrappers` decides. `checks`
 refuses bad input. `moments` describes it all for `plan`.
 
+.. include:: troubleshooting.md
+
 .. include:: errors.md
 """
