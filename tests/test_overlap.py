@@ -51,7 +51,6 @@ def test_transfers_are_hidden(weights_on_host):
 
 def trained(monkeypatch, ahead, codec=None, max_norm=None, offloaded=False):
     """Three steps of a decoder of four layers, with an output matrix of its own."""
-    monkeypatch.setattr(apart, "FETCHES_AHEAD", True)
     monkeypatch.setattr(step_module, "_OVERLAPPED", ("cpu",) if ahead else ())
     model = decoder.Decoder(
         hidden=128,
@@ -88,6 +87,7 @@ def trained(monkeypatch, ahead, codec=None, max_norm=None, offloaded=False):
 
 
 @pytest.mark.slow
+@_AHEAD
 @pytest.mark.parametrize(
     "how",
     [

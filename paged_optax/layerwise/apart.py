@@ -16,7 +16,6 @@ import optax
 from jax import Array
 from jaxtyping import PyTree
 
-from paged_optax.analysis.split import CrossLeafError
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import DEVICE, HOST, nbytes, on_host
 from paged_optax.backend.types import KeyPath
@@ -155,10 +154,7 @@ class Apart:
 
     def _programs(self, gradients: Sequence[Shaped]) -> Programs | None:
         """What an update computes of each leaf; None if not element by element."""
-        try:
-            found = self._look(gradients, self.state, self.params)
-        except CrossLeafError:
-            return None  # like leaves whose moments are coded share pages
+        found = self._look(gradients, self.state, self.params)
         return found if found.not_elementwise is None else None
 
     def _look(
