@@ -38,26 +38,7 @@ _OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
-    models = parser.add_argument_group("the model: one of")
-    model = models.add_mutually_exclusive_group(required=True)
-    model.add_argument(
-        "--params",
-        metavar="SIZE",
-        help="a decoder in the proportions of Llama 3 with this many parameters, such"
-        f" as 8B; or one of {', '.join(DECODERS)}",
-    )
-    model.add_argument(
-        "--module",
-        metavar="PACKAGE.MODULE:FUNCTION",
-        help="a function that makes a Flax NNX module, a Linen module and its inputs,"
-        " or parameters",
-    )
-    model.add_argument(
-        "--checkpoint",
-        metavar="PATH",
-        help="a .safetensors file; config.json or model.safetensors.index.json of"
-        " Hugging Face, also without weights; a folder with these; an Orbax checkpoint",
-    )
+    _add_models(parser)
     parser.add_argument(
         "--device-memory", required=True, metavar="BYTES", help="needed: such as 24GiB"
     )
@@ -101,6 +82,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="layers",
         metavar="KEY",
         help="under which layers are stacked (default: %(default)s)",
+    )
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    """Declares those that name a model."""
+    models = parser.add_argument_group("the model: one of")
+    model = models.add_mutually_exclusive_group(required=True)
+    model.add_argument(
+        "--params",
+        metavar="SIZE",
+        help="a decoder in the proportions of Llama 3 with this many parameters, such"
+        f" as 8B; or one of {', '.join(DECODERS)}",
+    )
+    model.add_argument(
+        "--module",
+        metavar="PACKAGE.MODULE:FUNCTION",
+        help="a function that makes a Flax NNX module, a Linen module and its inputs,"
+        " or parameters",
+    )
+    model.add_argument(
+        "--checkpoint",
+        metavar="PATH",
+        help="a .safetensors file; config.json or model.safetensors.index.json of"
+        " Hugging Face, also without weights; a folder with these; an Orbax checkpoint",
     )
 
 

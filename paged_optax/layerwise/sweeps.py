@@ -174,18 +174,7 @@ class Sweeps:
         drest: Rest | None = None
         norm: Float[Array, ""] | None = None
         if self.norms.needed_first:
-            add = lambda square, i, slabs, gradients: (
-                square + self.norms.square(gradients),
-                slabs,
-            )
-            square, stacks, back = one.backward(add, self.norms.zero)
-            drest = one.rest_gradients(back)
-            norm = jnp.sqrt(square + self.norms.square(drest))
-            # The second pass is not to be taken for a part of the first.
-            norm, stacks, drest, one.inputs = lax.optimization_barrier(
-                (norm, stacks, drest, one.inputs)
-            )
-            one.stacks = stacks
+            norm, drest = self._norm_first(one)
 
         def gradients_made(
             carry: Visited, i: LayerIndex, gradients: PyTree[Array]
@@ -200,9 +189,8 @@ class Sweeps:
             return Visited(carry.square + own, carry.slots, workspace, small)
 
         length, early = weights.length, self.applied.early
-        known = drest if drest is not None else one.drest
-        ready = self.parts.joined(weights.stacks, self.parts.others(known))
-        whole = [ready[n] for n in early]
+        known = self.parts.others(drest if drest is not None else one.drest)
+        whole = [self.parts.joined(weights.stacks, known)[n] for n in early]
         whole = self.norms.scaled(whole, norm) if norm is not None else whole
 
         def gradients_of(carry: Visited, i: LayerIndex) -> list[Array]:
@@ -242,6 +230,22 @@ class Sweeps:
             clipped = self.norms.scaled(drest, norm)
         output = LayerwiseOutput(one.loss, one.metrics, norm)
         return Swept(stacks, slots, small, clipped, workspace, output)
+
+    def _norm_first(self, one: Bundle) -> tuple[Float[Array, ""], Rest]:
+        """The norm of all gradients, and those of the rest, by a pass of its own."""
+        add = lambda square, i, slabs, gradients: (
+            square + self.norms.square(gradients),
+            slabs,
+        )
+        square, stacks, back = one.backward(add, self.norms.zero)
+        drest = one.rest_gradients(back)
+        norm = jnp.sqrt(square + self.norms.square(drest))
+        # The second pass is not to be taken for a part of the first.
+        norm, stacks, drest, one.inputs = lax.optimization_barrier(
+            (norm, stacks, drest, one.inputs)
+        )
+        one.stacks = stacks
+        return norm, drest
 
     def _from_host(
         self, weights: Weights, rest: Rest, workspace: GradientWorkspace, batch: PyTree

@@ -283,23 +283,16 @@ def what_fits(
     found = find_layers(params, layers)
     by_element = all(x.elementwise for x in exact.moments if x.shape)
     if found is not None and by_element:
-        # The layer's moments travel while its gradients are computed, in float32 or
-        # the parameters' dtype.
-        moments = resident.device_bytes * found.largest // max(1, parameters)
-        way = footprint(
-            f"{_LAYERWISE}{name}",
-            found.largest + found.rest,
-            coded,
-            scratch=found.largest + moments,
-            link_seconds=coded.link_bytes / rate,
-        )
+        way = _layerwise(f"{_LAYERWISE}{name}", parameters, found, resident, coded)
+        way = dataclasses.replace(way, link_seconds=coded.link_bytes / rate)
         rows += [way, _with_weights_on_host(way, found, rate)]
     remarks = tuple(_remarks(codec is not None, found, by_element, layers))
     if teraflops is not None:
         values = sum(x.size for x in jax.tree.leaves(params))
         remarks += tuple(_free(rows, values, rate, teraflops))
-    share = device_share()
-    return Footprints(tuple(rows), limit, share, link_gigabytes_per_second, remarks)
+    return Footprints(
+        tuple(rows), limit, device_share(), link_gigabytes_per_second, remarks
+    )
 
 
 def _name(codec: Rule | Mapping[str, Rule]) -> str:
@@ -371,6 +364,17 @@ def _footprint(
         plan.link_seconds,
     )
     return dataclasses.replace(found, **other)
+
+
+def _layerwise(
+    way: str, parameters: int, layers: Layers, resident: PagePlan, coded: PagePlan
+) -> Footprint:
+    """What a layerwise step takes."""
+    # The layer's moments travel while its gradients are computed, in float32 or the
+    # parameters' dtype.
+    moments = resident.device_bytes * layers.largest // max(1, parameters)
+    gradients, scratch = layers.largest + layers.rest, layers.largest + moments
+    return _footprint(parameters, way, gradients, coded, scratch=scratch)
 
 
 def _with_weights_on_host(way: Footprint, layers: Layers, rate: float) -> Footprint:
