@@ -49,7 +49,7 @@ def test_transfers_are_hidden(weights_on_host):
     assert step.exposed <= free.compute / 2 / 3
 
 
-def trained(monkeypatch, ahead, codec=None, max_norm=None, offloaded=False):
+def trained(monkeypatch, ahead, codec=None, offloaded=False):
     """Three steps of a decoder of four layers, with an output matrix of its own."""
     monkeypatch.setattr(step_module, "_OVERLAPPED", ("cpu",) if ahead else ())
     model = decoder.Decoder(
@@ -74,9 +74,7 @@ def trained(monkeypatch, ahead, codec=None, max_norm=None, offloaded=False):
     )
     if offloaded:
         params["layers"] = po.offload(params["layers"], "16KiB")
-    step = po.layerwise_step(
-        model.prologue, model.layer, model.epilogue, tx, max_norm=max_norm
-    )
+    step = po.layerwise_step(model.prologue, model.layer, model.epilogue, tx)
     workspace = po.GradientWorkspace.allocate(params["layers"])
     args = params, tx.init(params), workspace, batch
     compiled = po.jit_step(step, *args, donate_argnums=(0, 1, 2))
@@ -92,9 +90,9 @@ def trained(monkeypatch, ahead, codec=None, max_norm=None, offloaded=False):
     "how",
     [
         {"codec": "dynamic_int8"},
-        {"max_norm": 0.1, "offloaded": True},
+        {"offloaded": True},
     ],
-    ids=["int8", "clipped-offloaded"],
+    ids=["int8", "offloaded"],
 )
 def test_numbers_are_those_of_turns(monkeypatch, how):
     """But for rounding, of layers whose leaves are alike, and of the output matrix.

@@ -59,11 +59,12 @@ def layerwise_step(
         \theta_i, s_i \leftarrow \mathrm{tx}(g_i, s_i, \theta_i),
         \qquad i = L-1, \ldots, 0.
 
-    A layer is updated while the gradients of the one before it are made: its moments
-    travel both ways beside the products (one GPU, jax >= 0.11.2; elsewhere they come
-    while its own are made, and leave after). The device then holds the gradients of two
-    layers, and half of a layer's moments. Parameters and state are those of an ordinary
-    step; so are the numbers, to the rounding of sums in another order.
+    On one GPU, from jax 0.11.2 on, a layer is updated while the gradients of the one
+    before it are made: its moments travel both ways beside the products. The device
+    then holds the gradients of two layers, and half of a layer's moments. Elsewhere,
+    and if the global norm is clipped, moments come while the layer's gradients are
+    made, and leave after. Parameters and state are those of an ordinary step; so are
+    the numbers, to the rounding of sums in another order.
 
     The parameters are a mapping with the key `layers`, the layers' parameters stacked
     on the leading axis of each leaf (as `nnx.vmap`, `nnx.scan`, Linen's `nn.scan` and
@@ -176,7 +177,10 @@ def layerwise_step(
             workspace, batch
         )
         in_turn = apply()
-        if not in_turn.can_overlap or workspace.host is not None:
+        # Where a pass of its own finds the norm, the gradients of two layers are more
+        # than the first pass leaves room for.
+        waits = workspace.host is not None or norms.needed_first
+        if waits or not in_turn.can_overlap:
             return run(in_turn)
         early: list[int] = []
         if not accumulate and not norms.by_layer:
