@@ -23,8 +23,8 @@ def test_readers(name):
     outcome = hostile.fuzz(name, count, seed=0)
     assert outcome.ended.total() >= 0.9 * count
     assert outcome.ended["refused"]
-    # An index whose files are not there is read by its sizes, which few changes leave.
-    assert outcome.ended["read"] or name == "index"
+    # Few changes leave a document whole; tests/test_shapes.py reads whole ones.
+    assert outcome.ended["read"] or name in ("index", "config")
     assert outcome.most_bytes < MOST
 
 
