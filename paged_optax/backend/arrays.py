@@ -1,13 +1,10 @@
-"""What is known of an array: whether it is traced, tied to devices, of which dtype."""
+"""What is known of an array: whether it is traced, tied to devices, or on several."""
 
 from typing import TypeGuard
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.core import Tracer
-from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 
@@ -21,27 +18,7 @@ def is_committed(x: object) -> TypeGuard[Array]:
     return isinstance(x, Array) and not is_traced(x) and x.committed
 
 
-def floating_dtype(name: str, dtype: DTypeLike | None) -> np.dtype:
-    """Reads a floating point dtype.
-
-    Args:
-      name: The argument's name, for messages.
-      dtype: A dtype, or its name; None is none.
-
-    Raises:
-      ValueError: If it is no dtype, or none of floating point.
-
-    Example:
-      >>> floating_dtype("dtype", "bfloat16").itemsize
-      2
-    """
-    try:
-        found = jnp.dtype("O" if dtype is None else dtype)
-    except (TypeError, ValueError, SyntaxError):
-        found = jnp.dtype("O")
-    if not jnp.issubdtype(found, jnp.floating):
-        raise ValueError(
-            f"{name}={dtype!r} is no floating point dtype: pass such as 'bfloat16' or"
-            " 'float32'."
-        )
-    return found
+def on_one_device(tree: PyTree[Array]) -> bool:
+    """Whether the types of a tree's arrays name no mesh of several devices."""
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree)]
+    return all(mesh.empty or mesh.size == 1 for mesh in meshes)

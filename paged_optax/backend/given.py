@@ -61,6 +61,32 @@ def refuse_no_arrays(name: str, tree: PyTree) -> None:
             )
 
 
+def floating_dtype(name: str, dtype: DTypeLike | None) -> np.dtype:
+    """Reads a floating point dtype.
+
+    Args:
+      name: The argument's name, for messages.
+      dtype: A dtype, or its name; None is none.
+
+    Raises:
+      ValueError: If it is no dtype, or none of floating point.
+
+    Example:
+      >>> floating_dtype("dtype", "bfloat16").itemsize
+      2
+    """
+    try:
+        found = jnp.dtype("O" if dtype is None else dtype)
+    except (TypeError, ValueError, SyntaxError):
+        found = jnp.dtype("O")
+    if not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(
+            f"{name}={dtype!r} is no floating point dtype: pass such as 'bfloat16' or"
+            " 'float32'."
+        )
+    return found
+
+
 def checked_dtype(name: str, value: DTypeLike) -> np.dtype:
     """A dtype of parameters, which has a fraction."""
     try:

@@ -9,7 +9,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import floating_dtype
+from paged_optax.backend.given import floating_dtype
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.sizes import parse_bytes, readable_bytes
 from paged_optax.backend.text_table import show

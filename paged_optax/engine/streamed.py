@@ -211,9 +211,10 @@ class Streamed:
         axis = self.codes.pages.axis
         if self.codec is None:
             return tuple(Buffers(x, None) for x in _parted(result, axis, leaves))
-        made = (
-            self.codec.encode(result, noise) if noise else _encode(self.codec, result)
-        )
+        if noise is None:
+            made = _encode(self.codec, result)
+        else:
+            made = self.codec.encode(result, noise)
         if leaves == 1:
             return (Buffers.of(made),)
         one, structure = jax.tree.flatten(self.codec.stored(shape))

@@ -16,6 +16,7 @@ import optax
 from jax import Array
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import on_one_device
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import DEVICE, HOST, nbytes, on_host
 from paged_optax.backend.types import KeyPath
@@ -142,11 +143,8 @@ class Apart:
 
         Not yet on many devices, where gradients are reduced beside transfers.
         """
-        arrays = jax.tree.leaves(self.slots)
-        meshes = [jax.typeof(x).sharding.mesh for x in arrays]
-        one_device = all(mesh.empty or mesh.size == 1 for mesh in meshes)
         several = self.length > 1 and len(self.groups) > 1
-        return FETCHES_AHEAD and several and one_device
+        return FETCHES_AHEAD and several and on_one_device(self.slots)
 
     def of_layers(self, values: Sequence[Leaf]) -> list[Leaf]:
         """Those of a value for each parameter that belong to the layers."""

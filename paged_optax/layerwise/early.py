@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from paged_optax.analysis.equation import Constant
 from paged_optax.analysis.flat import Flat
+from paged_optax.backend.arrays import on_one_device
 from paged_optax.backend.memory import on_host
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.model import Rest
@@ -84,13 +85,10 @@ def _divide(x: Array, moments: list[Stored], parts: int) -> bool:
     arrays = [y for moment in moments for y in jax.tree.leaves(moment)]
     if not any(map(on_host, arrays)) or on_host(x) or x.ndim < 2:
         return False
-    one_device = all(
-        (mesh := jax.typeof(y).sharding.mesh).empty or mesh.size == 1 for y in arrays
-    )
     large = x.size // parts >= SMALLEST_CODED
     whole = x.shape[0] % (parts * _ROWS) == 0
     return (
-        one_device
+        on_one_device(arrays)
         and large
         and whole
         and all(y.ndim >= 2 and y.shape[0] % (parts * _ROWS // 4) == 0 for y in arrays)

@@ -7,8 +7,7 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import floating_dtype
-from paged_optax.backend.given import refuse_no_transformation, shown
+from paged_optax.backend.given import floating_dtype, refuse_no_transformation, shown
 from paged_optax.transform.codec_rules import Rule, check, draws
 from paged_optax.transform.configuration import Configuration
 from paged_optax.transform.init import init
