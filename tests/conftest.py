@@ -21,13 +21,14 @@ os.environ["XLA_FLAGS"] = (
 
 
 def pytest_configure(config):
-    """Workers share what they compile, for this run."""
-    folder = getattr(config, "workerinput", {}).get("compiled")
+    """Workers share what they compile, in this run or in a folder given to JAX."""
+    import jax
+
+    given = getattr(config, "workerinput", {}).get("compiled")
+    folder = given or jax.config.jax_compilation_cache_dir
     if folder is None:
         config.compiled = tempfile.TemporaryDirectory(prefix="paged_optax_tests_")
         folder = config.compiled.name
-    import jax
-
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -36,7 +37,8 @@ def pytest_configure(config):
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
     """xdist hands the folder to its workers."""
-    node.workerinput["compiled"] = node.config.compiled.name
+    if hasattr(node.config, "compiled"):
+        node.workerinput["compiled"] = node.config.compiled.name
 
 
 def pytest_unconfigure(config):

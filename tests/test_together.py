@@ -100,6 +100,7 @@ def test_numbers(name, together):
     assert_alike(trained(name, SHAPES, page_size), wanted)
 
 
+@pytest.mark.quick("in turn-dynamic_int4")
 @pytest.mark.parametrize("name", ["dynamic_int8", "dynamic_int4"])
 def test_leaves_that_end_within_a_block(name, together):
     """Each is stored as alone, so that an update of one of them reads it rightly."""
@@ -109,6 +110,7 @@ def test_leaves_that_end_within_a_block(name, together):
     assert_alike(trained(name, UNEVEN, page_size), wanted)
 
 
+@pytest.mark.quick("dynamic_int4", "float8_e4m3")
 @pytest.mark.parametrize("codec", ["dynamic_int8", "dynamic_int4", "float8_e4m3"])
 def test_pages_that_share_end_with_words_and_blocks(codec):
     """Of leaves of many sizes; joined pages are stored as their parts are."""
@@ -223,6 +225,7 @@ def test_they_are_at_the_links_rate(compile_for, build, like):
 
 
 @pytest.mark.compiler
+@pytest.mark.quick("h200")
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
 def test_adapters_are_few_programs(compile_for):
     """32 adapters of rank 16: what is computed of their codes is compiled twice."""
