@@ -151,16 +151,12 @@ class Tests:
     def __init__(self, coverage: Path, report: Path) -> None:
         self._data = CoverageData(basename=str(coverage))
         self._data.read()
-        self._files = {
-            Path(x).as_posix().split("paged_optax/", 1)[-1]: x
-            for x in self._data.measured_files()
-        }
         self._seconds = {
             (x.get("classname"), x.get("name")): float(x.get("time") or 0)
             for x in ElementTree.parse(report).iter("testcase")
         }
         self._lines: Counter[str] = Counter()
-        for file in self._files.values():
+        for file in self._data.measured_files():
             for names in self._data.contexts_by_lineno(file).values():
                 self._lines.update({name.split("|")[0] for name in names})
 
@@ -173,8 +169,8 @@ class Tests:
 
     def of(self, mutant: Mutant, seconds: float) -> list[str]:
         """Those that run a line: the most special first, of so many seconds in all."""
-        file = self._files.get(mutant.file.removeprefix("paged_optax/"), "")
-        names = self._data.contexts_by_lineno(file) if file else {}
+        files = [x for x in self._data.measured_files() if x.endswith(mutant.file)]
+        names = self._data.contexts_by_lineno(files[0]) if files else {}
         lines = statement(mutant) & names.keys()
         found = {x.split("|")[0] for line in lines for x in names[line]} - {""}
         if not found and any("" in names[line] for line in lines):  # runs at import
