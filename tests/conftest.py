@@ -18,17 +18,19 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_gpu_autotune_level=0 --xla_force_host_platform_device_count=8"
 )
+# Where runs of tests keep what they compile. Programs that they start keep nothing.
+_COMPILED = os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 
 def pytest_configure(config):
-    """Workers share what they compile, in this run or in a folder given to JAX."""
+    """Workers share what they compile, in this run alone or with other runs."""
+    folder = getattr(config, "workerinput", {}).get("compiled") or _COMPILED
+    if folder is None:
+        config.own_folder = tempfile.TemporaryDirectory(prefix="paged_optax_tests_")
+        folder = config.own_folder.name
+    config.compiled = folder
     import jax
 
-    given = getattr(config, "workerinput", {}).get("compiled")
-    folder = given or jax.config.jax_compilation_cache_dir
-    if folder is None:
-        config.compiled = tempfile.TemporaryDirectory(prefix="paged_optax_tests_")
-        folder = config.compiled.name
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -37,14 +39,13 @@ def pytest_configure(config):
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
     """xdist hands the folder to its workers."""
-    if hasattr(node.config, "compiled"):
-        node.workerinput["compiled"] = node.config.compiled.name
+    node.workerinput["compiled"] = node.config.compiled
 
 
 def pytest_unconfigure(config):
     """And nothing stays behind."""
-    if hasattr(config, "compiled"):
-        config.compiled.cleanup()
+    if hasattr(config, "own_folder"):
+        config.own_folder.cleanup()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by markers

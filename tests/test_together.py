@@ -91,7 +91,14 @@ def assert_alike(found, wanted):
 
 
 @pytest.mark.quick("lion")
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.parametrize(
+    ("together", "name"),
+    [
+        *(("in turn", name) for name in ("lion", "dynamic_int8")),
+        *(("both ways", name) for name in TRANSFORMATIONS),
+    ],
+    indirect=["together"],
+)
 def test_numbers(name, together):
     """Several leaves' pages, joined, are stored as each leaf's own."""
     switch, page_size = together
