@@ -16,16 +16,14 @@ pytestmark = pytest.mark.compiler
     ("name", "shapes"),
     [
         ("float32", QUICK),
-        ("bfloat16, masters", QUICK[-2:]),
-        ("int8", [QUICK[1], QUICK[3]]),
-        ("int4", QUICK[-1:]),
-        ("fp8", QUICK[2:3]),
-        ("int8, masters", [*QUICK[3:], (4099, 4096)]),
-        ("int8, float32", QUICK[3:]),
+        ("int8, masters", [QUICK[-1], (4099, 4096)]),
     ],
 )
 def test_real_shapes(name, shapes):
-    """They compile, in place, within the plan's scratch, at the plan's addresses."""
+    """They compile, in place, within the plan's scratch, at the plan's addresses.
+
+    `sweep.py` does this with every codec.
+    """
     chosen = [x for x in sweep.cases(shapes, [name]) if x.page_size == "1 MiB"]
     results = list(sweep.outcomes(chosen, workers=1))
     assert len(results) == len(chosen) == 4 * len(shapes)
