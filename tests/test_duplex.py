@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import paged_optax as po
-from helpers import aot, link, reference
+from helpers import aot, reference, step_model
 from helpers.programs import (
     MIB,
     assert_in_place,
@@ -35,7 +35,7 @@ def compiled(compile_for, tx, params, pages=16):
     report, plan = compile_for(updating(tx, params)), po.plan(tx, params)
     assert_in_place(report)
     trips = len(params) * [pages]
-    return report, link.over_floor(report.hlo, plan.host_bytes, trips)
+    return report, step_model.over_floor(report.hlo, plan.host_bytes, trips)
 
 
 @pytest.mark.compiler

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_optax as po
-from helpers import aot, decoder, link, schedule
+from helpers import aot, decoder, schedule, step_model
 from helpers.programs import MIB
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 
@@ -137,7 +137,7 @@ def test_each_device_is_at_its_links_rate(make, bound):
     report = aot.h200(build, 4)
     assert report.device_temp <= bound
     assert report.host_temp == 0
-    assert link.over_floor(report.hlo, report.host_arguments) <= 1.10
+    assert step_model.over_floor(report.hlo, report.host_arguments) <= 1.10
 
 
 def divided_layerwise(model):

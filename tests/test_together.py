@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import paged_optax as po
-from helpers import aot, link, reference
+from helpers import aot, reference, step_model
 from helpers.programs import MIB, assert_in_place, bfloat16, square, updating
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import arranged, named
@@ -196,7 +196,7 @@ def compiled(compile_for, tx, params):
     assert_in_place(report)
     # XLA:TPU states no turns. Its loops are those of the pages that leaves share.
     turns = [on_tpu(tx, params)] * len(params) if compile_for is aot.v5e else ()
-    return report, plan, link.over_floor(report.hlo, plan.host_bytes, turns)
+    return report, plan, step_model.over_floor(report.hlo, plan.host_bytes, turns)
 
 
 def on_tpu(tx, params):

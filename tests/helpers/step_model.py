@@ -60,7 +60,9 @@ class Cost:
         return self.seconds - self.compute
 
 
-def cost(hlo: str, machine: Machine, layers: int = 1) -> Cost:
+def cost(
+    hlo: str, machine: Machine, layers: int = 1, trips: Sequence[int] = ()
+) -> Cost:
     """Runs through a scheduled program.
 
     Args:
@@ -68,18 +70,34 @@ def cost(hlo: str, machine: Machine, layers: int = 1) -> Cost:
       machine: Its machine.
       layers: Turns of the loops over layers where the compiler states none: XLA:TPU
         states none, and the last layer or the first may have a turn of its own.
+      trips: Turns of the innermost loops of which it states none, in their order.
     """
-    run = _Run(hlo, machine, layers)
+    run = _Run(machine, layers, aot.Computations(hlo, trips), hlo)
     run.cost.seconds = run.computation(run.program.entry, 0.0)
     return run.cost
+
+
+def over_floor(hlo: str, least: int, trips: Sequence[int] = ()) -> float:
+    """The time of a program's transfers over the least that they can take.
+
+    All that is no transfer takes no time.
+
+    Args:
+      hlo: The program.
+      least: Bytes that have to go in each direction.
+      trips: See `cost`.
+    """
+    return cost(hlo, Machine(link=1.0), trips=trips).seconds / least
 
 
 class _Run:
     """One pass over a program, at a time that goes on."""
 
-    def __init__(self, hlo: str, machine: Machine, layers: int) -> None:
+    def __init__(
+        self, machine: Machine, layers: int, program: aot.Computations, hlo: str
+    ) -> None:
         self.machine, self.layers, self.cost = machine, layers, Cost()
-        self.program = aot.Computations(hlo)
+        self.program = program
         self.free = {"up": 0.0, "down": 0.0}
         self.kernels: dict[str, float] = {}
         self.types = dict(re.findall(r"^\s*(?:ROOT )?%([\w.\-]+) = (\S+)", hlo, re.M))
