@@ -100,11 +100,20 @@ def test_transformations(make):
         (po.paged_lamb(1e-3), ("element by element", "layers", "paged_adamw")),
         (
             optax.chain(optax.clip_by_global_norm(1.0), po.paged_adam(1e-3)),
-            ("outside",),
+            ("`add` combines", "leave that out of tx", "max_norm="),
+        ),
+        (
+            po.paged(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))),
+            ("leave that out of tx", "max_norm="),
+        ),
+        (po.MultiSteps(po.paged_adam(1e-3), 2), ("accumulate=True", "MultiSteps")),
+        (
+            po.apply_if_finite(po.paged_adam(1e-3), 2),
+            ("`reduce_and` combines", "apply_if_finite"),
         ),
         (optax.add_noise(0.1, 0.9, 0), ("element by element",)),
     ],
-    ids=["lamb", "clip", "noise"],
+    ids=["lamb", "clip", "clip inside", "micro-steps", "finite", "noise"],
 )
 def test_refused_transformations(tx, words):
     params = layered.parameters(3)
@@ -113,6 +122,7 @@ def test_refused_transformations(tx, words):
         layerwise(tx)(params, tx.init(params), workspace, layered.batch())
     for word in words:
         assert word in str(error.value)
+    assert "outside" not in str(error.value)  # where the user has it already
 
 
 def test_bad_input():

@@ -37,7 +37,18 @@ _CUTS = frozenset("convert_element_type reshape slice split squeeze".split())
 
 
 class CrossLeafError(ValueError):
-    """The transformation mixes several parameters, so no page can be updated alone."""
+    """The transformation mixes several parameters, so no page can be updated alone.
+
+    Its argument says what is mixed.
+    """
+
+    def __str__(self) -> str:
+        return (
+            f"this transformation cannot be paged: {self.args[0]}, so no page can be"
+            " updated without the others. Chain the part that looks across parameters"
+            " outside, as in optax.chain(optax.clip_by_global_norm(1.0), paged(...));"
+            " put wrappers such as optax.MultiSteps around paged(...)."
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,13 +118,9 @@ class _Followed:
         elif not alone:
             first, second = (sorted(whose - {_JOINED}) + [None, None])[:2]
             raise CrossLeafError(
-                f"this transformation cannot be paged: `{primitive}` combines values of"
+                f"`{primitive}` combines values of"
                 f" {'all parameters' if first is None else name(first)}"
-                f"{'' if second is None else ' and ' + name(second)}, so no page can be"
-                " updated without the others. Chain the part that looks across"
-                " parameters outside, as in"
-                " optax.chain(optax.clip_by_global_norm(1.0), paged(...)); put wrappers"
-                " such as optax.MultiSteps around paged(...)."
+                f"{'' if second is None else ' and ' + name(second)}"
             )
         for value in equation.outputs:
             self.producer[value] = index

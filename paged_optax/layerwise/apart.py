@@ -16,6 +16,7 @@ import optax
 from jax import Array
 from jaxtyping import PyTree
 
+from paged_optax.analysis.split import CrossLeafError
 from paged_optax.backend.arrays import on_one_device
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import DEVICE, HOST, nbytes, on_host
@@ -35,6 +36,19 @@ from paged_optax.layerwise.workspace import length_of
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import current, within
 from paged_optax.transform.owners import parameter_of
+
+
+class CrossLayerError(CrossLeafError):
+    """`tx` mixes several parameters, whose gradients are not there at once."""
+
+    def __str__(self) -> str:
+        return (
+            f"layerwise_step updates each layer alone, and in tx {self.args[0]}: leave"
+            " that out of tx. max_norm= clips by the global norm, and accumulate=True"
+            " adds up micro-batches. Wrappers that skip steps, as MultiSteps and"
+            " apply_if_finite do, need all gradients first."
+        )
+
 
 #: An array, or what says its shape.
 Shaped = Array | jax.ShapeDtypeStruct
@@ -176,14 +190,17 @@ class Apart:
         ]
         # What is seen through gives the state as it is computed, not as it is stored.
         flags = [*self.slabbed, *([] if current().seen_through else flags)]
-        return Programs.of(
-            update,
-            jax.tree.unflatten(self.parts.structure, gradients),
-            jax.tree.unflatten(self.state_structure, state),
-            jax.tree.unflatten(self.parts.structure, params),
-            [position for position, yes in enumerate(flags) if yes],
-            self._name,
-        )
+        try:
+            return Programs.of(
+                update,
+                jax.tree.unflatten(self.parts.structure, gradients),
+                jax.tree.unflatten(self.state_structure, state),
+                jax.tree.unflatten(self.parts.structure, params),
+                [position for position, yes in enumerate(flags) if yes],
+                self._name,
+            )
+        except CrossLeafError as error:
+            raise CrossLayerError(*error.args) from None
 
     def _seen_through(self, gradients: Sequence[Shaped]) -> Programs:
         """What an update computes between reading and writing codes.
