@@ -97,3 +97,19 @@ def test_a_joined_parameter_lives_beside_its_own():
     assert new[0].mu["b"].devices() == {device}
     assert kinds(new[0].mu) == [HOST, HOST]
     adam().update(params, new, params)
+
+
+def test_small_ones_that_become_enough_to_be_paged():
+    """Those that were there stay, and the next update tells why they should not."""
+    tx = po.paged_adam(0.1, on_moved="raise")
+    params = {name: jnp.ones((128, 128)) for name in "abc"}  # 64 KiB each
+    state = tx.init(params)
+    assert HOST not in kinds(state[0].mu)
+    params["d"] = jnp.ones((128, 128))
+    state = po.init_param(tx, state, params, "d")
+    assert kinds(state[0].mu).count(HOST) == 1
+    with pytest.raises(ValueError, match=r"others of their shape joined.*place_state"):
+        tx.update(params, state, params)
+    state = po.place_state(tx, state, params)
+    assert kinds(state[0].mu) == [HOST] * 4
+    tx.update(params, state, params)

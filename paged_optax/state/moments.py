@@ -116,7 +116,9 @@ def init_param(
 ) -> PyTree:
     """A state with the moments of a parameter that joins, or starts again.
 
-    Only the new parameter's moments are allocated.
+    Only the new parameter's moments are allocated. Small moments on the device stay
+    there, though with the new ones they may be enough to be paged: `place_state` then
+    puts them on the host.
 
     Args:
       tx: The transformation.

@@ -233,6 +233,7 @@ def _tell_of_moved(pager: Pager, layout: Layout, leaves: Sequence[Stored]) -> No
             f"{len(moved)} moments of {readable_bytes(total)} are in device memory,"
             f" state{keystr(moved[0][0])} first, and device_budget="
             f"{readable_bytes(budget)} leaves them no room: a jax.device_put, a"
-            " restore or out_shardings without a memory kind moved them. If"
+            " restore or out_shardings without a memory kind moved them, or others of"
+            " their shape joined, with which small ones count together. If"
             " they are to stay, pass device_budget=None; if not, put"
         )
