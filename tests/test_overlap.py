@@ -5,11 +5,13 @@ import math
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import paged_optax as po
 from helpers import aot, decoder, step_model
 from helpers.layered import far
+from helpers.stacked import SETTINGS, both, same
 from paged_optax.layerwise import apart
 
 step_module = importlib.import_module("paged_optax.layerwise.step")
@@ -103,3 +105,63 @@ def test_numbers_are_those_of_turns(monkeypatch, how):
     found = trained(monkeypatch, True, **how)
     wanted = trained(monkeypatch, False, **how)
     assert far(found, wanted) <= 1e-5
+
+
+def heavy(params):
+    """Chosen by the size of a whole stack or matrix."""
+    return jax.tree.map(lambda x: x.size >= 8192, params)
+
+
+@pytest.mark.slow
+@_AHEAD
+@pytest.mark.parametrize(
+    ("layers", "how"),
+    [(2, {}), (3, {"offloaded": True}), (2, {"accumulate": True})],
+    ids=["moments", "weights", "micro-batches"],
+)
+def test_numbers_are_optaxs(monkeypatch, layers, how):
+    """In float64, where rounding is far below what a wrong layer's moments would do.
+
+    The output matrix is updated with the layers but for micro-batches; leaves of a
+    layer are alike, small, or empty; what decays and which rule updates goes by shape.
+    """
+    monkeypatch.setattr(step_module, "_OVERLAPPED", ("cpu",))
+    with jax.enable_x64(True):
+        keys = iter(jax.random.split(jax.random.key(0), 10))
+        normal = lambda *shape: 0.1 * jax.random.normal(next(keys), shape, "float64")
+        params = {
+            "embed": normal(64, 64),
+            "head": normal(32 * layers, 128),
+            "layers": {
+                "gate": normal(layers, 64, 65),
+                "up": normal(layers, 64, 65),
+                "down": normal(layers, 65, 64),
+                "bias": normal(layers, 65),
+                "scale": normal(layers),
+                "none": normal(layers, 0, 3),
+            },
+        }
+
+        def layer(w, x, context, i):
+            y = x * w["scale"] + context
+            y = jnp.tanh(y @ w["gate"] + w["bias"]) * (y @ w["up"])
+            return x + y @ w["down"], None
+
+        tx = optax.chain(
+            po.paged_adamw(optax.cosine_decay_schedule(0.1, 9), mask=heavy, **SETTINGS),
+            optax.masked(po.paged_sgd(0.1, momentum=0.9, **SETTINGS), heavy),
+        )
+        key = next(keys)
+        some = lambda x: jax.device_put(jax.random.uniform(key, x.shape), x.sharding)
+        init = lambda params: jax.tree.map(
+            lambda x: some(x) if x.ndim else x, tx.init(params)
+        )
+        batch = normal(*((3, 4, 64) if "accumulate" in how else (4, 64)))
+        functions = (
+            lambda rest, batch: (batch @ rest["embed"], rest["embed"][0]),
+            layer,
+            lambda rest, x, kept, batch: jnp.mean((x @ rest["head"][:64]) ** 2),
+        )
+        found, wanted = both(params, tx._replace(init=init), functions, batch, **how)
+        same(found[0], wanted[0], 1e-12)
+        same(found[1], wanted[1], 1e-12)
