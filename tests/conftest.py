@@ -1,5 +1,6 @@
 """Runs the suite on eight CPU devices, with both accelerator compilers at hand."""
 
+import importlib.metadata
 import os
 import sys
 import tempfile
@@ -20,6 +21,13 @@ os.environ["XLA_FLAGS"] = (
 )
 # Where runs of tests keep what they compile. Programs that they start keep nothing.
 _COMPILED = os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+
+
+def pytest_report_header():
+    """The versions that decide what is tested."""
+    found = {x.name: x.version for x in importlib.metadata.distributions()}
+    named = ("jax", "jaxlib", "libtpu", "optax", "flax", "orbax-checkpoint", "numpy")
+    return ", ".join(f"{x} {found[x]}" for x in named if x in found)
 
 
 def pytest_configure(config):
