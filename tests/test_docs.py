@@ -22,6 +22,7 @@ README = (ROOT / "README.md").read_text()
 #: What is too deep for the README, beside the code it is of.
 DEEPER = sorted((ROOT / "paged_optax").rglob("*.md"))
 TROUBLESHOOTING = ROOT / "paged_optax" / "transform" / "troubleshooting.md"
+RELEASE = ROOT / ".ci" / "release.md"
 #: Blocks that make an environment, which `.ci/run` runs.
 ENVIRONMENTS = {"test", "example", "tunix"}
 #: What both begin with, in short.
@@ -166,7 +167,9 @@ def test_messages_are_those_of_the_package():
         assert way_out
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", *DEEPER], ids=lambda x: x.stem)
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", RELEASE, *DEEPER], ids=lambda x: x.stem
+)
 def test_links_lead_somewhere(path):
     text = path.read_text()
     titles = re.findall(r"^#+ (.*)$", text, re.M)

@@ -3,10 +3,13 @@
 Ten thousand of them: `python tests/hostile.py`.
 """
 
+import ast
 import json
+import pathlib
 
 import pytest
 
+import paged_optax as po
 from helpers import hostile
 from helpers.hostile import MOST, READERS, measured, read
 from helpers.hostile_files import MONSTERS, Case, laid_out
@@ -120,3 +123,23 @@ def test_a_header_that_is_wrong(name, tmp_path):
     path.write_bytes(laid_out(json.dumps(header).encode(), 8))
     with pytest.raises(ValueError, match=f"a.safetensors'.*{message}"):
         checkpoint_shapes(path)
+
+
+def test_only_module_runs_what_is_named():
+    """Nothing unpickles, evaluates, or starts a program."""
+    package = pathlib.Path(po.__file__).parent
+    dangerous = {"pickle", "marshal", "shelve", "subprocess", "ctypes", "runpy"}
+    dangerous |= {"eval", "exec", "compile", "__import__", "import_module"}
+    found = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = {x.name for x in getattr(node, "names", ()) if hasattr(x, "name")}
+            match node:
+                case ast.ImportFrom(module=str(module)):
+                    names.add(module)
+                case ast.Call(func=ast.Name(id=name)):
+                    names.add(name)
+                case ast.Call(func=ast.Attribute(ast.Name("importlib"), name)):
+                    names.add(name)
+            found |= {(path.name, x) for x in names & dangerous}
+    assert found == {("module.py", "import_module")}
