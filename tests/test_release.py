@@ -134,6 +134,15 @@ def test_installed_without_a_compiler(made, tmp_path):
         assert "layerwise" in fits
 
 
+def test_import_brings_only_what_it_needs():
+    """Libraries that one function or example uses are imported where it does."""
+    code = "import sys, paged_optax; print(*sys.modules)"
+    kept = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    names = run(sys.executable, "-c", code, env=kept).split()
+    others = {"chex", "equinox", "flax", "matplotlib", "orbax", "qwix", "rich"}
+    assert "optax" in names and others.isdisjoint(x.split(".")[0] for x in names)
+
+
 def test_sdist_has_what_its_tests_read(unpacked):
     files = [f"tests/{name}.py" for name in READERS]
     command = (sys.executable, "-m", "pytest", "-q", "-m", "not slow", *files)
