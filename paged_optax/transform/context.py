@@ -62,8 +62,10 @@ def within(**changes: object) -> Generator[None]:
     """Changes fields of the context around all calls within."""
     context = dataclasses.replace(current(), **changes)
     values = (getattr(context, field.name) for field in dataclasses.fields(context))
-    # A traced value is equal to itself alone, and JAX's caches must not keep it alive.
-    key = tuple(object() if isinstance(x, Array) else x for x in values)
+    # A traced value, and what records, is equal to itself alone. JAX's caches must not
+    # keep it alive.
+    alone = lambda x: isinstance(x, Array) or callable(x)
+    key = tuple(object() if alone(x) else x for x in values)
     token = _current.set(context)
     try:
         with _trace_key(key):

@@ -1,9 +1,10 @@
 """The state that a paged transformation makes."""
 
+import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from paged_optax.engine.pages import Storage
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.stream import fill
 from paged_optax.transform.checks import refuse_devices, refuse_dtype
-from paged_optax.transform.context import current
+from paged_optax.transform.context import current, within
 from paged_optax.transform.moments import planned_moments
 from paged_optax.transform.pager import Pager
 from paged_optax.transform.placing import place, tied
@@ -39,7 +40,10 @@ from paged_optax.transform.trees import Parameter, Stored, Value, arrays_of, pat
 
 def init(pager: Pager, params: optax.Params) -> optax.OptState:
     """Makes the state of `inner`, its larger arrays in host memory."""
-    made = paired(_made(pager, bare(params)))
+    record = current().record
+    # JAX's caches keep what is traced for each context: who records is no part of it.
+    with contextlib.nullcontext() if record is None else within(record=None):
+        made = paired(_made(pager, bare(params), record))
     structure = jax.tree.structure(bare(params))
     if structure == jax.tree.structure(params):
         return made
@@ -51,14 +55,16 @@ def init(pager: Pager, params: optax.Params) -> optax.OptState:
     return settled(jax.tree.unflatten(jax.tree.structure(own), leaves))
 
 
-def _made(pager: Pager, params: optax.Params) -> optax.OptState:
+def _made(
+    pager: Pager, params: optax.Params, record: Callable[..., None] | None
+) -> optax.OptState:
     params = arrays_of(params)
     paths, leaves = paths_of(params)
     for path, leaf in zip(paths, leaves, strict=True):
         refuse_dtype(path, leaf)
     said = pager.known.said_by(paths, leaves)
     making = _Making.of(pager, params)
-    if (record := current().record) is not None:
+    if record is not None:
         abstract_params = jax.tree.map(abstract, params)
         record(
             pager.configuration,

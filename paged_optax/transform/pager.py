@@ -78,7 +78,9 @@ class Pager:
         """The layout of a state of `inner`, or of one made by `init`."""
         shapes = state
         if self.rules or self.per_parameter_steps:
-            shapes = jax.eval_shape(self.inner.init, jax.tree.map(abstract, params))
+            # JAX keeps what it traced, for each context anew, as long as the function.
+            init = lambda params: self.inner.init(params)
+            shapes = jax.eval_shape(init, jax.tree.map(abstract, params))
         paths, avals = paths_of(shapes)
         parameter_paths, parameters = paths_of(params)
         owners = parameter_of(paths, parameter_paths)

@@ -79,10 +79,12 @@ def recorded(
       ValueError: If nothing in `tx` is paged.
     """
     found: list[tuple[Configuration, Describe]] = []
-    # A new function each time: JAX does not trace the same function twice.
+    # New functions each time: JAX does not trace the same function twice in one context,
+    # and keeps what it traced, context and all, as long as the function.
     record = lambda configuration, describe: found.append((configuration, describe))
+    init = lambda params: tx.init(params)
     with within(types_only=True, record=record), explicitly_typed(params) as shapes:
-        jax.eval_shape(tx.init, shapes)
+        jax.eval_shape(init, shapes)
     if not found:
         raise ValueError(
             "tx has no paged transformation inside: wrap one with paged(...), or use"
