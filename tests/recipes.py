@@ -18,15 +18,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from helpers import fuzz_parts  # noqa: E402
 from helpers.recipes import covered, drawn, outcomes  # noqa: E402
+from helpers.records import record  # noqa: E402
 
 RECORD = Path(__file__).parent / "data" / "fuzzed.json"
-
-
-def record(entry: dict[str, object]) -> None:
-    """Adds what a run came to, a line a run."""
-    runs = json.loads(RECORD.read_text()) if RECORD.exists() else []
-    lines = ",\n".join(map(json.dumps, [*runs, entry]))
-    RECORD.write_text(f"[\n{lines}\n]\n")
 
 
 def differs(recipe: str, outcome: Any) -> bool:
@@ -68,7 +62,7 @@ def main() -> None:
     if options.record:
         version = importlib.metadata.version("jax")
         counted = {"cases": len(reached), "differ": bad}
-        record({"jax": version, "seed": options.seed, **counted})
+        record(RECORD, {"jax": version, "seed": options.seed, **counted})
     sys.exit(bool(bad))
 
 

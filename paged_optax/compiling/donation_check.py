@@ -1,10 +1,10 @@
-"""Whether donated buffers are reused, by the compiled program."""
+"""Whether a program reuses donated buffers, and whether an error left any."""
 
 import jax
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import memory_kind, memory_kinds
-from paged_optax.compiling.arguments import Keys, place_of
+from paged_optax.compiling.arguments import Keys, label, place_of
 from paged_optax.compiling.hlo import aliases
 
 
@@ -41,4 +41,30 @@ def check_donations(
             f" reused: {', '.join(lost[:3])}. The step must return an array of the same"
             " shape, dtype and memory kind for each donated one; leave the others out"
             " of donate_argnums and donate_argnames."
+        )
+
+
+def say_what_is_left(
+    error: BaseException,
+    values: tuple[PyTree, ...],
+    keys: Keys,
+    donated: tuple[int, ...],
+) -> None:
+    """Notes on the error of a step whether what was donated to it is still there."""
+    gone = [
+        label(keys[i])
+        for i in donated
+        if any(
+            isinstance(x, jax.Array) and x.is_deleted()
+            for x in jax.tree.leaves(values[i])
+        )
+    ]
+    if gone:
+        error.add_note(
+            f"Donated and gone: {', '.join(gone)}. A step that fails consumes them as"
+            " one that succeeds does: restore the last checkpoint."
+        )
+    elif donated:
+        error.add_note(
+            "Nothing that was donated is gone: the step can be called with it again."
         )

@@ -21,7 +21,7 @@ from paged_optax.compiling.arguments import (
     several,
     signature,
 )
-from paged_optax.compiling.donation_check import check_donations
+from paged_optax.compiling.donation_check import check_donations, say_what_is_left
 from paged_optax.compiling.placements import placements, refuse_moved, typed
 
 
@@ -34,6 +34,7 @@ class _Made(NamedTuple):
       static: Those that are not, and their values.
       structure: The tree of the arrays.
       hosted: For each array whether it belongs on the host.
+      donated: Positions, among the keys, of the arguments that are donated.
     """
 
     compiled: jax.stages.Compiled
@@ -41,6 +42,7 @@ class _Made(NamedTuple):
     static: dict[Key, Hashable]
     structure: Hashable
     hosted: list[bool]
+    donated: tuple[int, ...]
 
 
 class Step:
@@ -67,7 +69,10 @@ class Step:
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """Runs the step; donated arguments must not be used again."""
+        """Runs the step; donated arguments must not be used again.
+
+        If it fails, a note on the error says which of them are gone.
+        """
         given = self._by_key(args, kwargs)
         if self._made is None:
             with self._first:
@@ -86,6 +91,9 @@ class Step:
             if jax.tree.structure(values) == made.structure:
                 refuse_moved(values, made.keys, made.hosted)
                 refuse_other_types(values, made.keys, made.compiled.in_avals)
+            raise
+        except BaseException as error:
+            say_what_is_left(error, values, made.keys, made.donated)
             raise
 
     def compile(self, *args: PyTree, **kwargs: PyTree) -> None:
@@ -153,7 +161,8 @@ class Step:
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             compiled = jitted.lower(*values).compile()
         check_donations(compiled, values, keys, donated)
-        return _Made(compiled, keys, static, jax.tree.structure(values), hosted)
+        structure = jax.tree.structure(values)
+        return _Made(compiled, keys, static, structure, hosted, donated)
 
     def _positions(self, keys: Keys) -> tuple[int, ...]:
         """Where the donated arguments stand among all."""

@@ -22,6 +22,7 @@ from paged_optax.backend.explicit_axes import automatically, without_explicit_ax
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import PINNED_HOST, nbytes, resolve_host_memory_kind
 from paged_optax.backend.progress import LARGE, track
+from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.types import KeyPath
 from paged_optax.backend.variables import bare, like, settled
 from paged_optax.engine.backend_check import check_backend
@@ -172,11 +173,19 @@ class _Making:
                 made = self._leaf(leaf, inputs)
                 yield jax.block_until_ready(made) if shown else made
 
-        values = self.analysis.evaluate(parameters, run)
-        return [
-            self._placed(position, value, parameters)
-            for position, value in enumerate(values)
-        ]
+        try:
+            values = self.analysis.evaluate(parameters, run)
+            return [
+                self._placed(position, value, parameters)
+                for position, value in enumerate(values)
+            ]
+        except Exception as error:
+            if "RESOURCE_EXHAUSTED" in str(error):  # JAX has no type of its own for it.
+                error.add_note(
+                    f"The moments take {readable_bytes(moving)} of host memory in all;"
+                    " plan(tx, params) lists them. codec= stores them in fewer bytes."
+                )
+            raise
 
     def _leaf(self, leaf: LeafUpdate, inputs: list[Value]) -> list[Value]:
         """Runs the program of one leaf: page by page if it moves, or is coded."""

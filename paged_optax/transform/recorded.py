@@ -79,8 +79,8 @@ def recorded(
       ValueError: If nothing in `tx` is paged.
     """
     found: list[tuple[Configuration, Describe]] = []
-    # New functions each time: JAX does not trace the same function twice in one context,
-    # and keeps what it traced, context and all, as long as the function.
+    # New functions each time: JAX does not trace the same one twice in one context, and
+    # keeps what it traced, context and all, as long as the function.
     record = lambda configuration, describe: found.append((configuration, describe))
     init = lambda params: tx.init(params)
     with within(types_only=True, record=record), explicitly_typed(params) as shapes:
