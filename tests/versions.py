@@ -2,8 +2,8 @@
 
 `python tests/versions.py oldest` takes each lower bound of `pyproject.toml`, `newest`
 what pip finds, and `pre` pre-releases too. Packages may be given other versions, as in
-`oldest jax==0.11.2 jaxlib==0.11.2`. JAX's pre-releases are on an index of its own, which
-`PIP_EXTRA_INDEX_URL` names, see https://docs.jax.dev/en/latest/installation.html.
+`oldest jax==0.11.2 jaxlib==0.11.2`. JAX's pre-releases are on an index of its own,
+for `PIP_EXTRA_INDEX_URL`, see https://docs.jax.dev/en/latest/installation.html.
 
 It prints what was installed, then the tests that failed. The exit code is pip's where
 the versions cannot be installed together, else pytest's.
