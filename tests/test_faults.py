@@ -21,15 +21,15 @@ RECORD = pathlib.Path(__file__).parent / "data" / "killed.json"
         *(
             pytest.param(kind, number, marks=pytest.mark.slow)
             for kind, number in [
-                ("8 bits", 8),
-                ("layerwise, weights on the host", 8),
-                ("four processes", 2),
+                ("8 bits", 5),
+                ("layerwise, weights on the host", 5),
+                ("four processes", 1),
             ]
         ),
     ],
 )
 def test_killed_and_resumed(tmp_path, kind, number):
-    count = kills.Runs(kills.KINDS[kind], tmp_path).killed(number, seed=1)
+    count = kills.Runs(kills.KINDS[kind], tmp_path).killed(number, 1, seconds=0.5)
     assert count.exact == count.phases.total() == number
 
 

@@ -22,7 +22,7 @@ RECORD = pathlib.Path(__file__).parent / "data" / "long_runs.json"
 
 
 @pytest.mark.parametrize(
-    "steps", [200, pytest.param(3000, marks=pytest.mark.slow)], ids=str
+    "steps", [200, pytest.param(1500, marks=pytest.mark.slow)], ids=str
 )
 def test_paged_and_rebalanced_is_unpaged(steps):
     """To the last bit, in a program for each set of residents, and no more memory."""

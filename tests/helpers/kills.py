@@ -189,7 +189,7 @@ class Runs:
         folder.mkdir(exist_ok=True)
         Life(kind, folder / "straight", self._cache, "--straight").reach(None)
         self.bits = {step: bits for _, step, bits in read(folder / "straight")}
-        assert [*self.bits] == [*range(LAST + 1)]
+        assert [*self.bits] == [*range(0, LAST + 1, trainer.SAVED_EVERY)]
 
     def life(self, folder: pathlib.Path, *flags: str) -> Life:
         return Life(self._kind, folder, self._cache, *flags)
@@ -215,10 +215,17 @@ class Runs:
             assert bits == self.bits[step], f"{event} {step}: other bits"
         return sum(event == "restored" and step > 0 for event, step, _ in events)
 
-    def killed(self, kills: int, seed: int) -> Count:
-        """As many kills, in as many runs as they take."""
+    def killed(self, kills: int, seed: int, seconds: float | None = None) -> Count:
+        """As many kills, in as many runs as they take.
+
+        Args:
+          kills: How many.
+          seed: Of what is random.
+          seconds: Within which a life is killed; None: as many as a whole one takes.
+        """
         chance, count = random.Random(seed), Count()
-        seconds = self.whole(self._folder / "whole")
+        if seconds is None:
+            seconds = self.whole(self._folder / "whole")
         while (done := count.phases.total()) < kills:
             folder = self._folder / f"run{count.runs}"
             while self._life_and_death(folder, chance, seconds, kills, count):

@@ -6,8 +6,8 @@ r"""A training script that may be killed at any moment, and says in which phase 
 It begins at the last checkpoint in the folder, if there is one, as
 `paged_optax/state/save_and_restore.md` says: Orbax writes in the background while steps
 go on. What it restored and what it came to are lines of the folder's `log`: the step,
-and a digest of all parameters and moments. `--straight` is the run to compare with: no
-checkpoint is written, and each step is logged.
+and a digest of all parameters and moments. `--straight` is the run to compare with: it
+logs a digest where others write a checkpoint.
 """
 
 import argparse
@@ -170,9 +170,11 @@ def train(way: Way, diary: Diary, options: argparse.Namespace) -> None:
             beside = manager.is_saving_in_progress()
             diary.enter("stepping beside a save" if beside else "stepping")
             carry = jax.block_until_ready(step(*carry, way.batch(number)))
+            if number % SAVED_EVERY:
+                continue
             if options.straight:
                 diary.write("reached", number, carry)
-            elif number % SAVED_EVERY == 0:
+            else:
                 diary.enter("saving")
                 manager.save(number, args=ocp.args.StandardSave(carry[:2]))
         diary.enter("saving")
