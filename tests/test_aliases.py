@@ -90,3 +90,4 @@ def test_docstring_has_every_section(name):
     assert function.__name__ == name
     if name in NAMES:
         assert f"po.{name}(" in doc
+        assert ("eight bits" in doc) == name.endswith("_8bit")

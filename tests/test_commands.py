@@ -199,7 +199,7 @@ def test_a_table_wider_than_the_terminal_is_plain(monkeypatch, capsys):
 
 
 def test_no_progress_where_nobody_looks(capfd, monkeypatch):
-    monkeypatch.setattr(init, "LARGE", 0)
+    monkeypatch.setattr(init, "LARGE", 1)
     params = {"w": jnp.ones((512, 512))}
     state = po.paged_adamw(1e-3).init(params)
     po.from_bitsandbytes(state, po.to_bitsandbytes(state))
@@ -208,7 +208,7 @@ def test_no_progress_where_nobody_looks(capfd, monkeypatch):
 
 def test_no_progress_while_tracing(monkeypatch):
     """Under `jit` there is nothing to wait for."""
-    monkeypatch.setattr(init, "LARGE", 0)
+    monkeypatch.setattr(init, "LARGE", 1)
     shown = []
 
     def watched(items, what, total, wanted):
