@@ -415,7 +415,7 @@ def reported_memory(compiled: dict[str, jax.stages.Compiled]) -> MemoryChart:
         {
             name: {
                 "arguments: parameters, moments that stay": report.device_arguments,
-                "scratch: gradients, activations, moments that visit": (
+                "scratch: gradients, activations, moments in transit": (
                     report.device_total - report.device_arguments
                 ),
             }
@@ -445,7 +445,7 @@ def computed_memory(
                 "parameters": argument_bytes(step, "device")[0],
                 "gradients": argument_bytes(step, "device")[0],
                 "moments that stay": argument_bytes(step, "device")[1],
-                "moments that visit": visiting[name],
+                "moments in transit": visiting[name],
             }
             for name, step in compiled.items()
         },

@@ -75,13 +75,14 @@ def draw(figures, path):
         write(size + 1.5, i, text, weight="bold")
     most = max(row["device_bytes"] for row in rows) / GIB
     for card in CARDS:
-        axes.axvline(card, color="black", linestyle=(0, (4, 2)), linewidth=1, zorder=1)
+        axes.axvline(card, color="0.5", linestyle=(0, (4, 2)), linewidth=1, zorder=1)
     axes.set_xlim(0, 1.3 * max(most, CARDS[-1]))
     axes.set_ylim(len(rows) - 0.6, -0.75)
     axes.set_yticks([])
     axes.set_xticks(CARDS, [str(card) for card in CARDS], fontsize=10)
     axes.set_xlabel(
-        "device memory; lines: cards of 16 to 80 GiB\ntime: by a model, not measured",
+        "GiB of device memory; lines: cards\n"
+        "hatched: Optax alone\ntime: by a model, not measured",
         fontsize=10,
     )
     axes.set_title("A step of a full fine-tune of Llama-3-8B", fontsize=11)

@@ -55,6 +55,28 @@ def test_plan_prints_what_what_fits_says(capsys):
     assert "998,823,936 parameters in bfloat16, 1.9 GiB; lion" in printed
 
 
+def test_plan_of_an_alias(capsys):
+    """Its name says how moments are stored."""
+    command = ["plan", "--params", "1B", "--device-memory", "24GiB", "--optimizer"]
+    assert main([*command, "paged_adamw_8bit"]) == 0
+    alias = capsys.readouterr().out
+    assert main([*command, "adamw", "--codec", "dynamic_int8"]) == 0
+    assert alias == capsys.readouterr().out
+    assert main([*command, "paged_adamw_32bit"]) == 0
+    assert "8 bits" not in capsys.readouterr().out
+
+
+def test_output_that_nobody_reads_on():
+    """As of `plan ... | head`: it ends, and without a word."""
+    command = [sys.executable, "-m", "paged_optax", "plan", "--params", "1B"]
+    command += ["--device-memory", "24GiB"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        child.stdout.close()
+        assert (child.stderr.read(), child.wait()) == (b"", 0)
+
+
 def test_plan_of_a_checkpoint(tmp_path, capsys):
     path = tmp_path / "model.safetensors"
     safetensors.numpy.save_file({"w": np.ones((512, 1024), np.float32)}, path)

@@ -25,8 +25,6 @@ TROUBLESHOOTING = ROOT / "paged_optax" / "transform" / "troubleshooting.md"
 RELEASE = ROOT / ".ci" / "release.md"
 #: Blocks that make an environment, which `.ci/run` runs.
 ENVIRONMENTS = {"test", "example", "tunix"}
-#: What both begin with, in short.
-INSTALL = ["pip install .\n"]
 
 
 def section(title):
@@ -46,7 +44,7 @@ def shell_blocks():
 
 def test_every_shell_block_is_run_somewhere():
     every = re.findall(r"```sh\n(.*?)```", README, re.S)
-    assert sorted(every) == sorted([*shell_blocks().values(), *INSTALL])
+    assert sorted(every) == sorted(shell_blocks().values())
     assert shell_blocks().keys() == {"plan", "doctor", "docs"} | ENVIRONMENTS
     for name in ENVIRONMENTS:
         assert f"$(readme_command {name})" in (ROOT / ".ci" / "run").read_text()

@@ -1,6 +1,7 @@
-"""Optax optimizers whose moments live in host memory: what fits, and what is here."""
+"""Optax optimizers with moments in host memory: what fits, what works here."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -49,7 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own.set_defaults(run=command.run)
     given = parser.parse_args(arguments)
     try:
-        return given.run(given)
+        status = given.run(given)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as of `plan ... | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (OSError, TypeError, ValueError) as error:
         print(f"paged_optax: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer",
         default="adamw",
         metavar="NAME",
-        help=f"{', '.join(_OPTIMIZERS)} (default: %(default)s)",
+        help=f"{', '.join(_OPTIMIZERS)}, or an alias such as paged_adamw_8bit"
+        " (default: %(default)s)",
     )
     parser.add_argument(
         "--codec",
@@ -117,7 +118,7 @@ def run(given: argparse.Namespace) -> int:
             f"--device-memory {given.device_memory} is {memory} bytes: give the"
             " device's memory with its unit, such as 24GiB."
         )
-    optimizer = _optimizer(given.optimizer)
+    optimizer, codec = _optimizer(given.optimizer)
     master = given.master_dtype
     if master is not None:
         master = floating_dtype("--master-dtype", master)
@@ -134,7 +135,7 @@ def run(given: argparse.Namespace) -> int:
         params,
         _OPTIMIZERS[optimizer](1e-3),
         device_memory=memory,
-        codec=given.codec,
+        codec=given.codec or codec,
         master_dtype=master,
         page_size=parse_bytes("--page-size", given.page_size),
         link_gigabytes_per_second=rate,
@@ -156,14 +157,16 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _optimizer(name: str) -> str:
-    """An optimizer's name, however it is spelled."""
-    known = name.lower().removeprefix("paged_")
+def _optimizer(name: str) -> tuple[str, str | None]:
+    """An optimizer's name, however it is spelled, and the codec that a name means."""
+    known = name.lower().removeprefix("paged_").removesuffix("_32bit")
+    codec = "dynamic_int8" if known.endswith("_8bit") else None
+    known = known.removesuffix("_8bit")
     if known not in _OPTIMIZERS:
         raise ValueError(
             f"--optimizer {name!r} is unknown: use one of {', '.join(_OPTIMIZERS)}."
         )
-    return known
+    return known, codec
 
 
 def _shapes(given: argparse.Namespace) -> PyTree[jax.ShapeDtypeStruct]:
