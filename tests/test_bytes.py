@@ -46,6 +46,7 @@ def test_scratch_is_a_few_pages(compile_for):
     assert compile_for(whole).device_temp > 2e9
 
 
+@pytest.mark.slow
 def test_scratch_at_llama_shapes_on_h200():
     """291 leaves, 61 GiB of moments: at most 96 MiB of scratch with 16 MiB pages."""
     params = llama()
@@ -67,7 +68,7 @@ def test_scratch_at_llama_shapes_on_v5e():
     assert report.device_temp <= 4 * 8 * MIB + 291 * 6 * 54 * 2**10
 
 
-@pytest.mark.parametrize("many", [64, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("many", [48, pytest.param(256, marks=pytest.mark.slow)])
 def test_scratch_is_flat_in_leaves_on_h200(many):
     tx = po.paged_adamw(1e-3, page_size="8MiB")
     few, large = (
@@ -313,7 +314,7 @@ def test_scratch_of_one_moment_is_as_planned_on_h200(alias):
         assert report.device_temp <= po.plan(tx, params).scratch_bytes + MIB
 
 
-@pytest.mark.quick("(8192, 33)", "(3, 3, 3, 64, 64)")
+@pytest.mark.quick("(8192, 33)-None", "(3, 3, 3, 64, 64)")
 @pytest.mark.parametrize("codec", [None, "dynamic_int8"])
 @pytest.mark.parametrize(
     "shape", [(8192, 33), (3, 3, 3, 64, 64), (13, 17, 19, 23, 29)], ids=str

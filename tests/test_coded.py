@@ -17,7 +17,7 @@ from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import BFloat16Codec
 
 
-@pytest.mark.quick("-bfloat16-")
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", NAMES)
 def test_pages_change_no_bit(codec):
     """The state is the same bit for bit with pages of any size, eager and jitted."""
@@ -57,7 +57,7 @@ def test_moments_of_several_shapes(eager):
             chex.assert_trees_all_close(one, other, rtol=2e-2)
 
 
-@pytest.mark.quick("float8_e4m3")
+@pytest.mark.quick("-bfloat16-")
 @pytest.mark.parametrize("codec", NAMES)
 def test_memory_kinds_and_dtypes(codec):
     """Stored moments stay on the host; small ones are float32, as bitsandbytes'."""

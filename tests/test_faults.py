@@ -14,18 +14,14 @@ from helpers.trainer import PHASES
 RECORD = pathlib.Path(__file__).parent / "data" / "killed.json"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "number"),
     [
         ("adamw", 2),
-        *(
-            pytest.param(kind, number, marks=pytest.mark.slow)
-            for kind, number in [
-                ("8 bits", 5),
-                ("layerwise, weights on the host", 5),
-                ("four processes", 1),
-            ]
-        ),
+        ("8 bits", 5),
+        ("layerwise, weights on the host", 5),
+        ("four processes", 1),
     ],
 )
 def test_killed_and_resumed(tmp_path, kind, number):

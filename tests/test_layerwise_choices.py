@@ -102,6 +102,7 @@ def test_coded_moments_chosen_by_shape(codec):
     same(found[0], wanted[0], 1e-2)
 
 
+@pytest.mark.slow
 def test_coded_stacks_of_one_shape():
     """They share pages in a whole update, and are cut out of their stacks alone."""
     keys = jax.random.split(jax.random.key(0), 2)

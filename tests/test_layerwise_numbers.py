@@ -139,6 +139,7 @@ def test_mappings(mapping):
         assert found[0].default_factory is list
 
 
+@pytest.mark.quick("None")
 @pytest.mark.parametrize("codec", [None, "dynamic_int8"])
 def test_layers_under_another_key(codec):
     """The same numbers, although the leaves' order is another one."""

@@ -244,6 +244,7 @@ def test_more_entries_than_32_bits_count(platform, shape):
     jax.eval_shape(tx.update, params, po.abstract_state(tx, params), params)
 
 
+@pytest.mark.quick("dynamic_int8-(3, 40, 256)")
 @pytest.mark.parametrize("shape", [(64, 512), (3, 40, 256), (256, 1003)], ids=str)
 @pytest.mark.parametrize("codec", ["dynamic_int8", "dynamic_int4"])
 def test_whole_leaves_are_coded_in_pieces_on_a_tpu(shape, codec, on_tiles, monkeypatch):

@@ -77,7 +77,7 @@ def test_any_transformation_bit_for_bit(distances, number):
     assert distances(recipes.drawn(10, 0)[number]) == {}
 
 
-@pytest.mark.quick("gates")
+@pytest.mark.slow
 @pytest.mark.parametrize("breakage", fuzz_broken.BREAKAGES)
 def test_a_broken_engine_shows(breakage, monkeypatch):
     """In a good part of the cases that it concerns, of as few as 60."""

@@ -11,7 +11,7 @@ QUICK = [(2048, 32, 64), (24, 1024, 64), (3, 3, 512, 512), (768, 50257), (50257,
 pytestmark = pytest.mark.compiler
 
 
-@pytest.mark.quick("-float32-shapes0-")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shapes"),
     [

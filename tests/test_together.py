@@ -90,7 +90,7 @@ def assert_alike(found, wanted):
         assert np.mean(~near) <= 1e-3, "Mismatched elements"
 
 
-@pytest.mark.quick("lion")
+@pytest.mark.quick("both ways-lion")
 @pytest.mark.parametrize(
     ("together", "name"),
     [
@@ -107,7 +107,7 @@ def test_numbers(name, together):
     assert_alike(trained(name, SHAPES, page_size), wanted)
 
 
-@pytest.mark.quick("in turn-dynamic_int4")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dynamic_int8", "dynamic_int4"])
 def test_leaves_that_end_within_a_block(name, together):
     """Each is stored as alone, so that an update of one of them reads it rightly."""
@@ -117,7 +117,7 @@ def test_leaves_that_end_within_a_block(name, together):
     assert_alike(trained(name, UNEVEN, page_size), wanted)
 
 
-@pytest.mark.quick("dynamic_int4", "float8_e4m3")
+@pytest.mark.quick("float8_e4m3")
 @pytest.mark.parametrize("codec", ["dynamic_int8", "dynamic_int4", "float8_e4m3"])
 def test_pages_that_share_end_with_words_and_blocks(codec):
     """Of leaves of many sizes; joined pages are stored as their parts are."""
@@ -154,6 +154,7 @@ def test_no_large_leaf_waits_for_another():
     assert len({x.leaf for x in plan.moments if x.on_host}) == 1 + GPU_NEEDS_RAW_INDEX
 
 
+@pytest.mark.quick("both ways")
 def test_leaves_that_do_not_move(together):
     """Gates part like leaves; those under one gate still share pages."""
     switch, page_size = together
@@ -177,6 +178,7 @@ def test_steps_of_their_own(together):
     assert_alike(asked(), wanted)
 
 
+@pytest.mark.quick("both ways")
 def test_a_page_of_another_leaf_shows(together, monkeypatch):
     """The comparison above tells leaves that were exchanged."""
     switch, page_size = together
