@@ -342,7 +342,8 @@ def test_complex_moments_stay_on_a_tpu(monkeypatch):
     monkeypatch.setattr(memory, "platform", lambda: "tpu")
     tx = po.paged_adamw(1e-3)
     params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.complex64)}
-    assert [bool(x.refused) for x in po.plan(tx, params).moments] == [False, True, True]
+    refused = [x.refused for x in po.plan(tx, params).moments]
+    assert ["complex" in x for x in refused] == [False, True, True]
     report = aot.v5e(updating(tx, params))
     assert report.device_temp <= 8 * MIB
     assert not report.host_arguments
