@@ -18,7 +18,6 @@ import argparse
 import ast
 import dataclasses
 import importlib.metadata
-import json
 import os
 import random
 import shutil
@@ -36,6 +35,8 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 from coverage import CoverageData
+
+from helpers.records import record
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "data" / "mutants.json"
@@ -267,10 +268,9 @@ def main() -> None:
             survivors.append(entry)
     print(f"{killed} of {len(mutants)} noticed, {killed / len(mutants):.1%}")
     if options.record:
-        runs = json.loads(RECORD.read_text()) if RECORD.exists() else []
         run = {"jax": importlib.metadata.version("jax"), "seed": options.seed}
         run |= {"mutants": len(mutants), "killed": killed, "survivors": survivors}
-        RECORD.write_text(json.dumps([*runs, run], indent=1) + "\n")
+        record(RECORD, run)
 
 
 if __name__ == "__main__":
