@@ -9,7 +9,8 @@ Then `python tests/mutants.py --mutants 200 --seed 1` draws places of the code, 
 Cosmic Ray changes an operator, a comparison, a number, a condition, a loop or a
 decorator. Of the tests that run the line, those that run little else come first, in a
 copy of the tree, until one fails; what survives `--seconds` of them gets four times as
-many more. `--record` adds the run to `tests/data/mutants.json`.
+many more. Those that failed are run without a change at the end, and count only if they
+pass. `--record` adds the run to `tests/data/mutants.json`.
 
 Left out are annotations and `strict=True`, which only asserts what holds.
 """
@@ -185,6 +186,21 @@ class Tests:
         return sorted(chosen, key=self.seconds)
 
 
+def pytest(tree: Path, options: list[str], minutes: float) -> tuple[int, list[str]]:
+    """Runs pytest in a tree. What it exits with, and the tests that failed."""
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options],
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60 * minutes,
+    )
+    words = (line.partition(" - ")[0].split(" ", 1) for line in run.stdout.splitlines())
+    return run.returncode, [x[1] for x in words if x[0] in ("FAILED", "ERROR")]
+
+
 def outcome(mutant: Mutant, tree: Path, tests: list[str], minutes: float) -> str:
     """The test that fails in a tree with the change, or why there is none."""
     if not tests:
@@ -192,32 +208,28 @@ def outcome(mutant: Mutant, tree: Path, tests: list[str], minutes: float) -> str
     file = tree / mutant.file
     before = file.read_text()
     file.write_text(mutant.code())
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header"]
     try:
-        run = subprocess.run(
-            [sys.executable, *command, *tests],
-            cwd=tree,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60 * minutes,
-        )
+        status, by = pytest(tree, ["-x", *tests], minutes)
     except subprocess.TimeoutExpired:
         return "killed: no end"
     finally:
         file.write_text(before)
-    if run.returncode == 0:
+    if status == 0:
         return "survived"
-    lines = run.stdout.splitlines()
-    by = [x.split(" ")[1] for x in lines if x.startswith(("FAILED ", "ERROR "))]
-    return f"killed: {by[0] if by else f'exit {run.returncode}'}"
+    return f"killed: {by[0] if by else f'exit {status}'}"
+
+
+def failing_anyway(tree: Path, outcomes: list[str]) -> set[str]:
+    """Of the outcomes, those by a test that fails without a change too."""
+    by = {x.removeprefix("killed: ") for x in outcomes if x.startswith("killed: ")}
+    tests = sorted(x for x in by if x.startswith("tests/") and ".py" in x)
+    return {f"killed: {x}" for x in pytest(tree, tests, 60)[1]} if tests else set()
 
 
 def tried(
     mutants: list[Mutant], tests: Tests, workers: int, seconds: float
-) -> Iterator[tuple[Mutant, str]]:
-    """Each change and what came of it."""
+) -> list[tuple[Mutant, str]]:
+    """Each change and what came of it, which it prints."""
     with tempfile.TemporaryDirectory() as folder:
         trees: SimpleQueue[Path] = SimpleQueue()
         for worker in range(workers):
@@ -240,8 +252,16 @@ def tried(
             finally:
                 trees.put(tree)
 
+        found = []
         with ThreadPoolExecutor(workers) as pool:
-            yield from pool.map(one, mutants)
+            for mutant, came in pool.map(one, mutants):
+                print(
+                    f"{mutant.file}:{mutant.line}: {mutant.change()}: {came}",
+                    flush=True,
+                )
+                found.append((mutant, came))
+        anyway = failing_anyway(trees.get(), [came for _, came in found])
+        return [(x, f"not {y}" if y in anyway else y) for x, y in found]
 
 
 def main() -> None:
@@ -260,7 +280,6 @@ def main() -> None:
     tests = Tests(options.coverage, options.report)
     killed, survivors = 0, []
     for mutant, came in tried(mutants, tests, options.workers, options.seconds):
-        print(f"{mutant.file}:{mutant.line}: {mutant.change()}: {came}", flush=True)
         if came.startswith("killed"):
             killed += 1
         else:

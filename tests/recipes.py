@@ -24,7 +24,7 @@ RECORD = Path(__file__).parent / "data" / "fuzzed.json"
 
 
 def differs(recipe: str, outcome: Any) -> bool:
-    """Whether an outcome is more than the last bits of sums, or of what is folded.
+    """Whether it is more than the last bits of sums, of `erf`, or of what is folded.
 
     XLA:CPU folds what is computed of constants alone, with another `tanh` than its own;
     of those that a transformation closes over, pages are given each one's part.
@@ -33,7 +33,8 @@ def differs(recipe: str, outcome: Any) -> bool:
         return True
     asked = json.loads(recipe)
     used = {*asked["before"], *asked["after"], *(name for name, *_ in asked["steps"])}
-    rounded = used & fuzz_parts.SUMS or used >= {"fill", "closure"}
+    rounded = used & (fuzz_parts.SUMS | fuzz_parts.ROUNDED)
+    rounded = rounded or used >= {"fill", "closure"}
     return max(outcome.values(), default=0) > (4 if rounded else 0)
 
 

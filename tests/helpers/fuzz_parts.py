@@ -216,6 +216,11 @@ SUMS = {
     "sum of columns",
 }
 
+#: Steps whose last bits XLA:CPU's fusion emitters give otherwise in a vector than in a
+#: scalar: `jax.jit(lax.erf)` of 16 numbers from 3.5 to 4.2 differs in two of them from
+#: what they are in an array of (16, 1024). Before jax 0.11, `fuzz.FLAGS` has others.
+ROUNDED = {"erf"} if jax.__version_info__ >= (0, 11) else set[str]()
+
 #: Around the random steps alone, where a parameter may be left out of them.
 MASKS: dict[str, Callable[[Transformation], Transformation]] = {
     "masked": lambda inner: optax.masked(inner, every_other),
