@@ -133,7 +133,7 @@ def statement(mutant: Mutant) -> set[int]:
     """The lines of the smallest statement around a place, without its body."""
     best: set[int] = set()
     for node in ast.walk(ast.parse((ROOT / mutant.file).read_text())):
-        if isinstance(node, ast.stmt):
+        if isinstance(node, ast.stmt | ast.ExceptHandler):
             body = getattr(node, "body", None)
             first = min(x.lineno for x in getattr(node, "decorator_list", []) or [node])
             end = body[0].lineno - 1 if body else node.end_lineno or first

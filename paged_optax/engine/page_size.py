@@ -47,9 +47,10 @@ _LARGEST_LEAF = 256 * 2**20
 _WHOLE_ON_CPU = 16 * 2**20
 
 # Bytes of the pages of a leaf's moments, together, if a codec stores them in blocks:
-# XLA:GPU keeps several times as much of them in memory.
+# XLA:GPU keeps several times as much of them in memory. Each program of a codec takes
+# long to compile: as many leaves share one as leave pages of 1 MiB.
 _CODED_PAGES = 16 * 2**20
-_CODED_LEAVES = 4
+_CODED_LEAVES = 6
 
 
 def uncut(shape: tuple[int, ...]) -> Geometry:
@@ -100,14 +101,15 @@ def cut(
     sizes = [_stored_bytes(x, shape) for x in moments if x.on_host]
     alternate = 2 if len(sizes) == 1 or len({*sizes}) > 1 else 1
     find = functools.partial(_shared, shape, moments, like)
-    tiles = find(page_size, in_tiles, alternate)
+    at_least = lambda leaves: _even(like, max(1, like // leaves))
+    tiles = find(page_size, in_tiles, at_least(alternate))
     if coded:
         page_size = min(page_size, _CODED_PAGES // max(2, len(moments)))
-        wanted = _CODED_LEAVES
+        leaves = _even(like, -(-like // _CODED_LEAVES))
     else:
         # Where pages go in turn, no leaf need alternate with another.
-        wanted = 1 if GPU_NEEDS_RAW_INDEX else alternate
-    rows = find(page_size, in_rows, wanted)
+        leaves = at_least(1 if GPU_NEEDS_RAW_INDEX else alternate)
+    rows = find(page_size, in_rows, leaves)
     whole = page_size >= _WHOLE_ON_CPU and not rows.refused
     alone = single(shape) if whole else in_rows(shape, moments, page_size)
     return Geometry(rows, tiles, alone)
@@ -126,15 +128,14 @@ def _shared(
     like: int,
     page_size: int,
     way: Callable[[tuple[int, ...], tuple[Storage, ...], int], Pages],
-    wanted: int,
+    least: int,
 ) -> Pages:
-    """Cuts leaves that share pages: as many as wanted, or more where they are small."""
+    """Cuts leaves that share pages: so many at least, or more where they are small."""
     alone = way(shape, moments, page_size)
     itemsize = max(x.itemsize for x in moments)
     size_of_leaf = math.prod(shape) * itemsize
     if like == 1 or not shape or not 0 < size_of_leaf <= _LARGEST_LEAF:
         return alone
-    least = _even(like, max(1, like // wanted))
     page_size = min(page_size, _SHARED_PAGE)
     pages = way(shape, moments, max(1, page_size // least))
     page_bytes = pages.entries * itemsize
