@@ -134,7 +134,14 @@ def test_tiles_are_several(on_tiles):
     assert sum(count(shape, "dynamic_int8") > 1 for shape in SHAPES) >= 4
 
 
-@pytest.mark.quick("(64, 12, 64)-dynamic_int8")
+def test_rows_of_odd_sizes_are_cut():
+    """Blocks run along columns: along rows the smallest page would be 256 of them."""
+    for shape in SHAPES[:2]:
+        codec = arranged(named("dynamic_int8", True), shape)
+        assert 4 * cut(shape, (Storage(4, codec),), 2**14).on("gpu").entries <= 2**14
+
+
+@pytest.mark.quick("(64, 12, 64)-dynamic_int8", "(256, 1003)-dynamic_int8")
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_arranged_codes_are_the_codecs_own(shape, name):
