@@ -12,6 +12,7 @@ import pytest
 
 import paged_optax as po
 from helpers import reference
+from helpers.programs import square
 from paged_optax.backend import tiling
 from paged_optax.codecs import Arranged, arranged, axis_of_blocks, named, unarranged
 from paged_optax.engine import run, stream
@@ -139,6 +140,16 @@ def test_rows_of_odd_sizes_are_cut():
     for shape in SHAPES[:2]:
         codec = arranged(named("dynamic_int8", True), shape)
         assert 4 * cut(shape, (Storage(4, codec),), 2**14).on("gpu").entries <= 2**14
+
+
+def test_pages_of_eight_bits_hold_a_mebibyte_of_values():
+    """By default, and not much more: XLA:GPU keeps several times as much of them."""
+    tx = po.paged_adamw_8bit(1e-3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paged_optax.backend.memory.platform", lambda: "gpu")
+        plan = po.plan(tx, square(16))
+    pages = {moment.pages for moment in plan.moments if moment.on_host}
+    assert pages == {64}
 
 
 @pytest.mark.quick("(64, 12, 64)-dynamic_int8", "(256, 1003)-dynamic_int8")
