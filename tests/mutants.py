@@ -10,7 +10,9 @@ Cosmic Ray changes an operator, a comparison, a number, a condition, a loop or a
 decorator. Of the tests that run the line, those that run little else come first, in a
 copy of the tree, until one fails; what survives `--seconds` of them gets four times as
 many more. Those that failed are run without a change at the end, and count only if they
-pass. `--record` adds the run to `tests/data/mutants.json`.
+pass. `--record` adds the run to `tests/data/mutants.json`. There somebody writes why
+each change survived, and `by`, the test that notices it, if there is one since, or if
+it was left out for its time; `--again` tries those changes by those tests.
 
 Left out are annotations and `strict=True`, which only asserts what holds.
 """
@@ -19,6 +21,7 @@ import argparse
 import ast
 import dataclasses
 import importlib.metadata
+import json
 import os
 import random
 import shutil
@@ -233,11 +236,7 @@ def tried(
     with tempfile.TemporaryDirectory() as folder:
         trees: SimpleQueue[Path] = SimpleQueue()
         for worker in range(workers):
-            tree = Path(folder, str(worker), "checkout")
-            left_out = shutil.ignore_patterns(".git", ".venv*", "out", "__pycache__")
-            shutil.copytree(ROOT, tree, ignore=left_out)
-            tree.with_name("shared").symlink_to(ROOT.with_name("shared"))
-            trees.put(tree)
+            trees.put(copied(Path(folder, str(worker))))
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(folder, "compiled"))
 
         def one(mutant: Mutant) -> tuple[Mutant, str]:
@@ -264,6 +263,32 @@ def tried(
         return [(x, f"not {y}" if y in anyway else y) for x, y in found]
 
 
+def copied(folder: Path) -> Path:
+    """A copy of the tree, with what stands beside it."""
+    tree = folder / "checkout"
+    left_out = shutil.ignore_patterns(".git", ".venv*", "out", "__pycache__")
+    shutil.copytree(ROOT, tree, ignore=left_out)
+    tree.with_name("shared").symlink_to(ROOT.with_name("shared"))
+    return tree
+
+
+def again() -> int:
+    """Tries what is on record as noticed since. How many still survive."""
+    entries = [x for run in json.loads(RECORD.read_text()) for x in run["survivors"]]
+    survived = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copied(Path(folder))
+        for entry in entries:
+            if "by" not in entry:
+                continue
+            every = (x for place in places(entry["file"]) for x in place)
+            found = [x for x in every if x.change() == entry["change"]]
+            came = [outcome(x, tree, [entry["by"]], 10) for x in found[:1]]
+            print(f"{entry['file']}: {entry['change']}: {came}", flush=True)
+            survived += came == ["survived"]
+    return survived
+
+
 def main() -> None:
     """Draws, tries, and says how many were noticed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -275,7 +300,10 @@ def main() -> None:
     parser.add_argument("--coverage", type=Path, default=ROOT / ".coverage")
     parser.add_argument("--report", type=Path, default=ROOT / "out" / "tests.xml")
     parser.add_argument("--record", action="store_true", help=f"in {RECORD.name}")
+    parser.add_argument("--again", action="store_true", help="what is noticed since")
     options = parser.parse_args()
+    if options.again:
+        sys.exit(again())
     mutants = drawn(options.mutants, options.seed, tuple(options.rooms))
     tests = Tests(options.coverage, options.report)
     killed, survivors = 0, []

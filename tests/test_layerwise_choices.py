@@ -25,7 +25,21 @@ PER_ELEMENT = {
 }
 
 
-@pytest.mark.quick("masked", "labels", "length", "array")
+def settled():
+    """Its moment is zero, and then one half."""
+    return po.paged(
+        optax.GradientTransformation(
+            lambda params: jax.tree.map(jnp.zeros_like, params),
+            lambda updates, state, params=None: (
+                jax.tree.map(jnp.subtract, updates, state),
+                jax.tree.map(lambda x: jnp.full_like(x, 0.5), state),
+            ),
+        ),
+        **SETTINGS,
+    )
+
+
+@pytest.mark.quick("masked", "labels", "length", "array", "settled")
 @pytest.mark.parametrize(
     "make",
     [
@@ -59,8 +73,18 @@ PER_ELEMENT = {
             codec={"head": "dynamic_int8"},
             **SETTINGS,
         ),
+        lambda: optax.masked(settled(), large),
     ],
-    ids=["decay", "masked", "labels", "length", "array", "own_steps", "coded_head"],
+    ids=[
+        "decay",
+        "masked",
+        "labels",
+        "length",
+        "array",
+        "own_steps",
+        "coded_head",
+        "settled",
+    ],
 )
 def test_what_is_chosen_by_shape(make):
     """A mask, a label or a factor is that of the whole stack, not of one layer."""

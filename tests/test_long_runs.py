@@ -65,6 +65,7 @@ def objects(work, count):
     return len(gc.get_objects())
 
 
+@pytest.mark.quick("rebalance", "place_state")
 @pytest.mark.parametrize("what", ["rebalance", "plan", "abstract_state", "place_state"])
 def test_nothing_is_left_behind(what):
     """By what is called between steps: each call once left a trace in JAX's caches."""
@@ -80,6 +81,7 @@ def test_nothing_is_left_behind(what):
     assert objects(work, 5) + 5 >= objects(work, 20)
 
 
+@pytest.mark.quick("chained")
 @pytest.mark.parametrize("wrap", [lambda tx: tx, optax.chain], ids=["alone", "chained"])
 def test_dropped_optimizers_are_gone(wrap):
     """As plain Optax's are, with what JAX traced of them."""

@@ -102,9 +102,10 @@ def assert_alike(found, wanted):
 def test_numbers(name, together):
     """Several leaves' pages, joined, are stored as each leaf's own."""
     switch, page_size = together
-    wanted = trained(name, SHAPES, page_size)
+    shapes = SHAPES if name in ("dynamic_int8", "dynamic_int4") else SHAPES[::2]
+    wanted = trained(name, shapes, page_size)
     switch()
-    assert_alike(trained(name, SHAPES, page_size), wanted)
+    assert_alike(trained(name, shapes, page_size), wanted)
 
 
 @pytest.mark.slow
