@@ -128,8 +128,8 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[str, Entry]) -> PyTree:
       The state; every array is where that of `state` was.
 
     Raises:
-      ValueError: If a parameter is missing, an array does not fit, or a step is no
-        count. The message names the parameter and the field.
+      ValueError: If a parameter or a step is missing, an array does not fit, or a
+        step is no count. The message names the parameter and the field.
 
     Example:
       >>> import jax.numpy as jnp, paged_optax as po
@@ -152,7 +152,13 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[str, Entry]) -> PyTree:
     for leaf in _shown(leaves, state):
         value = leaf.value
         if leaf.is_count and leaf.field == "count":
-            counted = steps.keys() & served_by(leaves, leaf)
+            served = served_by(leaves, leaf)
+            for name in sorted((entries.keys() - steps.keys()) & {*served}):
+                raise ValueError(
+                    f"the entry of parameter {name!r} has no 'step': pass how many"
+                    " updates its moments have seen, as bitsandbytes does."
+                )
+            counted = steps.keys() & served
             own = max((steps[name] for name in counted), default=None)
             if own is not None:
                 value = jax.device_put(jnp.asarray(own, value.dtype), value.sharding)

@@ -81,6 +81,10 @@ def test_bitsandbytes_state():
     assert reference.kinds(again) == reference.kinds(state)
     with pytest.raises(ValueError, match="no parameter 'even'"):
         po.from_bitsandbytes(blank, {})
+    counted = entries["even"].pop("step")
+    with pytest.raises(ValueError, match="parameter 'even' has no 'step'"):
+        po.from_bitsandbytes(blank, entries)
+    entries["even"]["step"] = counted
     entries["even"]["qmap1"] = entries["even"]["qmap1"] * 2
     with pytest.raises(ValueError, match="qmap1"):
         po.from_bitsandbytes(blank, entries)

@@ -149,3 +149,17 @@ def test_a_state_tells_what_stored_it(stored, read, shape):
         with pytest.raises(ValueError, match="own init"):
             jax.eval_shape(build(reader).update, params, state, params)
         jax.eval_shape(build(writer).update, params, state, params)
+
+
+@pytest.mark.parametrize("change", ["new", "gone"])
+def test_a_leaf_too_many_or_too_few_is_named(change):
+    """And no other, though a codec's moments are several arrays each."""
+    params = {name: jnp.ones((64, 512)) for name in "abc"}
+    tx = po.paged_adamw_8bit(1e-2, min_paged_size=0)
+    state = tx.init(params)
+    if change == "new":
+        params["new"] = params["a"]
+    else:
+        params["gone"] = params.pop("b")
+    with pytest.raises(ValueError, match=r"they differ at state\[0\].mu\['(new|b)'\]"):
+        tx.update(params, state, params)

@@ -4,7 +4,9 @@ Ten thousand of them: `python tests/hostile.py`.
 """
 
 import ast
+import itertools
 import json
+import os
 import pathlib
 
 import pytest
@@ -143,3 +145,29 @@ def test_only_module_runs_what_is_named():
                     names.add(name)
             found |= {(path.name, x) for x in names & dangerous}
     assert found == {("module.py", "import_module")}
+
+
+def test_what_has_no_end_is_not_read(tmp_path):
+    """A pipe or a device under a checkpoint's name, itself or by a link."""
+    for number, (name, make) in enumerate(
+        itertools.product(
+            ("m.safetensors", "_METADATA", "x.safetensors.index.json"),
+            (os.mkfifo, lambda path: os.symlink("/dev/zero", path)),
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        make(folder / name)
+        with measured(), pytest.raises(ValueError, match=name.replace(".", "[.]")):
+            checkpoint_shapes(folder)
+
+
+def test_a_header_of_a_large_file(tmp_path):
+    """Offsets are no shape: their product may be anything."""
+    size, header = 4 * 4096 * 4096, {}
+    for i in range(300):
+        place = [i * size, (i + 1) * size]
+        header[str(i)] = {"dtype": "F32", "shape": [4096, 4096], "data_offsets": place}
+    (tmp_path / "a.safetensors").write_bytes(laid_out(json.dumps(header).encode(), 0))
+    found = checkpoint_shapes(tmp_path / "a.safetensors")
+    assert len(found) == 300 and found["299"].shape == (4096, 4096)

@@ -72,4 +72,7 @@ def free_from(
     up = bytes_up / (up_gigabytes_per_second * 1e9)
     down = bytes_down / (down_gigabytes_per_second * 1e9)
     seconds = max(up, down) if both_ways else up + down
-    return math.ceil(seconds * teraflops * 1e12 / (flops_per_parameter * parameters))
+    tokens = seconds * teraflops * 1e12 / (flops_per_parameter * parameters)
+    if not math.isfinite(tokens):
+        raise ValueError(f"teraflops={teraflops} is no rate of a device.")
+    return math.ceil(tokens)

@@ -17,6 +17,7 @@ from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import PINNED_HOST, memory_kinds, on_host
 from paged_optax.backend.types import KeyPath
+from paged_optax.codecs import Quantized
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.trees import Leaf, Value, paths_of
 
@@ -141,13 +142,16 @@ def refuse_state(
         wanted = jax.eval_shape(inner.init, jax.tree.map(abstract, updates))
     except Exception:
         return  # the gradients are no parameters: the first error says more
-    here, there = (
-        dict(zip(*paths_of(state), strict=True)),
-        dict(zip(*paths_of(wanted), strict=True)),
-    )
-    odd = [
+    there = dict(zip(*paths_of(wanted), strict=True))
+    here = dict(zip(*paths_of(state), strict=True))
+    differ = lambda here: [
         keystr(path) for path in (*here, *there) if (path in here) != (path in there)
     ]
+    # What a codec stores is several arrays: they differ only where no moment does.
+    moments, _ = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda x: isinstance(x, Quantized)
+    )
+    odd = differ(dict(moments)) or differ(here)
     if odd:
         raise ValueError(
             "the state's structure is not the one these gradients call for: they differ"

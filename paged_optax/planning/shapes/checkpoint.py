@@ -16,7 +16,12 @@ from paged_optax.planning.shapes.hugging_face import (
     index_files,
     index_shapes,
 )
-from paged_optax.planning.shapes.untrusted import MOST_BYTES, MOST_TENSORS, Fields
+from paged_optax.planning.shapes.untrusted import (
+    MOST_BYTES,
+    MOST_TENSORS,
+    Fields,
+    opened,
+)
 
 #: Bits of a value by safetensors' names of dtypes, and the name in JAX of those that
 #: parameters have. From https://docs.rs/safetensors/latest/safetensors/tensor.
@@ -60,7 +65,11 @@ def checkpoint_shapes(path: str | pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
       ValueError: If nothing there can be read; it names the file and the field.
     """
     given, path = str(path), pathlib.Path(path)
-    if not given or not path.exists():
+    try:
+        there = bool(given) and path.exists()
+    except OSError as error:  # such as a name that is too long
+        raise ValueError(f"checkpoint {given!r}: {error.strerror}.") from error
+    if not there:
         raise ValueError(f"checkpoint {given!r} does not exist.")
     found = _shapes(path)
     if not jax.tree.leaves(found):
@@ -101,7 +110,7 @@ def _header(path: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
 
     The format is described at https://github.com/huggingface/safetensors#format.
     """
-    with path.open("rb") as file:
+    with opened(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(MOST_BYTES, path.stat().st_size - 8):
             raise ValueError(
@@ -110,7 +119,7 @@ def _header(path: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
             )
         fields = Fields(path, file.read(length))
     found: dict[str, jax.ShapeDtypeStruct] = {}
-    places: list[tuple[tuple[int, ...], str]] = []
+    places: list[tuple[tuple[int, int], str]] = []
     for name, given in fields.given.items():
         if name == "__metadata__":
             given = {} if given is None else given
@@ -124,8 +133,8 @@ def _header(path: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
         if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise fields.wrong(f"{name}.dtype", dtype, f"one of {', '.join(_DTYPES)}")
         bits, known = _DTYPES[dtype]
-        place = fields.shape(f"{name}.data_offsets", tensor.get("data_offsets"))
-        if len(place) != 2 or 8 * (place[1] - place[0]) != bits * math.prod(shape):
+        place = fields.ends(f"{name}.data_offsets", tensor.get("data_offsets"))
+        if 8 * (place[1] - place[0]) != bits * math.prod(shape):
             wanted = f"the two ends of {bits * math.prod(shape) / 8:g} bytes"
             raise fields.wrong(f"{name}.data_offsets", [*place], wanted)
         places.append((place, name))
@@ -152,7 +161,7 @@ def _orbax(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
     tree = None
     if any(path.glob("*_METADATA")):  # Orbax's own; without it there is a warning.
         for pattern in _ORBAX_JSON:
-            for file in filter(pathlib.Path.is_file, path.glob(pattern)):
+            for file in path.glob(pattern):
                 Fields.of_file(file)  # Orbax sets no bounds.
         try:
             with ocp.StandardCheckpointer() as checkpointer:

@@ -4,6 +4,7 @@ import collections
 import json
 import math
 import pathlib
+from typing import BinaryIO
 
 #: Bytes of one JSON text. The index of 100,000 tensors has two thirds of it. A text of
 #: other letters than ASCII may have a quarter: Python keeps four bytes of each.
@@ -15,6 +16,21 @@ _MOST_VALUES = 1 << 50
 # Python takes up to 72 bytes for what each of these signs begins: 40 MB in all.
 _BEGINNINGS = b",", b"[", b"{"
 _MOST_ITEMS = 1 << 19
+
+
+def opened(path: pathlib.Path) -> BinaryIO:
+    """Opens a file to read; a device or a pipe might have no end.
+
+    Raises:
+      ValueError: If it is no file, or cannot be opened.
+    """
+    try:
+        if path.is_file():
+            return path.open("rb")
+        why = "it is no file"
+    except OSError as error:
+        why = error.strerror
+    raise ValueError(f"{str(path)!r} cannot be read: {why}.")
 
 
 class Fields:
@@ -48,7 +64,7 @@ class Fields:
     @classmethod
     def of_file(cls, path: pathlib.Path) -> "Fields":
         """Reads a whole file, if it is not too large."""
-        with path.open("rb") as file:
+        with opened(path) as file:
             return cls(path, file.read(MOST_BYTES + 1))
 
     def _too_large(self, bound: str) -> ValueError:
@@ -58,11 +74,8 @@ class Fields:
 
     def wrong(self, field: str, value: object, wanted: str) -> ValueError:
         """The error of a field that is not as it must be."""
-        shown = repr(value)
-        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        return ValueError(
-            f"{str(self.path)!r}: field {field!r} is {shown}, not {wanted}."
-        )
+        name, shown = _short(field, 200), _short(value, 60)
+        return ValueError(f"{str(self.path)!r}: field {name} is {shown}, not {wanted}.")
 
     def mapping(self, field: str, value: object) -> dict[str, object]:
         """A field that is an object itself."""
@@ -86,6 +99,19 @@ class Fields:
         if not whole or math.prod(sizes) > _MOST_VALUES:
             raise self.wrong(field, value, "the shape of a tensor")
         return tuple(sizes)
+
+    def ends(self, field: str, value: object) -> tuple[int, int]:
+        """A field that is where something begins in a file, and where it ends."""
+        ends = value if isinstance(value, list) and len(value) == 2 else [0, -1]
+        first, last = (x if type(x) is int else -1 for x in ends)
+        if not 0 <= first <= last:
+            raise self.wrong(field, value, "where it begins and where it ends")
+        return first, last
+
+
+def _short(value: object, most: int) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 
 
 def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
