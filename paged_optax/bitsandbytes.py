@@ -152,14 +152,13 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[str, Entry]) -> PyTree:
     for leaf in _shown(leaves, state):
         value = leaf.value
         if leaf.is_count and leaf.field == "count":
-            served = served_by(leaves, leaf)
-            for name in sorted((entries.keys() - steps.keys()) & {*served}):
+            served = entries.keys() & served_by(leaves, leaf)
+            if untold := sorted(served - steps.keys()):
                 raise ValueError(
-                    f"the entry of parameter {name!r} has no 'step': pass how many"
+                    f"the entry of parameter {untold[0]!r} has no 'step': pass how many"
                     " updates its moments have seen, as bitsandbytes does."
                 )
-            counted = steps.keys() & served
-            own = max((steps[name] for name in counted), default=None)
+            own = max((steps[name] for name in served), default=None)
             if own is not None:
                 value = jax.device_put(jnp.asarray(own, value.dtype), value.sharding)
         elif leaf.is_moment and leaf.field in _FIELDS:

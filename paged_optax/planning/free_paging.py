@@ -74,5 +74,8 @@ def free_from(
     seconds = max(up, down) if both_ways else up + down
     tokens = seconds * teraflops * 1e12 / (flops_per_parameter * parameters)
     if not math.isfinite(tokens):
-        raise ValueError(f"teraflops={teraflops} is no rate of a device.")
+        raise ValueError(
+            f"teraflops={teraflops} on a link of {up_gigabytes_per_second} GB/s up and"
+            f" {down_gigabytes_per_second} down gives no finite number of tokens."
+        )
     return math.ceil(tokens)
