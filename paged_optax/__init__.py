@@ -37,6 +37,7 @@ from paged_optax.engine.backend_check import BackendError
 from paged_optax.layerwise import (
     GradientWorkspace,
     LayerwiseOutput,
+    LayerwiseStep,
     layerwise_step,
     offload,
 )
@@ -119,6 +120,7 @@ __all__ = [
     # A step with one layer's gradients alive.
     "layerwise_step",
     "LayerwiseOutput",
+    "LayerwiseStep",
     "GradientWorkspace",
     "offload",
     # What fits, known beforehand.

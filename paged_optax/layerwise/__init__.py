@@ -1,19 +1,27 @@
 """One layer's gradients at a time: the workspace, and the step that uses it.
 
-`step` is the whole, made of `sweeps` over the layers. `model` differentiates a layer,
-`backward` goes through all of them, `layer_update` updates one with the `programs` of
-the whole tree, `norms` clips. `weights` and `slices` fetch a layer and put it back.
+`step` is the whole, made of `sweeps` over the layers; `by_host` has those whose
+gradients wait on the host, `deferred` those that begin with the last step's update.
+`model` differentiates a layer, `backward` goes through all of them, `layer_update`
+updates one with the `programs` of the whole tree, `norms` clips. `weights` and `slices`
+fetch a layer and put it back.
 
-`beside` updates one layer while the gradients of the next one are made, in `segments`;
-one of the layer's `groups` travels beside each. `early` finds what else is updated with
-the layers. `apart` takes the transformation and its state apart into layers and the
-rest.
+`beside` updates one layer while the gradients of the next one are made, and `ahead`
+while the one before runs forward, both in `segments`; one of the layer's `groups`
+travels beside each. `early` finds what else is updated with the layers. `apart` takes
+the transformation and its state apart into layers and the rest.
 
 .. include:: layerwise.md
 """
 
 from paged_optax.layerwise.output import LayerwiseOutput
-from paged_optax.layerwise.step import layerwise_step
+from paged_optax.layerwise.step import LayerwiseStep, layerwise_step
 from paged_optax.layerwise.workspace import GradientWorkspace, offload
 
-__all__ = ["GradientWorkspace", "LayerwiseOutput", "layerwise_step", "offload"]
+__all__ = [
+    "GradientWorkspace",
+    "LayerwiseOutput",
+    "LayerwiseStep",
+    "layerwise_step",
+    "offload",
+]

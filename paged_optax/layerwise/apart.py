@@ -34,7 +34,7 @@ from paged_optax.layerwise.slices import (
 )
 from paged_optax.layerwise.workspace import length_of
 from paged_optax.state.leaves import is_quantized
-from paged_optax.transform.context import current, within
+from paged_optax.transform.context import Gate, current, within
 from paged_optax.transform.owners import parameter_of
 
 
@@ -73,6 +73,7 @@ class Apart:
         gradients: PyTree[Array],
         early: Sequence[int] = (),
         overlaps: bool = False,
+        happens: Gate = True,
     ):
         """Takes it apart.
 
@@ -84,9 +85,10 @@ class Apart:
           gradients: One layer's gradients.
           early: The numbers of other parameters that are updated beside the layers, in
             as many parts as there are layers.
-          overlaps: Whether a layer is updated while the gradients of another are made.
+          overlaps: Whether a layer is updated while another one is computed.
+          happens: Whether anything is updated at all.
         """
-        self.overlaps = overlaps
+        self.overlaps, self.happens = overlaps, happens
         self.length, self.early = length_of(parts.layers), tuple(early)
         self.tx = optax.with_extra_args_support(tx)
         self.parts = parts
@@ -153,7 +155,7 @@ class Apart:
 
     @property
     def can_overlap(self) -> bool:
-        """Whether a layer can be updated while the gradients of another are made.
+        """Whether a layer can be updated while another one is computed.
 
         Not yet on many devices, where gradients are reduced beside transfers.
         """

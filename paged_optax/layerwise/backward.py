@@ -10,7 +10,13 @@ from jaxtyping import Float, PyTree
 
 from paged_optax.backend.memory import on_host
 from paged_optax.layerwise.beside import Beside, Flow, Turn
-from paged_optax.layerwise.model import ByPrologue, Model, Rest, parted
+from paged_optax.layerwise.model import (
+    ByPrologue,
+    Forward,
+    Model,
+    Rest,
+    parted,
+)
 from paged_optax.layerwise.norms import widened
 from paged_optax.layerwise.segments import in_segments
 from paged_optax.layerwise.slices import Carry, LayerIndex, downwards, kept, put, slab
@@ -69,13 +75,26 @@ class Bundle:
         batch: PyTree,
         workspace: GradientWorkspace,
         several: bool,
+        forward: Forward | None = None,
     ):
+        """Runs them forward, and the epilogue.
+
+        Args:
+          model: The model.
+          weights: The layers' parameters.
+          rest: The others.
+          batch: The micro-batches.
+          workspace: The workspace.
+          several: Whether there are several of them.
+          forward: What the forward pass made; None: it is run.
+        """
         self.model, self.weights, self.rest, self.batch = model, weights, rest, batch
         self.several = several
         self.dtypes = [x.dtype for x in jax.tree.leaves(workspace.gradients)]
-        x, self.inputs, keep, self.context, self.stacks = model.forward(
-            weights, rest, batch, self._each
-        )
+        if forward is None:
+            entered = model.entered(weights, rest, batch, self._each)
+            forward = model.forward(weights, entered)
+        x, self.inputs, keep, self.context, self.stacks = forward
         one = jax.tree.map(lambda x: x[0], batch) if several else batch
         self.learned = model.learned(rest, one)
         if not several:

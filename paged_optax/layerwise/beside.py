@@ -120,7 +120,7 @@ class Beside:
         group, i, parts = self.groups[k], turn.updated, self.applied.length
         weights = turn.weights(flow, parts)
         made = self.applied.part(group, flow.moments, weights, turn.gradients, i)
-        (moments, leaves), living = _together((made, living))
+        (moments, leaves), living = together((made, living))
         slots, stacks = list(flow.slots), list(flow.stacks)
         for n, moment in zip(group.slots, moments, strict=True):
             slots[n] = put(slots[n], moment, i)
@@ -146,7 +146,7 @@ class Beside:
         slots = {n: flow.slots[n] for n in (*here.slots, *after.slots)}
         leaves = (*here.leaves, *after.leaves)
         stacks = {n: x for n in leaves if on_host(x := flow.stacks[n])}
-        (slots, stacks, moments, weights), living = _together(
+        (slots, stacks, moments, weights), living = together(
             ((slots, stacks, flow.moments, flow.weights), living)
         )
         each = lambda values, new: [new.get(n, x) for n, x in enumerate(values)]
@@ -163,6 +163,6 @@ class Beside:
         return flow
 
 
-def _together(values: Living) -> Living:
+def together(values: Living) -> Living:
     """Keeps what comes after all these values behind all of them."""
     return lax.optimization_barrier(values)

@@ -7,6 +7,7 @@ are dead code.
 
 from collections.abc import Sequence
 from itertools import accumulate, compress
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,9 @@ from paged_optax.layerwise.slices import (
 )
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import within
+from paged_optax.transform.gates import only_if
+
+Tree = TypeVar("Tree", bound=PyTree)
 
 
 class Applied(Apart):
@@ -80,8 +84,8 @@ class Applied(Apart):
         self,
         group: Group,
         state: Sequence[Stored],
-        weights: Sequence[Array],
-        gradients: Sequence[Array],
+        weights: Sequence[Array | None],
+        gradients: Sequence[Array | None],
         i: LayerIndex,
     ) -> tuple[list[Stored], list[Array]]:
         """Updates some leaves of layer i.
@@ -90,7 +94,8 @@ class Applied(Apart):
           group: Which.
           state: Their moments, with a leading axis of 1.
           weights: All parameters of the layer, with a leading axis of 1, and the
-            layer's part of those that are updated early.
+            layer's part of those that are updated early. What is of other leaves is not
+            read.
           gradients: Their gradients.
           i: The layer's number.
 
@@ -109,28 +114,32 @@ class Applied(Apart):
             for x, yes in zip(self.state, self.stacked, strict=True)
         ]
         run = self._one_layer if self.programs is None else self._one_slab
-        new_params, new_state = finished(lambda: run(updates, held, tree, i, group))
-        return new_state, new_params
+        old = [x for leaf in group.leaves if (x := weights[leaf]) is not None]
+
+        def update() -> tuple[list[Stored], list[Array]]:
+            leaves, moments = run(updates, held, tree, i, group)
+            return self._if_it_happens((moments, leaves), (list(state), old))
+
+        return finished(update)
 
     def rest(
         self,
         stacks: Sequence[Array],
-        slots: Sequence[Stored],
         small: Sequence[Array | None],
         others: Sequence[Array],
         gradients: Sequence[Array],
-    ) -> tuple[list[Array], list[Array], PyTree[Array]]:
+    ) -> tuple[list[Array], list[Array], list[Stored]]:
         """Updates what is not updated layer by layer.
 
         Args:
-          stacks: The layers' parameters, the larger ones updated.
-          slots: The state's stacks, updated.
+          stacks: The layers' parameters.
           small: The collected gradients of the small ones.
           others: The other parameters.
           gradients: Their gradients.
 
         Returns:
-          The layers' parameters, the others, and the whole state.
+          The layers' parameters, the others, and the leaves of the state, blank where
+          they are stacks; see `state_of`.
         """
         tree, updates = (
             [
@@ -145,23 +154,44 @@ class Applied(Apart):
             _blank(x) if yes else x
             for x, yes in zip(self.state, self.stacked, strict=True)
         ]
-        made, new_state = self._update(updates, state, tree)
-        final = iter(slots)
+        with only_if(self.happens):
+            made, new_state = self._update(updates, state, tree)
+        old = self.parts.joined(stacks, others)
         new = [
-            old if slabbed else x
-            for old, x, slabbed in zip(
-                self.parts.joined(stacks, others), made, self.slabbed, strict=True
-            )
+            before if slabbed else self._if_it_happens(x, before)
+            for before, x, slabbed in zip(old, made, self.slabbed, strict=True)
         ]
-        state = [
-            scales_to(next(final), host=on_host(old)) if yes else x
-            for old, x, yes in zip(self.state, new_state, self.stacked, strict=True)
+        # The loops of paged moments have selected already.
+        new_state = [
+            x if yes or on_host(x) else self._if_it_happens(x, before)
+            for before, x, yes in zip(self.state, new_state, self.stacked, strict=True)
         ]
         others = [
             x for x, yes in zip(new, self.parts.in_layers, strict=True) if not yes
         ]
-        state = jax.tree.unflatten(self.state_structure, state)
-        return self.of_layers(new), others, state
+        return self.of_layers(new), others, new_state
+
+    def state_of(
+        self, slots: Sequence[Stored], leaves: Sequence[Stored]
+    ) -> PyTree[Array]:
+        """The whole state.
+
+        Args:
+          slots: Its stacks.
+          leaves: All its leaves, of which those that are stacks are not used.
+        """
+        final = iter(slots)
+        whole = [
+            scales_to(next(final), host=on_host(old)) if yes else x
+            for old, x, yes in zip(self.state, leaves, self.stacked, strict=True)
+        ]
+        return jax.tree.unflatten(self.state_structure, whole)
+
+    def _if_it_happens(self, new: Tree, old: Tree) -> Tree:
+        """What is new where the update happens; else what is old."""
+        if self.happens is True:
+            return new
+        return jax.tree.map(lambda x, y: jnp.where(self.happens, x, y), new, old)
 
     def _one_slab(
         self,

@@ -28,8 +28,26 @@ Merge = Callable[[Sequence[Array]], PyTree]
 _Carried = tuple[PyTree, PyTree, PyTree, list[Array], list[Array | None]]
 
 
+class Entered(NamedTuple):
+    """What a forward pass begins with.
+
+    Attributes:
+      x: The first layer's input.
+      inputs: Room for every layer's input, stacked.
+      kept: Room for what the layers keep, stacked.
+      context: What they all see.
+      run: `run(i, slabs, x)` returns layer i's output, and what it keeps.
+    """
+
+    x: PyTree[Array]
+    inputs: PyTree[Array]
+    kept: PyTree[Array]
+    context: PyTree
+    run: Callable[[LayerIndex, Sequence[Array], PyTree], tuple[PyTree, PyTree]]
+
+
 class Forward(NamedTuple):
-    """What the forward pass makes.
+    """What a forward pass makes.
 
     Attributes:
       output: The last layer's output.
@@ -97,14 +115,14 @@ class Model:
         made = _pair("layer", "x, kept", self.layer(weights, x, context, i))
         return jax.tree.map(jnp.asarray, made)
 
-    def forward(
+    def entered(
         self,
         weights: Weights,
         rest: Rest,
         batch: PyTree,
         each: Callable[..., PyTree],
-    ) -> Forward:
-        """Runs prologue and layers; `each` calls a function for each micro-batch."""
+    ) -> Entered:
+        """Runs the prologue; `each` calls a function for each micro-batch."""
         x, context = each(lambda b: self.enter(rest, b), batch)
         length = weights.length
         run = lambda i, slabs, x: each(
@@ -120,7 +138,10 @@ class Model:
         inputs = jax.tree.map(blank, x)
         if self.activations_on_host:
             inputs = jax.device_put(inputs, HOST)
-        keep = jax.tree.map(blank, shapes[1])
+        return Entered(x, inputs, jax.tree.map(blank, shapes[1]), context, run)
+
+    def forward(self, weights: Weights, entered: Entered) -> Forward:
+        """Runs the layers."""
 
         def body(
             i: LayerIndex, following: LayerIndex | None, carry: _Carried
@@ -128,14 +149,14 @@ class Model:
             x, inputs, keep, stacks, ahead = carry
             stacks, slabs = kept(stacks, weights.slabs(stacks, i, ahead), i)
             ahead = weights.fetched(stacks, following)
-            inputs = jax.tree.map(lambda to, x: put(to, x[None], i), inputs, x)
-            x, made = run(i, slabs, x)
-            keep = jax.tree.map(lambda to, x: put(to, x[None], i), keep, made)
-            return x, inputs, keep, stacks, ahead
+            inputs = stored(inputs, x, i)
+            x, made = entered.run(i, slabs, x)
+            return x, inputs, stored(keep, made, i), stacks, ahead
 
+        x, inputs, keep, context, _ = entered
         ahead = weights.fetched(weights.stacks, 0)
         x, inputs, keep, stacks, _ = upwards(
-            length,
+            weights.length,
             body,
             (x, inputs, keep, weights.stacks, ahead),
             ahead=weights.ahead,
@@ -226,6 +247,11 @@ class Model:
 
         jax.eval_shape(lambda rest: jax.vjp(run, rest)[0], rest)
         return found
+
+
+def stored(to: PyTree[Array], x: PyTree[Array], i: LayerIndex) -> PyTree[Array]:
+    """Stacks with what layer i got, or made, in its place."""
+    return jax.tree.map(lambda to, x: put(to, x[None], i), to, x)
 
 
 def _is_inexact(x: object) -> bool:

@@ -79,7 +79,12 @@ def _first(i: LayerIndex, size: int) -> LayerIndex:
 
 
 def upwards(
-    length: int, body: Turn[Carry], carry: Carry, *, ahead: bool = False
+    length: int,
+    body: Turn[Carry],
+    carry: Carry,
+    *,
+    ahead: bool = False,
+    following: bool = False,
 ) -> Carry:
     """Runs `body(i, following, carry)` for the layers from the first to the last.
 
@@ -89,11 +94,13 @@ def upwards(
         where no turn is known to come.
       carry: The first carry.
       ahead: Whether `body` fetches of the following layer, and puts that in the carry.
+      following: Whether `body` fetches of the following layer, and finds room for it
+        before what it was handed is used up.
 
     Returns:
       The last carry.
     """
-    return _visited(length, lambda k: k, body, carry, ahead)
+    return _visited(length, lambda k: k, body, carry, ahead, following)
 
 
 def downwards(
@@ -111,8 +118,7 @@ def downwards(
       body: As for `upwards`.
       carry: As for `upwards`.
       ahead: As for `upwards`.
-      following: Whether `body` fetches of the following layer, and finds room for it
-        before what it was handed is used up.
+      following: As for `upwards`.
     """
     # An older XLA:GPU follows only the loop's own variable, so that the loop counts
     # down. A newer one follows `length - 1 - k`, but finds no transfer in such a loop.

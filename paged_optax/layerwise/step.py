@@ -1,7 +1,8 @@
 """A training step whose backward pass handles one layer at a time."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
@@ -17,6 +18,8 @@ from paged_optax.backend.given import (
     refuse_no_transformation,
 )
 from paged_optax.backend.key_paths import keystr
+from paged_optax.layerwise.by_host import ByHost
+from paged_optax.layerwise.deferred import Deferred
 from paged_optax.layerwise.early import early_leaves
 from paged_optax.layerwise.layer_update import Applied
 from paged_optax.layerwise.model import Model
@@ -25,12 +28,6 @@ from paged_optax.layerwise.output import LayerwiseOutput
 from paged_optax.layerwise.parts import Parts
 from paged_optax.layerwise.sweeps import Sweeps
 from paged_optax.layerwise.workspace import GradientWorkspace
-
-#: `step(params, state, workspace, batch)`, and what it returns.
-Step = Callable[
-    [PyTree, PyTree, GradientWorkspace, PyTree],
-    tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput],
-]
 
 # XLA:TPU copies stacks in host memory whole that are updated beside other layers'
 # gradients (libtpu 0.0.52: of 36 layers of float32, 1.5 GB). A CPU has no link.
@@ -48,7 +45,7 @@ def layerwise_step(
     accumulate: bool = False,
     activations_on_host: bool = False,
     layers: str = "layers",
-) -> Step:
+) -> "LayerwiseStep":
     r"""A training step with the gradients of one layer alive, instead of all.
 
     Forward over the layers, which saves each one's input; then, from the last layer to
@@ -80,11 +77,28 @@ def layerwise_step(
     | clipping by the global norm | device bytes | over the link | passes | time |
     | --- | --- | --- | --- | --- |
     | workspace with `host_dtype` | one layer's gradients | gradients, twice | 1 | 1.0 |
+    | the same with `rest` | and the rest's | gradients, twice | 1 | 1.0 |
     | workspace without | one layer's gradients | nothing more | 2 | 1.5 |
 
     Passes are backward passes. Times are to a step that does not clip: on a CPU, whose
     link is its memory, jax 0.10.2, 8 layers of 1024 (`tests/benchmarks/run.py`, section
     "layerwise"); on a GPU, not measured.
+
+    With a workspace that is allocated with `rest` a step leaves its gradients to the
+    next step, which applies them before anything else: each layer's, on one GPU from
+    jax 0.11.2 on, while the layer before computes its forward pass. So moments and
+    gradients travel beside products although the norm is known last. `finish` applies
+    the last ones:
+
+    ```python
+    rest = {name: x for name, x in params.items() if name != "layers"}
+    workspace = po.GradientWorkspace.allocate(
+        params["layers"], host_dtype="bfloat16", rest=rest
+    )
+    for batch in batches:
+        params, state, workspace, output = compiled(params, state, workspace, batch)
+    params, state, workspace = finish(params, state, workspace)
+    ```
 
     Args:
       prologue: `prologue(rest, batch)` returns the first layer's input, and anything
@@ -149,42 +163,114 @@ def layerwise_step(
     if max_norm is not None:
         refuse_no_rate("max_norm", max_norm)
     model = Model(prologue, layer, epilogue, activations_on_host)
+    return LayerwiseStep(model, tx, max_norm, clip, accumulate, layers)
 
-    def step(
-        params: PyTree, state: PyTree, workspace: GradientWorkspace, batch: PyTree
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerwiseStep:
+    """What `layerwise_step` returns: call it, or `finish` what it leaves."""
+
+    _model: Model
+    _tx: optax.GradientTransformation
+    _max_norm: float | int | None
+    _clip: str
+    _accumulate: bool
+    _layers: str
+
+    # By this name JAX calls what it compiles.
+    __name__ = "layerwise_step"
+
+    def __call__(
+        self,
+        params: PyTree,
+        state: PyTree,
+        workspace: GradientWorkspace,
+        batch: PyTree,
     ) -> tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput]:
+        """Trains one step.
+
+        Args:
+          params: All parameters.
+          state: The state that `tx.init(params)` makes.
+          workspace: The workspace.
+          batch: What prologue and epilogue get.
+
+        Returns:
+          The new parameters, state and workspace, and a `LayerwiseOutput`. If updates
+          are deferred, parameters and state are those before this step's own update.
+        """
         given = params, state, workspace, batch
-        return automatically(run, given, (params, state, workspace, None))
+        return automatically(self._run, given, (params, state, workspace, None))
 
-    def run(
-        params: PyTree, state: PyTree, workspace: GradientWorkspace, batch: PyTree
+    def finish(
+        self, params: PyTree, state: PyTree, workspace: GradientWorkspace
+    ) -> tuple[PyTree, PyTree, GradientWorkspace]:
+        """Applies the update that the last step deferred; nothing if there is none.
+
+        Call it before parameters or state are used for anything but the next step: to
+        evaluate, to save, to end. Training goes on with what it returns.
+
+        Args:
+          params: The parameters that the step returned.
+          state: The state that it returned.
+          workspace: The workspace that it returned, of which `rest` was given to
+            `GradientWorkspace.allocate`.
+
+        Returns:
+          The new parameters, state and workspace. Compile it with `jit_step`, or
+          `jax.jit`, and donate all three.
+
+        Raises:
+          ValueError: When traced, if the workspace is none of deferred updates.
+
+        Example:
+          >>> import jax.numpy as jnp, paged_optax as po
+          >>> params = {"layers": {"kernel": jnp.full((3, 64, 64), 0.01)}}
+          >>> step = po.layerwise_step(
+          ...     lambda rest, batch: (batch, None),
+          ...     lambda weights, x, context, i: (x + x @ weights["kernel"], None),
+          ...     lambda rest, x, kept, batch: jnp.mean((x - 1.0) ** 2),
+          ...     tx := po.paged_adamw(1e-2),
+          ...     max_norm=1.0,
+          ... )
+          >>> workspace = po.GradientWorkspace.allocate(
+          ...     params["layers"], host_dtype="float32", rest={}
+          ... )
+          >>> args = params, tx.init(params), workspace, jnp.ones((8, 64))
+          >>> *args, output = po.jit_step(step, *args)(*args)
+          >>> bool((args[0]["layers"]["kernel"] == params["layers"]["kernel"]).all())
+          True
+          >>> params, state, workspace = po.jit_step(step.finish, *args)(*args)
+          >>> bool((args[0]["layers"]["kernel"] == params["layers"]["kernel"]).any())
+          False
+        """
+        given = params, state, workspace
+        return automatically(self._finish, given, given)
+
+    def _run(
+        self,
+        params: PyTree,
+        state: PyTree,
+        workspace: GradientWorkspace,
+        batch: PyTree,
     ) -> tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput]:
-        parts = Parts.of(params, layers)
-        _refuse_integers(params)
-        if accumulate:
+        if self._accumulate:
             _refuse_other_counts(batch)
-        if not isinstance(workspace, GradientWorkspace):
-            raise TypeError(
-                f"workspace is of type {type(workspace).__name__}: pass what"
-                " GradientWorkspace.allocate(params['layers']) makes."
-            )
-        workspace.check(parts.layers)
-        norms = Norms(max_norm, clip, widest(parts.rest, workspace.gradients))
-        apply = functools.partial(
-            Applied, tx, params, parts, state, workspace.gradients
-        )
-        run = lambda applied: Sweeps(model, parts, applied, norms, accumulate)(
+        parts, norms, apply = self._taken_apart(params, state, workspace)
+        accumulate, deferred = self._accumulate, workspace.pending is not None
+        way = _way(workspace)
+        run = lambda applied: way(self._model, parts, applied, norms, accumulate)(
             workspace, batch
         )
         in_turn = apply()
         # Where a pass of its own finds the norm, the gradients of two layers are more
         # than the first pass leaves room for.
         waits = workspace.host is not None or norms.needed_first
-        if waits or not in_turn.can_overlap:
+        if (accumulate if deferred else waits) or not in_turn.can_overlap:
             return run(in_turn)
         early: list[int] = []
         if not accumulate and not norms.by_layer:
-            early = early_leaves(prologue, params, parts, state, batch)
+            early = early_leaves(self._model.prologue, params, parts, state, batch)
         try:
             beside = apply(early, True)
         except ValueError:  # a choice by shape, of what is no layer
@@ -192,7 +278,52 @@ def layerwise_step(
         ways = {platform: functools.partial(run, beside) for platform in _OVERLAPPED}
         return lax.platform_dependent(default=functools.partial(run, in_turn), **ways)
 
-    return step
+    def _finish(
+        self, params: PyTree, state: PyTree, workspace: GradientWorkspace
+    ) -> tuple[PyTree, PyTree, GradientWorkspace]:
+        parts, norms, apply = self._taken_apart(params, state, workspace)
+        if workspace.pending is None:
+            raise ValueError(
+                "workspace has nothing to finish: only updates by a workspace that is"
+                " allocated with rest= and host_dtype= are deferred."
+            )
+        return Deferred(self._model, parts, apply(), norms, False).finish(workspace)
+
+    def _taken_apart(
+        self, params: PyTree, state: PyTree, workspace: GradientWorkspace
+    ) -> tuple[Parts, Norms, Callable[..., Applied]]:
+        """The model's parts, how its gradients are clipped, and their update."""
+        parts = Parts.of(params, self._layers)
+        _refuse_integers(params)
+        if not isinstance(workspace, GradientWorkspace):
+            raise TypeError(
+                f"workspace is of type {type(workspace).__name__}: pass what"
+                " GradientWorkspace.allocate(params['layers']) makes."
+            )
+        workspace.check(parts.layers, parts.rest)
+        gradients, pending = workspace.gradients, workspace.pending
+        norms = Norms(self._max_norm, self._clip, widest(parts.rest, gradients))
+        if pending is not None and norms.by_layer:
+            raise ValueError(
+                "clip='layer' with a workspace of deferred updates: a layer's own norm"
+                " is known with the layer's gradients, and nothing need be deferred."
+                " Allocate the workspace without rest=."
+            )
+        happens = True if pending is None else pending.waits
+
+        def apply(early: Sequence[int] = (), overlaps: bool = False) -> Applied:
+            return Applied(
+                self._tx, params, parts, state, gradients, early, overlaps, happens
+            )
+
+        return parts, norms, apply
+
+
+def _way(workspace: GradientWorkspace) -> type[Sweeps]:
+    """How the step goes."""
+    if workspace.pending is not None:
+        return Deferred
+    return Sweeps if workspace.host is None else ByHost
 
 
 def _refuse_integers(params: PyTree) -> None:

@@ -3,7 +3,8 @@
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
+from jaxtyping import Bool, Float, PyTree
 
 from paged_optax.backend.arrays import is_committed
 from paged_optax.backend.given import checked_dtype, refuse_no_arrays, shown
@@ -28,15 +29,30 @@ from paged_optax.backend.memory import (
 from paged_optax.backend.sizes import parse_bytes
 from paged_optax.backend.types import KeyPath
 from paged_optax.engine.shards import Shards
+from paged_optax.layerwise.norms import widest
 from paged_optax.layerwise.slices import goes_in_slabs
 
 #: An array, or what says its shape and dtype.
 Shaped = Array | np.ndarray | jax.ShapeDtypeStruct
 
 
+class Pending(NamedTuple):
+    """Gradients that the next step begins with.
+
+    Attributes:
+      waits: Whether there are any.
+      norm: The global norm of all gradients, by which the layers' are to be clipped.
+      rest: The gradients by all parameters but the layers', clipped.
+    """
+
+    waits: Bool[Array, ""]
+    norm: Float[Array, ""]
+    rest: PyTree[Array]
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["gradients", "host"],
+    data_fields=["gradients", "host", "pending"],
     meta_fields=["accumulates"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +72,8 @@ class GradientWorkspace:
       gradients: One layer's gradients: the tree of a layer, without the leading axis.
       host: Gradients of all layers in host memory, or None; see `allocate`.
       accumulates: For each leaf of `gradients` whether it accumulates.
+      pending: What else a deferred update needs of the gradients, or None; see
+        `allocate`.
 
     Example:
       >>> import jax.numpy as jnp, paged_optax as po
@@ -72,6 +90,7 @@ class GradientWorkspace:
     gradients: PyTree
     host: PyTree
     accumulates: tuple[bool, ...]
+    pending: PyTree = None
 
     @classmethod
     def allocate(
@@ -81,6 +100,7 @@ class GradientWorkspace:
         accumulate: str | Sequence[str] = "*norm*",
         dtype: DTypeLike | None = None,
         host_dtype: DTypeLike | None = None,
+        rest: PyTree | None = None,
     ) -> "GradientWorkspace":
         """Allocates the buffers.
 
@@ -93,15 +113,27 @@ class GradientWorkspace:
           host_dtype: Keeps the gradients of all layers in host memory in this dtype
             too. A step then clips by the exact global norm with one backward pass, and
             accumulates micro-batches one after the other.
+          rest: The other parameters, as the prologue gets them, or their
+            `ShapeDtypeStruct`s. With them and `host_dtype` updates are deferred: a step
+            leaves its gradients here, and the next step applies them, each layer's
+            while its forward pass comes to the layer before. `finish` of the step
+            applies the last ones.
 
         Returns:
           The workspace, all zeros.
 
         Raises:
           ValueError: If a leaf has no leading axis, or another length than the others;
-            if a leaf is complex and a dtype that is asked for is not.
+            if a leaf is complex and a dtype that is asked for is not; if `rest` is
+            given without `host_dtype`.
         """
         refuse_no_arrays("layers", layers)
+        if rest is not None and host_dtype is None:
+            raise ValueError(
+                "rest is given and host_dtype is None: a deferred update finds the"
+                " layers' gradients on the host. Pass host_dtype too, for example"
+                " 'bfloat16'; or leave rest out."
+            )
         if dtype is not None:
             dtype = checked_dtype("dtype", dtype)
         if host_dtype is not None:
@@ -127,12 +159,12 @@ class GradientWorkspace:
                 structure,
                 [_zeros(x, x.shape, host_dtype, host=goes_in_slabs(x)) for x in stacks],
             )
+        gradients = [make(x, x.shape[1:], dtype) for x in stacks]
         return cls(
-            jax.tree.unflatten(
-                structure, [make(x, x.shape[1:], dtype) for x in stacks]
-            ),
+            jax.tree.unflatten(structure, gradients),
             host,
             tuple(any(fnmatch.fnmatch(n, p) for p in patterns) for n in names),
+            None if rest is None else _nothing_pending(rest, gradients, stacks[0]),
         )
 
     def write(self, gradients: PyTree[Array]) -> "GradientWorkspace":
@@ -182,11 +214,12 @@ class GradientWorkspace:
             self, gradients=jax.tree.unflatten(structure, zeroed)
         )
 
-    def check(self, layers: PyTree) -> None:
+    def check(self, layers: PyTree, rest: PyTree = None) -> None:
         """Refuses a model of other sizes than those allocated for.
 
         Args:
           layers: The layers' parameters, stacked.
+          rest: The others, if updates may be deferred.
 
         Raises:
           ValueError: If the sizes differ; the message names the leaf.
@@ -210,6 +243,8 @@ class GradientWorkspace:
                     " their mappings differ in the order of their leaves. Allocate a"
                     " workspace with GradientWorkspace.allocate(params['layers'])."
                 )
+        if self.pending is not None:
+            _refuse_other_rest(self.pending.rest, rest)
 
 
 def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
@@ -278,6 +313,35 @@ def _refuse_real(
                 f" layers{keystr(path)}, which is {x.dtype}: pass a"
                 " complex dtype, or None."
             )
+
+
+def _refuse_other_rest(allocated: PyTree, rest: PyTree) -> None:
+    describe = lambda tree: {
+        keystr(path): (x.shape, x.dtype)
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+    found, wanted = describe(allocated), describe(rest)
+    for name in (*wanted, *found):
+        here, there = found.get(name), wanted.get(name)
+        if here != there:
+            raise ValueError(
+                f"workspace is allocated for rest{name} of {here}, and the model has"
+                f" {there} there: pass its parameters without the layers' to"
+                " GradientWorkspace.allocate as rest=."
+            )
+
+
+def _nothing_pending(
+    rest: PyTree, gradients: Sequence[Shaped], stack: Shaped
+) -> Pending:
+    """Room for the gradients of the other parameters, and a norm beside the layers."""
+    refuse_no_arrays("rest", rest)
+    zeros: Callable[..., PyTree] = _zeros
+    return Pending(
+        zeros(stack, (), jnp.bool_),
+        zeros(stack, (), widest(rest, gradients)),
+        jax.tree.map(lambda x: zeros(x, x.shape, x.dtype), rest),
+    )
 
 
 def _zeros(

@@ -42,7 +42,13 @@ def _ordinary(tx: optax.GradientTransformation, params: Any, batch: Any) -> Any:
     return _running(step, (params, tx.init(params)), batch)
 
 
-def _layerwise(params: Any, batch: Any, host_dtype: Any = None, **settings: Any) -> Any:
+def _layerwise(
+    params: Any,
+    batch: Any,
+    host_dtype: Any = None,
+    deferred: bool = False,
+    **settings: Any,
+) -> Any:
     tx = po.paged_adamw(LEARNING_RATE)
     step = po.layerwise_step(
         lambda rest, batch: (batch, None),
@@ -51,7 +57,9 @@ def _layerwise(params: Any, batch: Any, host_dtype: Any = None, **settings: Any)
         tx,
         **settings,
     )
-    workspace = po.GradientWorkspace.allocate(params["layers"], host_dtype=host_dtype)
+    workspace = po.GradientWorkspace.allocate(
+        params["layers"], host_dtype=host_dtype, rest={} if deferred else None
+    )
     return _running(step, (params, tx.init(params), workspace), batch)
 
 
@@ -97,6 +105,9 @@ def measure(hidden: int, layers: int, rounds: int) -> list[dict[str, Any]]:
         ),
         "layerwise_step, clip by gradients on the host": _layerwise(
             make(), batch, jnp.float32, max_norm=MOST
+        ),
+        "layerwise_step, clip by gradients on the host, deferred": _layerwise(
+            make(), batch, jnp.float32, deferred=True, max_norm=MOST
         ),
     }
     turns: dict[str, list[float]] = {name: [] for name in running}

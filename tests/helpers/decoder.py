@@ -74,7 +74,14 @@ def _normalised(x, scale):
 
 
 def layerwise(
-    model, tx, *, weights_on_host=False, host_dtype=None, size=None, **settings
+    model,
+    tx,
+    *,
+    weights_on_host=False,
+    host_dtype=None,
+    deferred=False,
+    size=None,
+    **settings,
 ):
     """What `aot` compiles: the layerwise step, everything donated."""
     step = po.layerwise_step(
@@ -90,8 +97,9 @@ def layerwise(
                 for name, x in params["layers"].items()
             }
         state = state_on(mesh, tx, model.shapes())
+        rest = {name: x for name, x in params.items() if name != "layers"}
         workspace = po.GradientWorkspace.allocate(
-            params["layers"], host_dtype=host_dtype
+            params["layers"], host_dtype=host_dtype, rest=rest if deferred else None
         )
         batch = model.batch(device, *([] if size is None else [size]))
         args = params, state, workspace, batch

@@ -1,0 +1,264 @@
+"""Updates that a layerwise step leaves to the next one, and `finish` of the last."""
+
+import dataclasses
+import importlib
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import paged_optax as po
+from helpers import aot, decoder, layered, step_model
+from helpers.layered import SETTINGS, far
+from paged_optax.layerwise import apart
+
+step_module = importlib.import_module("paged_optax.layerwise.step")
+
+MOST = 0.05
+RATE = optax.cosine_decay_schedule(0.01, 9)
+_AHEAD = pytest.mark.skipif(
+    not apart.FETCHES_AHEAD,
+    reason="this XLA:GPU needs a layer's own index, so that all goes in turn",
+)
+
+
+def rest_of(params):
+    return {name: x for name, x in params.items() if name != "layers"}
+
+
+def workspace_of(params, dtype="float32"):
+    return po.GradientWorkspace.allocate(
+        params["layers"], host_dtype=dtype, rest=rest_of(params)
+    )
+
+
+def trained(tx, params, batches, functions=layered, **how):
+    """Deferred steps and their end; each step's loss and norm, and what is left."""
+    step = po.layerwise_step(
+        functions.prologue,
+        functions.layer,
+        functions.epilogue,
+        tx,
+        max_norm=MOST,
+        accumulate=how.pop("accumulate", False),
+    )
+    workspace = workspace_of(params, how.pop("dtype", "float32"))
+    if how.pop("offloaded", False):
+        params = params | {"layers": po.offload(params["layers"], 0)}
+    args, compiled, said = (params, tx.init(params), workspace), None, []
+    for batch in batches:
+        given = *args, batch
+        compiled = compiled or po.jit_step(step, *given, donate_argnums=(0, 1, 2))
+        *args, output = compiled(*given)
+        said.append((output.loss, output.gradient_norm))
+    finish = jax.jit(step.finish)
+    done = finish(*args)
+    again = finish(*done)
+    assert not again[2].pending.waits
+    assert far(again[:2], done[:2]) == 0
+    return *done[:2], said
+
+
+def by_optax(tx, params, batches, accumulate=False):
+    clipped = optax.chain(optax.clip_by_global_norm(MOST), tx)
+    step, state, said = (
+        layered.plain_step(clipped, accumulate),
+        clipped.init(params),
+        [],
+    )
+    for batch in batches:
+        params, state, loss, norm, _ = step(params, state, batch)
+        said.append((loss, norm))
+    return params, state[1], said
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["", "micro-batches"])
+@pytest.mark.parametrize(
+    ("platforms", "offloaded"),
+    [
+        ((), False),
+        pytest.param(("cpu",), False, marks=_AHEAD),
+        pytest.param(("cpu",), True, marks=(_AHEAD, pytest.mark.slow)),
+    ],
+    ids=["in turn", "ahead", "ahead, offloaded"],
+)
+def test_numbers_are_optaxs(monkeypatch, platforms, offloaded, accumulate):
+    """In float64, every step's loss and norm, and all parameters and moments."""
+    monkeypatch.setattr(step_module, "_OVERLAPPED", platforms)
+    shape = (2, 4, 8) if accumulate else (4, 8)
+    batches = [layered.batch(seed, shape) for seed in range(3)]
+    with jax.enable_x64(True):
+        params = layered.parameters(3, dtype=jnp.float64)
+        tx = po.paged_adamw(RATE, **SETTINGS)
+        how = {"dtype": jnp.float64, "offloaded": offloaded, "accumulate": accumulate}
+        found = trained(tx, params, batches, **how)
+        params = layered.parameters(3, dtype=jnp.float64)
+        wanted = by_optax(tx, params, batches, accumulate)
+    assert float(wanted[2][0][1]) > MOST  # or nothing is clipped
+    assert far(found, wanted) <= 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "platforms", [(), pytest.param(("cpu",), marks=_AHEAD)], ids=["in turn", "ahead"]
+)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"codec": "dynamic_int8"},
+        {"codec": "dynamic_int8", "master_dtype": "float32"},
+        {"codec": "float8_e4m3"},
+    ],
+    ids=["int8", "int8, masters", "fp8"],
+)
+def test_coded_moments(monkeypatch, platforms, how):
+    """A last bit of a gradient may choose the next code."""
+    monkeypatch.setattr(step_module, "_OVERLAPPED", platforms)
+    batches = [layered.batch(seed) for seed in range(3)]
+    tx = po.paged_adamw(RATE, **SETTINGS, **how)
+    found = trained(tx, layered.parameters(3), batches)
+    wanted = by_optax(tx, layered.parameters(3), batches)
+    assert far(found[0], wanted[0]) <= 1e-4
+    assert far(found[2], wanted[2]) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        po.paged_sgd(0.1, momentum=0.9, **SETTINGS),
+        optax.chain(po.paged_lion(0.01, **SETTINGS), optax.trace(0.5)),
+    ],
+    ids=["momentum", "moments on both sides"],
+)
+def test_the_first_step_updates_nothing(tx):
+    """Bit for bit, of decayed weights too."""
+    params = layered.parameters(2)
+    step = jax.jit(layered.layerwise(tx, max_norm=MOST))
+    state = tx.init(params)
+    given = params, state, workspace_of(params)
+    found, after, workspace, _ = step(*given, layered.batch())
+    assert far((found, after), (params, state)) == 0
+    assert workspace.pending.waits
+    # A checkpoint of what the step returned goes on with the same numbers.
+    copied = jax.tree.map(lambda x: jax.device_put(x.copy(), x.sharding), workspace)
+    again = step(found, after, copied, layered.batch(1))
+    once = step(found, after, workspace, layered.batch(1))
+    assert far(again, once) == 0
+    assert far(once[0], params) > 0
+
+
+@pytest.mark.slow
+@_AHEAD
+def test_an_output_matrix_is_updated_with_the_layers(monkeypatch):
+    """Its gradient waits in the workspace, and a part of it goes with each layer."""
+    monkeypatch.setattr(step_module, "_OVERLAPPED", ("cpu",))
+    model = decoder.Decoder(
+        hidden=128,
+        query=128,
+        key=64,
+        inner=256,
+        layers=4,
+        vocabulary=512,
+        tied=False,
+        head=32,
+    )
+    key = jax.random.key(0)
+    make = lambda: jax.tree.map(
+        lambda x: jax.random.normal(key, x.shape, jnp.float64) * 0.02, model.shapes()
+    )
+    with jax.enable_x64(True):
+        tokens = jax.random.randint(key, (2, 16), 0, 512)
+        batches = [{"tokens": tokens, "targets": jnp.roll(tokens, i)} for i in (1, 2)]
+        tx = po.paged_adamw(1e-3, min_paged_size="16KiB", page_size="64KiB")
+        found = trained(tx, make(), batches, model, dtype=jnp.float64)
+        clipped = optax.chain(optax.clip_by_global_norm(MOST), tx)
+        params = make()
+        state = clipped.init(params)
+        for batch in batches:
+            gradients = jax.grad(model.loss)(params, batch)
+            updates, state = clipped.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+    assert far(found[:2], (params, state[1])) <= 1e-6  # its loss is of float32
+
+
+MODEL = decoder.Decoder(
+    hidden=1024, query=1024, key=512, inner=2816, layers=8, vocabulary=0
+)
+HOW = {"max_norm": 1.0, "host_dtype": "bfloat16", "size": (8, 512)}
+
+
+def exposed(build, link):
+    """The part of the computation's time for which transfers alone are waited for."""
+    report = aot.h200(build)
+    assert report.host_temp == 0
+    machine = step_model.Machine(link, flops=600e12, memory=3.5e12)
+    free = dataclasses.replace(machine, link=math.inf)
+    computed = step_model.cost(report.hlo, free, MODEL.layers).compute
+    step = step_model.cost(report.hlo, machine, MODEL.layers)
+    return step.exposed / computed
+
+
+@pytest.mark.compiler
+@pytest.mark.slow
+@_AHEAD
+@pytest.mark.parametrize(
+    ("weights_on_host", "link"),
+    [(False, 200e9), (True, 400e9)],
+    ids=["moments", "weights"],
+)
+def test_transfers_are_hidden_by_the_forward_pass(weights_on_host, link):
+    """Of what an update at the end shows at least three fifths are gone.
+
+    The first layer's update, one eighth, has nothing beside it.
+    """
+    tx = po.paged_adamw(1e-4, codec="bfloat16")
+    how = HOW | {"weights_on_host": weights_on_host}
+    build = lambda deferred: decoder.layerwise(MODEL, tx, deferred=deferred, **how)
+    assert exposed(build(True), link) <= 0.4 * exposed(build(False), link)
+
+
+@pytest.mark.compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e], ids=["h200", "v5e"])
+def test_bytes(compile_for):
+    """Nothing is copied on the host, and on the device one layer's update is alive."""
+    tx = po.paged_adamw(1e-4, master_dtype="float32", codec="dynamic_int8")
+    model = dataclasses.replace(MODEL, dtype=jnp.bfloat16)
+    deferred, plain = (
+        compile_for(decoder.layerwise(model, tx, deferred=yes, **HOW))
+        for yes in (True, False)
+    )
+    assert deferred.host_temp == 0
+    stacks = sum(x.size * 2 for x in jax.tree.leaves(model.shapes()))
+    assert deferred.device_total - plain.device_total <= stacks / model.layers * 8
+
+
+def refused(message, tx=None, **how):
+    params = layered.parameters(2)
+    tx = po.paged_adamw(0.1) if tx is None else tx
+    workspace = how.pop("workspace", None) or workspace_of(params)
+    step = layered.layerwise(tx, **how)
+    with pytest.raises(ValueError, match=message):
+        step(params, tx.init(params), workspace, layered.batch())
+
+
+def test_wrong_calls():
+    params = layered.parameters(2)
+    with pytest.raises(ValueError, match="host_dtype is None"):
+        po.GradientWorkspace.allocate(params["layers"], rest=rest_of(params))
+    with pytest.raises(TypeError, match="rest"):
+        po.GradientWorkspace.allocate(
+            params["layers"], host_dtype="float32", rest={"embed": "none"}
+        )
+    refused("clip='layer'", max_norm=1.0, clip="layer")
+    other = layered.parameters(2) | {"embed": jnp.ones((3, 3))}
+    refused(r"rest\['embed'\] of \(\(3, 3\)", workspace=workspace_of(other))
+    whole = layered.parameters(2, tied=True)
+    refused(r"rest\['head'\]", workspace=workspace_of(whole))
+    tx = po.paged_adamw(0.1)
+    step = layered.layerwise(tx)
+    plain = po.GradientWorkspace.allocate(params["layers"], host_dtype="float32")
+    with pytest.raises(ValueError, match="nothing to finish"):
+        step.finish(params, tx.init(params), plain)
