@@ -245,20 +245,8 @@ def refused(message, tx=None, **how):
 
 
 def test_wrong_calls():
-    params = layered.parameters(2)
-    with pytest.raises(ValueError, match="host_dtype is None"):
-        po.GradientWorkspace.allocate(params["layers"], rest=rest_of(params))
-    with pytest.raises(TypeError, match="rest"):
-        po.GradientWorkspace.allocate(
-            params["layers"], host_dtype="float32", rest={"embed": "none"}
-        )
     refused("clip='layer'", max_norm=1.0, clip="layer")
     other = layered.parameters(2) | {"embed": jnp.ones((3, 3))}
     refused(r"rest\['embed'\] of \(\(3, 3\)", workspace=workspace_of(other))
     whole = layered.parameters(2, tied=True)
     refused(r"rest\['head'\]", workspace=workspace_of(whole))
-    tx = po.paged_adamw(0.1)
-    step = layered.layerwise(tx)
-    plain = po.GradientWorkspace.allocate(params["layers"], host_dtype="float32")
-    with pytest.raises(ValueError, match="nothing to finish"):
-        step.finish(params, tx.init(params), plain)

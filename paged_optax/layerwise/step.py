@@ -237,11 +237,13 @@ class LayerwiseStep:
           ...     params["layers"], host_dtype="float32", rest={}
           ... )
           >>> args = params, tx.init(params), workspace, jnp.ones((8, 64))
-          >>> *args, output = po.jit_step(step, *args)(*args)
-          >>> bool((args[0]["layers"]["kernel"] == params["layers"]["kernel"]).all())
+          >>> compiled = po.jit_step(step, *args, donate_argnums=(0, 1, 2))
+          >>> *args, output = compiled(*args)
+          >>> bool((args[0]["layers"]["kernel"] == 0.01).all())
           True
-          >>> params, state, workspace = po.jit_step(step.finish, *args)(*args)
-          >>> bool((args[0]["layers"]["kernel"] == params["layers"]["kernel"]).any())
+          >>> finish = po.jit_step(step.finish, *args, donate_argnums=(0, 1, 2))
+          >>> params, state, workspace = finish(*args)
+          >>> bool((params["layers"]["kernel"] == 0.01).any())
           False
         """
         given = params, state, workspace
