@@ -5,7 +5,6 @@ A group's gradients come from the host together with its moments.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -16,7 +15,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.engine.streamed import Stored
-from paged_optax.layerwise.beside import together
+from paged_optax.layerwise.beside import ends_of, moving, together
 from paged_optax.layerwise.groups import Group
 from paged_optax.layerwise.layer_update import Applied
 from paged_optax.layerwise.model import Entered, Forward, stored
@@ -141,20 +140,14 @@ class Ahead:
         return made, flow.slots, flow.stacks[count:]
 
     def _ends(self, flow: Coming) -> list[float]:
-        """Where segments end, as parts of the work: as long as what travels in them.
-
-        Beside segment k group k leaves, and the group after it comes.
-        """
-        leaving = [
-            sum(nbytes(flow.slots[n]) for n in group.slots) for group in self.groups
+        """Where segments end, as parts of their work; see `ends_of`."""
+        leaving = moving(flow.slots, self.groups)
+        gradients = [
+            sum(nbytes(self.gradients[n]) for n in group.leaves)
+            for group in self.groups
         ]
-        coming = [
-            size + sum(nbytes(self.gradients[n]) for n in group.leaves)
-            for size, group in zip(leaving, self.groups, strict=True)
-        ]
-        longest = map(max, zip(leaving, coming[1:] + coming[:1], strict=True))
-        done = list(itertools.accumulate(longest))
-        return [x / done[-1] for x in done[:-1]]
+        coming = [x + y for x, y in zip(leaving, gradients, strict=True)]
+        return ends_of(leaving, coming)
 
     def _fetched(self, flow: Coming, k: int, i: LayerIndex) -> Fetched:
         """Begins to fetch what group k of layer i is updated from."""

@@ -7,6 +7,7 @@ would copy it. Between two segments a group is updated.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
@@ -85,11 +86,8 @@ class Beside:
 
         As long as their transfers are.
         """
-        slots = self.applied.slots
-        size = [sum(nbytes(slots[n]) for n in group.slots) for group in self.groups]
-        longest = [max(x) for x in zip(size, size[1:] + size[:1], strict=True)]
-        done = [sum(longest[: k + 1]) for k in range(len(longest))]
-        return [x / done[-1] for x in done[:-1]]
+        size = moving(self.applied.slots, self.groups)
+        return ends_of(size, size)
 
     def started(self, stacks: list[Array], i: LayerIndex) -> Flow:
         """Fetches what the first turn needs.
@@ -161,6 +159,28 @@ class Beside:
             flow, _ = self.begun(k, flow, turn, ())
             flow, _ = self.arrived(k, flow, ())
         return flow
+
+
+def moving(slots: Sequence[Stored], groups: Sequence[Group]) -> list[int]:
+    """Bytes of each group's moments that are on the host."""
+    return [
+        sum(nbytes(x) for n in group.slots if on_host(x := slots[n]))
+        for group in groups
+    ]
+
+
+def ends_of(leaving: Sequence[int], coming: Sequence[int]) -> list[float]:
+    """Where segments end, as parts of the work: as long as what travels in them.
+
+    Beside segment k group k leaves, and the group after it comes.
+
+    Args:
+      leaving: Bytes of each group that travel to the host.
+      coming: Those that travel from it.
+    """
+    after = [*coming[1:], *coming[:1]]
+    done = list(itertools.accumulate(map(max, zip(leaving, after, strict=True))))
+    return [x / done[-1] for x in done[:-1]]
 
 
 def together(values: Living) -> Living:
