@@ -74,7 +74,11 @@ def by_optax(tx, params, batches, accumulate=False):
     return params, state[1], said
 
 
-@pytest.mark.parametrize("accumulate", [False, True], ids=["", "micro-batches"])
+@pytest.mark.parametrize(
+    "accumulate",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["one batch", "micro-batches"],
+)
 @pytest.mark.parametrize(
     ("platforms", "offloaded"),
     [

@@ -284,7 +284,14 @@ def adapters(rank, layers=16):
     return {f"{name} {i}": x for i in range(layers) for name, x in layer.items()}
 
 
-@pytest.mark.parametrize("make", [po.paged_adamw, po.paged_lion, po.paged_adamw_8bit])
+@pytest.mark.parametrize(
+    "make",
+    [
+        po.paged_adamw,
+        po.paged_lion,
+        pytest.param(po.paged_adamw_8bit, marks=pytest.mark.slow),
+    ],
+)
 def test_adapters_page_by_default(make):
     """Each is small, and together they are not; norms are."""
     tx = make(1e-2)
