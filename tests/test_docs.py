@@ -240,5 +240,19 @@ def test_figures_again(monkeypatch):
     assert again["host_bytes"] == row["host_bytes"]
 
 
+def test_seconds_of_a_step():
+    """The page of the layerwise step says what its figures' file says."""
+    page = (ROOT / "paged_optax" / "layerwise" / "layerwise.md").read_text()
+    (file,) = (ROOT / "tests" / "benchmarks" / "results").glob("steps-h200-*.json")
+    rows = json.loads(file.read_text())["rows"]
+    ways = {row["way"] for row in rows if row["way"] != "resident"}
+    for way in ways:
+        few, many = (row for row in rows if row["way"] == way)
+        ratios = f"{few['over_resident']:.2f} | {many['over_resident']:.2f}"
+        gib = f"{few['device_gib']:.1f}, {many['device_gib']:.1f}"
+        assert f"| {way} | {ratios} | {gib} |" in page
+    assert file.stem.removeprefix("steps-h200-jax") in page
+
+
 def test_contributing_is_last():
     assert re.findall(r"^## (.*)$", README, re.M)[-1] == "Contribute"
