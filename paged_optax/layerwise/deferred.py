@@ -16,18 +16,13 @@ from jaxtyping import PyTree
 
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.ahead import Ahead
-from paged_optax.layerwise.backward import Bundle, written
+from paged_optax.layerwise.backward import Bundle
 from paged_optax.layerwise.by_host import ByHost, filled, gathering
-from paged_optax.layerwise.model import Entered, Forward, stored
+from paged_optax.layerwise.model import Forward
 from paged_optax.layerwise.output import LayerwiseOutput
 from paged_optax.layerwise.parts import Parts
-from paged_optax.layerwise.slices import LayerIndex, upwards
 from paged_optax.layerwise.weights import Weights
 from paged_optax.layerwise.workspace import GradientWorkspace, Pending
-
-# The layer's input, all inputs so far, what is kept so far, the layers' parameters, and
-# the state's stacks.
-_Carried = tuple[PyTree, PyTree, PyTree, list[Array], list[Stored]]
 
 
 class _Begun(NamedTuple):
@@ -52,24 +47,18 @@ class Deferred(ByHost):
     ) -> tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput]:
         """Applies what is pending, and runs the step but for its update."""
         begun = self._begun(workspace)
-        if self.accumulate:
-            weights, others, slots = self._alone(begun, workspace)
-            rest = self._rest(weights.stacks, others)
-            gathered, measured = self._gathered(weights, rest, workspace, batch)
-        else:
-            entered = self.model.entered(
-                begun.weights,
-                self._rest(begun.weights.stacks, begun.others),
-                batch,
-                lambda function, *arguments: function(*arguments),
-            )
-            forward, slots, others = self._forward(begun, entered, workspace)
+        if self.applied.overlaps:
+            forward, slots, others = self._beside_forward(begun, batch, workspace)
             rest = self._rest(forward.stacks, others)
             one = Bundle(
                 self.model, begun.weights, rest, batch, workspace, False, forward
             )
             start = gathering(one.stacks, workspace, None)
             gathered, measured = self._sent(one, 1, start, jnp.int32(0))
+        else:
+            weights, others, slots = self._alone(begun, workspace)
+            rest = self._rest(weights.stacks, others)
+            gathered, measured = self._gathered(weights, rest, workspace, batch)
         drest = gathered.drest
         norm = jnp.sqrt(measured.square + self.norms.square(drest))
         left = Pending(jnp.ones((), jnp.bool_), norm, self.norms.scaled(drest, norm))
@@ -129,15 +118,19 @@ class Deferred(ByHost):
         weights.stacks, slots, _ = self._updated(weights, host, workspace, norm)
         return weights, begun.others, slots
 
-    def _forward(
-        self, begun: _Begun, entered: Entered, workspace: GradientWorkspace
+    def _beside_forward(
+        self, begun: _Begun, batch: PyTree, workspace: GradientWorkspace
     ) -> tuple[Forward, list[Stored], list[Array]]:
-        """Updates each layer before it is run."""
+        """Updates each layer while the layer before runs forward."""
         weights, others, _ = begun
         pending, applied = _pending(workspace), self.applied
         host = jax.tree.leaves(workspace.host)
-        if not applied.overlaps:
-            return *self._in_turn(weights, entered, workspace), others
+        entered = self.model.entered(
+            weights,
+            self._rest(weights.stacks, others),
+            batch,
+            lambda function, *arguments: function(*arguments),
+        )
         dtypes = [x.dtype for x in jax.tree.leaves(workspace.gradients)]
 
         def clipped(n: int, g: Array) -> Array:
@@ -157,33 +150,6 @@ class Deferred(ByHost):
             if not self.parts.in_layers[n]
         ]
         return forward, slots, others
-
-    def _in_turn(
-        self, weights: Weights, entered: Entered, workspace: GradientWorkspace
-    ) -> tuple[Forward, list[Stored]]:
-        """Updates a layer and runs it, one after the other."""
-        host, norm = jax.tree.leaves(workspace.host), _pending(workspace).norm
-
-        def body(
-            i: LayerIndex, following: LayerIndex | None, carry: _Carried
-        ) -> _Carried:
-            del following  # as where layers are updated alone
-            x, inputs, keep, stacks, slots = carry
-            slabs = weights.slabs(stacks, i)
-            gradients = self._clipped_from(host, workspace, norm, i)
-            slots, new = self.applied.layer(slots, slabs, gradients, i)
-            stacks = written(stacks, slabs, new, i)
-            inputs = stored(inputs, x, i)
-            x, made = entered.run(i, new, x)
-            return x, inputs, stored(keep, made, i), stacks, slots
-
-        x, inputs, keep, context, _ = entered
-        x, inputs, keep, stacks, slots = upwards(
-            weights.length,
-            body,
-            (x, inputs, keep, weights.stacks, self.applied.slots),
-        )
-        return Forward(x, inputs, keep, context, stacks), slots
 
 
 def _pending(workspace: GradientWorkspace) -> Pending:

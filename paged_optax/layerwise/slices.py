@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Int
 
 from paged_optax.backend.memory import DEVICE, HOST, on_host
+from paged_optax.backend.tiling import minor_to_major
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Quantized
 from paged_optax.engine.streamed import Stored
@@ -54,7 +56,7 @@ def slab(x: Stored | np.ndarray, i: LayerIndex, parts: int | None = None) -> Sto
         return Quantized(slab(x.codes, i, parts), scales)
     size = 1 if parts is None else x.shape[0] // parts
     found = lax.dynamic_slice_in_dim(x, _first(i, size), size)
-    return jax.device_put(found, DEVICE) if on_host(x) else found
+    return jax.device_put(_laid_out(found), DEVICE) if on_host(x) else found
 
 
 @overload
@@ -69,9 +71,25 @@ def put(x: Stored, new: Stored, i: LayerIndex) -> Stored:
         scales = lax.dynamic_update_slice_in_dim(x.scales, new.scales, first, 0)
         return Quantized(put(x.codes, new.codes, i), scales)
     assert not isinstance(new, Quantized)
-    placed = jax.device_put(new, HOST) if on_host(x) else new
+    placed = _laid_out(jax.device_put(new, HOST)) if on_host(x) else new
     first = _first(i, new.shape[0])
     return lax.dynamic_update_slice_in_dim(x, placed, first, 0)
+
+
+def _laid_out(part: Array) -> Array:
+    """A part of a stack on the host, in the stack's own layout.
+
+    Otherwise XLA:TPU gives the stack the layout that the products beside prefer, and
+    copies it (libtpu 0.0.52).
+    """
+    if part.ndim < 2:
+        return part
+    order = minor_to_major(part.shape, part.dtype.itemsize)
+    return lax.platform_dependent(
+        part,
+        tpu=lambda part: with_layout_constraint(part, Layout(order[::-1])),
+        default=lambda part: part,
+    )
 
 
 def _first(i: LayerIndex, size: int) -> LayerIndex:

@@ -80,9 +80,9 @@ def layerwise_step(
     | the same with `rest` | and the rest's | gradients, twice | 1 | 1.1 |
     | workspace without | one layer's gradients | nothing more | 2 | 1.5 |
 
-    Passes are backward passes. Times are to an ordinary step that clips: on a CPU, whose
-    link is its memory, jax 0.10.2, 8 layers of 1024 (`tests/benchmarks/run.py`, section
-    "layerwise"); on a GPU, not measured.
+    Passes are backward passes. Times are to an ordinary step that clips, on a CPU:
+    jax 0.10.2, 8 layers of 1024 (`tests/benchmarks/run.py`, section "layerwise"); on a
+    GPU, not measured.
 
     With a workspace that is allocated with `rest` a step leaves its gradients to the
     next step, which applies them before anything else: each layer's, on one GPU from
