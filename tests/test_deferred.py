@@ -4,10 +4,12 @@ import dataclasses
 import importlib
 import math
 
+import flax
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 import paged_optax as po
 from helpers import aot, decoder, layered, step_model
@@ -247,6 +249,32 @@ def refused(message, tx=None, **how):
 def test_wrong_calls():
     refused("clip='layer'", max_norm=1.0, clip="layer")
     other = layered.parameters(2) | {"embed": jnp.ones((3, 3))}
-    refused(r"rest\['embed'\] of \(\(3, 3\)", workspace=workspace_of(other))
+    refused(r"rest\['embed'\] \(\(3, 3\)", workspace=workspace_of(other))
     whole = layered.parameters(2, tied=True)
     refused(r"rest\['head'\]", workspace=workspace_of(whole))
+    refused(r"host\['down'\] has shape", workspace=workspace_of(layered.parameters(3)))
+    other = layered.parameters(2)
+    rest = rest_of(other) | {"none": None}
+    allocate = lambda rest: po.GradientWorkspace.allocate(
+        other["layers"], host_dtype="float32", rest=rest
+    )
+    refused("rest=PyTreeDef", workspace=allocate(rest))
+    with pytest.raises(ValueError, match=r"rest\['n'\] is int32\[3\]"):
+        allocate({"n": jnp.arange(3)})
+    with pytest.raises(TypeError, match="rest is of type list"):
+        allocate([jnp.ones(3)])
+
+
+@pytest.mark.parametrize("mapping", [flax.core.FrozenDict, nnx.State])
+def test_mappings(mapping):
+    """Of all parameters, and of those that the prologue gets."""
+    params = layered.parameters(2)
+    tx = po.paged_sgd(0.1)
+    workspace = po.GradientWorkspace.allocate(
+        params["layers"], host_dtype="float32", rest=mapping(rest_of(params))
+    )
+    step = layered.layerwise(tx, max_norm=MOST)
+    given = mapping(params), tx.init(mapping(params)), workspace
+    stepped = jax.eval_shape(step, *given, layered.batch())[:3]
+    found = jax.eval_shape(step.finish, *stepped)
+    assert jax.tree.structure(found[0]) == jax.tree.structure(given[0])

@@ -44,10 +44,8 @@ class Parts:
         Raises:
           ValueError: If they are no mapping with that key.
         """
-        children, outer = jax.tree.flatten(params, is_leaf=lambda x: x is not params)
-        # A mapping's leaves may come in any order: JAX itself says in which.
-        numbers = jax.tree.unflatten(outer, range(len(children)))
-        if not isinstance(numbers, Mapping) or key not in numbers:
+        given = by_name(params)
+        if given is None or key not in given:
             keys = list(params) if isinstance(params, Mapping) else "no keys"
             raise ValueError(
                 f"params is of type {type(params).__name__} and has {keys}: pass a dict"
@@ -55,8 +53,7 @@ class Parts:
                 f" parameters stacked on a leading axis under the key {key!r}."
                 " layerwise_step(..., layers=...) takes another key."
             )
-        names = tuple(sorted(numbers, key=lambda name: numbers[name]))
-        given = dict(zip(names, children, strict=True))
+        names = tuple(given)
         inside = [name == key for name in names for _ in jax.tree.leaves(given[name])]
         layers = given.pop(key)
         return cls(key, layers, given, names, jax.tree.structure(params), tuple(inside))
@@ -74,3 +71,18 @@ class Parts:
         """The leaves of both, in the order of all parameters."""
         of_layers, of_others = iter(layers), iter(others)
         return [next(of_layers if inside else of_others) for inside in self.in_layers]
+
+
+def by_name(tree: PyTree) -> dict[Hashable, PyTree] | None:
+    """What a mapping holds, in the order of its leaves; None of what is no mapping.
+
+    Args:
+      tree: The mapping: any that JAX knows as a pytree.
+    """
+    children, outer = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
+    # A mapping's leaves may come in any order: JAX itself says in which.
+    numbers = jax.tree.unflatten(outer, range(len(children)))
+    if not isinstance(numbers, Mapping):
+        return None
+    names = sorted(numbers, key=lambda name: numbers[name])
+    return dict(zip(names, children, strict=True))

@@ -30,7 +30,13 @@ from paged_optax.backend.sizes import parse_bytes
 from paged_optax.backend.types import KeyPath
 from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.norms import widest
+from paged_optax.layerwise.parts import by_name
 from paged_optax.layerwise.slices import goes_in_slabs
+
+_PASS_REST = (
+    "pass the model's parameters without the layers' to GradientWorkspace.allocate as"
+    " rest=."
+)
 
 #: An array, or what says its shape and dtype.
 Shaped = Array | np.ndarray | jax.ShapeDtypeStruct
@@ -115,9 +121,8 @@ class GradientWorkspace:
             accumulates micro-batches one after the other.
           rest: The other parameters, as the prologue gets them, or their
             `ShapeDtypeStruct`s. With them and `host_dtype` updates are deferred: a step
-            leaves its gradients here, and the next step applies them, each layer's
-            while its forward pass comes to the layer before. `finish` of the step
-            applies the last ones.
+            leaves its gradients here, and the next step applies them. `finish` of the
+            step applies the last ones.
 
         Returns:
           The workspace, all zeros.
@@ -125,7 +130,7 @@ class GradientWorkspace:
         Raises:
           ValueError: If a leaf has no leading axis, or another length than the others;
             if a leaf is complex and a dtype that is asked for is not; if `rest` is
-            given without `host_dtype`.
+            given without `host_dtype`, or has a leaf without a gradient.
         """
         refuse_no_arrays("layers", layers)
         if rest is not None and host_dtype is None:
@@ -243,6 +248,16 @@ class GradientWorkspace:
                     " their mappings differ in the order of their leaves. Allocate a"
                     " workspace with GradientWorkspace.allocate(params['layers'])."
                 )
+        for (path, x), to in zip(
+            jax.tree_util.tree_flatten_with_path(layers)[0],
+            jax.tree.leaves(self.host),
+            strict=self.host is not None,
+        ):
+            if x.shape != to.shape:
+                raise ValueError(
+                    f"workspace.host{keystr(path)} has shape {to.shape}, the model's"
+                    f" layers {x.shape}: allocate a workspace for this model."
+                )
         if self.pending is not None:
             _refuse_other_rest(self.pending.rest, rest)
 
@@ -325,10 +340,15 @@ def _refuse_other_rest(allocated: PyTree, rest: PyTree) -> None:
         here, there = found.get(name), wanted.get(name)
         if here != there:
             raise ValueError(
-                f"workspace is allocated for rest{name} of {here}, and the model has"
-                f" {there} there: pass its parameters without the layers' to"
-                " GradientWorkspace.allocate as rest=."
+                f"workspace is allocated for rest{name} {here or 'absent'}, and in the"
+                f" model it is {there or 'absent'}: {_PASS_REST}"
             )
+    structures = jax.tree.structure(allocated), jax.tree.structure(rest)
+    if structures[0] != structures[1]:
+        raise ValueError(
+            f"workspace is allocated for rest={structures[0]}, and the model has"
+            f" {structures[1]}: {_PASS_REST}"
+        )
 
 
 def _nothing_pending(
@@ -336,11 +356,23 @@ def _nothing_pending(
 ) -> Pending:
     """Room for the gradients of the other parameters, and a norm beside the layers."""
     refuse_no_arrays("rest", rest)
+    for path, x in jax.tree_util.tree_flatten_with_path(rest)[0]:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise ValueError(
+                f"rest{keystr(path)} is {x.dtype}{list(x.shape)} and has no gradient:"
+                " leave it out of params, and of rest."
+            )
+    named = by_name(rest)
+    if named is None:
+        raise TypeError(
+            f"rest is of type {type(rest).__name__}: pass a mapping of the parameters"
+            " without the layers', as the prologue gets it."
+        )
     zeros: Callable[..., PyTree] = _zeros
     return Pending(
         zeros(stack, (), jnp.bool_),
         zeros(stack, (), widest(rest, gradients)),
-        jax.tree.map(lambda x: zeros(x, x.shape, x.dtype), rest),
+        jax.tree.map(lambda x: zeros(x, x.shape, x.dtype), named),
     )
 
 
