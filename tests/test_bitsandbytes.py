@@ -14,7 +14,7 @@ from helpers.coded import ALL_PAGED, SHAPES, in_bytes, trained
 from paged_optax.codecs import DynamicInt8
 
 
-@pytest.mark.quick("lion-float32")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
     ("optimizer", "reference_of"),

@@ -125,7 +125,10 @@ def test_coded_moments(monkeypatch, platforms):
     "tx",
     [
         po.paged_sgd(0.1, momentum=0.9, **SETTINGS),
-        optax.chain(po.paged_lion(0.01, **SETTINGS), optax.trace(0.5)),
+        pytest.param(
+            optax.chain(po.paged_lion(0.01, **SETTINGS), optax.trace(0.5)),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["momentum", "moments on both sides"],
 )

@@ -70,6 +70,7 @@ def test_the_largest_that_are_read(name, tmp_path):
         read(one_json, Case(LARGEST[name], bad=False), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_header_of_many_arrays(tmp_path):
     """58,000 empty arrays in one file."""
     array = {"dtype": "F8_E4M3", "shape": [0], "data_offsets": [0, 0]}

@@ -79,7 +79,7 @@ def test_nothing_is_left_behind(what):
     assert objects(work, 5) + 5 >= objects(work, 20)
 
 
-@pytest.mark.quick("chained")
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda tx: tx, optax.chain], ids=["alone", "chained"])
 def test_dropped_optimizers_are_gone(wrap):
     """As plain Optax's are, with what JAX traced of them."""

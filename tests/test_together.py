@@ -118,7 +118,7 @@ def test_leaves_that_end_within_a_block(name, together):
     assert_alike(trained(name, UNEVEN, page_size), wanted)
 
 
-@pytest.mark.quick("float8_e4m3")
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["dynamic_int8", "dynamic_int4", "float8_e4m3"])
 def test_pages_that_share_end_with_words_and_blocks(codec):
     """Of leaves of many sizes; joined pages are stored as their parts are."""
@@ -179,7 +179,7 @@ def test_steps_of_their_own(together):
     assert_alike(asked(), wanted)
 
 
-@pytest.mark.quick("both ways")
+@pytest.mark.slow
 def test_a_page_of_another_leaf_shows(together, monkeypatch):
     """The comparison above tells leaves that were exchanged."""
     switch, page_size = together

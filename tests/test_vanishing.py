@@ -14,7 +14,7 @@ def exact(name: str) -> float:
     return largest_update(SCENARIOS[name], EXACT)
 
 
-@pytest.mark.quick("dead units")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_eight_bits_by_default(name):
     tx = po.paged_adamw_8bit(vanishing.LEARNING_RATE, weight_decay=0.0)

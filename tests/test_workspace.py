@@ -27,7 +27,7 @@ def cases():
                 yield layers, accumulate, max_norm, tied, host_dtype
 
 
-@pytest.mark.quick("5-4-0.05-True-None")
+@pytest.mark.quick("2-1-0.05-False-None")
 @pytest.mark.parametrize(
     ("layers", "accumulate", "max_norm", "tied", "host_dtype"), list(cases())
 )

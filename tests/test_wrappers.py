@@ -137,7 +137,7 @@ def test_a_bad_condition_is_refused_as_by_optax():
             tx.update(params, tx.init(params), params)
 
 
-@pytest.mark.quick("po.conditionally_transform")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [x for x in WRAPPERS if x.startswith("po.")][::2])
 def test_plain_jit_settles_after_its_first_step(name):
     """One program, and one for what `init` leaves uncommitted; none later.
