@@ -46,6 +46,7 @@ from paged_optax.planning.fully_sharded import fully_sharded
 from paged_optax.planning.page_plan import PagePlan, plan
 from paged_optax.planning.shapes import model_shapes
 from paged_optax.state.abstract import abstract_state, state_shardings
+from paged_optax.state.masters import master_weights
 from paged_optax.state.moments import init_param, page_in, page_out
 from paged_optax.state.place import place_state
 from paged_optax.state.residency import (
@@ -134,6 +135,7 @@ __all__ = [
     "fully_sharded",
     # A state saved, restored, and put back in its place.
     "abstract_state",
+    "master_weights",
     "state_shardings",
     "place_state",
     "from_bitsandbytes",

@@ -17,12 +17,12 @@ its results (a print, a callback, a check) is refused.
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-import jax.numpy as jnp
 from jax.extend import core
 
 from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Analysis, LeafUpdate, Program
+from paged_optax.backend.arrays import holds_moments
 
 #: Values of at most this many elements that no gradient enters are computed once
 #: and shared; larger ones (noise, masks) are made anew by each leaf that needs
@@ -86,7 +86,7 @@ class _Followed:
             for value, whose in enumerate(owners)
             if whose is None
             and flat.avals[value].shape
-            and jnp.issubdtype(flat.avals[value].dtype, jnp.inexact)
+            and holds_moments(flat.avals[value].dtype)
         ]
         unknown: list[int | None] = [None] * (len(flat.avals) - len(owners))
         found = cls(flat, owners, flat.made_of(moments), [*owners, *unknown], {}, {})

@@ -3,6 +3,8 @@
 from typing import TypeGuard
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jaxtyping import PyTree
@@ -11,6 +13,14 @@ from jaxtyping import PyTree
 def is_traced(tree: PyTree) -> bool:
     """Whether any array of a tree is a tracer, which has a type and no place."""
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
+
+
+def holds_moments(dtype: np.dtype) -> bool:
+    """Whether an update may read and write arrays of a dtype beside each parameter.
+
+    Moments have fractions. Remainders of master weights are the only 16-bit integers.
+    """
+    return jnp.issubdtype(dtype, jnp.inexact) or dtype == jnp.int16
 
 
 def is_committed(x: object) -> TypeGuard[Array]:

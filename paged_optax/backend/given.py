@@ -87,6 +87,12 @@ def floating_dtype(name: str, dtype: DTypeLike | None) -> np.dtype:
     return found
 
 
+def refuse_no_bool(name: str, value: object) -> None:
+    """Refuses what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={shown(value)}: pass True or False.")
+
+
 def checked_dtype(name: str, value: DTypeLike) -> np.dtype:
     """A dtype of parameters, which has a fraction."""
     try:

@@ -64,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a copy of the parameters, such as float32",
     )
     parser.add_argument(
+        "--master-remainders",
+        action="store_true",
+        help="of a float32 copy, what bfloat16 parameters lack: 2 bytes each",
+    )
+    parser.add_argument(
         "--page-size", default="16MiB", metavar="BYTES", help="(default: %(default)s)"
     )
     parser.add_argument(
@@ -137,6 +142,7 @@ def run(given: argparse.Namespace) -> int:
         device_memory=memory,
         codec=given.codec or codec,
         master_dtype=master,
+        master_remainders=given.master_remainders,
         page_size=parse_bytes("--page-size", given.page_size),
         link_gigabytes_per_second=rate,
         teraflops=products,
@@ -146,6 +152,8 @@ def run(given: argparse.Namespace) -> int:
     count = sum(x.size for x in leaves)
     dtypes = ", ".join(sorted({str(x.dtype) for x in leaves}))
     copy = f" with a copy in {master}" if master else ""
+    if given.master_remainders:
+        copy = " with the remainders of a copy in float32"
     print(
         f"{count:,} parameters in {dtypes}, {readable_bytes(nbytes(params))};"
         f" {optimizer}{copy}\n"

@@ -173,6 +173,7 @@ def what_fits(
     device_memory: int | str,
     codec: Rule | Mapping[str, Rule] = None,
     master_dtype: DTypeLike | None = None,
+    master_remainders: bool = False,
     page_size: int | str = "16MiB",
     link_gigabytes_per_second: float = 25.0,
     teraflops: float | None = None,
@@ -206,6 +207,7 @@ def what_fits(
         `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise.
       codec: How moments are stored, as in `paged`; None: as Optax has them.
       master_dtype: As in `paged`: a copy of the parameters, beside the moments.
+      master_remainders: As in `paged`: 16 bits of each parameter's copy.
       page_size: As in `paged`.
       link_gigabytes_per_second: The rate of the link between host and device in one
         direction, in 10^9 bytes a second.
@@ -252,6 +254,7 @@ def what_fits(
             inner,
             page_size=page_size,
             master_dtype=master_dtype,
+            master_remainders=master_remainders,
             codec=codec,
             device_budget=device_budget,
         )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import holds_moments
 from paged_optax.backend.given import refuse_no_arrays
 from paged_optax.backend.key_paths import name_of
 from paged_optax.backend.memory import on_host
@@ -49,7 +50,7 @@ class StateLeaf:
             return True
         if self.field in _NO_MOMENTS:
             return False
-        if not jnp.issubdtype(self.value.dtype, jnp.inexact):
+        if not holds_moments(self.value.dtype):
             return False
         return bool(self.parameter) or self.value.ndim > 0
 

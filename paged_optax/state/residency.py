@@ -9,7 +9,7 @@ import optax
 from jax import Array
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import is_traced
+from paged_optax.backend.arrays import holds_moments, is_traced
 from paged_optax.backend.given import refuse_no_transformation, shown
 from paged_optax.backend.key_paths import Path, name_of
 from paged_optax.backend.memory import (
@@ -256,7 +256,7 @@ def _parameters_like(state: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
         field
         for path, field in fields_of(state)
         if name_of(path[-1:]) not in SETTINGS
-        and any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(field))
+        and any(holds_moments(x.dtype) for x in jax.tree.leaves(field))
     ]
     merged = max(
         trees, key=lambda tree: len(jax.tree.leaves(tree, is_leaf=is_leaf)), default={}

@@ -27,8 +27,8 @@ _SQUARES = frozenset("nu v v_row v_col sum_of_squares".split())
 #: Names of Optax's moments that have negative values, whatever a rule says.
 _SIGNED = frozenset("m m1 m2 mu trace".split())
 
-#: The name of master weights (see `precision`), which are no moment.
-_MASTER = "master"
+#: The names of master weights (see `precision`), which are no moments.
+_MASTERS = frozenset(["master", "remainder"])
 
 
 def check(codec: Rule | Mapping[str, Rule]) -> dict[str, Rule]:
@@ -158,7 +158,7 @@ def _last_match(
             applies = moment.name == key
         else:
             by_path = fnmatch.fnmatchcase(moment.parameter, key)
-            applies = by_path and moment.name != _MASTER
+            applies = by_path and moment.name not in _MASTERS
         if applies:
             rule, by_name = candidate, key in by_moment
     if isinstance(rule, Mapping):

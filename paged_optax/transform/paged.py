@@ -3,17 +3,24 @@
 import functools
 from collections.abc import Mapping
 
+import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.given import floating_dtype, refuse_no_transformation, shown
+from paged_optax.backend.given import (
+    floating_dtype,
+    refuse_no_bool,
+    refuse_no_transformation,
+    shown,
+)
 from paged_optax.transform.codec_rules import Rule, check, draws
 from paged_optax.transform.configuration import Configuration
 from paged_optax.transform.init import init
 from paged_optax.transform.pager import Pager
 from paged_optax.transform.parameter_shardings import ParameterShardings
 from paged_optax.transform.precision import counted, in_float32, with_master_weights
+from paged_optax.transform.remainders import with_master_remainders
 from paged_optax.transform.update import Update
 
 
@@ -28,6 +35,7 @@ def paged(
     per_parameter_steps: bool = False,
     codec: Rule | Mapping[str, Rule] = None,
     master_dtype: DTypeLike | None = None,
+    master_remainders: bool = False,
     on_moved: str = "warn",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Pages a transformation: its moments live on the host, its numbers stay.
@@ -92,6 +100,11 @@ def paged(
         decodes to nothing finite: put `apply_if_finite` around.
       master_dtype: Keeps a copy of the parameters in this dtype, paged like a moment,
         for parameters in fewer bits: `"float32"`. The moments have this dtype too.
+      master_remainders: Whether a master copy in float32 of a bfloat16 parameter is
+        kept as the 16 bits that the parameter lacks: half the bytes, and half the
+        traffic. The masters are those of `master_dtype="float32"`, but for a rounding
+        now and then. Only `optax.apply_updates` may follow, for the parameters are
+        the masters' other half.
       on_moved: What `update` does if it finds moments on the device that belong on the
         host: `"warn"`, or `"raise"` before XLA sees them. `place_state` puts them back.
 
@@ -125,19 +138,25 @@ def paged(
     )
     rules = check(codec)
     inner = optax.with_extra_args_support(inner)
+    refuse_no_bool("master_remainders", master_remainders)
     if master_dtype is not None:
         dtype = floating_dtype("master_dtype", master_dtype)
-        inner = with_master_weights(inner, dtype)
+        if master_remainders and dtype != jnp.float32:
+            raise ValueError(
+                f"master_dtype={shown(master_dtype)} and master_remainders=True, which"
+                " completes bfloat16 to float32: leave master_dtype out."
+            )
+    if master_remainders:
+        inner = with_master_remainders(inner)
+    elif master_dtype is not None:
+        inner = with_master_weights(inner, floating_dtype("master_dtype", master_dtype))
     elif rules:
         inner = in_float32(inner)
     if draws(rules):
         inner = counted(inner)
     if on_moved not in ("warn", "raise"):
         raise ValueError(f"on_moved={on_moved!r}: pass 'warn' or 'raise'.")
-    if not isinstance(per_parameter_steps, bool):
-        raise TypeError(
-            f"per_parameter_steps={shown(per_parameter_steps)}: pass True or False."
-        )
+    refuse_no_bool("per_parameter_steps", per_parameter_steps)
     known = ParameterShardings(shardings)
     pager = Pager(inner, configuration, rules, per_parameter_steps, known, on_moved)
     return optax.GradientTransformationExtraArgs(

@@ -38,7 +38,7 @@ def in_float32(
     """
 
     def init(params: optax.Params) -> optax.OptState:
-        return inner.init(_wider(params, jnp.float32))
+        return inner.init(wider(params, jnp.float32))
 
     def update(
         updates: optax.Updates,
@@ -47,9 +47,9 @@ def in_float32(
         **extra_args: object,
     ) -> tuple[optax.Updates, optax.OptState]:
         changed, state = inner.update(
-            _wider(updates, jnp.float32),
+            wider(updates, jnp.float32),
             state,
-            _wider(params, jnp.float32),
+            wider(params, jnp.float32),
             **extra_args,
         )
         return optax.tree.cast_like(changed, updates), state
@@ -84,7 +84,7 @@ def with_master_weights(
 
     def init(params: optax.Params) -> MasterWeightsState:
         # A step donates both: they may not be one array where the dtypes are equal.
-        master = jax.tree.map(jnp.copy, _wider(params, dtype))
+        master = jax.tree.map(jnp.copy, wider(params, dtype))
         return MasterWeightsState(master, inner.init(master))
 
     def update(
@@ -99,7 +99,7 @@ def with_master_weights(
                 " update(updates, state, params)."
             )
         changed, inner_state = inner.update(
-            _wider(updates, dtype), state.inner_state, state.master, **extra_args
+            wider(updates, dtype), state.inner_state, state.master, **extra_args
         )
         master = jax.tree.map(lambda m, u: m + u.astype(m.dtype), state.master, changed)
 
@@ -155,7 +155,7 @@ def counted(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _wider(tree: PyTree, dtype: DTypeLike) -> PyTree:
+def wider(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """Casts floating point leaves of fewer bits than `dtype` to it."""
 
     def cast(x: Array) -> Array:

@@ -16,7 +16,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import is_traced
+from paged_optax.backend.arrays import holds_moments, is_traced
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.codecs import Codec, arranged
@@ -123,7 +123,7 @@ class Layout:
         """Bytes per device of each leaf as it is stored; None if it is no moment."""
         return [
             nbytes(self.stored(position)) // self.parts(position)
-            if x.ndim and jnp.issubdtype(x.dtype, jnp.inexact) and nbytes(x)
+            if x.ndim and holds_moments(x.dtype) and nbytes(x)
             else None
             for position, x in enumerate(self.avals)
         ]

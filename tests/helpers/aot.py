@@ -113,7 +113,8 @@ def _nothing_kept() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u8": 1, "s8": 1, "f8e4m3fn": 1}
+_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "s16": 2}
+_BYTES |= {"u8": 1, "s8": 1, "f8e4m3fn": 1}
 
 
 class Computations:

@@ -5,7 +5,8 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 
-_BYTES = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "u8": 1, "s8": 1, "pred": 1}
+_BYTES = {"f32": 4, "bf16": 2, "s16": 2, "s32": 4, "u32": 4}
+_BYTES |= {"u8": 1, "s8": 1, "pred": 1}
 
 
 @dataclasses.dataclass

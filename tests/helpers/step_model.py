@@ -230,7 +230,8 @@ def _direction(code: str) -> str:
     return "down" if first and "S(5)" in first[0] else "up"
 
 
-_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u8": 1, "s8": 1, "pred": 1}
+_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "s16": 2}
+_BYTES |= {"u8": 1, "s8": 1, "pred": 1}
 
 
 def _sizes(types: str) -> list[int]:
