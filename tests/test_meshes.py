@@ -146,8 +146,15 @@ def test_gradients_divided_otherwise(moved, jit, axis_type):
         )
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_master_weights_on_explicit_axes(jit):
+_COPIES, _REMAINDERS = {"master_dtype": "float32"}, {"master_remainders": True}
+
+
+@pytest.mark.parametrize(
+    ("jit", "kept"),
+    [(False, _COPIES), (True, _COPIES), (True, _REMAINDERS)],
+    ids=["eager", "jit", "remainders"],
+)
+def test_master_weights_on_explicit_axes(jit, kept):
     """Parameters in bfloat16, gradients in float32: Optax's on float32 parameters."""
     masters = reference.arrays(jnp.float32, 0, SHAPES)
     low = optax.tree.cast(masters, jnp.bfloat16)
@@ -155,7 +162,7 @@ def test_master_weights_on_explicit_axes(jit):
     gradients = reference.arrays(jnp.float32, 1, SHAPES)
     _, wanted, _ = train(optax.adamw(1e-2, weight_decay=0.0), masters, gradients)
     mesh = mesh_of(EXPLICIT)
-    tx = po.paged_adamw(1e-2, weight_decay=0.0, master_dtype="float32", **PAGED)
+    tx = po.paged_adamw(1e-2, weight_decay=0.0, **kept, **PAGED)
     with jax.set_mesh(mesh):
         _, state, before = train(
             tx, divided(low, mesh, SPECS), divided(gradients, mesh, SPECS), jit=jit

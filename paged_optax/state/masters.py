@@ -1,6 +1,7 @@
 """The master weights of a state."""
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array
 from jaxtyping import Float, PyTree
@@ -26,11 +27,11 @@ def master_weights(
       state: The state of the same step.
 
     Returns:
-      A tree of the parameters' structure, on the device: 4 bytes a parameter. To save
-      a large model, call it with a part of the parameters at a time.
+      A tree of the parameters' structure, on the device: 4 bytes a parameter. For
+      some of them only, pass these: `{"embed": params["embed"]}`.
 
     Raises:
-      ValueError: If the state keeps no master weights.
+      ValueError: If the state keeps no master weights, or not of these parameters.
 
     Example:
       >>> import jax.numpy as jnp, optax, paged_optax as po
@@ -61,6 +62,14 @@ def master_weights(
         name = name_of(path)
         if ("master", name) in on_device:
             return on_device["master", name]
-        return joined(parameter, on_device.get(("remainder", name), ()))
+        if ("remainder", name) in on_device:
+            return joined(parameter, on_device["remainder", name])
+        if parameter.dtype == jnp.bfloat16:
+            raise ValueError(
+                f"params: the state keeps no master of {name!r}, only of"
+                f" {', '.join(repr(x) for _, x in kept)[:60]}: pass the parameters that"
+                " the state was made with, or some of them under their own paths."
+            )
+        return joined(parameter, ())
 
     return jax.tree_util.tree_map_with_path(master, params)

@@ -35,6 +35,10 @@ MIXED: dict[str, tuple[str, dict[str, Any]]] = {
         "bfloat16",
         {"codec": "dynamic_int8", "master_dtype": "float32"},
     ),
+    "int8, remainders": (
+        "bfloat16",
+        {"codec": "dynamic_int8", "master_remainders": True},
+    ),
     "int8, float32": ("float32", {"codec": {"mu": "dynamic_int8", "nu": "float32"}}),
 }
 PAGE_SIZES = {"default": None, "1 MiB": MIB}
