@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import math
 
 import flax
 import jax
@@ -121,14 +120,12 @@ def test_coded_moments(monkeypatch, platforms):
     assert far(found[2], wanted[2]) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx",
     [
         po.paged_sgd(0.1, momentum=0.9, **SETTINGS),
-        pytest.param(
-            optax.chain(po.paged_lion(0.01, **SETTINGS), optax.trace(0.5)),
-            marks=pytest.mark.slow,
-        ),
+        optax.chain(po.paged_lion(0.01, **SETTINGS), optax.trace(0.5)),
     ],
     ids=["momentum", "moments on both sides"],
 )
@@ -189,17 +186,6 @@ MODEL = decoder.Decoder(
 HOW = {"max_norm": 1.0, "host_dtype": "bfloat16", "size": (8, 512)}
 
 
-def exposed(build, link):
-    """The part of the computation's time for which transfers alone are waited for."""
-    report = aot.h200(build)
-    assert report.host_temp == 0
-    machine = step_model.Machine(link, flops=600e12, memory=3.5e12)
-    free = dataclasses.replace(machine, link=math.inf)
-    computed = step_model.cost(report.hlo, free, MODEL.layers).compute
-    step = step_model.cost(report.hlo, machine, MODEL.layers)
-    return step.exposed / computed
-
-
 @pytest.mark.compiler
 @pytest.mark.slow
 @_AHEAD
@@ -209,14 +195,17 @@ def exposed(build, link):
     ids=["moments", "some moments", "weights"],
 )
 def test_transfers_are_hidden_by_the_forward_pass(budget, weights_on_host, link):
-    """Of what an update at the end shows more than half is gone.
+    """Less than half of the transfers' time shows; an update at the end shows all.
 
     The first layer's update, one eighth, has nothing beside it.
     """
     tx = po.paged_adamw(1e-4, codec="bfloat16", device_budget=budget)
-    how = HOW | {"weights_on_host": weights_on_host}
-    build = lambda deferred: decoder.layerwise(MODEL, tx, deferred=deferred, **how)
-    assert exposed(build(True), link) <= 0.45 * exposed(build(False), link)
+    how = HOW | {"weights_on_host": weights_on_host, "deferred": True}
+    report = aot.h200(decoder.layerwise(MODEL, tx, **how))
+    assert report.host_temp == 0
+    machine = step_model.Machine(link, flops=600e12, memory=3.5e12)
+    step = step_model.cost(report.hlo, machine, MODEL.layers)
+    assert step.exposed <= 0.45 * max(step.up, step.down) / link
 
 
 @pytest.mark.compiler
@@ -228,7 +217,7 @@ def test_transfers_are_hidden_by_the_forward_pass(budget, weights_on_host, link)
 )
 def test_bytes(compile_for, weights_on_host):
     """Nothing is copied on the host, and on the device one layer's update is alive."""
-    tx = po.paged_adamw(1e-4, master_dtype="float32", codec="dynamic_int8")
+    tx = po.paged_adamw(1e-4, master_remainders=True, codec="bfloat16")
     model = dataclasses.replace(MODEL, dtype=jnp.bfloat16)
     how = HOW | {"weights_on_host": weights_on_host}
     deferred, plain = (

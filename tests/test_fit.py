@@ -51,7 +51,7 @@ SHARES = {
 }
 
 
-@pytest.mark.quick("weights on host")
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("way", BUILD)
 def test_against_xla(way):

@@ -33,6 +33,7 @@ def test_paged_and_rebalanced_is_unpaged():
     assert found.growth < 0.01
 
 
+@pytest.mark.slow
 def test_other_moments_show():
     """Of a run in which one moment of one expert is lost on the way."""
     lossy = endurance.eight_bits(BUDGET)

@@ -143,9 +143,8 @@ class Model(nnx.Module):
         return self.second(self.first(x * self.scale[...]))
 
 
-@pytest.mark.parametrize(
-    "codec", [None, pytest.param("dynamic_int8", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", [None, "dynamic_int8"])
 def test_nnx(codec):
     """Flax's `nnx.Optimizer`, paged as resident, but for XLA:CPU's contractions."""
     x = jax.random.normal(jax.random.key(0), (8, 96))
@@ -211,6 +210,7 @@ def test_a_layerwise_step(deferred):
         np.testing.assert_allclose(one, other, rtol=0, atol=moved / 64)
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     "compile_for", [pytest.param(aot.h200, marks=_ON_GPU), aot.v5e]

@@ -152,7 +152,7 @@ def test_pages_of_eight_bits_hold_a_mebibyte_of_values():
     assert pages == {64}
 
 
-@pytest.mark.quick("(64, 12, 64)-dynamic_int4", "(256, 1003)-dynamic_int8")
+@pytest.mark.quick("(64, 12, 64)-dynamic_int4")
 @in_turn(*CODECS)
 def test_arranged_codes_are_the_codecs_own(shape, codec):
     """Of the moment, or of the transposed one where blocks run along columns."""
@@ -270,7 +270,7 @@ def test_more_entries_than_32_bits_count(platform, shape):
     jax.eval_shape(tx.update, params, po.abstract_state(tx, params), params)
 
 
-@pytest.mark.quick("dynamic_int8-(3, 40, 256)")
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(64, 512), (3, 40, 256), (256, 1003)], ids=str)
 @pytest.mark.parametrize("codec", ["dynamic_int8", "dynamic_int4"])
 def test_whole_leaves_are_coded_in_pieces_on_a_tpu(shape, codec, on_tiles, monkeypatch):

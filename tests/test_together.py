@@ -235,7 +235,7 @@ def test_they_are_at_the_links_rate(compile_for, build, like):
 
 
 @pytest.mark.compiler
-@pytest.mark.quick("h200")
+@pytest.mark.slow
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
 def test_adapters_are_few_programs(compile_for):
     """32 adapters of rank 16: what is computed of their codes is compiled twice."""

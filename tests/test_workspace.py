@@ -173,6 +173,7 @@ def test_activations_on_the_host():
     assert far(*results) < 1e-7
 
 
+@pytest.mark.slow
 def test_clips_each_layer():
     """`clip="layer"`: each layer, and the rest, is scaled by its own norm."""
     params = layered.parameters(3)
