@@ -227,3 +227,45 @@ def test_bytes_and_the_links_time(compile_for):
     trips = len(params) * [plan.moments[0].pages]
     assert aot.traffic(report.hlo, trips) == plan.link_bytes
     assert step_model.over_floor(report.hlo, plan.host_bytes, trips) <= 1.10
+
+
+def test_a_scalar_counts_no_steps():
+    """Its remainder is an integer too, as a step count is."""
+    params = {"scale": jnp.asarray(2.66, jnp.bfloat16), "w": jnp.ones((64, 128))}
+    for own in (False, True):
+        tx = po.paged_adamw(1e-3, master_remainders=True, per_parameter_steps=own)
+        state = tx.init(params)
+        for _ in range(2):
+            updates, state = tx.update(params, state, params)
+            params = optax.apply_updates(params, updates)
+        assert int(po.get_step(state, "scale")) == 2
+        assert po.master_weights(params, state)["w"] is params["w"]
+
+
+def test_steps_in_one_program():
+    """XLA may keep parameters unrounded between them: exact where differences are."""
+    random = np.random.default_rng(0)
+    gradients = jnp.asarray(random.normal(size=(4, 64, 128)) * 1e-3, jnp.float32)
+    params = jnp.asarray(random.uniform(1, 2, (64, 128)), jnp.bfloat16)
+    tx = po.paged(optax.sgd(1.0), master_remainders=True, device_budget=None)
+
+    def step(given, gradient):
+        updates, state = tx.update(gradient, given[1], given[0])
+        return (optax.apply_updates(given[0], updates), state), None
+
+    def masters(unroll):
+        scan = lambda given: jax.lax.scan(step, given, gradients, unroll=unroll)[0]
+        return np.asarray(po.master_weights(*jax.jit(scan)((params, tx.init(params)))))
+
+    np.testing.assert_array_equal(masters(4), masters(1))
+
+
+def test_with_64_bits():
+    """Rates and gradients in float64 are rounded to the masters' float32."""
+    with jax.enable_x64(True):
+        params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
+        tx = po.paged_sgd(jnp.float64(0.25), master_remainders=True, **ALL_PAGED)
+        gradients = {"w": jnp.full((64, 128), 2.0**-12, jnp.float64)}
+        updates, state = tx.update(gradients, tx.init(params), params)
+        params = optax.apply_updates(params, updates)
+        assert po.master_weights(params, state)["w"][0, 0] == 1 - 2.0**-14

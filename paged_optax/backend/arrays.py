@@ -23,6 +23,11 @@ def holds_moments(dtype: np.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact) or dtype == jnp.int16
 
 
+def counts_steps(dtype: np.dtype) -> bool:
+    """Whether a scalar of a dtype counts steps, in a state."""
+    return jnp.issubdtype(dtype, jnp.integer) and not holds_moments(dtype)
+
+
 def is_committed(x: object) -> TypeGuard[Array]:
     """Whether something is an array that JAX does not move to other devices."""
     return isinstance(x, Array) and not is_traced(x) and x.committed

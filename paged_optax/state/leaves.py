@@ -8,10 +8,9 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import holds_moments
+from paged_optax.backend.arrays import counts_steps, holds_moments
 from paged_optax.backend.given import refuse_no_arrays
 from paged_optax.backend.key_paths import name_of
 from paged_optax.backend.memory import on_host
@@ -59,7 +58,7 @@ class StateLeaf:
         """Whether it counts steps."""
         if isinstance(self.value, Quantized) or self.field in SETTINGS:
             return False
-        return self.value.ndim == 0 and jnp.issubdtype(self.value.dtype, jnp.integer)
+        return self.value.ndim == 0 and counts_steps(self.value.dtype)
 
     @property
     def place(self) -> tuple[str, str]:
@@ -137,7 +136,7 @@ def _flat(field: PyTree) -> list[tuple[KeyPath, PyTree]]:
 def _is_count_variable(key_path: KeyPath, value: PyTree) -> bool:
     """Whether a field is a count in a variable, as in Flax's `nnx.Optimizer`."""
     alone = key_path == (jax.tree_util.GetAttrKey("value"),)
-    return alone and jnp.issubdtype(value.dtype, jnp.integer)
+    return alone and counts_steps(value.dtype)
 
 
 def unpaged_places(leaves: Iterable[StateLeaf]) -> set[tuple[str, str]]:

@@ -10,7 +10,11 @@ from paged_optax.backend.given import refuse_no_arrays
 from paged_optax.backend.key_paths import name_of
 from paged_optax.backend.types import KeyPath
 from paged_optax.state.leaves import leaves_of
+from paged_optax.transform.precision import wider
 from paged_optax.transform.remainders import joined
+
+#: Where a state keeps masters, or the halves of them that parameters lack.
+_FIELDS = ("master", "remainder")
 
 
 def master_weights(
@@ -19,8 +23,8 @@ def master_weights(
     """The parameters in the precision in which they are trained.
 
     With `master_dtype` they are the copies that the state keeps; with
-    `master_remainders` half of each is its parameter. Parameters that a state keeps
-    nothing of are their own masters, in float32.
+    `master_remainders` half of each is its parameter. Parameters in float32 that the
+    state keeps nothing of are their own masters.
 
     Args:
       params: The parameters, as the last step left them.
@@ -43,33 +47,37 @@ def master_weights(
       (Array(1, dtype=bfloat16), Array(0.9999, dtype=float32))
     """
     refuse_no_arrays("params", params)
-    kept = {
-        (leaf.field, leaf.parameter): leaf.value
-        for leaf in leaves_of(state)
-        if leaf.field in ("master", "remainder")
+    found = {
+        (leaf.field, _named(leaf.parameter)): leaf.value for leaf in leaves_of(state)
     }
-    if not kept:
+
+    def master(path: KeyPath, parameter: Array) -> Array:
+        name = _named(name_of(path))
+        for field in _FIELDS:
+            half = found.get((field, name))
+            if half is not None and half.shape == parameter.shape:
+                half = jax.device_put(half, jax.memory.Space.Device)
+                return half if field == "master" else joined(parameter, half)
+        if wider(parameter, jnp.float32) is parameter:
+            return parameter
+        known = [
+            repr(name) for field, name in found if field in ("master", "remainder")
+        ]
+        if known:
+            raise ValueError(
+                f"params: the state keeps no master of {name!r} of shape"
+                f" {parameter.shape}, only of {', '.join(known[:3])}: pass the"
+                " parameters that the state was made with, or some of them under their"
+                " own paths."
+            )
         raise ValueError(
             "the state keeps no master weights: make it with"
             " paged(..., master_remainders=True), or master_dtype='float32'."
         )
-    on_device = {
-        key: jax.device_put(value, jax.memory.Space.Device)
-        for key, value in kept.items()
-    }
-
-    def master(path: KeyPath, parameter: Array) -> Array:
-        name = name_of(path)
-        if ("master", name) in on_device:
-            return on_device["master", name]
-        if ("remainder", name) in on_device:
-            return joined(parameter, on_device["remainder", name])
-        if parameter.dtype == jnp.bfloat16:
-            raise ValueError(
-                f"params: the state keeps no master of {name!r}, only of"
-                f" {', '.join(repr(x) for _, x in kept)[:60]}: pass the parameters that"
-                " the state was made with, or some of them under their own paths."
-            )
-        return joined(parameter, ())
 
     return jax.tree_util.tree_map_with_path(master, params)
+
+
+def _named(name: str) -> str:
+    """The name of a parameter, in a variable of Flax or not."""
+    return name.removesuffix("/value")

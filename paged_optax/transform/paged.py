@@ -103,8 +103,8 @@ def paged(
       master_remainders: Whether a master copy in float32 of a bfloat16 parameter is
         kept as the 16 bits that the parameter lacks: half the bytes, and half the
         traffic. The masters are those of `master_dtype="float32"`, but for a rounding
-        now and then. Only `optax.apply_updates` may follow, for the parameters are
-        the masters' other half.
+        now and then. The parameters are the masters' other half: only
+        `optax.apply_updates` may follow, and no `lookahead` may be around.
       on_moved: What `update` does if it finds moments on the device that belong on the
         host: `"warn"`, or `"raise"` before XLA sees them. `place_state` puts them back.
 

@@ -168,7 +168,7 @@ class Pager:
         paths, gradients = paths_of(updates)
         try:
             closed, shapes = trace(function, updates, state, params, arrays)
-        except (TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             refuse_state(self.inner, updates, state, error)
             raise
         refuse_effects(closed)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
-from jaxtyping import Float32, Int16, Int32, PyTree
+from jaxtyping import BFloat16, Float32, Int16, Int32, PyTree
 
 from paged_optax.transform.precision import wider
 
@@ -48,7 +48,9 @@ def with_master_remainders(
     masters are not kept to the last bit. One exactly between two parameters may be kept
     as the float32 number beside it. And where no update in bfloat16 leads to the
     rounded master, as where a sign changes, the update leads near it, and the master is
-    kept as near as 16 bits reach: within 1/256 of the step.
+    kept as near as 16 bits reach: within 1/256 of the step. (Within 1/64 if one program
+    makes several steps of parameters on the device, as an unrolled `lax.scan` does: XLA
+    then leaves out roundings to bfloat16 in between, `xla_allow_excess_precision`.)
 
     Half of a master is its parameter. So only `optax.apply_updates` may come after
     this transformation, and nothing else may change the parameters.
@@ -67,14 +69,15 @@ def with_master_remainders(
 
     def init(params: optax.Params) -> MasterRemaindersState:
         def zeros(p: Array) -> Array | optax.MaskedNode:
-            if p.dtype == jnp.float16:
+            if p.dtype == jnp.bfloat16:
+                return jnp.zeros(p.shape, jnp.int16)
+            if wider(p, jnp.float32) is not p:
                 raise ValueError(
-                    "master_remainders=True, and a parameter is float16: 16 bits more"
-                    " complete bfloat16 alone to float32. Use parameters in bfloat16,"
-                    " or master_dtype='float32' alone."
+                    f"master_remainders=True, and a parameter is {p.dtype}: 16 bits"
+                    " more complete bfloat16 alone to float32. Use parameters in"
+                    " bfloat16, or master_dtype='float32' alone."
                 )
-            split = p.dtype == jnp.bfloat16
-            return jnp.zeros(p.shape, jnp.int16) if split else optax.MaskedNode()
+            return optax.MaskedNode()
 
         masters = wider(params, jnp.float32)
         return MasterRemaindersState(jax.tree.map(zeros, params), inner.init(masters))
@@ -98,13 +101,13 @@ def with_master_remainders(
         def difference(p: Array, m: Array, u: Array, r: PyTree) -> Array:
             if not _is_split(r):
                 return u.astype(p.dtype)
-            return _way(p.astype(m.dtype), m + u).astype(p.dtype)
+            return _way(_wide(p), m + u.astype(m.dtype)).astype(p.dtype)
 
         def remainder(p: Array, m: Array, u: Array, r: PyTree, moved: Array) -> PyTree:
             if not _is_split(r):
                 return r
-            new = _rounded(p.astype(m.dtype) + moved.astype(m.dtype))
-            return _between(new, m + u)
+            new = _rounded(_wide(p) + _wide(moved))
+            return _between(new, m + u.astype(m.dtype))
 
         given = params, masters, changed, state.remainder
         moved = jax.tree.map(difference, *given)
@@ -128,9 +131,24 @@ def joined(parameter: Array, remainder: PyTree) -> Array:
 
     Returns:
       The master copy in float32.
+
+    Raises:
+      ValueError: If the parameter had another dtype when its state was made.
     """
-    wide = wider(parameter, jnp.float32)
-    return _further(wide, remainder) if _is_split(remainder) else wide
+    split = _is_split(remainder)
+    if split != (parameter.dtype == jnp.bfloat16):
+        raise ValueError(
+            f"a parameter is {parameter.dtype}, and the state has"
+            f" {'a' if split else 'no'} remainder of its master, which bfloat16 alone"
+            " has: pass the parameters in the dtype that they had at init, or make the"
+            " state anew."
+        )
+    return _further(_wide(parameter), remainder) if split else parameter
+
+
+def _wide(parameter: BFloat16[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """A bfloat16 number in float32, also where XLA has kept more bits of it."""
+    return _rounded(parameter.astype(jnp.float32))
 
 
 def _rounded(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:

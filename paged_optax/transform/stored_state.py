@@ -16,7 +16,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import holds_moments, is_traced
+from paged_optax.backend.arrays import counts_steps, holds_moments, is_traced
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.codecs import Codec, arranged
@@ -83,7 +83,7 @@ class Layout:
             if per_parameter_steps
             and parameters.num_leaves
             and x.ndim == 0
-            and jnp.issubdtype(x.dtype, jnp.integer)
+            and counts_steps(x.dtype)
         ]
         codecs = [
             codec and arranged(codec, part.local(x.shape) if part else x.shape, x.shape)
