@@ -169,6 +169,7 @@ print("saved where there is room")
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk(tmp_path):
     """The error says so; the checkpoint before it, and the state, are as they were."""
     printed = alone(FULL.replace("FOLDER", repr(str(tmp_path))))

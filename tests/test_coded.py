@@ -188,7 +188,7 @@ def compiled(compile_for, codec, leaves):
     return compile_for(updating(tx, square(leaves))), po.plan(tx, square(leaves))
 
 
-@pytest.mark.quick("h200-dynamic_int8")
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     ("codec", "leaves"),

@@ -116,7 +116,7 @@ def moments(tree):
     return [x for x in jax.tree.leaves(tree) if x.nbytes >= 1024]
 
 
-@pytest.mark.quick("LoRA-{'mu': 'dynamic_int8'", "-stacked-None")
+@pytest.mark.quick("-stacked-None")
 @pytest.mark.parametrize(("model", "codec", "way"), CASES, ids=str)
 def test_ten_steps(model, codec, way):
     tx = po.paged_adamw(1e-2, codec=codec, **PAGES)

@@ -253,6 +253,7 @@ def test_eager_equals_jitted(alias):
     chex.assert_trees_all_close(eager, reference, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_numpy_parameters_and_gradients():
     given = arrays(shapes={"w": (70, 33)})
     params = jax.tree.map(np.asarray, given)

@@ -161,6 +161,7 @@ def test_offload_of_shapes():
     assert on_host(made)
 
 
+@pytest.mark.slow
 def test_activations_on_the_host():
     tx = po.paged_adamw(1e-3, **SETTINGS)
     results = []
