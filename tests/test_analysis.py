@@ -155,6 +155,7 @@ USES |= _uses(
 USES |= {
     "pair_donated": paired,
     "add_any": jax.grad(lambda x: jnp.sum(jnp.sin(x) * x)),
+    "bitcast_convert_type": lambda x: lax.bitcast_convert_type(x, jnp.int32) // 2**20,
     "clamp": lambda x: lax.clamp(-0.5, x, 0.5),
     "complex": lambda x: jnp.abs(lax.complex(x, 2 * x)),
     "conj": lambda x: jnp.imag(jnp.conj(lax.complex(x, x))),

@@ -26,8 +26,13 @@ def test_real_shapes(name, shapes):
     `sweep.py` does this with every codec.
     """
     chosen = [x for x in sweep.cases(shapes, [name]) if x.page_size == "1 MiB"]
+    assert len(chosen) == 4 * len(shapes)
+    if "remainders" in name:
+        # Cut alone, moments of two bytes have other pages than those of one, and
+        # XLA:TPU does not state how many: the traffic of `init` cannot be counted.
+        chosen = [x for x in chosen if (x.compiler, x.phase) != ("v5e", "init")]
     results = list(sweep.outcomes(chosen, workers=1))
-    assert len(results) == len(chosen) == 4 * len(shapes)
+    assert len(results) == len(chosen)
     for case, found in results:
         assert not found.failure, case
         assert found.pages > 1, case
