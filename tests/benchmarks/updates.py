@@ -24,8 +24,10 @@ SECTION = "update"
 RESIDENT = "optax.adamw, resident"
 LEARNING_RATE, DECAY = 1e-3, 0.1
 
-# Of issue 2: the ratio to optax.adamw on CPU, 8 leaves of 2048x2048.
-_TARGETS = {"default": 1.05, "forced": 2.0}
+# The most that the ratio to optax.adamw should be on CPU, 8 leaves of 2048x2048, by the
+# pages of a leaf. A CPU updates leaves whole, but for pages as small as the last ones.
+_TARGETS = {4: 1.5, 16: 1.5, 64: None}
+_TARGET_OF_DEFAULT = 1.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +46,14 @@ def contestants(size: str) -> dict[str, Contestant]:
     found = {
         RESIDENT: Contestant(adamw),
         "whole-tree offload": Contestant(whole_tree_offload(adamw)),
-        "paged, default": Contestant(paged(), _TARGETS["default"] if judged else None),
+        "paged, default": Contestant(paged(), _TARGET_OF_DEFAULT if judged else None),
     }
     if size.startswith("8 x"):
         width = int(size.rpartition("x")[2])
-        for pages in (4, 16):
+        for pages, target in _TARGETS.items():
             found[f"paged, {pages} pages a leaf"] = Contestant(
                 paged(page_size=4 * width**2 // pages),
-                _TARGETS["forced"] if judged else None,
+                target if judged else None,
             )
     return found
 
