@@ -43,8 +43,8 @@ _MOST_LEAVES = 32
 _LARGEST_LEAF = 256 * 2**20
 
 # On a CPU nothing travels, and XLA runs a loop over pages in one thread: on two cores
-# AdamW takes 2.3 times as long (jax 0.10.2 and 0.12.0.1). It updates a leaf whole, unless
-# pages are smaller than this, as in tests, or a codec would decode all of it at once.
+# AdamW takes 2.3 times as long (jax 0.10.2 and 0.12.0.1). So a leaf is updated whole,
+# unless pages are smaller than this, as in tests, or a codec would decode all of it.
 _WHOLE_ON_CPU = 2**20
 
 # Bytes of the pages of a leaf's moments, together, if a codec stores them in blocks:
