@@ -41,7 +41,8 @@ from paged_optax.layerwise import (
     layerwise_step,
     offload,
 )
-from paged_optax.planning.fits import Footprint, Footprints, what_fits
+from paged_optax.planning.fits import what_fits
+from paged_optax.planning.footprints import Footprint, Footprints
 from paged_optax.planning.fully_sharded import fully_sharded
 from paged_optax.planning.page_plan import PagePlan, plan
 from paged_optax.planning.shapes import model_shapes
