@@ -1,5 +1,6 @@
 """Runs the suite on eight CPU devices, with both accelerator compilers at hand."""
 
+import collections
 import importlib.metadata
 import os
 import sys
@@ -21,6 +22,20 @@ os.environ["XLA_FLAGS"] = (
 )
 # Where runs of tests keep what they compile. Programs that they start keep nothing.
 _COMPILED = os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+
+
+#: Of this many cases of a slow test one runs each day where a third is asked for.
+_DAYS = 3
+
+
+def pytest_addoption(parser):
+    """Adds what continuous integration asks for."""
+    parser.addoption(
+        "--third-of-day",
+        type=int,
+        metavar="DAY",
+        help="of a slow test's cases a third: in three days in a row all of them",
+    )
 
 
 def pytest_report_header():
@@ -57,11 +72,36 @@ def pytest_unconfigure(config):
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by markers
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Marks as slow what no `quick` names; what takes long comes first.
 
     Else one worker is left with it in the end.
     """
+    _mark_slow(items)
+    day = config.getoption("third_of_day")
+    if day is not None:
+        others = _of_other_days(items, day)
+        items[:] = [item for item in items if item not in others]
+        config.hook.pytest_deselected(items=[*others])
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def _of_other_days(items, day):
+    """Of each slow test the cases that run on other days; one runs on every day."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    return {
+        item
+        for found in cases.values()
+        for turn, item in enumerate(found)
+        if (turn - day) % min(_DAYS, len(found))
+    }
+
+
+def _mark_slow(items):
+    """Marks as slow the cases that their test's `quick` does not name."""
     chosen = [(x, x.get_closest_marker("quick")) for x in items]
     chosen = [(x, quick.args) for x, quick in chosen if quick]
     found = set()
@@ -74,7 +114,6 @@ def pytest_collection_modifyitems(items):
     if whole_files and (typos := {x.function for x, _ in chosen} - found):
         names = ", ".join(sorted(function.__qualname__ for function in typos))
         raise pytest.UsageError(f"quick(...) names no case of {names}")
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(autouse=True)

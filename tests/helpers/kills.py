@@ -177,8 +177,9 @@ def read(folder: pathlib.Path) -> list[tuple[str, int, str]]:
 
 def saved(folder: pathlib.Path) -> int:
     """The last step of which there is a whole checkpoint; 0 if there is none."""
-    steps = (folder / "saved").glob("*/commit_success.txt")
-    return max((int(x.parent.name) for x in steps), default=0)
+    steps = [x.parent.name for x in (folder / "saved").glob("*/commit_success.txt")]
+    # One that Orbax is about to rename has a name with more than the number.
+    return max((int(x) for x in steps if x.isdigit()), default=0)
 
 
 class Runs:
