@@ -90,7 +90,7 @@ def test_bitsandbytes_state():
         po.from_bitsandbytes(blank, entries)
 
 
-@pytest.mark.quick("partition")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["per_parameter_steps", "partition", "chain"])
 def test_bitsandbytes_has_the_steps_of_each_parameter(kind):
     """As many as its updates, there and back; those of schedules come along."""

@@ -104,6 +104,7 @@ def documented():
     return scope
 
 
+@pytest.mark.slow
 def test_altered(folder):
     """What Orbax does not notice of a changed bit, the documented digests do."""
     scope = documented()

@@ -167,6 +167,7 @@ print("and goes on:", int(state[0].count))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fails",
     [

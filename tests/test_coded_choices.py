@@ -61,7 +61,7 @@ def energies(decay=0.9):
     return optax.GradientTransformation(init, update)
 
 
-@pytest.mark.quick("by path")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "codec",
     [

@@ -90,6 +90,7 @@ def check_pages(folder):
             assert sign not in docstring, docstring[:500]
 
 
+@pytest.mark.slow
 def test_reference_of_our_own_annotations(tmp_path):
     """Of the warnings that the command leaves out, none is of this package's making."""
     pdoc = importlib.import_module("pdoc")

@@ -154,6 +154,7 @@ def assert_as_in_one_page(name, shape, active=None):
         np.testing.assert_allclose(found, wanted, rtol=3e-6, atol=atol)
 
 
+@pytest.mark.quick("(64, 3, 50)")
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 @pytest.mark.parametrize("shape", [(257, 96), (64, 3, 50)], ids=str)
 def test_numbers(name, shape, both_ways):

@@ -34,7 +34,7 @@ CODED = [("paged_adamw", codec) for codec in BOUNDS]
 CODED += [("paged_ademamix", "dynamic_int8"), ("paged_lion", "dynamic_int8")]
 
 
-@pytest.mark.quick("paged_adamw-dynamic_int8")
+@pytest.mark.slow
 @pytest.mark.parametrize(("alias", "codec"), CODED)
 @pytest.mark.parametrize("stream", FINITE)
 def test_codecs(alias, codec, stream):

@@ -110,7 +110,7 @@ def test_what_is_chosen_by_shape(make):
     assert kind(found[1]) == kind(tx.init(params))
 
 
-@pytest.mark.quick("-bfloat16-")
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["dynamic_int8", "bfloat16", "bfloat16_stochastic"])
 def test_coded_moments_chosen_by_shape(codec):
     """One layer's codes are updated alone: a mask must be given as it is, in bools."""

@@ -14,7 +14,7 @@ def widened(rest, x, kept, batch):
     return jnp.mean(jnp.abs(x) ** 2) * batch["scale"]
 
 
-@pytest.mark.quick("None-0.5")
+@pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("host_dtype", [None, jnp.complex64])
 def test_complex_norm(max_norm, host_dtype):
@@ -34,7 +34,7 @@ def test_complex_norm(max_norm, host_dtype):
     same(found[0], wanted[0], 1e-5)
 
 
-@pytest.mark.quick("float64-float64")
+@pytest.mark.slow
 @pytest.mark.parametrize("host_dtype", [None, "float32", "float64"])
 @pytest.mark.parametrize("rest_dtype", ["float32", "float64"])
 def test_norm_in_float64(rest_dtype, host_dtype):

@@ -64,7 +64,7 @@ def objects(work, count):
     return len(gc.get_objects())
 
 
-@pytest.mark.quick("rebalance", "place_state")
+@pytest.mark.quick("place_state")
 @pytest.mark.parametrize("what", ["rebalance", "plan", "abstract_state", "place_state"])
 def test_nothing_is_left_behind(what):
     """By what is called between steps: each call once left a trace in JAX's caches."""

@@ -149,6 +149,7 @@ def test_gradients_divided_otherwise(moved, jit, axis_type):
 _COPIES, _REMAINDERS = {"master_dtype": "float32"}, {"master_remainders": True}
 
 
+@pytest.mark.quick("-jit-", "remainders")
 @pytest.mark.parametrize(
     ("jit", "kept"),
     [(False, _COPIES), (True, _COPIES), (True, _REMAINDERS)],
@@ -195,6 +196,7 @@ def test_extra_arguments_on_explicit_axes():
                 np.testing.assert_array_equal(new[name], on * g)
 
 
+@pytest.mark.quick("P()")
 @pytest.mark.parametrize("spec", [P(None, "x"), P()], ids=str)
 def test_layerwise_step_on_explicit_axes(spec):
     """The numbers of `jax.grad` and Optax; everything stays divided as it was."""

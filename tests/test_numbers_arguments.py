@@ -29,6 +29,7 @@ def _counting(inner, counts):
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
+@pytest.mark.slow
 def test_members_of_an_ensemble():
     """Made by `vmap`, or stacked, which is what moments on the host are updated by."""
     shapes = {"w": (3, 64, 64), "v": (3, 300)}
@@ -49,6 +50,7 @@ def test_members_of_an_ensemble():
     assert_equal(found[0].mu, wanted[0].mu)
 
 
+@pytest.mark.slow
 def test_schedule_free_around_paging():
     """Its parameters for evaluation are computed of what stays on the device."""
     params = arrays(shapes={"w": (70, 128)})
@@ -87,6 +89,7 @@ def test_one_array_given_for_two_moments(moving):
     assert_equal(found, right)
 
 
+@pytest.mark.quick("around")
 @pytest.mark.parametrize("where", ["inside", "around"])
 def test_injected_learning_rate_changes_between_steps(where):
     traced = []

@@ -118,6 +118,7 @@ def test_tiles(shape, codec, on_tiles):
     assert_same(found, wanted, coded=codec is not None)
 
 
+@pytest.mark.slow
 def test_noise_of_pages_of_columns(on_tiles):
     """Each value's bits are those of its place in the moment, not in its page."""
     shape, codec = (257, 768), "bfloat16_stochastic"
@@ -183,7 +184,7 @@ def test_codes_of_two_shapes_ask_for_one():
         unarranged(codec, stored)
 
 
-@pytest.mark.quick("shape2")
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(256, 1003), (257, 768), (64, 12, 64), (300, 300)])
 def test_bitsandbytes_round_trip(shape):
     """Codes in words come out in the parameter's shape, or transposed, and go back."""

@@ -225,6 +225,7 @@ def test_a_flag_is_the_trip_count_of_all_that_travels(compile_for):
     assert not re.search(r"S\(5\)\S* copy\(", report.hlo)
 
 
+@pytest.mark.quick("h200")
 @pytest.mark.compiler
 @COMPILERS
 def test_flags_cost_no_scratch(compile_for):

@@ -197,6 +197,7 @@ def test_jit_step_names_the_way_back():
     compiled(params, state)
 
 
+@pytest.mark.quick("None")
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("codec", [None, "dynamic_int8"])
 def test_what_a_tpu_cannot_page_has_not_lost_its_place(monkeypatch, codec, jit):

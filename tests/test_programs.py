@@ -75,7 +75,7 @@ def test_example_on_several_devices(tmp_path):
     assert re.search(r"256x256 +float32 +host +1 x 256.0 KiB", done.stdout)
 
 
-@pytest.mark.quick("devices")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flag", "value", "words"),
     [

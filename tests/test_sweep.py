@@ -39,6 +39,7 @@ def test_real_shapes(name, shapes):
         assert found.traffic == pytest.approx(1, abs=0.05), case
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_is_reported():
     """As a compiler's abort would be; the next case gets a process of its own."""
     good = sweep.Case((64, 1024), "float32", "default", "h200", "init")

@@ -155,7 +155,7 @@ def test_no_large_leaf_waits_for_another():
     assert len({x.leaf for x in plan.moments if x.on_host}) == 1 + GPU_NEEDS_RAW_INDEX
 
 
-@pytest.mark.quick("both ways")
+@pytest.mark.slow
 def test_leaves_that_do_not_move(together):
     """Gates part like leaves; those under one gate still share pages."""
     switch, page_size = together
