@@ -8,8 +8,9 @@ a codec stores is computed of all of them at once, so that XLA compiles that onc
 - Leaves of a single moment go two by two, because no moment is read and written at
   once. Leaves whose moments differ in size go two by two as well: moments in eight
   bits beside master weights.
-- On a GPU, eight-bit leaves go four by four: alone, a leaf's 1,100 instructions take
-  0.3 CPU-seconds to compile, by four 0.11 (H200, jax 0.12.0.1).
+- On a GPU, eight-bit leaves go seven by seven: alone, a leaf's 1,100 instructions take
+  0.3 CPU-seconds to compile, by four 0.11 (H200, jax 0.12.0.1). Eight by eight would
+  take 4 MiB more of memory, which is then more than 32.
 
 An update of several leaves waits for the gradients of all. So no leaf of more than
 256 MiB shares its pages, such as embeddings and output matrices, whose gradients come
@@ -51,7 +52,7 @@ _WHOLE_ON_CPU = 2**20
 # XLA:GPU keeps several times as much of them in memory. Each program of a codec takes
 # long to compile: as many leaves share one as leave pages of 1 MiB.
 _CODED_PAGES = 16 * 2**20
-_CODED_LEAVES = 6
+_CODED_LEAVES = 7
 
 
 def uncut(shape: tuple[int, ...]) -> Geometry:
