@@ -45,8 +45,10 @@ _LARGEST_LEAF = 256 * 2**20
 
 # On a CPU nothing travels, and XLA runs a loop over pages in one thread: on two cores
 # AdamW takes 2.3 times as long (jax 0.10.2 and 0.12.0.1). So a leaf is updated whole,
-# unless pages are smaller than this, as in tests, or a codec would decode all of it.
+# unless pages are smaller than this, as in tests. A codec decodes all of a whole leaf:
+# there pages have at least the default size, and with a codec of blocks there are pages.
 _WHOLE_ON_CPU = 2**20
+_WHOLE_ON_CPU_WITH_CODEC = 16 * 2**20
 
 # Bytes of the pages of a leaf's moments, together, if a codec stores them in blocks:
 # XLA:GPU keeps several times as much of them in memory. Each program of a codec takes
@@ -112,7 +114,9 @@ def cut(
         # Where pages go in turn, no leaf need alternate with another.
         leaves = at_least(1 if GPU_NEEDS_RAW_INDEX else alternate)
     rows = find(page_size, in_rows, leaves)
-    whole = page_size >= _WHOLE_ON_CPU and not coded and not rows.refused
+    plain = all(x.codec is None for x in moments)
+    least = _WHOLE_ON_CPU if plain else _WHOLE_ON_CPU_WITH_CODEC
+    whole = page_size >= least and not coded and not rows.refused
     alone = single(shape) if whole else in_rows(shape, moments, page_size)
     return Geometry(rows, tiles, alone)
 
