@@ -45,8 +45,8 @@ _LARGEST_LEAF = 256 * 2**20
 
 # On a CPU nothing travels, and XLA runs a loop over pages in one thread: on two cores
 # AdamW takes 2.3 times as long (jax 0.10.2 and 0.12.0.1). So a leaf is updated whole,
-# unless pages are smaller than this, as in tests. A codec decodes all of a whole leaf:
-# there pages have at least the default size, and with a codec of blocks there are pages.
+# unless pages are smaller than this, as in tests. Of a whole leaf a codec decodes all:
+# there it takes pages of the default size, and a codec of blocks always has pages.
 _WHOLE_ON_CPU = 2**20
 _WHOLE_ON_CPU_WITH_CODEC = 16 * 2**20
 
