@@ -291,3 +291,26 @@ def test_whole_leaves_are_coded_in_pieces_on_a_tpu(shape, codec, on_tiles, monke
     assert len(counts) >= 4
     assert min(counts) > 1
     jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    ("page_size", "settings", "most"),
+    [
+        ("1MiB", {}, 0.01),  # whole, as Optax's own
+        ("512KiB", {}, 5),
+        ("1MiB", {"codec": "bfloat16"}, 5),
+        ("1MiB", {"master_remainders": True}, 5),
+    ],
+    ids=str,
+)
+def test_temporaries_on_a_cpu(page_size, settings, most):
+    """Nothing is as large as a moment, of 8 MiB, beside what is donated."""
+    dtype = jnp.bfloat16 if "master_remainders" in settings else jnp.float32
+    params = {"w": jnp.ones((1024, 2048), dtype)}
+    gradients = {"w": jnp.ones((1024, 2048), dtype)}
+    tx = po.paged_adamw(1e-3, page_size=page_size, **settings)
+    step = jax.jit(tx.update, donate_argnums=(0, 1))
+    compiled = step.lower(gradients, tx.init(params), params).compile()
+    found = compiled.memory_analysis().temp_size_in_bytes / 2**20
+    assert found <= most, found

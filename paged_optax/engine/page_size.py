@@ -45,10 +45,11 @@ _LARGEST_LEAF = 256 * 2**20
 
 # On a CPU nothing travels, and XLA runs a loop over pages in one thread: on two cores
 # AdamW takes 2.3 times as long (jax 0.10.2 and 0.12.0.1). So a leaf is updated whole,
-# unless pages are smaller than this, as in tests. Of a whole leaf a codec decodes all:
-# there it takes pages of the default size, and a codec of blocks always has pages.
+# unless pages are smaller than this, as in tests. Codecs, and remainders of master
+# weights, make temporary arrays as large as what is updated at once: with these only
+# pages of the default size are whole leaves. A codec of blocks always has pages.
 _WHOLE_ON_CPU = 2**20
-_WHOLE_ON_CPU_WITH_CODEC = 16 * 2**20
+_WHOLE_ON_CPU_IF_CONVERTED = 16 * 2**20
 
 # Bytes of the pages of a leaf's moments, together, if a codec stores them in blocks:
 # XLA:GPU keeps several times as much of them in memory. Each program of a codec takes
@@ -114,8 +115,9 @@ def cut(
         # Where pages go in turn, no leaf need alternate with another.
         leaves = at_least(1 if GPU_NEEDS_RAW_INDEX else alternate)
     rows = find(page_size, in_rows, leaves)
-    plain = all(x.codec is None for x in moments)
-    least = _WHOLE_ON_CPU if plain else _WHOLE_ON_CPU_WITH_CODEC
+    # Remainders have fewer bits than the moments beside them.
+    converted = any(x.codec for x in moments) or len({x.itemsize for x in moments}) > 1
+    least = _WHOLE_ON_CPU_IF_CONVERTED if converted else _WHOLE_ON_CPU
     whole = page_size >= least and not coded and not rows.refused
     alone = single(shape) if whole else in_rows(shape, moments, page_size)
     return Geometry(rows, tiles, alone)

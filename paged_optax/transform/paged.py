@@ -69,8 +69,9 @@ def paged(
       page_size: The most bytes of one page of one moment, an int or a string such as
         `"16MiB"`; with a codec, bytes of the float32 that it decodes to. A leaf
         without a codec of blocks has 16 pages, unless they would be smaller than 1 MiB.
-        On a CPU, where nothing travels, pages of 1 MiB or more are whole leaves. With a
-        codec those of 16 MiB or more are, unless it stores moments in blocks.
+        On a CPU, where nothing travels, pages of 1 MiB or more are whole leaves. With
+        remainders or a codec those of 16 MiB or more are, but none with a codec of
+        blocks.
       device_budget: Bytes of moments that may stay on the device: 0 pages everything,
         None pages nothing. `"auto"` takes what the device has free at `init` less a
         reserve: as many bytes as the parameters have, for gradients, and a quarter of
