@@ -68,7 +68,7 @@ def divide(
     return x / jnp.where(jnp.isnan(x), x, y)
 
 
-def choose(
+def looked_up(
     index: Int32[Array, "*shape"], entries: Sequence[int | float], dtype: type
 ) -> Array:
     """Looks a small table up without a gather, which a TPU does one by one.

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jaxtyping import Float32, Int32, UInt8
 
 from paged_optax.codecs import blocks
-from paged_optax.codecs.blocks import choose, from_bits
+from paged_optax.codecs.blocks import from_bits, looked_up
 from paged_optax.codecs.codec import Noise, Quantized
 from paged_optax.codecs.maps import dynamic_map, linear_map
 from paged_optax.codecs.words import interleaved
@@ -97,7 +97,7 @@ class DynamicInt4:
             codes = _unpack(stored.codes, shape, self.block)
         else:
             codes = blocks.split(stored.codes, self.block).astype(jnp.int32)
-        numbers = choose(codes, _map(self.signed).view(np.int32).tolist(), jnp.int32)
+        numbers = looked_up(codes, _map(self.signed).view(np.int32).tolist(), jnp.int32)
         return blocks.join(from_bits(numbers) * stored.scales[:, None], shape)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int32
 
-from paged_optax.codecs.blocks import choose
+from paged_optax.codecs.blocks import looked_up
 from paged_optax.codecs.maps import dynamic_map
 
 # The bits of a float that `MapFormula.positions` leaves out; a key has one more.
@@ -40,7 +40,7 @@ class DecadeLines(NamedTuple):
 
     def correction(self, entry: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
         """What is added to each entry's number, in units of the last place."""
-        word = choose(entry >> np.int32(4), self.words, jnp.int32)
+        word = looked_up(entry >> np.int32(4), self.words, jnp.int32)
         two_bits = (word >> ((entry & np.int32(15)) * 2)) & np.int32(3)
         return two_bits * self.unit + self.least
 

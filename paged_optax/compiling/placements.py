@@ -7,6 +7,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import is_committed
 from paged_optax.backend.memory import memory_kind, on_host, typed_by_memory
 from paged_optax.compiling.arguments import Keys, place_of
 from paged_optax.compiling.host_arithmetic import warn_of_host_compute
@@ -45,9 +46,7 @@ def placements(
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
     structure = jax.tree.structure(shapes)
     committed = [
-        x.sharding
-        if getattr(x, "committed", isinstance(x, jax.ShapeDtypeStruct))
-        else None
+        x.sharding if is_committed(x) or isinstance(x, jax.ShapeDtypeStruct) else None
         for x in jax.tree.leaves(args)
         if hasattr(x, "sharding")
     ]
