@@ -278,9 +278,12 @@ def jit_step(
     if step is None and not examples:
         return lambda step: Step(step, donated, static)
     if not callable(step):
+        named = ", ".join(f"{name}=" for name in example_kwargs)
         raise TypeError(
-            f"jit_step is given {type(step).__name__} as the step, and"
-            f" {sorted(example_kwargs)} as arguments by name: the step is a function."
+            f"step={step!r:.80} is no function: the step is a function, and comes"
+            " first, as in jit_step(step, params, state, donate_argnums=(0, 1))."
+            + f" {named} would be an argument of the step."
+            * bool(named)
         )
     made = Step(step, donated, static)
     if examples:

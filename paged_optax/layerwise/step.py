@@ -88,7 +88,7 @@ def layerwise_step(
     next step, which applies them before anything else: each layer's, on one GPU from
     jax 0.11.2 on, while the layer before computes its forward pass. So moments and
     gradients travel beside products although the norm is known last. `finish` applies
-    the last ones. Who changes the state between two steps, an injected learning rate
+    the last ones. A state that changes between two steps, by an injected learning rate
     for example, changes the update by the gradients of the step before; a schedule has
     the rates of an ordinary step. Save after `finish`, or the workspace too:
 
