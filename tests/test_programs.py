@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+import rich
 
 import paged_optax as po
 
@@ -53,6 +54,7 @@ def test_progress_of_the_example(monkeypatch, capsys):
         monkeypatch.setenv("TTY_COMPATIBLE", terminal)
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setenv("COLUMNS", "80")
+        rich.reconfigure()  # or the console of an earlier test stays
         program.run("adamw", step, None, None, [np.zeros((2, 9))] * 3)
         shown = capsys.readouterr().out
         assert "nan" not in shown and " 0 tokens/s" not in shown
