@@ -57,6 +57,9 @@ def pytest_configure(config):
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    from helpers.quick_compiler import compile_quickly
+
+    compile_quickly(True)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -119,13 +122,12 @@ def _mark_slow(items):
 @pytest.fixture(autouse=True)
 def quickly_compiled(request):
     """Leaves most of XLA:CPU's optimizations out, unless a test is `optimized`."""
-    import jax
+    from helpers.quick_compiler import compile_quickly
 
     optimized = any(map(request.node.get_closest_marker, ("compiler", "optimized")))
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", not optimized)
+    compile_quickly(not optimized)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    compile_quickly(True)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 import paged_optax as po
-from helpers import apart, exact, reference
+from helpers import apart, exact, quick_compiler, reference
 from helpers import fuzz_parts as parts
 from paged_optax.codecs import Codec, arranged
 from paged_optax.engine import transfer
@@ -30,19 +30,21 @@ from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.codec_rules import check, choose
 from paged_optax.transform.owners import parameter_of
 
-#: Nearly all of a case is XLA:CPU's compiler. Machine code that is not optimized, of
-#: older emitters and of one module a program, is made in a third of the time. Without
-#: YNNPACK, whose `ynn::define_static_transpose` now and then reads what is not there
-#: when a sum first runs, and ends the process (jaxlib 0.10.2: four of four that ran one
-#: such recipe for two minutes; none without).
-FLAGS = (
-    f"{exact.FLAGS} --xla_force_host_platform_device_count=8"
-    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    " --xla_cpu_parallel_codegen_split_count=1"
-    " --xla_cpu_experimental_ynn_fusion_type="
+#: Nearly all of a case is XLA:CPU's compiler. Without YNNPACK, whose
+#: `ynn::define_static_transpose` now and then reads what is not there when a sum first
+#: runs, and ends the process (jaxlib 0.10.2: four of four that ran one such recipe for
+#: two minutes; none without).
+FLAGS = " ".join(
+    (
+        f"{exact.FLAGS} --xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_experimental_ynn_fusion_type=",
+        *(
+            f"--{name}={value}".lower()
+            for name, value in quick_compiler.OPTIONS.items()
+        ),
+    )
 )
-if jax.__version_info__ < (0, 11):  # newer XLA has no others
-    FLAGS += " --xla_cpu_use_fusion_emitters=false"
 
 Recipe = dict[str, Any]
 
