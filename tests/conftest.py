@@ -1,6 +1,7 @@
 """Runs the suite on eight CPU devices, with both accelerator compilers at hand."""
 
 import collections
+import gc
 import importlib.metadata
 import os
 import sys
@@ -87,6 +88,13 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=[*others])
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish(session):
+    """What has been imported stays, and is not looked through again for garbage."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def _of_other_days(items, day):
