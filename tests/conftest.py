@@ -37,6 +37,11 @@ def pytest_addoption(parser):
         metavar="DAY",
         help="of a slow test's cases a third: in three days in a row all of them",
     )
+    parser.addoption(
+        "--optimized",
+        action="store_true",
+        help="compile every test's programs as XLA:CPU does by default",
+    )
 
 
 def pytest_report_header():
@@ -60,7 +65,7 @@ def pytest_configure(config):
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     from helpers.quick_compiler import compile_quickly
 
-    compile_quickly(True)
+    compile_quickly(not config.getoption("optimized"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -133,9 +138,10 @@ def quickly_compiled(request):
     from helpers.quick_compiler import compile_quickly
 
     optimized = any(map(request.node.get_closest_marker, ("compiler", "optimized")))
-    compile_quickly(not optimized)
+    quickly = not request.config.getoption("optimized")
+    compile_quickly(quickly and not optimized)
     yield
-    compile_quickly(True)
+    compile_quickly(quickly)
 
 
 @pytest.fixture
