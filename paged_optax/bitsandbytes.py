@@ -128,8 +128,9 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[str, Entry]) -> PyTree:
       The state; every array is where that of `state` was.
 
     Raises:
-      ValueError: If a parameter or a step is missing, an array does not fit, or a
-        step is no count. The message names the parameter and the field.
+      ValueError: If a parameter or a step is missing, an array does not fit, a step
+        is no count, or a scale is negative. The message names the parameter and the
+        field.
 
     Example:
       >>> import jax.numpy as jnp, paged_optax as po
@@ -254,6 +255,11 @@ def _read(entry: Entry, leaf: StateLeaf) -> PyTree[Array]:
                 f" {moment.scales.dtype}{list(moment.scales.shape)}, and {state!r} of"
                 f" {list(moment.codes.shape)} has"
                 f" {right.scales.dtype}{list(right.scales.shape)}."
+            )
+        if (least := moment.scales.min(initial=0)) < 0:
+            raise ValueError(
+                f"{absmax!r} of parameter {leaf.parameter!r} holds {least}: it is the"
+                " largest magnitude of each block, which is not negative."
             )
         moment = _arranged_like(leaf.value, moment, plain)
     return Quantized(

@@ -151,30 +151,21 @@ def test_the_first_step_updates_nothing(tx):
 def test_an_output_matrix_is_updated_with_the_layers(monkeypatch):
     """Its gradient waits in the workspace, and a part of it goes with each layer."""
     monkeypatch.setattr(step_module, "_OVERLAPPED", ("cpu",))
-    model = decoder.Decoder(
-        hidden=128,
-        query=128,
-        key=64,
-        inner=256,
-        layers=4,
-        vocabulary=512,
-        tied=False,
-        head=32,
-    )
     key = jax.random.key(0)
     make = lambda: jax.tree.map(
-        lambda x: jax.random.normal(key, x.shape, jnp.float64) * 0.02, model.shapes()
+        lambda x: jax.random.normal(key, x.shape, jnp.float64) * 0.02,
+        decoder.SMALL.shapes(),
     )
     with jax.enable_x64(True):
         tokens = jax.random.randint(key, (2, 16), 0, 512)
         batches = [{"tokens": tokens, "targets": jnp.roll(tokens, i)} for i in (1, 2)]
         tx = po.paged_adamw(1e-3, min_paged_size="16KiB", page_size="64KiB")
-        found = trained(tx, make(), batches, model, dtype=jnp.float64)
+        found = trained(tx, make(), batches, decoder.SMALL, dtype=jnp.float64)
         clipped = optax.chain(optax.clip_by_global_norm(MOST), tx)
         params = make()
         state = clipped.init(params)
         for batch in batches:
-            gradients = jax.grad(model.loss)(params, batch)
+            gradients = jax.grad(decoder.SMALL.loss)(params, batch)
             updates, state = clipped.update(gradients, state, params)
             params = optax.apply_updates(params, updates)
     assert far(found[:2], (params, state[1])) <= 1e-6  # its loss is of float32

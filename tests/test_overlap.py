@@ -54,19 +54,10 @@ def test_transfers_are_hidden(weights_on_host):
 def trained(monkeypatch, ahead, codec=None, offloaded=False):
     """Three steps of a decoder of four layers, with an output matrix of its own."""
     monkeypatch.setattr(step_module, "_OVERLAPPED", ("cpu",) if ahead else ())
-    model = decoder.Decoder(
-        hidden=128,
-        query=128,
-        key=64,
-        inner=256,
-        layers=4,
-        vocabulary=512,
-        tied=False,
-        head=32,
-    )
     key = jax.random.key(0)
     params = jax.tree.map(
-        lambda x: jax.random.normal(key, x.shape, x.dtype) * 0.02, model.shapes()
+        lambda x: jax.random.normal(key, x.shape, x.dtype) * 0.02,
+        decoder.SMALL.shapes(),
     )
     tokens = jax.random.randint(key, (2, 16), 0, 512)
     batch = {"tokens": tokens, "targets": jnp.roll(tokens, 1)}
@@ -76,6 +67,7 @@ def trained(monkeypatch, ahead, codec=None, offloaded=False):
     )
     if offloaded:
         params["layers"] = po.offload(params["layers"], "16KiB")
+    model = decoder.SMALL
     step = po.layerwise_step(model.prologue, model.layer, model.epilogue, tx)
     workspace = po.GradientWorkspace.allocate(params["layers"])
     args = params, tx.init(params), workspace, batch

@@ -225,5 +225,5 @@ def refuse_changes(
                     f"{what} {keystr(path)} would turn from {jax.typeof(before)} into"
                     f" {after.dtype}{list(after.shape)}, and could not stay in its own"
                     " buffer: pass gradients of the shapes and dtypes that the state"
-                    " was made for."
+                    " was made for, and the mu_dtype that it was made with."
                 )

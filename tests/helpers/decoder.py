@@ -139,6 +139,17 @@ QWEN = functools.partial(Decoder, hidden=2560, key=1024, inner=9728, layers=36)
 #: The shapes of the reference implementation: layers alone, a narrower attention.
 REFERENCE = QWEN(query=2560)
 QWEN3_4B = QWEN(query=4096, vocabulary=151936, dtype=jnp.bfloat16)
+#: Of four layers, with an output matrix of its own, to run.
+SMALL = Decoder(
+    hidden=128,
+    query=128,
+    key=64,
+    inner=256,
+    layers=4,
+    vocabulary=512,
+    tied=False,
+    head=32,
+)
 LLAMA3_70B = Decoder(
     hidden=8192,
     query=8192,
