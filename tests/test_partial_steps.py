@@ -107,7 +107,8 @@ ACTIVITY = ((1, 1, 1), (1, 0, 0), (0, 0, 1), (0, 0, 0), (1, 1, 0), (0, 1, 1), (1
 COUNTING = [
     "paged_adamw",
     "paged_ademamix",
-    "paged_muon",
+    # Its iteration of products makes every rounding larger: as XLA rounds by default.
+    pytest.param("paged_muon", marks=pytest.mark.optimized),
     *(
         pytest.param(alias, marks=pytest.mark.slow)
         for alias in ("paged_nadamw", "paged_lion", "paged_rmsprop", "paged_adafactor")
