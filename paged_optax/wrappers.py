@@ -309,8 +309,9 @@ def lookahead(
 ) -> optax.GradientTransformation:
     """`optax.lookahead` that can start a paged state again.
 
-    Optax's own works around `paged(...)` unless `reset_state=True`, for which it
-    multiplies host arrays. Here each page is made anew as it passes through the device.
+    `optax.lookahead` itself can be put around `paged(...)` if `reset_state=False`. With
+    `reset_state=True` it multiplies host arrays. Here each page is made anew as it
+    passes through the device.
 
     Args:
       fast_optimizer: The wrapped transformation, with `paged(...)` anywhere inside.

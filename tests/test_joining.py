@@ -108,7 +108,7 @@ def test_small_ones_that_become_enough_to_be_paged():
     params["d"] = jnp.ones((128, 128))
     state = po.init_param(tx, state, params, "d")
     assert kinds(state[0].mu).count(HOST) == 1
-    with pytest.raises(ValueError, match=r"others of their shape joined.*place_state"):
+    with pytest.raises(ValueError, match=r"now count as large together.*place_state"):
         tx.update(params, state, params)
     state = po.place_state(tx, state, params)
     assert kinds(state[0].mu) == [HOST] * 4

@@ -63,7 +63,7 @@ def test_bytes(dtype):
             return jax.jit(lambda x: x, out_shardings=host), (argument,)
 
         wanted = aot.v5e(build).host_arguments
-        assert tiling.nbytes(shape, jnp.dtype(dtype).itemsize) == wanted, shape
+        assert tiling.tiled_bytes(shape, jnp.dtype(dtype).itemsize) == wanted, shape
 
 
 @pytest.mark.parametrize("codec", [None, "dynamic_int8", "dynamic_int4", "float8_e4m3"])

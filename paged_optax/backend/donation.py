@@ -58,7 +58,7 @@ mlir.register_lowering(_pair, _lower, cacheable=False)
 
 
 def _pair_within_memories(main: func.FuncOp) -> None:
-    """Pairs as JAX does, and by memory too, if a pair is of two memories."""
+    """Pairs as JAX does, and by memory too, unless all its pairs are right."""
     arguments = _dicts(main.attributes["arg_attrs"])
     results = _dicts(main.attributes["res_attrs"])
     pairs = {

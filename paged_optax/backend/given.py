@@ -1,4 +1,4 @@
-"""What public functions are given: refused by the argument's name where it is no such.
+"""Checks of what public functions are given. An error names the argument.
 
 Only what is public calls these; what is inside trusts what it gets.
 """
@@ -81,8 +81,8 @@ def floating_dtype(name: str, dtype: DTypeLike | None) -> np.dtype:
         found = jnp.dtype("O")
     if not jnp.issubdtype(found, jnp.floating):
         raise ValueError(
-            f"{name}={dtype!r} is no floating point dtype: pass such as 'bfloat16' or"
-            " 'float32'."
+            f"{name}={dtype!r} is no floating point dtype: pass one such as 'bfloat16'"
+            " or 'float32'."
         )
     return found
 
@@ -99,11 +99,11 @@ def checked_dtype(name: str, value: DTypeLike) -> np.dtype:
         found = jnp.dtype(value)
     except TypeError as error:
         raise ValueError(
-            f"{name}={shown(value)} is none: pass such as 'bfloat16'."
+            f"{name}={shown(value)} is no dtype: pass one such as 'bfloat16'."
         ) from error
     if not jnp.issubdtype(found, jnp.inexact):
         raise ValueError(
-            f"{name}={shown(value)} has no fractions: pass such as 'bfloat16'."
+            f"{name}={shown(value)} has no fractions: pass one such as 'bfloat16'."
         )
     return found
 

@@ -39,6 +39,7 @@ def name_of(path: Path) -> str:
         return path.strip("/")
     if not isinstance(path, tuple):
         raise TypeError(
-            f"path={path!r} is no path: pass such as 'blocks/0/kernel', or JAX's keys."
+            f"path={path!r} is no path: pass one such as 'blocks/0/kernel', or JAX's"
+            " keys."
         )
     return slashed(path)

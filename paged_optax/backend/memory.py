@@ -38,8 +38,8 @@ PINNED_HOST = "pinned_host"
 def on_host(x: PyTree) -> bool:
     """Whether an array, a traced value or an abstract value lives in host memory.
 
-    Of a moment that a codec stores in several arrays, which live together, the first
-    one says.
+    A codec may store a moment in several arrays. They live in one memory, so that only
+    the first is looked at.
     """
     x = x if isinstance(x, ShapedArray) else jax.tree.leaves(x)[0]
     aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
@@ -47,10 +47,10 @@ def on_host(x: PyTree) -> bool:
 
 
 def mistyped(x: PyTree) -> bool:
-    """Whether a concrete array is in host memory, and typed as in the device's.
+    """Whether a concrete array is in host memory, and its type says device memory.
 
-    Arrays made with a `SingleDeviceSharding`, as by a restore into concrete arrays, are
-    (jax 0.10.2 to 0.12.0.1).
+    This is so for arrays made with a `SingleDeviceSharding`, as a restore into concrete
+    arrays makes them (jax 0.10.2 to 0.12.0.1).
     """
     if not isinstance(x, jax.Array) or is_traced(x):
         return False
@@ -98,7 +98,7 @@ def laid_out(tree: PyTree, order: tuple[int, ...] | None = None) -> int:
     if platform() != "tpu":
         return nbytes(tree)
     leaves = jax.tree.leaves(tree)
-    return sum(tiling.nbytes(x.shape, x.dtype.itemsize, order) for x in leaves)
+    return sum(tiling.tiled_bytes(x.shape, x.dtype.itemsize, order) for x in leaves)
 
 
 def bytes_a_device(tree: PyTree) -> int:
@@ -188,7 +188,7 @@ def device_share() -> float:
             except ValueError:
                 share = math.nan
             if not share > 0:
-                raise ValueError(f"{name}={text!r} is no share: set such as 0.9.")
+                raise ValueError(f"{name}={text!r} is no share: set one such as 0.9.")
             return min(1.0, share)
     return 0.75
 

@@ -46,12 +46,12 @@ def minor_to_major(shape: tuple[int, ...], itemsize: int = 4) -> tuple[int, ...]
     pairs = ((lanes, sublanes) for lanes in axes for sublanes in axes)
     lanes, sublanes = min(
         (pair for pair in pairs if pair[0] != pair[1]),
-        key=lambda pair: nbytes(shape, itemsize, pair),
+        key=lambda pair: tiled_bytes(shape, itemsize, pair),
     )
     return (lanes, sublanes, *(i for i in axes if i not in (lanes, sublanes)))
 
 
-def nbytes(
+def tiled_bytes(
     shape: tuple[int, ...], itemsize: int, order: tuple[int, ...] | None = None
 ) -> int:
     """Bytes of an array as XLA:TPU lays it out, with what its tiles leave empty.
@@ -62,7 +62,7 @@ def nbytes(
       order: The axes of the lanes and of the sublanes, and others; None: its own.
 
     Example:
-      >>> nbytes((8192, 33), 4) / (8192 * 33 * 4), nbytes((3, 3, 64, 64), 4)
+      >>> tiled_bytes((8192, 33), 4) / (8192 * 33 * 4), tiled_bytes((3, 3, 64, 64), 4)
       (1.2121212121212122, 294912)
     """
     # Values of fewer than 32 bits share a word with those of the next sublanes.
@@ -121,10 +121,11 @@ def can_slice(
 
     The slices start at multiples of `size`; the last one ends with the array. Lanes go
     by whole tiles ("Updating the lane dimension is only supported when the lane update
-    size is a multiple of LaneCount"). Sublanes go by tiles and powers of two, of no
-    single row where values have 16 bits; see `sublane_sizes`. Arrays of bytes are
-    copied whole, into another tiling and back, for every slice. Slices along two axes
-    end the process ("Check failed: update_detail.higher_dimensions_multiplied").
+    size is a multiple of LaneCount"). Along the sublanes a slice has a multiple of 8
+    rows. The last one is written in several pieces, see `sublane_sizes`; if values have
+    16 bits, none may be a single row. Arrays of bytes are copied whole, into another
+    tiling and back, for every slice. Slices along two axes end the process ("Check
+    failed: update_detail.higher_dimensions_multiplied").
 
     Args:
       view: The array's shape, or the view's that is sliced.

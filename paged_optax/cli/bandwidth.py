@@ -146,7 +146,7 @@ def measure(size: int, repeats: int) -> Iterator[Rate]:
     if reason is not None:
         yield from (Rate(name, reason=reason) for name in names)
         return
-    shardings = dict(zip("dh", machine.placements(), strict=True))
+    shardings = dict(zip("dh", machine.both_memories(), strict=True))
     shape = (size // (4 * COLUMNS), COLUMNS)
     for name, (function, sources, targets) in programs().items():
         try:

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.types import Transformation
-from paged_optax.cli.machine import typed
+from paged_optax.cli.machine import typed_shapes
 from paged_optax.compiling.jit_step import jit_step
 from paged_optax.planning.page_plan import plan
 from paged_optax.transform.paged import paged
@@ -87,8 +87,8 @@ def compare(inner: optax.GradientTransformation, steps: int) -> Comparison:
         key: generator.normal(size=shape).astype(np.float32)
         for key, shape in _SHAPES.items()
     }
-    # Of magnitude 1 to 2 or so, that an ulp is an ulp: near zero the least rounding
-    # of an update is a thousand of the parameter's.
+    # Magnitudes are 1 to about 2, so that ulps are comparable. Near zero the smallest
+    # rounding of an update is a thousand ulps of the parameter.
     start = {key: np.copysign(1 + np.abs(x) / 4, x) for key, x in draw().items()}
     gradients = [draw() for _ in range(steps)]
     tx = paged(inner, page_size=PAGE_BYTES, min_paged_size=0)
@@ -111,7 +111,7 @@ def _train(
 
     # Shapes that state where they live, as uncommitted arrays do not: without that,
     # jax 0.10.2 to 0.12.0.1 pair donated buffers with outputs in other memory.
-    arguments = typed((params, state, params))
+    arguments = typed_shapes((params, state, params))
     update = jit_step(tx.update, *arguments, donate_argnums=(0, 1))
     # Apart, so that both are added alike: within one program XLA multiplies by the
     # learning rate and adds in one rounding where nothing stands between.

@@ -54,7 +54,7 @@ def describe() -> dict[str, PyTree[str | int | float]]:
     }
 
 
-def placements() -> tuple[NamedSharding, NamedSharding]:
+def both_memories() -> tuple[NamedSharding, NamedSharding]:
     """The first device's own memory, and pinned memory of its host.
 
     The types of arrays and of traced values show these placements.
@@ -67,9 +67,9 @@ def placements() -> tuple[NamedSharding, NamedSharding]:
     )
 
 
-def typed(tree: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
+def typed_shapes(tree: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
     """Shapes of arrays that state which of the two memories each is in."""
-    own, host = placements()
+    own, host = both_memories()
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape,

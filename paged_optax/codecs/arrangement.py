@@ -35,14 +35,15 @@ from jaxtyping import Float32, PyTree
 from paged_optax.backend import tiling
 from paged_optax.codecs.codec import Codec, Noise, Quantized
 from paged_optax.codecs.dynamic_int4 import DynamicInt4
-from paged_optax.codecs.words import joined, parted
+from paged_optax.codecs.words import pack, unpack
 
 Leaf = TypeVar("Leaf")
 
-# So many rows at the most make whole blocks that run through the flattened moment.
+# Blocks run through the flattened moment if at most so many rows are whole blocks,
 _FEW_ROWS = 8
 
-# And rows of so many columns are too long for a page of a TPU's tiles.
+# and if a row has fewer values than this. A longer one does not fit a page of a TPU's
+# tiles.
 _WIDE = 2**14
 
 # An axis of at least so many entries may be filled up to whole words: that costs less
@@ -60,8 +61,8 @@ class Arranged:
       codec: The codec, which stores one code a byte.
       axis: The axis along which codes share a word, -1 or -2; None where each keeps
         its byte.
-      blocks: The axis along which blocks run, of which the scales have one entry a
-        block, -1 or -2; None where blocks run through the flattened moment.
+      blocks: The axis along which blocks run, -1 or -2. Along it the scales have one
+        entry for each block. None if blocks run through the flattened moment.
     """
 
     codec: Codec
@@ -149,7 +150,7 @@ class Arranged:
         like, codes = self.stored(shape), self._turned(codes_of(found))
         if self.axis is not None:
             codes = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
-            codes = joined(codes, codes.ndim + self.axis, 32 // self.packed)
+            codes = pack(codes, codes.ndim + self.axis, 32 // self.packed)
         codes = lax.bitcast_convert_type(codes, codes_of(like).dtype)
         if not isinstance(found, Quantized):
             return codes
@@ -165,7 +166,7 @@ class Arranged:
         if self.axis is not None:
             words = lax.bitcast_convert_type(codes, jnp.int32)
             axis = words.ndim + self.axis
-            codes = parted(words, axis, 32 // self.packed, shape[axis])
+            codes = unpack(words, axis, 32 // self.packed, shape[axis])
             codes = codes.astype(jnp.uint8)
         codes = self._turned(lax.bitcast_convert_type(codes, codes_of(like).dtype))
         if not isinstance(stored, Quantized):
@@ -253,15 +254,17 @@ def _axis_of_words(shape: tuple[int, ...], packed: int) -> int | None:
 
 def _in_words(shape: tuple[int, ...], axis: int, packed: int) -> bool:
     """Whether an axis is whole words, or may be filled up to whole words."""
-    # Rows of a stack's layers could not be one axis of rows, were each layer filled up.
+    # If each layer of a stack were filled up to whole words, the rows of all layers
+    # could not be seen as one axis.
     alone = axis == -1 or math.prod(shape[:-2]) == 1
     return not shape[axis] % packed or (alone and shape[axis] >= _LEAST_FILLED)
 
 
 def _axis_of_blocks(shape: tuple[int, ...], block: int) -> int | None:
-    """The axis that blocks run along: the last, or columns where rows are of odd sizes.
+    """The axis that blocks run along; None: through the flattened moment.
 
-    None where blocks run through the flattened moment: few short rows are whole blocks.
+    It is -1 if a row is whole blocks. Else it is -2 if a column is whole blocks, and
+    the moment may not be flattened: its rows are long, or many make whole blocks.
     """
     rows, columns = shape[-2:]
     if not columns % block:

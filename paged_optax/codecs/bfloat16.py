@@ -17,10 +17,11 @@ _KEPT = np.uint32(0xFFFF0000)
 class BFloat16Codec:
     r"""Stores the upper half of each float32: 2 bytes a value.
 
-    A moment moves by a thousandth of itself where :math:`\beta_2 = 0.999`, and
-    bfloat16 holds steps of 1/256: rounded to nearest it stands still. Stochastic
-    rounding takes the number above with the probability of the digits it drops, and
-    is right in the mean.
+    With :math:`\beta_2 = 0.999` a moment changes by about a thousandth of itself in a
+    step. Neighbouring bfloat16 numbers are at least 1/256 apart. So a moment that is
+    rounded to the nearest one does not change. Stochastic rounding takes the larger
+    neighbour with a probability equal to the digits it drops, as a part of the gap. The
+    mean is then right.
 
     Attributes:
       stochastic: Whether to round stochastically.

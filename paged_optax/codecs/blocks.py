@@ -74,7 +74,7 @@ def looked_up(
     """Looks a small table up without a gather, which a TPU does one by one.
 
     Args:
-      index: Positions; of one out of range only the low bits count.
+      index: Positions. If one is out of range, only its low bits are used.
       entries: The table, of a power of two entries.
       dtype: Its dtype.
     """

@@ -32,7 +32,8 @@ class DynamicInt4:
 
     Two codes share a byte along the last axis, the first in the higher bits; the last
     byte of a row of odd length holds one. Codes that are not `paired` have a byte each.
-    A block that holds NaN or an infinity has that scale and decodes to nothing finite.
+    If a block holds NaN or an infinity, so does its scale, and each of its values
+    decodes to NaN or an infinity.
 
     Attributes:
       signed: Whether the map holds negative numbers.

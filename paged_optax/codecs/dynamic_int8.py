@@ -1,8 +1,9 @@
 r"""Moments in eight bits, as bitsandbytes stores them.
 
-A code is a position in the dynamic map (`maps.dynamic_map`), a scale the largest
-magnitude of 256 values, and the code stored is the nearest to `x * (1 / scale)`; of
-two as near, the lower. Small second moments are rounded up early: see `DynamicInt8`.
+A code is a position in the dynamic map (`maps.dynamic_map`). A scale is the largest
+magnitude of 256 values. The code that is stored is that of the number nearest to
+`x * (1 / scale)`. If two numbers are equally near, it is the lower one's. Small second
+moments are rounded up early: see `DynamicInt8`.
 
 One table finds a code: the higher bits of a float name the nearest number, or two and
 the midpoint that decides between them. Another holds the numbers themselves.
@@ -49,14 +50,16 @@ class DynamicInt8:
     float32 kernel rounds `x / scale` to a grid of 2/65535 first, and so turns zeros
     into 2.1e-5 (signed) and 1.6e-5 (unsigned) of the scale; this codec does not.
 
-    A block that holds NaN has the scale NaN, one that holds an infinity the scale
-    infinity: either decodes to nothing finite. (bitsandbytes' float32 kernel ignores
-    NaN in the scale and stores it as a finite number.) An unsigned map stores negative
+    The scale of a block that holds NaN is NaN. That of a block that holds an infinity
+    and no NaN is infinity. Each value of such a block decodes to NaN or an infinity.
+    (bitsandbytes' float32 kernel ignores NaN in the scale and stores it as a finite
+    number.) An unsigned map stores negative
     numbers as zero. Denormal numbers are stored exactly; whether decoding flushes them
     to zero is up to the backend.
 
-    Without a sign two rules differ. A positive number is never stored as zero. It is
-    stored at least as the least positive number of the map, 3.25e-7 of the scale.
+    Two rules of an unsigned map are not bitsandbytes'. A positive number is never
+    stored as zero. It is stored at least as the least positive number of the map,
+    3.25e-7 of the scale.
     Otherwise Adam would take steps of hundreds of learning rates if gradients nearly
     vanish: it would divide a first moment that is not zero by a second one that is.
     Between two of the 15 lowest numbers, up to 1.3e-4 of the scale, a number is rounded
@@ -66,8 +69,9 @@ class DynamicInt8:
     Attributes:
       signed: Whether the map holds negative numbers: True for first moments, False
         for second moments, which then have one more bit.
-      rounds_to_zero: Whether positive numbers may be stored as zero, and all as the
-        nearest, as in bitsandbytes; of a signed map they always are.
+      rounds_to_zero: Whether every number is stored as the nearest one, as in
+        bitsandbytes. Small positive numbers may then become zero. A signed map always
+        rounds so.
 
     Example:
       >>> import jax.numpy as jnp

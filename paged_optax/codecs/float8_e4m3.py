@@ -23,14 +23,14 @@ class Float8E4M3:
     largest float8: codes and scales are those of torchao's `AdamFp8`. A block that
     holds NaN or an infinity decodes to NaN.
 
-    Without a sign one rule differs: a positive number is never stored as zero, but as
-    the least float8, 2^-9, at the least: see `DynamicInt8`.
+    One rule for moments without a sign is not torchao's. A positive number is never
+    stored as zero. It is stored at least as the least float8, 2^-9: see `DynamicInt8`.
 
     Attributes:
       signed: Whether the moment has negative values: True for first moments, False for
         second moments.
       rounds_to_zero: Whether positive numbers of a second moment may be stored as zero,
-        as in torchao; of a first moment they always may.
+        as in torchao. Those of a first moment always may.
 
     Example:
       >>> import jax.numpy as jnp

@@ -17,9 +17,10 @@ LOW_BITS = 16
 
 NEVER = 2 ** (LOW_BITS + 1)
 
-#: The lowest decades, whose numbers are far apart, and how far a second moment comes
-#: from one number to the next before it is stored as that one.
+#: In so many of the lowest decades, whose numbers are far apart, a second moment is
+#: rounded up early.
 EARLY_DECADES = 3
+#: The part of the way to the next number from which on it is rounded up.
 EARLY = 0.25
 
 
@@ -54,7 +55,8 @@ class MapFormula(NamedTuple):
     Attributes:
       powers: The first position of each decade.
       slopes: Positions a unit in each decade.
-      starts: Where the line of each decade's midpoints starts, in their multiples.
+      starts: For each decade the number s of the formula of its midpoints: the midpoint
+        below position t is `(27 t - s) * factor`, before its last bits are corrected.
       edges: The midpoints below each decade and below 1, as `_nearest` compares them.
       zero: The position of 0.
       one: The position of 1.
@@ -134,9 +136,9 @@ def _positions(midpoints: np.ndarray, zero: int) -> tuple[int, np.ndarray]:
 
 
 def _keys(numbers: np.ndarray) -> np.ndarray:
-    """Twice the bits of the last float nearer to each number than to the next.
+    """For each number, twice the bits of the last float not nearer to the next number.
 
-    One more where that float is not exactly as near to both. Distances are rounded to
+    One is added unless that float is exactly as near to both. Distances are rounded to
     float32, as bitsandbytes' are; between 5.5e-7 and 3.25e-6 that moves the midpoint.
     """
     low, high = numbers[:-1], numbers[1:]

@@ -17,9 +17,7 @@ from jaxtyping import BFloat16, Int32
 from paged_optax.backend.tiling import LANES, SUBLANES, minor_to_major, role
 
 
-def joined(
-    codes: Int32[Array, "*shape"], axis: int, bits: int
-) -> Int32[Array, "*words"]:
+def pack(codes: Int32[Array, "*shape"], axis: int, bits: int) -> Int32[Array, "*words"]:
     """Puts codes that follow each other along an axis into one word.
 
     Args:
@@ -69,10 +67,10 @@ def joined(
     return lax.platform_dependent(codes, tpu=on_tpu, default=by_groups)
 
 
-def parted(
+def unpack(
     words: Int32[Array, "*words"], axis: int, bits: int, extent: int
 ) -> Int32[Array, "*shape"]:
-    """Undoes `joined`.
+    """Undoes `pack`.
 
     Args:
       words: The words.

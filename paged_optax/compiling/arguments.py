@@ -35,7 +35,7 @@ def label(key: Key) -> str:
 
 
 def same_constants(one: dict[Key, Hashable], other: dict[Key, Hashable]) -> bool:
-    """Whether two programs have the same constants: 1, 1.0 and True are three."""
+    """Whether two programs have the same constants; 1, 1.0 and True differ."""
     kinds = lambda static: {key: (type(x), x) for key, x in static.items()}
     return kinds(one) == kinds(other)
 
@@ -63,7 +63,7 @@ def refuse_other_types(
 ) -> None:
     """Refuses arrays of other shapes or dtypes than a step was compiled for.
 
-    JAX does so too, and names them by what compiles the step.
+    JAX does so too, but names them as `jit_step` passes them on.
     """
     flat = jax.tree_util.tree_flatten_with_path(values)[0]
     for (path, x), wanted in zip(flat, jax.tree.leaves(compiled_for), strict=True):

@@ -8,9 +8,9 @@ a codec stores is computed of all of them at once, so that XLA compiles that onc
 - Leaves of a single moment go two by two, because no moment is read and written at
   once. Leaves whose moments differ in size go two by two as well: moments in eight
   bits beside master weights.
-- On a GPU, eight-bit leaves go seven by seven: alone, a leaf's 1,100 instructions take
-  0.3 CPU-seconds to compile, by four 0.11 (H200, jax 0.12.0.1). Eight by eight would
-  take 4 MiB more of memory, which is then more than 32.
+- On a GPU, eight-bit leaves go seven by seven. A leaf's 1,100 instructions take 0.3
+  CPU-seconds to compile if it is alone, and 0.11 if four leaves share pages (H200, jax
+  0.12.0.1). Eight by eight would take 4 MiB more of memory, and more than 32 in all.
 
 An update of several leaves waits for the gradients of all. So no leaf of more than
 256 MiB shares its pages, such as embeddings and output matrices, whose gradients come
@@ -102,7 +102,7 @@ def cut(
       (0, 1)
     """
     coded = any(block_of(x) > 1 for x in moments)
-    # Nothing of the same size travels the other way but another leaf's moment.
+    # Then only another leaf's moment has the same size, and can travel the other way.
     sizes = [_stored_bytes(x, shape) for x in moments if x.on_host]
     alternate = 2 if len(sizes) == 1 or len({*sizes}) > 1 else 1
     find = functools.partial(_shared, shape, moments, like)
@@ -163,12 +163,12 @@ def _even(like: int, parts: int) -> int:
     return -(-like // parts)
 
 
-def together(pages: Pages, like: int) -> list[slice]:
+def sharing(pages: Pages, like: int) -> list[slice]:
     """Which of so many like leaves share pages.
 
     Example:
       >>> pages = cut((512, 512), (Storage(4), Storage(4)), 8 * 2**20, like=6).on("gpu")
-      >>> [range(6)[part] for part in together(pages, like=6)]
+      >>> [range(6)[part] for part in sharing(pages, like=6)]
       [range(0, 3), range(3, 6)]
     """
     return [slice(i, i + pages.leaves) for i in range(0, like, pages.leaves)]
@@ -199,7 +199,7 @@ def _joins(storage: Storage, pages: Pages, leaves: int) -> bool:
 def _is_whole(storage: Storage, pages: Pages, size: int) -> bool:
     """Whether a page of this size ends with a word and with a block.
 
-    Else those of the next leaf would begin in its last ones.
+    Else the next leaf would begin within the page's last word or block.
     """
     packed = math.lcm(*(packed_along(storage.codec, axis) for axis in (-1, -2)))
     blocks, along = block_of(storage), axis_of_blocks(storage.codec)

@@ -51,7 +51,7 @@ class Pages:
       unit: Entries along `axis` that a loop's own variable counts as one. A page is a
         multiple of them.
       tiled: Whether arrays lie in a TPU's tiles.
-      leaves: So many like leaves share pages, unless there are fewer.
+      leaves: How many like leaves share pages. The last group may have fewer.
       refused: Why the leaf cannot be cut although it is larger than a page; else empty.
     """
 
@@ -117,7 +117,9 @@ def many_pages(size_of_leaf: int, page_size: int) -> int:
     return min(page_size, -(-size_of_leaf // count))
 
 
-def divide(extent: int, unit: int, bytes_each: int, page_size: int) -> tuple[int, int]:
+def page_entries(
+    extent: int, unit: int, bytes_each: int, page_size: int
+) -> tuple[int, int]:
     """Entries of a page, and how many pages there are."""
     largest = max(unit, page_size // bytes_each // unit * unit)
     fewest = -(-extent // largest)
@@ -134,7 +136,7 @@ def block_of(storage: Storage) -> int:
 
 
 def joined_along(one: ArrayOrShape, many: ArrayOrShape, leaves: int) -> int | None:
-    """The axis along which arrays of one shape make one of another; None: none."""
+    """The axis along which some arrays like `one` join to one like `many`, or None."""
     if leaves == 1 or len(one.shape) != len(many.shape):
         return None
     axes = [i for i, n in enumerate(one.shape) if n != many.shape[i]]

@@ -14,8 +14,8 @@ from paged_optax.engine.pages import (
     Pages,
     Storage,
     block_of,
-    divide,
     many_pages,
+    page_entries,
     single,
 )
 
@@ -51,7 +51,7 @@ def in_rows(
             axis, extent, bytes_each = 1, columns, rows * itemsize
             units = [packed_along(x.codec, -1) for x in moments]
             unit = math.lcm(*units)
-    size, count = divide(extent, unit, bytes_each, page_size)
+    size, count = page_entries(extent, unit, bytes_each, page_size)
     if count == 1:
         return single(shape)  # its rows are not enough for whole blocks
     if len(set(units)) > 1:

@@ -10,8 +10,8 @@ it, and give the same numbers:
   written at once, because XLA would copy it. A leaf of n pages takes (n + 1) / n of
   the time that the slower direction needs.
 
-After the last page nothing is left to read. On a TPU a branch leaves it out, and the
-write goes on beside it. On a GPU the last page is computed apart: a transfer's address
+After the last page nothing is left to read. On a TPU a branch skips that read while the
+last page is written. On a GPU the last page is computed apart: a transfer's address
 is known there only where it is linear in the loop's variable, and a branch would wait
 for the host. XLA:GPU before openxla/xla#46308 does not know the address of the page
 ahead either: there pages go in turn. On a CPU nothing travels.
@@ -263,7 +263,7 @@ class Run:
         first: UInt32[Array, ""],
         page: dict[int, LeafBuffers] | None = None,
     ) -> tuple[LeafBuffers, ...]:
-        """Computes a page, of which `page` has been read, and encodes its results."""
+        """Computes a page and encodes its results; `page`: what of it has been read."""
         leaves = self.leaves[: self.program.inputs]
         read, together = page or {}, self.together
         stored = [

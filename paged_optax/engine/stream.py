@@ -33,7 +33,7 @@ from jaxtyping import Int, PyTree, UInt32
 from paged_optax.analysis.program import Program
 from paged_optax.backend.memory import HOST, on_host
 from paged_optax.codecs import Codec
-from paged_optax.engine.page_size import together
+from paged_optax.engine.page_size import sharing
 from paged_optax.engine.pages import Geometry, Pages
 from paged_optax.engine.run import Run
 from paged_optax.engine.shards import ShardPosition, Shards, on_shards
@@ -83,7 +83,7 @@ def stream(
     how = _How(program, overwrites, codecs or (None,) * len(leaves[0]), shapes, shards)
 
     def run(pages: Pages, leaves: tuple[Arrays, ...], *others: PyTree) -> list[Arrays]:
-        parts = together(pages, len(leaves))
+        parts = sharing(pages, len(leaves))
         made = [_stream(leaves[part], *others, how=how, pages=pages) for part in parts]
         return [arrays for each in made for arrays in each]
 

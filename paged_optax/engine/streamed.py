@@ -27,10 +27,11 @@ from paged_optax.engine.transfer import PageAddress, PagedArray, by_unit
 #: An array, or what a codec stores in its place.
 Stored = Array | Quantized[Array]
 
-# All scales travel whole, before the first page and after the last, if a page has this
-# many values for each of them: a transfer of a few kilobytes costs its latency. On a
-# GPU they also travel whole if they have at most so many bytes.
+# All scales of a leaf travel whole, before the first page and after the last, if a page
+# has at least this many values for each of them. A transfer of a few kilobytes costs
+# its latency.
 _SMALL_PART = 16
+# On a GPU they also travel whole if they have at most so many bytes.
 _FEW_BYTES = 2**18
 
 

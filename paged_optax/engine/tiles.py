@@ -1,8 +1,8 @@
 """How a leaf is cut on a TPU: a page is whole tiles.
 
-Nothing may be reshaped in host memory but axes that follow each other there
-(`paged_optax.backend.tiling`). A page is a range along the most major axis, or along
-as many of them as cut fine enough, or along the lanes.
+In host memory a reshape may only join axes that follow each other there
+(`paged_optax.backend.tiling`). A page is a range along the most major axis, along
+several leading axes seen as one, or along the lanes.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from paged_optax.engine.pages import (
     Pages,
     Storage,
     block_of,
-    divide,
     many_pages,
+    page_entries,
     single,
 )
 
@@ -30,7 +30,8 @@ from paged_optax.engine.pages import (
 # 0.0.52).
 PIECE = 2**20
 
-# Scales of a moment that go in pages on a TPU, though pages may have to be larger.
+# If a moment has at least so many scales, they go in pages on a TPU too, even if pages
+# must be larger for that.
 _MANY_SCALES = 2**18
 
 
@@ -171,7 +172,7 @@ def _divide_with_least_rest(
 
     XLA:TPU compiles the last page by itself. A smaller one compiles sooner.
     """
-    size, count = divide(extent, unit, bytes_each, page_size)
+    size, count = page_entries(extent, unit, bytes_each, page_size)
     if extent % size:
         sizes = range(size // unit * unit, size // 2, -unit)
         size = min(sizes, key=lambda n: extent % n)

@@ -6,10 +6,11 @@ gradients wait on the host, `deferred` those that begin with the last step's upd
 updates one with the `programs` of the whole tree, `norms` clips. `weights` and `slices`
 fetch a layer and put it back.
 
-`beside` updates one layer while the gradients of the next one are made, and `ahead`
-while the one before runs forward, both in `segments`; one of the layer's `groups`
-travels beside each. `early` finds what else is updated with the layers. `apart` takes
-the transformation and its state apart into layers and the rest.
+`beside` updates one layer while the gradients of the next one are made. `ahead` updates
+one layer while the layer before runs forward. Both divide that computation into
+`segments`, and the layer's leaves into `groups`. One group travels beside each segment.
+`early` finds what else is updated with the layers. `apart` takes the transformation and
+its state apart into layers and the rest.
 
 .. include:: layerwise.md
 """

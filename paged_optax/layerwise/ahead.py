@@ -45,9 +45,9 @@ class Coming(NamedTuple):
     Attributes:
       slots: The state's stacks.
       stacks: The parameters.
-      fetched: Of the group that is to be updated next; None: of none.
-      updated: The parameters that wait on the host of the layer being updated, by their
-        positions, as far as they are updated.
+      fetched: What the next group is updated from; None if no group is left.
+      updated: The new values of those parameters of the layer being updated that wait
+        on the host, by their positions. It has those of the groups updated so far.
     """
 
     slots: list[Stored]

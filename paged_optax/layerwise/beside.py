@@ -58,7 +58,12 @@ class Turn(NamedTuple):
     following: LayerIndex | None = None
 
     def weights(self, flow: Flow, parts: int) -> list[Array]:
-        """The parameters that are updated; of others there are `parts` parts."""
+        """The parameters that are updated: the layer's, and a part of each other one.
+
+        Args:
+          flow: What travels.
+          parts: How many parts another parameter has.
+        """
         return [
             self.fetched[n] if n in self.fetched else slab(x, self.updated, parts)
             for n, x in enumerate(flow.stacks)
@@ -84,7 +89,7 @@ class Beside:
     def ends(self) -> list[float]:
         """Where the segments of the other computation end, as parts of its work.
 
-        As long as their transfers are.
+        Each segment is as long as what travels beside it.
         """
         size = moving(self.applied.slots, self.groups)
         return ends_of(size, size)

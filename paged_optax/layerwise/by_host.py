@@ -25,7 +25,8 @@ class Sent(NamedTuple):
     Attributes:
       square: The square of the norm of the layers' gradients so far.
       host: The gradients of all layers, in host memory.
-      workspace: The workspace but for them: what a loop carries twice XLA copies.
+      workspace: The workspace without these gradients. If a loop carried them twice,
+        XLA would copy them.
     """
 
     square: Float[Array, ""]

@@ -84,8 +84,8 @@ class Programs:
         """One layer's part of some stacks.
 
         Args:
-          arguments: Gradients, state and parameters: of what is wanted a slab; of
-            others what is given is not read.
+          arguments: Gradients, state and parameters. Those that make a wanted stack
+            are slabs. The others are not read.
           i: The layer.
           wanted: The positions of the stacks, in ascending order.
           length: How many layers there are.
@@ -115,8 +115,8 @@ class Programs:
     def differences(self, other: "Programs") -> list[int]:
         """Positions of the stacks that another update computes in another way.
 
-        Shapes do not count. Of stacks whose equations are equal, only what they share
-        with others can differ: those come last.
+        Shapes do not count. If the equations of any stacks differ, it is those.
+        Otherwise it is those that take other values from outside.
         """
         differ = lambda parts: [
             position

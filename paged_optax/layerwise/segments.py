@@ -33,7 +33,7 @@ _AN_ENTRY = 300
 # To bind whatever lives there would tear apart what XLA fuses.
 _PRODUCT = 1 / 32
 
-# Of these a result is its operand, in another shape or dtype.
+# The result of these is their operand, in another shape or dtype.
 _SAME = frozenset({"convert_element_type", "reshape", "squeeze", "transpose"})
 
 

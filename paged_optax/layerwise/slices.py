@@ -17,7 +17,7 @@ from paged_optax.codecs import Quantized
 from paged_optax.engine.streamed import Stored
 from paged_optax.transform.codec_rules import SMALLEST_CODED
 
-# The index of the layer that comes next is computed.
+# To fetch ahead, the next layer's index is computed. Older XLA:GPU cannot follow that.
 FETCHES_AHEAD = not GPU_NEEDS_RAW_INDEX
 
 #: A layer's number: known when traced, or on the device.
@@ -111,9 +111,10 @@ def upwards(
       body: Returns the next carry. `following` is the layer whose turn is next, or None
         where no turn is known to come.
       carry: The first carry.
-      ahead: Whether `body` fetches of the following layer, and puts that in the carry.
-      following: Whether `body` fetches of the following layer, and finds room for it
-        before what it was handed is used up.
+      ahead: Whether `body` fetches from the following layer, and puts that in the carry
+        while the current layer is still used. A trip then has two turns.
+      following: Whether `body` fetches from the following layer, and makes room for it
+        itself. A trip then has one turn.
 
     Returns:
       The last carry.

@@ -267,8 +267,8 @@ class LayerwiseStep:
             workspace, batch
         )
         in_turn = apply()
-        # Where a pass of its own finds the norm, the gradients of two layers are more
-        # than the first pass leaves room for.
+        # If a separate backward pass finds the norm, nothing overlaps. The gradients of
+        # two layers would take more memory than that first pass.
         waits = workspace.host is not None or norms.needed_first
         if (accumulate if deferred else waits) or not in_turn.can_overlap:
             return run(in_turn)

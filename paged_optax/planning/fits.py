@@ -47,8 +47,8 @@ def what_fits(
     | layerwise | of one layer, and the rest | small ones | one layer's |
 
     "One layer's" are its moments and its updates. A last row has the layers' weights on
-    the host too. With `codec` there is a row for paged without it and one with it, and
-    those after it have it: their names say so.
+    the host too. With `codec` there are two rows for paged, without it and with it. The
+    layerwise rows have it too. The names of rows say so.
 
     Bytes of moments, of pages and of the link are `plan`'s. The sums are bounds: XLA's
     own buffer assignment for an H200 is at most 3% above those of paged and layerwise,
@@ -155,7 +155,8 @@ def _limit(device_memory: int | str) -> int:
     limit = parse_bytes("device_memory", device_memory)
     if limit == 0:
         raise ValueError(
-            f"device_memory={device_memory!r} is none: pass such as '24GiB'."
+            f"device_memory={device_memory!r} is nothing: pass a device's memory, such"
+            " as '24GiB'."
         )
     return limit
 
@@ -218,7 +219,7 @@ def _free(
 def _footprint(
     parameters: int, way: str, gradients: int, plan: PagePlan, **other: int | float
 ) -> Footprint:
-    """What a way takes by its plan, but for what is said otherwise."""
+    """What a way takes by its plan; `other` replaces single figures."""
     found = Footprint(
         way,
         parameters,

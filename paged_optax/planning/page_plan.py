@@ -65,8 +65,8 @@ class PagePlan:
     def scratch_bytes(self) -> int:
         """Device bytes of pages in flight: each page read, and each written.
 
-        The bound the engine is built to, beside which XLA keeps up to 8 MiB of its own
-        and of scales; `memory_report` says what it assigned. What XLA takes to move
+        The engine keeps to this bound. XLA takes up to 8 MiB more, for itself and for
+        scales; `memory_report` says what it assigned. What XLA takes to move
         gradients that are divided otherwise than their parameters is not in it.
         """
         flying: dict[int, int] = {}
@@ -86,7 +86,8 @@ class PagePlan:
         """Seconds those bytes take.
 
         Where pages travel both ways at once, a moment of n pages takes the time of
-        n + 1 of them; elsewhere one way waits for the other, which takes that of 2n.
+        n + 1 pages. Elsewhere one direction waits for the other, and it takes the time
+        of 2n pages.
         """
         bytes_moved = sum(
             x.bytes * (x.pages + 1 if x.both_ways else 2 * x.pages) / x.pages

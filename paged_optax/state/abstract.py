@@ -99,9 +99,9 @@ def state_shardings(
 
     A trainer that compiles with `in_shardings` and `out_shardings` of its own names a
     place for the whole state, and JAX reads the absence of a memory kind as device
-    memory. In such a tree, this takes the place of the optimizer state's part. A moment
-    is divided as its parameter is. What a codec stores in its place, of other shapes,
-    is divided likewise.
+    memory. Put what this returns in such a tree, in the optimizer state's place. A
+    moment is divided as its parameter is. What a codec stores in its place, of other
+    shapes, is divided likewise.
 
     Args:
       tx: The transformation. In a `jax.jit` over automatic axes `update` does not see

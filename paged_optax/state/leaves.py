@@ -1,7 +1,8 @@
 """A state's leaves, each with its place: its parameter, its field, what holds it.
 
 Everything is read off the state itself: its structure says which leaf is whose moment,
-its arrays' memory kinds say where each lives.
+its arrays' memory kinds say where each lives. Where the parameters are known,
+`paged_optax.transform.owners` says whose.
 """
 
 import dataclasses

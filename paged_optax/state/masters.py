@@ -11,7 +11,7 @@ from paged_optax.backend.key_paths import name_of
 from paged_optax.backend.types import KeyPath
 from paged_optax.state.leaves import leaves_of
 from paged_optax.transform.precision import wider
-from paged_optax.transform.remainders import joined
+from paged_optax.transform.remainders import master_of
 
 #: Where a state keeps masters, or the halves of them that parameters lack.
 _FIELDS = ("master", "remainder")
@@ -57,7 +57,7 @@ def master_weights(
             half = found.get((field, name))
             if half is not None and half.shape == parameter.shape:
                 half = jax.device_put(half, jax.memory.Space.Device)
-                return half if field == "master" else joined(parameter, half)
+                return half if field == "master" else master_of(parameter, half)
         if wider(parameter, jnp.float32) is parameter:
             return parameter
         known = [

@@ -85,7 +85,7 @@ def _placed(
     if isinstance(x, Array) and x.sharding.device_set != sharding.device_set:
         # JAX moves no array to other devices and to another memory at once (0.12.0.1).
         x = jax.device_put(x, x.sharding.with_memory_kind(kind))
-    # By a sharding that types it, and then to where `init` puts it.
+    # The first move gives the array the type of its memory, the second its place.
     moved = jax.device_put(x, sharding)
     if len(sharding.device_set) == 1 and all(
         n == 1 for n in sharding.mesh.shape.values()

@@ -238,7 +238,7 @@ def _budget(
     )
     budgets, smallest = {}, []
     for number, (configuration, _) in enumerate(recorded(tx, params)):
-        # What the device has left it has left once, however many ask.
+        # If several transformations have "auto", the free memory is counted once.
         key = "auto" if configuration.device_budget == "auto" else number
         parameters = sum(map(nbytes, jax.tree.leaves(params)))
         budgets[key] = configuration.budget(parameters, moments)

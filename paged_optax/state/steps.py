@@ -113,7 +113,8 @@ def increment_step(state: PyTree, path: Path) -> PyTree:
     own = [
         leaf.is_count
         and leaf.parameter == parameter
-        # A single array has every count to itself, but for those of wrappers around.
+        # If the parameters are a single array, every count is its own, except those of
+        # wrappers around the state that holds its moments.
         and (parameter or not any(_is_above(leaf.node, node) for node in nodes))
         for leaf in leaves
     ]

@@ -179,7 +179,7 @@ def refuse_own_steps(
     reached = analysis.reached_from(own)
     shared = [p for p, x in analysis.direct if x in reached and p not in own]
     for leaf in analysis.leaves:
-        if gradients > 1:  # a count that follows from one gradient is not each one's
+        if gradients > 1:  # what one parameter's gradient makes is not everyone's count
             shared += own.keys() & leaf.outputs
     for leaf in analysis.leaves:
         if leaf.owner is None and reached.intersection(leaf.inputs):

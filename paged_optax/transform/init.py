@@ -36,7 +36,7 @@ from paged_optax.transform.pager import Pager
 from paged_optax.transform.placing import place, tied
 from paged_optax.transform.residency import resident
 from paged_optax.transform.stored_state import Layout
-from paged_optax.transform.trees import Parameter, Stored, Value, arrays_of, paths_of
+from paged_optax.transform.trees import Parameter, Stored, Value, as_arrays, paths_of
 
 
 def init(pager: Pager, params: optax.Params) -> optax.OptState:
@@ -59,7 +59,7 @@ def init(pager: Pager, params: optax.Params) -> optax.OptState:
 def _made(
     pager: Pager, params: optax.Params, record: Callable[..., None] | None
 ) -> optax.OptState:
-    params = arrays_of(params)
+    params = as_arrays(params)
     paths, leaves = paths_of(params)
     for path, leaf in zip(paths, leaves, strict=True):
         refuse_dtype(path, leaf)
@@ -101,8 +101,8 @@ class _Making:
       layout: How the state is stored.
       shards: For each parameter how it is divided, or None.
       stays: For each leaf whether it is on the device.
-      refused: By the position of leaves that stay because they cannot be sliced in
-        host memory, why not.
+      refused: For each leaf that stays because it cannot be sliced in host memory the
+        reason, by its position.
       analysis: The programs that make the leaves.
     """
 

@@ -10,7 +10,7 @@ from paged_optax.analysis.program import LeafUpdate
 from paged_optax.backend import memory, tiling
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import laid_out
-from paged_optax.engine.page_size import together, uncut
+from paged_optax.engine.page_size import sharing, uncut
 from paged_optax.engine.pages import Pages, Storage
 from paged_optax.engine.run import both_ways
 from paged_optax.engine.shards import Shards
@@ -18,7 +18,7 @@ from paged_optax.engine.streamed import Streamed
 from paged_optax.transform.pager import Pager, divided_as
 from paged_optax.transform.recorded import Moment
 from paged_optax.transform.stored_state import Layout
-from paged_optax.transform.trees import Leaf, paths_of, split
+from paged_optax.transform.trees import Leaf, arrays_and_rest, paths_of
 
 _WHOLE = (
     "its rows are no whole words, and before jax 0.11.2 a GPU takes it whole: install"
@@ -42,7 +42,8 @@ def planned_moments(
       params: The shapes and dtypes of the parameters.
       shapes: The shapes and dtypes of the state of `inner`.
       stays: For each leaf of the state whether it stays on the device.
-      refused: By the position of leaves that stay because they cannot be paged, why.
+      refused: For each leaf that stays because it cannot be paged the reason, by its
+        position.
       shards: For each parameter how it is divided, or None.
       extra: The extra arguments that `update` will get.
 
@@ -50,7 +51,7 @@ def planned_moments(
       One description for each leaf of the state.
     """
     layout = pager.layout(params, shapes, shards)
-    extras = split({"extra_args": extra})
+    extras = arrays_and_rest({"extra_args": extra})
     analysis, _ = pager.analyse(params, shapes, layout.owners, params, *extras)
     first = len(jax.tree.leaves(params))
     state_paths, avals = paths_of(shapes)
@@ -122,7 +123,7 @@ def _geometry(
         pages = pager.geometry(one.leaf, one.storage, one.divided, len(group)).on(
             platform
         )
-        for part in together(pages, len(group)):
+        for part in sharing(pages, len(group)):
             travelling = sum(x.on_host for each in group[part] for x in each.storage)
             both = both_ways(pages, travelling)
             # If a leaf has one moment, XLA:GPU may keep a further page: the kernel of

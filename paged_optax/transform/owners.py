@@ -13,7 +13,8 @@ def parameter_of(
     """Finds the parameter of each state leaf, by the end of the leaf's path.
 
     Optax keeps moments in trees of the parameters' structure. The path of a moment thus
-    ends with the path of its parameter, and so does every other path in its tree.
+    ends with the path of its parameter, and so does every other path in its tree. For a
+    state without its parameters `paged_optax.state.leaves` answers the same question.
 
     Args:
       state_paths: The paths of the state's leaves.

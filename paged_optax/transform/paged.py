@@ -67,15 +67,15 @@ def paged(
       inner: The transformation. It may not combine several parameters: chain
         `optax.clip_by_global_norm` and its like outside.
       page_size: The most bytes of one page of one moment, an int or a string such as
-        `"16MiB"`; with a codec, bytes of the float32 that it decodes to. A leaf
-        without a codec of blocks has 16 pages, unless they would be smaller than 1 MiB.
-        On a CPU, where nothing travels, pages of 1 MiB or more are whole leaves. With
-        remainders or a codec those of 16 MiB or more are, but none with a codec of
-        blocks.
-      device_budget: Bytes of moments that may stay on the device: 0 pages everything,
-        None pages nothing. `"auto"` takes what the device has free at `init` less a
-        reserve: as many bytes as the parameters have, for gradients, and a quarter of
-        the device.
+        `"16MiB"`; with a codec, bytes of the float32 that it decodes to. A leaf has at
+        least 16 pages, unless they would be smaller than 1 MiB. On a CPU nothing
+        travels. There a leaf is one page if `page_size` is 1 MiB or more; with
+        remainders or a codec, if it is 16 MiB or more. With a codec of blocks, leaves
+        are cut on a CPU too.
+      device_budget: Bytes of moments that may stay on the device: 0 pages all but small
+        moments, None pages nothing. `"auto"` takes what the device has free at `init`
+        less a reserve: as many bytes as the parameters have, for gradients, and a
+        quarter of the device.
       min_paged_size: Moments of fewer bytes stay on the device: a transfer of a few
         kilobytes costs its latency, and saves nothing. Moments of one shape and dtype
         count together if each has an eighth of these bytes or more, as adapters have.
@@ -98,8 +98,8 @@ def paged(
         than 4096 values are stored in float32. A codec that is given by name spends no
         bit on the sign of Optax's moments of squares, such as `nu`. For a moment of
         your own, give the codec: `{"*": "dynamic_int8", "energy":
-        DynamicInt8(signed=False)}`. A block of a moment that holds NaN or an infinity
-        decodes to nothing finite: put `apply_if_finite` around.
+        DynamicInt8(signed=False)}`. If a block of a moment holds NaN or an infinity,
+        each of its values decodes to NaN or an infinity: put `apply_if_finite` around.
       master_dtype: Keeps a copy of the parameters in this dtype, paged like a moment,
         for parameters in fewer bits: `"float32"`. The moments have this dtype too.
       master_remainders: Whether a master copy in float32 of a bfloat16 parameter is

@@ -29,14 +29,14 @@ def place(
       value: The leaf.
       host: Whether it goes to host memory.
       like: Its parameter, or None if it belongs to no single one.
-      mesh: The mesh on all of whose devices the leaf goes if it is not divided as its
-        parameter; None if there is no mesh.
+      mesh: If the leaf is not put beside its parameter, it goes to all devices of this
+        mesh; None if there is no mesh.
 
     Returns:
       The leaf.
     """
 
-    def place(x: Array) -> Array:
+    def placed(x: Array) -> Array:
         sharding = None
         if is_traced((x, like)):
             pass  # its type says where it is
@@ -50,7 +50,7 @@ def place(
             return jax.device_put(x, sharding)
         return jax.device_put(x, HOST) if host and not on_host(x) else x
 
-    return jax.tree.map(place, value)
+    return jax.tree.map(placed, value)
 
 
 def tied(values: Sequence[Stored], parameters: Sequence[object]) -> Sequence[Stored]:

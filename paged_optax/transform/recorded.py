@@ -35,7 +35,7 @@ class Moment:
         page, and what to do; empty if it can.
       both_ways: Whether one page of it is read while another is written.
       small: Whether it stays on the device because it is under `min_paged_size`.
-      elementwise: Whether what it is part of is computed element by element.
+      elementwise: Whether its update is computed element by element.
     """
 
     path: str
@@ -55,7 +55,7 @@ class Moment:
 
     @property
     def stays(self) -> str:
-        """Why it stays on the device, in a word; `"-"` if it may by the budget."""
+        """Why it stays on the device, in a word; `"-"` if it does not have to."""
         return "cannot be paged" if self.refused else "small" if self.small else "-"
 
 

@@ -1,4 +1,4 @@
-"""Master weights in 16 bits: what float32 has more than a parameter in bfloat16.
+"""Master weights in 16 bits: those of a float32 that a bfloat16 parameter lacks.
 
 An Optax transformation around another. It knows nothing of paging.
 """
@@ -43,14 +43,15 @@ def with_master_remainders(
         r' = m' \ominus \mathrm{round}(\theta + u).
 
     Here :math:`\ominus` counts the float32 numbers between two of them, and
-    :math:`\oplus` goes so many further. From a bfloat16 number to the next it is
-    65,536, so that 16 bits tell apart all masters that round to one parameter. Two
-    masters are not kept to the last bit. One exactly between two parameters may be kept
-    as the float32 number beside it. And where no update in bfloat16 leads to the
-    rounded master, as where a sign changes, the update leads near it, and the master is
-    kept as near as 16 bits reach: within 1/256 of the step. (Within 1/64 if one program
-    makes several steps of parameters on the device, as an unrolled `lax.scan` does: XLA
-    then leaves out roundings to bfloat16 in between, `xla_allow_excess_precision`.)
+    :math:`\oplus` goes so many further. Two neighbouring bfloat16 numbers are 65,536
+    float32 numbers apart. So 16 bits tell apart all masters that round to one
+    parameter. Two kinds of masters are not kept to the last bit. One that is exactly
+    between two bfloat16 numbers may be kept as the float32 number beside it. And where
+    no update in bfloat16 leads to the rounded master, as where a sign changes, the
+    update leads near it, and the master is kept as near as 16 bits reach: within 1/256
+    of the step. (Within 1/64 if one program makes several steps of parameters on the
+    device, as an unrolled `lax.scan` does: XLA then leaves out roundings to bfloat16 in
+    between, `xla_allow_excess_precision`.)
 
     Half of a master is its parameter. So only `optax.apply_updates` may come after
     this transformation, and nothing else may change the parameters.
@@ -93,7 +94,7 @@ def with_master_remainders(
                 "master_remainders needs the parameters: call"
                 " update(updates, state, params)."
             )
-        masters = jax.tree.map(joined, params, state.remainder)
+        masters = jax.tree.map(master_of, params, state.remainder)
         changed, inner_state = inner.update(
             wider(updates, jnp.float32), state.inner_state, masters, **extra_args
         )
@@ -122,7 +123,7 @@ def _is_split(remainder: PyTree) -> bool:
     return bool(jax.tree.leaves(remainder))
 
 
-def joined(parameter: Array, remainder: PyTree) -> Array:
+def master_of(parameter: Array, remainder: PyTree) -> Array:
     """The master copy of a parameter, of both its halves.
 
     Args:
@@ -163,7 +164,7 @@ def _rounded(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
 def _way(
     x: Float32[Array, "*shape"], master: Float32[Array, "*shape"]
 ) -> Float32[Array, "*shape"]:
-    """What leads from a parameter to a master rounded, or else near the master."""
+    """The update from a parameter to the rounded master, or else to near the master."""
     rounded = _rounded(master)
     exact = _rounded(rounded - x)
     return jnp.where(_rounded(x + exact) == rounded, exact, _rounded(master - x))

@@ -8,8 +8,8 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.types import ArrayOrShape
 
-# A transfer of less than this part of `min_paged_size` is all latency, and stays one
-# transfer when others of its kind travel with it.
+# A moment of less than this part of `min_paged_size` counts alone. Its transfer costs
+# its latency, and remains a transfer of its own beside those of others.
 _LEAST_PART = 8
 
 

@@ -97,7 +97,7 @@ class Traced:
     gating: Static
 
 
-def split(tree: PyTree) -> tuple[list[Traceable], Static]:
+def arrays_and_rest(tree: PyTree) -> tuple[list[Traceable], Static]:
     """Takes the arrays and numbers of a tree apart from the rest."""
     leaves, treedef = jax.tree.flatten(tree)
     kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
@@ -110,7 +110,7 @@ def split(tree: PyTree) -> tuple[list[Traceable], Static]:
     return arrays, Static(treedef, tuple(is_array), rest)
 
 
-def arrays_of(tree: PyTree) -> PyTree[Parameter]:
+def as_arrays(tree: PyTree) -> PyTree[Parameter]:
     """Makes JAX arrays of a tree's Python numbers and NumPy arrays."""
 
     def array(path: KeyPath, x: object) -> Parameter:

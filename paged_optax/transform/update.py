@@ -40,9 +40,9 @@ from paged_optax.transform.trees import (
     Stored,
     Traceable,
     Traced,
-    arrays_of,
+    arrays_and_rest,
+    as_arrays,
     paths_of,
-    split,
 )
 
 
@@ -106,9 +106,9 @@ class Update:
         gates = gates_of(active, updates)
         restart = current().restart
         gates = gates and Gates.of(gates)
-        open_gates, gating = split({"gates": gates, "restart": restart})
-        extras, static = split({"restart": restart, "extra_args": extra_args})
-        trees = (arrays_of(updates), state, arrays_of(params))
+        open_gates, gating = arrays_and_rest({"gates": gates, "restart": restart})
+        extras, static = arrays_and_rest({"restart": restart, "extra_args": extra_args})
+        trees = (as_arrays(updates), state, as_arrays(params))
         shards = self.pager.shards(*trees)
         # Traced anew at each call, for `inner` may read more than its arguments.
         traced, constants = self._trace(*trees, extras, static, gating, shards)
@@ -193,7 +193,7 @@ def _streamed(
         check_backend()
     given = traced.gating.merge(open_gates)
     gates = given["gates"].each() if given["gates"] else [True] * first
-    # A moment starts again where its parameter's update is skipped, too.
+    # On a restart a moment starts again even if its parameter's update is skipped.
     moves = [any_gate([gate, given["restart"]]) for gate in gates]
     streaming = Streaming(
         pager=pager,
@@ -233,7 +233,7 @@ def _tell_of_moved(pager: Pager, layout: Layout, leaves: Sequence[Stored]) -> No
             f"{len(moved)} moments of {readable_bytes(total)} are in device memory,"
             f" state{keystr(moved[0][0])} first, and device_budget="
             f"{readable_bytes(budget)} leaves them no room: a jax.device_put, a"
-            " restore or out_shardings without a memory kind moved them, or others of"
-            " their shape joined, with which small ones count together. If"
+            " restore or out_shardings without a memory kind moved them; or they were"
+            " small, and now count as large together with others of their shape. If"
             " they are to stay, pass device_budget=None; if not, put"
         )

@@ -78,7 +78,7 @@ def abstract_arguments(
     tx: optax.GradientTransformation, shapes: Shapes
 ) -> tuple[Any, Any, Any]:
     """Gradients, state and parameters of an update as shapes with placements."""
-    on_device, on_host = machine.placements()
+    on_device, on_host = machine.both_memories()
     params = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=on_device)
         for name, shape in shapes.items()

@@ -155,7 +155,7 @@ def model_shapes(
       (151936, 2560)
     """
     if not isinstance(name, str):
-        raise ValueError(f"model {name!r} is no text: pass such as '8B'.")
+        raise ValueError(f"model {name!r} is no text: pass one such as '8B'.")
     decoder = _named(name) or of_size(_count(name))
     dtype = floating_dtype("dtype", dtype)
     return dataclasses.replace(decoder, dtype=dtype).shapes()
