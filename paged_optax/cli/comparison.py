@@ -60,11 +60,6 @@ class Comparison:
     parameters: Difference
 
     @property
-    def cut(self) -> list[Moment]:
-        """The moments that travel in several pages."""
-        return [x for x in self.moments if x.on_host and x.pages > 1]
-
-    @property
     def error(self) -> float:
         """The worst relative error."""
         return max(self.state.error, self.parameters.error)

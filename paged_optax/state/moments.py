@@ -161,7 +161,7 @@ def init_param(
     for leaf, place in zip(wanted, placed, strict=True):
         key = (*leaf.place, leaf.parameter)
         if leaf.parameter in joins and leaf.field not in SETTINGS:
-            leaves.append(jax.tree.map(_placed, leaf.value, place))
+            leaves.append(jax.tree.map(_in_memory_of, leaf.value, place))
         elif key in old:
             leaves.append(old[key])
         else:
@@ -195,7 +195,7 @@ def _put_beside(x: ArrayLike, old: Array, *, host: bool) -> Array:
     return jax.device_put(x, HOST if host else DEVICE)
 
 
-def _placed(x: Array, place: jax.ShapeDtypeStruct) -> Array:
+def _in_memory_of(x: Array, place: jax.ShapeDtypeStruct) -> Array:
     kind = place.sharding.memory_kind
     assert kind is not None
     return moved_to(x, kind)

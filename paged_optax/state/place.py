@@ -63,8 +63,7 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
 def _by_name(state: PyTree) -> dict[str, PyTree[ArrayOrShape]]:
     """A state's arrays by path; whatever the containers, each has one name."""
     flat = jax.tree_util.tree_flatten_with_path(bare(state))[0]
-    name = lambda path: slashed(path)
-    return {name(path): x for path, x in flat}
+    return {slashed(path): x for path, x in flat}
 
 
 def _describe(x: ArrayOrShape | None) -> str:
