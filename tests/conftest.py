@@ -132,16 +132,16 @@ def _mark_slow(items):
         raise pytest.UsageError(f"quick(...) names no case of {names}")
 
 
-@pytest.fixture(autouse=True)
-def quickly_compiled(request):
+@pytest.hookimpl(tryfirst=True)  # before a fixture of the file compiles
+def pytest_runtest_setup(item):
     """Leaves most of XLA:CPU's optimizations out, unless a test is `optimized`."""
-    from helpers.quick_compiler import compile_quickly
+    from helpers.quick_compiler import compile_quickly, forget_quickly_compiled
 
-    optimized = any(map(request.node.get_closest_marker, ("compiler", "optimized")))
-    quickly = not request.config.getoption("optimized")
-    compile_quickly(quickly and not optimized)
-    yield
-    compile_quickly(quickly)
+    optimized = item.get_closest_marker("optimized")
+    if optimized:
+        forget_quickly_compiled()
+    others = item.get_closest_marker("compiler") or item.config.getoption("optimized")
+    compile_quickly(not (optimized or others))
 
 
 @pytest.fixture

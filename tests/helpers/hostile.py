@@ -69,10 +69,13 @@ class Reader:
 # -- Orbax ------------------------------------------------------------------------
 
 
+_FOLDER = tempfile.TemporaryDirectory(prefix="paged_optax_hostile_")
+
+
 @functools.cache
 def _saved() -> tuple[pathlib.Path, dict[str, bytes]]:
     """A checkpoint, and its files."""
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="paged_optax_")) / "saved"
+    folder = pathlib.Path(_FOLDER.name) / "saved"
     params = {"kernel": jnp.ones((8, 4)), "count": jnp.zeros((), int)}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder, {"params": params, "mu": [jnp.ones(3)]})

@@ -14,11 +14,14 @@ if jax.__version_info__ < (0, 11):  # newer XLA has no others
     OPTIONS["xla_cpu_use_fusion_emitters"] = False
 
 _options_of = compiler.get_compile_options
+_met = False  # a program that was compiled quickly, since JAX has last forgotten all
 
 
 def _with_options(*arguments, backend=None, env_options_overrides=None, **named):
+    global _met
     overrides = env_options_overrides or {}
     if backend is not None and backend.platform == "cpu":
+        _met = True
         overrides = OPTIONS | overrides
     return _options_of(
         *arguments, backend=backend, env_options_overrides=overrides, **named
@@ -33,3 +36,11 @@ def compile_quickly(quickly: bool) -> None:
     """
     jax.config.update("jax_disable_most_optimizations", quickly)
     compiler.get_compile_options = _with_options if quickly else _options_of
+
+
+def forget_quickly_compiled() -> None:
+    """Has JAX compile again what has been compiled quickly: by itself it would not."""
+    global _met
+    if _met:
+        jax.clear_caches()
+    _met = False
