@@ -129,8 +129,8 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[str, Entry]) -> PyTree:
 
     Raises:
       ValueError: If a parameter or a step is missing, an array does not fit, a step
-        is no count, or a scale is negative. The message names the parameter and the
-        field.
+        is no count, or a scale or a mean of squares is negative. The message names
+        the parameter and the field.
 
     Example:
       >>> import jax.numpy as jnp, paged_optax as po
@@ -236,7 +236,10 @@ def _read(entry: Entry, leaf: StateLeaf) -> PyTree[Array]:
         return array[position]
 
     if not isinstance(leaf.value, Quantized):
-        return _fitting(given(state), leaf.value, leaf, state)
+        found = given(state)
+        if number == "2":
+            _refuse_negative(found, state, leaf, "a mean of squares")
+        return _fitting(found, leaf.value, leaf, state)
     plain = _codec(number)
     wanted = dynamic_map(plain.signed)
     found = held(qmap)
@@ -256,16 +259,22 @@ def _read(entry: Entry, leaf: StateLeaf) -> PyTree[Array]:
                 f" {list(moment.codes.shape)} has"
                 f" {right.scales.dtype}{list(right.scales.shape)}."
             )
-        if (least := moment.scales.min(initial=0)) < 0:
-            raise ValueError(
-                f"{absmax!r} of parameter {leaf.parameter!r} holds {least}: it is the"
-                " largest magnitude of each block, which is not negative."
-            )
+        _refuse_negative(moment.scales, absmax, leaf, "each block's largest magnitude")
         moment = _arranged_like(leaf.value, moment, plain)
     return Quantized(
         _fitting(moment.codes, leaf.value.codes, leaf, state),
         _fitting(moment.scales, leaf.value.scales, leaf, absmax),
     )
+
+
+def _refuse_negative(
+    found: np.ndarray, name: str, leaf: StateLeaf, meaning: str
+) -> None:
+    if (negative := found[found < 0]).size:
+        raise ValueError(
+            f"{name!r} of parameter {leaf.parameter!r} holds {negative[0]}: it is"
+            f" {meaning}, which is not negative."
+        )
 
 
 def _codec(number: str) -> DynamicInt8:

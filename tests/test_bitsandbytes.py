@@ -85,13 +85,12 @@ def test_bitsandbytes_state():
     with pytest.raises(ValueError, match="parameter 'even' has no 'step'"):
         po.from_bitsandbytes(blank, entries)
     entries["even"]["step"] = counted
-    scales, entries["even"]["absmax2"] = (
-        entries["even"]["absmax2"],
-        -np.ones(1280, "f4"),
-    )
-    with pytest.raises(ValueError, match="'absmax2' of parameter 'even' holds -1.0"):
-        po.from_bitsandbytes(blank, entries)
-    entries["even"]["absmax2"] = scales
+    for field, name in (("absmax2", "even"), ("state2", "small")):
+        kept = entries[name][field]
+        entries[name][field] = np.resize(np.float32([np.nan, -1]), kept.shape)
+        with pytest.raises(ValueError, match=f"'{field}' of .* '{name}' holds -1.0"):
+            po.from_bitsandbytes(blank, entries)
+        entries[name][field] = kept
     entries["even"]["qmap1"] = entries["even"]["qmap1"] * 2
     with pytest.raises(ValueError, match="qmap1"):
         po.from_bitsandbytes(blank, entries)

@@ -52,7 +52,7 @@ def parse_bytes(name: str, size: object) -> int:
             f" '16MiB'.{way_out}"
         )
     if size < 0:
-        raise ValueError(f"{name}={size} is negative: pass 0 or more bytes.")
+        raise ValueError(f"{name}={size} is negative: pass bytes, such as '16MiB'.")
     return size
 
 

@@ -18,10 +18,10 @@ class BFloat16Codec:
     r"""Stores the upper half of each float32: 2 bytes a value.
 
     With :math:`\beta_2 = 0.999` a moment changes by about a thousandth of itself in a
-    step. Neighbouring bfloat16 numbers are at least 1/256 apart. So a moment that is
-    rounded to the nearest one does not change. Stochastic rounding takes the larger
-    neighbour with a probability equal to the digits it drops, as a part of the gap. The
-    mean is then right.
+    step. Neighbouring bfloat16 numbers are at least 1/256 of themselves apart. So a
+    moment that is rounded to the nearest one does not change. Stochastic rounding takes
+    the neighbour farther from zero with a probability equal to the digits it drops, as
+    a part of the gap. The mean is then right.
 
     Attributes:
       stochastic: Whether to round stochastically.

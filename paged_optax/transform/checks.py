@@ -155,15 +155,15 @@ def refuse_state(
     if odd:
         raise ValueError(
             "the state's structure is not the one these gradients call for: they differ"
-            f" at state{', state'.join(odd[:3])}. Pass the state that init made for"
-            " these parameters."
+            f" at state{', state'.join(odd[:3])}. Pass the state that this"
+            " transformation's init made for these parameters."
         ) from error
     for path, leaf in here.items():
         if leaf.shape != there[path].shape:
             raise ValueError(
                 f"state{keystr(path)} has shape {leaf.shape}, and these gradients call"
-                f" for {there[path].shape}: pass the state that init made for these"
-                " parameters."
+                f" for {there[path].shape}: pass the state that this transformation's"
+                " init made for these parameters."
             ) from error
 
 
@@ -210,7 +210,7 @@ def refuse_changes(
     if jax.tree.structure(new_state) != jax.tree.structure(state):
         raise ValueError(
             "inner.update returned a state of another structure than it was given:"
-            " pass the state that init made for these parameters."
+            " pass the state that this transformation's init made for these parameters."
         )
     for what, old, new in (
         ("update", updates, new_updates),
@@ -225,5 +225,5 @@ def refuse_changes(
                     f"{what} {keystr(path)} would turn from {jax.typeof(before)} into"
                     f" {after.dtype}{list(after.shape)}, and could not stay in its own"
                     " buffer: pass gradients of the shapes and dtypes that the state"
-                    " was made for, and the mu_dtype that it was made with."
+                    " was made for, and the codec and mu_dtype that it was made with."
                 )

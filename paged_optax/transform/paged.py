@@ -68,10 +68,10 @@ def paged(
         `optax.clip_by_global_norm` and its like outside.
       page_size: The most bytes of one page of one moment, an int or a string such as
         `"16MiB"`; with a codec, bytes of the float32 that it decodes to. A leaf has at
-        least 16 pages, unless they would be smaller than 1 MiB. On a CPU nothing
-        travels. There a leaf is one page if `page_size` is 1 MiB or more; with
-        remainders or a codec, if it is 16 MiB or more. With a codec of blocks, leaves
-        are cut on a CPU too.
+        least 16 pages, unless they would be smaller than 1 MiB, or a page has to be a
+        whole leaf. On a CPU nothing travels. There a leaf is one page if `page_size` is
+        1 MiB or more; with remainders or a codec, if it is 16 MiB or more. With a codec
+        of blocks, leaves are cut on a CPU too.
       device_budget: Bytes of moments that may stay on the device: 0 pages all but small
         moments, None pages nothing. `"auto"` takes what the device has free at `init`
         less a reserve: as many bytes as the parameters have, for gradients, and a

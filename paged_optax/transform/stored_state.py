@@ -184,8 +184,9 @@ class Layout:
         if describe(found) != describe(wanted):
             raise OtherLayoutError(
                 f"the state holds {jax.tree.map(jax.typeof, found)} where codec"
-                f" {self.codecs[position]!r} stores {wanted}: make the state with this"
-                " transformation's own init, for parameters divided as these are."
+                f" {self.codecs[position]!r} stores {wanted}: pass the codec that the"
+                " state was made with, or make the state with this transformation's own"
+                " init, for parameters divided as these are."
             )
         return jax.tree.unflatten(jax.tree.structure(wanted), jax.tree.leaves(found))
 
