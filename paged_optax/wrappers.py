@@ -3,7 +3,8 @@
 Optax selects between the old state and the new with `jnp.where` or `lax.cond`. If the
 states are host arrays, XLA copies them whole (`MultiSteps` on GPUs; `lax.cond` on GPUs,
 jax 0.10.2) or fails to compile (`MultiSteps` on TPUs), and every micro-step moves every
-byte. Here a skipped step runs its page loops zero times.
+byte. Here a skipped step runs its page loops zero times, which
+`paged_optax.transform.gates` sees to.
 
 The semantics are Optax's by construction: Optax's own wrapper runs around a
 transformation whose state is a single bool, and that bool tells afterwards whether the

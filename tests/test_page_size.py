@@ -104,12 +104,14 @@ def in_turn(*codecs):
     return pytest.mark.parametrize(("shape", "codec"), cases, ids=str)
 
 
+@pytest.mark.optimized
 @pytest.mark.quick("(3, 40, 50)-dynamic_int8")
 @in_turn("dynamic_int8", "dynamic_int4", "float8_e4m3", "bfloat16_stochastic")
 def test_rows(shape, codec):
     assert_same(trained("16KiB", codec, shape), in_one_page(codec, shape))
 
 
+@pytest.mark.optimized
 @pytest.mark.quick("(3, 40, 50)-None", "(256, 1003)-float8")
 @in_turn(None, *CODECS)
 def test_tiles(shape, codec, on_tiles):

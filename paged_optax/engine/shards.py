@@ -4,7 +4,8 @@ A moment is divided over a mesh as its parameter is. The page loop runs inside
 `jax.shard_map`, on the shard alone: each device pages over its own link, pages are cut
 from the shard, and no collective appears. Under automatic partitioning XLA would gather
 every page (4 devices, H200: 96 MiB of scratch and 128 MiB of host scratch where
-`shard_map` takes 8 and 0).
+`shard_map` takes 8 and 0). How a parameter is divided,
+`paged_optax.transform.parameter_shardings` finds out.
 """
 
 import dataclasses

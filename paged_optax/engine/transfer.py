@@ -1,4 +1,4 @@
-"""One array of a leaf, seen page by page."""
+"""A page of one array: how it is read, and how it is written back."""
 
 import dataclasses
 import math
