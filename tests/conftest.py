@@ -134,13 +134,10 @@ def _mark_slow(items):
 
 @pytest.hookimpl(tryfirst=True)  # before a fixture of the file compiles
 def pytest_runtest_setup(item):
-    """Leaves most of XLA:CPU's optimizations out, unless a test is `optimized`.
-
-    What is slow is optimized too: some compares bits, and processors differ in them.
-    """
+    """Leaves most of XLA:CPU's optimizations out, unless a test is `optimized`."""
     from helpers.quick_compiler import compile_quickly, forget_quickly_compiled
 
-    optimized = any(map(item.get_closest_marker, ("optimized", "slow")))
+    optimized = item.get_closest_marker("optimized")
     if optimized:
         forget_quickly_compiled()
     others = item.get_closest_marker("compiler") or item.config.getoption("optimized")

@@ -18,6 +18,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = pathlib.Path(process.__file__)
 STEPS = 4
 
+#: As what the processes compile.
+pytestmark = pytest.mark.optimized
+
 
 def launch(processes, folder, last, killed=()):
     """Starts the processes, of two devices each; returns their exit statuses.

@@ -17,6 +17,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.optimized,  # as what the fixture of the whole file compiles
     # Qwix 0.1.8 reads variables as Flax no longer wants them read.
     pytest.mark.filterwarnings("ignore::DeprecationWarning:qwix.*"),
 ]
