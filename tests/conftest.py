@@ -63,9 +63,6 @@ def pytest_configure(config):
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    from helpers.quick_compiler import compile_quickly
-
-    compile_quickly(not config.getoption("optimized"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -137,11 +134,10 @@ def pytest_runtest_setup(item):
     """Leaves most of XLA:CPU's optimizations out, unless a test is `optimized`."""
     from helpers.quick_compiler import compile_quickly, forget_quickly_compiled
 
-    optimized = item.get_closest_marker("optimized")
-    if optimized:
+    if item.get_closest_marker("optimized"):
         forget_quickly_compiled()
-    others = item.get_closest_marker("compiler") or item.config.getoption("optimized")
-    compile_quickly(not (optimized or others))
+    by_default = any(map(item.get_closest_marker, ("compiler", "optimized")))
+    compile_quickly(not (by_default or item.config.getoption("optimized")))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ A reader reads it, or raises one ValueError that names the file, or the argument
 the field. What it takes of memory is measured.
 """
 
+import atexit
 import collections
 import contextlib
 import dataclasses
@@ -69,13 +70,12 @@ class Reader:
 # -- Orbax ------------------------------------------------------------------------
 
 
-_FOLDER = tempfile.TemporaryDirectory(prefix="paged_optax_hostile_")
-
-
 @functools.cache
 def _saved() -> tuple[pathlib.Path, dict[str, bytes]]:
-    """A checkpoint, and its files."""
-    folder = pathlib.Path(_FOLDER.name) / "saved"
+    """A checkpoint, which is removed at the end, and its files."""
+    temporary = tempfile.mkdtemp(prefix="paged_optax_hostile_")
+    atexit.register(shutil.rmtree, temporary)
+    folder = pathlib.Path(temporary) / "saved"
     params = {"kernel": jnp.ones((8, 4)), "count": jnp.zeros((), int)}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder, {"params": params, "mu": [jnp.ones(3)]})
