@@ -250,6 +250,7 @@ def _read(entry: Entry, leaf: StateLeaf) -> PyTree[Array]:
             " codes mean other numbers."
         )
     moment = Quantized(given(state), given(absmax))
+    _refuse_negative(moment.scales, absmax, leaf, "each block's largest magnitude")
     right = plain.stored(moment.codes.shape)
     if moment.codes.dtype == right.codes.dtype:
         if _described(moment.scales) != _described(right.scales):
@@ -259,7 +260,6 @@ def _read(entry: Entry, leaf: StateLeaf) -> PyTree[Array]:
                 f" {list(moment.codes.shape)} has"
                 f" {right.scales.dtype}{list(right.scales.shape)}."
             )
-        _refuse_negative(moment.scales, absmax, leaf, "each block's largest magnitude")
         moment = _arranged_like(leaf.value, moment, plain)
     return Quantized(
         _fitting(moment.codes, leaf.value.codes, leaf, state),

@@ -200,14 +200,14 @@ def _codec(codec: CodecLike, signed: bool) -> Codec | None:
         for name in ("block", "signed", "draws", "stored", "encode", "decode")
         if not hasattr(codec, name)
     ]
-    if isinstance(codec, type) and not lacks:
-        raise ValueError(
-            f"codec={codec!r} is a class: pass an object of it, such as"
-            f" {codec.__name__}()."
-        )
     if lacks:
         raise ValueError(
             f"codec={codec!r} is neither a codec's name nor an object with the methods"
             f" of paged_optax.codecs.Codec: it has no {', '.join(lacks)}."
+        )
+    if isinstance(codec, type):
+        raise ValueError(
+            f"codec={codec!r} is a class: pass an object of it, such as"
+            f" {codec.__name__}()."
         )
     return codec
