@@ -79,9 +79,10 @@ def pytest_unconfigure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by markers
 def pytest_collection_modifyitems(config, items):
-    """Marks as slow what no `quick` names; what takes long comes first.
+    """Marks as slow what no `quick` names, and sorts.
 
-    Else one worker is left with it in the end.
+    What takes long comes first, else one worker is left with it in the end. What is
+    compiled in one way is not mixed with the rest, for which JAX forgets all it has.
     """
     _mark_slow(items)
     day = config.getoption("third_of_day")
@@ -89,7 +90,7 @@ def pytest_collection_modifyitems(config, items):
         others = _of_other_days(items, day)
         items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=[*others])
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=lambda item: (not _has(item, "slow"), not _has(item, "optimized")))
 
 
 def pytest_collection_finish(session):
@@ -103,7 +104,7 @@ def _of_other_days(items, day):
     """Of each slow test the cases that run on other days; one runs on every day."""
     cases = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow"):
+        if _has(item, "slow"):
             cases[item.nodeid.partition("[")[0]].append(item)
     return {
         item
@@ -132,12 +133,14 @@ def _mark_slow(items):
 @pytest.hookimpl(tryfirst=True)  # before a fixture of the file compiles
 def pytest_runtest_setup(item):
     """Leaves most of XLA:CPU's optimizations out, unless a test is `optimized`."""
-    from helpers.quick_compiler import compile_quickly, forget_quickly_compiled
+    from helpers.quick_compiler import compile_quickly
 
-    if item.get_closest_marker("optimized"):
-        forget_quickly_compiled()
-    by_default = any(map(item.get_closest_marker, ("compiler", "optimized")))
-    compile_quickly(not (by_default or item.config.getoption("optimized")))
+    by_default = item.config.getoption("optimized") or _has(item, "optimized")
+    compile_quickly(not by_default)
+
+
+def _has(item, marker):
+    return item.get_closest_marker(marker) is not None
 
 
 @pytest.fixture

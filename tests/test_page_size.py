@@ -19,6 +19,8 @@ from paged_optax.engine import run, stream
 from paged_optax.engine import transfer as one_array
 from paged_optax.engine.page_size import Storage, cut
 
+pytestmark = pytest.mark.optimized
+
 CODECS = ["dynamic_int8", "dynamic_int4", "float8_e4m3"]
 SHAPES = [
     (256, 1003),  # blocks along columns
@@ -104,14 +106,12 @@ def in_turn(*codecs):
     return pytest.mark.parametrize(("shape", "codec"), cases, ids=str)
 
 
-@pytest.mark.optimized
 @pytest.mark.quick("(3, 40, 50)-dynamic_int8")
 @in_turn("dynamic_int8", "dynamic_int4", "float8_e4m3", "bfloat16_stochastic")
 def test_rows(shape, codec):
     assert_same(trained("16KiB", codec, shape), in_one_page(codec, shape))
 
 
-@pytest.mark.optimized
 @pytest.mark.quick("(3, 40, 50)-None", "(256, 1003)-float8")
 @in_turn(None, *CODECS)
 def test_tiles(shape, codec, on_tiles):
@@ -295,7 +295,6 @@ def test_whole_leaves_are_coded_in_pieces_on_a_tpu(shape, codec, on_tiles, monke
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("page_size", "settings", "most"),
     [

@@ -37,7 +37,6 @@ from paged_optax.transform.owners import parameter_of
 FLAGS = " ".join(
     (
         f"{exact.FLAGS} --xla_force_host_platform_device_count=8",
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
         "--xla_cpu_experimental_ynn_fusion_type=",
         *(
             f"--{name}={value}".lower()

@@ -8,20 +8,21 @@ ends it where `XLA_FLAGS` has an option of XLA:CPU alone.
 import jax
 from jax._src import compiler
 
-#: One module a program, by the older emitters, whose code LLVM has less to do with.
-OPTIONS = {"xla_cpu_parallel_codegen_split_count": 1}
-if jax.__version_info__ < (0, 11):  # newer XLA has no others
+#: Nothing that makes a program faster, and one module a program.
+OPTIONS = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+if jax.__version_info__ < (0, 11):  # by the older emitters; newer XLA has no others
     OPTIONS["xla_cpu_use_fusion_emitters"] = False
 
 _options_of = compiler.get_compile_options
-_met = False  # a program that was compiled quickly, since JAX has last forgotten all
 
 
 def _with_options(*arguments, backend=None, env_options_overrides=None, **named):
-    global _met
     overrides = env_options_overrides or {}
     if backend is not None and backend.platform == "cpu":
-        _met = True
         overrides = OPTIONS | overrides
     return _options_of(
         *arguments, backend=backend, env_options_overrides=overrides, **named
@@ -29,18 +30,14 @@ def _with_options(*arguments, backend=None, env_options_overrides=None, **named)
 
 
 def compile_quickly(quickly: bool) -> None:
-    """Chooses how all that follows is compiled.
+    """Chooses how XLA:CPU compiles all that follows.
+
+    JAX would not compile again what it has compiled otherwise, so it forgets that.
 
     Args:
       quickly: Whether in a third of the time; else as XLA does by default.
     """
-    jax.config.update("jax_disable_most_optimizations", quickly)
-    compiler.get_compile_options = _with_options if quickly else _options_of
-
-
-def forget_quickly_compiled() -> None:
-    """Has JAX compile again what has been compiled quickly: by itself it would not."""
-    global _met
-    if _met:
+    chosen = _with_options if quickly else _options_of
+    if compiler.get_compile_options is not chosen:
         jax.clear_caches()
-    _met = False
+    compiler.get_compile_options = chosen
