@@ -19,6 +19,7 @@ from paged_optax.engine import run, stream
 from paged_optax.engine import transfer as one_array
 from paged_optax.engine.page_size import Storage, cut
 
+# All of them: `in_one_page` keeps for one test what another compiled.
 pytestmark = pytest.mark.optimized
 
 CODECS = ["dynamic_int8", "dynamic_int4", "float8_e4m3"]
