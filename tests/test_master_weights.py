@@ -13,10 +13,10 @@ from helpers.coded import ALL_PAGED
 @pytest.mark.quick("None")
 @pytest.mark.parametrize("codec", [None, "dynamic_int8"])
 def test_master_weights(codec):
-    """The parameters are the master copy rounded, but where no difference says so.
+    """1000 steps: parameters are the master copy rounded, whatever an update can say.
 
-    Over 1000 steps: everywhere else equal; there within one ulp of what was added; and
-    as few such places at the end as at the beginning.
+    Where no update in bfloat16 leads to the rounded copy, the copy starts again, within
+    one ulp of what was added.
     """
     random = np.random.default_rng(0)
     tx = po.paged_adamw(1e-3, codec=codec, master_dtype="float32", **ALL_PAGED)
@@ -31,25 +31,15 @@ def test_master_weights(codec):
         return optax.apply_updates(params, updates), state, updates
 
     wide = lambda x: np.asarray(x.astype(jnp.float32))
-    counts = []
+    anew = 0
     for _ in range(1000):
         noise = {"w": jnp.asarray(random.normal(size=(64, 128)), jnp.bfloat16)}
-        old = wide(params["w"])
-        params, state, updates = step(params, state, noise)
-        wanted = wide(state.master["w"].astype(jnp.bfloat16))
-        found = wide(params["w"])
-        differs = found != wanted
-        counts.append(differs.sum())
-        # Differences of numbers within a factor of two are exact (Sterbenz).
-        expressible = (wanted * old > 0) & (
-            np.abs(np.abs(wanted) - np.abs(old))
-            <= np.minimum(*map(np.abs, (old, wanted)))
-        )
-        assert not np.any(differs & expressible)
-        largest = np.maximum(np.abs(old), np.abs(wide(updates["w"])))
-        assert np.all(np.abs(found - wanted) <= largest * 2.0**-7)
-    assert np.mean(counts) < 0.02 * params["w"].size
-    assert np.mean(counts[-100:]) <= np.mean(counts[:100]) + 0.01 * params["w"].size
+        params, state, _ = step(params, state, noise)
+        found, masters = wide(params["w"]), np.asarray(state.master["w"])
+        rounded = wide(state.master["w"].astype(jnp.bfloat16))
+        np.testing.assert_array_equal(found, rounded)
+        anew += np.sum(found == masters)
+    assert anew < 0.02 * 1000 * params["w"].size
 
 
 def test_master_weights_learn_what_bfloat16_forgets():

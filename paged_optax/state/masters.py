@@ -10,11 +10,12 @@ from paged_optax.backend.given import refuse_no_arrays
 from paged_optax.backend.key_paths import name_of
 from paged_optax.backend.types import KeyPath
 from paged_optax.state.leaves import leaves_of
-from paged_optax.transform.precision import wider
+from paged_optax.transform.precision import master_beside, wider
 from paged_optax.transform.remainders import master_of
 
-#: Where a state keeps masters, or the halves of them that parameters lack.
-_FIELDS = ("master", "remainder")
+#: Where a state keeps masters, or the halves of them that parameters lack, and what
+#: gives the master of a parameter with either.
+_OF_FIELD = {"master": master_beside, "remainder": master_of}
 
 
 def master_weights(
@@ -53,16 +54,14 @@ def master_weights(
 
     def master(path: KeyPath, parameter: Array) -> Array:
         name = _named(name_of(path))
-        for field in _FIELDS:
+        for field in _OF_FIELD:
             half = found.get((field, name))
             if half is not None and half.shape == parameter.shape:
                 half = jax.device_put(half, jax.memory.Space.Device)
-                return half if field == "master" else master_of(parameter, half)
+                return _OF_FIELD[field](parameter, half)
         if wider(parameter, jnp.float32) is parameter:
             return parameter
-        known = [
-            repr(name) for field, name in found if field in ("master", "remainder")
-        ]
+        known = [repr(name) for field, name in found if field in _OF_FIELD]
         if known:
             raise ValueError(
                 f"params: the state keeps no master of {name!r} of shape"

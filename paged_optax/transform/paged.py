@@ -102,11 +102,14 @@ def paged(
         each of its values decodes to NaN or an infinity: put `apply_if_finite` around.
       master_dtype: Keeps a copy of the parameters in this dtype, paged like a moment,
         for parameters in fewer bits: `"float32"`. The moments have this dtype too.
+        Masters of either kind follow their parameters: if something else changes a
+        parameter, its master is within a rounding of the new one. That may be a
+        transformation chained after this one, a wrapper such as `lookahead` around it,
+        or a restore of weights alone.
       master_remainders: Whether a master copy in float32 of a bfloat16 parameter is
         kept as the 16 bits that the parameter lacks: half the bytes, and half the
         traffic. The masters are those of `master_dtype="float32"`, but for a rounding
-        now and then. The parameters are the masters' other half: only
-        `optax.apply_updates` may follow, and no `lookahead` may be around.
+        now and then.
       on_moved: What `update` does if it finds moments on the device that belong on the
         host: `"warn"`, or `"raise"` before XLA sees them. `place_state` puts them back.
 

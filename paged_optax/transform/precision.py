@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
+from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
@@ -63,12 +63,16 @@ def with_master_weights(
     r"""Keeps a master copy of the parameters, which the given parameters follow.
 
     .. math::
-        m \leftarrow m + \mathrm{inner}(g, s, m), \qquad
-        u = \mathrm{round}(m) - \theta,
+        m' = m + \mathrm{inner}(g, s, m), \qquad
+        u = \mathrm{round}(m' - \theta),
 
-    so that :math:`\theta + u` is the master copy rounded to the parameters' dtype. The
-    update is the difference to the parameters as they are: what it cannot express in
-    their dtype, the next step makes up for.
+    so that :math:`\theta + u` is the master copy rounded to the parameters' dtype. A
+    master copy that does not round to its parameter starts again from the parameter.
+    This is so if something else changed the parameter: a transformation chained after
+    this one, a wrapper around it, a restore of weights alone. It is also so where no
+    update in the parameters' dtype leads to the rounded master copy, as where a sign
+    changes: then the master copy loses at most 1/128 of the step, of parameters in
+    bfloat16.
 
     Args:
       inner: The transformation. It sees the master copy as its parameters.
@@ -98,20 +102,88 @@ def with_master_weights(
                 "master_dtype needs the parameters: call"
                 " update(updates, state, params)."
             )
+        master = jax.tree.map(master_beside, params, state.master)
         changed, inner_state = inner.update(
-            wider(updates, dtype), state.inner_state, state.master, **extra_args
+            wider(updates, dtype), state.inner_state, master, **extra_args
         )
-        master = jax.tree.map(lambda m, u: m + u.astype(m.dtype), state.master, changed)
+        master = jax.tree.map(lambda m, u: m + u.astype(m.dtype), master, changed)
+        moved = jax.tree.map(
+            lambda p, m: way(widened(p, m.dtype), m, p.dtype).astype(p.dtype),
+            params,
+            master,
+        )
 
-        def difference(m: Array, p: Array) -> Array:
-            return (m.astype(p.dtype).astype(m.dtype) - p.astype(m.dtype)).astype(
-                p.dtype
-            )
+        def reached(m: Array, p: Array, u: Array) -> Array:
+            new = rounded(widened(p, m.dtype) + widened(u, m.dtype), p.dtype)
+            return jnp.where(rounded(m, p.dtype) == new, m, new)
 
-        moved = jax.tree.map(difference, master, params)
+        master = jax.tree.map(reached, master, params, moved)
         return moved, MasterWeightsState(master, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def master_beside(parameter: Array, master: Array) -> Array:
+    """The master copy of a parameter as it is, whatever has changed the parameter.
+
+    Args:
+      parameter: The parameter.
+      master: The copy that a state keeps.
+
+    Returns:
+      The copy if it rounds to the parameter, else the parameter in the copy's dtype.
+    """
+    if master.dtype == parameter.dtype:
+        return parameter
+    # Compared as numbers of more bits, XLA would leave out the rounding.
+    unsigned = jnp.dtype(f"uint{8 * parameter.dtype.itemsize}")
+    here, there = (
+        lax.bitcast_convert_type(x.astype(parameter.dtype), unsigned)
+        for x in (parameter, master)
+    )
+    zeros = (here | there) << unsigned.type(1) == 0  # of either sign
+    same = (here == there) | zeros
+    return jnp.where(same, master, widened(parameter, master.dtype))
+
+
+def way(x: Array, master: Array, dtype: DTypeLike) -> Array:
+    """The update from a parameter to its master copy, rounded to a dtype.
+
+    It is as near to the difference as the dtype allows, so that what is chained after
+    may scale it. It leads to the rounded master copy, where any update does.
+
+    Args:
+      x: The parameter, in the master's dtype.
+      master: The master copy.
+      dtype: The parameter's own dtype.
+    """
+    target, near = rounded(master, dtype), rounded(master - x, dtype)
+    exact = rounded(target - x, dtype)
+    leads = lambda update: rounded(x + update, dtype) == target
+    return jnp.where(leads(near) | ~leads(exact), near, exact)
+
+
+def widened(parameter: Array, dtype: DTypeLike) -> Array:
+    """A number in a dtype of more bits, also where XLA has kept more bits of it."""
+    return rounded(parameter.astype(dtype), parameter.dtype)
+
+
+def rounded(x: Array, dtype: DTypeLike) -> Array:
+    """Rounds to a dtype of fewer bits, and stays in the dtype of more.
+
+    XLA drops a conversion to fewer bits and back, where it may compute more precisely
+    than it is told (`xla_allow_excess_precision`), but no `lax.reduce_precision`. That
+    one makes denormal numbers zero. It has no largest number of eight-bit floats.
+    """
+    if x.dtype == dtype:
+        return x
+    info, converted = jnp.finfo(dtype), x.astype(dtype).astype(x.dtype)
+    if info.bits < 16:
+        return converted
+    reduced = lax.reduce_precision(x, info.nexp, info.nmant)
+    if info.nexp == jnp.finfo(x.dtype).nexp:
+        return reduced
+    return jnp.where(abs(x) < float(info.tiny), converted, reduced)
 
 
 class CountedState(NamedTuple):

@@ -12,7 +12,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import BFloat16, Float32, Int16, Int32, PyTree
 
-from paged_optax.transform.precision import wider
+from paged_optax.transform.precision import rounded, way, widened, wider
 
 #: The bits of -0, and the lowest int32.
 _LOWEST = np.int32(-(2**31))
@@ -39,7 +39,7 @@ def with_master_remainders(
     .. math::
         m = \theta \oplus r, \qquad
         m' = m + \mathrm{inner}(g, s, m), \qquad
-        u = \mathrm{round}(\mathrm{round}(m') - \theta), \qquad
+        u = \mathrm{round}(m' - \theta), \qquad
         r' = m' \ominus \mathrm{round}(\theta + u).
 
     Here :math:`\ominus` counts the float32 numbers between two of them, and
@@ -53,8 +53,9 @@ def with_master_remainders(
     device, as an unrolled `lax.scan` does: XLA then leaves out roundings to bfloat16 in
     between, `xla_allow_excess_precision`.)
 
-    Half of a master is its parameter. So only `optax.apply_updates` may come after
-    this transformation, and nothing else may change the parameters.
+    Half of a master is its parameter. So what else changes the parameter changes its
+    master: a transformation chained after this one, a wrapper around it, a restore of
+    weights alone. The remainder stays, less than a rounding of the parameter.
 
     Args:
       inner: The transformation. It sees the master copy as its parameters.
@@ -102,12 +103,12 @@ def with_master_remainders(
         def difference(p: Array, m: Array, u: Array, r: PyTree) -> Array:
             if not _is_split(r):
                 return u.astype(p.dtype)
-            return _way(_wide(p), m + u.astype(m.dtype)).astype(p.dtype)
+            return way(_wide(p), m + u.astype(m.dtype), p.dtype).astype(p.dtype)
 
         def remainder(p: Array, m: Array, u: Array, r: PyTree, moved: Array) -> PyTree:
             if not _is_split(r):
                 return r
-            new = _rounded(_wide(p) + _wide(moved))
+            new = rounded(_wide(p) + _wide(moved), p.dtype)
             return _between(new, m + u.astype(m.dtype))
 
         given = params, masters, changed, state.remainder
@@ -148,26 +149,8 @@ def master_of(parameter: Array, remainder: PyTree) -> Array:
 
 
 def _wide(parameter: BFloat16[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """A bfloat16 number in float32, also where XLA has kept more bits of it."""
-    return _rounded(parameter.astype(jnp.float32))
-
-
-def _rounded(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Rounds float32 to bfloat16, and stays in float32.
-
-    XLA drops a conversion to bfloat16 and back, where it may compute more precisely
-    than it is told (`xla_allow_excess_precision`), but not this.
-    """
-    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-
-
-def _way(
-    x: Float32[Array, "*shape"], master: Float32[Array, "*shape"]
-) -> Float32[Array, "*shape"]:
-    """The update from a parameter to the rounded master, or else to near the master."""
-    rounded = _rounded(master)
-    exact = _rounded(rounded - x)
-    return jnp.where(_rounded(x + exact) == rounded, exact, _rounded(master - x))
+    """A bfloat16 number in float32."""
+    return widened(parameter, jnp.float32)
 
 
 def _position(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
