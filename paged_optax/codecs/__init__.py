@@ -2,7 +2,8 @@
 
 `codec` says what a codec is. `blocks` parts a moment into blocks, `maps` has the
 numbers that codes stand for, `lines` computes them on a TPU. `arrangement` decides how
-codes and scales lie in memory, and `words` packs codes into words.
+codes and scales lie in memory, and `words` packs codes into words. `identity` tells in
+a state which codec stored what.
 
 .. include:: eight_bits.md
 """
@@ -24,6 +25,7 @@ from paged_optax.codecs.dynamic_int4 import DynamicInt4
 from paged_optax.codecs.dynamic_int8 import DynamicInt8
 from paged_optax.codecs.float8_e4m3 import Float8E4M3
 from paged_optax.codecs.float32 import Float32Codec
+from paged_optax.codecs.identity import codes_field, fields_of, quantized_as
 
 __all__ = [
     "Arranged",
@@ -37,10 +39,13 @@ __all__ = [
     "Quantized",
     "axis_of_blocks",
     "arranged",
+    "codes_field",
     "codes_of",
     "draw",
+    "fields_of",
     "named",
     "packed_along",
+    "quantized_as",
     "unarranged",
     "values_an_entry",
 ]
@@ -49,9 +54,7 @@ _BY_NAME: dict[str, Callable[[bool], Codec]] = {
     "float32": lambda signed: Float32Codec(),
     "bfloat16": lambda signed: BFloat16Codec(),
     "bfloat16_stochastic": lambda signed: BFloat16Codec(stochastic=True),
-    "dynamic_int8": DynamicInt8,
-    "dynamic_int4": DynamicInt4,
-    "float8_e4m3": Float8E4M3,
+    **{codec.name: codec for codec in (DynamicInt8, DynamicInt4, Float8E4M3)},
 }
 
 

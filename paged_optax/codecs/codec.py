@@ -33,6 +33,9 @@ else:
     class Quantized(NamedTuple):
         """A moment stored in blocks that share a scale.
 
+        In a state the codes are in a field whose name tells how to read them: see
+        `paged_optax.codecs.identity`. `codes` and `scales` read any.
+
         Attributes:
           codes: One code a value, in the moment's own shape; two 4-bit codes a byte.
           scales: One float32 scale a block, in the order of the flattened moment.
@@ -67,6 +70,9 @@ class Codec(Protocol):
     A codec is a frozen dataclass: it is hashed as a static argument of `jit`. Its
     functions are pure, and a page of whole blocks is stored as the whole moment
     would be: encoding page by page and concatenating changes no bit.
+
+    A state names the codec that made its codes: by the codec's `name`, a string, or by
+    the name of its class. Give another name to codes that mean other numbers.
 
     Every value of a block that holds NaN or an infinity decodes to NaN or infinity, so
     that a diverged loss is seen and not trained on. Other blocks keep their values.

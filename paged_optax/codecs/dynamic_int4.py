@@ -54,6 +54,7 @@ class DynamicInt4:
 
     signed: bool = True
     paired: bool = True
+    name = "dynamic_int4"
     block = 128
     draws = False
     bits = 4

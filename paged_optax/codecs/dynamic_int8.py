@@ -91,6 +91,7 @@ class DynamicInt8:
 
     signed: bool = True
     rounds_to_zero: bool = False
+    name = "dynamic_int8"
     block = 256
     draws = False
 

@@ -47,6 +47,7 @@ class Float8E4M3:
 
     signed: bool = True
     rounds_to_zero: bool = False
+    name = "float8_e4m3"
     block = 256
     draws = False
 

@@ -255,10 +255,15 @@ class Apart:
 
 
 def scales_to(x: Stored, *, host: bool) -> Stored:
-    """Moves a stack's scales, which are few, to the device or back."""
-    if not isinstance(x, Quantized) or not on_host(x):
+    """Moves a stack's scales, which are few, to the device or back.
+
+    The container names no codec, as those of single layers do not.
+    """
+    if not isinstance(x, Quantized):
         return x
-    return x._replace(scales=jax.device_put(x.scales, HOST if host else DEVICE))
+    if not on_host(x):
+        return Quantized(*x)
+    return Quantized(x.codes, jax.device_put(x.scales, HOST if host else DEVICE))
 
 
 def _refuse_other_stack(path: KeyPath, x: Stored, parameter: Array) -> None:

@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.barriers import finished
 from paged_optax.backend.memory import on_host
+from paged_optax.backend.variables import like
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.apart import Apart, Leaf, scales_to
 from paged_optax.layerwise.groups import Group
@@ -182,7 +183,7 @@ class Applied(Apart):
         """
         final = iter(slots)
         whole = [
-            scales_to(next(final), host=on_host(old)) if yes else x
+            like(old, scales_to(next(final), host=on_host(old))) if yes else x
             for old, x, yes in zip(self.state, leaves, self.stacked, strict=True)
         ]
         return jax.tree.unflatten(self.state_structure, whole)

@@ -19,7 +19,14 @@ from jaxtyping import PyTree
 from paged_optax.backend.arrays import counts_steps, holds_moments, is_traced
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import PyTreeDef
-from paged_optax.codecs import Codec, arranged
+from paged_optax.codecs import (
+    Codec,
+    Quantized,
+    arranged,
+    codes_field,
+    fields_of,
+    quantized_as,
+)
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.residency import small
 from paged_optax.transform.trees import Leaf, Parameter, Stored
@@ -139,8 +146,14 @@ class Layout:
         return math.prod(shards.divisions) if shards else 1
 
     def build(self, leaves: Sequence[Stored]) -> PyTree:
-        """Makes a new state of stored leaves, with copies of each count."""
+        """Makes a new state of stored leaves, with copies of each count.
+
+        What a codec stored gets a container that names the codec.
+        """
         leaves = list(leaves)
+        for position, x in enumerate(leaves):
+            if isinstance(x, Quantized):
+                leaves[position] = quantized_as(self._codes_field(position), *x)
         for position in self.counts:
             count = leaves[position]
             copies = [_copy(count) for _ in range(self.parameters.num_leaves)]
@@ -177,10 +190,30 @@ class Layout:
             leaves[position] = own[position][0]
         return leaves, own
 
+    def _codes_field(self, position: int) -> str:
+        """The name of the field for the codes of a leaf that a codec stores."""
+        codec, aval = self.codecs[position], self.avals[position]
+        shards = self.shards[position]
+        assert codec is not None
+        return codes_field(codec, shards.local(aval.shape) if shards else aval.shape)
+
     def _read(self, found: PyTree, position: int) -> Stored:
-        """Reads what a codec stored, whatever container a restore put it in."""
+        """Reads what a codec stored, whatever container a restore put it in.
+
+        Before containers named the codec, the field was called `codes`.
+        """
         wanted = self.stored(position)
         describe = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+        if isinstance(wanted, Quantized) and (names := fields_of(found)):
+            field = self._codes_field(position)
+            if names[0] not in (field, "codes"):
+                raise OtherLayoutError(
+                    f"the state has a field {names[0]!r}, where codec"
+                    f" {self.codecs[position]!r} stores a moment of shape"
+                    f" {self.avals[position].shape} in {field!r}: pass the codec and"
+                    " the parameters that the state was made with, or make the state"
+                    " with this transformation's own init."
+                )
         if describe(found) != describe(wanted):
             raise OtherLayoutError(
                 f"the state holds {jax.tree.map(jax.typeof, found)} where codec"

@@ -1,0 +1,84 @@
+"""What tells in a state how its moments are stored.
+
+The codes of one codec are numbers of another one too, only other numbers. Their dtype
+does not tell them apart: a restore casts to the dtype of its target. So a state names
+in its structure what made its codes, by the name of a field. Then all that compares
+structures refuses to read them otherwise: Orbax, `flax.serialization`, and `update`
+after pickle.
+
+The name is `codes_`, the codec's `name`, `_unsigned` of a map without negative numbers,
+and how many rows and columns of values one entry holds if it holds several: `_4x1` are
+words of four rows. `_less_2` follows if the last of them lacks two rows. So the shape
+of the codes and the name give the moment's shape.
+"""
+
+import collections
+import functools
+import re
+
+import jax
+from jaxtyping import PyTree
+
+from paged_optax.backend.types import KeyPath
+from paged_optax.codecs.arrangement import codes_of, values_an_entry
+from paged_optax.codecs.codec import Codec, Leaf, Quantized
+
+
+def codes_field(codec: Codec, shape: tuple[int, ...]) -> str:
+    """The name of the field in which a state has the codes of a moment.
+
+    Args:
+      codec: The codec, as it is arranged for the moment.
+      shape: The moment's shape, or that of one device's part of it.
+
+    Example:
+      >>> from paged_optax.codecs import arranged, named
+      >>> nu = named("dynamic_int8", signed=False)
+      >>> codes_field(arranged(nu, (62, 512)), (62, 512))
+      'codes_dynamic_int8_unsigned_1x4'
+    """
+    parts = ["codes", re.sub(r"\W", "_", _name_of(codec))]
+    if not codec.signed:
+        parts.append("unsigned")
+    packed = values_an_entry(codec, shape)
+    if any(n > 1 for n in packed):
+        parts.append("x".join(map(str, ([1, *packed])[-2:])))
+        entries = codes_of(codec.stored(shape)).shape
+        less = [n * k - m for n, k, m in zip(entries, packed, shape, strict=True)]
+        if any(less):
+            parts += ["less", str(max(less))]
+    return "_".join(parts)
+
+
+def _name_of(codec: Codec) -> str:
+    inside = getattr(codec, "codec", codec)  # of an `Arranged`
+    return getattr(inside, "name", type(inside).__name__)
+
+
+def quantized_as(field: str, codes: Leaf, scales: Leaf) -> Quantized[Leaf]:
+    """A moment whose codes are in a field of this name."""
+    return _class_of(field)(codes, scales)
+
+
+@functools.cache  # Structures are equal if their classes are the same.
+def _class_of(field: str) -> type[Quantized[PyTree]]:
+    fields = collections.namedtuple(  # pyright: ignore[reportUntypedNamedTuple]
+        "Quantized", (field, "scales")
+    )
+    # Pickle writes a class by its module and name, where this one is not found.
+    reduced = lambda self: (quantized_as, (field, *self))
+    name = f"Quantized[{field.removeprefix('codes_')}]"
+    return type(name, (fields, Quantized), {"__slots__": (), "__reduce__": reduced})
+
+
+def fields_of(stored: PyTree) -> tuple[str, ...]:
+    """The names that a container has for what a codec stored; none in a list."""
+    flat = jax.tree_util.tree_flatten_with_path(
+        stored, is_leaf=lambda x: x is not stored
+    )[0]
+    return tuple(name for path, _ in flat if (name := _text(path)) is not None)
+
+
+def _text(path: KeyPath) -> str | None:
+    key = path[-1] if path else None
+    return getattr(key, "name", None) or getattr(key, "key", None)
