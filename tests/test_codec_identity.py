@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import paged_optax as po
 from helpers import layered
@@ -21,6 +22,11 @@ from helpers.checkpoints import (
 from helpers.coded import ALL_PAGED
 from helpers.reference import arrays
 from paged_optax.codecs import DynamicInt8, Quantized
+
+# A restore that Orbax refuses leaves its loops to the garbage collector.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 
 RATE = 1e-2
 CODECS = {
@@ -36,7 +42,6 @@ CODECS = {
     "int4": "dynamic_int4",
     "int8 mu": {"mu": "dynamic_int8"},
 }
-PAIRS = [(a, b) for a in CODECS for b in CODECS if a != b]
 
 
 def pickled(directory, saved, target):
@@ -63,25 +68,32 @@ def begun(codec, shape):
     return params, gradients, state
 
 
-@pytest.mark.quick(
-    "int8-float8-flax_bytes-(65",
-    "float8-int8-standard-(64",
-    "int8-int8 signed-pickled-(64",
+@pytest.mark.filterwarnings("ignore:.* moments .* are in device memory")
+@pytest.mark.quick("int8 mu-standard-(64", "float8-flax_bytes")
+@pytest.mark.parametrize(
+    ("way", "shape"),
+    [
+        (way, shape)
+        for way in WAYS
+        for shape in ((64, 128), (65, 67))
+        if shape == (65, 67) or way in (standard, pickled)
+    ],
+    ids=lambda x: str(x) if isinstance(x, tuple) else x.__name__,
 )
-@pytest.mark.parametrize("shape", [(64, 128), (65, 67)], ids=str)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("saved", "read"), PAIRS, ids=map("-".join, PAIRS))
-def test_another_codecs_checkpoint(tmp_path, saved, read, way, shape):
+@pytest.mark.parametrize("saved", CODECS)
+def test_another_codecs_checkpoint(tmp_path, saved, way, shape):
     """It is refused, or leads to the update that the saved state leads to."""
     params, gradients, state = begun(CODECS[saved], shape)
-    own = adamw(CODECS[saved]).update(gradients, state, params)[0]["w"]
-    tx = adamw(CODECS[read])
-    try:
-        restored = way(tmp_path, state, po.abstract_state(tx, params))
-        found = tx.update(gradients, restored, params)[0]["w"]
-    except (TypeError, ValueError, KeyError):
-        return
-    np.testing.assert_allclose(np.asarray(found), np.asarray(own), rtol=0, atol=1e-3)
+    own = np.asarray(adamw(CODECS[saved]).update(gradients, state, params)[0]["w"])
+    for read in CODECS.keys() - {saved}:
+        tx = adamw(CODECS[read])
+        (folder := tmp_path / read).mkdir()
+        try:
+            restored = way(folder, state, po.abstract_state(tx, params))
+            found = tx.update(gradients, restored, params)[0]["w"]
+        except (AttributeError, KeyError, TypeError, ValueError):
+            continue  # Flax has no message of its own for a dict in an array's place
+        np.testing.assert_allclose(np.asarray(found), own, rtol=0, atol=1e-3)
 
 
 SHAPES = [((300, 300), (75, 1200)), ((130, 40), (131, 40)), ((5, 64, 64), (320, 64))]
@@ -154,6 +166,7 @@ def test_an_nnx_optimizers_state_names_its_codec(tmp_path):
         (tmp_path / "standard").rename(tmp_path / str(codec))
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("deferred", [False, True])
 def test_a_layerwise_step_keeps_the_names(deferred):
     """Its state has the structure that it was given."""
@@ -165,3 +178,31 @@ def test_a_layerwise_step_keeps_the_names(deferred):
     given = params, tx.init(params), workspace, layered.batch()
     found = jax.eval_shape(step, *given)
     assert jax.tree.structure(found[1]) == jax.tree.structure(given[1])
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "same"),
+    [
+        ((46, 100), ("d",), False),
+        ((64, 64), ("d",), True),
+        ((46, 100), (None, "d"), False),
+    ],
+    ids=str,
+)
+def test_parts_of_two_devices(shape, spec, same):
+    """Blocks end where parts meet. The arrays may have the same shapes as without."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    divided = NamedSharding(mesh, PartitionSpec(*spec))
+    params, gradients, state = begun("dynamic_int8", shape)
+    wanted = np.asarray(adamw("dynamic_int8").update(gradients, state, params)[0]["w"])
+    params, gradients = jax.device_put((params, gradients), divided)
+    tx = adamw("dynamic_int8")
+    named = [x._fields for x in (state[0].mu["w"], tx.init(params)[0].mu["w"])]
+    assert (named[0] == named[1]) == same
+    if not same:
+        with pytest.raises(ValueError, match="_in_"):
+            tx.update(gradients, state, params)
+        return
+    state = po.place_state(tx, jax.device_get(state), params)
+    found = tx.update(gradients, state, params)[0]["w"]
+    np.testing.assert_allclose(np.asarray(found), wanted, rtol=1e-6)

@@ -9,27 +9,32 @@ after pickle.
 The name is `codes_`, the codec's `name`, `_unsigned` of a map without negative numbers,
 and how many rows and columns of values one entry holds if it holds several: `_4x1` are
 words of four rows. `_less_2` follows if the last of them lacks two rows. So the shape
-of the codes and the name give the moment's shape.
+of the codes and the name give the moment's shape. `_in_2x1` follows if blocks end where
+the parts of two devices meet, and would not otherwise.
 """
 
 import collections
 import functools
+import math
 import re
 
 import jax
 from jaxtyping import PyTree
 
 from paged_optax.backend.types import KeyPath
-from paged_optax.codecs.arrangement import codes_of, values_an_entry
+from paged_optax.codecs.arrangement import axis_of_blocks, codes_of, values_an_entry
 from paged_optax.codecs.codec import Codec, Leaf, Quantized
 
 
-def codes_field(codec: Codec, shape: tuple[int, ...]) -> str:
+def codes_field(
+    codec: Codec, shape: tuple[int, ...], divisions: tuple[int, ...] = ()
+) -> str:
     """The name of the field in which a state has the codes of a moment.
 
     Args:
       codec: The codec, as it is arranged for the moment.
       shape: The moment's shape, or that of one device's part of it.
+      divisions: Into how many parts each axis of the moment is cut; empty: into one.
 
     Example:
       >>> from paged_optax.codecs import arranged, named
@@ -47,6 +52,9 @@ def codes_field(codec: Codec, shape: tuple[int, ...]) -> str:
         less = [n * k - m for n, k, m in zip(entries, packed, shape, strict=True)]
         if any(less):
             parts += ["less", str(max(less))]
+    apart = math.prod(divisions) > 1 and axis_of_blocks(codec) is None
+    if apart and (math.prod(divisions[1:]) > 1 or math.prod(shape) % codec.block):
+        parts += ["in", "x".join(map(str, divisions))]
     return "_".join(parts)
 
 

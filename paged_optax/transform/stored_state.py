@@ -192,10 +192,12 @@ class Layout:
 
     def _codes_field(self, position: int) -> str:
         """The name of the field for the codes of a leaf that a codec stores."""
-        codec, aval = self.codecs[position], self.avals[position]
+        codec, shape = self.codecs[position], self.avals[position].shape
         shards = self.shards[position]
         assert codec is not None
-        return codes_field(codec, shards.local(aval.shape) if shards else aval.shape)
+        if shards is None:
+            return codes_field(codec, shape)
+        return codes_field(codec, shards.local(shape), shards.divisions)
 
     def _read(self, found: PyTree, position: int) -> Stored:
         """Reads what a codec stored, whatever container a restore put it in.
@@ -211,8 +213,8 @@ class Layout:
                     f"the state has a field {names[0]!r}, where codec"
                     f" {self.codecs[position]!r} stores a moment of shape"
                     f" {self.avals[position].shape} in {field!r}: pass the codec and"
-                    " the parameters that the state was made with, or make the state"
-                    " with this transformation's own init."
+                    " the parameters that the state was made with, divided as they"
+                    " were, or make the state with this transformation's own init."
                 )
         if describe(found) != describe(wanted):
             raise OtherLayoutError(
