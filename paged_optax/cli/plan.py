@@ -3,6 +3,8 @@
 import argparse
 import functools
 import math
+import textwrap
+import warnings
 from collections.abc import Callable
 
 import jax
@@ -135,7 +137,7 @@ def run(given: argparse.Namespace) -> int:
     if given.link != "measured":
         # Shapes alone: no accelerator's memory is to be taken for them.
         jax.config.update("jax_platforms", "cpu")
-    params = _shapes(given)
+    params, left_out = _shapes(given)
     found = what_fits(
         params,
         _OPTIMIZERS[optimizer](1e-3),
@@ -162,6 +164,8 @@ def run(given: argparse.Namespace) -> int:
         show(titles, rows)
         print()
     print(found.notes())
+    for note in left_out:
+        print(textwrap.fill(note, 80, break_long_words=False, break_on_hyphens=False))
     return 0
 
 
@@ -177,18 +181,23 @@ def _optimizer(name: str) -> tuple[str, str | None]:
     return known, codec
 
 
-def _shapes(given: argparse.Namespace) -> PyTree[jax.ShapeDtypeStruct]:
-    """The shapes of the model that is asked for."""
+def _shapes(
+    given: argparse.Namespace,
+) -> tuple[PyTree[jax.ShapeDtypeStruct], list[str]]:
+    """The shapes of the model that is asked for, and what was said of them."""
     dtype = given.dtype
     if dtype is not None:
         dtype = floating_dtype("--dtype", dtype)
     if given.params is not None:
-        return model_shapes(given.params, dtype or "bfloat16")
+        return model_shapes(given.params, dtype or "bfloat16"), []
     own = module_shapes if given.module is not None else checkpoint_shapes
-    shapes = own(given.checkpoint if given.module is None else given.module)
+    # Such as of experts that are not counted: it belongs to the tables.
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", UserWarning)
+        shapes = own(given.checkpoint if given.module is None else given.module)
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype), shapes
-    )
+    ), [str(warning.message) for warning in warned]
 
 
 def _positive(option: str, text: str, otherwise: str) -> float:

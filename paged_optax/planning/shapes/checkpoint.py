@@ -3,6 +3,7 @@
 import functools
 import math
 import pathlib
+import warnings
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import slashed
+from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import KeyPath
 from paged_optax.planning.shapes.hugging_face import (
     config_shapes,
@@ -98,15 +100,27 @@ def _shapes(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
 def _headers(paths: Sequence[pathlib.Path]) -> dict[str, jax.ShapeDtypeStruct]:
     """The tensors of several files together."""
     found: dict[str, jax.ShapeDtypeStruct] = {}
+    packed = 0
     for path in paths:
-        found |= _header(path)
+        new, more = _header(path)
+        found |= new
+        packed += more
         if len(found) > MOST_TENSORS:
             raise ValueError(f"{str(path)!r}: more than {MOST_TENSORS} tensors.")
+    if packed > nbytes(found) / 5:  # less may be masks
+        warnings.warn(
+            f"{str(paths[0].parent)!r}: {packed} bytes of whole numbers, as quantized"
+            f" weights are, are left out; the {nbytes(found)} bytes of floating point"
+            " are counted.",
+            stacklevel=3,
+        )
     return found
 
 
-def _header(path: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
+def _header(path: pathlib.Path) -> tuple[dict[str, jax.ShapeDtypeStruct], int]:
     """Reads a safetensors file's header: its length in eight bytes, then JSON.
+
+    The second is bytes of whole numbers, without those of 64 bits, which are positions.
 
     The format is described at https://github.com/huggingface/safetensors#format.
     """
@@ -120,6 +134,7 @@ def _header(path: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
         fields = Fields(path, file.read(length))
     found: dict[str, jax.ShapeDtypeStruct] = {}
     places: list[tuple[tuple[int, int], str]] = []
+    packed = 0
     for name, given in fields.given.items():
         if name == "__metadata__":
             given = {} if given is None else given
@@ -140,13 +155,15 @@ def _header(path: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
         places.append((place, name))
         if known is not None:
             found[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(known))
+        elif dtype[0] in "IU" and bits < 64:
+            packed += place[1] - place[0]
     end = 0
     for (first, last), name in sorted(places):
         if first != end:
             wanted = f"from {end}, where those before it end"
             raise fields.wrong(f"{name}.data_offsets", [first, last], wanted)
         end = last
-    return found
+    return found, packed
 
 
 def _orbax(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:

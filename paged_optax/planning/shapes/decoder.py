@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 
@@ -15,7 +16,7 @@ from paged_optax.backend.given import floating_dtype
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """Sizes of a decoder with gated feed-forward layers, as Llama 3 and Qwen3 are.
+    """Sizes of a decoder with gated feed-forward layers: Llama, Qwen, Gemma.
 
     Attributes:
       hidden: Values of a token between layers.
@@ -26,6 +27,7 @@ class Decoder:
       vocabulary: Rows of the embedding; 0 for the layers alone.
       tied: Whether the embedding is the output's matrix too.
       dtype: The parameters' dtype.
+      norms: Norms of a layer, of `hidden` values each.
     """
 
     hidden: int
@@ -36,17 +38,17 @@ class Decoder:
     vocabulary: int = 0
     tied: bool = True
     dtype: DTypeLike = jnp.bfloat16
+    norms: int = 2
 
     def shapes(self) -> dict[str, PyTree[jax.ShapeDtypeStruct]]:
         """The parameters' `ShapeDtypeStruct`s, layers stacked under `"layers"`."""
         hidden, inner = self.hidden, self.inner
         layer = {
-            "norm1": (hidden,),
+            **{f"norm{i + 1}": (hidden,) for i in range(self.norms)},
             "q": (hidden, self.query),
             "k": (hidden, self.key),
             "v": (hidden, self.key),
             "o": (self.query, hidden),
-            "norm2": (hidden,),
             "gate": (hidden, inner),
             "up": (hidden, inner),
             "down": (inner, hidden),
@@ -70,7 +72,12 @@ class Decoder:
         return sum(math.prod(x.shape) for x in jax.tree.leaves(self.shapes()))
 
 
-#: From the models' published configurations, without Qwen3's norms of queries and keys.
+# Gemma 2 and 3: a norm before attention and feed-forward layer, and one after.
+_FOUR = functools.partial(Decoder, norms=4)
+
+#: From the models' published configurations, without the norms of queries and keys that
+#: Qwen3 and Gemma 3 have. Of Gemma 3, the larger ones are text decoders beside a vision
+#: tower: "text" says that this is left out.
 DECODERS = {
     "llama2-7b": Decoder(4096, 4096, 4096, 11008, 32, 32000, tied=False),
     "llama3.2-1b": Decoder(2048, 2048, 512, 8192, 16, 128256),
@@ -82,6 +89,16 @@ DECODERS = {
     "qwen3-4b": Decoder(2560, 4096, 1024, 9728, 36, 151936),
     "qwen3-8b": Decoder(4096, 4096, 1024, 12288, 36, 151936, tied=False),
     "qwen3-32b": Decoder(5120, 8192, 1024, 25600, 64, 151936, tied=False),
+    "gemma-2b": Decoder(2048, 2048, 256, 16384, 18, 256000),
+    "gemma-7b": Decoder(3072, 4096, 4096, 24576, 28, 256000),
+    "gemma2-2b": _FOUR(2304, 2048, 1024, 9216, 26, 256000),
+    "gemma2-9b": _FOUR(3584, 4096, 2048, 14336, 42, 256000),
+    "gemma2-27b": _FOUR(4608, 4096, 2048, 36864, 46, 256000),
+    "gemma3-270m": _FOUR(640, 1024, 256, 2048, 18, 262144),
+    "gemma3-1b": _FOUR(1152, 1024, 256, 6912, 26, 262144),
+    "gemma3-4b-text": _FOUR(2560, 2048, 1024, 10240, 34, 262208),
+    "gemma3-12b-text": _FOUR(3840, 4096, 2048, 15360, 48, 262208),
+    "gemma3-27b-text": _FOUR(5376, 4096, 2048, 21504, 62, 262208),
 }
 
 
@@ -137,7 +154,7 @@ def model_shapes(
     """Shapes of a decoder's parameters, by its name or its size.
 
     Args:
-      name: `"llama3-8b"`, `"qwen3-4b"` and others that the message of a wrong name
+      name: `"llama3-8b"`, `"gemma2-9b"` and others that the message of a wrong name
         lists, also as `"Llama-3-8B"` or `"meta-llama/Llama-3-8B"`; or a number of
         parameters such as `"8B"`, `"350M"` or `"8e9"`, for a decoder in the proportions
         of Llama 3 with about as many.
@@ -168,6 +185,10 @@ def _named(name: str) -> Decoder | None:
     )
 
 
+#: Words of a name that say who trained a model, or for what.
+_ASIDES = ("meta", "hf", "base", "instruct", "it", "pt")
+
+
 def _words(name: str) -> tuple[str, ...]:
     """Letters and numbers of a name, without who trained it and for what.
 
@@ -176,14 +197,17 @@ def _words(name: str) -> tuple[str, ...]:
       ('llama', '3', '8', 'b')
     """
     words = re.findall(r"[a-z]+|\d+(?:\.\d+)?", name.lower().rpartition("/")[2])
-    return tuple(x for x in words if x not in ("meta", "hf", "base", "instruct"))
+    return tuple(x for x in words if x not in _ASIDES)
 
 
 def _count(text: str) -> float:
     """Reads a number of parameters: 8B, 1.5e9."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\d+)?)([MBT]?)", text.strip().upper())
     if match is None:
-        close = difflib.get_close_matches("".join(_words(text)), DECODERS, n=2)
+        written = "".join(_words(text))
+        longer = [x for x in DECODERS if "".join(_words(x)).startswith(written)]
+        close = longer[:2] if written else []
+        close = close or difflib.get_close_matches(written, DECODERS, n=2)
         guess = f" Did you mean {' or '.join(close)}?" if close else ""
         raise ValueError(
             f"model {text!r} is neither a number of parameters, such as '8B' or"

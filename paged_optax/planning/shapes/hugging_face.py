@@ -1,7 +1,9 @@
 """Shapes by what Hugging Face keeps beside a model's weights; these are not needed."""
 
+import dataclasses
 import pathlib
 import re
+import warnings
 
 import jax
 from jaxtyping import PyTree
@@ -10,23 +12,47 @@ from paged_optax.backend.memory import nbytes
 from paged_optax.planning.shapes.decoder import MOST_PARAMETERS, Decoder
 from paged_optax.planning.shapes.untrusted import Fields
 
-#: Decoders with gated feed-forward layers, and whether their embedding is the output's
-#: matrix where `config.json` does not say: the defaults of transformers' classes.
-_TIED = {
-    "llama": False,
-    "mistral": False,
-    "qwen2": False,
-    "qwen3": False,
-    "gemma": True,
-}
-
+_PARTS = ("text_config", "vision_config", "audio_config")
 _DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Defaults:
+    """What transformers' class of a `model_type` takes where `config.json` is silent.
+
+    Attributes:
+      tied: Whether the embedding is the output's matrix.
+      key_heads: Heads of keys and values; None: as many as of queries.
+      head: Values of a head; None: the width by the heads.
+      norms: Norms of a layer.
+      null_key_heads: Whether null is taken, for as many as of queries.
+    """
+
+    tied: bool = False
+    key_heads: int | None = None
+    head: int | None = None
+    norms: int = 2
+    null_key_heads: bool = True
+
+
+#: Decoders with gated feed-forward layers, as in transformers 5.24.
+_DEFAULTS = {
+    "llama": _Defaults(),
+    "mistral": _Defaults(key_heads=8),
+    "qwen2": _Defaults(key_heads=32),
+    "qwen3": _Defaults(key_heads=32, head=128),
+    "gemma": _Defaults(True, 16, 256, null_key_heads=False),
+    "gemma2": _Defaults(True, 4, 256, norms=4, null_key_heads=False),
+    "gemma3_text": _Defaults(True, 4, 256, norms=4, null_key_heads=False),
+}
 
 
 def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]:
     """Shapes of the model that a `config.json` describes.
 
     Biases, and norms within heads, are left out: under a thousandth of the parameters.
+    What is said of quantized weights, or of experts, which these models do not have, is
+    left out too, with a warning.
 
     Args:
       path: The file.
@@ -39,34 +65,96 @@ def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]
     """
     fields = Fields.of_file(path)
     kind = fields.given.get("model_type")
-    if not isinstance(kind, str) or kind not in _TIED:
-        wanted = f"one of {', '.join(_TIED)}; other models: --module, or their weights"
+    if not isinstance(kind, str) or kind not in _DEFAULTS:
+        others = "other models: --module, or their weights"
+        wanted = f"one of {', '.join(_DEFAULTS)}; {others}"
         raise fields.wrong("model_type", kind, wanted)
-    tied = fields.given.get("tie_word_embeddings", _TIED[kind])
+    default = _DEFAULTS[kind]
+    _check_whole(fields)
+    tied = fields.given.get("tie_word_embeddings", default.tied)
     if not isinstance(tied, bool):
         raise fields.wrong("tie_word_embeddings", tied, "true or false")
-    either = "dtype" if "dtype" in fields.given else "torch_dtype"
-    dtype = fields.given.get(either) or "float32"
-    if dtype not in _DTYPES:
-        raise fields.wrong(either, dtype, f"one of {', '.join(_DTYPES)}")
-    hidden, heads = fields.number("hidden_size"), fields.number("num_attention_heads")
-    each = fields.number("head_dim", max(1, hidden // heads))
+    query, key = _heads(fields, default)
     decoder = Decoder(
-        hidden,
-        heads * each,
-        fields.number("num_key_value_heads", heads) * each,
+        fields.number("hidden_size"),
+        query,
+        key,
         fields.number("intermediate_size"),
         fields.number("num_hidden_layers"),
         fields.number("vocab_size"),
         tied,
-        str(dtype),
+        _dtype(fields),
+        default.norms,
     )
     if decoder.size > MOST_PARAMETERS:
         raise ValueError(
             f"{str(path)!r} describes {decoder.size:.3g} parameters, more than any"
             " model has."
         )
+    _warn_of_what_is_left_out(fields)
     return decoder.shapes()
+
+
+def _check_whole(fields: Fields) -> None:
+    """Refuses a decoder inside another model, and one with another head."""
+    for name, value in fields.given.items():
+        if not isinstance(value, dict) or name == "quantization_config":
+            continue
+        if name in _PARTS or {"hidden_size", "model_type"} & {*value}:
+            wanted = "absent; a model of several parts: --module, or its weights"
+            raise fields.wrong(name, value, wanted)
+    classes = fields.given.get("architectures") or []
+    for name in classes if isinstance(classes, list) else [classes]:
+        if not isinstance(name, str) or not name.endswith("ForCausalLM"):
+            wanted = "the class of a whole decoder, ...ForCausalLM"
+            raise fields.wrong("architectures", classes, wanted)
+
+
+def _dtype(fields: Fields) -> str:
+    """The parameters' dtype: `dtype` of transformers 5, before that `torch_dtype`."""
+    for name in ("dtype", "torch_dtype"):
+        dtype = fields.given.get(name)
+        if isinstance(dtype, str) and dtype in _DTYPES:
+            return dtype
+        if dtype is not None:
+            raise fields.wrong(name, dtype, f"one of {', '.join(_DTYPES)}")
+    return "float32"
+
+
+def _heads(fields: Fields, default: _Defaults) -> tuple[int, int]:
+    """Values of a token's queries, and of its keys."""
+    hidden, heads = fields.number("hidden_size"), fields.number("num_attention_heads")
+    key_heads, head = default.key_heads or heads, default.head
+    # To transformers, absent is not null.
+    if "num_key_value_heads" in fields.given:
+        null = heads if default.null_key_heads else None
+        key_heads = fields.number("num_key_value_heads", null)
+    given = fields.given
+    if "head_dim" in given and (head or given["head_dim"] is not None):
+        head = fields.number("head_dim")
+    elif head is None:
+        head = hidden // heads
+        if hidden % heads:
+            wanted = f"a divisor of hidden_size, {hidden}, where there is no head_dim"
+            raise fields.wrong("num_attention_heads", heads, wanted)
+    if heads % key_heads:
+        wanted = f"a divisor of num_attention_heads, {heads}"
+        raise fields.wrong("num_key_value_heads", key_heads, wanted)
+    return heads * head, key_heads * head
+
+
+def _warn_of_what_is_left_out(fields: Fields) -> None:
+    """Names what would make another number of parameters, or of bytes, of the sizes."""
+    for name, value in fields.given.items():
+        if not value:
+            continue
+        if name == "quantization_config":
+            left_out = "weights are counted as they are before they are quantized"
+        elif "expert" in name:
+            left_out = f"a {fields.given['model_type']} has no experts, none is counted"
+        else:
+            continue
+        warnings.warn(f"{fields.shown(name, value)}; {left_out}.", stacklevel=3)
 
 
 def index_files(path: pathlib.Path) -> list[pathlib.Path]:

@@ -74,8 +74,12 @@ class Fields:
 
     def wrong(self, field: str, value: object, wanted: str) -> ValueError:
         """The error of a field that is not as it must be."""
-        name, shown = _short(field, 200), _short(value, 60)
-        return ValueError(f"{str(self.path)!r}: field {name} is {shown}, not {wanted}.")
+        return ValueError(f"{self.shown(field, value)}, not {wanted}.")
+
+    def shown(self, field: str, value: object) -> str:
+        """A field and its value as a message names them."""
+        name, value = _short(field, 200), _short(value, 60)
+        return f"{str(self.path)!r}: field {name} is {value}"
 
     def mapping(self, field: str, value: object) -> dict[str, object]:
         """A field that is an object itself."""

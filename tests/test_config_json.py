@@ -1,0 +1,218 @@
+"""`config.json` of Hugging Face as transformers reads it, and Gemma's names."""
+
+import itertools
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import paged_optax as po
+from paged_optax.cli import main
+from paged_optax.planning.shapes import checkpoint_shapes
+
+#: From the repositories of these models: what is absent there is absent here.
+CONFIGS = {
+    "gemma-2b": {
+        "architectures": ["GemmaForCausalLM"],
+        "head_dim": 256,
+        "hidden_act": "gelu",
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "model_type": "gemma",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 18,
+        "num_key_value_heads": 1,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 256000,
+    },
+    "gemma2-27b": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "head_dim": 128,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 4608,
+        "intermediate_size": 36864,
+        "model_type": "gemma2",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 144,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 256000,
+    },
+    "gemma3-1b": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "sliding_window": 512,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 262144,
+    },
+}
+#: Small, and of many heads: as many as any class takes for those of keys.
+TINY = {
+    "hidden_size": 96,
+    "num_attention_heads": 32,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+}
+SIZES = {"num_key_value_heads": 2, "head_dim": 16}
+
+
+def count(tree):
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+@pytest.fixture
+def read(tmp_path):
+    """The shapes of a `config.json` with these fields."""
+
+    def shapes(fields):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        return checkpoint_shapes(tmp_path)
+
+    return shapes
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_as_by_name(name, read):
+    assert read(CONFIGS[name]) == po.model_shapes(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("google/gemma-2b", 2_506_172_416),
+        ("google/gemma-7b-it", 8_537_680_896),
+        ("google/gemma-2-2b", 2_614_341_888),
+        ("gemma2-9b", 9_241_705_984),
+        ("Gemma-2-27B-it", 27_227_128_320),
+        # Less 512 a layer, of norms within the heads, or 256 in the largest.
+        ("google/gemma-3-270m", 268_098_176 - 18 * 512),
+        ("google/gemma-3-1b-pt", 999_885_952 - 26 * 512),
+        # Less what the vision tower and its projection have.
+        ("gemma3-4b-text", 4_300_079_472 - 419_816_304 - 34 * 512),
+        ("gemma3-12b-text", 12_187_325_040 - 421_290_864 - 48 * 512),
+        ("gemma3-27b-text", 27_432_406_640 - 423_060_336 - 62 * 256),
+    ],
+)
+def test_named_models_have_their_published_size(name, parameters):
+    assert count(po.model_shapes(name)) == parameters
+
+
+def test_a_part_has_not_the_name_of_the_whole():
+    with pytest.raises(ValueError, match=r"Did you mean gemma3-4b-text\?"):
+        po.model_shapes("google/gemma-3-4b-it")
+
+
+@pytest.mark.parametrize(
+    ("kind", "absent", "given"),
+    [
+        ("llama", 264_672, 350_688),
+        ("mistral", 237_024, 350_688),
+        ("qwen2", 264_672, 350_688),
+        ("qwen3", 3_336_672, 350_688),
+        ("gemma", 4_860_384, 399_840),
+        ("gemma2", 3_681_120, 400_224),
+        ("gemma3_text", 3_681_120, 400_224),
+    ],
+)
+def test_absent_fields(kind, absent, given, read):
+    """Counts of transformers 5.24, without biases and norms within heads."""
+    config = TINY | {"model_type": kind}
+    assert count(read(config)) == absent
+    tied = {"tie_word_embeddings": not kind.startswith("gemma")}
+    assert count(read(config | SIZES | tied)) == given
+
+
+DTYPES = {"null": None, "bfloat16": "bfloat16", "float16": "float16"}
+
+
+@pytest.mark.parametrize("new", ["absent", *DTYPES])
+@pytest.mark.parametrize("old", ["absent", *DTYPES])
+def test_dtype_by_either_name(new, old, read):
+    """`dtype` of transformers 5, `torch_dtype` before; null is as if absent."""
+    given = {"dtype": new, "torch_dtype": old}
+    given = {name: DTYPES[x] for name, x in given.items() if x != "absent"}
+    said = [x for x in (new, old) if DTYPES.get(x)]
+    wanted = said[0] if said else "float32"
+    shapes = read(TINY | {"model_type": "llama"} | given)
+    assert {str(x.dtype) for x in jax.tree.leaves(shapes)} == {wanted}
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        *itertools.product(
+            ["llama", "gemma"],
+            ["dtype", "torch_dtype"],
+            ["auto", "", False, 0, [], "torch.bfloat16", {"text": "bfloat16"}],
+        ),
+        ("qwen3", "head_dim", None),
+        ("gemma", "head_dim", None),
+        ("gemma2", "num_key_value_heads", None),
+        ("llama", "num_key_value_heads", 3),
+        ("llama", "num_attention_heads", 7),
+        ("llama", "architectures", ["LlamaForSequenceClassification"]),
+        ("mistral", "architectures", ["MistralModel"]),
+        ("llama", "architectures", "LlamaForCausalLMEagle3"),
+        ("llama", "text_config", {"hidden_size": 4096}),
+        ("llama", "vision_config", {"image_size": 336}),
+        ("gemma3_text", "thinker_config", {"model_type": "gemma3_text"}),
+        ("gemma3", "model_type", "gemma3"),
+    ],
+    ids=str,
+)
+def test_another_model_is_refused(kind, field, value, read):
+    with pytest.raises(ValueError, match=f"config.json': field '{field}' is") as error:
+        read(TINY | {"model_type": kind} | {field: value})
+    assert repr(value)[:40] in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
+def test_null_is_by_the_heads(kind, read):
+    config = TINY | {"model_type": kind, "num_key_value_heads": None, "head_dim": None}
+    assert count(read(config)) == 264_672
+
+
+LEFT_OUT = [
+    (
+        "quantization_config",
+        {"quant_method": "gptq", "bits": 4},
+        "before they are quan",
+    ),
+    ("num_local_experts", 16, "a llama has no experts"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "why"), LEFT_OUT, ids=str)
+def test_what_is_left_out_is_said(field, value, why, read, tmp_path, capsys):
+    config = TINY | {"model_type": "llama"}
+    whole = read(config)
+    with pytest.warns(UserWarning, match=f"'{field}' is .*; .*{why}"):
+        assert read(config | {field: value}) == whole
+    command = ["plan", "--checkpoint", str(tmp_path), "--device-memory", "1GiB"]
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    assert f"'{field}' is" in " ".join(captured.out.split()) and captured.err == ""
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: None}))
+    assert main(command) == 0
+    assert field not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32])
+def test_quantized_weights_are_not_all_of_a_model(dtype, tmp_path):
+    arrays = {"norm": np.ones(64, np.float32), "packed": np.ones((64, 8), dtype)}
+    file = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file(arrays, file)
+    with pytest.warns(UserWarning, match=f"{arrays['packed'].nbytes} bytes of whole"):
+        assert count(checkpoint_shapes(file)) == 64
