@@ -11,21 +11,27 @@ is `paged_adamw_8bit`. `PagedPeftTrainer` below is all that a script of yours ne
     python examples/finetune_tunix.py --optimizer adamw    # Optax, to compare
 
 Without `--checkpoint` the model is a small Llama of random weights, and a token is a
-byte. With a folder of safetensors and Tunix's name for the model, it is that model:
+byte. With a folder of Hugging Face it is the model that its `config.json` describes:
 
-    python examples/finetune_tunix.py --checkpoint Llama-3.2-1B --model llama-3.2-1b
+    python examples/finetune_tunix.py --checkpoint Qwen3-0.6B
+
+What Tunix does not compute is refused: Tunix 0.1.7 leaves out `rope_theta` and scaled
+rotary embeddings of Llama 3, whose checkpoints would be other models.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import functools
+import importlib
+import json
 import pathlib
 from collections.abc import Iterator
 from pydoc_data.topics import topics
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -33,7 +39,7 @@ import qwix
 import transformers
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from tunix.models import automodel
+from tunix.models import naming
 from tunix.models.dummy_model_creator import create_dummy_model
 from tunix.models.llama3.model import Llama3, ModelConfig
 from tunix.sft import checkpoint_manager as manager
@@ -41,6 +47,7 @@ from tunix.sft import utils
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig, TrainingInput
 
 import paged_optax as po
+from paged_optax.planning.shapes import checkpoint_shapes
 
 #: Wide enough that most adapters of rank 16 have the 4096 values of eight-bit moments.
 TINY = dataclasses.replace(
@@ -130,17 +137,158 @@ class PagedPeftTrainer(PeftTrainer):
         self.optimizer.opt_state = nnx.data(state)
 
 
+# --- A checkpoint of Hugging Face ----------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Where Tunix computes the models of a `model_type`.
+
+    Attributes:
+      package: In `tunix.models`.
+      tied: The field of its `ModelConfig` that ties the embedding to the output.
+      rope_theta: The only one that it computes, whatever `ModelConfig` says; None: any.
+    """
+
+    package: str
+    tied: str = "use_tied_embedding"
+    rope_theta: float | None = 1e6
+
+
+FAMILIES = {
+    "llama": Family("llama3", tied="weight_tying"),
+    "mistral": Family("llama3", tied="weight_tying"),
+    "qwen2": Family("qwen2", rope_theta=None),
+    "qwen3": Family("qwen3"),
+}
+#: The only values that Tunix computes, of fields that `config.json` may have.
+COMPUTED = {
+    "attention_bias": False,
+    "attention_dropout": 0,
+    "auto_map": None,
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "quantization_config": None,
+    "sliding_window": None,
+}
+DTYPES = (None, "float32", "bfloat16", "float16")
+
+
+def read_config(folder: pathlib.Path) -> dict[str, object]:
+    """The fields of a folder's `config.json`, and the defaults of transformers.
+
+    Raises:
+      ValueError: If Tunix computes another model; it names each field and its value.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r} is no file: it says what the weights are of.")
+    given = json.loads(path.read_text())
+    kind = given.get("model_type")
+    if kind not in [*FAMILIES]:
+        raise ValueError(
+            f"{str(path)!r}: model_type is {kind!r}, not one of {', '.join(FAMILIES)}."
+        )
+    dtypes = given.pop("dtype", None), given.pop("torch_dtype", None)
+    config = given | transformers.AutoConfig.for_model(**given).to_dict()
+    wrong = {
+        name: f"{config[name]!r}, not {value!r}"
+        for name, value in COMPUTED.items()
+        if config.get(name, value) != value
+    }
+    # Since transformers 5, `rope_parameters` has what two fields had.
+    rope = {"rope_theta": config.get("rope_theta", 1e4), "rope_type": "default"}
+    rope |= config.get("rope_scaling") or {}
+    rope |= config.get("rope_parameters") or {}
+    config["rope_theta"] = theta = rope.pop("rope_theta")
+    only = FAMILIES[kind].rope_theta or theta
+    if theta != only:
+        wrong["rope_theta"] = f"{theta!r}, not {only!r}"
+    if any(x != "default" for x in rope.values()):
+        name = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
+        wrong[name] = f"{rope!r}, not rope_type 'default' alone"
+    if {*(config.get("layer_types") or ())} - {"full_attention"}:
+        wrong["layer_types"] = f"{config['layer_types']!r}, not 'full_attention' alone"
+    if not all(x.endswith("ForCausalLM") for x in config.get("architectures") or ()):
+        wrong["architectures"] = f"{config['architectures']!r}, not ...ForCausalLM"
+    config["dtype"] = dtype = dtypes[0] if dtypes[0] is not None else dtypes[1]
+    if dtype not in DTYPES:
+        wrong["dtype"] = f"{dtype!r}, not one of {DTYPES}"
+    wrong |= {x: f"{given[x]!r}, not absent" for x in given if "expert" in x}
+    if wrong:
+        raise ValueError(
+            f"{str(path)!r} describes a model that Tunix 0.1.7 does not compute: "
+            + "; ".join(f"{name} is {values}" for name, values in wrong.items())
+            + ". Take a checkpoint without these, such as Qwen3-0.6B."
+        )
+    return config
+
+
+def load(folder: pathlib.Path, name: str | None, mesh: Mesh | None) -> nnx.Module:
+    """The model that a folder's `config.json` describes, with its weights."""
+    config = read_config(folder)
+    family = FAMILIES[str(config["model_type"])]
+    package = family.package
+    if name and naming.ModelNaming(model_name=name).model_config_category != package:
+        raise ValueError(
+            f"--model {name!r} is no {config['model_type']}, which {str(folder)!r} is."
+        )
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    sizes = {
+        "num_layers": config["num_hidden_layers"],
+        "vocab_size": config["vocab_size"],
+        "embed_dim": hidden,
+        "hidden_dim": config["intermediate_size"],
+        "num_heads": heads,
+        "head_dim": config.get("head_dim") or hidden // heads,
+        "num_kv_heads": config["num_key_value_heads"],
+        "rope_theta": config["rope_theta"],
+        "norm_eps": config["rms_norm_eps"],
+        family.tied: config["tie_word_embeddings"],
+    }
+    stored = checkpoint_shapes(folder)
+    dtypes = {str(x.dtype) for x in stored.values()}
+    if len(dtypes) > 1 or not dtypes < {*DTYPES}:
+        raise ValueError(
+            f"{str(folder)!r} holds tensors of {', '.join(sorted(dtypes))}. Tunix reads"
+            " a file as if all were of its first tensor's dtype: store them in one."
+        )
+    module = importlib.import_module(f"tunix.models.{package}.model")
+    params = importlib.import_module(f"tunix.models.{package}.params")
+    model = params.create_model_from_safe_tensors(
+        str(folder),
+        module.ModelConfig(**sizes),
+        mesh,
+        jnp.dtype(config["dtype"] or min(dtypes)),
+    )
+    # Tunix leaves out what it has no place for; of these, transformers does too.
+    aside = ("rotary_emb.inv_freq",)
+    if config["tie_word_embeddings"]:
+        aside += ("lm_head.weight",)
+    values = sum(x.size for name, x in stored.items() if not name.endswith(aside))
+    placed = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    if values != placed:
+        raise ValueError(
+            f"{str(folder)!r} stores {values} values, and the model of its config.json"
+            f" has {placed}."
+        )
+    return model
+
+
 # --- The model and the text ----------------------------------------------------
 
 
 def new_model(args: argparse.Namespace, mesh: Mesh | None) -> nnx.Module:
     """The model of a checkpoint, or a random one; with adapters, if asked for."""
     if args.checkpoint:
-        model = automodel.create_model_from_safe_tensors(
-            args.model, args.checkpoint, automodel.call_model_config(args.model), mesh
-        )
+        model = load(pathlib.Path(args.checkpoint), args.model, mesh)
     else:  # Given the mesh, Tunix draws other values for each copy of an array.
         model = create_dummy_model(Llama3, TINY, random_seed=args.seed, scale=0.1)
+    if args.method == "qlora" and not isinstance(model, Llama3):
+        raise ValueError(
+            f"--method qlora: Tunix's {type(model).__name__} casts its weights, which"
+            " Qwix does not do with those in four bits: use --method lora."
+        )
     if args.method != "full":
         nf4 = {"weight_qtype": "nf4", "tile_size": 64}
         provider = qwix.LoraProvider(
@@ -201,8 +349,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rank", type=int, default=16, help="of the adapters")
     add("--learning-rate", type=float, default=1e-3, help="constant")
     add("--seed", type=int, default=0, help="of weights and batches")
-    add("--checkpoint", help="a folder of safetensors and their tokenizer")
-    add("--model", default="llama-3.2-1b", help="Tunix's name of the checkpoint's")
+    add("--checkpoint", help="a folder: config.json, safetensors, their tokenizer")
+    add("--model", help="Tunix's name of the checkpoint's: its family is checked")
     add("--output-dir", type=pathlib.Path, help="saves there, and resumes from there")
     return parser.parse_args(argv)
 

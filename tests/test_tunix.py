@@ -7,6 +7,7 @@ import functools
 import importlib
 import json
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -107,30 +108,112 @@ def test_as_with_plain_optax(program, train, method, optimizer, devices, tmp_pat
     assert po.host_bytes(nnx.state(plain.optimizer)) == 0
 
 
-def write_checkpoint(folder, config):
-    """A Llama as Hugging Face stores it, of random weights, whose tokens are bytes."""
-    draw = np.random.default_rng(0).standard_normal
-    width, head = config.embed_dim, config.head_dim
-    heads, pairs = config.num_heads * head, config.num_kv_heads * head
-    shapes = {
-        "self_attn.q_proj": (heads, width),
-        "self_attn.k_proj": (pairs, width),
-        "self_attn.v_proj": (pairs, width),
-        "self_attn.o_proj": (width, heads),
-        "mlp.gate_proj": (config.hidden_dim, width),
-        "mlp.up_proj": (config.hidden_dim, width),
-        "mlp.down_proj": (width, config.hidden_dim),
-        "input_layernorm": (width,),
-        "post_attention_layernorm": (width,),
+#: Of these sizes a `config.json` is all but what its `model_type` needs.
+SIZES = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+#: What Tunix computes, and the last four of the logits for `TOKENS` that transformers
+#: 5.12 computes of the weights that are written below.
+COMPUTED = {
+    "llama": ({"rms_norm_eps": 1e-2}, [-1.94605, -0.55142, 1.40138, -0.71232]),
+    "llama, tied": (
+        {"model_type": "llama", "tie_word_embeddings": True},
+        [-1.79284, -1.01, 0.29007, 0.57198],
+    ),
+    "mistral": (
+        {"sliding_window": None, "num_key_value_heads": 1},
+        [-1.34275, -0.41115, 1.15898, 1.80859],
+    ),
+    "qwen2": (
+        {"rope_theta": 12345.0, "sliding_window": 8},
+        [-0.87907, 1.79376, 1.01143, -0.09134],
+    ),
+    "qwen3": (
+        {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+        [-0.65692, 1.53332, 0.94027, -0.39455],
+    ),
+}
+SCALED = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0}
+SCALED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+#: What it does not: the `model_type`, its field, and the value.
+NOT_COMPUTED = [
+    ("llama", "rope_theta", 500000.0),  # Llama 3's
+    ("llama", "rope_theta", 10000.0),  # what it is where it is absent
+    ("qwen3", "rope_theta", 5000000),  # Qwen3-4B-Instruct-2507's
+    ("llama", "rope_scaling", SCALED),
+    ("llama", "rope_parameters", {"rope_theta": 1e6} | SCALED),
+    ("qwen2", "rope_scaling", {"type": "linear", "factor": 2.0}),
+    ("qwen2", "hidden_act", "gelu"),
+    ("llama", "attention_bias", True),
+    ("qwen3", "attention_bias", True),
+    ("llama", "mlp_bias", True),
+    ("llama", "attention_dropout", 0.1),
+    ("mistral", "sliding_window", 4096),
+    ("llama", "num_local_experts", 8),
+    ("llama", "quantization_config", {"quant_method": "gptq"}),
+    ("llama", "dtype", "float64"),
+    ("llama", "architectures", ["LlamaForSequenceClassification"]),
+    ("gemma", "model_type", "gemma"),
+    ("llama3", "model_type", "llama3"),
+    (None, "model_type", None),
+]
+TOKENS = np.arange(48, dtype=np.int32)[None] * 89 % 256
+
+
+def shapes_of(config):
+    """Of the tensors that Hugging Face stores for a `config.json`, by name."""
+    width, head, inner = (
+        config[x] for x in ("hidden_size", "head_dim", "intermediate_size")
+    )
+    heads = config["num_attention_heads"] * head
+    pairs = config["num_key_value_heads"] * head
+    vocabulary = (config["vocab_size"], width)
+    layer = {
+        "self_attn.q_proj.weight": (heads, width),
+        "self_attn.k_proj.weight": (pairs, width),
+        "self_attn.v_proj.weight": (pairs, width),
+        "self_attn.o_proj.weight": (width, heads),
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+        "input_layernorm.weight": (width,),
+        "post_attention_layernorm.weight": (width,),
     }
-    shapes = {f"model.layers.0.{name}": shape for name, shape in shapes.items()}
-    shapes |= {"model.norm": (width,), "lm_head": (config.vocab_size, width)}
-    shapes |= {"model.embed_tokens": (config.vocab_size, width)}
+    if config["model_type"] == "qwen2":
+        layer |= {"self_attn.q_proj.bias": (heads,)}
+        layer |= {f"self_attn.{x}_proj.bias": (pairs,) for x in "kv"}
+    if config["model_type"] == "qwen3":
+        layer |= {f"self_attn.{x}_norm.weight": (head,) for x in "qk"}
+    shapes = {"model.norm.weight": (width,), "model.embed_tokens.weight": vocabulary}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = vocabulary
+    for i in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def write_checkpoint(folder, **config):
+    """A model as Hugging Face stores it, of random weights, whose tokens are bytes."""
+    draw = np.random.default_rng(0).standard_normal
+    config = SIZES | config
     weights = {
-        f"{name}.weight": 0.1 * draw(shape, np.float32)
-        for name, shape in shapes.items()
+        name: 0.25 * draw(shape, np.float32) + name.endswith("norm.weight")
+        for name, shape in shapes_of(config).items()
     }
     safetensors.numpy.save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return weights
+
+
+def write_tokenizer(folder):
     tokenizers = importlib.import_module("tokenizers")
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     bpe = tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, [])
@@ -139,15 +222,14 @@ def write_checkpoint(folder, config):
     tokenizer.save(str(folder / "tokenizer.json"))
     kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(kind))
-    return weights
 
 
-def test_a_checkpoint(program, monkeypatch, tmp_path):
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_a_checkpoint(program, kind, tmp_path):
     """Its weights and its tokens are what is trained on."""
-    weights = write_checkpoint(tmp_path, program.TINY)
-    make = classmethod(lambda kind: program.TINY)
-    monkeypatch.setattr(program.ModelConfig, "llama3p2_1b", make)
-    flags = f"--checkpoint={tmp_path} --batch=4 --length=16 --steps=1"
+    weights = write_checkpoint(tmp_path, model_type=kind)
+    write_tokenizer(tmp_path)
+    flags = f"--checkpoint={tmp_path} --batch=4 --length=16 --steps=1 --rank=256"
     trainer = program.main(flags.split())
     check_places(trainer, 1)
     embedding = trainer.model.embedder.input_embedding.get_value()
@@ -156,6 +238,88 @@ def test_a_checkpoint(program, monkeypatch, tmp_path):
     (batch,) = program.batches(args)
     assert batch.input_tokens.max() < 256
     assert not np.array_equal(batch.input_tokens, tokens_without(program, args))
+
+
+def logits_of_tunix(program, folder):
+    model, mask = program.load(folder, None, None), np.ones_like(TOKENS, bool)
+    batch = program.TrainingInput(input_tokens=TOKENS, input_mask=mask)
+    given = program.model_input(batch)
+    tokens, positions = given["input_tokens"], given["positions"]
+    return np.asarray(model(tokens, positions, None, given["attention_mask"])[0])
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_checkpoint_is_the_model_of_transformers(program, name, tmp_path):
+    fields, last = COMPUTED[name]
+    write_checkpoint(tmp_path, **{"model_type": name} | fields)
+    logits = logits_of_tunix(program, tmp_path)
+    np.testing.assert_allclose(logits[0, -1, -4:], last, atol=1e-4)
+    torch = pytest.importorskip(
+        "torch", reason="pip install '.[oracle]' for all logits"
+    )
+    auto = program.transformers.AutoModelForCausalLM
+    theirs = auto.from_pretrained(tmp_path)(torch.tensor(TOKENS)).logits
+    np.testing.assert_allclose(logits, theirs.detach().numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"), NOT_COMPUTED, ids=lambda x: str(x)[:20]
+)
+def test_another_model_s_checkpoint_is_refused(program, kind, field, value, tmp_path):
+    config = SIZES | {"sliding_window": None, "model_type": kind, field: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shown = "{" if isinstance(value, dict) else f"{value!r}, not"
+    with pytest.raises(ValueError, match=re.escape(f" {field} is {shown}")):
+        program.main([f"--checkpoint={tmp_path}", "--steps=1"])
+
+
+def test_each_field_of_another_model_is_named(program, tmp_path):
+    """As of Llama-3.2-1B, whose tokens turn otherwise by two fields."""
+    llama = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": SCALED}
+    write_checkpoint(tmp_path, **llama)
+    with pytest.raises(ValueError, match="rope_theta is 500000.0.*rope_scaling is"):
+        program.main([f"--checkpoint={tmp_path}", "--steps=1"])
+
+
+CHECKPOINT_MISTAKES = {
+    "no config.json": "config.json' is no file",
+    "another family": "--model 'qwen3-0.6b' is no llama",
+    "fewer layers": "stores [0-9]+ values, and the model .* has [0-9]+",
+    "biases": "stores [0-9]+ values, and the model .* has [0-9]+",
+    "two dtypes": "holds tensors of float16, float32",
+}
+
+
+@pytest.mark.parametrize("mistake", CHECKPOINT_MISTAKES)
+def test_a_checkpoint_that_does_not_fit(program, mistake, tmp_path):
+    weights = write_checkpoint(tmp_path, model_type="llama")
+    config = tmp_path / "config.json"
+    if mistake == "no config.json":
+        config.unlink()
+    elif mistake == "fewer layers":
+        config.write_text(
+            json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 1})
+        )
+    elif mistake == "biases":
+        weights["model.layers.0.self_attn.q_proj.bias"] = np.ones(64, np.float32)
+    elif mistake == "two dtypes":
+        weights["model.norm.weight"] = weights["model.norm.weight"].astype(np.float16)
+    safetensors.numpy.save_file(weights, tmp_path / "model.safetensors")
+    name = "qwen3-0.6b" if mistake == "another family" else "llama-3.2-1b"
+    with pytest.raises(ValueError, match=CHECKPOINT_MISTAKES[mistake]):
+        program.main([f"--checkpoint={tmp_path}", f"--model={name}", "--steps=1"])
+
+
+def test_a_checkpoint_has_the_dtype_of_its_config(program, tmp_path):
+    write_checkpoint(tmp_path, model_type="qwen3", torch_dtype="bfloat16")
+    model = program.load(tmp_path, None, None)
+    assert {str(x.dtype) for x in jax.tree.leaves(nnx.state(model))} == {"bfloat16"}
+
+
+def test_a_checkpoint_of_qwen_has_no_weights_in_four_bits(program, tmp_path):
+    write_checkpoint(tmp_path, model_type="qwen3")
+    with pytest.raises(ValueError, match="--method qlora: Tunix's Qwen3 casts"):
+        program.main([f"--checkpoint={tmp_path}", "--method=qlora", "--steps=1"])
 
 
 def tokens_without(program, args):
