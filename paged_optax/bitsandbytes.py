@@ -4,6 +4,8 @@ Their 8-bit states are ours, code for code: codes of the dynamic map in the para
 shape, four in one of our words, and the largest magnitude of each 256 values.
 """
 
+import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
@@ -13,9 +15,10 @@ from jax import Array
 from jaxtyping import PyTree
 
 from paged_optax.backend.given import refuse_no_arrays
-from paged_optax.backend.key_paths import slashed
+from paged_optax.backend.key_paths import Path, names_of, slashed
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.progress import LARGE, track
+from paged_optax.backend.types import KeyPath
 from paged_optax.backend.variables import like
 from paged_optax.codecs import (
     Arranged,
@@ -26,11 +29,15 @@ from paged_optax.codecs import (
     unarranged,
 )
 from paged_optax.codecs.maps import dynamic_map
+from paged_optax.state.entries import (
+    Entry,
+    entries_of,
+    numbers,
+    refuse_unfit,
+    step_in,
+)
 from paged_optax.state.leaves import StateLeaf, leaves_of
 from paged_optax.state.steps import served_by, step_of
-
-#: What bitsandbytes keeps for one parameter: its step, and arrays by name.
-Entry = Mapping[str, int | np.ndarray]
 
 #: Optax's moments, and where bitsandbytes keeps each: its array, the position in it.
 _FIELDS: dict[str, tuple[str, int | None]] = {
@@ -40,10 +47,13 @@ _FIELDS: dict[str, tuple[str, int | None]] = {
     "m2": ("1", 1),
 }
 
+#: Optax's counts of updates.
+_COUNTS = ("count", "count_m2")
+
 
 def to_bitsandbytes(
     state: PyTree, params: PyTree | None = None
-) -> dict[str, dict[str, int | np.ndarray]]:
+) -> dict[Path, dict[str, int | np.ndarray]]:
     """A state as bitsandbytes keeps it, in NumPy arrays.
 
     Args:
@@ -53,9 +63,10 @@ def to_bitsandbytes(
 
     Returns:
       For each parameter's path the entry of a bitsandbytes `state_dict()["state"]`:
-      `step`, and `state1`, `absmax1`, `qmap1` (`state2`, ... for the second moment), or
-      `state1` alone where the moment is in float32. Their order is the parameters'.
-      A matrix whose blocks run along its columns comes transposed.
+      its own `step`, and `state1`, `absmax1`, `qmap1` (`state2`, ... for the second
+      moment), or `state1` alone where the moment is in float32. Their order is the
+      parameters'. A path is a string; where two parameters' strings are equal, JAX's
+      keys. A matrix whose blocks run along its columns comes transposed.
 
     Raises:
       ValueError: If a moment is not stored as bitsandbytes would, or if it may be of
@@ -74,10 +85,10 @@ def to_bitsandbytes(
     leaves = leaves_of(state)
     refuse_no_arrays("params", params)
     shapes = {
-        slashed(path): x.shape
+        names_of(path): x.shape
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
     }
-    parts: dict[str, dict[str, dict[int | None, np.ndarray]]] = {}
+    parts: dict[KeyPath, dict[str, dict[int | None, np.ndarray]]] = {}
     for leaf in _shown(leaves, state):
         if not (leaf.is_moment and leaf.field in _FIELDS):
             continue
@@ -86,11 +97,11 @@ def to_bitsandbytes(
         arrays = {f"state{number}": leaf.value}
         if isinstance(leaf.value, Quantized):
             try:
-                shape = shapes.get(leaf.parameter)
+                shape = shapes.get(names_of(leaf.parameter))
                 plain = unarranged(_codec(number), _beside(leaf.value), shape)
             except ValueError as error:
                 raise ValueError(
-                    f"moment {leaf.field} of parameter {leaf.parameter!r} is"
+                    f"moment {leaf.field} of parameter {leaf.name!r} is"
                     f" {jax.tree.map(jax.typeof, leaf.value)}: bitsandbytes knows"
                     " dynamic_int8 alone. If it is that, pass"
                     " to_bitsandbytes(state, params), which tells its shape."
@@ -101,8 +112,10 @@ def to_bitsandbytes(
             entry[f"qmap{number}"] = {None: qmap}
         for name, x in arrays.items():
             entry.setdefault(name, {})[position] = np.asarray(x)
+    names = [slashed(parameter) for parameter in parts]
+    label = lambda path: path if names.count(slashed(path)) > 1 else slashed(path)
     return {
-        parameter: {"step": int(step_of(leaves, parameter) or 0)}
+        label(parameter): {"step": int(step_of(leaves, parameter) or 0)}
         | {
             name: by_position[None]
             if None in by_position
@@ -115,22 +128,27 @@ def to_bitsandbytes(
     }
 
 
-def from_bitsandbytes(state: PyTree, entries: Mapping[str, Entry]) -> PyTree:
+def from_bitsandbytes(state: PyTree, entries: Mapping[Path | int, Entry]) -> PyTree:
     """A state with the moments and the step of a bitsandbytes optimizer.
 
     Args:
       state: A state of the same optimizer, as `init` makes it.
       entries: For each parameter's path the entry of `state_dict()["state"]`, its
-        tensors as NumPy arrays. Arrays have the parameter's own shape: blocks run
-        through it row by row, so that a transposed matrix has other blocks.
+        tensors as NumPy arrays, nested as they are there or not. Arrays have the
+        parameter's own shape: blocks run through it row by row, so that a transposed
+        matrix has other blocks. For a list of parameters a whole `state_dict()` will
+        do, whose entries are numbered.
 
     Returns:
-      The state; every array is where that of `state` was.
+      The state; every array is where that of `state` was. With `per_parameter_steps`
+      each parameter has its own step. Else all have the largest one, and a warning
+      names a parameter whose step is another.
 
     Raises:
       ValueError: If a parameter or a step is missing, an array does not fit, a step
-        is no count, or a scale or a mean of squares is negative. The message names
-        the parameter and the field.
+        is no count, an array is nested and not nested, a scale or a mean of squares
+        is negative, or an array holds NaN or an infinity. The message names the
+        parameter and the field.
 
     Example:
       >>> import jax.numpy as jnp, paged_optax as po
@@ -146,70 +164,57 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[str, Entry]) -> PyTree:
       bitsandbytes, `optim/optimizer.py <https://github.com/bitsandbytes-foundation>`_.
     """
     leaves, values = leaves_of(state), list[PyTree]()
-    _refuse_unmapped("entries", entries)
-    for name, entry in entries.items():
-        _refuse_unmapped(f"the entry of parameter {name!r}", entry)
-    steps = {name: _step(name, x) for name, x in entries.items() if "step" in x}
+    given = entries_of(
+        entries, [x.parameter for x in leaves if x.is_moment and x.field in _FIELDS]
+    )
+    steps = {path: step_in(path, x) for path, x in given.items() if "step" in x}
     for leaf in _shown(leaves, state):
         value = leaf.value
-        if leaf.is_count and leaf.field == "count":
-            served = entries.keys() & served_by(leaves, leaf)
-            if untold := sorted(served - steps.keys()):
+        if leaf.is_count and leaf.field in _COUNTS:
+            served = given.keys() & served_by(leaves, leaf)
+            if untold := sorted(map(slashed, served - steps.keys())):
                 raise ValueError(
                     f"the entry of parameter {untold[0]!r} has no 'step': pass how many"
                     " updates its moments have seen, as bitsandbytes does."
                 )
-            own = max((steps[name] for name in served), default=None)
+            own = max((steps[path] for path in served), default=None)
             if own is not None:
                 value = jax.device_put(jnp.asarray(own, value.dtype), value.sharding)
         elif leaf.is_moment and leaf.field in _FIELDS:
-            if leaf.parameter not in entries:
-                raise ValueError(
-                    f"entries have no parameter {leaf.parameter!r}: they have"
-                    f" {', '.join(map(repr, list(entries)[:3])) or 'none'}."
-                )
-            value = _read(entries[leaf.parameter], leaf)
+            value = _read(given[leaf.parameter], leaf)
         values.append(value)
+    _tell_of_other_steps(leaves, values, steps)
     return like(state, values)
+
+
+def _tell_of_other_steps(
+    leaves: Sequence[StateLeaf],
+    values: Sequence[PyTree[Array]],
+    steps: Mapping[KeyPath, int],
+) -> None:
+    """Warns if a parameter goes on with another count than its own."""
+    if len(set(steps.values())) < 2:
+        return
+    new = [
+        dataclasses.replace(leaf, value=value)
+        for leaf, value in zip(leaves, values, strict=True)
+    ]
+    for path, own in steps.items():
+        count = step_of(new, path)
+        if count is not None and int(count) != own:
+            warnings.warn(
+                f"the entry of parameter {slashed(path)!r} has 'step' {own}, and the"
+                f" state has one count for all parameters, which is {int(count)} now:"
+                " its bias corrections and schedules will be those of that step. Make"
+                " the state with per_parameter_steps=True, and each keeps its own.",
+                stacklevel=3,
+            )
+            return
 
 
 def _shown(leaves: Sequence[StateLeaf], state: PyTree) -> Iterator[StateLeaf]:
     """The leaves, with a progress bar where the state is large."""
     return track(leaves, "moments", len(leaves), shown=nbytes(state) >= LARGE)
-
-
-def _refuse_unmapped(what: str, given: object) -> None:
-    if not isinstance(given, Mapping):
-        raise ValueError(
-            f"{what} is of type {type(given).__name__}: pass a mapping, as in"
-            ' bitsandbytes\' state_dict()["state"].'
-        )
-
-
-def _numbers(parameter: str, name: str, given: object) -> np.ndarray:
-    """An array of an entry; nothing is converted."""
-    try:
-        found = np.asarray(given)
-        why = f"it is of dtype {found.dtype}"
-    except (TypeError, ValueError) as error:
-        found, why = np.zeros(0, object), str(error)
-    if not jnp.issubdtype(found.dtype, np.number):
-        raise ValueError(
-            f"{name!r} of parameter {parameter!r} is no array of numbers: {why}."
-        )
-    return found
-
-
-def _step(parameter: str, entry: Entry) -> int:
-    """The step of an entry; a state counts in 32 bits."""
-    step = _numbers(parameter, "step", entry["step"])
-    if step.ndim or not 0 <= step < 2**31 or step != np.floor(step):
-        shown = str(step) if step.size < 9 else f"{step.dtype}{list(step.shape)}"
-        raise ValueError(
-            f"'step' of parameter {parameter!r} is {shown}: a step is a whole number"
-            " from 0 to 2^31 - 1."
-        )
-    return int(step)
 
 
 def _read(entry: Entry, leaf: StateLeaf) -> PyTree[Array]:
@@ -219,10 +224,10 @@ def _read(entry: Entry, leaf: StateLeaf) -> PyTree[Array]:
     def held(name: str) -> np.ndarray:
         if name not in entry:
             raise ValueError(
-                f"the entry of parameter {leaf.parameter!r} has no {name!r}: it has"
+                f"the entry of parameter {leaf.name!r} has no {name!r}: it has"
                 f" {', '.join(sorted(map(str, entry)))}."
             )
-        return _numbers(leaf.parameter, name, entry[name])
+        return numbers(leaf.parameter, name, entry[name])
 
     def given(name: str) -> np.ndarray:
         array = held(name)
@@ -230,51 +235,44 @@ def _read(entry: Entry, leaf: StateLeaf) -> PyTree[Array]:
             return array
         if not array.ndim or len(array) <= position:
             raise ValueError(
-                f"{name!r} of parameter {leaf.parameter!r} has shape"
+                f"{name!r} of parameter {leaf.name!r} has shape"
                 f" {list(array.shape)}, where two moments are stacked."
             )
         return array[position]
 
     if not isinstance(leaf.value, Quantized):
         found = given(state)
-        if number == "2":
-            _refuse_negative(found, state, leaf, "a mean of squares")
-        return _fitting(found, leaf.value, leaf, state)
+        fits = _fitting(found, leaf.value, leaf, state)
+        meaning = "a mean of squares" if number == "2" else ""
+        refuse_unfit(leaf.parameter, state, found, meaning)
+        return fits
     plain = _codec(number)
     wanted = dynamic_map(plain.signed)
     found = held(qmap)
     # PyTorch's linspace rounds differently from release to release.
     if found.shape != wanted.shape or not np.allclose(found, wanted, 1e-6, 0):
         raise ValueError(
-            f"{qmap!r} of parameter {leaf.parameter!r} is not the dynamic map: its"
+            f"{qmap!r} of parameter {leaf.name!r} is not the dynamic map: its"
             " codes mean other numbers."
         )
-    moment = Quantized(given(state), given(absmax))
-    _refuse_negative(moment.scales, absmax, leaf, "each block's largest magnitude")
+    scales = given(absmax)
+    moment = Quantized(given(state), scales)
     right = plain.stored(moment.codes.shape)
     if moment.codes.dtype == right.codes.dtype:
         if _described(moment.scales) != _described(right.scales):
             raise ValueError(
-                f"{absmax!r} of parameter {leaf.parameter!r} is"
+                f"{absmax!r} of parameter {leaf.name!r} is"
                 f" {moment.scales.dtype}{list(moment.scales.shape)}, and {state!r} of"
                 f" {list(moment.codes.shape)} has"
                 f" {right.scales.dtype}{list(right.scales.shape)}."
             )
         moment = _arranged_like(leaf.value, moment, plain)
-    return Quantized(
+    fits = Quantized(
         _fitting(moment.codes, leaf.value.codes, leaf, state),
         _fitting(moment.scales, leaf.value.scales, leaf, absmax),
     )
-
-
-def _refuse_negative(
-    found: np.ndarray, name: str, leaf: StateLeaf, meaning: str
-) -> None:
-    if (negative := found[found < 0]).size:
-        raise ValueError(
-            f"{name!r} of parameter {leaf.parameter!r} holds {negative[0]}: it is"
-            f" {meaning}, which is not negative."
-        )
+    refuse_unfit(leaf.parameter, absmax, scales, "each block's largest magnitude")
+    return fits
 
 
 def _codec(number: str) -> DynamicInt8:
@@ -308,7 +306,7 @@ def _fitting(
     """An array in the place of one of a state."""
     if (array.shape, array.dtype) != (old.shape, old.dtype):
         raise ValueError(
-            f"{name!r} of parameter {leaf.parameter!r} would be stored as"
+            f"{name!r} of parameter {leaf.name!r} would be stored as"
             f" {array.dtype}{list(array.shape)}, and the state holds"
             f" {old.dtype}{list(old.shape)}."
         )

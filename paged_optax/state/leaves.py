@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.arrays import counts_steps, holds_moments
 from paged_optax.backend.given import refuse_no_arrays
-from paged_optax.backend.key_paths import name_of
+from paged_optax.backend.key_paths import names_of, slashed
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.types import ArrayOrShape, KeyPath
 from paged_optax.backend.variables import bare
@@ -27,6 +27,10 @@ SETTINGS = ("hyperparams", "hyperparams_states")
 _NO_MOMENTS = (*SETTINGS, "acc_grads")
 
 
+#: The names of the keys of a leaf's node, its field, those of its parameter.
+LeafKey = tuple[tuple[str, ...], str, tuple[str, ...]]
+
+
 @dataclasses.dataclass(frozen=True)
 class StateLeaf:
     """One leaf of a state.
@@ -34,14 +38,24 @@ class StateLeaf:
     Attributes:
       node: The path of the Optax state it belongs to.
       field: The name of its field there: `"mu"`, `"count"`.
-      parameter: The path of its parameter; `""` where it is not in a tree of them.
+      parameter: The path of its parameter; `()` where it is not in a tree of them.
       value: The array, or what a codec stores in its place.
     """
 
-    node: str
+    node: KeyPath
     field: str
-    parameter: str
+    parameter: KeyPath
     value: PyTree[ArrayOrShape]
+
+    @property
+    def key(self) -> LeafKey:
+        """What it is called in any state of its transformation."""
+        return names_of(self.node), self.field, names_of(self.parameter)
+
+    @property
+    def name(self) -> str:
+        """Its parameter, for messages."""
+        return slashed(self.parameter)
 
     @property
     def is_moment(self) -> bool:
@@ -62,7 +76,7 @@ class StateLeaf:
         return self.value.ndim == 0 and counts_steps(self.value.dtype)
 
     @property
-    def place(self) -> tuple[str, str]:
+    def place(self) -> tuple[KeyPath, str]:
         """Its node and field, which the same moment of other parameters has too."""
         return self.node, self.field
 
@@ -114,9 +128,9 @@ def leaves_of(state: PyTree) -> list[StateLeaf]:
     refuse_no_arrays("state", state)
     return [
         StateLeaf(
-            name_of(path[:-1]),
-            name_of(path[-1:]),
-            "" if _is_count_variable(key_path, value) else name_of(key_path),
+            path[:-1],
+            slashed(path[-1:]),
+            () if _is_count_variable(key_path, value) else key_path,
             bare(value),
         )
         for path, field in fields_of(state)
@@ -140,7 +154,7 @@ def _is_count_variable(key_path: KeyPath, value: PyTree) -> bool:
     return alone and counts_steps(value.dtype)
 
 
-def unpaged_places(leaves: Iterable[StateLeaf]) -> set[tuple[str, str]]:
+def unpaged_places(leaves: Iterable[StateLeaf]) -> set[tuple[KeyPath, str]]:
     """Fields that nothing pages, such as that of an `optax.trace` beside `paged(...)`.
 
     Moments of a parameter move together, so a field without a single moment on the

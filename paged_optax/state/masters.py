@@ -7,7 +7,7 @@ from jax import Array
 from jaxtyping import Float, PyTree
 
 from paged_optax.backend.given import refuse_no_arrays
-from paged_optax.backend.key_paths import name_of
+from paged_optax.backend.key_paths import names_of, slashed
 from paged_optax.backend.types import KeyPath
 from paged_optax.state.leaves import leaves_of
 from paged_optax.transform.precision import master_beside, wider
@@ -53,7 +53,7 @@ def master_weights(
     }
 
     def master(path: KeyPath, parameter: Array) -> Array:
-        name = _named(name_of(path))
+        name = _named(path)
         for field in _OF_FIELD:
             half = found.get((field, name))
             if half is not None and half.shape == parameter.shape:
@@ -61,10 +61,10 @@ def master_weights(
                 return _OF_FIELD[field](parameter, half)
         if wider(parameter, jnp.float32) is parameter:
             return parameter
-        known = [repr(name) for field, name in found if field in _OF_FIELD]
+        known = [repr("/".join(name)) for field, name in found if field in _OF_FIELD]
         if known:
             raise ValueError(
-                f"params: the state keeps no master of {name!r} of shape"
+                f"params: the state keeps no master of {slashed(path)!r} of shape"
                 f" {parameter.shape}, only of {', '.join(known[:3])}: pass the"
                 " parameters that the state was made with, or some of them under their"
                 " own paths."
@@ -77,6 +77,7 @@ def master_weights(
     return jax.tree_util.tree_map_with_path(master, params)
 
 
-def _named(name: str) -> str:
-    """The name of a parameter, in a variable of Flax or not."""
-    return name.removesuffix("/value")
+def _named(path: KeyPath) -> tuple[str, ...]:
+    """The names of a parameter's keys, in a variable of Flax or not."""
+    names = names_of(path)
+    return names[:-1] if names[-1:] == ("value",) else names

@@ -12,14 +12,20 @@ from jaxtyping import PyTree
 from paged_optax.backend.arrays import is_committed
 from paged_optax.backend.donation import paired
 from paged_optax.backend.given import refuse_no_transformation, shown
-from paged_optax.backend.key_paths import Path, name_of
+from paged_optax.backend.key_paths import Path, name_of, names_of, slashed
 from paged_optax.backend.memory import DEVICE, HOST, PINNED_HOST, memory_kinds
 from paged_optax.backend.types import Transformation
 from paged_optax.backend.variables import like
 from paged_optax.codecs import Quantized
 from paged_optax.state.abstract import abstract_state
-from paged_optax.state.by_path import moments_of, named_by
-from paged_optax.state.leaves import SETTINGS, leaves_of, unpaged_places
+from paged_optax.state.by_path import Parameters, moments_of
+from paged_optax.state.leaves import (
+    SETTINGS,
+    LeafKey,
+    StateLeaf,
+    leaves_of,
+    unpaged_places,
+)
 from paged_optax.state.residency import moved_to
 
 
@@ -145,35 +151,45 @@ def init_param(
     """
     refuse_no_transformation("tx", tx)
     flat, structure = jax.tree_util.tree_flatten_with_path(params)
-    names = [name_of(key_path) for key_path, _ in flat]
-    joins = set(named_by(path, names, "params"))
+    joins = set(Parameters([key for key, _ in flat], "params").named_by(path))
     # All others empty: their moments cost nothing, and are not used.
     alone = [
-        x if name in joins else jnp.zeros((0, *x.shape[1:]), x.dtype)
-        for name, (_, x) in zip(names, flat, strict=True)
+        x if key in joins else jnp.zeros((0, *x.shape[1:]), x.dtype) for key, x in flat
     ]
-    made = tx.init(jax.tree.unflatten(structure, alone))
-    placed = [leaf.value for leaf in leaves_of(abstract_state(tx, params))]
-    known = leaves_of(state)
-    old = {(*leaf.place, leaf.parameter): leaf.value for leaf in known}
-    wanted = leaves_of(made)
-    leaves = []
-    for leaf, place in zip(wanted, placed, strict=True):
-        key = (*leaf.place, leaf.parameter)
-        if leaf.parameter in joins and leaf.field not in SETTINGS:
-            leaves.append(jax.tree.map(_in_memory_of, leaf.value, place))
-        elif key in old:
-            leaves.append(old[key])
+    made = leaves_of(tx.init(jax.tree.unflatten(structure, alone)))
+    new = {leaf.key: leaf.value for leaf in made if leaf.field not in SETTINGS}
+    old = {leaf.key: leaf.value for leaf in leaves_of(state)}
+    target, names = abstract_state(tx, params), set(map(names_of, joins))
+    wanted, leaves = leaves_of(target), list[PyTree]()
+    for leaf in wanted:
+        if names_of(leaf.parameter) in names and leaf.key in new:
+            leaves.append(jax.tree.map(_in_memory_of, new[leaf.key], leaf.value))
         else:
-            raise ValueError(
-                f"the state has no {leaf.field} of parameter {leaf.parameter!r} either:"
-                f" name it too, by a path that leads to it and to {name_of(path)!r}, or"
-                " add one after the other."
-            )
+            leaves.append(_kept(old, leaf, path))
     # Where nothing joins, the state keeps its containers: `nnx.Optimizer` has its own.
-    same = [(*x.place, x.parameter) for x in wanted] == list(old)
-    keeps = same and len(old) == len(known)
-    return like(state if keeps else made, paired(leaves))
+    keeps = [leaf.key for leaf in wanted] == list(old)
+    return like(state if keeps else target, paired(leaves))
+
+
+def _kept(
+    old: Mapping[LeafKey, PyTree[Array]], leaf: StateLeaf, path: Path
+) -> PyTree[Array]:
+    """What a state holds for a leaf of another one, for a parameter that is there."""
+    if leaf.key not in old:
+        raise ValueError(
+            f"the state has no {leaf.field} of parameter {leaf.name!r}"
+            f" either: name it too, by a path that leads to it and to"
+            f" {name_of(path)!r}, or add one after the other."
+        )
+    kept, found = old[leaf.key], _describe(old[leaf.key])
+    if found != _describe(leaf.value):
+        raise ValueError(
+            f"{leaf.field} of parameter {leaf.name!r} is {found} in the"
+            f" state, and {_describe(leaf.value)} in that of tx for these parameters:"
+            " pass the transformation that the state was made with, and parameters"
+            " of the same shapes."
+        )
+    return kept
 
 
 def _describe(moment: PyTree) -> str:
@@ -181,7 +197,7 @@ def _describe(moment: PyTree) -> str:
     if isinstance(moment, Quantized):
         codes, scales = map(_describe, moment)
         return f"Quantized(codes={codes}, scales={scales})"
-    if not isinstance(moment, ArrayLike):
+    if not isinstance(moment, ArrayLike | jax.ShapeDtypeStruct):
         return f"of type {type(moment).__name__}"
     aval = jax.typeof(moment)
     return f"{aval.dtype}{list(aval.shape)}"

@@ -7,7 +7,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 
 from paged_optax.backend.arrays import is_committed
-from paged_optax.backend.key_paths import slashed
+from paged_optax.backend.key_paths import names_of
 from paged_optax.backend.types import ArrayOrShape, Transformation
 from paged_optax.backend.variables import bare, like
 from paged_optax.state.abstract import abstract_state
@@ -51,19 +51,19 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
         here, there = _describe(found.get(name)), _describe(wanted.get(name))
         if here != there:
             raise ValueError(
-                f"state: {name!r} is {here}, and a state of tx for these parameters"
-                f" has {there}: pass the transformation, and the parameters, that the"
-                " state was made with."
+                f"state: {'/'.join(name)!r} is {here}, and a state of tx for these"
+                f" parameters has {there}: pass the transformation, and the"
+                " parameters, that the state was made with."
             )
     placed = [_placed(found[name], place) for name, place in wanted.items()]
     same = jax.tree.structure(bare(state)) == jax.tree.structure(bare(target))
     return like(state if same else target, placed)
 
 
-def _by_name(state: PyTree) -> dict[str, PyTree[ArrayOrShape]]:
-    """A state's arrays by path; whatever the containers, each has one name."""
+def _by_name(state: PyTree) -> dict[tuple[str, ...], PyTree[ArrayOrShape]]:
+    """A state's arrays by the names of their keys, whatever the containers."""
     flat = jax.tree_util.tree_flatten_with_path(bare(state))[0]
-    return {slashed(path): x for path, x in flat}
+    return {names_of(path): x for path, x in flat}
 
 
 def _describe(x: ArrayOrShape | None) -> str:

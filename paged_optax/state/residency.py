@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.arrays import holds_moments, is_traced
 from paged_optax.backend.given import refuse_no_transformation, shown
-from paged_optax.backend.key_paths import Path, name_of
+from paged_optax.backend.key_paths import Path, slashed
 from paged_optax.backend.memory import (
     PINNED_HOST,
     bytes_a_device,
@@ -19,9 +19,9 @@ from paged_optax.backend.memory import (
     nbytes,
     on_host,
 )
-from paged_optax.backend.types import Transformation
+from paged_optax.backend.types import KeyPath, Transformation
 from paged_optax.backend.variables import like
-from paged_optax.state.by_path import arrays_of, named_by
+from paged_optax.state.by_path import Parameters, arrays_of, within
 from paged_optax.state.leaves import (
     SETTINGS,
     StateLeaf,
@@ -55,7 +55,7 @@ def is_device_resident(state: PyTree, path: Path) -> bool:
       [True, False]
     """
     leaves = [leaf for leaf in leaves_of(state) if leaf.is_moment]
-    inside = set(named_by(path, [leaf.parameter for leaf in leaves], "the state"))
+    inside = within(path, leaves)
     return not any(on_host(x.value) for x in leaves if x.parameter in inside)
 
 
@@ -190,14 +190,13 @@ def rebalance(
         not is_tiny and x.place not in unpaged
         for x, is_tiny in zip(leaves, tiny, strict=True)
     ]
-    sizes: dict[str, int] = {}
+    sizes: dict[KeyPath, int] = {}
     for leaf, moves in zip(leaves, movable, strict=True):
         if leaf.is_moment:
             size = bytes_a_device(leaf.value) if moves else 0
             sizes[leaf.parameter] = sizes.get(leaf.parameter, 0) + size
-    used = [
-        name for path in recent_paths for name in named_by(path, sizes, "the state")
-    ]
+    known = Parameters(sizes, "the state")
+    used = [name for path in recent_paths for name in known.named_by(path)]
     stays = set(sizes) if budget is None else set()
     left = budget or 0
     for name in dict.fromkeys(reversed(used)):
@@ -255,7 +254,7 @@ def _parameters_like(state: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
     trees = [
         field
         for path, field in fields_of(state)
-        if name_of(path[-1:]) not in SETTINGS
+        if slashed(path[-1:]) not in SETTINGS
         and any(holds_moments(x.dtype) for x in jax.tree.leaves(field))
     ]
     merged = max(

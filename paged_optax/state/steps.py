@@ -7,7 +7,8 @@ from jax import Array
 from jaxtyping import Int, PyTree
 
 from paged_optax.backend.donation import paired
-from paged_optax.backend.key_paths import Path
+from paged_optax.backend.key_paths import Path, slashed
+from paged_optax.backend.types import KeyPath
 from paged_optax.backend.variables import like
 from paged_optax.state.by_path import the_one_named_by
 from paged_optax.state.leaves import StateLeaf, leaves_of
@@ -41,16 +42,16 @@ def get_step(state: PyTree, path: Path) -> Int[Array, ""]:
     count = step_of(leaves, parameter)
     if count is None:
         raise ValueError(
-            f"the state of parameter {parameter!r} counts no steps: its transformation"
-            " has no use for them."
+            f"the state of parameter {slashed(parameter)!r} counts no steps: its"
+            " transformation has no use for them."
         )
     return count
 
 
-def step_of(leaves: Iterable[StateLeaf], parameter: str) -> Int[Array, ""] | None:
+def step_of(leaves: Iterable[StateLeaf], parameter: KeyPath) -> Int[Array, ""] | None:
     """The step count of a parameter: its own, or the one it shares, or None."""
     counts = [leaf for leaf in leaves if leaf.is_count]
-    own = [leaf for leaf in counts if leaf.parameter == parameter != ""]
+    own = [leaf for leaf in counts if leaf.parameter == parameter != ()]
     if own:
         return own[0].value
     nodes = _nodes(leaves, parameter)
@@ -67,7 +68,7 @@ def step_of(leaves: Iterable[StateLeaf], parameter: str) -> Int[Array, ""] | Non
     return None
 
 
-def served_by(leaves: Iterable[StateLeaf], count: StateLeaf) -> set[str]:
+def served_by(leaves: Iterable[StateLeaf], count: StateLeaf) -> set[KeyPath]:
     """The parameters whose steps a count counts: its own, or those of its label."""
     if count.parameter:
         return {count.parameter}
@@ -78,12 +79,12 @@ def served_by(leaves: Iterable[StateLeaf], count: StateLeaf) -> set[str]:
     return {x for x, distance in near.items() if distance == max(near.values())}
 
 
-def _nodes(leaves: Iterable[StateLeaf], parameter: str) -> set[str]:
+def _nodes(leaves: Iterable[StateLeaf], parameter: KeyPath) -> set[KeyPath]:
     """What holds a parameter's moments."""
     return {x.node for x in leaves if x.is_moment and x.parameter == parameter}
 
 
-def _nearness(node: str, nodes: Iterable[str]) -> int:
+def _nearness(node: KeyPath, nodes: Iterable[KeyPath]) -> int:
     return max(_common(node, other) for other in nodes)
 
 
@@ -120,8 +121,8 @@ def increment_step(state: PyTree, path: Path) -> PyTree:
     ]
     if not any(own):
         raise ValueError(
-            f"parameter {parameter!r} has no step count of its own: the state has one"
-            " count for all parameters, or none. Build the transformation with"
+            f"parameter {slashed(parameter)!r} has no step count of its own: the state"
+            " has one count for all parameters, or none. Build the transformation with"
             " per_parameter_steps=True."
         )
     values = [
@@ -131,16 +132,16 @@ def increment_step(state: PyTree, path: Path) -> PyTree:
     return like(state, paired(values))
 
 
-def _common(first: str, second: str) -> int:
+def _common(first: KeyPath, second: KeyPath) -> int:
     """How many keys two nodes' paths have in common."""
     same = 0
-    for one, other in zip(first.split("/"), second.split("/"), strict=False):
+    for one, other in zip(first, second, strict=False):
         if one != other:
             break
         same += 1
     return same
 
 
-def _is_above(node: str, other: str) -> bool:
+def _is_above(node: KeyPath, other: KeyPath) -> bool:
     """Whether a state holds another inside."""
-    return node != other and (not node or other.startswith(f"{node}/"))
+    return node != other and other[: len(node)] == node

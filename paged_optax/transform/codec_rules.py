@@ -1,13 +1,12 @@
 """Which codec stores which moment."""
 
-import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from paged_optax.backend.key_paths import slashed
+from paged_optax.backend.key_paths import chosen, slashed
 from paged_optax.backend.types import KeyPath
 from paged_optax.codecs import Codec, named
 from paged_optax.transform.trees import Leaf
@@ -75,7 +74,8 @@ def choose(
 
     Args:
       rules: From `check`. If several apply to a moment, the last one wins. A key that
-        names a moment names no parameter.
+        names a moment names no parameter. A key that is a parameter's path names it
+        alone, and is no pattern.
       state_paths: The paths of the state's leaves.
       avals: Their shapes and dtypes.
       parameter_paths: The paths of the parameters.
@@ -97,14 +97,14 @@ def choose(
         else slashed(path[: len(path) - len(parameter_paths[owner])][-1:])
         for path, owner in zip(state_paths, owners, strict=True)
     ]
-    by_moment = _moments_named(rules, moments, parameters)
+    named_by = _parameters_named(rules, moments, parameters)
     found: list[Codec | None] = []
     for moment, owner, aval in zip(moments, owners, avals, strict=True):
         if owner is None or moment is None:
             found.append(None)
             continue
         which = _Moment(moment, parameters[owner], aval)
-        rule, by_name = _last_match(rules, by_moment, which)
+        rule, by_name = _last_match(rules, named_by, which)
         small = int(np.prod(aval.shape)) < SMALLEST_CODED
         plain = small or rule in (None, "float32")
         found.append(None if plain else _fitting(rule, by_name, which))
@@ -125,42 +125,41 @@ class _Moment(NamedTuple):
     aval: Leaf
 
 
-def _moments_named(
+def _parameters_named(
     rules: Mapping[str, Rule],
     moments: Sequence[str | None],
     parameters: Sequence[str],
-) -> set[str]:
-    """Finds the keys that name moments; raises if a key names nothing."""
-    # Under a parameter's path there may be rules by moment, under a moment's name not.
-    by_moment = {
-        key
-        for key, rule in rules.items()
-        if key in moments and not isinstance(rule, Mapping)
-    }
-    for key in rules:
-        if key not in by_moment and not fnmatch.filter(parameters, key) and parameters:
+) -> dict[str, set[str] | None]:
+    """For each key the parameters that it names; None if it names moments."""
+    found: dict[str, set[str] | None] = {}
+    for key, rule in rules.items():
+        # Under a parameter's path there may be rules by moment, under a moment's name
+        # not.
+        by_moment = key in moments and not isinstance(rule, Mapping)
+        found[key] = None if by_moment else chosen(key, parameters)
+        if not by_moment and not found[key] and parameters:
             known = sorted({moment for moment in moments if moment})
             raise ValueError(
                 f"codec has the key {key!r}, and no moment is called so"
                 f" ({', '.join(known)}) nor any parameter matches it"
                 f" ({', '.join(parameters[:3])}, ...)."
             )
-    return by_moment
+    return found
 
 
 def _last_match(
-    rules: Mapping[str, Rule], by_moment: set[str], moment: _Moment
+    rules: Mapping[str, Rule], named_by: Mapping[str, set[str] | None], moment: _Moment
 ) -> tuple[CodecLike, bool]:
     """Finds the last rule that applies to a moment, and whether it names the moment."""
     rule, by_name = None, False
     for key, candidate in rules.items():
-        if key in by_moment:
+        parameters = named_by[key]
+        if parameters is None:
             applies = moment.name == key
         else:
-            by_path = fnmatch.fnmatchcase(moment.parameter, key)
-            applies = by_path and moment.name not in _MASTERS
+            applies = moment.parameter in parameters and moment.name not in _MASTERS
         if applies:
-            rule, by_name = candidate, key in by_moment
+            rule, by_name = candidate, parameters is None
     if isinstance(rule, Mapping):
         return rule.get(moment.name), True
     return rule, by_name

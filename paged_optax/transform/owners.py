@@ -25,25 +25,23 @@ def parameter_of(
     """
     position = {tuple(path): i for i, path in enumerate(parameter_paths)}
     lengths = sorted({len(path) for path in position}, reverse=True)
-    split = lambda path, n: (tuple(path[: len(path) - n]), tuple(path[len(path) - n :]))
+    # For each leaf the trees that may be of parameters, the outermost first.
     found = [
-        next(
-            (
-                (tree, position[end])
-                for tree, end in (split(path, n) for n in lengths if n <= len(path))
-                if end in position
-            ),
-            None,
-        )
+        {
+            tuple(path[:start]): position[end]
+            for start in (len(path) - n for n in lengths)
+            if start >= 0 and (end := tuple(path[start:])) in position
+        }
         for path in state_paths
     ]
-    members = collections.Counter(tree for tree, _ in filter(None, found))
+    members = collections.Counter(tree for trees in found for tree in trees)
     inside = collections.Counter(
         tuple(path[:n]) for path in state_paths for n in range(len(path) + 1)
     )
     # A step count is no moment, even of a parameter that is called `count`: its tree
     # holds leaves that end with no parameter's path.
+    whole = {tree for tree, count in members.items() if count == inside[tree]}
     return [
-        each and (each[1] if members[each[0]] == inside[each[0]] else None)
-        for each in found
+        next((each for tree, each in trees.items() if tree in whole), None)
+        for trees in found
     ]
