@@ -310,7 +310,10 @@ def _fitting(
             f" {array.dtype}{list(array.shape)}, and the state holds"
             f" {old.dtype}{list(old.shape)}."
         )
-    return jax.device_put(array, old.sharding)
+    # JAX takes a NumPy array's memory as it is, which may be that of a PyTorch tensor
+    # that is still trained.
+    copy = array if isinstance(array, Array) else np.array(array)
+    return jax.device_put(copy, old.sharding)
 
 
 def _beside(moment: PyTree[Array | np.ndarray]) -> PyTree[Array]:

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from paged_optax.backend.arrays import is_committed
 from paged_optax.backend.donation import paired
 from paged_optax.backend.given import refuse_no_transformation, shown
-from paged_optax.backend.key_paths import Path, name_of, names_of, slashed
+from paged_optax.backend.key_paths import Path, name_of, names_of
 from paged_optax.backend.memory import DEVICE, HOST, PINNED_HOST, memory_kinds
 from paged_optax.backend.types import Transformation
 from paged_optax.backend.variables import like
