@@ -167,7 +167,8 @@ def init_param(
         else:
             leaves.append(_kept(old, leaf, path))
     # Where nothing joins, the state keeps its containers: `nnx.Optimizer` has its own.
-    keeps = [leaf.key for leaf in wanted] == list(old)
+    same = [leaf.key for leaf in wanted] == list(old)
+    keeps = same and jax.tree.structure(leaves) == jax.tree.structure([*old.values()])
     return like(state if keeps else target, paired(leaves))
 
 

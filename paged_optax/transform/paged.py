@@ -92,16 +92,16 @@ def paged(
       codec: How moments are stored: the name of a codec (`"dynamic_int8"`,
         `"dynamic_int4"`, `"float8_e4m3"`, `"bfloat16"`, `"bfloat16_stochastic"`), an
         object like those of `paged_optax.codecs`, or a dictionary of them, whose keys
-        are names of moments and patterns of parameter paths:
-        `{"mu": "bfloat16", "nu": "dynamic_int8", "*/embedding": "float32"}`. A key that
-        is a parameter's path names it alone: `"w[0]"` is a pattern, which matches `w0`,
-        only if no parameter is called so. If several keys match, the last one wins.
-        `inner` computes in float32. Moments of fewer than 4096 values are stored in
-        float32. A codec that is given by name spends no
-        bit on the sign of Optax's moments of squares, such as `nu`. For a moment of
-        your own, give the codec: `{"*": "dynamic_int8", "energy":
-        DynamicInt8(signed=False)}`. If a block of a moment holds NaN or an infinity,
-        each of its values decodes to NaN or an infinity: put `apply_if_finite` around.
+        are names of moments and patterns of parameter paths: `{"mu": "bfloat16", "nu":
+        "dynamic_int8", "*/embedding": "float32"}`. A key that is a parameter's path
+        names it alone: `"w[0]"` is a pattern, which matches `w0`, only if no parameter
+        is called so. If several keys match, the last one wins. `inner` computes in
+        float32. Moments of fewer than 4096 values are stored in float32. A codec that
+        is given by name spends no bit on the sign of Optax's moments of squares, such
+        as `nu`. For a moment of your own, give the codec: `{"*": "dynamic_int8",
+        "energy": DynamicInt8(signed=False)}`. If a block of a moment holds NaN or an
+        infinity, each of its values decodes to NaN or an infinity: put
+        `apply_if_finite` around.
       master_dtype: Keeps a copy of the parameters in this dtype, paged like a moment,
         for parameters in fewer bits: `"float32"`. The moments have this dtype too.
         Masters of either kind follow their parameters: if something else changes a
