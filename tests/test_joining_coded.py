@@ -132,3 +132,38 @@ def test_in_an_nnx_state(option):
     again = po.init_param(tx, after, params, "new/value")
     chex.assert_trees_all_equal(po.page_in(again, "new"), po.page_in(fresh, "new"))
     chex.assert_trees_all_equal(po.page_in(again, "odd"), po.page_in(after, "odd"))
+
+
+def test_an_nnx_state_and_plain_parameters():
+    """A moment is the same in Flax's variables or not."""
+    tx = adamw(codec="dynamic_int8", **SMALL_PAGES)
+    boxed = nnx.State({name: nnx.Param(x) for name, x in params_of("codec").items()})
+    plain = nnx.to_pure_dict(boxed)
+    for before, after in ((boxed, plain), (plain, boxed)):
+        state = tx.init({name: x for name, x in before.items() if name != "new"})
+        found = po.init_param(tx, state, after, "new")
+        assert_joined(found, (), tx.init(after))
+
+
+@pytest.mark.parametrize("option", ["dynamic_int8", "by moment", "masters"])
+def test_within_jit(option):
+    params = params_of(option)
+    less = {name: x for name, x in params.items() if name != "new"}
+    tx = adamw(**OPTIONS[option], **SMALL_PAGES)
+    state = tx.init(less)
+    join = jax.jit(lambda state, params: po.init_param(tx, state, params, "new"))
+    found = join(state, params)
+    assert_joined(found, (), tx.init(params))
+    with pytest.raises(ValueError, match=r"'a' is .* and .* in that of tx"):
+        join(state, params | {"a": jnp.ones((64, 64), params["a"].dtype)})
+
+
+def test_a_state_of_another_codec_is_refused():
+    params = params_of("codec")
+    tx, other = (adamw(codec=codec, **SMALL_PAGES) for codec in ("dynamic_int8", None))
+    with pytest.raises(
+        ValueError, match=r"'a' is float32.* in the state, and .*transform"
+    ):
+        po.init_param(tx, other.init(params), params, "new")
+    found = po.init_param(tx, tx.init(params), params | {"new": params["a"]}, "new")
+    assert_joined(found, (), tx.init(params | {"new": params["a"]}))

@@ -105,6 +105,9 @@ def test_moments_go_back_beside_their_parameter(where, numpy):
 def test_moments_of_another_kind_are_refused(state, change, words):
     with pytest.raises(ValueError) as error:
         po.page_out(state, KERNEL, change(po.page_in(state, KERNEL)))
+    with pytest.raises(ValueError) as traced:
+        jax.jit(lambda x: po.page_out(x, KERNEL, change(po.page_in(x, KERNEL))))(state)
+    assert str(traced.value) == str(error.value)
     for word in (KERNEL, *words):
         assert word in str(error.value)
 

@@ -9,13 +9,13 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import is_committed
+from paged_optax.backend.arrays import is_committed, is_traced
 from paged_optax.backend.donation import paired
 from paged_optax.backend.given import refuse_no_transformation, shown
 from paged_optax.backend.key_paths import Path, name_of, names_of
-from paged_optax.backend.memory import DEVICE, HOST, PINNED_HOST, memory_kinds
+from paged_optax.backend.memory import DEVICE, HOST, PINNED_HOST, memory_kinds, on_host
 from paged_optax.backend.types import Transformation
-from paged_optax.backend.variables import like
+from paged_optax.backend.variables import bare, like
 from paged_optax.codecs import Quantized
 from paged_optax.state.abstract import abstract_state
 from paged_optax.state.by_path import Parameters, moments_of
@@ -156,11 +156,19 @@ def init_param(
     alone = [
         x if key in joins else jnp.zeros((0, *x.shape[1:]), x.dtype) for key, x in flat
     ]
-    made = leaves_of(tx.init(jax.tree.unflatten(structure, alone)))
+    target = abstract_state(tx, params)
+    made = tx.init(jax.tree.unflatten(structure, alone))
+    # In Flax's variables or not, a moment is the same.
+    made, known, wanted = (leaves_of(bare(x)) for x in (made, state, target))
     new = {leaf.key: leaf.value for leaf in made if leaf.field not in SETTINGS}
-    old = {leaf.key: leaf.value for leaf in leaves_of(state)}
-    target, names = abstract_state(tx, params), set(map(names_of, joins))
-    wanted, leaves = leaves_of(target), list[PyTree]()
+    old = {leaf.key: leaf.value for leaf in known}
+    own = jax.tree_util.tree_flatten_with_path(bare(params))[0]
+    names = {
+        names_of(key)
+        for (key, _), (given, _) in zip(own, flat, strict=True)
+        if given in joins
+    }
+    leaves = list[PyTree]()
     for leaf in wanted:
         if names_of(leaf.parameter) in names and leaf.key in new:
             leaves.append(jax.tree.map(_in_memory_of, new[leaf.key], leaf.value))
@@ -198,7 +206,8 @@ def _describe(moment: PyTree) -> str:
     if isinstance(moment, Quantized):
         codes, scales = map(_describe, moment)
         return f"Quantized(codes={codes}, scales={scales})"
-    if not isinstance(moment, ArrayLike | jax.ShapeDtypeStruct):
+    # A tracer is an instance of `Array`, and not of a union that has it.
+    if not isinstance(moment, (ArrayLike, Array, jax.ShapeDtypeStruct)):
         return f"of type {type(moment).__name__}"
     aval = jax.typeof(moment)
     return f"{aval.dtype}{list(aval.shape)}"
@@ -213,6 +222,8 @@ def _put_beside(x: ArrayLike, old: Array, *, host: bool) -> Array:
 
 
 def _in_memory_of(x: Array, place: jax.ShapeDtypeStruct) -> Array:
+    if is_traced(x):
+        return jax.device_put(x, HOST if on_host(place) else DEVICE)
     kind = place.sharding.memory_kind
     assert kind is not None
     return moved_to(x, kind)
