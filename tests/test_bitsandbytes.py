@@ -102,6 +102,15 @@ def test_bitsandbytes_state():
         po.from_bitsandbytes(blank, entries)
 
 
+def test_every_count_of_ademamix_comes_back():
+    """Also that of its schedules, so that the next update is the same."""
+    alpha = optax.linear_schedule(0.0, 6.0, 9)
+    tx = po.paged_ademamix_8bit(1e-2, alpha=alpha, **ALL_PAGED)
+    params, state = trained(tx, steps=2)
+    again = po.from_bitsandbytes(tx.init(params), po.to_bitsandbytes(state))
+    reference.assert_equal(again, state)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["per_parameter_steps", "partition", "chain"])
 def test_bitsandbytes_has_the_steps_of_each_parameter(kind):

@@ -80,7 +80,7 @@ def numbers(parameter: KeyPath, name: str, given: object) -> np.ndarray:
     try:
         found = np.asarray(given)
         why = f"it is of dtype {found.dtype}"
-    except (TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:  # PyTorch raises the first
         found, why = np.zeros(0, object), str(error)
     if not jnp.issubdtype(found.dtype, np.number):
         raise ValueError(
