@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +21,7 @@ from helpers.checkpoints import (
     standard,
 )
 from helpers.coded import ALL_PAGED
-from helpers.reference import arrays
+from helpers.reference import arrays, kinds
 from paged_optax.codecs import DynamicInt8, Quantized
 
 # A restore that Orbax refuses leaves its loops to the garbage collector.
@@ -129,8 +130,21 @@ def test_a_state_of_before(shape):
     wanted = tx.update(gradients, state, params)
     found = jax.jit(tx.update)(gradients, unnamed, params)
     assert jax.tree.structure(found[1]) == jax.tree.structure(unnamed)
-    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    # Placed, it says how to read it, as what is read without a target does.
+    placed = [
+        po.place_state(tx, old, params)
+        for old in (unnamed, flax.serialization.to_state_dict(unnamed))
+    ]
+    for one in (found[1], *placed):
+        kept = po.page_out(one, "w", po.page_in(one, "w"))
+        for other in (po.init_param(tx, kept, params, "w"), kept):
+            assert kinds(other) == kinds(state)
+    for one in placed:
+        assert jax.tree.structure(one) == jax.tree.structure(state)
+        again = tx.update(gradients, one, params)
+        for x, y, z in zip(*map(jax.tree.leaves, (found, again, wanted)), strict=True):
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(z))
+            np.testing.assert_array_equal(np.asarray(y), np.asarray(z))
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])

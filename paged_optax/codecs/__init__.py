@@ -25,7 +25,12 @@ from paged_optax.codecs.dynamic_int4 import DynamicInt4
 from paged_optax.codecs.dynamic_int8 import DynamicInt8
 from paged_optax.codecs.float8_e4m3 import Float8E4M3
 from paged_optax.codecs.float32 import Float32Codec
-from paged_optax.codecs.identity import codes_field, fields_of, quantized_as
+from paged_optax.codecs.identity import (
+    codes_field,
+    fields_of,
+    is_codes_field,
+    quantized_as,
+)
 
 __all__ = [
     "Arranged",
@@ -43,6 +48,7 @@ __all__ = [
     "codes_of",
     "draw",
     "fields_of",
+    "is_codes_field",
     "named",
     "packed_along",
     "quantized_as",

@@ -58,6 +58,15 @@ def codes_field(
     return "_".join(parts)
 
 
+def is_codes_field(name: str) -> bool:
+    """Whether a field of this name has the codes of a moment, and says of which codec.
+
+    Args:
+      name: The name of a field, or any other key.
+    """
+    return name.startswith("codes_")
+
+
 def _name_of(codec: Codec) -> str:
     inside = getattr(codec, "codec", codec)  # of an `Arranged`
     return getattr(inside, "name", type(inside).__name__)

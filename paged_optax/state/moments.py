@@ -103,14 +103,15 @@ def page_out(
     found = leaves_of(state)
     leaves, unpaged = [leaf.value for leaf in found], unpaged_places(found)
     for name, (position, leaf) in known.items():
-        given, held = _describe(moments[name]), _describe(leaf.value)
-        if given != held:
+        if not _alike(moments[name], leaf.value):
+            given, held = _describe(moments[name]), _describe(leaf.value)
             raise ValueError(
                 f"moments[{name!r}] is {given}, and the state of parameter"
                 f" {name_of(path)!r} holds {held}: pass moments as page_in gives them."
             )
         put = functools.partial(_put_beside, host=leaf.place not in unpaged)
-        leaves[position] = jax.tree.map(put, moments[name], leaf.value)
+        given = like(leaf.value, moments[name])
+        leaves[position] = jax.tree.map(put, given, leaf.value)
     return like(state, paired(leaves))
 
 
@@ -190,10 +191,10 @@ def _kept(
             f" either: name it too, by a path that leads to it and to"
             f" {name_of(path)!r}, or add one after the other."
         )
-    kept, found = old[leaf.key], _describe(old[leaf.key])
-    if found != _describe(leaf.value):
+    kept = old[leaf.key]
+    if not _alike(kept, leaf.value):
         raise ValueError(
-            f"{leaf.field} of parameter {leaf.name!r} is {found} in the"
+            f"{leaf.field} of parameter {leaf.name!r} is {_describe(kept)} in the"
             f" state, and {_describe(leaf.value)} in that of tx for these parameters:"
             " pass the transformation that the state was made with, and parameters"
             " of the same shapes."
@@ -201,11 +202,19 @@ def _kept(
     return kept
 
 
+def _alike(one: PyTree, other: PyTree) -> bool:
+    """Whether two moments are stored alike, if the containers of both say how."""
+    if isinstance(one, Quantized) and isinstance(other, Quantized):
+        said = {type(one), type(other)} - {Quantized}
+        return len(said) < 2 and all(map(_alike, one, other))
+    return _describe(one) == _describe(other)
+
+
 def _describe(moment: PyTree) -> str:
     """A moment's dtype and shape, for messages."""
     if isinstance(moment, Quantized):
         codes, scales = map(_describe, moment)
-        return f"Quantized(codes={codes}, scales={scales})"
+        return f"{type(moment).__name__}(codes={codes}, scales={scales})"
     # A tracer is an instance of `Array`, and not of a union that has it.
     if not isinstance(moment, (ArrayLike, Array, jax.ShapeDtypeStruct)):
         return f"of type {type(moment).__name__}"

@@ -10,6 +10,7 @@ from paged_optax.backend.arrays import is_committed
 from paged_optax.backend.key_paths import names_of
 from paged_optax.backend.types import ArrayOrShape, Transformation
 from paged_optax.backend.variables import bare, like
+from paged_optax.codecs import is_codes_field
 from paged_optax.state.abstract import abstract_state
 
 
@@ -47,6 +48,11 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
     """
     target = abstract_state(tx, params)
     found, wanted = _by_name(state), _by_name(target)
+    for name in wanted:
+        # Before containers named the codec, the field of codes was called so.
+        before = (*name[:-1], "codes")
+        if name not in found and before in found and is_codes_field(name[-1]):
+            found[name] = found.pop(before)
     for name in [*wanted, *found]:
         here, there = _describe(found.get(name)), _describe(wanted.get(name))
         if here != there:

@@ -206,7 +206,8 @@ def _streamed(
         moves=moves,
         any_moves=any_gate(moves) if moves else True,
     )
-    return jax.tree.unflatten(traced.structure, streaming.results())
+    made, new = jax.tree.unflatten(traced.structure, streaming.results())
+    return made, like(state, new)  # in containers that name the codecs
 
 
 def _tell_of_moved(pager: Pager, layout: Layout, leaves: Sequence[Stored]) -> None:
