@@ -153,6 +153,8 @@ def test_copies_have_the_same_structure(copied):
     _, _, state = begun("dynamic_int8", (64, 128))
     for one in (copied(state), pickle.loads(pickle.dumps(state))):
         assert jax.tree.structure(one) == jax.tree.structure(state)
+        structure = pickle.loads(pickle.dumps(jax.tree.structure(one)))
+        assert structure == jax.tree.structure(state)
     stored = state[0].nu["w"]
     assert stored._fields == ("codes_dynamic_int8_unsigned_4x1", "scales")
     assert stored.codes is stored[0]

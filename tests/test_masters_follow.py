@@ -85,6 +85,61 @@ def test_as_near_as_bfloat16(around, masters):
 
 
 @EITHER
+@pytest.mark.parametrize("rate", [1e-3, 3e-4])
+@pytest.mark.parametrize(
+    "after",
+    [optax.apply_every(4), optax.apply_every(10), optax.scale(2.0), optax.scale(0.8)],
+    ids=["every 4", "every 10", "twice", "less"],
+)
+def test_steps_below_a_unit_add_up(after, rate, masters):
+    """However they are delayed or scaled; in bfloat16 alone nothing moves, or too far.
+
+    A whole unit that is scaled by 0.8 is rounded to a whole unit again.
+    """
+    shape = (64, 64)
+    values = np.linspace(1.01, 1.9, 64 * 64).reshape(shape)
+    start = jnp.asarray(values, jnp.bfloat16)
+    moved = lambda tx, dtype: np.mean(
+        _trained(
+            optax.chain(tx, after),
+            {"w": start.astype(dtype)},
+            [{"w": jnp.ones(shape)}] * 300,
+        )
+        - np.asarray(start).astype(np.float32)
+    )
+    lion = optax.lion(rate, weight_decay=0.0)
+    wanted = moved(lion, jnp.float32)
+    found = moved(po.paged(lion, **masters, **ALL_PAGED), jnp.bfloat16)
+    assert 0.85 * abs(wanted) < abs(found) < 1.3 * abs(wanted)
+
+
+@EITHER
+def test_infinities_stay(masters):
+    """A parameter that has overflowed is as with plain Optax."""
+    params = {"w": jnp.full((64, 64), jnp.inf, jnp.bfloat16)}
+    tx = po.paged(optax.sgd(1e-2), **masters, **ALL_PAGED)
+    updates, _ = tx.update({"w": jnp.ones((64, 64))}, tx.init(params), params)
+    assert jnp.all(jnp.isinf(optax.apply_updates(params, updates)["w"]))
+
+
+def test_masters_in_float64():
+    """A number of 64 bits is rounded once, not to 32 bits first."""
+    with jax.enable_x64(True):
+        values = np.random.default_rng(0).normal(size=(256, 256))
+        params = {"w": jnp.asarray(values, jnp.bfloat16)}
+        gradients = {"w": jnp.asarray(values[::-1].copy(), jnp.float64)}
+        tx = po.paged(optax.sgd(1e-3), master_dtype="float64", **ALL_PAGED)
+        state, start = tx.init(params), np.asarray(params["w"]).astype(np.float64)
+        update = jax.jit(tx.update)
+        for _ in range(40):
+            updates, state = update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+        found = np.asarray(po.master_weights(params, state)["w"])
+    wanted = start - 40e-3 * np.asarray(gradients["w"])
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=4e-5)
+
+
+@EITHER
 def test_replaced_parameters(masters):
     """A restore of weights alone: the next step is a step from these."""
     shape = (65, 67)

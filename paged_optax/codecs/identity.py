@@ -14,9 +14,10 @@ the parts of two devices meet, and would not otherwise.
 """
 
 import collections
+import copyreg
 import functools
 import math
-import re
+from collections.abc import Callable
 
 import jax
 from jaxtyping import PyTree
@@ -42,7 +43,7 @@ def codes_field(
       >>> codes_field(arranged(nu, (62, 512)), (62, 512))
       'codes_dynamic_int8_unsigned_1x4'
     """
-    parts = ["codes", re.sub(r"\W", "_", _name_of(codec))]
+    parts = ["codes", _name_of(codec)]
     if not codec.signed:
         parts.append("unsigned")
     packed = values_an_entry(codec, shape)
@@ -69,7 +70,13 @@ def is_codes_field(name: str) -> bool:
 
 def _name_of(codec: Codec) -> str:
     inside = getattr(codec, "codec", codec)  # of an `Arranged`
-    return getattr(inside, "name", type(inside).__name__)
+    name = getattr(inside, "name", type(inside).__name__)
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(
+            f"codec {codec!r} has name={name!r}, which becomes a part of a field's"
+            " name: use letters, digits and '_', as in 'fixed8'."
+        )
+    return name
 
 
 def quantized_as(field: str, codes: Leaf, scales: Leaf) -> Quantized[Leaf]:
@@ -77,15 +84,30 @@ def quantized_as(field: str, codes: Leaf, scales: Leaf) -> Quantized[Leaf]:
     return _class_of(field)(codes, scales)
 
 
+class _Named(type):
+    """The class of the classes that name a codec. No module has these by their names.
+
+    Attributes:
+      field: The name of the field of the codes.
+    """
+
+    field: str
+
+
 @functools.cache  # Structures are equal if their classes are the same.
 def _class_of(field: str) -> type[Quantized[PyTree]]:
     fields = collections.namedtuple(  # pyright: ignore[reportUntypedNamedTuple]
         "Quantized", (field, "scales")
     )
-    # Pickle writes a class by its module and name, where this one is not found.
-    reduced = lambda self: (quantized_as, (field, *self))
     name = f"Quantized[{field.removeprefix('codes_')}]"
-    return type(name, (fields, Quantized), {"__slots__": (), "__reduce__": reduced})
+    return _Named(name, (fields, Quantized), {"__slots__": (), "field": field})
+
+
+def _by_field(named: _Named) -> tuple[Callable[[str], type], tuple[str]]:
+    return _class_of, (named.field,)
+
+
+copyreg.pickle(_Named, _by_field)
 
 
 def fields_of(stored: PyTree) -> tuple[str, ...]:

@@ -12,6 +12,11 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
+#: An update is large if so much of it still moves its parameter. At 1 small steps do
+#: not add up if what follows makes them smaller. At 1/2 what follows would round whole
+#: units.
+_LARGE = 0.8
+
 
 class MasterWeightsState(NamedTuple):
     """The state of `with_master_weights`.
@@ -64,15 +69,14 @@ def with_master_weights(
 
     .. math::
         m' = m + \mathrm{inner}(g, s, m), \qquad
-        u = \mathrm{round}(m' - \theta),
+        u \approx \mathrm{round}(m') - \theta,
 
-    so that :math:`\theta + u` is the master copy rounded to the parameters' dtype. A
-    master copy that does not round to its parameter starts again from the parameter.
-    This is so if something else changed the parameter: a transformation chained after
-    this one, a wrapper around it, a restore of weights alone. It is also so where no
-    update in the parameters' dtype leads to the rounded master copy, as where a sign
-    changes: then the master copy loses at most 1/128 of the step, of parameters in
-    bfloat16.
+    so that :math:`\theta + u` is the master copy rounded to the parameters' dtype. What
+    else changes the parameter moves the master copy as far: a transformation chained
+    after this one, a wrapper around it, a restore of weights alone. Where no update in
+    the parameters' dtype leads to the rounded master copy, as where a sign changes, it
+    starts again from the parameter. Then it loses at most 1/128 of the step, of
+    parameters in bfloat16.
 
     Args:
       inner: The transformation. It sees the master copy as its parameters.
@@ -128,29 +132,36 @@ def master_beside(parameter: Array, master: Array) -> Array:
 
     Args:
       parameter: The parameter.
-      master: The copy that a state keeps.
+      master: The copy that a state keeps, which rounds to the parameter as it was.
 
     Returns:
-      The copy if it rounds to the parameter, else the parameter in the copy's dtype.
+      The copy, moved as far as the parameter has been since; the parameter itself if
+      that would not round to it, as after a replacement by a much smaller number.
     """
     if master.dtype == parameter.dtype:
         return parameter
+    before = rounded(master, parameter.dtype)
     # Compared as numbers of more bits, XLA would leave out the rounding.
     unsigned = jnp.dtype(f"uint{8 * parameter.dtype.itemsize}")
     here, there = (
         lax.bitcast_convert_type(x.astype(parameter.dtype), unsigned)
-        for x in (parameter, master)
+        for x in (parameter, before)
     )
     zeros = (here | there) << unsigned.type(1) == 0  # of either sign
-    same = (here == there) | zeros
-    return jnp.where(same, master, widened(parameter, master.dtype))
+    x = widened(parameter, master.dtype)
+    moved = x + (master - before)
+    moved = jnp.where(rounded(moved, parameter.dtype) == x, moved, x)
+    return jnp.where((here == there) | zeros, master, moved)
 
 
 def way(x: Array, master: Array, dtype: DTypeLike) -> Array:
     """The update from a parameter to its master copy, rounded to a dtype.
 
-    It is as near to the difference as the dtype allows, so that what is chained after
-    may scale it. It leads to the rounded master copy, where any update does.
+    It leads to the rounded master copy, where any update does. One that just moves the
+    parameter goes a whole unit in its last place: what is chained after then counts
+    each unit once, and steps below a unit add up to what they are. A larger one is as
+    near to the difference as the dtype allows, so that what is chained after rounds it
+    no worse than an update of parameters without a master copy.
 
     Args:
       x: The parameter, in the master's dtype.
@@ -158,9 +169,10 @@ def way(x: Array, master: Array, dtype: DTypeLike) -> Array:
       dtype: The parameter's own dtype.
     """
     target, near = rounded(master, dtype), rounded(master - x, dtype)
-    exact = rounded(target - x, dtype)
+    exact = rounded(jnp.where(target == x, 0, target - x), dtype)  # of infinities, 0
     leads = lambda update: rounded(x + update, dtype) == target
-    return jnp.where(leads(near) | ~leads(exact), near, exact)
+    large = rounded(x + _LARGE * near, dtype) != x
+    return jnp.where((leads(near) & large) | ~leads(exact), near, exact)
 
 
 def widened(parameter: Array, dtype: DTypeLike) -> Array:

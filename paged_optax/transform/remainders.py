@@ -39,7 +39,7 @@ def with_master_remainders(
     .. math::
         m = \theta \oplus r, \qquad
         m' = m + \mathrm{inner}(g, s, m), \qquad
-        u = \mathrm{round}(m' - \theta), \qquad
+        u \approx \mathrm{round}(m') - \theta, \qquad
         r' = m' \ominus \mathrm{round}(\theta + u).
 
     Here :math:`\ominus` counts the float32 numbers between two of them, and
