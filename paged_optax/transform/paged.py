@@ -105,9 +105,9 @@ def paged(
       master_dtype: Keeps a copy of the parameters in this dtype, paged like a moment,
         for parameters in fewer bits: `"float32"`. The moments have this dtype too.
         Masters of either kind follow their parameters: if something else changes a
-        parameter, its master is within a rounding of the new one. That may be a
-        transformation chained after this one, a wrapper such as `lookahead` around it,
-        or a restore of weights alone.
+        parameter, its master moves as far. That may be a transformation chained after
+        this one, a wrapper such as `lookahead` around it, or a restore of weights
+        alone.
       master_remainders: Whether a master copy in float32 of a bfloat16 parameter is
         kept as the 16 bits that the parameter lacks: half the bytes, and half the
         traffic. The masters are those of `master_dtype="float32"`, but for a rounding
