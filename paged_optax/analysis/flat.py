@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 from paged_optax.analysis.equation import FILLS, Constant, Equation, Opaque, Operand
 from paged_optax.analysis.program import Program
 from paged_optax.backend.explicit_axes import without_explicit_axes
+from paged_optax.backend.manual_axes import abstract
 
 #: Primitives that compute each element of their result from the same element of
 #: their operands.
@@ -23,7 +24,7 @@ ELEMENTWISE = frozenset(
     convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2
     expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log
     log1p logistic lt max min mul ne neg nextafter not or pair_donated
-    population_count pow real reduce_precision rem round rsqrt select_n
+    population_count pow pvary real reduce_precision rem round rsqrt select_n
     shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
     square stop_gradient sub tan tanh xor zeta""".split()
 )
@@ -267,11 +268,3 @@ def trace(
         return jax.make_jaxpr(anew, return_shape=True)(
             *jax.tree.map(abstract, arguments)
         )
-
-
-def abstract(x: ArrayLike | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array, wherever it lives."""
-    aval = jax.typeof(x)
-    return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)
-    )

@@ -7,9 +7,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from paged_optax.backend.manual_axes import varying, varying_axes
 from paged_optax.backend.versions import CPU_DROPS_BARRIERS
 
 Tree = TypeVar("Tree")
+
+
+def barrier(values: Tree) -> Tree:
+    """`lax.optimization_barrier` of values that need not vary alike.
+
+    Within a `jax.shard_map` jax 0.10.2 makes all that pass one barrier vary along the
+    axes of each. There values pass one with those that vary as they do.
+    """
+    leaves, structure = jax.tree.flatten(values)
+    axes = list(map(varying_axes, leaves))
+    for each in set(axes):
+        alike = [i for i, x in enumerate(axes) if x == each]
+        made = lax.optimization_barrier([leaves[i] for i in alike])
+        for i, x in zip(alike, made, strict=True):
+            leaves[i] = x
+    return structure.unflatten(leaves)
 
 
 def on_cpu(function: Callable[[Tree], Tree], values: Tree) -> Tree:
@@ -32,9 +49,7 @@ def finished(compute: Callable[[], Tree]) -> Tree:
     """
     if CPU_DROPS_BARRIERS:
         return _conditional(compute)
-    return lax.platform_dependent(
-        cpu=lambda: lax.optimization_barrier(compute()), default=compute
-    )
+    return lax.platform_dependent(cpu=lambda: barrier(compute()), default=compute)
 
 
 def _conditional(compute: Callable[[], Tree]) -> Tree:
@@ -43,7 +58,8 @@ def _conditional(compute: Callable[[], Tree]) -> Tree:
     def conditional() -> Tree:
         shapes = jax.eval_shape(compute)
         always = lax.optimization_barrier(True)
-        blank = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        zeros = lambda x: varying(jnp.zeros(x.shape, x.dtype), varying_axes(x))
+        blank = lambda: jax.tree.map(zeros, shapes)
         return lax.cond(always, compute, blank)
 
     return lax.platform_dependent(cpu=conditional, default=compute)

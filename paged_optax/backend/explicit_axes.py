@@ -40,7 +40,10 @@ def automatically(
     # The mesh is stated too: without one around, `auto_axes` would do nothing.
     like = lambda x: NamedSharding(mesh, spec(x) or PartitionSpec())
     shardings = jax.tree.map(like, results, is_leaf=lambda x: x is None)
-    return jax.sharding.auto_axes(function, out_sharding=shardings)(*arguments)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in kinds if kind is AxisType.Explicit)
+    run = jax.sharding.auto_axes(function, axes=axes, out_sharding=shardings)
+    return run(*arguments)
 
 
 def without_explicit_axes() -> contextlib.AbstractContextManager[None]:
@@ -51,7 +54,12 @@ def without_explicit_axes() -> contextlib.AbstractContextManager[None]:
     around = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit not in around.axis_types:
         return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    if AxisType.Manual not in around.axis_types:
+        return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    # Within a `jax.shard_map` over some of the axes; what varies along them says so.
+    automatic = {AxisType.Explicit: AxisType.Auto}
+    types = tuple(automatic.get(one, one) for one in around.axis_types)
+    return jax.sharding.use_abstract_mesh(around.update(axis_types=types))
 
 
 def _explicit_mesh(x: PyTree) -> Mesh | AbstractMesh | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jax import Array, lax
 from jaxtyping import Bool
 
+from paged_optax.backend.barriers import barrier
 from paged_optax.engine.streamed import LeafBuffers, Streamed
 from paged_optax.engine.transfer import PageAddress
 
@@ -64,7 +65,7 @@ class Exchange:
             # What comes next waits, or XLA may begin all reads before the first write.
             next_ones = {*after} - {here, there} if self.together > 1 else ()
             tied = {x: held[x] for x in sorted(next_ones)}
-            (read[here], held[here], held[there]), tied = lax.optimization_barrier(
+            (read[here], held[here], held[there]), tied = barrier(
                 ((found, held[here], new), tied)
             )
             held |= tied

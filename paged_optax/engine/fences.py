@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from jax import lax
 
+from paged_optax.backend.barriers import barrier
 from paged_optax.engine.streamed import LeafBuffers
 
 
@@ -28,8 +29,6 @@ def fetched(
     """
 
     def fence(pages: list[LeafBuffers]) -> Sequence[LeafBuffers]:
-        return lax.platform_dependent(
-            pages, cpu=lambda pages: pages, default=lax.optimization_barrier
-        )
+        return lax.platform_dependent(pages, cpu=lambda pages: pages, default=barrier)
 
     return each(fence, values, travelled)

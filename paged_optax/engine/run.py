@@ -28,7 +28,8 @@ from jax import Array, lax
 from jaxtyping import Int, UInt32
 
 from paged_optax.analysis.program import Program
-from paged_optax.backend.barriers import apart, on_cpu
+from paged_optax.backend.barriers import apart, barrier, on_cpu
+from paged_optax.backend.manual_axes import varying, varying_axes
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Codec, Noise, Quantized
 from paged_optax.codecs.codec import strides_of
@@ -172,7 +173,7 @@ class Run:
         # parameters are read and written by the computation itself.
         results = apart(compute) if self.pages.count > 1 else compute()
         travels = [self.leaves[p].travels for p in self.overwrites]
-        results = each(lax.optimization_barrier, results, travels)
+        results = each(barrier, results, travels)
         found = dict(zip(self.overwrites, results, strict=True))
         return self._written(at, current, found)
 
@@ -297,12 +298,12 @@ class Run:
             )
         ]
         if self.coded:
-            inputs = on_cpu(lax.optimization_barrier, inputs)
+            inputs = on_cpu(barrier, inputs)
         elementwise = self.program.elementwise
         whole = self.pages.page(at.size, together) if elementwise else None
         results = self.program(inputs, whole)
         if self.coded:
-            results = lax.optimization_barrier(results)
+            results = barrier(results)
         return tuple(
             self._encoded(
                 self.leaves[position],
@@ -372,5 +373,6 @@ def _copied(pieces: Pages, source: Streamed, target: Streamed, x: Buffers) -> Bu
     """Decodes or encodes an array on the device, a piece at a time."""
     same = Program(1, (), (0,), elementwise=True)
     run = Run(same, (1,), pieces, (source, target), (None,), None)
-    ((made,),) = run(((x,), (target.blank(),)), None)
+    blank = varying(target.blank(), varying_axes(x))
+    ((made,),) = run(((x,), (blank,)), None)
     return made

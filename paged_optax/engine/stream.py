@@ -31,6 +31,7 @@ from jax import Array, lax
 from jaxtyping import Int, PyTree, UInt32
 
 from paged_optax.analysis.program import Program
+from paged_optax.backend.manual_axes import varying
 from paged_optax.backend.memory import HOST, on_host
 from paged_optax.codecs import Codec
 from paged_optax.engine.page_size import sharing
@@ -185,7 +186,8 @@ def _on_one(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("program", "geometry", "dtype", "codec", "host", "shards")
+    jax.jit,
+    static_argnames="program geometry dtype codec host shards axes".split(),
 )
 def fill(
     arrays: tuple[Array, ...],
@@ -197,6 +199,7 @@ def fill(
     codec: Codec | None = None,
     host: bool = True,
     shards: Shards | None = None,
+    axes: frozenset[str] = frozenset(),
 ) -> Stored:
     """Makes one leaf, page by page, so that it never exists on the device.
 
@@ -209,11 +212,12 @@ def fill(
       codec: What stores it, or None.
       host: Whether it is made in host memory.
       shards: How the leaf is divided over a mesh: each device makes its own shard.
+      axes: The axes along which the leaf varies, within a `jax.shard_map`.
 
     Returns:
       The leaf.
     """
-    run = functools.partial(_fill, program, dtype, codec, host)
+    run = functools.partial(_fill, program, dtype, codec, host, axes)
     if shards is None:
         return _by_backend(run, geometry, arrays, noise, None)[0]
     local = geometry.rows.leaf
@@ -238,6 +242,7 @@ def _fill(
     dtype: jnp.dtype,
     codec: Codec | None,
     host: bool,
+    axes: frozenset[str],
     pages: Pages,
     arrays: tuple[Array, ...],
     noise: UInt32[Array, "2"] | None,
@@ -250,6 +255,7 @@ def _fill(
     views = [(leaf.view(x),) for leaf, x in zip(leaves, arrays, strict=True)]
     made = Streamed.of(stored, pages, codec, host).staged()
     run = Run(program, (len(arrays),), pages, [*leaves, made], [noise], place)
-    ((new,),) = run([*views, (made.blank(),)], None)
+    blank = varying(made.blank(), axes)
+    ((new,),) = run([*views, (blank,)], None)
     leaf = made.restore(new)
     return (jax.device_put(leaf, HOST) if host else leaf,)

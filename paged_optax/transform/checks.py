@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.analysis.flat import abstract
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.manual_axes import abstract
 from paged_optax.backend.memory import PINNED_HOST, memory_kinds, on_host
 from paged_optax.backend.types import KeyPath
 from paged_optax.codecs import Quantized

@@ -1,6 +1,6 @@
 """Which codec stores which moment."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -69,6 +69,7 @@ def choose(
     avals: Sequence[Leaf],
     parameter_paths: Sequence[KeyPath],
     owners: Sequence[int | None],
+    coded: Container[int] = (),
 ) -> list[Codec | None]:
     """Finds the codec of each leaf of a state.
 
@@ -80,6 +81,8 @@ def choose(
       avals: Their shapes and dtypes.
       parameter_paths: The paths of the parameters.
       owners: For each leaf the parameter that it belongs to, or None.
+      coded: The positions of leaves that are coded though they have few values: parts
+        of larger ones.
 
     Returns:
       For each leaf its codec; None if it is stored as it is, as are step counts and
@@ -99,13 +102,15 @@ def choose(
     ]
     named_by = _parameters_named(rules, moments, parameters)
     found: list[Codec | None] = []
-    for moment, owner, aval in zip(moments, owners, avals, strict=True):
+    every = zip(moments, owners, avals, strict=True)
+    for position, (moment, owner, aval) in enumerate(every):
         if owner is None or moment is None:
             found.append(None)
             continue
         which = _Moment(moment, parameters[owner], aval)
         rule, by_name = _last_match(rules, named_by, which)
         small = int(np.prod(aval.shape)) < SMALLEST_CODED
+        small = small and position not in coded
         plain = small or rule in (None, "float32")
         found.append(None if plain else _fitting(rule, by_name, which))
     return found

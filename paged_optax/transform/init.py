@@ -12,7 +12,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
-from paged_optax.analysis.flat import abstract, refuse_effects, trace
+from paged_optax.analysis.flat import refuse_effects, trace
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.analysis.split import analyse
 from paged_optax.backend import memory
@@ -20,6 +20,7 @@ from paged_optax.backend.arrays import is_traced
 from paged_optax.backend.donation import paired
 from paged_optax.backend.explicit_axes import automatically, without_explicit_axes
 from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.manual_axes import abstract, varying_axes
 from paged_optax.backend.memory import PINNED_HOST, nbytes, resolve_host_memory_kind
 from paged_optax.backend.progress import LARGE, track
 from paged_optax.backend.sizes import readable_bytes
@@ -208,6 +209,7 @@ class _Making:
             codec=codec,
             host=not stays,
             shards=divided,
+            axes=varying_axes(leaf.avals),
         )
         return [made]
 

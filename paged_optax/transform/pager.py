@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from paged_optax.analysis.flat import abstract, refuse_effects, trace
+from paged_optax.analysis.flat import refuse_effects, trace
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.analysis.split import analyse
 from paged_optax.backend import memory
 from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.manual_axes import abstract
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.engine.page_size import cut, uncut
 from paged_optax.engine.pages import Geometry, Storage
@@ -21,6 +22,7 @@ from paged_optax.engine.shards import Shards
 from paged_optax.transform.checks import refuse_changes, refuse_state
 from paged_optax.transform.codec_rules import Rule, choose
 from paged_optax.transform.configuration import Configuration
+from paged_optax.transform.manual import arranged_as, held_parts
 from paged_optax.transform.owners import parameter_of
 from paged_optax.transform.parameter_shardings import ParameterShardings
 from paged_optax.transform.stored_state import Layout
@@ -88,14 +90,17 @@ class Pager:
             None if i is None or x.shape != parameters[i].shape else shards[i]
             for i, x in zip(owners, avals, strict=True)
         ]
-        return Layout.of(
+        parts = held_parts(shapes, state) if self.rules else {}
+        codecs = choose(self.rules, paths, avals, parameter_paths, owners, parts)
+        layout = Layout.of(
             shapes,
-            choose(self.rules, paths, avals, parameter_paths, owners),
+            codecs,
             params,
             owners,
             divided,
             per_parameter_steps=self.per_parameter_steps,
         )
+        return arranged_as(layout, codecs, parts) if parts else layout
 
     def geometry(
         self,

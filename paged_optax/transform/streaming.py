@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import UInt32
 
 from paged_optax.analysis.program import Analysis, LeafUpdate
+from paged_optax.backend.manual_axes import varying, varying_axes
 from paged_optax.backend.memory import HOST, on_host
 from paged_optax.codecs import Codec, draw
 from paged_optax.engine.pages import Storage
@@ -170,7 +171,7 @@ class Streaming:
                 old is None or (old.shape, old.dtype) != (new.shape, new.dtype)
             ):
                 # An update of another dtype than its gradient cannot take its buffer.
-                old = jnp.zeros(new.shape, new.dtype)
+                old = varying(jnp.zeros(new.shape, new.dtype), varying_axes(new))
             elif p in leaf.inputs:
                 # Found by its number: one array may be given for several moments.
                 overwrites.append(leaf.inputs.index(p))
@@ -218,6 +219,8 @@ class Streaming:
             key = jax.random.key(getattr(codec, "seed", 0))
             if layer is not None:
                 key = jax.random.fold_in(key, layer)
+            for axis in sorted(varying_axes(self.arguments[position])):
+                key = jax.random.fold_in(key, jax.lax.axis_index(axis))
             return draw(jax.random.fold_in(key, position), step).words
 
         drawn = {p: words(p, codec) for p, codec in codecs.items() if codec.draws}

@@ -13,6 +13,7 @@ from paged_optax.backend.arrays import is_traced
 from paged_optax.backend.donation import paired
 from paged_optax.backend.explicit_axes import automatically
 from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.manual_axes import abstract, in_shard_map
 from paged_optax.backend.memory import (
     PINNED_HOST,
     mistyped,
@@ -31,6 +32,7 @@ from paged_optax.transform.checks import (
 )
 from paged_optax.transform.context import current
 from paged_optax.transform.gates import any_gate, gates_of
+from paged_optax.transform.manual import as_results, with_rows, without_rows
 from paged_optax.transform.pager import Pager
 from paged_optax.transform.stored_state import Layout, OtherLayoutError
 from paged_optax.transform.streaming import Streaming
@@ -88,7 +90,7 @@ class Update:
             plain = layout.blank(layout.take_apart(held)[0])
             return pager.inner.update(gradients, plain, params, **extra_args)
         made = paired(self._update(gradients, held, params, active, extra_args))
-        return like(updates, made[0]), like(state, made[1])
+        return like(updates, made[0]), like(state, with_rows(made[1], held))
 
     def _update(
         self,
@@ -105,13 +107,21 @@ class Update:
             refuse_different(updates, params)
         gates = gates_of(active, updates)
         restart = current().restart
-        gates = gates and Gates.of(gates)
-        open_gates, gating = arrays_and_rest({"gates": gates, "restart": restart})
+        given = {"gates": gates and Gates.of(gates), "restart": restart}
+        open_gates, gating = arrays_and_rest(given)
         extras, static = arrays_and_rest({"restart": restart, "extra_args": extra_args})
         trees = (as_arrays(updates), state, as_arrays(params))
         shards = self.pager.shards(*trees)
+        if self.pager.rules and in_shard_map():
+            alone = without_rows(self.pager.layout(updates, state, shards), state)
+            trees = (trees[0], alone, trees[2])
         # Traced anew at each call, for `inner` may read more than its arguments.
-        traced, constants = self._trace(*trees, extras, static, gating, shards)
+        trace = lambda trees: self._trace(*trees, extras, static, gating, shards)
+        traced, constants, layout = trace(trees)
+        overwritten = functools.partial(as_results, gates=gates or (), restart=restart)
+        while new := overwritten(traced.analysis, layout, *trees[:2]):
+            trees = (*new, trees[2])
+            traced, constants, layout = trace(trees)
         arguments = (*trees, extras, open_gates, constants)
         if is_traced(arguments):
             return self._stream(*arguments, traced=traced, shards=shards)
@@ -136,7 +146,7 @@ class Update:
         static: Static,
         gating: Static,
         shards: tuple[Shards | None, ...],
-    ) -> tuple[Traced, dict[int, ArrayLike]]:
+    ) -> tuple[Traced, dict[int, ArrayLike], Layout]:
         """Traces what an update computes, and finds the arrays that it closes over."""
         layout = self.pager.layout(updates, state, shards)
         try:
@@ -146,7 +156,11 @@ class Update:
         except ValueError as error:
             refuse_state(self.pager.inner, updates, state, error)
             raise
-        seen = layout.seen(leaves)
+        seen = jax.tree.map(
+            lambda x, held: x if x is held else abstract(x, held),
+            layout.seen(leaves),
+            layout.structure.unflatten(leaves),
+        )
         analysis, structure = self.pager.analyse(
             updates, seen, layout.owners, params, extras, static
         )
@@ -154,7 +168,7 @@ class Update:
         refuse_own_steps(analysis, {first + p: x for p, x in own.items()}, seen, first)
         constants = dict(analysis.constants)
         analysis = dataclasses.replace(analysis, constants={})
-        return Traced(analysis, structure, gating), constants
+        return Traced(analysis, structure, gating), constants, layout
 
     def _stream(
         self,
