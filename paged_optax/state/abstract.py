@@ -24,7 +24,11 @@ from paged_optax.backend.variables import bare, like
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import within
 from paged_optax.transform.owners import parameter_of
-from paged_optax.transform.parameter_shardings import explicitly_typed, refuse_uneven
+from paged_optax.transform.parameter_shardings import (
+    explicitly_typed,
+    mesh_of,
+    refuse_uneven,
+)
 
 
 def abstract_state(tx: Transformation, params: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
@@ -64,7 +68,9 @@ def abstract_state(tx: Transformation, params: PyTree) -> PyTree[jax.ShapeDtypeS
     refuse_no_transformation("tx", tx)
     refuse_no_arrays("params", params)
     refuse_uneven(params)
-    with within(types_only=True), explicitly_typed(params) as shapes:
+    # So `update` knows the parameters' shardings of a state that is restored.
+    looking = within(types_only=True, mesh=mesh_of(params))
+    with looking, explicitly_typed(params) as shapes:
         # A new function each time: JAX would not run one again that it has traced.
         closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(shapes)
     stored = jax.tree_util.tree_flatten_with_path(bare(shapes), is_leaf=is_quantized)[0]

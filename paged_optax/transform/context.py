@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 
 import jax
 from jax import Array
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 #: A bool known when traced, or one known on the device.
@@ -34,6 +35,8 @@ class Context:
         codec stores are zeros.
       types_only: Whether only the types of a new state are looked at. What `init` makes
         page by page is then zeros, which take no time to trace.
+      mesh: The devices that parameters are divided over, whose types alone are looked
+        at: every paged `init` remembers how, as it does of arrays. None: it does not.
       record: Every paged `init` calls it with its `Configuration`, and with a function
         that describes its moments, a `recorded.Describe`.
     """
@@ -44,6 +47,7 @@ class Context:
     layer: ArrayLike | None = None
     seen_through: bool = False
     types_only: bool = False
+    mesh: Mesh | None = None
     record: Callable[..., None] | None = None
 
 

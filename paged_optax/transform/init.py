@@ -85,6 +85,8 @@ def _made(
             made = tied(making.leaves(leaves), leaves)
         pager.known.seen |= said
         return making.layout.build(made)
+    if current().mesh is not None:
+        pager.known.seen |= said
     types = [
         making.layout.types(i, None if owner is None else leaves[owner])
         for i, owner in enumerate(making.owners)

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Generator, Sequence
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from paged_optax.backend.arrays import is_traced
@@ -12,6 +12,7 @@ from paged_optax.backend.explicit_axes import axis_types
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.types import KeyPath
 from paged_optax.engine.shards import Shards
+from paged_optax.transform.context import current
 from paged_optax.transform.trees import Leaf, Parameter
 
 _Key = tuple[str, tuple[int, ...]]
@@ -73,17 +74,23 @@ class ParameterShardings:
     ) -> dict[_Key, Shards | None]:
         """The shardings of concrete parameters, for `init` to remember.
 
+        Those of parameters of which `abstract_state` looks at the types alone too.
+
         Raises:
           ValueError: If an earlier `init` saw another sharding of a parameter.
         """
         said: dict[_Key, Shards | None] = {}
+        mesh = current().mesh
         for path, x in zip(paths, leaves, strict=True):
-            if is_traced(x) or self.asked:
-                continue  # a tracer tells nothing, and `asked` would win
-            if axis_types(x.sharding) == {AxisType.Explicit}:
+            if self.asked or (is_traced(x) and mesh is None):
+                continue  # `asked` would win, and a tracer tells nothing
+            sharding = jax.typeof(x).sharding if is_traced(x) else x.sharding
+            if mesh is not None:
+                sharding = NamedSharding(mesh, sharding.spec)
+            if axis_types(sharding) == {AxisType.Explicit}:
                 continue  # its type tells every update
             key = keystr(path), x.shape
-            here = said[key] = Shards.of_array(x)
+            here = said[key] = Shards.of(sharding, x.shape)
             before = self.seen.get(key, here)
             if here != before:
                 divided = lambda x: f"divided by {x.spec}" if x else "undivided"
@@ -149,6 +156,14 @@ class ParameterShardings:
         if found is None and asked.mesh.size > 1:
             raise _uneven("shardings", asked, path, shape)
         return found
+
+
+def mesh_of(params: PyTree) -> Mesh | None:
+    """The devices that all parameters are divided over; None if one does not say."""
+    each = [Shards.of_array(x) for x in jax.tree.leaves(params)]
+    meshes = {shards and shards.mesh for shards in each}
+    mesh = meshes.pop() if len(meshes) == 1 else None
+    return mesh if isinstance(mesh, Mesh) else None
 
 
 @contextlib.contextmanager

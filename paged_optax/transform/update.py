@@ -116,12 +116,14 @@ class Update:
             alone = without_rows(self.pager.layout(updates, state, shards), state)
             trees = (trees[0], alone, trees[2])
         # Traced anew at each call, for `inner` may read more than its arguments.
-        trace = lambda trees: self._trace(*trees, extras, static, gating, shards)
-        traced, constants, layout = trace(trees)
+        trace = lambda updates, state, params: self._trace(
+            updates, state, params, extras, static, gating, shards
+        )
+        traced, constants, layout = trace(*trees)
         overwritten = functools.partial(as_results, gates=gates or (), restart=restart)
         while new := overwritten(traced.analysis, layout, *trees[:2]):
             trees = (*new, trees[2])
-            traced, constants, layout = trace(trees)
+            traced, constants, layout = trace(*trees)
         arguments = (*trees, extras, open_gates, constants)
         if is_traced(arguments):
             return self._stream(*arguments, traced=traced, shards=shards)
