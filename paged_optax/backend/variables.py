@@ -7,9 +7,18 @@ computed by bare arrays here, and gets its variables back at the end. Checked wi
 """
 
 import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
+
+from paged_optax.backend.arrays import is_traced
+from paged_optax.backend.types import ArrayOrShape
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 
 def bare(tree: PyTree) -> PyTree:
@@ -21,6 +30,66 @@ def bare(tree: PyTree) -> PyTree:
 def like(tree: PyTree, new: PyTree) -> PyTree:
     """A tree's containers and variables, with the leaves of a new one."""
     return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(new))
+
+
+def optimizer_shardings(tree: PyTree) -> list[NamedSharding | None]:
+    """How Flax is told to divide the moments of each parameter.
+
+    `nnx.Optimizer` divides what `init` makes in a variable by the variable's metadata
+    `optimizer_sharding`, and not as the parameter is divided (ZeRO-1).
+
+    Args:
+      tree: The parameters, in their variables or without.
+
+    Returns:
+      One for each leaf; None if nothing is told of it.
+
+    Raises:
+      ValueError: If a sharding is told, and no mesh is known to divide over.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return [None] * len(jax.tree.leaves(tree))
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    return [
+        _optimizer_sharding(x, array) if is_variable(x) else None
+        for x in jax.tree.leaves(tree, is_leaf=is_variable)
+        for array in jax.tree.leaves(x)
+    ]
+
+
+def _optimizer_sharding(
+    variable: "nnx.Variable[ArrayOrShape]", array: ArrayOrShape
+) -> NamedSharding | None:
+    told = variable.get_metadata("optimizer_sharding", None)
+    if not told or not variable.get_metadata("eager_sharding", True):
+        return None  # Flax divides nothing itself
+    rules = variable.get_metadata("sharding_rules", None)
+    spec = sys.modules["flax.core.spmd"].get_pspec(told, rules)
+    if isinstance(spec, NamedSharding):
+        return spec
+    entries = [(x,) if isinstance(x, str) else x or () for x in spec]
+    for mesh in _meshes(variable, array):
+        if {name for names in entries for name in names} <= {*mesh.axis_names}:
+            return NamedSharding(mesh, spec)
+    raise ValueError(
+        f"optimizer_sharding={told!r} divides the moments of a parameter of shape"
+        f" {array.shape}, and there is no mesh around with these axes: enter"
+        " jax.set_mesh(mesh)."
+    )
+
+
+def _meshes(
+    variable: "nnx.Variable[ArrayOrShape]", array: ArrayOrShape
+) -> Iterator[Mesh | AbstractMesh]:
+    """The meshes that a variable's sharding may mean, of real devices if it can."""
+    if (mesh := variable.get_metadata("mesh", None)) is not None:
+        yield mesh
+    for x in (getattr(array, "sharding", None), jax.typeof(array).sharding):
+        if isinstance(x, NamedSharding):
+            yield x.mesh
+    around = jax.sharding.get_abstract_mesh()
+    yield around if is_traced(array) or around.empty else jax.sharding.get_mesh()
 
 
 def settled(state: PyTree) -> PyTree:
@@ -38,7 +107,8 @@ def settled(state: PyTree) -> PyTree:
     def settle(x: PyTree) -> PyTree:
         if not is_variable(x):
             return x
-        stays = {"eager_sharding": False} if x.has_metadata("out_sharding") else {}
+        divided = map(x.has_metadata, ("out_sharding", "optimizer_sharding"))
+        stays = {"eager_sharding": False} if any(divided) else {}
         return jax.tree.map(lambda value: x.copy(value, **stays), x.get_raw_value())
 
     return jax.tree.map(settle, state, is_leaf=is_variable)

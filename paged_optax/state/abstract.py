@@ -20,7 +20,8 @@ from paged_optax.backend.memory import (
     typed_by_memory,
 )
 from paged_optax.backend.types import ArrayOrShape, Transformation
-from paged_optax.backend.variables import bare, like
+from paged_optax.backend.variables import bare, like, optimizer_shardings
+from paged_optax.engine.shards import Shards
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import within
 from paged_optax.transform.owners import parameter_of
@@ -68,6 +69,7 @@ def abstract_state(tx: Transformation, params: PyTree) -> PyTree[jax.ShapeDtypeS
     refuse_no_transformation("tx", tx)
     refuse_no_arrays("params", params)
     refuse_uneven(params)
+    params = _on_meshes(params)
     # So `update` knows the parameters' shardings of a state that is restored.
     looking = within(types_only=True, mesh=mesh_of(params))
     with looking, explicitly_typed(params) as shapes:
@@ -83,10 +85,16 @@ def abstract_state(tx: Transformation, params: PyTree) -> PyTree[jax.ShapeDtypeS
         x: jax.ShapeDtypeStruct, parameter: ArrayOrShape | None
     ) -> jax.ShapeDtypeStruct:
         sharding, aval = default, next(avals)
+        typed = None
+        if isinstance(default, NamedSharding) and default.mesh.size > 1:
+            typed = NamedSharding(default.mesh, aval.sharding.spec)
         if parameter is not None and parameter.shape == x.shape:
             sharding = getattr(parameter, "sharding", None) or default
-        elif isinstance(default, NamedSharding) and default.mesh.size > 1:
-            sharding = NamedSharding(default.mesh, aval.sharding.spec)
+            own, told = Shards.of(sharding, x.shape), Shards.of(typed, x.shape)
+            if own and told and own.axes != told.axes:
+                sharding = told.sharding  # by Flax's `optimizer_sharding`
+        elif typed is not None:
+            sharding = typed
         kind = PINNED_HOST if on_host(aval) else memory_kinds()[0]
         sharding = typed_by_memory(sharding.with_memory_kind(kind))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -160,6 +168,21 @@ def state_shardings(
         each,
     )
     return jax.tree.map(lambda x: x.sharding, abstract_state(tx, divided))
+
+
+def _on_meshes(params: PyTree) -> PyTree:
+    """Parameters of which each is on the mesh of its moments, where Flax tells one."""
+    leaves = [
+        jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(told.mesh, PartitionSpec())
+        )
+        if told is not None and Shards.of_array(x) is None
+        else x
+        for x, told in zip(
+            jax.tree.leaves(params), optimizer_shardings(params), strict=True
+        )
+    ]
+    return like(params, leaves)
 
 
 def _beside(

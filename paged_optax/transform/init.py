@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import refuse_effects, trace
@@ -25,10 +25,10 @@ from paged_optax.backend.memory import PINNED_HOST, nbytes, resolve_host_memory_
 from paged_optax.backend.progress import LARGE, track
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.types import KeyPath
-from paged_optax.backend.variables import bare, like, settled
+from paged_optax.backend.variables import bare, like, optimizer_shardings, settled
 from paged_optax.engine.backend_check import check_backend
 from paged_optax.engine.pages import Storage
-from paged_optax.engine.shards import Shards
+from paged_optax.engine.shards import Shards, constrained
 from paged_optax.engine.stream import fill
 from paged_optax.transform.checks import refuse_devices, refuse_dtype
 from paged_optax.transform.context import current, within
@@ -45,7 +45,8 @@ def init(pager: Pager, params: optax.Params) -> optax.OptState:
     record = current().record
     # JAX's caches keep what is traced for each context: who records is no part of it.
     with contextlib.nullcontext() if record is None else within(record=None):
-        made = paired(_made(pager, bare(params), record))
+        asked = optimizer_shardings(params)
+        made = paired(_made(pager, bare(params), asked, record))
     structure = jax.tree.structure(bare(params))
     if structure == jax.tree.structure(params):
         return made
@@ -58,14 +59,18 @@ def init(pager: Pager, params: optax.Params) -> optax.OptState:
 
 
 def _made(
-    pager: Pager, params: optax.Params, record: Callable[..., None] | None
+    pager: Pager,
+    params: optax.Params,
+    asked: Sequence[NamedSharding | None],
+    record: Callable[..., None] | None,
 ) -> optax.OptState:
     params = as_arrays(params)
     paths, leaves = paths_of(params)
     for path, leaf in zip(paths, leaves, strict=True):
         refuse_dtype(path, leaf)
-    said = pager.known.said_by(paths, leaves)
-    making = _Making.of(pager, params)
+    told = pager.known.told_by(paths, leaves, asked)
+    said = pager.known.said_by(paths, leaves, told)
+    making = _Making.of(pager, params, told)
     if record is not None:
         abstract_params = jax.tree.map(abstract, params)
         record(
@@ -80,6 +85,8 @@ def _made(
                 extra,
             ),
         )
+    else:
+        pager.known.remember(paths, leaves, told)
     if not is_traced(leaves):
         with without_explicit_axes():
             made = tied(making.leaves(leaves), leaves)
@@ -87,8 +94,9 @@ def _made(
         return making.layout.build(made)
     if current().mesh is not None:
         pager.known.seen |= said
+    beside = making.beside(leaves)
     types = [
-        making.layout.types(i, None if owner is None else leaves[owner])
+        making.layout.types(i, None if owner is None else beside[owner])
         for i, owner in enumerate(making.owners)
     ]
     return making.layout.build(automatically(making.leaves, (leaves,), types))
@@ -102,7 +110,8 @@ class _Making:
       pager: The paged transformation.
       shapes: The shapes and dtypes of the state of `inner`.
       layout: How the state is stored.
-      shards: For each parameter how it is divided, or None.
+      shards: For each parameter how its moments are divided, or None.
+      told: For each parameter how Flax says so of them, or None.
       stays: For each leaf whether it is on the device.
       refused: For each leaf that stays because it cannot be sliced in host memory the
         reason, by its position.
@@ -113,15 +122,26 @@ class _Making:
     shapes: PyTree[jax.ShapeDtypeStruct]
     layout: Layout
     shards: tuple[Shards | None, ...]
+    told: tuple[NamedSharding | None, ...]
     stays: list[bool]
     refused: Mapping[int, str]
     analysis: Analysis
 
     @classmethod
-    def of(cls, pager: Pager, params: optax.Params) -> "_Making":
+    def of(
+        cls,
+        pager: Pager,
+        params: optax.Params,
+        told: tuple[NamedSharding | None, ...],
+    ) -> "_Making":
         """Traces `inner.init`, and decides what stays on the device."""
         paths, leaves = paths_of(params)
-        shards = pager.known.find(paths, leaves)
+        shards = tuple(
+            Shards.of(sharding, x.shape) or own
+            for sharding, x, own in zip(
+                told, leaves, pager.known.find(paths, leaves), strict=True
+            )
+        )
         closed, shapes = trace(pager.inner.init, params)
         refuse_effects(closed)
         state_paths, avals = paths_of(shapes)
@@ -150,7 +170,7 @@ class _Making:
             else:
                 stays = [True] * len(stays)
         analysis = analyse(closed, [None] * len(leaves), [None] * len(avals), str)
-        return cls(pager, shapes, layout, shards, stays, refused, analysis)
+        return cls(pager, shapes, layout, shards, told, stays, refused, analysis)
 
     @property
     def owners(self) -> Sequence[int | None]:
@@ -161,6 +181,13 @@ class _Making:
     def mesh(self) -> Mesh | AbstractMesh | None:
         """The mesh that parameters are divided over; None if none is."""
         return next((shards.mesh for shards in self.shards if shards), None)
+
+    def beside(self, parameters: Sequence[Parameter]) -> Sequence[Parameter]:
+        """The parameters, or types divided as moments are that are divided otherwise."""
+        return [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=told) if told else x
+            for x, told in zip(parameters, self.told, strict=True)
+        ]
 
     def leaves(self, parameters: Sequence[Parameter]) -> list[Stored]:
         """Makes the state's leaves, as they are stored, each in its memory."""
@@ -178,8 +205,9 @@ class _Making:
 
         try:
             values = self.analysis.evaluate(parameters, run)
+            beside = self.beside(parameters)
             return [
-                self._placed(position, value, parameters)
+                self._placed(position, value, beside)
                 for position, value in enumerate(values)
             ]
         except Exception as error:
@@ -222,6 +250,8 @@ class _Making:
         layout, owner = self.layout, self.owners[position]
         if layout.codecs[position] is None:
             value = jnp.asarray(value, layout.avals[position].dtype)
+            if is_traced(value) and not memory.on_host(value):
+                value = constrained(value, layout.shards[position])
         return place(
             value,
             not self.stays[position],

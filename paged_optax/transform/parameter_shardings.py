@@ -44,13 +44,26 @@ def _uneven(
     )
 
 
+def _otherwise(
+    what: str, shape: tuple[int, ...], here: Shards | None, before: Shards | None
+) -> ValueError:
+    divided = lambda x: f"divided by {x.spec}" if x else "undivided"
+    return ValueError(
+        f"{what} of shape {shape} is {divided(here)}, and was {divided(before)} at an"
+        " earlier init of this transformation: in a jax.jit one could not be told from"
+        " the other. Build one transformation for each, or say which it is, by"
+        " paged(..., shardings=...)."
+    )
+
+
 class ParameterShardings:
     """What a paged transformation knows of its parameters' shardings.
 
-    The first of these sources that knows wins: the type of an array on a mesh of
+    The first of these sources that knows wins: what Flax's variables told `init` of
+    moments that are divided otherwise than their parameters; the type of an array on a mesh of
     explicit axes; the `shardings` that were asked for; the sharding of a concrete
     array; the sharding that `init` saw of a parameter of this path and shape. In a
-    `jit` over automatic axes only the second and the last source are there.
+    `jit` over automatic axes the type and the array say nothing.
 
     Args:
       asked: A pytree of `NamedSharding` or `PartitionSpec` of the parameters'
@@ -68,9 +81,13 @@ class ParameterShardings:
                     " PartitionSpec."
                 )
         self.seen: dict[_Key, Shards | None] = {}
+        self.told: dict[_Key, Shards] = {}
 
     def said_by(
-        self, paths: Sequence[KeyPath], leaves: Sequence[Parameter]
+        self,
+        paths: Sequence[KeyPath],
+        leaves: Sequence[Parameter],
+        told: Sequence[NamedSharding | None],
     ) -> dict[_Key, Shards | None]:
         """The shardings of concrete parameters, for `init` to remember.
 
@@ -81,9 +98,11 @@ class ParameterShardings:
         """
         said: dict[_Key, Shards | None] = {}
         mesh = current().mesh
-        for path, x in zip(paths, leaves, strict=True):
-            if self.asked or (is_traced(x) and mesh is None):
-                continue  # `asked` would win, and a tracer tells nothing
+        for path, x, moments in zip(paths, leaves, told, strict=True):
+            if self.asked or moments is not None:
+                continue  # these would win
+            if is_traced(x) and mesh is None:
+                continue  # a tracer tells nothing
             sharding = jax.typeof(x).sharding if is_traced(x) else x.sharding
             if mesh is not None:
                 sharding = NamedSharding(mesh, sharding.spec)
@@ -93,15 +112,54 @@ class ParameterShardings:
             here = said[key] = Shards.of(sharding, x.shape)
             before = self.seen.get(key, here)
             if here != before:
-                divided = lambda x: f"divided by {x.spec}" if x else "undivided"
-                raise ValueError(
-                    f"parameter {key[0]} of shape {x.shape} is {divided(here)}, and was"
-                    f" {divided(before)} at an earlier init of this transformation: in"
-                    " a jax.jit one could not be told from the other. Build one"
-                    " transformation for each, or say which it is, by"
-                    " paged(..., shardings=...)."
-                )
+                raise _otherwise(f"parameter {key[0]}", x.shape, here, before)
         return said
+
+    def told_by(
+        self,
+        paths: Sequence[KeyPath],
+        leaves: Sequence[Parameter],
+        asked: Sequence[NamedSharding | None],
+    ) -> tuple[NamedSharding | None, ...]:
+        """How moments are divided by Flax's metadata; None: as their parameters.
+
+        Raises:
+          ValueError: If such a sharding does not fit its parameter, or an earlier
+            `init` was told another.
+        """
+        found = []
+        for path, x, sharding in zip(paths, leaves, asked, strict=True):
+            before = self._told(path, x.shape)
+            if sharding is None or sharding.mesh.size == 1:
+                found.append(before and _on_axes_of(x, before.sharding))
+                continue
+            fits = len(sharding.spec) <= len(x.shape)
+            here = Shards.of(sharding, x.shape) if fits else None
+            if here is None:
+                raise _uneven("optimizer_sharding", sharding, path, x.shape)
+            if before is not None and before.axes != here.axes:
+                what = f"moments of parameter {keystr(path)}"
+                raise _otherwise(what, x.shape, here, before)
+            found.append(_on_axes_of(x, sharding))
+        return tuple(found)
+
+    def remember(
+        self,
+        paths: Sequence[KeyPath],
+        leaves: Sequence[Parameter],
+        told: Sequence[NamedSharding | None],
+    ) -> None:
+        """Remembers how moments are divided by Flax's metadata."""
+        for path, x, sharding in zip(paths, leaves, told, strict=True):
+            if sharding is not None and (mesh := current().mesh) is not None:
+                sharding = NamedSharding(mesh, sharding.spec)
+            if (shards := Shards.of(sharding, x.shape)) is None:
+                continue
+            key = keystr(path), x.shape
+            # Where types alone are looked at, an abstract mesh may be made up.
+            real = isinstance(shards.mesh, Mesh)
+            if real or not (key in self.told or current().types_only):
+                self.told[key] = shards
 
     def find(
         self, paths: Sequence[KeyPath], *trees: Sequence[Leaf] | None
@@ -118,6 +176,8 @@ class ParameterShardings:
 
     def _of(self, path: KeyPath, arrays: Sequence[Leaf]) -> Shards | None:
         shape = arrays[0].shape
+        if (told := self._told(path, shape)) is not None:
+            return told
         for x in arrays:
             sharding: NamedSharding = jax.typeof(x).sharding
             types = axis_types(sharding)
@@ -133,6 +193,10 @@ class ParameterShardings:
         own = map(Shards.of_array, concrete)
         found = next((shards for shards in own if shards is not None), None)
         return found if concrete else self.seen.get((keystr(path), shape))
+
+    def _told(self, path: KeyPath, shape: tuple[int, ...]) -> Shards | None:
+        told = self.told.get((keystr(path), shape))
+        return told if told is not None and told.is_here else None
 
     def _asked(self, path: KeyPath, shape: tuple[int, ...]) -> Shards | None:
         ends = (tuple(path[:n]) for n in range(len(path), -1, -1))
@@ -156,6 +220,13 @@ class ParameterShardings:
         if found is None and asked.mesh.size > 1:
             raise _uneven("shardings", asked, path, shape)
         return found
+
+
+def _on_axes_of(x: Parameter, sharding: NamedSharding) -> NamedSharding:
+    """The sharding, on the explicit axes that a traced parameter's type names."""
+    mesh = jax.typeof(x).sharding.mesh if is_traced(x) else sharding.mesh
+    explicit = AxisType.Explicit in getattr(mesh, "axis_types", ())
+    return NamedSharding(mesh, sharding.spec) if explicit else sharding
 
 
 def mesh_of(params: PyTree) -> Mesh | None:

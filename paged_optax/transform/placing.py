@@ -28,7 +28,8 @@ def place(
     Args:
       value: The leaf.
       host: Whether it goes to host memory.
-      like: Its parameter, or None if it belongs to no single one.
+      like: Its parameter, or a type that is divided as it is to be; None if it belongs
+        to no single parameter.
       mesh: If the leaf is not put beside its parameter, it goes to all devices of this
         mesh; None if there is no mesh.
 
@@ -38,9 +39,10 @@ def place(
 
     def placed(x: Array) -> Array:
         sharding = None
+        told = isinstance(like, jax.ShapeDtypeStruct)
         if is_traced((x, like)):
             pass  # its type says where it is
-        elif is_committed(like) and like.shape == x.shape:
+        elif (told or is_committed(like)) and like.shape == x.shape:
             sharding = like.sharding
         elif isinstance(mesh, Mesh):
             sharding = NamedSharding(mesh, PartitionSpec())
