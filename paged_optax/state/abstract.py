@@ -1,6 +1,6 @@
 """The state that `init` would make, described for a restore or for a `jax.jit`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 from jax.sharding import (
@@ -69,7 +69,8 @@ def abstract_state(tx: Transformation, params: PyTree) -> PyTree[jax.ShapeDtypeS
     refuse_no_transformation("tx", tx)
     refuse_no_arrays("params", params)
     refuse_uneven(params)
-    params = _on_meshes(params)
+    asked = optimizer_shardings(params)
+    params = _on_meshes(params, asked)
     # So `update` knows the parameters' shardings of a state that is restored.
     looking = within(types_only=True, mesh=mesh_of(params))
     with looking, explicitly_typed(params) as shapes:
@@ -92,16 +93,20 @@ def abstract_state(tx: Transformation, params: PyTree) -> PyTree[jax.ShapeDtypeS
             sharding = getattr(parameter, "sharding", None) or default
             own, told = Shards.of(sharding, x.shape), Shards.of(typed, x.shape)
             if own and told and own.axes != told.axes:
-                sharding = told.sharding  # by Flax's `optimizer_sharding`
+                sharding = told.sharding  # as an `init` was told before
         elif typed is not None:
             sharding = typed
         kind = PINNED_HOST if on_host(aval) else memory_kinds()[0]
         sharding = typed_by_memory(sharding.with_memory_kind(kind))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
+    beside = [
+        x if told is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=told)
+        for (_, x), told in zip(parameters, asked, strict=True)
+    ]
     placed = []
     for (_, x), owner in zip(stored, owners, strict=True):
-        parameter = None if owner is None else parameters[owner][1]
+        parameter = None if owner is None else beside[owner]
         placed.append(jax.tree.map(lambda x, p=parameter: place(x, p), x))
     return like(shapes, placed)
 
@@ -170,7 +175,7 @@ def state_shardings(
     return jax.tree.map(lambda x: x.sharding, abstract_state(tx, divided))
 
 
-def _on_meshes(params: PyTree) -> PyTree:
+def _on_meshes(params: PyTree, asked: Sequence[NamedSharding | None]) -> PyTree:
     """Parameters of which each is on the mesh of its moments, where Flax tells one."""
     leaves = [
         jax.ShapeDtypeStruct(
@@ -178,9 +183,7 @@ def _on_meshes(params: PyTree) -> PyTree:
         )
         if told is not None and Shards.of_array(x) is None
         else x
-        for x, told in zip(
-            jax.tree.leaves(params), optimizer_shardings(params), strict=True
-        )
+        for x, told in zip(jax.tree.leaves(params), asked, strict=True)
     ]
     return like(params, leaves)
 

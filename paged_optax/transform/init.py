@@ -71,6 +71,7 @@ def _made(
     told = pager.known.told_by(paths, leaves, asked)
     said = pager.known.said_by(paths, leaves, told)
     making = _Making.of(pager, params, told)
+    making.tell_of_factors()
     if record is not None:
         abstract_params = jax.tree.map(abstract, params)
         record(
@@ -183,11 +184,27 @@ class _Making:
         return next((shards.mesh for shards in self.shards if shards), None)
 
     def beside(self, parameters: Sequence[Parameter]) -> Sequence[Parameter]:
-        """The parameters, or types divided as moments are that are divided otherwise."""
+        """The parameters, or types divided as their moments are, if that is told."""
         return [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=told) if told else x
             for x, told in zip(parameters, self.told, strict=True)
         ]
+
+    def tell_of_factors(self) -> None:
+        """Warns of what has other axes than those that Flax says how to divide."""
+        paths, avals = paths_of(self.shapes)
+        for path, x, owner in zip(paths, avals, self.owners, strict=True):
+            told = None if owner is None else self.told[owner]
+            if told is None or x.size < 2 or len(x.shape) >= len(told.spec):
+                continue
+            if not current().types_only:
+                warnings.warn(
+                    f"state{keystr(path)} of shape {x.shape} has other axes than its"
+                    f" parameter, whose optimizer_sharding divides by {told.spec}: it"
+                    " is on all devices, whole.",
+                    stacklevel=3,
+                )
+            return
 
     def leaves(self, parameters: Sequence[Parameter]) -> list[Stored]:
         """Makes the state's leaves, as they are stored, each in its memory."""
@@ -229,6 +246,10 @@ class _Making:
             stored = self.layout.stored(position)
             made = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stored)
             return [made if stays else jax.device_put(made, memory.HOST)]
+        owner = self.owners[position]
+        if owner is not None and self.told[owner] and not is_traced(inputs):
+            divide = lambda x: jax.device_put(x, self.told[owner])
+            inputs = [divide(x) if x.shape == leaf.shape else x for x in inputs]
         storage = [Storage(dtype.itemsize, codec, not stays)]
         made = fill(
             tuple(inputs),

@@ -60,10 +60,11 @@ class ParameterShardings:
     """What a paged transformation knows of its parameters' shardings.
 
     The first of these sources that knows wins: what Flax's variables told `init` of
-    moments that are divided otherwise than their parameters; the type of an array on a mesh of
-    explicit axes; the `shardings` that were asked for; the sharding of a concrete
-    array; the sharding that `init` saw of a parameter of this path and shape. In a
-    `jit` over automatic axes the type and the array say nothing.
+    moments that are divided otherwise than their parameters; the type of an array on a
+    mesh of explicit axes; the `shardings` that were asked for; the sharding of a
+    concrete array; the sharding that `init` or `abstract_state` saw of a parameter of
+    this path and shape. In a `jit` over automatic axes the type and the array say
+    nothing.
 
     Args:
       asked: A pytree of `NamedSharding` or `PartitionSpec` of the parameters'
@@ -101,11 +102,12 @@ class ParameterShardings:
         for path, x, moments in zip(paths, leaves, told, strict=True):
             if self.asked or moments is not None:
                 continue  # these would win
-            if is_traced(x) and mesh is None:
+            if not is_traced(x):
+                sharding = x.sharding
+            elif mesh is not None:
+                sharding = NamedSharding(mesh, jax.typeof(x).sharding.spec)
+            else:
                 continue  # a tracer tells nothing
-            sharding = jax.typeof(x).sharding if is_traced(x) else x.sharding
-            if mesh is not None:
-                sharding = NamedSharding(mesh, sharding.spec)
             if axis_types(sharding) == {AxisType.Explicit}:
                 continue  # its type tells every update
             key = keystr(path), x.shape

@@ -39,10 +39,10 @@ def place(
 
     def placed(x: Array) -> Array:
         sharding = None
-        told = isinstance(like, jax.ShapeDtypeStruct)
+        known = is_committed(like) or isinstance(like, jax.ShapeDtypeStruct)
         if is_traced((x, like)):
             pass  # its type says where it is
-        elif (told or is_committed(like)) and like.shape == x.shape:
+        elif known and like is not None and like.shape == x.shape:
             sharding = like.sharding
         elif isinstance(mesh, Mesh):
             sharding = NamedSharding(mesh, PartitionSpec())
