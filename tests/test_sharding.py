@@ -146,13 +146,15 @@ def test_blocks_end_with_a_shard():
         tx.update(params, whole, params)
 
 
-@pytest.mark.parametrize("given", ["shardings", "specs", "init", "state"])
+@pytest.mark.parametrize(
+    "given", ["shardings", "specs", "init", "state", "abstract_state", "place_state"]
+)
 def test_sources(given):
     """In a `jit` over automatic axes arrays do not say how they are divided."""
     mesh = mesh_of()
     params = divided(reference.arrays(jnp.float32, 0, SHAPES), mesh)
     shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
-    asked = {"init": None, "specs": SPECS}.get(given, shardings)
+    asked = {"shardings": shardings, "state": shardings, "specs": SPECS}.get(given)
     tx = po.paged_adamw(1e-2, shardings=asked, **PAGED)
     with jax.set_mesh(mesh):
         if given == "init":
@@ -160,11 +162,38 @@ def test_sources(given):
         else:
             other = po.paged_adamw(1e-2, **PAGED).init(params)
             state = other
-        if given == "state":  # restored: `init` saw nothing
+        if given in ("state", "abstract_state"):  # restored: `init` saw nothing
             target = po.abstract_state(tx, params)
             state = jax.device_put(other, jax.tree.map(lambda x: x.sharding, target))
+        elif given == "place_state":
+            state = po.place_state(tx, jax.device_get(other), params)
         compiled = jax.jit(tx.update).lower(params, state, params).compile()
     assert not po.memory_report(compiled).unsharded
+
+
+def test_sources_that_differ():
+    """What looks at types alone is a source as `init` is, if it is told anything."""
+    mesh = mesh_of()
+    shapes = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    rows, columns = (
+        {"w": jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, spec))}
+        for spec in (P("x"), P(None, "y"))
+    )
+    typed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), columns
+    )
+    tx = po.paged_adamw(1e-2, **PAGED)
+    po.abstract_state(tx, shapes)
+    po.abstract_state(tx, rows)
+    state = tx.init(rows)
+    po.plan(tx, columns)
+    for call in (
+        lambda: tx.init(columns),
+        lambda: po.abstract_state(tx, typed),
+        lambda: po.place_state(tx, state, columns),
+    ):
+        with pytest.raises(ValueError, match=r"\['w'\] .*P\(None, 'y'\).*P\('x',\)"):
+            call()
 
 
 def test_fallback_is_reported():

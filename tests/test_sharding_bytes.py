@@ -116,6 +116,19 @@ def test_scratch_and_collectives(compile_for, shape, spec, settings, leaves):
     assert not report.unsharded
 
 
+@pytest.mark.quick("v5e")
+@pytest.mark.compiler
+@pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e], ids=["h200", "v5e"])
+def test_a_restored_state(compile_for):
+    """`abstract_state` tells `update` how parameters are divided: it gathers nothing."""
+    make = lambda shardings: po.paged_adamw(1e-3, page_size="2MiB")
+    report = compile_for(sharded_update(make, P("x"), (4,), ("x",), 3), 4)
+    assert not report.unsharded
+    assert not collectives(report.hlo)
+    assert report.host_temp == 0
+    assert report.device_temp <= 12 * MIB
+
+
 @pytest.mark.compiler
 @pytest.mark.skipif(
     GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"

@@ -39,15 +39,22 @@ def abstract_state(tx: Transformation, params: PyTree) -> PyTree[jax.ShapeDtypeS
     into host memory without a detour over the device. A restore without a target, or
     with that of `jax.eval_shape`, puts the whole state on the device.
 
+    Where the parameters say how they are divided over devices, `tx` remembers it, as it
+    does of those that `tx.init` sees: in a `jax.jit` over automatic axes `update` needs
+    to know. If they are Flax's variables with metadata `optimizer_sharding`, moments
+    are divided by that.
+
     Args:
       tx: The transformation.
-      params: The parameters, or their `ShapeDtypeStruct`s.
+      params: The parameters, or their `ShapeDtypeStruct`s, in Flax's variables or
+        without.
 
     Returns:
       The state's tree of `jax.ShapeDtypeStruct`, each with its memory kind stated.
 
     Raises:
-      ValueError: If a parameter's sharding does not divide it evenly.
+      ValueError: If a sharding does not divide its parameter evenly, or `tx` saw another
+        of the parameter before.
 
     Example:
       >>> import jax, jax.numpy as jnp, paged_optax as po
@@ -123,9 +130,7 @@ def state_shardings(
     shapes, is divided likewise.
 
     Args:
-      tx: The transformation. In a `jax.jit` over automatic axes `update` does not see
-        how arrays are divided: over several devices, `paged(..., shardings=...)` takes
-        the same shardings.
+      tx: The transformation. It remembers the shardings, as in `abstract_state`.
       params: The parameters, or their `ShapeDtypeStruct`s, in Flax's boxes or without.
       shardings: The parameters' shardings, of the parameters' structure or a prefix of
         it: one for all, or one for each box.
@@ -136,7 +141,7 @@ def state_shardings(
 
     Raises:
       ValueError: If `shardings` has another structure, or a sharding does not divide
-        its parameter evenly.
+        its parameter evenly, or `tx` saw another of the parameter before.
       TypeError: If `shardings` holds anything but shardings.
 
     Example:
@@ -145,7 +150,7 @@ def state_shardings(
       >>> mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
       >>> shardings = {"w": NamedSharding(mesh, PartitionSpec("data"))}
       >>> params = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
-      >>> tx = po.paged_adamw(1e-3, shardings=shardings)
+      >>> tx = po.paged_adamw(1e-3)
       >>> state = po.state_shardings(tx, params, shardings)
       >>> state[0].mu["w"].spec[0], state[0].mu["w"].memory_kind
       ('data', 'pinned_host')
