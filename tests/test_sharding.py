@@ -172,28 +172,49 @@ def test_sources(given):
 
 
 def test_sources_that_differ():
-    """What looks at types alone is a source as `init` is, if it is told anything."""
+    """The last place of a state wins; a second `init` that differs is refused."""
     mesh = mesh_of()
     shapes = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
     rows, columns = (
         {"w": jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, spec))}
         for spec in (P("x"), P(None, "y"))
     )
-    typed = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), columns
-    )
     tx = po.paged_adamw(1e-2, **PAGED)
-    po.abstract_state(tx, shapes)
-    po.abstract_state(tx, rows)
     state = tx.init(rows)
+    po.abstract_state(tx, shapes)
     po.plan(tx, columns)
-    for call in (
-        lambda: tx.init(columns),
-        lambda: po.abstract_state(tx, typed),
-        lambda: po.place_state(tx, state, columns),
-    ):
-        with pytest.raises(ValueError, match=r"\['w'\] .*P\(None, 'y'\).*P\('x',\)"):
-            call()
+    tx.init(rows)
+    with pytest.raises(ValueError, match=r"\['w'\] .*P\(None, 'y'\).*P\('x',\)"):
+        tx.init(columns)
+    state = po.place_state(tx, state, columns)
+    update = lambda *args: tx.update(*args)
+    compiled = jax.jit(update).lower(columns, state, columns).compile()
+    assert not po.memory_report(compiled).unsharded
+    assert "all-gather" not in compiled.as_text()
+    with pytest.raises(ValueError, match=r"\['w'\] .*P\('x',\).*P\(None, 'y'\)"):
+        tx.init(rows)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_other_devices(devices):
+    """A state that is put on fewer devices is updated there, by a function anew."""
+    mesh, fewer = mesh_of(), jax.make_mesh((devices,), ("z",), (AxisType.Auto,))
+    params = {"w": jnp.linspace(0, 1, 64 * 64).reshape(64, 64)}
+    on = lambda mesh, spec: jax.device_put(params, NamedSharding(mesh, spec))
+    tx = po.paged_adamw(1e-2, **PAGED)
+    before, after = on(mesh, P("x")), on(fewer, P("z"))
+    if devices == 1:
+        after = jax.device_put(params, jax.devices()[3])
+    step = lambda params, state: jax.jit(lambda *x: tx.update(*x))(
+        params, state, params
+    )
+    _, state = step(before, tx.init(before))
+    _, wanted = step(before, state)
+    state = po.place_state(tx, jax.device_get(state), after)
+    _, found = step(after, state)
+    reference.assert_equal(jax.device_get(found), jax.device_get(wanted))
+    assert found[0].mu["w"].sharding.memory_kind == "pinned_host"
+    assert len(found[0].mu["w"].sharding.device_set) == devices
 
 
 def test_fallback_is_reported():

@@ -120,13 +120,48 @@ def test_scratch_and_collectives(compile_for, shape, spec, settings, leaves):
 @pytest.mark.compiler
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e], ids=["h200", "v5e"])
 def test_a_restored_state(compile_for):
-    """`abstract_state` tells `update` how parameters are divided: it gathers nothing."""
+    """`abstract_state` tells how parameters are divided, and nothing is gathered."""
     make = lambda shardings: po.paged_adamw(1e-3, page_size="2MiB")
     report = compile_for(sharded_update(make, P("x"), (4,), ("x",), 3), 4)
     assert not report.unsharded
     assert not collectives(report.hlo)
     assert report.host_temp == 0
     assert report.device_temp <= 12 * MIB
+
+
+def within_shard_map(make):
+    """An update of each device's own rows for a compiler, as JAX checks it."""
+
+    def build(mesh):
+        spec = P("x")
+        place = NamedSharding(mesh, spec, memory_kind="device")
+        leaf = jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=place)
+        params = {f"w{i}": leaf for i in range(3)}
+        tx = make()
+        state = jax.tree.map(for_accelerators, po.abstract_state(tx, params))
+        own = jax.tree.map(lambda x: x.sharding.spec, state)
+        out = jax.tree.map(lambda x: x.sharding, (params, state))
+        ins, outs = (spec, own, spec), (spec, own)
+        update = lambda gradients, state, params: tx.update(gradients, state, params)
+        update = jax.shard_map(update, mesh=mesh, in_specs=ins, out_specs=outs)
+        jitted = jax.jit(update, donate_argnums=(0, 1), out_shardings=out)
+        return jitted, (params, state, params)
+
+    return build
+
+
+@pytest.mark.quick("v5e-None")
+@pytest.mark.compiler
+@pytest.mark.parametrize("codec", [None, "dynamic_int8"])
+@pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e], ids=["h200", "v5e"])
+def test_within_shard_map(compile_for, codec):
+    """The bytes of an update that divides by itself."""
+    settings = {"page_size": "2MiB", "codec": codec}
+    report = compile_for(within_shard_map(lambda: po.paged_adamw(1e-3, **settings)), 4)
+    assert not collectives(report.hlo)
+    assert report.device_temp <= 12 * MIB
+    assert report.host_temp == 0
+    assert report.host_aliased == report.host_arguments
 
 
 @pytest.mark.compiler

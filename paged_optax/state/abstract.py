@@ -39,10 +39,11 @@ def abstract_state(tx: Transformation, params: PyTree) -> PyTree[jax.ShapeDtypeS
     into host memory without a detour over the device. A restore without a target, or
     with that of `jax.eval_shape`, puts the whole state on the device.
 
-    Where the parameters say how they are divided over devices, `tx` remembers it, as it
-    does of those that `tx.init` sees: in a `jax.jit` over automatic axes `update` needs
-    to know. If they are Flax's variables with metadata `optimizer_sharding`, moments
-    are divided by that.
+    Where the parameters say how they are divided over devices, `tx` remembers it in
+    place of what `tx.init` saw: in a `jax.jit` over automatic axes `update` needs to
+    know, and a function that is traced already still has what was there before. If the
+    parameters are Flax's variables with metadata `optimizer_sharding`, moments are
+    divided by that.
 
     Args:
       tx: The transformation.
@@ -53,8 +54,7 @@ def abstract_state(tx: Transformation, params: PyTree) -> PyTree[jax.ShapeDtypeS
       The state's tree of `jax.ShapeDtypeStruct`, each with its memory kind stated.
 
     Raises:
-      ValueError: If a sharding does not divide its parameter evenly, or `tx` saw another
-        of the parameter before.
+      ValueError: If a sharding does not divide its parameter evenly.
 
     Example:
       >>> import jax, jax.numpy as jnp, paged_optax as po
@@ -141,7 +141,7 @@ def state_shardings(
 
     Raises:
       ValueError: If `shardings` has another structure, or a sharding does not divide
-        its parameter evenly, or `tx` saw another of the parameter before.
+        its parameter evenly.
       TypeError: If `shardings` holds anything but shardings.
 
     Example:

@@ -7,9 +7,10 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import is_traced
+from paged_optax.backend.arrays import is_committed, is_traced
 from paged_optax.backend.explicit_axes import axis_types
 from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.memory import typed_by_memory
 from paged_optax.backend.types import KeyPath
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.context import current
@@ -92,10 +93,11 @@ class ParameterShardings:
     ) -> dict[_Key, Shards | None]:
         """The shardings of concrete parameters, for `init` to remember.
 
-        Those of parameters of which `abstract_state` looks at the types alone too.
+        Also those of parameters whose types alone `abstract_state` looks at. They are
+        what a state is restored for, and replace what was there before.
 
         Raises:
-          ValueError: If an earlier `init` saw another sharding of a parameter.
+          ValueError: If an array of `init` was divided otherwise before.
         """
         said: dict[_Key, Shards | None] = {}
         mesh = current().mesh
@@ -111,9 +113,12 @@ class ParameterShardings:
             if axis_types(sharding) == {AxisType.Explicit}:
                 continue  # its type tells every update
             key = keystr(path), x.shape
-            here = said[key] = Shards.of(sharding, x.shape)
+            here = Shards.of(sharding, x.shape)
+            if is_traced(x) and here is None and key not in self.seen:
+                continue
+            said[key] = here
             before = self.seen.get(key, here)
-            if here != before:
+            if here != before and not is_traced(x):
                 raise _otherwise(f"parameter {key[0]}", x.shape, here, before)
         return said
 
@@ -126,8 +131,8 @@ class ParameterShardings:
         """How moments are divided by Flax's metadata; None: as their parameters.
 
         Raises:
-          ValueError: If such a sharding does not fit its parameter, or an earlier
-            `init` was told another.
+          ValueError: If such a sharding does not fit its parameter, or `init` was told
+            another before.
         """
         found = []
         for path, x, sharding in zip(paths, leaves, asked, strict=True):
@@ -139,7 +144,8 @@ class ParameterShardings:
             here = Shards.of(sharding, x.shape) if fits else None
             if here is None:
                 raise _uneven("optimizer_sharding", sharding, path, x.shape)
-            if before is not None and before.axes != here.axes:
+            other = before is not None and before.axes != here.axes
+            if other and not current().types_only:
                 what = f"moments of parameter {keystr(path)}"
                 raise _otherwise(what, x.shape, here, before)
             found.append(_on_axes_of(x, sharding))
@@ -232,9 +238,14 @@ def _on_axes_of(x: Parameter, sharding: NamedSharding) -> NamedSharding:
 
 
 def mesh_of(params: PyTree) -> Mesh | None:
-    """The devices that all parameters are divided over; None if one does not say."""
-    each = [Shards.of_array(x) for x in jax.tree.leaves(params)]
-    meshes = {shards and shards.mesh for shards in each}
+    """The devices that all parameters are on; None if one of them does not say."""
+    said = [
+        getattr(x, "sharding", None)
+        if is_committed(x) or isinstance(x, jax.ShapeDtypeStruct)
+        else None
+        for x in jax.tree.leaves(params)
+    ]
+    meshes = {getattr(x and typed_by_memory(x), "mesh", None) for x in said}
     mesh = meshes.pop() if len(meshes) == 1 else None
     return mesh if isinstance(mesh, Mesh) else None
 
