@@ -145,7 +145,7 @@ def test_settings(case, axis_type):
         model.kernel[...],
         other.kernel[...],
         rtol=0,
-        atol=2e-6 if case in EXACT else 2e-4,
+        atol=1e-5 if case in EXACT else 2e-4,
     )
 
 
