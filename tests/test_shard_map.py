@@ -154,13 +154,21 @@ def test_masters(kept):
     assert before == after
 
 
-#: Parts in which blocks are rows, columns, or run on; rows of scales for each part.
-CODED = {"w": (64, 128), "both": (64, 128), "columns": (64, 1024), "stack": (4, 64, 65)}
+#: Blocks are rows, or run on; scales have a row for each part; codes share words along
+#: another axis than they would if a part were all.
+CODED = {
+    "rows": (64, 128),
+    "both": (64, 128),
+    "columns": (64, 1024),
+    "stack": (4, 64, 65),
+    "words": (64, 64),
+}
 CODED_SPECS = {
-    "w": P("x"),
+    "rows": P("x"),
     "both": P("x", "y"),
     "columns": P(None, ("x", "y")),
     "stack": P("x"),
+    "words": P(None, "x"),
 }
 
 
@@ -226,25 +234,33 @@ def test_moments_that_begin_alike(device_budget):
 
 @pytest.mark.parametrize("device_budget", [0, None])
 def test_gates_that_differ_between_devices(device_budget):
-    """Each device skips its own part; what is open to all stays alike on all."""
+    """Each device skips its own part, or its copy; what is open stays alike on all."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AUTO,))
-    specs = {"w": P("x"), "r": P()}
-    gradients = divided(
-        reference.arrays(jnp.float32, 0, {"w": (64, 64), "r": (9, 65)}), mesh, specs
-    )
+    specs = {"parts": P("x"), "copies": P(), "open": P()}
+    shapes = {"parts": (64, 64), "copies": (9, 65), "open": (9, 65)}
+    gradients = divided(reference.arrays(jnp.float32, 0, shapes), mesh, specs)
     tx = po.paged(optax.trace(0.9), **PAGES, device_budget=device_budget)
     state = tx.init(gradients)
 
     def update(gradients, state):
         even = jax.lax.axis_index("x") % 2 == 0
-        return tx.update(gradients, state, active={"w": even, "r": True})
+        active = {"parts": even, "copies": even, "open": True}
+        updates, state = tx.update(gradients, state, active=active)
+        for found in (updates, state.trace):
+            axes = {k: jax.typeof(x).manual_axis_type.varying for k, x in found.items()}
+            assert axes == {"parts": {"x"}, "copies": {"x"}, "open": set()}
+        return updates, state
 
-    own = specs_of(state)
-    update = jax.shard_map(
-        update, mesh=mesh, in_specs=(specs, own), out_specs=(specs, own)
-    )
+    ins = specs, specs_of(state)
+    outs = jax.tree.map(lambda spec: spec, ins)
+    for tree in (outs[0], outs[1].trace):
+        tree["copies"] = P("x")
+    update = jax.shard_map(update, mesh=mesh, in_specs=ins, out_specs=outs)
     updates, new = jax.jit(update)(gradients, state)
-    even = np.repeat(np.arange(8) % 2 == 0, 8)[:, None]
+    even = lambda rows: np.repeat(np.arange(8) % 2 == 0, rows)[:, None]
+    copies = np.tile(gradients["copies"], (8, 1))
     for found in (updates, new.trace):
-        np.testing.assert_array_equal(found["w"], np.where(even, gradients["w"], 0))
-        np.testing.assert_array_equal(found["r"], gradients["r"])
+        parts = np.where(even(8), gradients["parts"], 0)
+        np.testing.assert_array_equal(found["parts"], parts)
+        np.testing.assert_array_equal(found["copies"], np.where(even(9), copies, 0))
+        np.testing.assert_array_equal(found["open"], gradients["open"])
