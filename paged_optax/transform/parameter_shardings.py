@@ -138,17 +138,20 @@ class ParameterShardings:
         for path, x, sharding in zip(paths, leaves, asked, strict=True):
             before = self._told(path, x.shape)
             if sharding is None or sharding.mesh.size == 1:
-                found.append(before and _on_axes_of(x, before.sharding))
-                continue
-            fits = len(sharding.spec) <= len(x.shape)
-            here = Shards.of(sharding, x.shape) if fits else None
-            if here is None:
-                raise _uneven("optimizer_sharding", sharding, path, x.shape)
-            other = before is not None and before.axes != here.axes
-            if other and not current().types_only:
-                what = f"moments of parameter {keystr(path)}"
+                sharding = None
+                # A tracer tells nothing; an array's moments are divided as it is.
+                here = before if is_traced(x) else Shards.of_array(x)
+            else:
+                fits = len(sharding.spec) <= len(x.shape)
+                here = Shards.of(sharding, x.shape) if fits else None
+                if here is None:
+                    raise _uneven("optimizer_sharding", sharding, path, x.shape)
+            same = before is None or (here is not None and here.axes == before.axes)
+            if not (same or current().types_only):
+                what = f"what is kept of parameter {keystr(path)}"
                 raise _otherwise(what, x.shape, here, before)
-            found.append(_on_axes_of(x, sharding))
+            told = sharding or (before and before.sharding)
+            found.append(told and _on_axes_of(x, told))
         return tuple(found)
 
     def remember(
