@@ -150,6 +150,8 @@ def as_results(
     Returns:
       The gradients and the state; None if they vary so already.
     """
+    if not in_shard_map():
+        return None
     gate_of = lambda owner: gates[owner] if gates and owner is not None else gates
     axes = {
         position: varying_axes(aval, gate_of(leaf.owner), restart)
