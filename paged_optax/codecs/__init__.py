@@ -29,6 +29,7 @@ from paged_optax.codecs.identity import (
     codes_field,
     fields_of,
     is_codes_field,
+    of_one_part,
     quantized_as,
 )
 
@@ -50,6 +51,7 @@ __all__ = [
     "fields_of",
     "is_codes_field",
     "named",
+    "of_one_part",
     "packed_along",
     "quantized_as",
     "unarranged",

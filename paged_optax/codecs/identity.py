@@ -17,6 +17,7 @@ import collections
 import copyreg
 import functools
 import math
+import re
 from collections.abc import Callable
 
 import jax
@@ -57,6 +58,16 @@ def codes_field(
     if apart and (math.prod(divisions[1:]) > 1 or math.prod(shape) % codec.block):
         parts += ["in", "x".join(map(str, divisions))]
     return "_".join(parts)
+
+
+def of_one_part(field: str) -> str:
+    """The name that the codes of one device's part have by themselves.
+
+    Example:
+      >>> of_one_part("codes_dynamic_int8_4x1_in_2x1")
+      'codes_dynamic_int8_4x1'
+    """
+    return re.sub(r"_in_\d+(x\d+)*$", "", field)
 
 
 def is_codes_field(name: str) -> bool:

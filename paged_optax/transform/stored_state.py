@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.arrays import counts_steps, holds_moments, is_traced
+from paged_optax.backend.manual_axes import in_shard_map
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.codecs import (
@@ -25,6 +26,7 @@ from paged_optax.codecs import (
     arranged,
     codes_field,
     fields_of,
+    of_one_part,
     quantized_as,
 )
 from paged_optax.engine.shards import Shards
@@ -207,8 +209,10 @@ class Layout:
         wanted = self.stored(position)
         describe = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
         if isinstance(wanted, Quantized) and (names := fields_of(found)):
-            field = self._codes_field(position)
-            if names[0] not in (field, "codes"):
+            field, here = self._codes_field(position), names[0]
+            if in_shard_map():
+                here = of_one_part(here)
+            if here not in (field, "codes"):
                 raise OtherLayoutError(
                     f"the state has a field {names[0]!r}, where codec"
                     f" {self.codecs[position]!r} stores a moment of shape"
