@@ -27,6 +27,7 @@ from paged_optax.backend.given import (
 )
 from paged_optax.backend.memory import on_host
 from paged_optax.transform.gates import only_if, restart_if
+from paged_optax.transform.placing import tied
 
 #: Returns updates as they are; its state tells whether the wrapper took its update.
 _PROBE = optax.GradientTransformationExtraArgs(
@@ -55,7 +56,8 @@ class _Wrapped(NamedTuple):
     accumulates: bool = False
 
     def init_around(self, params: optax.Params) -> PyTree:
-        return self.init(params)._replace(**{self.field: self.inner.init(params)})
+        state = self.init(params)._replace(**{self.field: self.inner.init(params)})
+        return tied(state, jax.tree.leaves(params))
 
     def update_around(
         self,
@@ -363,4 +365,6 @@ def lookahead(
         )
         return updates, state._replace(fast_state=fast)
 
-    return optax.GradientTransformation(wrapper.init, update)
+    return optax.GradientTransformation(
+        lambda params: tied(wrapper.init(params), jax.tree.leaves(params)), update
+    )

@@ -8,6 +8,7 @@ Where a leaf lives is part of its JAX type: `jax.typeof(x).memory_space` is
 import functools
 import math
 import os
+from collections.abc import Iterable
 from typing import overload
 
 import jax
@@ -24,7 +25,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend import tiling
 from paged_optax.backend.arrays import is_traced
-from paged_optax.backend.types import Device
+from paged_optax.backend.types import ArrayOrShape, Device
 
 HOST = jax.memory.Space.Host
 DEVICE = jax.memory.Space.Device
@@ -70,12 +71,35 @@ def typed_by_memory(sharding: Sharding) -> Sharding:
 
     An array made with a `SingleDeviceSharding`, as by a restore, has the type of device
     memory whatever its memory kind (jax 0.10.2 to 0.12.0.1); no update would page it.
+    A mesh without axes leaves the rest of the type as it is: a step's results have the
+    same type, so that `jax.jit` does not compile for the restored and again for them.
     """
     if not isinstance(sharding, SingleDeviceSharding):
         return sharding
     (device,) = sharding.device_set
-    mesh = Mesh(np.array([device]), ("device",))
+    mesh = Mesh(np.array(device), ())
     return NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
+
+
+def replicated(
+    arrays: Iterable[ArrayOrShape],
+) -> NamedSharding | SingleDeviceSharding | None:
+    """Where an array of no single parameter goes: whole, on all of these devices.
+
+    It is what a step gives such an array, beside arguments like these.
+
+    Args:
+      arrays: Parameters. The first one whose sharding is of a mesh or of one device
+        decides; None if there is none.
+    """
+    for x in arrays:
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return NamedSharding(sharding.mesh, PartitionSpec())
+        if isinstance(sharding, SingleDeviceSharding):
+            (device,) = sharding.device_set
+            return SingleDeviceSharding(device)
+    return None
 
 
 def platform() -> str:

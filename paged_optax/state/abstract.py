@@ -1,6 +1,6 @@
 """The state that `init` would make, described for a restore or for a `jax.jit`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import (
@@ -17,6 +17,7 @@ from paged_optax.backend.memory import (
     PINNED_HOST,
     memory_kinds,
     on_host,
+    replicated,
     typed_by_memory,
 )
 from paged_optax.backend.types import ArrayOrShape, Transformation
@@ -86,7 +87,10 @@ def abstract_state(tx: Transformation, params: PyTree) -> PyTree[jax.ShapeDtypeS
     stored = jax.tree_util.tree_flatten_with_path(bare(shapes), is_leaf=is_quantized)[0]
     parameters = jax.tree_util.tree_flatten_with_path(bare(params))[0]
     owners = parameter_of([p for p, _ in stored], [p for p, _ in parameters])
-    default = _beside(x for _, x in parameters)
+    # Committed to one device, a count could not meet parameters that are elsewhere.
+    default = replicated(x for _, x in parameters) or SingleDeviceSharding(
+        jax.devices()[0]
+    )
     avals = iter(closed.out_avals)
 
     def place(
@@ -191,20 +195,3 @@ def _on_meshes(params: PyTree, asked: Sequence[NamedSharding | None]) -> PyTree:
         for x, told in zip(jax.tree.leaves(params), asked, strict=True)
     ]
     return like(params, leaves)
-
-
-def _beside(
-    parameters: Iterable[ArrayOrShape],
-) -> NamedSharding | SingleDeviceSharding:
-    """Where arrays of no single parameter go: whole, on all the parameters' devices.
-
-    A count restored to one device alone is committed there, and no update could take
-    it together with parameters that are elsewhere.
-    """
-    for parameter in parameters:
-        sharding = getattr(parameter, "sharding", None)
-        if isinstance(sharding, NamedSharding):
-            return NamedSharding(sharding.mesh, PartitionSpec())
-        if isinstance(sharding, SingleDeviceSharding):
-            return sharding
-    return SingleDeviceSharding(jax.devices()[0])

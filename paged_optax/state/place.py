@@ -92,9 +92,7 @@ def _placed(
         x = jax.device_put(x, x.sharding.with_memory_kind(kind))
     # The first move gives the array the type of its memory, the second its place.
     moved = jax.device_put(x, sharding)
-    if len(sharding.device_set) == 1 and all(
-        n == 1 for n in sharding.mesh.shape.values()
-    ):
+    if not sharding.mesh.axis_names:  # what a step returns, beside such parameters
         (device,) = sharding.device_set
         moved = jax.device_put(moved, SingleDeviceSharding(device, memory_kind=kind))
     return moved

@@ -4,16 +4,11 @@ from collections.abc import Sequence
 
 import jax
 from jax import Array
-from jax.sharding import (
-    AbstractMesh,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    SingleDeviceSharding,
-)
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from paged_optax.backend.arrays import is_committed, is_traced
-from paged_optax.backend.memory import HOST, PINNED_HOST, on_host
+from paged_optax.backend.memory import HOST, PINNED_HOST, on_host, replicated
 from paged_optax.transform.trees import Parameter, Stored
 
 
@@ -46,6 +41,8 @@ def place(
             sharding = like.sharding
         elif isinstance(mesh, Mesh):
             sharding = NamedSharding(mesh, PartitionSpec())
+        elif is_committed(like) and len(like.sharding.device_set) == 1:
+            sharding = replicated([like])  # what a codec stores has shapes of its own
         if sharding is not None:
             if host:
                 sharding = sharding.with_memory_kind(PINNED_HOST)
@@ -55,21 +52,20 @@ def place(
     return jax.tree.map(placed, value)
 
 
-def tied(values: Sequence[Stored], parameters: Sequence[object]) -> Sequence[Stored]:
-    """Commits a new state to the device of its host arrays, and of its parameters.
+def tied(state: PyTree, parameters: Sequence[object]) -> PyTree:
+    """Commits a new state to the devices of its host arrays, and of its parameters.
 
     A program that uses host arrays, or any that are committed, returns committed
     arrays. If a step count was not committed before, `jax.jit` would compile the next
     step again. A traced state, as of parameters that a `jax.jit` closes over, is
     committed by what runs it.
     """
-    if is_traced(values):
-        return values
-    tying = [x for x in jax.tree.leaves(values) if on_host(x)]
-    tying += filter(is_committed, parameters)
-    devices = {d for x in tying for d in x.devices()}
-    if len(devices) != 1:
-        return values
-    (place,) = map(SingleDeviceSharding, devices)
+    leaves = jax.tree.leaves(state)
+    if is_traced((leaves, parameters)):
+        return state
+    tying = [*filter(is_committed, parameters), *filter(on_host, leaves)]
+    place = replicated(tying)
+    if place is None or any(x.sharding.device_set != place.device_set for x in tying):
+        return state
     tie = lambda x: x if is_committed(x) else jax.device_put(x, place)
-    return jax.tree.map(tie, values)
+    return jax.tree.map(tie, state)
