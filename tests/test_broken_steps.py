@@ -118,12 +118,12 @@ def test_what_is_left_is_said_before_a_step_runs():
     def interrupted(*values):
         raise KeyboardInterrupt
 
-    made = step._made
-    step._made = made._replace(compiled=interrupted)
+    (program,) = step._programs
+    step._programs[0] = program._replace(compiled=interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         step(params, state, one)
     assert "can be called with it again" in caught.value.__notes__[0]
-    step._made = made
+    step._programs[0] = program
     step(params, state, one)
 
 

@@ -2,12 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Hashable, Iterable
+from typing import NamedTuple
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import keystr
-from paged_optax.backend.types import KeyPath
+from paged_optax.backend.types import KeyPath, PyTreeDef
 
 #: The position of an argument, or the name of one that has none.
 Key = int | str
@@ -34,12 +36,6 @@ def label(key: Key) -> str:
     return f"argument {key}"
 
 
-def same_constants(one: dict[Key, Hashable], other: dict[Key, Hashable]) -> bool:
-    """Whether two programs have the same constants; 1, 1.0 and True differ."""
-    kinds = lambda static: {key: (type(x), x) for key, x in static.items()}
-    return kinds(one) == kinds(other)
-
-
 def signature(step: Callable[..., PyTree]) -> inspect.Signature | None:
     """A step's own signature, not that of what it wraps; None if it has none."""
     try:
@@ -58,23 +54,72 @@ def names_by_position(signature: inspect.Signature | None) -> list[str]:
     return [x.name if x.kind == named else "" for x in every if x.kind in (named, bare)]
 
 
-def refuse_other_types(
-    values: tuple[PyTree, ...], keys: Keys, compiled_for: PyTree
-) -> None:
-    """Refuses arrays of other shapes or dtypes than a step was compiled for.
+class Call(NamedTuple):
+    """What a step is called with.
 
-    JAX does so too, but names them as `jit_step` passes them on.
+    Attributes:
+      keys: The arguments that are arrays.
+      values: Their values.
+      static: Those that are not, and their values.
     """
-    flat = jax.tree_util.tree_flatten_with_path(values)[0]
-    for (path, x), wanted in zip(flat, jax.tree.leaves(compiled_for), strict=True):
-        found = jax.typeof(x)
-        if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
-            described = lambda x: f"{x.dtype}{list(x.shape)}"
-            raise TypeError(
-                f"{place_of(keys, path)} is {described(found)}, and the step was"
-                f" compiled for {described(wanted)}: make another step for these"
-                " arguments."
-            )
+
+    keys: Keys
+    values: tuple[PyTree, ...]
+    static: dict[Key, Hashable]
+
+    @property
+    def kind(self) -> "Kind":
+        """What a program is compiled for, beside the places of arrays."""
+        leaves, structure = jax.tree.flatten(self.values)
+        types = map(jax.typeof, leaves)
+        static = {key: (type(x), x) for key, x in self.static.items()}
+        return Kind(
+            self.keys,
+            static,
+            structure,
+            [(x.shape, x.dtype, x.weak_type) for x in types],
+        )
+
+
+class Kind(NamedTuple):
+    """A kind of calls that share a program.
+
+    `jax.jit` tells the same kinds apart: 1, 1.0 and True are three constants, and an
+    array of a strong type is no Python number.
+
+    Attributes:
+      keys: The arguments that are arrays.
+      static: The types and values of the others.
+      structure: The tree of the arrays.
+      types: Their shapes and dtypes, and whether the dtypes are weak.
+    """
+
+    keys: Keys
+    static: dict[Key, tuple[type, Hashable]]
+    structure: PyTreeDef
+    types: list[tuple[tuple[int, ...], np.dtype, bool]]
+
+
+def differences(call: Call, kind: Kind) -> list[str]:
+    """Where a call is of another structure or type than a program, for messages."""
+    found, given = call.kind, zip(call.keys, call.values, strict=True)
+    if found.keys != kind.keys:
+        return list(map(label, kind.keys))
+    others = [
+        f"{label(key)} of another structure"
+        for (key, value), wanted in zip(given, kind.structure.children(), strict=True)
+        if jax.tree.structure(value) != wanted
+    ]
+    if others:
+        return others
+    flat = jax.tree_util.tree_flatten_with_path(call.values)[0]
+    return [
+        f"{place_of(call.keys, path)} of {dtype}{list(shape)}"
+        for (path, _), own, (shape, dtype, weak) in zip(
+            flat, found.types, kind.types, strict=True
+        )
+        if own != (shape, dtype, weak)
+    ]
 
 
 def place_of(keys: Keys, path: KeyPath) -> str:

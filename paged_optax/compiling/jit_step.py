@@ -4,63 +4,68 @@ import functools
 import threading
 import types
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple, overload
 
 import jax
 from jaxtyping import PyTree
 
-from paged_optax.backend.memory import mistyped, on_host
 from paged_optax.compiling.arguments import (
+    Call,
     Key,
     Keys,
+    Kind,
+    differences,
     label,
     names_by_position,
-    refuse_other_types,
-    same_constants,
     several,
     signature,
 )
 from paged_optax.compiling.donation_check import check_donations, say_what_is_left
-from paged_optax.compiling.placements import placements, refuse_moved, typed
+from paged_optax.compiling.placements import (
+    Described,
+    are_elsewhere,
+    hosted,
+    placements,
+    refuse_moved,
+    typed,
+)
 
 
-class _Made(NamedTuple):
-    """A step compiled for some arguments.
+class _Program(NamedTuple):
+    """A step compiled for arguments of one kind.
 
     Attributes:
       compiled: What XLA made of it.
-      keys: The arguments that are arrays.
-      static: Those that are not, and their values.
-      structure: The tree of the arrays.
-      hosted: For each array whether it belongs on the host.
-      donated: Positions, among the keys, of the arguments that are donated.
+      kind: The kind.
+      donated: Positions, among the arguments, of those that are donated.
     """
 
     compiled: jax.stages.Compiled
-    keys: Keys
-    static: dict[Key, Hashable]
-    structure: Hashable
-    hosted: list[bool]
+    kind: Kind
     donated: tuple[int, ...]
 
 
 class Step:
-    """A training step, compiled for arguments like those it was first given."""
+    """A training step, compiled for each kind of arguments that it is given."""
 
     def __init__(self, step: Callable[..., PyTree], donated: Keys, static: Keys):
         self._step = step
         self._signature = signature(step)
         self._donated = donated
         self._static = frozenset(name for key in static for name in self._names(key))
-        self._made: _Made | None = None
-        self._first = threading.Lock()
+        self._programs: list[_Program] = []  # the first one last
+        self._hosted: set[Described] = set()
+        self._compiling = threading.Lock()
         functools.update_wrapper(self, step, updated=())
 
     @property
     def compiled(self) -> jax.stages.Compiled | None:
-        """What XLA made of it, for `memory_report`; None before there was a call."""
-        return self._made and self._made.compiled
+        """What XLA made of it for its first arguments, for `memory_report`.
+
+        None before there was a call. `compile` gives the program for others.
+        """
+        return self._programs[-1].compiled if self._programs else None
 
     def __get__(
         self, instance: object, owner: type | None = None
@@ -71,50 +76,42 @@ class Step:
     def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs the step; donated arguments must not be used again.
 
-        If it fails, a note on the error says which of them are gone.
+        As `jax.jit`, it compiles if it has no program for such arguments: of these
+        shapes, dtypes, structures, places and constants. It keeps the others.
+
+        If it fails, a note on the error says which donated arguments are gone.
         """
-        given = self._by_key(args, kwargs)
-        if self._made is None:
-            with self._first:
-                self._made = self._made or self._compiled_for(given)
-        made, static = self._made, self._taken_out(given)
-        if not same_constants(static, made.static) or tuple(given) != made.keys:
-            raise TypeError(
-                f"the step was compiled for the arguments {made.keys} and the static"
-                f" ones {made.static}, and is called with {tuple(given)} and"
-                f" {static}: make another step for these."
-            )
-        values = tuple(given.values())
+        call = self._call(args, kwargs)
+        kind = call.kind
+        program = next((x for x in self._programs if x.kind == kind), None)
+        program = program or self._program(call)
         try:
-            return made.compiled(*values)
-        except (TypeError, ValueError):
-            if jax.tree.structure(values) == made.structure:
-                refuse_moved(values, made.keys, made.hosted)
-                refuse_other_types(values, made.keys, made.compiled.in_avals)
-            raise
+            try:
+                return program.compiled(*call.values)
+            except ValueError:
+                # JAX looks where the arrays are before it runs a program.
+                if not are_elsewhere(call.values, program.compiled):
+                    raise
+            program = self._program(call)
+            return program.compiled(*call.values)
         except BaseException as error:
-            say_what_is_left(error, values, made.keys, made.donated)
+            say_what_is_left(error, call.values, call.keys, program.donated)
             raise
 
-    def compile(self, *args: PyTree, **kwargs: PyTree) -> None:
-        """Compiles the step for arguments like these."""
-        self._made = self._compiled_for(self._by_key(args, kwargs))
+    def compile(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Compiled:
+        """Compiles the step for arguments like these, unless it is; what XLA made."""
+        return self._program(self._call(args, kwargs)).compiled
 
-    def _by_key(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> dict[Key, PyTree]:
+    def _call(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Call:
         """Arguments by position, and by name where they have none.
 
         Raises:
-          TypeError: If they are not what the step takes.
+          TypeError: If they are not what the step takes, or a static one has no hash.
         """
         if self._signature is not None:
             bound = self._signature.bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
-        return dict(enumerate(args)) | dict(sorted(kwargs.items()))
-
-    def _taken_out(self, given: dict[Key, PyTree]) -> dict[Key, Hashable]:
-        """The static arguments, no longer among the others."""
+        given = dict(enumerate(args)) | dict(sorted(kwargs.items()))
         static = {key: given.pop(key) for key in list(given) if key in self._static}
         for key, value in static.items():
             if not isinstance(value, Hashable):
@@ -122,35 +119,52 @@ class Step:
                     f"static {label(key)} is of type {type(value).__name__}, which has"
                     " no hash: a static argument is a constant of the program."
                 )
-        return static
+        return Call(tuple(given), tuple(given.values()), static)
 
-    def _compiled_for(self, given: Mapping[Key, PyTree]) -> _Made:
-        """Compiles for arguments like these."""
-        examples = dict(given)
-        static = self._taken_out(examples)
-        keys = tuple(examples)
-        donated = self._positions(keys)
-        values = jax.tree.map(typed, tuple(examples.values()))
-        hosted = [on_host(x) or mistyped(x) for x in jax.tree.leaves(values)]
-        refuse_moved(values, keys, hosted)
-        if any(hosted) and not donated:
+    def _program(self, call: Call) -> _Program:
+        """The program for such arguments, where they are; compiled if there is none."""
+        call = call._replace(values=jax.tree.map(typed, call.values))
+        kind = call.kind
+        with self._compiling:
+            for program in self._programs:
+                if program.kind == kind and not are_elsewhere(
+                    call.values, program.compiled
+                ):
+                    return program
+            try:
+                program = self._compiled_for(call)
+            except Exception as error:
+                if self._programs:
+                    others = differences(call, self._programs[-1].kind)
+                    error.add_note(
+                        "The step was compiled before, for other arguments:"
+                        f" {', '.join(others[:3])}."
+                    )
+                raise
+            self._programs.insert(0, program)
+        return program
+
+    def _compiled_for(self, call: Call) -> _Program:
+        donated, belonging = self._positions(call.keys), self._hosted | hosted(call)
+        refuse_moved(call, belonging)
+        if belonging and not donated and not self._programs:
             warnings.warn(
                 "nothing is donated, so a step leaves the old parameters and moments"
                 " beside the new: name them in donate_argnums or donate_argnames.",
-                stacklevel=3,
+                stacklevel=4,
             )
 
         # A function of each attempt's own, because JAX keeps what it traced by it.
-        def call(*values: PyTree) -> PyTree:
-            given = static | dict(zip(keys, values, strict=True))
+        def run(*values: PyTree) -> PyTree:
+            given = call.static | dict(zip(call.keys, values, strict=True))
             positions = sorted(key for key in given if isinstance(key, int))
             named = {key: x for key, x in given.items() if isinstance(key, str)}
             return self._step(*(given[key] for key in positions), **named)
 
-        inputs, outputs = placements(call, values, donated)
+        inputs, outputs = placements(run, call.values, donated)
         # Unused arguments stay, so that a parameter's number is its leaf's.
         jitted = jax.jit(
-            call,
+            run,
             donate_argnums=donated,
             in_shardings=inputs,
             out_shardings=outputs,
@@ -159,10 +173,10 @@ class Step:
         with warnings.catch_warnings():
             # JAX only warns of what is an error here, and names no leaf.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            compiled = jitted.lower(*values).compile()
-        check_donations(compiled, values, keys, donated)
-        structure = jax.tree.structure(values)
-        return _Made(compiled, keys, static, structure, hosted, donated)
+            compiled = jitted.lower(*call.values).compile()
+        check_donations(compiled, call.values, call.keys, donated)
+        self._hosted = belonging
+        return _Program(compiled, call.kind, donated)
 
     def _positions(self, keys: Keys) -> tuple[int, ...]:
         """Where the donated arguments stand among all."""
@@ -221,6 +235,9 @@ def jit_step(
 ) -> Step | Callable[[Callable[..., PyTree]], Step]:
     """Compiles a training step with its outputs' placements stated.
 
+    Like `jax.jit`, the step compiles again for arguments of other shapes, dtypes,
+    structures or places, and for other constants; it keeps the earlier programs.
+
     `jax.jit` pairs donated buffers with outputs by shape and order alone where no
     placement is stated (jax 0.10.2 to 0.12.0.1): a program that is given a state and
     holds no `update` can return parameters in the moments' place. Here each output's
@@ -237,11 +254,12 @@ def jit_step(
       donate_argnums: Positions of the arguments whose buffers the step may reuse.
       donate_argnames: Their names.
       static_argnums: Positions of arguments that are constants of the program. They
-        are hashable, and equal those that the step was compiled with.
+        are hashable.
       **example_kwargs: Arguments by name.
 
     Returns:
-      The compiled `Step`, or a decorator that makes one.
+      The compiled `Step`, or a decorator that makes one. Its `compiled` is the program
+      of the first arguments, and `compile(*args)` gives that of others.
 
     Raises:
       DonationError: If a donated buffer is not reused; the message names the leaf.

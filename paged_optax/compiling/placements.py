@@ -1,6 +1,6 @@
 """Where a step's arguments and results are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Set
 
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
@@ -8,28 +8,66 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.arrays import is_committed
-from paged_optax.backend.memory import memory_kind, on_host, typed_by_memory
-from paged_optax.compiling.arguments import Keys, place_of
+from paged_optax.backend.memory import (
+    memory_kind,
+    mistyped,
+    on_host,
+    typed_by_memory,
+)
+from paged_optax.backend.types import KeyPath
+from paged_optax.compiling.arguments import Call, place_of
 from paged_optax.compiling.host_arithmetic import warn_of_host_compute
 
+#: An array among the arguments, as messages name it; its shape and its dtype.
+Described = tuple[str, tuple[int, ...], object]
 
-def refuse_moved(args: tuple[PyTree, ...], keys: Keys, hosted: Sequence[bool]) -> None:
+
+def hosted(call: Call) -> set[Described]:
+    """The arrays of a call that belong in host memory."""
+    return {
+        _described(call, path, x)
+        for path, x in jax.tree_util.tree_flatten_with_path(call.values)[0]
+        if on_host(x) or mistyped(x)
+    }
+
+
+def refuse_moved(call: Call, known: Set[Described]) -> None:
     """Refuses an array that is typed as device memory and belongs on the host.
 
     Args:
-      args: Arguments of a step.
-      keys: Their positions or names.
-      hosted: For each of their arrays whether it belongs on the host.
+      call: What a step is called with.
+      known: The arrays that belong on the host.
     """
-    flat = jax.tree_util.tree_flatten_with_path(args)[0]
-    for (path, x), host in zip(flat, hosted, strict=False):
-        if host and not on_host(x):
+    for path, x in jax.tree_util.tree_flatten_with_path(call.values)[0]:
+        if not on_host(x) and _described(call, path, x) in known:
             raise ValueError(
-                f"{place_of(keys, path)} belongs in host memory, and has the type of"
-                f" device memory ({jax.typeof(x)}): a restore or a jax.device_put"
+                f"{place_of(call.keys, path)} belongs in host memory, and has the type"
+                f" of device memory ({jax.typeof(x)}): a restore or a jax.device_put"
                 " without a memory kind did that. Put the state back by"
                 " paged_optax.place_state(tx, state, params)."
             )
+
+
+def are_elsewhere(values: PyTree, compiled: jax.stages.Compiled) -> bool:
+    """Whether a program is compiled for other places than those of its arguments."""
+    leaves, stated = map(jax.tree.leaves, (values, compiled.input_shardings))
+    return any(
+        place is not None and not place.is_equivalent_to(sharding, jax.typeof(x).ndim)
+        for x, sharding in zip(leaves, stated, strict=True)
+        for place in [_stated(x)]
+    )
+
+
+def _stated(x: ArrayLike | jax.ShapeDtypeStruct) -> Sharding | None:
+    """Where an argument must be; None if JAX may put it anywhere."""
+    if is_committed(x) or isinstance(x, jax.ShapeDtypeStruct):
+        return x.sharding
+    return None
+
+
+def _described(call: Call, path: KeyPath, x: ArrayLike) -> Described:
+    found = jax.typeof(x)
+    return place_of(call.keys, path), found.shape, found.dtype
 
 
 def typed(x: ArrayLike | jax.ShapeDtypeStruct) -> ArrayLike | jax.ShapeDtypeStruct:
@@ -45,11 +83,7 @@ def placements(
     """The shardings of all arguments and of all results, memory kinds among them."""
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
     structure = jax.tree.structure(shapes)
-    committed = [
-        x.sharding if is_committed(x) or isinstance(x, jax.ShapeDtypeStruct) else None
-        for x in jax.tree.leaves(args)
-        if hasattr(x, "sharding")
-    ]
+    committed = map(_stated, jax.tree.leaves(args))
     devices = {d for sharding in committed if sharding for d in sharding.device_set}
     warn_of_host_compute(closed, next(iter(devices), jax.devices()[0]).platform)
 

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from paged_optax.backend.arrays import is_committed
@@ -92,7 +92,8 @@ def _placed(
         x = jax.device_put(x, x.sharding.with_memory_kind(kind))
     # The first move gives the array the type of its memory, the second its place.
     moved = jax.device_put(x, sharding)
-    if not sharding.mesh.axis_names:  # what a step returns, beside such parameters
+    if isinstance(sharding, NamedSharding) and not sharding.mesh.axis_names:
+        # What a step returns, beside parameters of one device.
         (device,) = sharding.device_set
         moved = jax.device_put(moved, SingleDeviceSharding(device, memory_kind=kind))
     return moved
