@@ -21,6 +21,7 @@ from paged_optax.backend.arrays import on_one_device
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import DEVICE, HOST, nbytes, on_host
 from paged_optax.backend.types import KeyPath
+from paged_optax.backend.variables import bare
 from paged_optax.codecs import Quantized
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.groups import Group, grouped
@@ -49,6 +50,11 @@ class CrossLayerError(CrossLeafError):
             " apply_if_finite do, need all gradients first."
         )
 
+
+_WAY_OUT = (
+    "If a mask or labels are computed from shapes, give the mask as it is, a tree of"
+    " bools, and labels as a tree of strings; or leave out the codec."
+)
 
 #: An array, or what says its shape.
 Shaped = Array | jax.ShapeDtypeStruct
@@ -92,15 +98,17 @@ class Apart:
         self.length, self.early = length_of(parts.layers), tuple(early)
         self.tx = optax.with_extra_args_support(tx)
         self.parts = parts
-        flat, _ = jax.tree_util.tree_flatten_with_path(params)
+        flat, _ = jax.tree_util.tree_flatten_with_path(bare(params))
         self.paths = [path for path, _ in flat]
         self.params: list[Array] = [x for _, x in flat]
         self.slabbed = [
             n in early or (yes and goes_in_slabs(x))
             for n, (yes, x) in enumerate(zip(parts.in_layers, self.params, strict=True))
         ]
-        flat, self.state_structure = jax.tree_util.tree_flatten_with_path(
-            state, is_leaf=is_quantized
+        self.given = state
+        self.state_structure = jax.tree.structure(state, is_leaf=is_quantized)
+        flat, _ = jax.tree_util.tree_flatten_with_path(
+            bare(state), is_leaf=is_quantized
         )
         self.state: list[Stored] = [x for _, x in flat]
         self.owners = parameter_of([path for path, _ in flat], self.paths)
@@ -237,17 +245,16 @@ class Apart:
                     cut(self.state, self.stacked),
                     cut(self.params, self.slabbed),
                 )
-        except (TypeError, ValueError):  # from Optax, of states of two structures
-            differ = sorted(whole.stacks)
-        else:
-            differ = whole.differences(one)
-        if differ:
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "where moments are coded each layer is updated in a stack of its own,"
+                f" and tx.update refuses a stack of one layer: {error} {_WAY_OUT}"
+            ) from error
+        if differ := whole.differences(one):
             raise ValueError(
                 f"the update of {self._name(differ[0])} depends on the shape of the"
-                " whole stack (a mask or a label computed from sizes), and where"
-                " moments are coded each layer is updated in a stack of its own: give"
-                " the mask as it is, a tree of bools, and labels as a tree of strings;"
-                " or leave out the codec."
+                " whole stack, and where moments are coded each layer is updated in a"
+                f" stack of its own. {_WAY_OUT}"
             )
 
     def _name(self, number: int) -> str:

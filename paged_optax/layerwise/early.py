@@ -14,6 +14,7 @@ from paged_optax.analysis.equation import Constant
 from paged_optax.analysis.flat import Flat
 from paged_optax.backend.arrays import on_one_device
 from paged_optax.backend.memory import on_host
+from paged_optax.backend.variables import bare
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.model import Rest
 from paged_optax.layerwise.parts import Parts
@@ -42,8 +43,8 @@ def early_leaves(
       state: The state.
       batch: One micro-batch.
     """
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    flat, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(bare(params))[0]]
+    flat, _ = jax.tree_util.tree_flatten_with_path(bare(state), is_leaf=is_quantized)
     owners = parameter_of([path for path, _ in flat], paths)
     length = length_of(parts.layers)
     used = parts.joined(

@@ -186,7 +186,7 @@ class Applied(Apart):
             like(old, scales_to(next(final), host=on_host(old))) if yes else x
             for old, x, yes in zip(self.state, leaves, self.stacked, strict=True)
         ]
-        return jax.tree.unflatten(self.state_structure, whole)
+        return like(self.given, whole)
 
     def _if_it_happens(self, new: Tree, old: Tree) -> Tree:
         """What is new where the update happens; else what is old."""
