@@ -9,7 +9,7 @@ from flax import nnx
 
 import paged_optax as po
 from helpers import aot, layered, reference, step_model
-from helpers.coded import ALL_PAGED
+from helpers.coded import ALL_PAGED, NAMES
 from helpers.programs import MIB, assert_in_place, bfloat16, square, updating
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 
@@ -240,6 +240,42 @@ def test_a_scalar_counts_no_steps():
             params = optax.apply_updates(params, updates)
         assert int(po.get_step(state, "scale")) == 2
         assert po.master_weights(params, state)["w"] is params["w"]
+
+
+@pytest.mark.quick("dynamic_int8")
+@pytest.mark.parametrize(
+    "how",
+    [
+        *({"codec": name} for name in NAMES),
+        {"codec": {"mu": "bfloat16"}},
+        {"codec": {"one": "dynamic_int4"}},
+        {"per_parameter_steps": True},
+        {"codec": "dynamic_int8", "per_parameter_steps": True},
+    ],
+    ids=lambda how: " ".join(map(str, how.values())),
+)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_gradients_in_float32(how, jit):
+    """The state is that of the parameters, whatever dtype the gradients have."""
+    random = np.random.default_rng(0)
+    shapes = {"one": (64, 80), "two": (65, 67), "scale": (65,)}
+    old = {
+        name: jnp.asarray(random.uniform(1, 2, shape), jnp.bfloat16)
+        for name, shape in shapes.items()
+    }
+    gradients = reference.arrays(jnp.float32, 1, shapes)
+    tx = po.paged_adamw(1e-3, master_remainders=True, **how, **ALL_PAGED)
+    update = jax.jit(tx.update) if jit else tx.update
+    updates, state = update(gradients, tx.init(old), old)
+    params = optax.apply_updates(old, updates)
+    plain = optax.adamw(1e-3)
+    masters = jax.tree.map(lambda x: x.astype(jnp.float32), old)
+    wanted, _ = plain.update(gradients, plain.init(masters), masters)
+    wanted = optax.apply_updates(masters, wanted)
+    for one, other in zip(
+        *map(jax.tree.leaves, (po.master_weights(params, state), wanted)), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=2.0**-22)
 
 
 def test_steps_in_one_program():

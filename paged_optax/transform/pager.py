@@ -174,7 +174,8 @@ class Pager:
         try:
             closed, shapes = trace(function, updates, state, params, arrays)
         except (AttributeError, TypeError, ValueError) as error:
-            refuse_state(self.inner, updates, state, error)
+            made_for = updates if params is None else params
+            refuse_state(self.inner, made_for, state, error)
             raise
         refuse_effects(closed)
         refuse_changes(shapes, updates, state)

@@ -86,7 +86,7 @@ class Update:
         pager = self.pager
         if current().seen_through:
             shards = pager.shards(gradients, held, params)
-            layout = pager.layout(gradients, held, shards)
+            layout = pager.layout(_like_init(gradients, params), held, shards)
             plain = layout.blank(layout.take_apart(held)[0])
             return pager.inner.update(gradients, plain, params, **extra_args)
         made = paired(self._update(gradients, held, params, active, extra_args))
@@ -150,13 +150,14 @@ class Update:
         shards: tuple[Shards | None, ...],
     ) -> tuple[Traced, dict[int, ArrayLike], Layout]:
         """Traces what an update computes, and finds the arrays that it closes over."""
-        layout = self.pager.layout(updates, state, shards)
+        made_for = _like_init(updates, params)
+        layout = self.pager.layout(made_for, state, shards)
         try:
             leaves, own = layout.take_apart(state)
         except OtherLayoutError:
             raise
         except ValueError as error:
-            refuse_state(self.pager.inner, updates, state, error)
+            refuse_state(self.pager.inner, made_for, state, error)
             raise
         seen = jax.tree.map(
             lambda x, held: x if x is held else abstract(x, held),
@@ -200,7 +201,7 @@ def _streamed(
 ) -> tuple[optax.Updates, optax.OptState]:
     """Computes the updates and the new state on a mesh of automatic axes."""
     gradients = jax.tree.leaves(updates)
-    layout = pager.layout(updates, state, shards)
+    layout = pager.layout(_like_init(updates, params), state, shards)
     leaves, own = layout.take_apart(state)
     _tell_of_moved(pager, layout, leaves)
     first = len(gradients)
@@ -224,6 +225,11 @@ def _streamed(
     )
     made, new = jax.tree.unflatten(traced.structure, streaming.results())
     return made, like(state, new)  # in containers that name the codecs
+
+
+def _like_init(updates: PyTree, params: PyTree | None) -> PyTree:
+    """What the state was made for; gradients may have other dtypes."""
+    return updates if params is None else params
 
 
 def _tell_of_moved(pager: Pager, layout: Layout, leaves: Sequence[Stored]) -> None:
