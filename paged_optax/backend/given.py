@@ -87,6 +87,16 @@ def floating_dtype(name: str, dtype: DTypeLike | None) -> np.dtype:
     return found
 
 
+def refuse_truncated(name: str, dtype: DTypeLike) -> None:
+    """Refuses a dtype of 64 bits where JAX would make 32 of them."""
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"{name}={str(jnp.dtype(dtype))!r} needs JAX's 64 bits: switch them on, by"
+            " jax.config.update('jax_enable_x64', True), or pass"
+            f" {str(jax.dtypes.canonicalize_dtype(dtype))!r}."
+        )
+
+
 def refuse_no_bool(name: str, value: object) -> None:
     """Refuses what is neither True nor False."""
     if not isinstance(value, bool):
@@ -105,6 +115,7 @@ def checked_dtype(name: str, value: DTypeLike) -> np.dtype:
         raise ValueError(
             f"{name}={shown(value)} has no fractions: pass one such as 'bfloat16'."
         )
+    refuse_truncated(name, found)
     return found
 
 

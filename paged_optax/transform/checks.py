@@ -19,6 +19,7 @@ from paged_optax.backend.memory import PINNED_HOST, memory_kinds, on_host
 from paged_optax.backend.types import KeyPath
 from paged_optax.codecs import Quantized
 from paged_optax.engine.shards import Shards
+from paged_optax.transform.context import current, within
 from paged_optax.transform.trees import Leaf, Value, paths_of
 
 
@@ -31,6 +32,37 @@ def refuse_dtype(path: KeyPath, leaf: Leaf) -> None:
             " complex parameters have moments. Leave it out with"
             " optax.masked(paged(...), mask), or optax.partition."
         )
+
+
+def refuse_inside_paged() -> None:
+    """Refuses to page what another paged transformation pages."""
+    if current().paged:
+        raise ValueError(
+            "paged(inner) is given an inner with a paged transformation inside, and"
+            " pages all moments of inner itself: pass inner plain, such as optax.adamw"
+            " in place of paged_adamw; or use what is inside without paged(...) around."
+        )
+
+
+def paged_by_one(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """The same transformation, which refuses a paged one inside."""
+
+    def init(params: optax.Params) -> optax.OptState:
+        with within(paged=True):
+            return inner.init(params)
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: object,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        with within(paged=True):
+            return inner.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def refuse_devices(

@@ -69,6 +69,7 @@ def choose(
     avals: Sequence[Leaf],
     parameter_paths: Sequence[KeyPath],
     owners: Sequence[int | None],
+    dtypes: Sequence[np.dtype],
     coded: Container[int] = (),
 ) -> list[Codec | None]:
     """Finds the codec of each leaf of a state.
@@ -81,6 +82,7 @@ def choose(
       avals: Their shapes and dtypes.
       parameter_paths: The paths of the parameters.
       owners: For each leaf the parameter that it belongs to, or None.
+      dtypes: The dtypes of the parameters.
       coded: The positions of leaves that are coded though they have few values: parts
         of larger ones.
 
@@ -101,13 +103,17 @@ def choose(
         for path, owner in zip(state_paths, owners, strict=True)
     ]
     named_by = _parameters_named(rules, moments, parameters)
+    masters = {
+        x.dtype for x, name in zip(avals, moments, strict=True) if name == "master"
+    }
     found: list[Codec | None] = []
     every = zip(moments, owners, avals, strict=True)
     for position, (moment, owner, aval) in enumerate(every):
         if owner is None or moment is None:
             found.append(None)
             continue
-        which = _Moment(moment, parameters[owner], aval)
+        dtype = dtypes[owner]
+        which = _Moment(moment, parameters[owner], aval, dtype, aval.dtype in masters)
         rule, by_name = _last_match(rules, named_by, which)
         small = int(np.prod(aval.shape)) < SMALLEST_CODED
         small = small and position not in coded
@@ -123,11 +129,15 @@ class _Moment(NamedTuple):
       name: The name of the moment, such as `mu`.
       parameter: The path of the parameter.
       aval: What has the shape and dtype of the moment.
+      of: The dtype of the parameter.
+      as_masters: Whether it has the dtype of master weights.
     """
 
     name: str
     parameter: str
     aval: Leaf
+    of: np.dtype
+    as_masters: bool
 
 
 def _parameters_named(
@@ -188,10 +198,22 @@ def _fitting(rule: CodecLike, by_name: bool, moment: _Moment) -> Codec:
     if dtype != jnp.float32:
         raise ValueError(
             f"codec {codec!r} stores float32, and moment {name!r} of parameter"
-            f" {moment.parameter!r} is {dtype}: leave mu_dtype and its like"
-            " out, the codec says how moments are stored."
+            f" {moment.parameter!r} is {dtype}{_way_to_float32(moment)}"
         )
     return codec
+
+
+def _way_to_float32(moment: _Moment) -> str:
+    """Why a moment is not of float32, and what to do."""
+    # Parameters of fewer bits are seen in float32.
+    if moment.aval.dtype == moment.of and moment.of.itemsize > 4:
+        way_out = f"store no codes of it, codec={{..., {moment.parameter!r}: None}}"
+        if jnp.issubdtype(moment.of, jnp.floating):
+            way_out = f"make the parameter float32, or {way_out}"
+        return f", as the parameter is: {way_out}."
+    if moment.as_masters:
+        return ", as master_dtype says: pass master_dtype='float32'."
+    return ": leave mu_dtype and its like out, the codec says how moments are stored."
 
 
 def _codec(codec: CodecLike, signed: bool) -> Codec | None:

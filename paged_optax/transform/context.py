@@ -37,6 +37,7 @@ class Context:
         page by page is then zeros, which take no time to trace.
       mesh: The devices that parameters are divided over, whose types alone are looked
         at: every paged `init` remembers how, as it does of arrays. None: it does not.
+      paged: Whether a paged transformation calls, which pages what is inside it.
       record: Every paged `init` calls it with its `Configuration`, and with a function
         that describes its moments, a `recorded.Describe`.
     """
@@ -48,6 +49,7 @@ class Context:
     seen_through: bool = False
     types_only: bool = False
     mesh: Mesh | None = None
+    paged: bool = False
     record: Callable[..., None] | None = None
 
 

@@ -30,7 +30,11 @@ from paged_optax.engine.backend_check import check_backend
 from paged_optax.engine.pages import Storage
 from paged_optax.engine.shards import Shards, constrained
 from paged_optax.engine.stream import fill
-from paged_optax.transform.checks import refuse_devices, refuse_dtype
+from paged_optax.transform.checks import (
+    refuse_devices,
+    refuse_dtype,
+    refuse_inside_paged,
+)
 from paged_optax.transform.context import current, within
 from paged_optax.transform.moments import planned_moments
 from paged_optax.transform.pager import Pager
@@ -42,6 +46,7 @@ from paged_optax.transform.trees import Parameter, Stored, Value, as_arrays, pat
 
 def init(pager: Pager, params: optax.Params) -> optax.OptState:
     """Makes the state of `inner`, its larger arrays in host memory."""
+    refuse_inside_paged()
     record = current().record
     # JAX's caches keep what is traced for each context: who records is no part of it.
     with contextlib.nullcontext() if record is None else within(record=None):

@@ -14,6 +14,7 @@ from paged_optax.backend.given import (
     refuse_no_transformation,
     shown,
 )
+from paged_optax.transform.checks import paged_by_one
 from paged_optax.transform.codec_rules import Rule, check, draws
 from paged_optax.transform.configuration import Configuration
 from paged_optax.transform.init import init
@@ -144,7 +145,7 @@ def paged(
         page_size, device_budget, min_paged_size, host_memory_kind
     )
     rules = check(codec)
-    inner = optax.with_extra_args_support(inner)
+    inner = paged_by_one(optax.with_extra_args_support(inner))
     refuse_no_bool("master_remainders", master_remainders)
     if master_dtype is not None:
         dtype = floating_dtype("master_dtype", master_dtype)

@@ -91,7 +91,10 @@ class Pager:
             for i, x in zip(owners, avals, strict=True)
         ]
         parts = held_parts(shapes, state) if self.rules else {}
-        codecs = choose(self.rules, paths, avals, parameter_paths, owners, parts)
+        dtypes = [x.dtype for x in parameters]
+        codecs = choose(
+            self.rules, paths, avals, parameter_paths, owners, dtypes, parts
+        )
         layout = Layout.of(
             shapes,
             codecs,
@@ -174,8 +177,7 @@ class Pager:
         try:
             closed, shapes = trace(function, updates, state, params, arrays)
         except (AttributeError, TypeError, ValueError) as error:
-            made_for = updates if params is None else params
-            refuse_state(self.inner, made_for, state, error)
+            refuse_state(self.inner, updates, state, error)
             raise
         refuse_effects(closed)
         refuse_changes(shapes, updates, state)

@@ -27,6 +27,7 @@ from paged_optax.engine.shards import Shards
 from paged_optax.transform.checks import (
     refuse_different,
     refuse_host,
+    refuse_inside_paged,
     refuse_own_steps,
     refuse_state,
 )
@@ -81,6 +82,7 @@ class Update:
           The updates, divided over a mesh as the parameters are, or without parameters
           as the gradients are; and the new state.
         """
+        refuse_inside_paged()
         gradients, held, params = bare(updates), bare(state), bare(params)
         active, extra_args = bare(active), bare(extra_args)
         pager = self.pager

@@ -92,7 +92,8 @@ def leaves_of(codec: Any, init: Callable[[Any], Any], params: Any) -> list[Leaf]
     paths, avals = [path for path, _ in flat], [x for _, x in flat]
     own = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     owners = parameter_of(paths, own)
-    codecs = choose(check(codec), paths, avals, own, owners)
+    dtypes = [x.dtype for x in jax.tree.leaves(params)]
+    codecs = choose(check(codec), paths, avals, own, owners, dtypes)
     return [
         Leaf(x.shape, codec and arranged(codec, x.shape), owner)
         for x, codec, owner in zip(avals, codecs, owners, strict=True)
