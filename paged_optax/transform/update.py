@@ -90,7 +90,8 @@ class Update:
             shards = pager.shards(gradients, held, params)
             layout = pager.layout(_like_init(gradients, params), held, shards)
             plain = layout.blank(layout.take_apart(held)[0])
-            return pager.inner.update(gradients, plain, params, **extra_args)
+            made = pager.inner.update(gradients, plain, params, **extra_args)
+            return like(updates, made[0]), made[1]
         made = paired(self._update(gradients, held, params, active, extra_args))
         return like(updates, made[0]), like(state, with_rows(made[1], held))
 
