@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import paged_optax as po
-from helpers.stacked import SETTINGS, both, finish, same, start
+from helpers.stacked import SETTINGS, STACK, both, finish, same, start
 
 
 def large(params):
@@ -137,3 +137,31 @@ def test_coded_stacks_of_one_shape():
     batch = jax.random.normal(jax.random.key(1), (4, 64))
     found, wanted = both(params, tx, (start, gated, finish), batch)
     same(found[0], wanted[0], 1e-2)
+
+
+def by_position():
+    """Momentum that it keeps in a list, as no transformation of Optax does."""
+
+    def update(updates, state, params=None):
+        leaves, structure = jax.tree.flatten(updates)
+        state = [0.9 * m + g for m, g in zip(state, leaves, strict=True)]
+        return jax.tree.unflatten(structure, state), state
+
+    init = lambda params: [jnp.zeros_like(x) for x in jax.tree.leaves(params)]
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("page", [lambda tx: tx, lambda tx: po.paged(tx, **SETTINGS)])
+def test_moments_in_no_tree_of_the_parameters(page):
+    """Which are whose cannot be told by their paths: no step forgets them."""
+    tx = optax.chain(page(by_position()), optax.scale(-0.1))
+    with pytest.raises(ValueError, match=r"state\[0\]\[0\].*\['w'\].*structure"):
+        both({"layers": STACK}, tx)
+    small = {"head": jnp.eye(64), "layers": {"b": jnp.ones((2, 64))}}
+    functions = (
+        lambda rest, batch: (batch @ rest["head"], None),
+        lambda w, x, c, i: (x + w["b"], None),
+        finish,
+    )
+    found, wanted = both(small, tx, functions)
+    same(found[1], wanted[1])

@@ -126,11 +126,7 @@ class Apart:
         ]
         self.programs = self._programs(shapes)
         seen = None if self.programs is not None else self._seen_through(shapes)
-        for (path, x), owner, stacked in zip(
-            flat, self.owners, self.stacked, strict=True
-        ):
-            if stacked and owner is not None and owner not in early:
-                _refuse_other_stack(path, x, self.params[owner])
+        self._refuse_state(flat)
         if seen is not None:
             self._refuse_choices_by_shape(seen, shapes)
         # Scales are few, and on a TPU a part of a vector is no whole tile.
@@ -229,6 +225,27 @@ class Apart:
                 " paged_lion or paged_sgd."
             )
         return whole
+
+    def _refuse_state(self, flat: Sequence[tuple[KeyPath, Stored]]) -> None:
+        """Refuses moments of layers that cannot be cut, or told, layer by layer."""
+        leaves = () if self.programs is None else self.programs.analysis.leaves
+        makers = {place: leaf.owner for leaf in leaves for place in leaf.outputs}
+        place = len(self.params)
+        for (path, x), owner, stacked in zip(
+            flat, self.owners, self.stacked, strict=True
+        ):
+            maker = makers.get(place)
+            arrays = jax.tree.leaves(x)
+            place += len(arrays)
+            if stacked and owner is not None and owner not in self.early:
+                _refuse_other_stack(path, x, self.params[owner])
+            alone = not stacked and bool(arrays[0].ndim)
+            if alone and maker is not None and self.slabbed[maker]:
+                raise ValueError(
+                    f"state{keystr(path)} is updated with {self._name(maker)}, and"
+                    " nothing in its path says so, so that no layer's part of it is"
+                    " known: keep moments in trees of the parameters' structure."
+                )
 
     def _refuse_choices_by_shape(
         self, whole: Programs, gradients: Sequence[Shaped]
