@@ -33,7 +33,8 @@ def differs(recipe: str, outcome: Any) -> bool:
     if not isinstance(outcome, dict):
         return True
     asked = json.loads(recipe)
-    used = {*asked["before"], *asked["after"], *(name for name, *_ in asked["steps"])}
+    used = {*asked["before"], *asked["after"], *asked["following"]}
+    used |= {name for name, *_ in asked["steps"]}
     rounded = used & (fuzz_parts.SUMS | fuzz_parts.ROUNDED)
     rounded = rounded or ("fill" in used and used & {"closure", "erf"})
     return max(outcome.values(), default=0) > (4 if rounded else 0)

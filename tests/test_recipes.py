@@ -42,6 +42,9 @@ CHOICES = {
         ),
     ],
     "platform": ["cpu", "gpu", "tpu"],
+    "following": fuzz_parts.FOLLOWING,
+    "masters": ["null", "[master_dtype, float32]", "[master_remainders, true]"],
+    "shard_map": ["false", "true"],
 }
 
 
@@ -80,14 +83,17 @@ def test_any_transformation_bit_for_bit(distances, number):
 @pytest.mark.slow
 @pytest.mark.parametrize("breakage", fuzz_broken.BREAKAGES)
 def test_a_broken_engine_shows(breakage, monkeypatch):
-    """In a good part of the cases that it concerns, of as few as 60."""
+    """In a good part of the cases that it concerns, of as few as 200."""
     monkeypatch.setenv("BROKEN", breakage)
     concerned = {
         "always the first page": lambda x: x["page_size"] < 1000 and not x["codec"],
         "gates are not read": lambda x: x["traced"] and not x["device_budget"],
         "codecs decode too much": lambda x: x["codec"] and not x["device_budget"],
+        "masters go on": lambda x: (
+            x["masters"] and "master_dtype" in x["masters"] and x["following"]
+        ),
     }[breakage]
-    chosen = [x for x in recipes.drawn(60, 0) if concerned(json.loads(x))][:12]
+    chosen = [x for x in recipes.drawn(200, 0) if concerned(json.loads(x))][:12]
     with apart.process(fuzz_broken.__file__, fuzz.FLAGS) as ask:
         differ = [ask(recipe) != {} for recipe in chosen]
     assert sum(differ) >= 2

@@ -6,7 +6,6 @@ for, see `apart`; the flags are those of `exact`.
 """
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import itertools
@@ -23,12 +22,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import paged_optax as po
 from helpers import apart, exact, quick_compiler, reference
+from helpers import fuzz_masters as masters
 from helpers import fuzz_parts as parts
-from paged_optax.codecs import Codec, arranged
+from helpers.fuzz_leaves import (
+    Leaf,
+    coder,
+    each,
+    leaves_of,
+    on_one_device,
+    unnamed,
+)
 from paged_optax.engine import transfer
-from paged_optax.state.leaves import is_quantized
-from paged_optax.transform.codec_rules import check, choose
-from paged_optax.transform.owners import parameter_of
 
 #: Nearly all of a case is XLA:CPU's compiler. Without YNNPACK, whose
 #: `ynn::define_static_transpose` now and then reads what is not there when a sum first
@@ -46,66 +50,6 @@ FLAGS = " ".join(
 )
 
 Recipe = dict[str, Any]
-
-
-@functools.cache
-def _coder(codec: Codec, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Encodes and decodes; what is compiled serves every recipe."""
-    return jax.jit(codec.encode), jax.jit(lambda stored: codec.decode(stored, shape))
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One leaf of a state.
-
-    Attributes:
-      shape: Its shape.
-      codec: What stores it, or None.
-      owner: The number of its parameter, or None.
-    """
-
-    shape: tuple[int, ...]
-    codec: Codec | None
-    owner: int | None
-
-    def encode(self, x: Any) -> Any:
-        return x if self.codec is None else _coder(self.codec, self.shape)[0](x)
-
-    def decode(self, stored: Any) -> Any:
-        """The leaf on one device, as the transformation sees it."""
-        stored = jax.tree.map(_on_one_device, stored)
-        return (
-            stored if self.codec is None else _coder(self.codec, self.shape)[1](stored)
-        )
-
-
-def _on_one_device(x: Array) -> Array:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = np.asarray(jax.random.key_data(x))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return jnp.asarray(np.asarray(x))
-
-
-def leaves_of(codec: Any, init: Callable[[Any], Any], params: Any) -> list[Leaf]:
-    """The leaves of a transformation's state, in order."""
-    flat = jax.tree_util.tree_leaves_with_path(jax.eval_shape(init, params))
-    paths, avals = [path for path, _ in flat], [x for _, x in flat]
-    own = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    owners = parameter_of(paths, own)
-    dtypes = [x.dtype for x in jax.tree.leaves(params)]
-    codecs = choose(check(codec), paths, avals, own, owners, dtypes)
-    return [
-        Leaf(x.shape, codec and arranged(codec, x.shape), owner)
-        for x, codec, owner in zip(avals, codecs, owners, strict=True)
-    ]
-
-
-def each(method: Callable[..., Any], leaves: Sequence[Leaf], *states: Any) -> Any:
-    """Applies a method to each leaf of states."""
-    flat = [jax.tree.leaves(state, is_leaf=is_quantized) for state in states]
-    structure = jax.tree.structure(states[0], is_leaf=is_quantized)
-    changed = [method(*found) for found in zip(leaves, *flat, strict=True)]
-    return jax.tree.unflatten(structure, changed)
 
 
 def transformation(recipe: Recipe) -> optax.GradientTransformation:
@@ -132,20 +76,31 @@ class Case:
     def __init__(self, recipe: Recipe):
         self.recipe, inner = recipe, transformation(recipe)
         settings = ("page_size", "min_paged_size", "device_budget", "codec")
-        paged = po.paged(inner, **{name: recipe[name] for name in settings})
+        kept = dict([recipe["masters"]]) if recipe["masters"] else {}
+        paged = po.paged(inner, **{name: recipe[name] for name in settings}, **kept)
+        following = [parts.FOLLOWING[name]() for name in recipe["following"]]
+        self.following, alone = optax.chain(optax.identity(), *following), inner
+        if following and not recipe["masters"]:
+            inner, paged = (optax.chain(tx, *following) for tx in (inner, paged))
         if recipe["wrapper"]:
             whose, name = recipe["wrapper"]
             wrap = parts.WRAPPERS[name]
-            inner, paged = wrap(optax, inner), wrap(_MODULES[whose], paged)
+            alone = inner = wrap(optax, inner)
+            paged = wrap(_MODULES[whose], paged)
         self.paged, self.mesh = paged, _mesh(recipe["mesh"])
         self.params = self.arrays(9, recipe["dtypes"])
         if recipe["wrapper"] and name.startswith("lookahead"):
             self.params = optax.LookaheadParams.init_synced(self.params)
-        self.leaves = leaves_of(recipe["codec"], inner.init, self.params)
+        seen = masters.wide(self.params) if recipe["masters"] else self.params
+        self.leaves = leaves_of(recipe["codec"], alone.init, seen)
+        if not recipe["masters"]:  # what follows is stored as it is
+            self.leaves += leaves_of(None, self.following.init, seen)
         # As little as this is sooner done than compiled.
-        self.first = inner.init(self.params)
+        self.first = inner.init(seen)
         self.expected, self.found = jax.jit(inner.update), self._update
-        if not recipe["eager"]:
+        if recipe["shard_map"]:
+            self.found = self._update_parts
+        elif not recipe["eager"]:
             self.found = jax.jit(self._update, static_argnames="closed")
 
     def arrays(self, seed: int, dtypes: Sequence[str]) -> Any:
@@ -231,6 +186,54 @@ class Case:
             active["active"] = jax.tree.structure(gradients).unflatten(gates)
         return self.paged.update(gradients, state, params, **value, **active)
 
+    def _update_parts(self, gradients, state, params, *_, **__):
+        """By each device's own part, within a `jax.shard_map`."""
+        parted = lambda x: (
+            x.sharding.spec
+            if isinstance(x.sharding, NamedSharding)
+            else PartitionSpec()
+        )
+        given = gradients, state, params
+        specs = jax.tree.map(parted, given)
+        update = jax.shard_map(
+            self.paged.update,
+            mesh=self.mesh,
+            in_specs=specs,
+            out_specs=(specs[2], specs[1]),
+        )
+        return (update if self.recipe["eager"] else jax.jit(update))(*given)
+
+
+class OnMasters(Case):
+    """A recipe's transformation on master weights, beside plain Optax on them.
+
+    What follows the transformation changes the parameters, as anything else may.
+    """
+
+    def init(self) -> tuple[Any, dict[str, float]]:
+        with self.around():
+            state = self.paged.init(self.divide(self.params))
+        found = masters.apart_at_first(self.params, state)
+        wanted = each(Leaf.encode, self.leaves, self.first)
+        self.kept = self.following.init(self.params)
+        return state, found | _apart("init", wanted, state.inner_state)
+
+    def step(self, number: int, state: Any) -> tuple[Any, dict[str, float]]:
+        gradients, params = self.gradients(number), self.params
+        old = each(Leaf.decode, self.leaves, state.inner_state)
+        before = masters.of(params, state)
+        updates, new = self.expected(masters.wide(gradients), old, before)
+        wanted = each(Leaf.encode, self.leaves, new)
+        given = self.divide(gradients), state, self.divide(params)
+        with self.around():
+            moved, state = self.found(*given, {}, None, closed=None)
+        moved = jax.tree.map(on_one_device, moved)
+        found = masters.apart(params, before, updates, moved, state)
+        found |= _apart("state", wanted, state.inner_state)
+        after, self.kept = self.following.update(moved, self.kept, params)
+        self.params = optax.apply_updates(params, after)
+        return state, {f"{path} {number}": x for path, x in found.items()}
+
 
 _MODULES = {"optax": optax, "po": po}
 
@@ -245,7 +248,7 @@ def _mesh(recipe: Recipe | None) -> jax.sharding.Mesh | None:
 def run(recipe: Recipe) -> dict[str, float]:
     """The distances of a recipe's transformation from its paged self."""
     _compute_for(recipe["platform"])
-    case = Case(recipe)
+    case = OnMasters(recipe) if recipe["masters"] else Case(recipe)
     state, found = case.init()
     for number in range(len(recipe["active"])):
         state, apart_by = case.step(number, state)
@@ -254,7 +257,7 @@ def run(recipe: Recipe) -> dict[str, float]:
 
 
 def _apart(name: str, wanted: Any, found: Any) -> dict[str, float]:
-    distances = reference.distances(wanted, found)
+    distances = reference.distances(unnamed(wanted), unnamed(found))
     return {f"{name} {path}": distance for path, distance in distances.items()}
 
 
@@ -292,7 +295,7 @@ def _compute_for(platform: str) -> None:
 def forget() -> None:
     """Forgets what is compiled, which stays in memory."""
     jax.clear_caches()
-    _coder.cache_clear()
+    coder.cache_clear()
     gc.collect()
 
 

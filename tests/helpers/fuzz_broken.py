@@ -9,6 +9,7 @@ from helpers import fuzz
 from paged_optax.engine.run import Run
 from paged_optax.engine.streamed import Streamed
 from paged_optax.engine.transfer import PagedArray
+from paged_optax.transform import precision
 
 
 def _always_the_first_page(write: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,11 +29,19 @@ def _decoded_too_much(decode: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
-#: What is broken, by name: a class, its method, and what takes that one's place.
-BREAKAGES: dict[str, tuple[type, str, Callable[..., Any]]] = {
+def _masters_go_on(beside: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda parameter, master: (
+        beside(parameter, master) if parameter.dtype == master.dtype else master
+    )
+
+
+#: What is broken, by name: a class or a module, its function, and what takes that
+#: one's place.
+BREAKAGES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "always the first page": (PagedArray, "write", _always_the_first_page),
     "gates are not read": (Run, "__call__", _gates_not_read),
     "codecs decode too much": (Streamed, "decode", _decoded_too_much),
+    "masters go on": (precision, "master_beside", _masters_go_on),
 }
 
 if __name__ == "__main__":

@@ -188,22 +188,13 @@ BLOCKS: dict[str, Callable[[], Transformation]] = {
 }
 
 
-@functools.cache
-def resets(block: str) -> bool:
-    """Whether Optax's `lookahead` can reset a block's state, which it multiplies.
-
-    A key cannot be multiplied, and a flag becomes an integer.
-    """
-    state = jax.eval_shape(BLOCKS[block]().init, {"w": jnp.zeros((2, 2))})
-    return all(jnp.issubdtype(x.dtype, jnp.number) for x in jax.tree.leaves(state))
-
-
 #: Blocks and steps that sum over a leaf, or a row of it. XLA:CPU sums in another order
 #: in a loop than outside, so that the last bits of what follows may differ.
 SUMS = {
     "adaptive_grad_clip",
     "centralize",
     "clip_by_block_rms",
+    "clip_by_global_norm",
     "cumsum",
     "mean",
     "norm",
@@ -215,6 +206,48 @@ SUMS = {
     "scale_by_trust_ratio",
     "sum of columns",
 }
+
+#: What is chained after a paged transformation: any of Optax's, which is not paged.
+FOLLOWING: dict[str, Callable[[], Transformation]] = {
+    "scale": lambda: optax.scale(0.25),
+    "clip_by_global_norm": lambda: optax.clip_by_global_norm(1.0),
+    **{
+        name: BLOCKS[name]
+        for name in (
+            "add_decayed_weights",
+            "add_decayed_weights, masked",
+            "apply_every",
+            "clip",
+            "ema",
+            "keep_params_nonnegative",
+            "scale_by_adam",
+            "scale_by_schedule",
+            "scale_by_sign",
+            "scale_by_trust_ratio",
+            "trace",
+            "zero_nans",
+        )
+    },
+}
+
+#: Those that make each value of the same value.
+FOLLOWING_ELEMENTWISE = [
+    name for name in FOLLOWING if name not in ("clip_by_global_norm", *SUMS)
+]
+
+#: What `paged` keeps masters by.
+MASTERS = [["master_dtype", "float32"], ["master_remainders", True]]
+
+
+@functools.cache
+def resets(block: str) -> bool:
+    """Whether Optax's `lookahead` can reset a block's state, which it multiplies.
+
+    A key cannot be multiplied, and a flag becomes an integer.
+    """
+    state = jax.eval_shape(BLOCKS[block]().init, {"w": jnp.zeros((2, 2))})
+    return all(jnp.issubdtype(x.dtype, jnp.number) for x in jax.tree.leaves(state))
+
 
 #: Steps whose last bits XLA:CPU's fusion emitters give otherwise in a vector than in a
 #: scalar: `jax.jit(lax.erf)` of 16 numbers from 3.5 to 4.2 differs in two of them from

@@ -80,6 +80,9 @@ def _plain(draw: random.Random) -> Recipe:
         "eager": draw.random() < 0.2,
         "traced_init": draw.random() < 0.2,
         "wrapper": None,
+        "following": [],
+        "masters": None,
+        "shard_map": False,
         "infinite": [],
         "platform": draw.choice(["cpu", "cpu", "gpu", "tpu"]),
     }
@@ -140,6 +143,42 @@ def _wrapped(draw: random.Random) -> Recipe:
     }
 
 
+def _followed(draw: random.Random) -> Recipe:
+    """Something is chained after what is paged; it sees what gates leave out, too."""
+    recipe = draw.choice([_plain, _coded, _sharded])(draw)
+    names = parts.FOLLOWING_ELEMENTWISE if recipe["mesh"] else parts.FOLLOWING
+    return recipe | {"following": _some(draw, names, 1, 2), "active": [None] * 2}
+
+
+def _on_masters(draw: random.Random) -> Recipe:
+    """Kept of parameters in fewer bits, which something else may change besides."""
+    recipe = draw.choice([_plain, _plain, _coded, _sharded])(draw)
+    masters = draw.choice(parts.MASTERS)
+    narrow = ["bfloat16", "bfloat16", "float32"]
+    narrow += ["float16"] * ("master_dtype" in masters)
+    dtypes = [draw.choice(narrow) for _ in recipe["shapes"]]
+    gradients = [draw.choice(["float32", x]) for x in dtypes]
+    names = parts.FOLLOWING_ELEMENTWISE
+    return recipe | {
+        "masters": masters,
+        "dtypes": dtypes,
+        "gradients": gradients,
+        "following": _some(draw, names, 0, 1),
+        "active": [None] * 3,
+    }
+
+
+def _by_parts(draw: random.Random) -> Recipe:
+    """Within a `jax.shard_map`, which checks what varies, as JAX does by default."""
+    recipe = draw.choice([_sharded, _sharded, _sharded_and_coded])(draw)
+    following = _some(draw, parts.FOLLOWING_ELEMENTWISE, 0, 1)
+    return recipe | {
+        "shard_map": True,
+        "following": following,
+        "active": [None] * 2,
+    }
+
+
 #: And how often each is drawn: XLA takes longest with codecs.
 _KINDS = {
     _plain: 8,
@@ -147,6 +186,9 @@ _KINDS = {
     _coded: 3,
     _sharded: 4,
     _sharded_and_coded: 2,
+    _followed: 3,
+    _on_masters: 4,
+    _by_parts: 3,
 }
 
 
@@ -159,6 +201,7 @@ def drawn(cases: int, seed: int) -> list[str]:
 
 _CHOICES = ["mask", "tree", "page_size", "min_paged_size", "device_budget", "codec"]
 _CHOICES += ["mesh", "eager", "traced_init", "wrapper", "platform"]
+_CHOICES += ["masters", "shard_map"]
 
 
 def covered(recipes: list[str]) -> dict[str, dict[str, int]]:
@@ -170,6 +213,7 @@ def covered(recipes: list[str]) -> dict[str, dict[str, int]]:
         blocks = recipe["before"] + recipe["after"]
         counts["steps"].update({name for name, *_ in recipe["steps"]})
         counts["blocks"].update({*blocks})
+        counts["following"].update({*recipe["following"]})
         gates = "traced" if recipe["traced"] else "static"
         some = any(gates is not None for gates in recipe["active"])
         counts["gates"][gates if some else "none"] += 1

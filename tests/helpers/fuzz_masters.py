@@ -1,0 +1,125 @@
+"""Master weights by their definition, in NumPy, and how far a paged state is from them.
+
+A master that does not round to its parameter starts again from the parameter. One that
+is kept in two halves is so many float32 numbers above its parameter.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from helpers import reference
+from helpers.fuzz_leaves import on_one_device
+
+_WORST = float("inf")
+
+
+def wide(tree: Any) -> Any:
+    """A tree in float32."""
+    return optax.tree.cast(tree, jnp.float32)
+
+
+def of(params: Any, state: Any) -> Any:
+    """The masters that a step begins with."""
+    field = "master" if hasattr(state, "master") else "remainder"
+    return jax.tree.map(
+        lambda p, kept: jnp.asarray(_master(field, p, kept)),
+        params,
+        getattr(state, field),
+    )
+
+
+def _master(field: str, parameter: Any, kept: Any) -> Any:
+    p = np.asarray(parameter)
+    if not jax.tree.leaves(kept):
+        return p
+    kept = np.asarray(kept)
+    if field == "master":
+        return np.where(kept.astype(p.dtype) == p, kept, p.astype(np.float32))
+    return _from(_position(p) + kept)
+
+
+def _position(x: Any) -> Any:
+    """The position of a float32 number among all of them; that of 0 is 0."""
+    bits = np.asarray(x, np.float32).view(np.int32).astype(np.int64)
+    return np.where(bits < 0, -(2**31) - bits, bits)
+
+
+def _from(position: Any) -> Any:
+    bits = np.where(position < 0, -(2**31) - position, position)
+    return bits.astype(np.int32).view(np.float32)
+
+
+def apart_at_first(params: Any, state: Any) -> dict[str, float]:
+    """How far a new state is: its masters are the parameters."""
+    return reference.distances(wide(params), of(params, state))
+
+
+def apart(
+    params: Any, before: Any, updates: Any, moved: Any, state: Any
+) -> dict[str, float]:
+    """How far a step is.
+
+    Args:
+      params: The parameters before it.
+      before: Their masters.
+      updates: What Optax makes of the masters.
+      moved: The updates that the step gives.
+      state: Its state.
+
+    Returns:
+      By name, of what differs, how far it is.
+    """
+    field = "master" if hasattr(state, "master") else "remainder"
+    found = jax.tree.map(
+        lambda *leaf: _of_leaf(field, *leaf),
+        params,
+        before,
+        updates,
+        moved,
+        getattr(state, field),
+    )
+    flat = jax.tree_util.tree_leaves_with_path(found)
+    return {f"{field}{jax.tree_util.keystr(path)}": x for path, x in flat if x}
+
+
+def _of_leaf(field: str, p: Any, m: Any, u: Any, moved: Any, kept: Any) -> float:
+    p, m, u, moved = map(np.asarray, (p, m, u, moved))
+    if moved.dtype != p.dtype:
+        return _WORST
+    with np.errstate(all="ignore"):
+        wanted = m + u.astype(np.float32)
+        new = (p.astype(np.float32) + moved.astype(np.float32)).astype(p.dtype)
+        if not jax.tree.leaves(kept):  # its own master
+            return reference.ulps(u, moved)
+        return max(
+            _parameters_apart(p, new, moved, wanted),
+            _kept_apart(field, new, wanted, on_one_device(kept)),
+        )
+
+
+def _parameters_apart(p: Any, new: Any, moved: Any, wanted: Any) -> float:
+    """0 if new parameters are the masters rounded, where any update says so."""
+    old, now, target = (x.astype(np.float64) for x in (p, new, wanted.astype(p.dtype)))
+    finite = np.isfinite(target)
+    low, high = np.minimum(abs(old), abs(target)), np.maximum(abs(old), abs(target))
+    # Differences of numbers within a factor of two are exact (Sterbenz).
+    exact = finite & (old * target >= 0) & (high <= 2 * low)
+    unit = float(jnp.finfo(p.dtype).eps) * np.maximum(high, abs(moved.astype("f8")))
+    near = abs(now - wanted.astype(np.float64)) <= unit + float(jnp.finfo(p.dtype).tiny)
+    return _WORST if np.any(exact & (now != target)) or np.any(finite & ~near) else 0.0
+
+
+def _kept_apart(field: str, new: Any, wanted: Any, kept: Any) -> float:
+    """How far what is kept is, in units in the last place."""
+    if field == "master":
+        same = wanted.astype(new.dtype) == new
+        return reference.ulps(
+            np.where(same, wanted, new.astype(np.float32)), np.asarray(kept)
+        )
+    count = np.clip(_position(wanted) - _position(new), -(2**15), 2**15 - 1)
+    off = np.abs(count - np.asarray(kept))[np.isfinite(wanted)]
+    return float(np.max(off, initial=0))
