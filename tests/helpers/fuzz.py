@@ -143,15 +143,19 @@ class Case:
 
     def init(self) -> tuple[Any, dict[str, float]]:
         """The paged state, and how far it is from Optax's."""
+        state = self.made()
+        wanted = each(Leaf.encode, self.leaves, self.first)
+        return state, _apart("init", wanted, state)
+
+    def made(self) -> Any:
+        """The paged state."""
         # Under `jit` over automatic axes nothing says how arrays are divided.
         automatic = self.mesh and self.recipe["mesh"]["kind"] == "Auto"
         init = self.paged.init
         if self.recipe["traced_init"] and not automatic:
             init = jax.jit(init)
         with self.around():
-            state = init(self.divide(self.params))
-        wanted = each(Leaf.encode, self.leaves, self.first)
-        return state, _apart("init", wanted, state)
+            return init(self.divide(self.params))
 
     def step(self, number: int, state: Any) -> tuple[Any, dict[str, float]]:
         """The next paged state, and how far a step's results are from Optax's."""
@@ -211,8 +215,7 @@ class OnMasters(Case):
     """
 
     def init(self) -> tuple[Any, dict[str, float]]:
-        with self.around():
-            state = self.paged.init(self.divide(self.params))
+        state = self.made()
         found = masters.apart_at_first(self.params, state)
         wanted = each(Leaf.encode, self.leaves, self.first)
         self.kept = self.following.init(self.params)
@@ -220,13 +223,14 @@ class OnMasters(Case):
 
     def step(self, number: int, state: Any) -> tuple[Any, dict[str, float]]:
         gradients, params = self.gradients(number), self.params
+        value = self.value(number)
         old = each(Leaf.decode, self.leaves, state.inner_state)
         before = masters.of(params, state)
-        updates, new = self.expected(masters.wide(gradients), old, before)
+        updates, new = self.expected(masters.wide(gradients), old, before, **value)
         wanted = each(Leaf.encode, self.leaves, new)
         given = self.divide(gradients), state, self.divide(params)
         with self.around():
-            moved, state = self.found(*given, {}, None, closed=None)
+            moved, state = self.found(*given, value, None, closed=None)
         moved = jax.tree.map(on_one_device, moved)
         found = masters.apart(params, before, updates, moved, state)
         found |= _apart("state", wanted, state.inner_state)

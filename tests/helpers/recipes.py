@@ -169,13 +169,20 @@ def _on_masters(draw: random.Random) -> Recipe:
 
 
 def _by_parts(draw: random.Random) -> Recipe:
-    """Within a `jax.shard_map`, which checks what varies, as JAX does by default."""
+    """Within a `jax.shard_map`, which checks what varies, as JAX does by default.
+
+    Not eagerly: JAX then hands on no part of an array in host memory.
+    """
     recipe = draw.choice([_sharded, _sharded, _sharded_and_coded])(draw)
-    following = _some(draw, parts.FOLLOWING_ELEMENTWISE, 0, 1)
+    # What depends on the shape that it sees is another one of a part.
+    steps = [x for x in recipe["steps"] if x[0] != "closure"] or [("neg", 0, 0)]
+    names = [x for x in parts.FOLLOWING_ELEMENTWISE if x != "zero_nans"]
     return recipe | {
         "shard_map": True,
-        "following": following,
+        "steps": steps,
+        "following": _some(draw, names, 0, 1),
         "active": [None] * 2,
+        "eager": False,
     }
 
 
