@@ -38,6 +38,7 @@ from paged_optax.layerwise import (
     GradientWorkspace,
     LayerwiseOutput,
     LayerwiseStep,
+    WeightedLoss,
     layerwise_step,
     offload,
 )
@@ -123,6 +124,7 @@ __all__ = [
     "layerwise_step",
     "LayerwiseOutput",
     "LayerwiseStep",
+    "WeightedLoss",
     "GradientWorkspace",
     "offload",
     # What fits, known beforehand.

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import PyTree
+from jaxtyping import Bool, PyTree
 
 from paged_optax.backend.given import (
     refuse_no_count,
@@ -66,12 +67,7 @@ class _Wrapped(NamedTuple):
         params: optax.Params | None = None,
         **extra_args: object,
     ) -> tuple[optax.Updates, PyTree]:
-        if not hasattr(state, self.field):
-            raise ValueError(
-                f"state, of type {type(state).__name__}, has no {self.field}: pass the"
-                " state that init of this wrapper made, not that of what it wraps."
-            )
-        old = getattr(state, self.field)
+        old = self.inside(state)
         blank = state._replace(**{self.field: jnp.asarray(False)})
         passed, outer = self.update(updates, blank, params, **extra_args)
         happens = getattr(outer, self.field)
@@ -97,16 +93,43 @@ class _Wrapped(NamedTuple):
         )
         return changed, outer._replace(**{self.field: new})
 
+    def inside(self, state: PyTree) -> PyTree:
+        """The wrapped transformation's part of a state."""
+        if not hasattr(state, self.field):
+            raise ValueError(
+                f"state, of type {type(state).__name__}, has no {self.field}: pass the"
+                " state that init of this wrapper made, not that of what it wraps."
+            )
+        return getattr(state, self.field)
+
+
+class IfFinite(_Wrapped):
+    """`apply_if_finite`, for what has tested the gradients already."""
+
+    def decided(
+        self, finite: Bool[Array, ""], state: PyTree
+    ) -> tuple[Bool[Array, ""], PyTree]:
+        """Whether an update happens, and the next state but for what is wrapped.
+
+        Args:
+          finite: Whether all gradients are finite.
+          state: The wrapper's state.
+        """
+        blank = state._replace(**{self.field: jnp.asarray(False)})
+        _, outer = self.update(jnp.where(finite, 0.0, jnp.nan), blank)
+        return getattr(outer, self.field), outer
+
 
 def _around(
     wrapper: optax.GradientTransformation,
     inner: optax.GradientTransformation,
     *,
     zero: bool,
+    kind: type[_Wrapped] = _Wrapped,
 ) -> optax.GradientTransformationExtraArgs:
     refuse_no_transformation("inner", inner)
     inner = optax.with_extra_args_support(inner)
-    wrapped = _Wrapped(wrapper.init, wrapper.update, inner, "inner_state", zero)
+    wrapped = kind(wrapper.init, wrapper.update, inner, "inner_state", zero)
     return optax.GradientTransformationExtraArgs(
         wrapped.init_around, wrapped.update_around
     )
@@ -228,9 +251,8 @@ def apply_if_finite(
       `optax.apply_if_finite`, whose own code counts the errors.
     """
     refuse_no_count("max_consecutive_errors", max_consecutive_errors, 0)
-    return _around(
-        optax.apply_if_finite(_PROBE, max_consecutive_errors), inner, zero=True
-    )
+    wrapper = optax.apply_if_finite(_PROBE, max_consecutive_errors)
+    return _around(wrapper, inner, zero=True, kind=IfFinite)
 
 
 def conditionally_transform(

@@ -15,6 +15,7 @@ its state apart into layers and the rest.
 .. include:: layerwise.md
 """
 
+from paged_optax.layerwise.loss import WeightedLoss
 from paged_optax.layerwise.output import LayerwiseOutput
 from paged_optax.layerwise.step import LayerwiseStep, layerwise_step
 from paged_optax.layerwise.workspace import GradientWorkspace, offload
@@ -23,6 +24,7 @@ __all__ = [
     "GradientWorkspace",
     "LayerwiseOutput",
     "LayerwiseStep",
+    "WeightedLoss",
     "layerwise_step",
     "offload",
 ]

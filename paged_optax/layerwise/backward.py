@@ -10,6 +10,7 @@ from jaxtyping import Float, PyTree
 
 from paged_optax.backend.memory import on_host
 from paged_optax.layerwise.beside import Beside, Flow, Turn
+from paged_optax.layerwise.loss import WeightedLoss, over
 from paged_optax.layerwise.model import (
     ByPrologue,
     Forward,
@@ -75,6 +76,7 @@ class Bundle:
         batch: PyTree,
         workspace: GradientWorkspace,
         several: bool,
+        before: Float[Array, ""],
         forward: Forward | None = None,
     ):
         """Runs them forward, and the epilogue.
@@ -86,6 +88,7 @@ class Bundle:
           batch: The micro-batches.
           workspace: The workspace.
           several: Whether there are several of them.
+          before: The weight of the micro-batches before these.
           forward: What the forward pass made; None: it is run.
         """
         self.model, self.weights, self.rest, self.batch = model, weights, rest, batch
@@ -99,26 +102,32 @@ class Bundle:
         self.learned = model.learned(rest, one)
         if not several:
             self.loss, self.metrics, self.drest, self.dx, self.dkept = model.head(
-                rest, x, keep, batch
+                rest, x, keep, batch, before.dtype, before
             )
             return
         count = len(jax.tree.leaves(batch)[0])
 
         def head(
             drest: Rest, given: tuple[PyTree, PyTree, PyTree]
-        ) -> tuple[Rest, tuple[Float[Array, ""], PyTree, list[Array], list[Array]]]:
-            loss, metrics, dr, dx, dkept = model.head(rest, *given)
-            mean = lambda tree: jax.tree.map(lambda g: g / count, tree)
-            drest = jax.tree.map(lambda s, g: s + g.astype(s.dtype) / count, drest, dr)
+        ) -> tuple[Rest, tuple[PyTree, PyTree, list[Array], list[Array]]]:
+            loss, metrics, dr, dx, dkept = model.head(rest, *given, before.dtype)
+            parts = 1 if isinstance(loss, WeightedLoss) else count
+            mean = lambda tree: jax.tree.map(lambda g: g / parts, tree)
+            drest = jax.tree.map(lambda s, g: s + g.astype(s.dtype) / parts, drest, dr)
             return drest, (loss, metrics, mean(dx), mean(dkept))
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, widened(x.dtype)), rest)
         keep = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), keep)
-        self.drest, (losses, self.metrics, self.dx, dkept) = lax.scan(
+        self.drest, (self.loss, self.metrics, self.dx, dkept) = lax.scan(
             head, zeros, (x, keep, batch)
         )
         self.dkept = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), dkept)
-        self.loss = jnp.mean(losses)
+        if isinstance(self.loss, WeightedLoss):
+            weight = jnp.sum(self.loss.weight)
+            self.drest, self.dx, self.dkept = jax.tree.map(
+                lambda g: over(g, weight).astype(g.dtype),
+                (self.drest, self.dx, self.dkept),
+            )
 
     def _each(self, function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
         """Calls a function for each micro-batch, one after the other."""

@@ -11,7 +11,10 @@ from jaxtyping import Float, Int, PyTree
 
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.backward import Bundle, written
+from paged_optax.layerwise.layer_update import Applied
+from paged_optax.layerwise.loss import WeightedLoss, mean_of, over
 from paged_optax.layerwise.model import Rest
+from paged_optax.layerwise.norms import Measure
 from paged_optax.layerwise.output import LayerwiseOutput
 from paged_optax.layerwise.slices import LayerIndex, put, slab, upwards
 from paged_optax.layerwise.sweeps import Sweeps, Swept
@@ -23,13 +26,13 @@ class Sent(NamedTuple):
     """What goes from layer to layer where gradients leave for the host.
 
     Attributes:
-      square: The square of the norm of the layers' gradients so far.
+      measure: What is measured of the layers' gradients so far.
       host: The gradients of all layers, in host memory.
       workspace: The workspace without these gradients. If a loop carried them twice,
         XLA would copy them.
     """
 
-    square: Float[Array, ""]
+    measure: Measure
     host: list[Array]
     workspace: GradientWorkspace
 
@@ -42,26 +45,28 @@ class Gathered(NamedTuple):
       host: The gradients of all layers, in host memory.
       workspace: The workspace but for them.
       drest: The gradients by all other parameters; None before the only micro-batch.
+      weight: The weight of the micro-batches so far; zero if losses have none.
     """
 
     stacks: list[Array]
     host: list[Array]
     workspace: GradientWorkspace
     drest: Rest | None
+    weight: Float[Array, ""]
 
 
 class Measured(NamedTuple):
     """What is measured of a micro-batch, or of all.
 
     Attributes:
-      loss: The loss.
+      loss: The loss; stacked if it is that of several.
       metrics: What `epilogue` returned beside it, or None.
-      square: The square of the norm of the layers' gradients, all so far.
+      layers: What is measured of the layers' gradients, all so far.
     """
 
-    loss: Float[Array, ""]
+    loss: Float[Array, "..."] | WeightedLoss
     metrics: PyTree
-    square: Float[Array, ""]
+    layers: Measure
 
 
 class Updated(NamedTuple):
@@ -86,21 +91,22 @@ class ByHost(Sweeps):
     ) -> Swept:
         """Updates follow when all gradients are there."""
         gathered, measured = self._gathered(weights, rest, workspace, batch)
-        stacks, host, _, drest = gathered
-        own = self.norms.square(drest)
-        norm = jnp.sqrt(measured.square + own)
-        norm, stacks, host = lax.optimization_barrier((norm, stacks, host))
-        weights.stacks = stacks
-        updated = self._updated(weights, host, workspace, norm)
+        drest, own = gathered.drest, self.norms.measured(gathered.drest)
+        measure = measured.layers + own
+        held = measure.norm, gathered.stacks, gathered.host
+        norm, weights.stacks, host = lax.optimization_barrier(held)
+        applied = self.applied.only_if(self.guard.passes(measure))
+        updated = self._updated(applied, weights, host, workspace, norm)
         drest = self.norms.scaled(
-            drest, norm if self.norms.clip == "global" else jnp.sqrt(own)
+            drest, norm if self.norms.clip == "global" else own.norm
         )
         workspace = filled(workspace, gathered)
-        output = LayerwiseOutput(measured.loss, measured.metrics, norm)
-        return Swept(*updated, drest, workspace, output)
+        output = LayerwiseOutput(mean_of(measured.loss), measured.metrics, norm)
+        return Swept(*updated, drest, workspace, output, measure)
 
     def _updated(
         self,
+        applied: Applied,
         weights: Weights,
         host: Sequence[Array],
         workspace: GradientWorkspace,
@@ -114,12 +120,12 @@ class ByHost(Sweeps):
             del following  # the moments take longer than the weights, and come alone
             slabs = weights.slabs(carry.stacks, i)
             gradients = self._clipped_from(host, workspace, norm, i)
-            small = self.applied.collect(carry.small, gradients, i)
-            slots, new = self.applied.layer(carry.slots, slabs, gradients, i)
+            small = applied.collect(carry.small, gradients, i)
+            slots, new = applied.layer(carry.slots, slabs, gradients, i)
             return Updated(written(carry.stacks, slabs, new, i), slots, small)
 
-        small = self.applied.collector(workspace.gradients, weights.length)
-        start = Updated(weights.stacks, self.applied.slots, small)
+        small = applied.collector(workspace.gradients, weights.length)
+        start = Updated(weights.stacks, applied.slots, small)
         return upwards(weights.length, body, start)
 
     def _gathered(
@@ -130,16 +136,18 @@ class ByHost(Sweeps):
         one_batch = lambda gathered, given: self._one_batch(
             weights, rest, count, gathered, *given
         )
+        zero = self.norms.zero.square
         if not self.accumulate:
-            start = gathering(weights.stacks, workspace, None)
+            start = gathering(weights.stacks, workspace, None, zero)
             return one_batch(start, (jnp.int32(0), batch))
         zeros = jax.tree.map(jnp.zeros_like, rest)
-        gathered, (losses, metrics, squares) = lax.scan(
+        gathered, measured = lax.scan(
             one_batch,
-            gathering(weights.stacks, workspace, zeros),
+            gathering(weights.stacks, workspace, zeros, zero),
             (jnp.arange(count), batch),
         )
-        return gathered, Measured(jnp.mean(losses), metrics, squares[-1])
+        last = jax.tree.map(lambda x: x[-1], measured.layers)
+        return gathered, measured._replace(layers=last)
 
     def _one_batch(
         self,
@@ -152,30 +160,44 @@ class ByHost(Sweeps):
     ) -> tuple[Gathered, Measured]:
         """Adds one micro-batch's gradients to those on the host."""
         weights = Weights(jax.tree.unflatten(weights.structure, gathered.stacks))
-        one = self._bundle(weights, rest, batch, gathered.workspace, False)
+        bare, before = gathered.workspace, gathered.weight
+        one = Bundle(self.model, weights, rest, batch, bare, False, before)
         return self._sent(one, count, gathered, number)
 
     def _sent(
         self, one: Bundle, count: int, gathered: Gathered, number: Int[Array, ""]
     ) -> tuple[Gathered, Measured]:
         """Adds one micro-batch's gradients, as they are made, to those on the host."""
-        _, host, workspace, drest = gathered
+        _, host, workspace, drest, before = gathered
+        parts, share, weight = count, None, before
+        if isinstance(one.loss, WeightedLoss):
+            weight = before + one.loss.weight
+            parts, share = 1, over(before, weight)
 
         def visit(
             carry: Sent, i: LayerIndex, slabs: list[Array], gradients: PyTree[Array]
         ) -> tuple[Sent, list[Array]]:
             workspace = carry.workspace.zero_accumulators().write(gradients)
-            new = _added_to(carry.host, workspace, i, number, count)
+            new = [
+                (g[None] / parts).astype(old.dtype)
+                if count == 1
+                else _added_to(slab(old, i), g[None] / parts, number, share)
+                for old, g in zip(
+                    carry.host, jax.tree.leaves(workspace.gradients), strict=True
+                )
+            ]
             host = [put(old, g, i) for old, g in zip(carry.host, new, strict=True)]
-            return Sent(carry.square + self.norms.square(new), host, workspace), slabs
+            measure = carry.measure + self.norms.measured(new)
+            return Sent(measure, host, workspace), slabs
 
         start = Sent(self.norms.zero, host, workspace)
-        (square, host, workspace), stacks, back = one.backward(visit, start)
-        made = jax.tree.map(lambda x: x / count, one.rest_gradients(back))
+        (measure, host, workspace), stacks, back = one.backward(visit, start)
+        made = jax.tree.map(lambda x: x / parts, one.rest_gradients(back))
         if drest is not None:
+            drest = drest if share is None else _scaled(drest, share)
             made = jax.tree.map(jnp.add, drest, made)
-        gathered = Gathered(stacks, host, workspace, made)
-        return gathered, Measured(one.loss, one.metrics, square)
+        gathered = Gathered(stacks, host, workspace, made, weight)
+        return gathered, Measured(one.loss, one.metrics, measure)
 
     def _clipped_from(
         self,
@@ -190,20 +212,21 @@ class ByHost(Sweeps):
             for g, x in zip(host, jax.tree.leaves(workspace.gradients), strict=True)
         ]
         here = (
-            norm
-            if self.norms.clip == "global"
-            else jnp.sqrt(self.norms.square(gradients))
+            norm if self.norms.clip == "global" else self.norms.measured(gradients).norm
         )
         return self.norms.scaled(gradients, here)
 
 
 def gathering(
-    stacks: list[Array], workspace: GradientWorkspace, drest: Rest | None
+    stacks: list[Array],
+    workspace: GradientWorkspace,
+    drest: Rest | None,
+    weight: Float[Array, ""],
 ) -> Gathered:
     """What the first micro-batch begins with."""
     host = jax.tree.leaves(workspace.host)
     bare = dataclasses.replace(workspace, host=None, pending=None)
-    return Gathered(stacks, host, bare, drest)
+    return Gathered(stacks, host, bare, drest, weight)
 
 
 def filled(workspace: GradientWorkspace, gathered: Gathered) -> GradientWorkspace:
@@ -215,18 +238,20 @@ def filled(workspace: GradientWorkspace, gathered: Gathered) -> GradientWorkspac
 
 
 def _added_to(
-    host: Sequence[Array],
-    workspace: GradientWorkspace,
-    i: LayerIndex,
-    number: Int[Array, ""],
-    count: int,
-) -> list[Array]:
-    """Layer i's part of the mean gradients, with one more micro-batch's in it."""
-    new: list[Array] = []
-    for old, g in zip(host, jax.tree.leaves(workspace.gradients), strict=True):
-        g = g[None] / count
-        if count > 1:
-            before = slab(old, i).astype(g.dtype)
-            g = g + jnp.where(number == 0, jnp.zeros_like(g), before)
-        new.append(g.astype(old.dtype))
-    return new
+    old: Array, g: Array, number: Int[Array, ""], share: Float[Array, ""] | None
+) -> Array:
+    """One more micro-batch's part of a mean gradient, added to those before it.
+
+    Args:
+      old: The sum of those before, in the dtype of what is returned.
+      g: The part.
+      number: The micro-batch's number.
+      share: What the others are scaled by, if the mean is a weighted one.
+    """
+    before = old.astype(g.dtype)
+    before = before if share is None else _scaled(before, share)
+    return (g + jnp.where(number == 0, jnp.zeros_like(g), before)).astype(old.dtype)
+
+
+def _scaled(tree: PyTree[Array], by: Float[Array, ""]) -> PyTree[Array]:
+    return jax.tree.map(lambda x: x * by.astype(x.dtype), tree)

@@ -18,6 +18,7 @@ from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.ahead import Ahead
 from paged_optax.layerwise.backward import Bundle
 from paged_optax.layerwise.by_host import ByHost, filled, gathering
+from paged_optax.layerwise.loss import mean_of
 from paged_optax.layerwise.model import Forward
 from paged_optax.layerwise.output import LayerwiseOutput
 from paged_optax.layerwise.parts import Parts
@@ -50,18 +51,20 @@ class Deferred(ByHost):
         if self.applied.overlaps:
             forward, slots, others = self._beside_forward(begun, batch, workspace)
             rest = self._rest(forward.stacks, others)
+            zero = self.norms.zero.square
             one = Bundle(
-                self.model, begun.weights, rest, batch, workspace, False, forward
+                self.model, begun.weights, rest, batch, workspace, False, zero, forward
             )
-            start = gathering(one.stacks, workspace, None)
+            start = gathering(one.stacks, workspace, None, zero)
             gathered, measured = self._sent(one, 1, start, jnp.int32(0))
         else:
             weights, others, slots = self._alone(begun, workspace)
             rest = self._rest(weights.stacks, others)
             gathered, measured = self._gathered(weights, rest, workspace, batch)
         drest = gathered.drest
-        norm = jnp.sqrt(measured.square + self.norms.square(drest))
-        left = Pending(jnp.ones((), jnp.bool_), norm, self.norms.scaled(drest, norm))
+        measure = measured.layers + self.norms.measured(drest)
+        norm, waits = measure.norm, jnp.asarray(self.guard.passes(measure))
+        left = Pending(waits, norm, self.norms.scaled(drest, norm))
         workspace = dataclasses.replace(
             filled(workspace, gathered),
             pending=jax.tree.map(
@@ -69,7 +72,8 @@ class Deferred(ByHost):
             ),
         )
         state = self.applied.state_of(slots, begun.leaves)
-        output = LayerwiseOutput(measured.loss, measured.metrics, norm)
+        state = self.guard.around(state, measure)
+        output = LayerwiseOutput(mean_of(measured.loss), measured.metrics, norm)
         return self._params(gathered.stacks, others), state, workspace, output
 
     def finish(
@@ -79,6 +83,7 @@ class Deferred(ByHost):
         begun, pending = self._begun(workspace), _pending(workspace)
         weights, others, slots = self._alone(begun, workspace)
         state = self.applied.state_of(slots, begun.leaves)
+        state = self.guard.around(state, None)
         pending = pending._replace(waits=jnp.zeros((), jnp.bool_))
         workspace = dataclasses.replace(workspace, pending=pending)
         return self._params(weights.stacks, others), state, workspace
@@ -115,7 +120,9 @@ class Deferred(ByHost):
         """Updates the layers, with nothing beside them."""
         weights, host = begun.weights, jax.tree.leaves(workspace.host)
         norm = _pending(workspace).norm
-        weights.stacks, slots, _ = self._updated(weights, host, workspace, norm)
+        weights.stacks, slots, _ = self._updated(
+            self.applied, weights, host, workspace, norm
+        )
         return weights, begun.others, slots
 
     def _beside_forward(

@@ -5,6 +5,7 @@ What `tx.update` computes of a stack is run on one layer's slab of it. At the en
 are dead code.
 """
 
+import copy
 from collections.abc import Sequence
 from itertools import accumulate, compress
 from typing import TypeVar
@@ -27,7 +28,7 @@ from paged_optax.layerwise.slices import (
     slab,
 )
 from paged_optax.state.leaves import is_quantized
-from paged_optax.transform.context import within
+from paged_optax.transform.context import Gate, within
 from paged_optax.transform.gates import only_if
 
 Tree = TypeVar("Tree", bound=PyTree)
@@ -35,6 +36,12 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 class Applied(Apart):
     """Updates layers, and the rest."""
+
+    def only_if(self, happens: Gate) -> "Applied":
+        """The same, whose updates happen or do not."""
+        gated = copy.copy(self)
+        gated.happens = happens
+        return gated
 
     def collector(self, gradients: PyTree[Array], length: int) -> list[Array | None]:
         """Room for the gradients of small leaves, of all layers: norms, biases."""

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_derivatives import CustomVJPPrimal
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, PyTree
 
 from paged_optax.backend.given import shown
 from paged_optax.backend.memory import HOST
+from paged_optax.layerwise.loss import WeightedLoss, over, parted_loss
 from paged_optax.layerwise.slices import LayerIndex, kept, put, upwards
 from paged_optax.layerwise.weights import Weights
 
@@ -68,14 +69,14 @@ class Head(NamedTuple):
     """The loss of one micro-batch, its metrics, and the gradients.
 
     Attributes:
-      loss: The loss.
+      loss: The loss, whose weight is in the dtype that was asked for.
       metrics: What `epilogue` returned beside it, or None.
       by_rest: The gradients by `rest`.
       by_output: Those by what is differentiable of the last layer's output.
       by_kept: Those by what is differentiable of what the layers kept.
     """
 
-    loss: Float[Array, ""]
+    loss: Float[Array, ""] | WeightedLoss
     metrics: PyTree
     by_rest: Rest
     by_output: list[Array]
@@ -164,27 +165,44 @@ class Model:
         return Forward(x, inputs, keep, context, stacks)
 
     def head(
-        self, rest: Rest, x: PyTree[Array], keep: PyTree[Array], batch: PyTree
+        self,
+        rest: Rest,
+        x: PyTree[Array],
+        keep: PyTree[Array],
+        batch: PyTree,
+        dtype: DTypeLike,
+        before: Float[Array, ""] | None = None,
     ) -> Head:
-        """The loss of one micro-batch, its metrics, and the gradients."""
+        """The loss of one micro-batch, its metrics, and the gradients.
+
+        Args:
+          rest: The parameters without the layers'.
+          x: The last layer's output.
+          keep: What the layers kept.
+          batch: The micro-batch.
+          dtype: The dtype of weights.
+          before: The weight of the micro-batches before. The gradients are of a total
+            by the weight so far; None: of the total.
+        """
         inputs, merge_x = _inexact(x)
         floats, merge_kept = _inexact(keep)
 
         def loss(
             rest: Rest, inputs: list[Array], floats: list[Array]
-        ) -> tuple[ArrayLike, PyTree]:
-            result = self.epilogue(rest, merge_x(inputs), merge_kept(floats), batch)
-            value, metrics = result if isinstance(result, tuple) else (result, None)
-            if jnp.shape(value):
-                raise ValueError(
-                    f"epilogue returns a loss of shape {jnp.shape(value)}: a loss is"
-                    " one number, such as its mean."
-                )
-            return value, metrics
+        ) -> tuple[ArrayLike, tuple[WeightedLoss | None, PyTree]]:
+            made = self.epilogue(rest, merge_x(inputs), merge_kept(floats), batch)
+            value, metrics = parted_loss(made)
+            if not isinstance(value, WeightedLoss):
+                return value, (None, metrics)
+            total, weight = map(jnp.asarray, value)
+            weight = lax.stop_gradient(weight).astype(dtype)
+            value = total if before is None else over(total, before + weight)
+            return value, (WeightedLoss(total, weight), metrics)
 
-        (value, metrics), gradients = jax.value_and_grad(
+        (value, (weighted, metrics)), gradients = jax.value_and_grad(
             loss, argnums=(0, 1, 2), has_aux=True
         )(rest, inputs, floats)
+        value = value if weighted is None else weighted
         return Head(value, metrics, *gradients)
 
     def pull(

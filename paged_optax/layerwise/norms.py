@@ -9,7 +9,32 @@ import numpy as np
 import optax
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, PyTree
+from jaxtyping import Bool, Float, PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """What is measured of gradients.
+
+    Attributes:
+      square: The square of their norm.
+      finite: Whether each of their values is finite, of which the square may overflow;
+        None if nobody asks.
+    """
+
+    square: Float[Array, ""]
+    finite: Bool[Array, ""] | None
+
+    def __add__(self, other: "Measure") -> "Measure":
+        both = self.finite, other.finite
+        finite = None if both[0] is None or both[1] is None else both[0] & both[1]
+        return Measure(self.square + other.square, finite)
+
+    @property
+    def norm(self) -> Float[Array, ""]:
+        """The norm."""
+        return jnp.sqrt(self.square)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +46,13 @@ class Norms:
       clip: The norm of what.
       dtype: The dtype in which squares are added up. They overflow float32 at a norm
         of 2e19, and float16 at a norm of 256.
+      tests_finite: Whether it is asked if all gradients are finite.
     """
 
     max_norm: float | int | None
     clip: str
     dtype: np.dtype
+    tests_finite: bool = False
 
     @property
     def needed_first(self) -> bool:
@@ -38,15 +65,20 @@ class Norms:
         return self.max_norm is not None and self.clip == "layer"
 
     @property
-    def zero(self) -> Float[Array, ""]:
-        """The square of no gradient's norm."""
-        return jnp.zeros((), self.dtype)
+    def zero(self) -> Measure:
+        """What is measured of no gradient."""
+        finite = jnp.ones((), jnp.bool_) if self.tests_finite else None
+        return Measure(jnp.zeros((), self.dtype), finite)
 
-    def square(self, tree: PyTree[Array]) -> Float[Array, ""]:
-        """The square of a tree's norm."""
+    def measured(self, tree: PyTree[Array]) -> Measure:
+        """What is measured of a tree."""
         wide = lambda x: x.astype(np.promote_types(x.dtype, self.dtype))
         found = optax.tree.norm(jax.tree.map(wide, tree), squared=True)
-        return found.astype(self.dtype)
+        finite = None
+        if self.tests_finite:
+            each = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
+            finite = functools.reduce(jnp.logical_and, each, jnp.ones((), jnp.bool_))
+        return Measure(found.astype(self.dtype), finite)
 
     def scaled(self, gradients: PyTree[Array], norm: Float[Array, ""]) -> PyTree[Array]:
         """Optax's own formula, so that numbers agree to the last bit."""

@@ -21,6 +21,7 @@ from paged_optax.backend.key_paths import keystr
 from paged_optax.layerwise.by_host import ByHost
 from paged_optax.layerwise.deferred import Deferred
 from paged_optax.layerwise.early import early_leaves
+from paged_optax.layerwise.guard import Guard
 from paged_optax.layerwise.layer_update import Applied
 from paged_optax.layerwise.model import Model
 from paged_optax.layerwise.norms import Norms, widest
@@ -260,21 +261,25 @@ class LayerwiseStep:
     ) -> tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput]:
         if self._accumulate:
             _refuse_other_counts(batch)
-        parts, norms, apply = self._taken_apart(params, state, workspace)
+        guard = Guard.of(self._tx, state)
+        parts, norms, apply = self._taken_apart(params, guard, workspace)
         accumulate, deferred = self._accumulate, workspace.pending is not None
         way = _way(workspace)
-        run = lambda applied: way(self._model, parts, applied, norms, accumulate)(
-            workspace, batch
-        )
+        run = lambda applied: way(
+            self._model, parts, applied, norms, accumulate, guard
+        )(workspace, batch)
         in_turn = apply()
         # If a separate backward pass finds the norm, nothing overlaps. The gradients of
         # two layers would take more memory than that first pass.
         waits = workspace.host is not None or norms.needed_first
+        guard.refuse_unknown(waits)
         if (accumulate if deferred else waits) or not in_turn.can_overlap:
             return run(in_turn)
         early: list[int] = []
         if not accumulate and not norms.by_layer:
-            early = early_leaves(self._model.prologue, params, parts, state, batch)
+            early = early_leaves(
+                self._model.prologue, params, parts, guard.state, batch
+            )
         try:
             beside = apply(early, True)
         except ValueError:  # a choice by shape, of what is no layer
@@ -285,16 +290,18 @@ class LayerwiseStep:
     def _finish(
         self, params: PyTree, state: PyTree, workspace: GradientWorkspace
     ) -> tuple[PyTree, PyTree, GradientWorkspace]:
-        parts, norms, apply = self._taken_apart(params, state, workspace)
+        guard = Guard.of(self._tx, state)
+        parts, norms, apply = self._taken_apart(params, guard, workspace)
         if workspace.pending is None:
             raise ValueError(
                 "workspace has nothing to finish: only updates by a workspace that is"
                 " allocated with rest= and host_dtype= are deferred."
             )
-        return Deferred(self._model, parts, apply(), norms, False).finish(workspace)
+        step = Deferred(self._model, parts, apply(), norms, False, guard)
+        return step.finish(workspace)
 
     def _taken_apart(
-        self, params: PyTree, state: PyTree, workspace: GradientWorkspace
+        self, params: PyTree, guard: Guard, workspace: GradientWorkspace
     ) -> tuple[Parts, Norms, Callable[..., Applied]]:
         """The model's parts, how its gradients are clipped, and their update."""
         parts = Parts.of(params, self._layers)
@@ -306,7 +313,8 @@ class LayerwiseStep:
             )
         workspace.check(parts.layers, parts.rest)
         gradients, pending = workspace.gradients, workspace.pending
-        norms = Norms(self._max_norm, self._clip, widest(parts.rest, gradients))
+        tests, dtype = guard.wrapper is not None, widest(parts.rest, gradients)
+        norms = Norms(self._max_norm, self._clip, dtype, tests)
         if pending is not None and norms.by_layer:
             raise ValueError(
                 "clip='layer' with a workspace of deferred updates: a layer's own norm"
@@ -317,7 +325,14 @@ class LayerwiseStep:
 
         def apply(early: Sequence[int] = (), overlaps: bool = False) -> Applied:
             return Applied(
-                self._tx, params, parts, state, gradients, early, overlaps, happens
+                guard.tx,
+                params,
+                parts,
+                guard.state,
+                gradients,
+                early,
+                overlaps,
+                happens,
             )
 
         return parts, norms, apply

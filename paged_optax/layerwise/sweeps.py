@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, PyTree
 
@@ -13,9 +12,11 @@ from paged_optax.backend.memory import DEVICE, HOST, on_host
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.backward import Bundle
 from paged_optax.layerwise.beside import Beside
+from paged_optax.layerwise.guard import Guard
 from paged_optax.layerwise.layer_update import Applied
+from paged_optax.layerwise.loss import mean_of
 from paged_optax.layerwise.model import Model, Rest
-from paged_optax.layerwise.norms import Norms
+from paged_optax.layerwise.norms import Measure, Norms
 from paged_optax.layerwise.output import LayerwiseOutput
 from paged_optax.layerwise.parts import Parts
 from paged_optax.layerwise.slices import (
@@ -37,6 +38,7 @@ class Swept(NamedTuple):
       drest: The gradients by all other parameters, clipped.
       workspace: The workspace.
       output: What the step says of itself.
+      measure: What is measured of all gradients.
     """
 
     stacks: list[Array]
@@ -45,19 +47,20 @@ class Swept(NamedTuple):
     drest: Rest
     workspace: GradientWorkspace
     output: LayerwiseOutput
+    measure: Measure
 
 
 class Visited(NamedTuple):
     """What goes from layer to layer where each one's update follows its gradients.
 
     Attributes:
-      square: The square of the norm of the layers' gradients so far.
+      measure: What is measured of the layers' gradients so far.
       slots: The state's stacks.
       workspace: The workspace.
       small: The collected gradients of the small leaves.
     """
 
-    square: Float[Array, ""]
+    measure: Measure
     slots: list[Stored]
     workspace: GradientWorkspace
     small: list[Array | None]
@@ -72,6 +75,7 @@ class Sweeps:
     applied: Applied
     norms: Norms
     accumulate: bool
+    guard: Guard
 
     def __call__(
         self, workspace: GradientWorkspace, batch: PyTree
@@ -79,9 +83,10 @@ class Sweeps:
         """Runs the step."""
         parts = self.parts
         weights = self._weights()
-        stacks, slots, small, drest, workspace, output = self._swept(
+        stacks, slots, small, drest, workspace, output, measure = self._swept(
             weights, parts.rest, workspace, batch
         )
+        applied = self.applied.only_if(self.guard.passes(measure))
         count = len(weights.stacks)
         early = dict(zip(self.applied.early, stacks[count:], strict=True))
         others = [
@@ -89,10 +94,10 @@ class Sweeps:
             for n, x in enumerate(self.applied.params)
             if not parts.in_layers[n]
         ]
-        stacks, others, leaves = self.applied.rest(
+        stacks, others, leaves = applied.rest(
             stacks[:count], small, others, parts.others(drest)
         )
-        state = self.applied.state_of(slots, leaves)
+        state = self.guard.around(applied.state_of(slots, leaves), measure)
         return self._params(stacks, others), state, workspace, output
 
     def _weights(self) -> Weights:
@@ -120,23 +125,26 @@ class Sweeps:
         self, weights: Weights, rest: Rest, workspace: GradientWorkspace, batch: PyTree
     ) -> Swept:
         """Each layer's update follows its gradients."""
-        one = self._bundle(weights, rest, batch, workspace, self.accumulate)
+        zero, several = self.norms.zero, self.accumulate
+        one = Bundle(self.model, weights, rest, batch, workspace, several, zero.square)
         drest: Rest | None = None
         norm: Float[Array, ""] | None = None
+        measure, applied = zero, self.applied
         if self.norms.needed_first:
-            norm, drest = self._norm_first(one)
+            measure, norm, drest = self._measured_first(one)
+            applied = applied.only_if(self.guard.passes(measure))
 
         def gradients_made(
             carry: Visited, i: LayerIndex, gradients: PyTree[Array]
         ) -> Visited:
-            own = self.norms.square(gradients)
-            found = jnp.sqrt(own) if norm is None else norm
+            own = self.norms.measured(gradients)
+            found = own.norm if norm is None else norm
             workspace = carry.workspace.zero_accumulators().write(
                 self.norms.scaled(gradients, found)
             )
             made = [x[None] for x in jax.tree.leaves(workspace.gradients)]
             small = self.applied.collect(carry.small, made, i)
-            return Visited(carry.square + own, carry.slots, workspace, small)
+            return Visited(carry.measure + own, carry.slots, workspace, small)
 
         length, early = weights.length, self.applied.early
         known = self.parts.others(drest if drest is not None else one.drest)
@@ -151,58 +159,49 @@ class Sweeps:
             carry: Visited, i: LayerIndex, slabs: list[Array], gradients: PyTree[Array]
         ) -> tuple[Visited, list[Array]]:
             carry = gradients_made(carry, i, gradients)
-            slots, new = self.applied.layer(
-                carry.slots, slabs, gradients_of(carry, i), i
-            )
+            slots, new = applied.layer(carry.slots, slabs, gradients_of(carry, i), i)
             return carry._replace(slots=slots), new
 
         others = [self.applied.params[n] for n in early]
         start = Visited(
-            self.norms.zero,
+            zero,
             [] if self.applied.overlaps else self.applied.slots,
             workspace,
             self.applied.collector(workspace.gradients, length),
         )
         if self.applied.overlaps:
-            (square, _, workspace, small), flow, back = one.beside(
+            (found, _, workspace, small), flow, back = one.beside(
                 Beside(self.applied), gradients_made, gradients_of, start, others
             )
             slots, stacks = flow.slots, flow.stacks
         else:
-            (square, slots, workspace, small), stacks, back = one.backward(visit, start)
+            (found, slots, workspace, small), stacks, back = one.backward(visit, start)
         if norm is None or drest is None:
             drest = one.rest_gradients(back)
             # Measured before the update overwrites them, or XLA copies them.
-            own, drest = lax.optimization_barrier((self.norms.square(drest), drest))
-            norm = jnp.sqrt(square + own)
-            clipped = self.norms.scaled(drest, jnp.sqrt(own))
-        else:
-            clipped = self.norms.scaled(drest, norm)
-        output = LayerwiseOutput(one.loss, one.metrics, norm)
-        return Swept(stacks, slots, small, clipped, workspace, output)
+            own, drest = lax.optimization_barrier((self.norms.measured(drest), drest))
+            measure, norm = found + own, own.norm
+        clipped = self.norms.scaled(drest, norm)
+        output = LayerwiseOutput(mean_of(one.loss), one.metrics, measure.norm)
+        return Swept(stacks, slots, small, clipped, workspace, output, measure)
 
-    def _norm_first(self, one: Bundle) -> tuple[Float[Array, ""], Rest]:
-        """The norm of all gradients, and those of the rest, by a pass of its own."""
-        add = lambda square, i, slabs, gradients: (
-            square + self.norms.square(gradients),
+    def _measured_first(self, one: Bundle) -> tuple[Measure, Float[Array, ""], Rest]:
+        """What is measured of all gradients, by a pass of its own.
+
+        Returns:
+          The measure; its norm, behind which the second pass is; and the gradients of
+          the rest.
+        """
+        add = lambda measure, i, slabs, gradients: (
+            measure + self.norms.measured(gradients),
             slabs,
         )
-        square, stacks, back = one.backward(add, self.norms.zero)
+        measure, stacks, back = one.backward(add, self.norms.zero)
         drest = one.rest_gradients(back)
-        norm = jnp.sqrt(square + self.norms.square(drest))
+        measure = measure + self.norms.measured(drest)
         # The second pass is not to be taken for a part of the first.
         norm, stacks, drest, one.inputs = lax.optimization_barrier(
-            (norm, stacks, drest, one.inputs)
+            (measure.norm, stacks, drest, one.inputs)
         )
         one.stacks = stacks
-        return norm, drest
-
-    def _bundle(
-        self,
-        weights: Weights,
-        rest: Rest,
-        batch: PyTree,
-        workspace: GradientWorkspace,
-        several: bool,
-    ) -> Bundle:
-        return Bundle(self.model, weights, rest, batch, workspace, several)
+        return measure, norm, drest

@@ -1,0 +1,96 @@
+"""A loss that is a sum and a weight."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Float, PyTree
+
+
+class WeightedLoss(NamedTuple):
+    """A loss as a sum and its weight, such as the number of tokens that count.
+
+    An epilogue returns it in the place of a mean. With `accumulate=True` the step is
+    then that of all micro-batches' totals by all their weights, which is the step of
+    the whole batch. A mean of means is another step if the weights differ, as with
+    padded or masked batches.
+
+    If all weights are zero, the loss is zero, and so are its gradients. The weight is
+    data: no gradient goes through it.
+
+    Attributes:
+      total: The sum of the losses of all tokens, of shape ().
+      weight: Their number, or the sum of their weights, of shape ().
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> def epilogue(rest, x, kept, batch):
+      ...     errors = jnp.square(x[:, 0] - batch["y"])
+      ...     total = jnp.sum(errors * batch["mask"])
+      ...     return po.WeightedLoss(total, batch["mask"].sum())
+      >>> params = {"layers": {"kernel": jnp.full((3, 64, 64), 0.01)}}
+      >>> step = po.layerwise_step(
+      ...     lambda rest, batch: (batch["x"], None),
+      ...     lambda weights, x, context, i: (x + x @ weights["kernel"], None),
+      ...     epilogue,
+      ...     tx := po.paged_adamw(1e-2),
+      ...     accumulate=True,
+      ... )
+      >>> mask = jnp.array([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
+      >>> batch = {"x": jnp.zeros((2, 3, 64)), "y": jnp.eye(2, 3) * 2, "mask": mask}
+      >>> workspace = po.GradientWorkspace.allocate(params["layers"])
+      >>> *_, output = step(params, tx.init(params), workspace, batch)
+      >>> float(output.loss)  # 4 by 4 tokens, and not the mean of 4 / 3 and 0
+      1.0
+    """
+
+    total: Float[Array, ""]
+    weight: Float[Array, ""]
+
+
+def parted_loss(made: PyTree) -> tuple[ArrayLike | WeightedLoss, PyTree]:
+    """The loss that an epilogue returned, and its metrics or None.
+
+    Raises:
+      ValueError: If the loss, or its weight, is not one number.
+    """
+    loss, metrics = made, None
+    if isinstance(made, tuple) and not isinstance(made, WeightedLoss):
+        loss, metrics = made
+    if isinstance(loss, WeightedLoss):
+        for name, x in zip(loss._fields, loss, strict=True):
+            if jnp.shape(x):
+                raise ValueError(
+                    f"epilogue returns a WeightedLoss whose {name} has shape"
+                    f" {jnp.shape(x)}: it is one number, such as"
+                    f" {'mask' if name == 'weight' else '(losses * mask)'}.sum()."
+                )
+        return loss, metrics
+    if jnp.shape(loss):
+        raise ValueError(
+            f"epilogue returns a loss of shape {jnp.shape(loss)}: a loss is"
+            " one number, such as its mean."
+        )
+    return loss, metrics
+
+
+def over(total: Array, weight: Array) -> Array:
+    """A sum by its weight; zero by no weight, and so are its gradients.
+
+    Args:
+      total: The sum.
+      weight: The weight, in the dtype to divide in, or a wider one.
+    """
+    wide = total.astype(np.promote_types(total.dtype, weight.dtype))
+    none = weight == 0
+    mean = wide / jnp.where(none, jnp.ones_like(weight), weight)
+    return jnp.where(none, jnp.zeros_like(mean), mean)
+
+
+def mean_of(losses: Array | WeightedLoss) -> Array:
+    """The loss of several micro-batches, or of one, whose losses these are."""
+    if isinstance(losses, WeightedLoss):
+        return over(jnp.sum(losses.total), jnp.sum(losses.weight))
+    return jnp.mean(losses) if losses.ndim else losses

@@ -1,0 +1,268 @@
+"""A loss that is a sum and a weight: the step of the whole batch, exactly."""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import paged_optax as po
+from helpers import layered
+from helpers.layered import SETTINGS, far
+from paged_optax.layerwise import apart
+
+step_module = importlib.import_module("paged_optax.layerwise.step")
+MOST = 0.05
+
+
+def prologue(rest, batch):
+    return rest["embed"][batch["tokens"]], None
+
+
+def layer(weights, x, context, i):
+    y = x * weights["norm"]["scale"]
+    x = x + jax.nn.gelu(y @ weights["up"]) @ weights["down"]
+    return x, jnp.sum(x * x, axis=-1)
+
+
+def epilogue(rest, x, kept, batch):
+    """What layers keep counts by token, too."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        (x * rest["norm"]) @ rest["head"], batch["targets"]
+    )
+    losses = losses + 0.01 * kept.mean(axis=0)
+    total = jnp.sum(losses * batch["mask"])
+    return po.WeightedLoss(total, batch["mask"].sum()), {"total": total}
+
+
+def whole_loss(params, batch):
+    """The mean over all tokens that count, of the batch as one."""
+    batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
+    x, _ = prologue(params, batch)
+    length = len(jax.tree.leaves(params["layers"])[0])
+    x, kept = jax.lax.scan(
+        lambda x, given: layer(given[1], x, None, given[0]),
+        x,
+        (jnp.arange(length), params["layers"]),
+    )
+    loss, _ = epilogue(params, x, kept, batch)
+    return loss.total / loss.weight
+
+
+def batch_of(seed, counts, dtype=jnp.float64, size=(2, 8)):
+    """Micro-batches of `size`, of which so many tokens count."""
+    key = jax.random.key(seed)
+    tokens = jax.random.randint(key, (len(counts), *size), 0, layered.WORDS)
+    numbers = jnp.arange(np.prod(size)).reshape(size)
+    mask = numbers < jnp.array(counts)[:, None, None]
+    return {
+        "tokens": tokens,
+        "targets": jnp.roll(tokens, 1, axis=-1),
+        "mask": mask.astype(dtype),
+    }
+
+
+def by_optax(tx, params, batches, clip=None):
+    clipped = tx if clip is None else optax.chain(clip, tx)
+    state, said = clipped.init(params), []
+    for batch in batches:
+        loss, gradients = jax.value_and_grad(whole_loss)(params, batch)
+        said.append((loss, optax.tree.norm(gradients)))
+        updates, state = clipped.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state if clip is None else state[1], said
+
+
+def trained(tx, params, batches, *, workspace=(), one=False, **how):
+    if workspace == "deferred":
+        rest = {name: x for name, x in params.items() if name != "layers"}
+        workspace = {"host_dtype": jnp.float64, "rest": rest}
+    workspace = po.GradientWorkspace.allocate(params["layers"], **dict(workspace))
+    step = po.layerwise_step(prologue, layer, epilogue, tx, accumulate=not one, **how)
+    args, compiled, said = (params, tx.init(params), workspace), jax.jit(step), []
+    for batch in batches:
+        batch = jax.tree.map(lambda x: x[0], batch) if one else batch
+        *args, output = compiled(*args, batch)
+        said.append((output.loss, output.gradient_norm))
+    if args[2].pending is not None:
+        args = jax.jit(step.finish)(*args)
+    return *args[:2], said
+
+
+HOST = {"host_dtype": jnp.float64}
+COUNTS = ((16, 1, 0, 7), (0, 5, 16, 16), (3, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("workspace", "max_norm"),
+    [({}, None), ({}, MOST), (HOST, None), (HOST, MOST), ("deferred", MOST)],
+    ids=["kept inputs", "two passes", "host", "host, clipped", "deferred"],
+)
+@pytest.mark.parametrize("one", [False, True], ids=["micro-batches", "one batch"])
+def test_is_the_step_of_the_whole_batch(workspace, max_norm, one):
+    """In float64: every step's loss and norm, and all parameters and moments."""
+    clip = max_norm and optax.clip_by_global_norm(max_norm)
+    counts = [(9,), (16,), (1,)] if one else COUNTS
+    with jax.enable_x64(True):
+        batches = [batch_of(seed, each) for seed, each in enumerate(counts)]
+        tx = po.paged_adamw(0.01, **SETTINGS)
+        make = lambda: layered.parameters(3, dtype=jnp.float64)
+        found = trained(
+            tx, make(), batches, workspace=workspace, one=one, max_norm=max_norm
+        )
+        wanted = by_optax(optax.adamw(0.01), make(), batches, clip)
+    assert float(wanted[2][0][1]) > MOST  # or nothing is clipped
+    assert far(found, wanted) <= 1e-12
+
+
+@pytest.mark.skipif(not apart.FETCHES_AHEAD, reason="this XLA:GPU goes in turn")
+@pytest.mark.parametrize("workspace", [{}, "deferred"], ids=["beside", "ahead"])
+def test_beside_other_layers(monkeypatch, workspace):
+    """One batch, updated while other layers are computed."""
+    monkeypatch.setattr(step_module, "_OVERLAPPED", ("cpu",))
+    with jax.enable_x64(True):
+        batches = [batch_of(seed, (count,)) for seed, count in enumerate((9, 16))]
+        tx = po.paged_adamw(0.01, **SETTINGS)
+        make = lambda: layered.parameters(3, dtype=jnp.float64)
+        found = trained(tx, make(), batches, workspace=workspace, one=True)
+        wanted = by_optax(optax.adamw(0.01), make(), batches)
+    assert far(found, wanted) <= 1e-12
+
+
+@pytest.mark.parametrize("workspace", [{}, HOST], ids=["kept inputs", "host"])
+def test_clips_each_layer(workspace):
+    """Each layer of the whole batch's gradients, and the rest, by its own norm."""
+    with jax.enable_x64(True):
+        params, batch = layered.parameters(3, dtype=jnp.float64), batch_of(0, COUNTS[0])
+        gradients = jax.grad(whole_loss)(params, batch)
+        layers = gradients.pop("layers")
+        most = 0.02
+        scaled = lambda g: optax.clip_by_global_norm(most).update(g, None)[0]
+        wanted = {"layers": jax.vmap(scaled)(layers), **scaled(gradients)}
+        wanted = jax.tree.map(lambda p, g: p - g, params, wanted)
+        how = {"workspace": workspace, "max_norm": most, "clip": "layer"}
+        found = trained(po.paged_sgd(1.0), params, [batch], **how)
+    assert far(found[0], wanted) <= 1e-12
+
+
+@pytest.mark.parametrize("workspace", [{}, HOST, "deferred"])
+@pytest.mark.parametrize("one", [False, True])
+def test_no_weight_is_no_gradient(workspace, one):
+    """The loss is zero, and so are the gradients: momentum and decay go on alone."""
+    with jax.enable_x64(True):
+        counts = [(5,), (0,)] if one else [(5, 2), (0, 0)]
+        batches = [batch_of(seed, each) for seed, each in enumerate(counts)]
+        tx = po.paged_adamw(0.01, **SETTINGS)
+        params = layered.parameters(2, dtype=jnp.float64)
+        found = trained(tx, params, batches, workspace=workspace, one=one)
+        adamw = optax.adamw(0.01)
+        params, state, _ = by_optax(adamw, params, batches[:1])
+        updates, state = adamw.update(
+            jax.tree.map(jnp.zeros_like, params), state, params
+        )
+        params = optax.apply_updates(params, updates)
+    assert [float(x) for x in found[2][1]] == [0, 0]
+    assert far(found[:2], (params, state)) <= 1e-12
+
+
+@pytest.mark.parametrize("max_norm", [None, MOST])
+def test_devices_with_unequal_tokens(max_norm):
+    """Over eight devices, of which each holds other numbers of tokens."""
+    clip = max_norm and optax.clip_by_global_norm(max_norm)
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    place = NamedSharding(mesh, P(None, "data"))
+    with jax.enable_x64(True):
+        batch = batch_of(0, (37, 0, 64), size=(8, 8))
+        tx = po.paged_adamw(0.01, page_size="16KiB", min_paged_size="1KiB")
+        params = layered.parameters(3, dtype=jnp.float64)
+        divided = jax.device_put(batch, place)
+        whole = jax.device_put(params, NamedSharding(mesh, P()))
+        for workspace in ({}, HOST):
+            found = trained(
+                tx, whole, [divided], workspace=workspace, max_norm=max_norm
+            )
+            wanted = by_optax(optax.adamw(0.01), params, [batch], clip)
+            assert far(found, wanted) <= 1e-12
+
+
+@pytest.mark.parametrize("mask", [jnp.int32, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_dtypes(dtype, mask):
+    """Weights that are integers; a total in fewer bits than its weight needs."""
+
+    def epilogue(rest, x, kept, batch):
+        total = jnp.sum(jnp.square(x - 1) * batch["mask"].astype(x.dtype)[..., None])
+        return po.WeightedLoss(total, batch["mask"].sum())
+
+    step = po.layerwise_step(
+        lambda rest, batch: (batch["x"], None),
+        lambda weights, x, context, i: (x + x @ weights["w"], None),
+        epilogue,
+        tx := po.paged_sgd(1.0),
+        accumulate=True,
+    )
+    make = lambda: {"layers": {"w": jnp.full((2, 64, 64), 0.01, dtype)}}
+    count = jnp.array([4001, 3, 0])
+    masks = (jnp.arange(4096) < count[:, None]).astype(mask)
+    x = jax.random.normal(jax.random.key(0), (3, 4096, 64), dtype)
+    for host_dtype in (None, "float32"):
+        params = make()
+        workspace = po.GradientWorkspace.allocate(
+            params["layers"], dtype="float32", host_dtype=host_dtype
+        )
+        batch = {"x": x, "mask": masks}
+        *_, output = jax.jit(step)(params, tx.init(params), workspace, batch)
+        assert output.loss.dtype == jnp.float32
+
+        def whole(params, x):
+            for w in params["layers"]["w"].astype(jnp.float32):
+                x = x + x @ w
+            weights = masks.astype(jnp.float32).reshape(-1, 1)
+            return jnp.sum(jnp.square(x - 1) * weights) / weights.sum()
+
+        loss, gradients = jax.value_and_grad(whole)(
+            params, x.astype(jnp.float32).reshape(-1, 64)
+        )
+        near = {"rtol": 1e-5 if dtype == jnp.float32 else 0.02}
+        np.testing.assert_allclose(output.loss, loss, **near)
+        norm = optax.tree.norm(gradients)
+        np.testing.assert_allclose(output.gradient_norm, norm, **near)
+
+
+def test_metrics_and_weights_take_no_gradient():
+    """A weight made of parameters is data; metrics are those of each micro-batch."""
+
+    def made(rest, x, kept, batch):
+        loss, metrics = epilogue(rest, x, kept, batch)
+        return loss._replace(weight=loss.weight * rest["norm"][0]), metrics
+
+    params, batch = layered.parameters(2), batch_of(0, (5, 16), jnp.float32)
+    results = []
+    for how in (epilogue, made):
+        tx = po.paged_sgd(0.1)
+        step = po.layerwise_step(prologue, layer, how, tx, accumulate=True)
+        workspace = po.GradientWorkspace.allocate(params["layers"])
+        results.append(step(params, tx.init(params), workspace, batch))
+    found, wanted = results
+    assert far(found[0], wanted[0]) == 0
+    total = wanted[3].metrics["total"]
+    np.testing.assert_allclose(wanted[3].loss, total.sum() / 21, rtol=1e-6)
+
+
+def test_wrong_losses():
+    def refused(message, *loss):
+        step = po.layerwise_step(
+            prologue, layer, lambda *_: po.WeightedLoss(*loss), tx := po.paged_sgd(0.1)
+        )
+        params = layered.parameters(2)
+        workspace = po.GradientWorkspace.allocate(params["layers"])
+        batch = jax.tree.map(lambda x: x[0], batch_of(0, (5,), jnp.float32))
+        with pytest.raises(ValueError, match=message):
+            step(params, tx.init(params), workspace, batch)
+
+    refused(r"total has shape \(3,\)", jnp.ones(3), 1.0)
+    refused(r"weight has shape \(3,\).*mask\.sum", jnp.ones(()), jnp.ones(3))
