@@ -17,8 +17,9 @@ its state apart into layers and the rest.
 
 from paged_optax.layerwise.loss import WeightedLoss
 from paged_optax.layerwise.output import LayerwiseOutput
+from paged_optax.layerwise.stacks import offload
 from paged_optax.layerwise.step import LayerwiseStep, layerwise_step
-from paged_optax.layerwise.workspace import GradientWorkspace, offload
+from paged_optax.layerwise.workspace import GradientWorkspace
 
 __all__ = [
     "GradientWorkspace",

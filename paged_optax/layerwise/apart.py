@@ -33,7 +33,7 @@ from paged_optax.layerwise.slices import (
     goes_in_slabs,
     slab,
 )
-from paged_optax.layerwise.workspace import length_of
+from paged_optax.layerwise.stacks import length_of
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import Gate, current, within
 from paged_optax.transform.owners import parameter_of

@@ -18,7 +18,7 @@ from paged_optax.backend.variables import bare
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.model import Rest
 from paged_optax.layerwise.parts import Parts
-from paged_optax.layerwise.workspace import length_of
+from paged_optax.layerwise.stacks import length_of
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.codec_rules import SMALLEST_CODED
 from paged_optax.transform.owners import parameter_of

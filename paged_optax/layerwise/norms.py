@@ -98,5 +98,5 @@ def widened(dtype: DTypeLike) -> np.dtype:
 
 def widest(*trees: PyTree[Array]) -> np.dtype:
     """The widest real dtype of any leaf: float32, or float64."""
-    dtypes = [x.dtype for x in jax.tree.leaves(trees)]
+    dtypes = [jax.typeof(x).dtype for x in jax.tree.leaves(trees)]
     return jnp.finfo(functools.reduce(np.promote_types, dtypes, np.float32)).dtype

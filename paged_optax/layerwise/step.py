@@ -27,8 +27,10 @@ from paged_optax.layerwise.model import Model
 from paged_optax.layerwise.norms import Norms, widest
 from paged_optax.layerwise.output import LayerwiseOutput
 from paged_optax.layerwise.parts import Parts
+from paged_optax.layerwise.stacks import refuse_one_by_one
 from paged_optax.layerwise.sweeps import Sweeps
 from paged_optax.layerwise.workspace import GradientWorkspace
+from paged_optax.transform.trees import as_arrays
 
 # XLA:TPU copies stacks in host memory whole that are updated beside other layers'
 # gradients (libtpu 0.0.52: of 36 layers of float32, 1.5 GB). A CPU has no link.
@@ -202,6 +204,7 @@ class LayerwiseStep:
           The new parameters, state and workspace, and a `LayerwiseOutput`. If updates
           are deferred, parameters and state are those before this step's own update.
         """
+        params = as_arrays(params)
         given = params, state, workspace, batch
         return automatically(self._run, given, (params, state, workspace, None))
 
@@ -249,7 +252,7 @@ class LayerwiseStep:
           >>> bool((params["layers"]["kernel"] == 0.01).any())
           False
         """
-        given = params, state, workspace
+        given = as_arrays(params), state, workspace
         return automatically(self._finish, given, given)
 
     def _run(
@@ -311,6 +314,7 @@ class LayerwiseStep:
                 f"workspace is of type {type(workspace).__name__}: pass what"
                 " GradientWorkspace.allocate(params['layers']) makes."
             )
+        refuse_one_by_one(parts.layers)
         workspace.check(parts.layers, parts.rest)
         gradients, pending = workspace.gradients, workspace.pending
         tests, dtype = guard.wrapper is not None, widest(parts.rest, gradients)

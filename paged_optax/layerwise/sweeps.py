@@ -176,12 +176,13 @@ class Sweeps:
             slots, stacks = flow.slots, flow.stacks
         else:
             (found, slots, workspace, small), stacks, back = one.backward(visit, start)
-        if norm is None or drest is None:
+        limit = norm
+        if limit is None or drest is None:
             drest = one.rest_gradients(back)
             # Measured before the update overwrites them, or XLA copies them.
             own, drest = lax.optimization_barrier((self.norms.measured(drest), drest))
-            measure, norm = found + own, own.norm
-        clipped = self.norms.scaled(drest, norm)
+            measure, limit = found + own, own.norm
+        clipped = self.norms.scaled(drest, limit)
         output = LayerwiseOutput(mean_of(one.loss), one.metrics, measure.norm)
         return Swept(stacks, slots, small, clipped, workspace, output, measure)
 

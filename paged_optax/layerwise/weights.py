@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import on_host
 from paged_optax.layerwise.slices import FETCHES_AHEAD, LayerIndex, slab
-from paged_optax.layerwise.workspace import length_of
+from paged_optax.layerwise.stacks import length_of
 
 
 class Weights:

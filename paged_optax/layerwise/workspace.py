@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
@@ -22,16 +21,13 @@ from paged_optax.backend.memory import (
     HOST,
     PINNED_HOST,
     memory_kinds,
-    nbytes,
-    on_host,
-    typed_by_memory,
 )
-from paged_optax.backend.sizes import parse_bytes
 from paged_optax.backend.types import KeyPath
 from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.norms import widest
 from paged_optax.layerwise.parts import by_name
 from paged_optax.layerwise.slices import goes_in_slabs
+from paged_optax.layerwise.stacks import length_of
 
 _PASS_REST = (
     "pass the model's parameters without the layers' to GradientWorkspace.allocate as"
@@ -129,8 +125,9 @@ class GradientWorkspace:
 
         Raises:
           ValueError: If a leaf has no leading axis, or another length than the others;
-            if a leaf is complex and a dtype that is asked for is not; if `rest` is
-            given without `host_dtype`, or has a leaf without a gradient.
+            or if layers are given one by one; if a leaf is complex and a dtype that is
+            asked for is not; if `rest` is given without `host_dtype`, or has a leaf
+            without a gradient.
         """
         refuse_no_arrays("layers", layers)
         if rest is not None and host_dtype is None:
@@ -156,7 +153,7 @@ class GradientWorkspace:
                 " patterns, such as '*norm*'."
             )
         make = lambda x, shape, dtype: _zeros(
-            x, shape, x.dtype if dtype is None else dtype
+            x, shape, jax.typeof(x).dtype if dtype is None else dtype
         )
         host = None
         if host_dtype is not None:
@@ -262,58 +259,6 @@ class GradientWorkspace:
             _refuse_other_rest(self.pending.rest, rest)
 
 
-def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
-    """Puts stacked layers in host memory, from which each layer's weights are fetched.
-
-    Args:
-      layers: The layers' parameters, stacked on the leading axis of each leaf, or their
-        `ShapeDtypeStruct`s.
-      min_size: Leaves of fewer bytes a layer stay on the device.
-
-    Returns:
-      The layers; the larger leaves in host memory.
-
-    Example:
-      >>> import jax.numpy as jnp, paged_optax as po
-      >>> layers = po.offload({"kernel": jnp.ones((4, 512, 512))})
-      >>> layers["kernel"].sharding.memory_kind
-      'pinned_host'
-    """
-    smallest = parse_bytes("min_size", min_size)
-    refuse_no_arrays("layers", layers)
-
-    def place(x: Array | jax.ShapeDtypeStruct) -> Array | jax.ShapeDtypeStruct:
-        if not goes_in_slabs(x) or nbytes(x) // x.shape[0] < smallest or on_host(x):
-            return x
-        sharding = typed_by_memory(
-            x.sharding or SingleDeviceSharding(jax.devices()[0])
-        ).with_memory_kind(PINNED_HOST)
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        return jax.device_put(x, sharding)
-
-    return jax.tree.map(place, layers)
-
-
-def length_of(layers: PyTree) -> int:
-    """The number of layers: the length of every leaf's leading axis."""
-    lengths: dict[int, str] = {}
-    for path, x in jax.tree_util.tree_flatten_with_path(layers)[0]:
-        name = f"layers{keystr(path)}"
-        if not x.shape:
-            raise ValueError(
-                f"{name} has shape (): stack the layers' parameters on a leading axis,"
-                " as nnx.vmap, nn.scan or jax.vmap of an initialiser give them."
-            )
-        lengths.setdefault(x.shape[0], name)
-    if len(lengths) != 1 or 0 in lengths:
-        raise ValueError(
-            f"layers of lengths {lengths}: stack all layers' parameters on the leading"
-            " axis of every leaf."
-        )
-    return next(iter(lengths))
-
-
 def _refuse_real(
     argument: str,
     dtype: DTypeLike | None,
@@ -332,7 +277,7 @@ def _refuse_real(
 
 def _refuse_other_rest(allocated: PyTree, rest: PyTree) -> None:
     describe = lambda tree: {
-        keystr(path): (x.shape, x.dtype)
+        keystr(path): (x.shape, jax.typeof(x).dtype)
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
     }
     found, wanted = describe(allocated), describe(rest)
@@ -372,7 +317,7 @@ def _nothing_pending(
     return Pending(
         zeros(stack, (), jnp.bool_),
         zeros(stack, (), widest(rest, gradients)),
-        jax.tree.map(lambda x: zeros(x, x.shape, x.dtype), named),
+        jax.tree.map(lambda x: zeros(x, x.shape, jax.typeof(x).dtype), named),
     )
 
 

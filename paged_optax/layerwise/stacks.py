@@ -1,0 +1,118 @@
+"""Layers' parameters, stacked on a leading axis."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import PyTree
+
+from paged_optax.backend.given import refuse_no_arrays
+from paged_optax.backend.key_paths import keystr, slashed
+from paged_optax.backend.memory import (
+    PINNED_HOST,
+    nbytes,
+    on_host,
+    typed_by_memory,
+)
+from paged_optax.backend.sizes import parse_bytes
+from paged_optax.layerwise.slices import goes_in_slabs
+
+
+def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
+    """Puts stacked layers in host memory, from which each layer's weights are fetched.
+
+    Args:
+      layers: The layers' parameters, stacked on the leading axis of each leaf, or their
+        `ShapeDtypeStruct`s. NumPy arrays go to the host without a detour.
+      min_size: Leaves of fewer bytes a layer stay on the device.
+
+    Returns:
+      The layers; the larger leaves in host memory.
+
+    Raises:
+      ValueError: If layers are given one by one, and not stacked.
+
+    Example:
+      >>> import jax.numpy as jnp, paged_optax as po
+      >>> layers = po.offload({"kernel": jnp.ones((4, 512, 512))})
+      >>> layers["kernel"].sharding.memory_kind
+      'pinned_host'
+    """
+    smallest = parse_bytes("min_size", min_size)
+    refuse_no_arrays("layers", layers)
+    refuse_one_by_one(layers)
+
+    def place(
+        x: Array | np.ndarray | jax.ShapeDtypeStruct,
+    ) -> Array | jax.ShapeDtypeStruct:
+        kind = jax.typeof(x)  # of NumPy's float64, what JAX makes of it
+        small = not goes_in_slabs(kind) or nbytes(kind) // kind.shape[0] < smallest
+        if small or on_host(x):
+            return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+        sharding = typed_by_memory(
+            getattr(x, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
+        ).with_memory_kind(PINNED_HOST)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.device_put(x, sharding)
+
+    return jax.tree.map(place, layers)
+
+
+def length_of(layers: PyTree) -> int:
+    """The number of layers: the length of every leaf's leading axis."""
+    refuse_one_by_one(layers)
+    lengths: dict[int, str] = {}
+    for path, x in jax.tree_util.tree_flatten_with_path(layers)[0]:
+        name = f"layers{keystr(path)}"
+        if not x.shape:
+            raise ValueError(
+                f"{name} has shape (): stack the layers' parameters on a leading axis,"
+                " as nnx.vmap, nn.scan or jax.vmap of an initialiser give them."
+            )
+        lengths.setdefault(x.shape[0], name)
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(
+            f"layers of lengths {lengths}: stack all layers' parameters on the leading"
+            " axis of every leaf."
+        )
+    return next(iter(lengths))
+
+
+def refuse_one_by_one(layers: PyTree) -> None:
+    """Refuses a list of layers, or a mapping whose keys number them.
+
+    A layer may itself be such a list, of parts whose parameters are stacked. Then some
+    parameter is a stack of matrices, and all are of one length.
+    """
+    flat = jax.tree_util.tree_flatten_with_path(layers)[0]
+    names = {slashed(path[:1]): path[0] for path, _ in flat if path}
+    found = [re.fullmatch(r"(.*?)(\d+)", name) for name in names]
+    numbers = {(x[1], int(x[2])) for x in found if x}
+    prefixes = {prefix for prefix, _ in numbers}
+    if len(prefixes) != 1 or {n for _, n in numbers} != set(range(len(names))):
+        return
+    (prefix,) = prefixes
+    shapes = [x.shape for _, x in flat]
+    if all(len(path) == 1 for path, _ in flat):  # each an array
+        matrices = len(shapes[0]) == 2 and len(set(shapes)) == 1
+        stacked = bool(prefix) or len(shapes) == 1 or not matrices
+    else:
+        one_length = len({shape[:1] for shape in shapes}) == 1
+        stacked = one_length and max(map(len, shapes)) >= 3
+    if stacked:
+        return
+    key = getattr(next(iter(names.values())), "key", None)
+    index = "i" if isinstance(key, int) else f"f'{prefix}{{i}}'" if prefix else "str(i)"
+    count = len(names)
+    every = f"*(layers[{index}] for i in range({count}))"
+    raise ValueError(
+        f"layers has {count} children, {prefix}0 to {prefix}{count - 1}, as if each was"
+        " one layer: stack them, so that every leaf has all layers on its leading axis,"
+        " by layers = jax.tree.map(lambda *x: jnp.stack(x),"
+        f" {'*layers' if key is None else every}). Parts of a layer that are stacked"
+        " already need other names than numbers."
+    )

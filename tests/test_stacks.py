@@ -1,0 +1,150 @@
+"""Stacks of layers: made of NumPy arrays, and refused if they are none."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import paged_optax as po
+from helpers import layered
+from helpers.layered import SETTINGS, far, layerwise, run
+from paged_optax.backend.memory import on_host
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, jnp.bfloat16])
+def test_offload_takes_numpy(dtype):
+    """As a loader has them: to the host at once, in the dtypes that JAX gives them."""
+    values = np.random.default_rng(0).normal(size=(4, 64, 128)).astype(dtype)
+    layers = {"up": values, "scale": np.ones((4, 64), dtype)}
+    found = po.offload(layers, min_size="16KiB")
+    wanted = po.offload(jax.tree.map(jnp.asarray, layers), min_size="16KiB")
+    for name in layers:
+        assert isinstance(found[name], jax.Array)
+        assert jax.typeof(found[name]) == jax.typeof(wanted[name])
+        assert np.array_equal(np.asarray(found[name]), np.asarray(wanted[name]))
+    assert on_host(found["up"]) and not on_host(found["scale"])
+    # Of float64, JAX makes float32: half the bytes.
+    small = po.offload(layers, min_size=64 * 128 * wanted["up"].dtype.itemsize + 1)
+    assert not on_host(small["up"])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    "how", [{}, {"host_dtype": "float32"}, "deferred"], ids=["plain", "host", "defers"]
+)
+def test_a_step_takes_numpy(dtype, how):
+    """Parameters, the workspace's and the state's alike, eager and compiled."""
+    array = lambda x: np.asarray(x).astype(dtype)
+    results = []
+    for params in (
+        layered.parameters(2),
+        jax.tree.map(array, layered.parameters(2)),
+    ):
+        tx = po.paged_adamw(1e-3, **SETTINGS)
+        given = how
+        if how == "deferred":
+            rest = {name: x for name, x in params.items() if name != "layers"}
+            given = {"host_dtype": "float32", "rest": rest}
+        workspace = po.GradientWorkspace.allocate(params["layers"], **given)
+        args = params, tx.init(params), workspace
+        step = layerwise(tx, max_norm=0.05)
+        results.append((jax.jit(step)(*args, layered.batch()), args, step))
+    found, args, step = results[1]
+    assert far(found[:2], results[0][0][:2]) == 0
+    assert far(step(*args, layered.batch())[:2], found[:2]) < 1e-5
+
+
+def one():
+    return {"kernel": jnp.ones((64, 64)), "bias": jnp.ones(64)}
+
+
+def other():
+    return {"up": {"w": jnp.ones((64, 256))}, "down": {"w": jnp.ones((256, 64))}}
+
+
+class Blocks(nnx.Module):
+    """Layers in a list, as a Flax user writes them."""
+
+    def __init__(self):
+        made = [nnx.Linear(64, 64, rngs=nnx.Rngs(i)) for i in range(3)]
+        self.layers = nnx.List(made)
+
+
+def listed():
+    return nnx.state(Blocks(), nnx.Param)["layers"]
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [one(), one(), one()],
+        tuple(other() for _ in range(3)),
+        [jax.tree.map(np.asarray, one()) for _ in range(3)],
+        {i: one() for i in range(3)},
+        {str(i): other() for i in range(3)},
+        {f"layer_{i}": one() for i in range(3)},
+        [jnp.ones((64, 64))] * 3,
+        listed(),
+        nnx.to_pure_dict(listed()),
+        Blocks().layers,
+        jax.eval_shape(lambda: [one(), one(), one()]),
+    ],
+    ids="list tuple numpy ints texts names arrays state pure module shapes".split(),
+)
+def test_layers_one_by_one_are_refused(layers):
+    """And what the message says makes stacks of them, all layers in order."""
+    calls = [
+        po.GradientWorkspace.allocate,
+        lambda x: po.GradientWorkspace.allocate(x, host_dtype="float32"),
+        po.offload,
+    ]
+    workspace = po.GradientWorkspace.allocate({"w": jnp.ones((3, 64, 64))})
+    step = layerwise(po.paged_adamw(1e-3))
+    calls.append(lambda x: step({"layers": x}, (), workspace, layered.batch()))
+    if isinstance(jax.tree.leaves(layers)[0], jax.ShapeDtypeStruct):
+        del calls[-1]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"layers has 3 children.*stack them") as e:
+            call(layers)
+    if isinstance(jax.tree.leaves(layers)[0], jax.Array):
+        (cure,) = re.findall(r"by layers = (.*)\. Parts", str(e.value))
+        stacked = eval(cure, {"jax": jax, "jnp": jnp, "layers": layers})
+        assert {x.shape[0] for x in jax.tree.leaves(stacked)} == {3}
+        po.GradientWorkspace.allocate(stacked)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"0": {"w": jnp.ones((3, 64, 64)), "b": jnp.ones((3, 64))}},
+        [{"w": jnp.ones((3, 64, 64))}, {"w": jnp.ones((3, 64, 64))}],
+        (jnp.ones((3, 64, 64)), jnp.ones((3, 64, 64))),
+        (jnp.ones((3, 64, 64)), jnp.ones((3, 64))),
+        {"w0": jnp.ones((3, 64)), "w1": jnp.ones((3, 64))},
+        jnp.ones((3, 64, 64)),
+    ],
+)
+def test_parts_of_a_layer_may_have_numbers(layers):
+    """Where they are stacked."""
+    workspace = po.GradientWorkspace.allocate(layers)
+    assert jax.tree.map(jnp.shape, workspace.gradients) == jax.tree.map(
+        lambda x: x.shape[1:], layers
+    )
+    po.offload(layers, 0)
+
+
+def test_numbers_of_offloaded_numpy():
+    """The steps of layers that came from NumPy are those of JAX's arrays."""
+    results = []
+    for array in (jnp.asarray, np.asarray):
+        params = layered.parameters(2)
+        tx = po.paged_adamw(1e-3, **SETTINGS)
+        state = tx.init(params)
+        layers = po.offload(jax.tree.map(array, params["layers"]), 0)
+        workspace = po.GradientWorkspace.allocate(layers)
+        params = params | {"layers": layers}
+        results.append(run(layerwise(tx), params, state, workspace, [layered.batch()]))
+    assert far(results[1][:2], results[0][:2]) == 0
