@@ -229,7 +229,8 @@ def apply_if_finite(
     """`optax.apply_if_finite` whose rejected steps move no byte of a paged state.
 
     A step whose gradients hold an infinity or a NaN leaves the state as it is and gives
-    zero updates, up to `max_consecutive_errors` times in a row.
+    zero updates, up to `max_consecutive_errors` times in a row. In `layerwise_step` it
+    may be around the whole transformation, if all gradients are known first.
 
     Args:
       inner: The wrapped transformation, with `paged(...)` anywhere inside, or nowhere.

@@ -41,6 +41,15 @@ class Device(Protocol):
 
 
 @runtime_checkable
+class Described(Protocol):
+    """Arrays that know where they belong, beside parameters."""
+
+    def abstract(self, params: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
+        """Their shapes, dtypes and placements."""
+        ...
+
+
+@runtime_checkable
 class Transformation(Protocol):
     """An Optax transformation, or what has its two functions, as `MultiSteps` has."""
 

@@ -47,7 +47,8 @@ class CrossLayerError(CrossLeafError):
             f"layerwise_step updates each layer alone, and in tx {self.args[0]}: leave"
             " that out of tx. max_norm= clips by the global norm, and accumulate=True"
             " adds up micro-batches. Wrappers that skip steps, as MultiSteps and"
-            " apply_if_finite do, need all gradients first."
+            " apply_if_finite do, need all gradients first; paged_optax.apply_if_finite"
+            " may be around the whole of tx."
         )
 
 

@@ -10,7 +10,7 @@ class LayerwiseOutput(NamedTuple):
     """What a step says of itself.
 
     Attributes:
-      loss: The loss, averaged over micro-batches.
+      loss: The loss, averaged over micro-batches, by their weights if it has any.
       metrics: What `epilogue` returned beside it, or None; of each micro-batch.
       gradient_norm: The global norm of the gradients, before any clipping.
     """

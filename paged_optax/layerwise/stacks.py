@@ -110,7 +110,7 @@ def refuse_one_by_one(layers: PyTree) -> None:
     count = len(names)
     every = f"*(layers[{index}] for i in range({count}))"
     raise ValueError(
-        f"layers has {count} children, {prefix}0 to {prefix}{count - 1}, as if each was"
+        f"layers numbers its children, {prefix}0 to {prefix}{count - 1}, as if each was"
         " one layer: stack them, so that every leaf has all layers on its leading axis,"
         " by layers = jax.tree.map(lambda *x: jnp.stack(x),"
         f" {'*layers' if key is None else every}). Parts of a layer that are stacked"

@@ -5,8 +5,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-import jax
-import jax.numpy as jnp
 import optax
 from jax import Array, lax
 from jaxtyping import Int, PyTree
@@ -17,8 +15,13 @@ from paged_optax.backend.given import (
     refuse_no_rate,
     refuse_no_transformation,
 )
-from paged_optax.backend.key_paths import keystr
 from paged_optax.layerwise.by_host import ByHost
+from paged_optax.layerwise.checks import (
+    refuse_integers,
+    refuse_other_counts,
+    refuse_other_state,
+    tell_of_moved,
+)
 from paged_optax.layerwise.deferred import Deferred
 from paged_optax.layerwise.early import early_leaves
 from paged_optax.layerwise.guard import Guard
@@ -77,6 +80,13 @@ def layerwise_step(
     What one layer needs of `tx` must be element by element: `paged_adamw` and its like,
     chained, masked, scheduled. Clip by `max_norm` here, not in `tx`.
 
+    `paged_optax.apply_if_finite` may be around the whole of `tx`, where all gradients
+    are known before the first update: with a workspace on the host, deferred or not, or
+    with `max_norm` and two passes. A step of which a gradient is not finite then
+    changes no parameter and no moment, and the counts are Optax's. A finite value
+    counts as finite though the square of the norm may overflow. If updates are
+    deferred, a step counts its own gradients, and leaves nothing if they are rejected.
+
     | clipping by the global norm | device bytes | over the link | passes | time |
     | --- | --- | --- | --- | --- |
     | workspace with `host_dtype` | one layer's gradients | gradients, twice | 1 | 1.1 |
@@ -115,14 +125,17 @@ def layerwise_step(
         number, to fold into keys. Wrap in `jax.checkpoint` what it should compute again
         within its own backward pass.
       epilogue: `epilogue(rest, x, kept, batch)` returns the loss, or the loss and
-        metrics. `kept` has what the layers kept, stacked.
+        metrics. The loss is a mean, or a sum and its weight: a `WeightedLoss`. `kept`
+        has what the layers kept, stacked.
       tx: The transformation of the whole tree of parameters, with `paged(...)` inside
-        or without.
+        or without. If it was built with `on_moved="raise"`, moments or a workspace that
+        have left the host are an error; otherwise a warning.
       max_norm: The norm that gradients are scaled down to; None: no clipping.
       clip: The norm of what: `"global"` is `optax.clip_by_global_norm`, exactly;
         `"layer"` clips each layer, and the rest, by its own norm, which costs nothing.
       accumulate: Whether `batch` is several micro-batches, stacked on the leading axis
-        of its leaves; the step is that of the mean of their losses. Layer by layer, all
+        of its leaves; the step is that of the mean of their losses, or with a
+        `WeightedLoss` that of their totals by their weights. Layer by layer, all
         micro-batches' inputs are kept and each layer's gradients add up in the
         workspace; with a workspace's `host_dtype` they add up on the host, one
         micro-batch after the other.
@@ -135,8 +148,9 @@ def layerwise_step(
       and donate the first three.
 
     Raises:
-      ValueError: When traced, if `tx` needs several elements of a layer, if the
-        workspace is of another model, or if the layers are not stacked alike.
+      ValueError: When traced, if `tx` needs several elements of a layer or all
+        gradients first, if the state is another transformation's, if the workspace is
+        of another model, or if the layers are not stacked alike.
 
     Example:
       >>> import jax.numpy as jnp, paged_optax as po
@@ -227,7 +241,8 @@ class LayerwiseStep:
           `jax.jit`, and donate all three.
 
         Raises:
-          ValueError: When traced, if the workspace is none of deferred updates.
+          ValueError: When traced, if the workspace is none of deferred updates, or of
+            another model; if the state is another transformation's.
 
         Example:
           >>> import jax.numpy as jnp, paged_optax as po
@@ -263,15 +278,15 @@ class LayerwiseStep:
         batch: PyTree,
     ) -> tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput]:
         if self._accumulate:
-            _refuse_other_counts(batch)
-        guard = Guard.of(self._tx, state)
-        parts, norms, apply = self._taken_apart(params, guard, workspace)
+            refuse_other_counts(batch)
+        parts, guard, norms, apply = self._taken_apart(params, state, workspace)
         accumulate, deferred = self._accumulate, workspace.pending is not None
         way = _way(workspace)
         run = lambda applied: way(
             self._model, parts, applied, norms, accumulate, guard
         )(workspace, batch)
         in_turn = apply()
+        tell_of_moved(guard.tx, params, guard.state, workspace)
         # If a separate backward pass finds the norm, nothing overlaps. The gradients of
         # two layers would take more memory than that first pass.
         waits = workspace.host is not None or norms.needed_first
@@ -293,22 +308,22 @@ class LayerwiseStep:
     def _finish(
         self, params: PyTree, state: PyTree, workspace: GradientWorkspace
     ) -> tuple[PyTree, PyTree, GradientWorkspace]:
-        guard = Guard.of(self._tx, state)
-        parts, norms, apply = self._taken_apart(params, guard, workspace)
+        parts, guard, norms, apply = self._taken_apart(params, state, workspace)
         if workspace.pending is None:
             raise ValueError(
                 "workspace has nothing to finish: only updates by a workspace that is"
                 " allocated with rest= and host_dtype= are deferred."
             )
         step = Deferred(self._model, parts, apply(), norms, False, guard)
+        tell_of_moved(guard.tx, params, guard.state, workspace)
         return step.finish(workspace)
 
     def _taken_apart(
-        self, params: PyTree, guard: Guard, workspace: GradientWorkspace
-    ) -> tuple[Parts, Norms, Callable[..., Applied]]:
-        """The model's parts, how its gradients are clipped, and their update."""
+        self, params: PyTree, state: PyTree, workspace: GradientWorkspace
+    ) -> tuple[Parts, Guard, Norms, Callable[..., Applied]]:
+        """The model's parts, what guards them, how they are clipped, their update."""
         parts = Parts.of(params, self._layers)
-        _refuse_integers(params)
+        refuse_integers(params)
         if not isinstance(workspace, GradientWorkspace):
             raise TypeError(
                 f"workspace is of type {type(workspace).__name__}: pass what"
@@ -316,6 +331,8 @@ class LayerwiseStep:
             )
         refuse_one_by_one(parts.layers)
         workspace.check(parts.layers, parts.rest)
+        refuse_other_state(self._tx, params, state)
+        guard = Guard.of(self._tx, state)
         gradients, pending = workspace.gradients, workspace.pending
         tests, dtype = guard.wrapper is not None, widest(parts.rest, gradients)
         norms = Norms(self._max_norm, self._clip, dtype, tests)
@@ -339,7 +356,7 @@ class LayerwiseStep:
                 happens,
             )
 
-        return parts, norms, apply
+        return parts, guard, norms, apply
 
 
 def _way(workspace: GradientWorkspace) -> type[Sweeps]:
@@ -347,26 +364,3 @@ def _way(workspace: GradientWorkspace) -> type[Sweeps]:
     if workspace.pending is not None:
         return Deferred
     return Sweeps if workspace.host is None else ByHost
-
-
-def _refuse_integers(params: PyTree) -> None:
-    for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
-        if not jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact):
-            raise ValueError(
-                f"params{keystr(path)} is {jax.typeof(x)} and has no"
-                " gradient: leave it out of params. Tables and keys go to the model"
-                " with the batch, and to its layers as the prologue's context."
-            )
-
-
-def _refuse_other_counts(batch: PyTree) -> None:
-    """Refuses what is not the same number of micro-batches, stacked."""
-    flat = jax.tree_util.tree_flatten_with_path(batch)[0]
-    counts = {jnp.shape(x)[:1] for _, x in flat}
-    if len(counts) != 1 or counts & {(), (0,)}:
-        shapes = [f"batch{keystr(path)} of shape {jnp.shape(x)}" for path, x in flat]
-        raise ValueError(
-            f"accumulate=True with {', '.join(shapes) or 'no arrays in the batch'}:"
-            " stack each leaf of the micro-batches on a leading axis, of one length for"
-            " all; repeat what they share, as in jnp.full(count, value)."
-        )

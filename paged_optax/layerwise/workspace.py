@@ -8,22 +8,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
-from paged_optax.backend.arrays import is_committed
 from paged_optax.backend.given import checked_dtype, refuse_no_arrays, shown
 from paged_optax.backend.key_paths import keystr, slashed
-from paged_optax.backend.memory import (
-    DEVICE,
-    HOST,
-    PINNED_HOST,
-    memory_kinds,
-)
 from paged_optax.backend.types import KeyPath
-from paged_optax.engine.shards import Shards
+from paged_optax.layerwise.buffers import Shaped, placed_shape, zeros
 from paged_optax.layerwise.norms import widest
 from paged_optax.layerwise.parts import by_name
 from paged_optax.layerwise.slices import goes_in_slabs
@@ -33,9 +25,6 @@ _PASS_REST = (
     "pass the model's parameters without the layers' to GradientWorkspace.allocate as"
     " rest=."
 )
-
-#: An array, or what says its shape and dtype.
-Shaped = Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 class Pending(NamedTuple):
@@ -152,14 +141,14 @@ class GradientWorkspace:
                 f"accumulate={shown(accumulate)} is neither a pattern nor a list of"
                 " patterns, such as '*norm*'."
             )
-        make = lambda x, shape, dtype: _zeros(
+        make = lambda x, shape, dtype: zeros(
             x, shape, jax.typeof(x).dtype if dtype is None else dtype
         )
         host = None
         if host_dtype is not None:
             host = jax.tree.unflatten(
                 structure,
-                [_zeros(x, x.shape, host_dtype, host=goes_in_slabs(x)) for x in stacks],
+                [zeros(x, x.shape, host_dtype, host=goes_in_slabs(x)) for x in stacks],
             )
         gradients = [make(x, x.shape[1:], dtype) for x in stacks]
         return cls(
@@ -215,6 +204,53 @@ class GradientWorkspace:
         return dataclasses.replace(
             self, gradients=jax.tree.unflatten(structure, zeroed)
         )
+
+    def abstract(self, params: PyTree) -> "GradientWorkspace":
+        """Shapes, dtypes and placements of this workspace, beside its parameters.
+
+        `abstract_state(workspace, params)` is the same: the target of a restore.
+
+        Args:
+          params: All parameters, or their `ShapeDtypeStruct`s.
+
+        Returns:
+          The workspace of `jax.ShapeDtypeStruct`s, each with its memory kind stated.
+
+        Raises:
+          ValueError: If the workspace is allocated for none of the parameters.
+        """
+        layers, rest = self._allocated_for(params)
+        placed = jax.tree.map(placed_shape, layers)
+        room = lambda like, x, host=False: zeros(like, x.shape, x.dtype, host)
+        stored = lambda like, x: room(like, x, goes_in_slabs(x))
+        gradients = jax.tree.map(room, placed, self.gradients)
+        host, pending = self.host, self.pending
+        if host is not None:
+            host = jax.tree.map(stored, placed, host)
+        if pending is not None:
+            each = jax.tree.map(placed_shape, rest)
+            stack = jax.tree.leaves(placed)[0]
+            pending = _nothing_pending(each, jax.tree.leaves(gradients), stack)
+        return GradientWorkspace(gradients, host, self.accumulates, pending)
+
+    def _allocated_for(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        """The layers' parameters among all, and the others."""
+        named = by_name(params)
+        if named is None or not named:
+            raise ValueError(
+                f"params is of type {type(params).__name__}: pass the mapping of all"
+                " parameters, as layerwise_step gets it."
+            )
+        errors: list[ValueError] = []
+        for key in sorted(named, key=lambda key: key != "layers"):
+            rest = {name: x for name, x in named.items() if name != key}
+            try:
+                self.check(named[key], rest)
+            except ValueError as error:
+                errors.append(error)
+            else:
+                return named[key], rest
+        raise errors[0]
 
     def check(self, layers: PyTree, rest: PyTree = None) -> None:
         """Refuses a model of other sizes than those allocated for.
@@ -313,32 +349,9 @@ def _nothing_pending(
             f"rest is of type {type(rest).__name__}: pass a mapping of the parameters"
             " without the layers', as the prologue gets it."
         )
-    zeros: Callable[..., PyTree] = _zeros
+    room: Callable[..., PyTree] = zeros
     return Pending(
-        zeros(stack, (), jnp.bool_),
-        zeros(stack, (), widest(rest, gradients)),
-        jax.tree.map(lambda x: zeros(x, x.shape, jax.typeof(x).dtype), named),
+        room(stack, (), jnp.bool_),
+        room(stack, (), widest(rest, gradients)),
+        jax.tree.map(lambda x: room(x, x.shape, jax.typeof(x).dtype), named),
     )
-
-
-def _zeros(
-    like: Shaped, shape: tuple[int, ...], dtype: DTypeLike, host: bool = False
-) -> Array | jax.ShapeDtypeStruct:
-    """Zeros beside an array, or what stands for them beside a `ShapeDtypeStruct`."""
-    sharding = getattr(like, "sharding", None)
-    kind = PINNED_HOST if host else memory_kinds()[0]
-    shards = Shards.of_array(like)
-    if shards is not None:
-        axes = shards.axes[len(like.shape) - len(shape) :]  # a layer has one fewer
-        sharding = Shards(shards.mesh, axes).sharding
-    if isinstance(like, jax.ShapeDtypeStruct):
-        if sharding is not None:
-            sharding = sharding.with_memory_kind(PINNED_HOST if host else "device")
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
-    if (
-        sharding is not None
-        and isinstance(like, Array)
-        and (shards is not None or is_committed(like))
-    ):
-        return jax.device_put(jnp.zeros(shape, dtype), sharding.with_memory_kind(kind))
-    return jax.device_put(jnp.zeros(shape, dtype), HOST if host else DEVICE)

@@ -20,7 +20,7 @@ from paged_optax.backend.memory import (
     replicated,
     typed_by_memory,
 )
-from paged_optax.backend.types import ArrayOrShape, Transformation
+from paged_optax.backend.types import ArrayOrShape, Described, Transformation
 from paged_optax.backend.variables import bare, like, optimizer_shardings
 from paged_optax.engine.shards import Shards
 from paged_optax.state.leaves import is_quantized
@@ -33,7 +33,9 @@ from paged_optax.transform.parameter_shardings import (
 )
 
 
-def abstract_state(tx: Transformation, params: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
+def abstract_state(
+    tx: Transformation | Described, params: PyTree
+) -> PyTree[jax.ShapeDtypeStruct]:
     """Shapes, dtypes and placements of the state that `tx.init(params)` would make.
 
     Allocates nothing. Given to Orbax as the target of a restore, it brings a checkpoint
@@ -47,7 +49,8 @@ def abstract_state(tx: Transformation, params: PyTree) -> PyTree[jax.ShapeDtypeS
     divided by that.
 
     Args:
-      tx: The transformation.
+      tx: The transformation. Of a `GradientWorkspace`, or of its `ShapeDtypeStruct`s,
+        in its place, the workspace is described.
       params: The parameters, or their `ShapeDtypeStruct`s, in Flax's variables or
         without.
 
@@ -74,6 +77,9 @@ def abstract_state(tx: Transformation, params: PyTree) -> PyTree[jax.ShapeDtypeS
       >>> state[0].mu["w"].sharding.memory_kind
       'pinned_host'
     """
+    if isinstance(tx, Described):
+        refuse_no_arrays("params", params)
+        return tx.abstract(params)
     refuse_no_transformation("tx", tx)
     refuse_no_arrays("params", params)
     refuse_uneven(params)

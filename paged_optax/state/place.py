@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.arrays import is_committed
 from paged_optax.backend.key_paths import names_of
-from paged_optax.backend.types import ArrayOrShape, Transformation
+from paged_optax.backend.types import ArrayOrShape, Described, Transformation
 from paged_optax.backend.variables import bare, like
 from paged_optax.codecs import is_codes_field
 from paged_optax.state.abstract import abstract_state
@@ -26,7 +26,8 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
       tx: The transformation.
       state: Its state, wherever its arrays are: also NumPy arrays, the state of an
         `nnx.Optimizer`, or the nested dicts of a restore without a target. Shapes, as
-        of `nnx.eval_shape`, get the sharding that a restore into them needs.
+        of `nnx.eval_shape`, get the sharding that a restore into them needs. A
+        `GradientWorkspace` is put back likewise.
       params: The parameters, or their `ShapeDtypeStruct`s.
 
     Returns:
@@ -46,7 +47,7 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
       >>> po.is_device_resident(po.place_state(tx, state, params), "w")
       False
     """
-    target = abstract_state(tx, params)
+    target = abstract_state(state if isinstance(state, Described) else tx, params)
     found, wanted = _by_name(state), _by_name(target)
     for name in wanted:
         # Before containers named the codec, the field of codes was called so.

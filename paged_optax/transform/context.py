@@ -38,6 +38,8 @@ class Context:
       mesh: The devices that parameters are divided over, whose types alone are looked
         at: every paged `init` remembers how, as it does of arrays. None: it does not.
       paged: Whether a paged transformation calls, which pages what is inside it.
+      asked: Every paged `update` only calls it with its `Pager`, and with what it would
+        tell of moments that are not where they belong; empty if they all are.
       record: Every paged `init` calls it with its `Configuration`, and with a function
         that describes its moments, a `recorded.Describe`.
     """
@@ -50,6 +52,7 @@ class Context:
     types_only: bool = False
     mesh: Mesh | None = None
     paged: bool = False
+    asked: Callable[..., None] | None = None
     record: Callable[..., None] | None = None
 
 

@@ -115,6 +115,7 @@ def paged(
         now and then.
       on_moved: What `update` does if it finds moments on the device that belong on the
         host: `"warn"`, or `"raise"` before XLA sees them. `place_state` puts them back.
+        `layerwise_step` does the same, also of its workspace.
 
     Returns:
       A transformation to use wherever `inner` was used.

@@ -195,13 +195,24 @@ class Pager:
 
     def tell(self, what: str) -> None:
         """Warns of moments that are not where they belong, or raises."""
-        message = (
-            f"{what} the state back by paged_optax.place_state(tx, state, params)."
-            " paged(..., on_moved='raise') makes this an error, and 'warn' a warning."
-        )
-        if self.on_moved == "raise":
-            raise ValueError(message)
-        warnings.warn(message, stacklevel=3)
+        tell(what, "state", self.on_moved)
+
+
+def tell(what: str, name: str, on_moved: str) -> None:
+    """Warns of arrays that are not where they belong, or raises.
+
+    Args:
+      what: What is where, and why it may be there; ends with "put".
+      name: The argument that they are in.
+      on_moved: `"warn"` or `"raise"`.
+    """
+    message = (
+        f"{what} the {name} back by paged_optax.place_state(tx, {name}, params)."
+        " paged(..., on_moved='raise') makes this an error, and 'warn' a warning."
+    )
+    if on_moved == "raise":
+        raise ValueError(message)
+    warnings.warn(message, stacklevel=4)
 
 
 def divided_as(

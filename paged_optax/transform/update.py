@@ -92,6 +92,11 @@ class Update:
             plain = layout.blank(layout.take_apart(held)[0])
             made = pager.inner.update(gradients, plain, params, **extra_args)
             return like(updates, made[0]), made[1]
+        if (asked := current().asked) is not None:
+            shards = pager.shards(gradients, held, params)
+            layout = pager.layout(_like_init(gradients, params), held, shards)
+            asked(pager, _moved(pager, layout, layout.take_apart(held)[0]))
+            return updates, state
         made = paired(self._update(gradients, held, params, active, extra_args))
         return like(updates, made[0]), like(state, with_rows(made[1], held))
 
@@ -206,7 +211,8 @@ def _streamed(
     gradients = jax.tree.leaves(updates)
     layout = pager.layout(_like_init(updates, params), state, shards)
     leaves, own = layout.take_apart(state)
-    _tell_of_moved(pager, layout, leaves)
+    if not current().fetched and (moved := _moved(pager, layout, leaves)):
+        pager.tell(moved)
     first = len(gradients)
     arguments = [*gradients, *leaves, *jax.tree.leaves((params, extras))]
     if any(map(on_host, arguments)):
@@ -235,13 +241,13 @@ def _like_init(updates: PyTree, params: PyTree | None) -> PyTree:
     return updates if params is None else params
 
 
-def _tell_of_moved(pager: Pager, layout: Layout, leaves: Sequence[Stored]) -> None:
-    """Warns of moments on the device for which the budget has no room."""
+def _moved(pager: Pager, layout: Layout, leaves: Sequence[Stored]) -> str:
+    """What to tell of moments on the device for which the budget has no room."""
     budget = pager.configuration.device_budget
-    if not isinstance(budget, int) or current().fetched:
-        return
+    if not isinstance(budget, int):
+        return ""
     if resolve_host_memory_kind(pager.configuration.host_memory_kind) != PINNED_HOST:
-        return
+        return ""
     paths, _ = paths_of(jax.tree.unflatten(layout.structure, range(len(leaves))))
     small = layout.small(pager.configuration.min_paged_size)
     every = zip(paths, leaves, layout.sizes(), small, strict=True)
@@ -254,12 +260,13 @@ def _tell_of_moved(pager: Pager, layout: Layout, leaves: Sequence[Stored]) -> No
         and not pager.refused(layout, position)
     ]
     total = sum(size for _, size in moved)
-    if total > budget:
-        pager.tell(
-            f"{len(moved)} moments of {readable_bytes(total)} are in device memory,"
-            f" state{keystr(moved[0][0])} first, and device_budget="
-            f"{readable_bytes(budget)} leaves them no room: a jax.device_put, a"
-            " restore or out_shardings without a memory kind moved them; or they were"
-            " small, and now count as large together with others of their shape. If"
-            " they are to stay, pass device_budget=None; if not, put"
-        )
+    if total <= budget:
+        return ""
+    return (
+        f"{len(moved)} moments of {readable_bytes(total)} are in device memory,"
+        f" state{keystr(moved[0][0])} first, and device_budget="
+        f"{readable_bytes(budget)} leaves them no room: a jax.device_put, a"
+        " restore or out_shardings without a memory kind moved them; or they were"
+        " small, and now count as large together with others of their shape. If"
+        " they are to stay, pass device_budget=None; if not, put"
+    )

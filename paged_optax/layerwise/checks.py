@@ -1,0 +1,119 @@
+"""What a layerwise step is given, looked at before it is used."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+
+from paged_optax.analysis.flat import abstract
+from paged_optax.backend.key_paths import keystr, slashed
+from paged_optax.backend.memory import nbytes, on_host
+from paged_optax.backend.sizes import readable_bytes
+from paged_optax.backend.types import KeyPath
+from paged_optax.backend.variables import bare
+from paged_optax.layerwise.slices import goes_in_slabs
+from paged_optax.layerwise.workspace import GradientWorkspace
+from paged_optax.state.leaves import is_quantized
+from paged_optax.transform.context import within
+from paged_optax.transform.pager import Pager, tell
+
+
+def tell_of_moved(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    state: PyTree,
+    workspace: GradientWorkspace,
+) -> None:
+    """Warns of what has left the host, or raises if a paged transformation says so.
+
+    Args:
+      tx: The transformation.
+      params: The parameters, wherever they are.
+      state: Its state.
+      workspace: The workspace.
+    """
+    asked: list[tuple[Pager, str]] = []
+    plain = jax.tree.map(abstract, params)
+    # What is not paged may fail here, with a state on the host. Its layers need not.
+    with contextlib.suppress(TypeError, ValueError):
+        with within(asked=lambda pager, what: asked.append((pager, what))):
+            jax.eval_shape(lambda *given: tx.update(*given), plain, state, plain)
+    for pager, what in asked:
+        if what:
+            pager.tell(what)
+    if what := _moved(workspace):
+        raises = any(pager.on_moved == "raise" for pager, _ in asked)
+        tell(what, "workspace", "raise" if raises else "warn")
+
+
+def refuse_other_state(
+    tx: optax.GradientTransformation, params: PyTree, state: PyTree
+) -> None:
+    """Refuses a state whose leaves have other names than those of `tx.init(params)`.
+
+    What a codec stores in several arrays counts as one leaf.
+    """
+    with within(types_only=True):
+        made = jax.eval_shape(lambda p: tx.init(p), jax.tree.map(abstract, params))
+    flat = jax.tree_util.tree_flatten_with_path
+    leaves = flat(bare(made), is_leaf=is_quantized)[0]
+    there = {slashed(path): path for path, _ in leaves}
+    coded = {slashed(path) for path, x in leaves if is_quantized(x)}
+    odd, missing = list[KeyPath](), set(there)
+    for path, _ in flat(bare(state))[0]:
+        whole, parts = slashed(path), (slashed(path[:n]) for n in range(len(path)))
+        name = whole if whole in there else next((x for x in parts if x in coded), None)
+        if name is None:
+            odd.append(path)
+        else:
+            missing.discard(name)
+    odd += [path for name, path in there.items() if name in missing]
+    if odd:
+        raise ValueError(
+            "the state's structure is not the one these gradients call for: they differ"
+            f" at state{', state'.join(map(keystr, odd[:3]))}. Pass the state that"
+            " tx.init made for these parameters, or that a step returned."
+        )
+
+
+def _moved(workspace: GradientWorkspace) -> str:
+    """What to tell of gradients of all layers that are on the device."""
+    moved = [
+        (path, x)
+        for path, x in jax.tree_util.tree_flatten_with_path(workspace.host)[0]
+        if goes_in_slabs(x) and not on_host(x)
+    ]
+    if not moved:
+        return ""
+    return (
+        f"gradients of all layers, {readable_bytes(nbytes([x for _, x in moved]))}, are"
+        f" in device memory, workspace.host{keystr(moved[0][0])} first, and belong on"
+        " the host: pickle, a copy, a jax.device_put, a restore or out_shardings"
+        " without a memory kind moved them. Put"
+    )
+
+
+def refuse_integers(params: PyTree) -> None:
+    """Refuses what has no gradient."""
+    for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if not jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact):
+            raise ValueError(
+                f"params{keystr(path)} is {jax.typeof(x)} and has no"
+                " gradient: leave it out of params. Tables and keys go to the model"
+                " with the batch, and to its layers as the prologue's context."
+            )
+
+
+def refuse_other_counts(batch: PyTree) -> None:
+    """Refuses what is not the same number of micro-batches, stacked."""
+    flat = jax.tree_util.tree_flatten_with_path(batch)[0]
+    counts = {jnp.shape(x)[:1] for _, x in flat}
+    if len(counts) != 1 or counts & {(), (0,)}:
+        shapes = [f"batch{keystr(path)} of shape {jnp.shape(x)}" for path, x in flat]
+        raise ValueError(
+            f"accumulate=True with {', '.join(shapes) or 'no arrays in the batch'}:"
+            " stack each leaf of the micro-batches on a leading axis, of one length for"
+            " all; repeat what they share, as in jnp.full(count, value)."
+        )
