@@ -4,7 +4,9 @@
 gradients wait on the host, `deferred` those that begin with the last step's update.
 `model` differentiates a layer, `backward` goes through all of them, `layer_update`
 updates one with the `programs` of the whole tree, `norms` clips. `weights` and `slices`
-fetch a layer and put it back.
+fetch a layer and put it back. `loss` is a mean, or a sum and a weight. `guard` skips a
+step whose gradients are not finite. `checks` looks at what a step is given, `stacks` at
+how layers are stacked; `buffers` makes room beside them.
 
 `beside` updates one layer while the gradients of the next one are made. `ahead` updates
 one layer while the layer before runs forward. Both divide that computation into

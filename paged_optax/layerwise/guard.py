@@ -46,9 +46,10 @@ class Guard:
         """Refuses to update layers before all gradients are known."""
         if self.wrapper is not None and not known:
             raise ValueError(
-                "tx is an apply_if_finite, and here each layer is updated before the"
-                " next one's gradients are tested. They are all known first with a"
-                " workspace of GradientWorkspace.allocate(..., host_dtype='float32');"
+                "tx is an apply_if_finite, whose `reduce_and` combines all gradients,"
+                " and here each layer is updated before the next one's are there. They"
+                " are all known first with a workspace of"
+                " GradientWorkspace.allocate(..., host_dtype='float32');"
                 " or with max_norm= (and clip='global'), at the price of a second"
                 " backward pass."
             )

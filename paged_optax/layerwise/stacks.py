@@ -62,6 +62,12 @@ def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
     return jax.tree.map(place, layers)
 
 
+def from_numpy(params: PyTree) -> PyTree:
+    """The parameters, with JAX arrays for NumPy's."""
+    array = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
+    return jax.tree.map(array, params)
+
+
 def length_of(layers: PyTree) -> int:
     """The number of layers: the length of every leaf's leading axis."""
     refuse_one_by_one(layers)

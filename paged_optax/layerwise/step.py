@@ -30,10 +30,9 @@ from paged_optax.layerwise.model import Model
 from paged_optax.layerwise.norms import Norms, widest
 from paged_optax.layerwise.output import LayerwiseOutput
 from paged_optax.layerwise.parts import Parts
-from paged_optax.layerwise.stacks import refuse_one_by_one
+from paged_optax.layerwise.stacks import from_numpy, refuse_one_by_one
 from paged_optax.layerwise.sweeps import Sweeps
 from paged_optax.layerwise.workspace import GradientWorkspace
-from paged_optax.transform.trees import as_arrays
 
 # XLA:TPU copies stacks in host memory whole that are updated beside other layers'
 # gradients (libtpu 0.0.52: of 36 layers of float32, 1.5 GB). A CPU has no link.
@@ -218,7 +217,7 @@ class LayerwiseStep:
           The new parameters, state and workspace, and a `LayerwiseOutput`. If updates
           are deferred, parameters and state are those before this step's own update.
         """
-        params = as_arrays(params)
+        params = from_numpy(params)
         given = params, state, workspace, batch
         return automatically(self._run, given, (params, state, workspace, None))
 
@@ -267,7 +266,7 @@ class LayerwiseStep:
           >>> bool((params["layers"]["kernel"] == 0.01).any())
           False
         """
-        given = as_arrays(params), state, workspace
+        given = from_numpy(params), state, workspace
         return automatically(self._finish, given, given)
 
     def _run(
