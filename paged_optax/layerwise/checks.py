@@ -8,7 +8,7 @@ import optax
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import abstract
-from paged_optax.backend.key_paths import keystr, slashed
+from paged_optax.backend.key_paths import keystr, names_of
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.types import KeyPath
@@ -59,11 +59,11 @@ def refuse_other_state(
         made = jax.eval_shape(lambda p: tx.init(p), jax.tree.map(abstract, params))
     flat = jax.tree_util.tree_flatten_with_path
     leaves = flat(bare(made), is_leaf=is_quantized)[0]
-    there = {slashed(path): path for path, _ in leaves}
-    coded = {slashed(path) for path, x in leaves if is_quantized(x)}
+    there = {names_of(path): path for path, _ in leaves}
+    coded = {names_of(path) for path, x in leaves if is_quantized(x)}
     odd, missing = list[KeyPath](), set(there)
     for path, _ in flat(bare(state))[0]:
-        whole, parts = slashed(path), (slashed(path[:n]) for n in range(len(path)))
+        whole, parts = names_of(path), (names_of(path[:n]) for n in range(len(path)))
         name = whole if whole in there else next((x for x in parts if x in coded), None)
         if name is None:
             odd.append(path)

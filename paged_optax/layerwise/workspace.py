@@ -1,7 +1,6 @@
 """The buffers that hold one layer's gradients, for all layers in turn."""
 
 import dataclasses
-import fnmatch
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
 from paged_optax.backend.given import checked_dtype, refuse_no_arrays, shown
-from paged_optax.backend.key_paths import keystr, slashed
+from paged_optax.backend.key_paths import chosen, keystr, slashed
 from paged_optax.backend.types import KeyPath
 from paged_optax.layerwise.buffers import Shaped, placed_shape, zeros
 from paged_optax.layerwise.norms import widest
@@ -98,7 +97,8 @@ class GradientWorkspace:
         Args:
           layers: The layers' parameters, stacked on the leading axis of each leaf, or
             their `ShapeDtypeStruct`s.
-          accumulate: Patterns of the paths of leaves that accumulate, as of `fnmatch`.
+          accumulate: Paths of leaves that accumulate, or patterns of paths, as of
+            `fnmatch`.
           dtype: The gradients' dtype; None: that of each parameter. `"float32"` adds
             micro-batches up in full precision.
           host_dtype: Keeps the gradients of all layers in host memory in this dtype
@@ -141,6 +141,7 @@ class GradientWorkspace:
                 f"accumulate={shown(accumulate)} is neither a pattern nor a list of"
                 " patterns, such as '*norm*'."
             )
+        accumulated = set[str]().union(*(chosen(p, names) for p in patterns))
         make = lambda x, shape, dtype: zeros(
             x, shape, jax.typeof(x).dtype if dtype is None else dtype
         )
@@ -154,7 +155,7 @@ class GradientWorkspace:
         return cls(
             jax.tree.unflatten(structure, gradients),
             host,
-            tuple(any(fnmatch.fnmatch(n, p) for p in patterns) for n in names),
+            tuple(name in accumulated for name in names),
             None if rest is None else _nothing_pending(rest, gradients, stacks[0]),
         )
 
