@@ -168,7 +168,8 @@ def test_ahead(monkeypatch, run):
     compare(found, wanted)
 
 
-@pytest.mark.parametrize("way", ["two passes", pytest.param("host", marks=SLOW)])
+@pytest.mark.quick("masters-two", "chain-two", "own steps-two")
+@pytest.mark.parametrize("way", ["two passes", "host"])
 @pytest.mark.parametrize(
     "inner",
     [

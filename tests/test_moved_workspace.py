@@ -49,6 +49,7 @@ MOVES = {
 }
 
 
+@pytest.mark.quick("pickle", "numpy-host")
 @pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "host"])
 @pytest.mark.parametrize("move", list(MOVES))
 def test_a_workspace_that_moved_is_told_of(move, deferred):
@@ -73,6 +74,7 @@ def test_a_workspace_that_moved_is_told_of(move, deferred):
     assert far(found, wanted) == 0
 
 
+@pytest.mark.quick("adamw", "chain", "finite", "injected", "not paged")
 @pytest.mark.parametrize(
     ("make", "raises"),
     [
@@ -107,6 +109,7 @@ def test_on_moved_of_what_is_inside(make, raises):
             jax.eval_shape(step, params, state, moved, layered.batch())
 
 
+@pytest.mark.quick("adamw", "finite-host", "partition-host")
 @pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "host"])
 @pytest.mark.parametrize(
     "make",

@@ -1,7 +1,8 @@
 """Master weights by their definition, in NumPy, and how far a paged state is from them.
 
-A master that does not round to its parameter starts again from the parameter. One that
-is kept in two halves is so many float32 numbers above its parameter.
+A master moves as far as something else has moved its parameter. If it does not round to
+the parameter then, it starts again from the parameter. A master in two halves is so
+many float32 numbers above its parameter.
 """
 
 from typing import Any
@@ -38,7 +39,11 @@ def _master(field: str, parameter: Any, kept: Any) -> Any:
         return p
     kept = np.asarray(kept)
     if field == "master":
-        return np.where(kept.astype(p.dtype) == p, kept, p.astype(np.float32))
+        x = p.astype(np.float32)
+        with np.errstate(all="ignore"):
+            moved = x + (kept - kept.astype(p.dtype).astype(np.float32))
+            moved = np.where(moved.astype(p.dtype) == p, moved, x)
+        return np.where(kept.astype(p.dtype) == p, kept, moved)
     return _from(_position(p) + kept)
 
 
