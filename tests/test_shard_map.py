@@ -264,3 +264,34 @@ def test_gates_that_differ_between_devices(device_budget):
         np.testing.assert_array_equal(found["parts"], parts)
         np.testing.assert_array_equal(found["copies"], np.where(even(9), copies, 0))
         np.testing.assert_array_equal(found["open"], gradients["open"])
+
+
+def counting():
+    """Moments that no gradient enters."""
+
+    def init(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return {"count": jnp.zeros((), jnp.int32), "m": zeros}
+
+    def update(updates, state, params=None):
+        count = state["count"] + 1
+        moments = jax.tree.map(
+            lambda x: jnp.full_like(x, 1.0) * count.astype(x.dtype), state["m"]
+        )
+        return updates, {"count": count, "m": moments}
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("codec", ["dynamic_int8", "bfloat16"])
+def test_moments_of_no_gradient(codec):
+    """They are stored as any other, though a part has as few values as what is shared.
+
+    And they vary over the mesh as what they replace.
+    """
+    tx = po.paged(counting(), codec=codec, **PAGES)
+    how = {"specs": {"w": P("x", "y")}, "shapes": {"w": (64, 128)}}
+    (_, found), before, after = train(tx, **how)
+    assert before == after
+    (_, wanted), *_ = train(tx, **how, manual="")
+    reference.assert_equal(found, wanted)

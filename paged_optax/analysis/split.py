@@ -23,6 +23,7 @@ from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Analysis, LeafUpdate, Program
 from paged_optax.backend.arrays import holds_moments
+from paged_optax.backend.manual_axes import in_shard_map
 
 #: Values of at most this many elements that no gradient enters are computed once
 #: and shared; larger ones (noise, masks) are made anew by each leaf that needs
@@ -144,9 +145,12 @@ class _Followed:
 
     def is_direct(self, value: Operand, place: int | None) -> bool:
         """Whether an output is no leaf's: shared, or an argument in its own place."""
-        if isinstance(value, Constant) or self.is_shared(value):
+        if isinstance(value, Constant):
             return True
-        # What goes elsewhere is copied as any other result: a codec may store it.
+        # What goes elsewhere is copied as any other result: a codec may store it. That
+        # of a device's part may be as small as what is shared.
+        if self.is_shared(value) and not (in_shard_map() and self.flat.shape(value)):
+            return True
         return self.is_given(value) and (value == place or not self.flat.shape(value))
 
     def ends_joined(self, value: int) -> bool:

@@ -272,15 +272,22 @@ class Run:
             for p in range(len(leaves))
         ]
         stored = fetched(stored, [leaf.travels for leaf in leaves])
+        # What is computed of constants alone varies along no axis, and its buffer may.
+        as_buffers = lambda made: tuple(
+            varying(x, varying_axes(current[p]))
+            for p, x in zip(self.overwrites, made, strict=True)
+        )
         if self.coded or together == 1:
-            return self._results(stored, at, first, together)
+            return as_buffers(self._results(stored, at, first, together))
         # A short program is compiled for each leaf, and nothing is copied.
         own = lambda x, leaf: x if len(x) == 1 else x[leaf : leaf + 1]
         made = [
             self._results([own(x, leaf) for x in stored], at, first, 1)
             for leaf in range(together)
         ]
-        return tuple(tuple(x for (x,) in found) for found in zip(*made, strict=True))
+        return as_buffers(
+            tuple(x for (x,) in found) for found in zip(*made, strict=True)
+        )
 
     def _results(
         self,
