@@ -167,6 +167,7 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[Path | int, Entry]) -> PyT
     given = entries_of(
         entries, [x.parameter for x in leaves if x.is_moment and x.field in _FIELDS]
     )
+    _refuse_other_moments(leaves, given)
     steps = {path: step_in(path, x) for path, x in given.items() if "step" in x}
     for leaf in _shown(leaves, state):
         value = leaf.value
@@ -185,6 +186,24 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[Path | int, Entry]) -> PyT
         values.append(value)
     _tell_of_other_steps(leaves, values, steps)
     return like(state, values)
+
+
+def _refuse_other_moments(
+    leaves: Sequence[StateLeaf], given: Mapping[KeyPath, Entry]
+) -> None:
+    """Refuses entries with moments that the state does not keep."""
+    kept = {
+        (leaf.parameter, f"state{_FIELDS[leaf.field][0]}")
+        for leaf in leaves
+        if leaf.is_moment and leaf.field in _FIELDS
+    }
+    for path, entry in given.items():
+        for name in ("state1", "state2"):
+            if name in entry and (path, name) not in kept:
+                raise ValueError(
+                    f"the entry of parameter {slashed(path)!r} has {name!r}, and the"
+                    " state keeps no such moment: it is of another optimizer."
+                )
 
 
 def _tell_of_other_steps(
@@ -229,16 +248,18 @@ def _read(entry: Entry, leaf: StateLeaf) -> PyTree[Array]:
             )
         return numbers(leaf.parameter, name, entry[name])
 
+    # A copy: JAX takes a NumPy array's memory as it is, and when it comes to it. That
+    # may be the memory of a PyTorch tensor that is still trained.
     def given(name: str) -> np.ndarray:
         array = held(name)
         if position is None:
-            return array
+            return np.array(array)
         if not array.ndim or len(array) <= position:
             raise ValueError(
                 f"{name!r} of parameter {leaf.name!r} has shape"
                 f" {list(array.shape)}, where two moments are stacked."
             )
-        return array[position]
+        return np.array(array[position])
 
     if not isinstance(leaf.value, Quantized):
         found = given(state)
@@ -310,10 +331,7 @@ def _fitting(
             f" {array.dtype}{list(array.shape)}, and the state holds"
             f" {old.dtype}{list(old.shape)}."
         )
-    # JAX takes a NumPy array's memory as it is, which may be that of a PyTorch tensor
-    # that is still trained.
-    copy = array if isinstance(array, Array) else np.array(array)
-    return jax.device_put(copy, old.sharding)
+    return jax.device_put(array, old.sharding)
 
 
 def _beside(moment: PyTree[Array | np.ndarray]) -> PyTree[Array]:

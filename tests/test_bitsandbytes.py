@@ -153,3 +153,39 @@ def test_bitsandbytes_has_the_steps_of_each_parameter(kind):
             else [3, 3]
         )
     )
+
+
+@pytest.mark.parametrize("optimizer", [po.paged_lion_8bit, po.paged_adamw_8bit])
+def test_memory_of_what_is_given_is_free_again(optimizer):
+    """It may be that of tensors that are trained on. JAX reads arrays when it likes."""
+    params = {"w": jnp.ones((512, 1024))}
+    tx = optimizer(1e-3, **ALL_PAGED)
+    _, state = tx.update(params, tx.init(params), params)
+    entry = po.to_bitsandbytes(state)["w"]
+    fresh = tx.init(params)
+    for _ in range(5):
+        given = jax.tree.map(aligned, entry)
+        found = po.from_bitsandbytes(fresh, {"w": given})
+        for x in given.values():
+            if isinstance(x, np.ndarray):
+                x.fill(0)
+        reference.assert_equal(found, state)
+
+
+def aligned(x):
+    """A copy in memory that JAX takes as it is, as that of a tensor is."""
+    if not isinstance(x, np.ndarray):
+        return x
+    memory = np.empty(x.nbytes + 64, np.uint8)
+    first = -memory.ctypes.data % 64
+    copy = memory[first : first + x.nbytes].view(x.dtype).reshape(x.shape)
+    copy[...] = x
+    return copy
+
+
+def test_an_entry_of_another_optimizer():
+    """Its second moment would be lost."""
+    params = {"w": jnp.ones((64, 128))}
+    entries = po.to_bitsandbytes(po.paged_adamw_8bit(1e-3).init(params))
+    with pytest.raises(ValueError, match="'w' has 'state2'.*another optimizer"):
+        po.from_bitsandbytes(po.paged_lion_8bit(1e-3).init(params), entries)

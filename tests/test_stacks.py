@@ -11,6 +11,7 @@ from flax import nnx
 import paged_optax as po
 from helpers import layered
 from helpers.layered import SETTINGS, far, layerwise, run
+from helpers.reference import kinds
 from paged_optax.backend.memory import on_host
 
 
@@ -150,3 +151,15 @@ def test_numbers_of_offloaded_numpy():
         params = params | {"layers": layers}
         results.append(run(layerwise(tx), params, state, workspace, [layered.batch()]))
     assert far(results[1][:2], results[0][:2]) == 0
+
+
+@pytest.mark.parametrize("codec", [None, "bfloat16", "dynamic_int8"])
+def test_moments_of_offloaded_layers_that_are_not_paged(codec):
+    """They are on the device, though their parameters are not."""
+    layers = po.offload({"kernel": jnp.ones((4, 256, 512))})
+    params = {"layers": layers}
+    for how in ({"device_budget": None}, {"min_paged_size": "1GiB"}):
+        tx = po.paged_adamw(1e-3, codec=codec, **how)
+        state = tx.init(params)
+        assert not any(map(on_host, jax.tree.leaves(state)))
+        assert kinds(state) == kinds(po.abstract_state(tx, params))

@@ -266,3 +266,51 @@ def test_wrong_losses():
 
     refused(r"total has shape \(3,\)", jnp.ones(3), 1.0)
     refused(r"weight has shape \(3,\).*mask\.sum", jnp.ones(()), jnp.ones(3))
+
+
+@pytest.mark.parametrize("weights", [(0.0, 3.0), (1.0, -1.0, 2.0), (2.0, 0.0, 1.0)])
+@pytest.mark.parametrize("workspace", [{}, HOST, "deferred"])
+def test_totals_beside_tokens(monkeypatch, workspace, weights):
+    """A micro-batch of no weight, or all until then, may have a total all the same."""
+
+    of_tokens = epilogue
+
+    def with_balance(rest, x, kept, batch):
+        loss, _ = of_tokens(rest, x, kept, batch)
+        return po.WeightedLoss(loss.total + kept.sum(), batch["weight"])
+
+    def whole(params, batch):
+        every = [jax.tree.map(lambda x, i=i: x[i], batch) for i in range(len(weights))]
+        total = 0.0
+        for each in every:
+            x, _ = prologue(params, each)
+            x, kept = jax.lax.scan(
+                lambda x, given: layer(given, x, None, 0), x, params["layers"]
+            )
+            total = total + with_balance(params, x, kept, each).total
+        return total / sum(weights)
+
+    monkeypatch.setitem(globals(), "whole_loss", whole)
+    with jax.enable_x64(True):
+        counts = [0 if weight == 0 else 9 for weight in weights]
+        batch = batch_of(0, counts) | {"weight": jnp.array(weights)}
+        parameters = layered.parameters(2, dtype=jnp.float64)
+        wanted = by_optax(optax.sgd(1.0), parameters, [batch])
+        monkeypatch.setitem(globals(), "epilogue", with_balance)
+        found = trained(po.paged_sgd(1.0), parameters, [batch], workspace=workspace)
+    assert far(found[0], wanted[0]) <= 1e-11
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float32])
+def test_gradients_have_the_parameters_dtype(dtype):
+    """Of what is beside the layers too, unless the workspace has a wider one."""
+    params = layered.parameters(2, dtype=jnp.bfloat16)
+    batch = batch_of(0, (9, 3), jnp.float32)
+    masters = {} if dtype is None else {"master_dtype": "float32"}
+    tx = po.paged_adamw(0.01, **SETTINGS, **masters)
+    step = po.layerwise_step(prologue, layer, epilogue, tx, accumulate=True)
+    workspace = po.GradientWorkspace.allocate(params["layers"], dtype=dtype)
+    given = params, tx.init(params), workspace
+    found = jax.eval_shape(step, *given, batch)[:3]
+    types = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    assert types(found) == types(given)

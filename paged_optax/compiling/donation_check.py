@@ -3,6 +3,7 @@
 import jax
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import is_traced
 from paged_optax.backend.memory import memory_kind, memory_kinds
 from paged_optax.compiling.arguments import Keys, label, place_of
 from paged_optax.compiling.hlo import aliases
@@ -55,7 +56,7 @@ def say_what_is_left(
         label(keys[i])
         for i in donated
         if any(
-            isinstance(x, jax.Array) and x.is_deleted()
+            isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted()
             for x in jax.tree.leaves(values[i])
         )
     ]

@@ -136,6 +136,7 @@ class Step:
             except Exception as error:
                 if self._programs:
                     others = differences(call, self._programs[-1].kind)
+                    others = others or ["in other places, or with other constants"]
                     error.add_note(
                         "The step was compiled before, for other arguments:"
                         f" {', '.join(others[:3])}."
@@ -236,7 +237,10 @@ def jit_step(
     """Compiles a training step with its outputs' placements stated.
 
     Like `jax.jit`, the step compiles again for arguments of other shapes, dtypes,
-    structures or places, and for other constants; it keeps the earlier programs.
+    structures or places, and for other constants; it keeps the earlier programs. It
+    does not compile again if JAX's configuration changes, as within
+    `jax.default_matmul_precision(...)`. A step returns what it changes, NNX modules
+    too: `nnx.jit` writes them back by itself, this does not.
 
     `jax.jit` pairs donated buffers with outputs by shape and order alone where no
     placement is stated (jax 0.10.2 to 0.12.0.1): a program that is given a state and

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
-from jaxtyping import Float, PyTree
+from jaxtyping import Bool, Float, PyTree
 
 from paged_optax.backend.memory import on_host
 from paged_optax.layerwise.beside import Beside, Flow, Turn
@@ -78,6 +78,7 @@ class Bundle:
         several: bool,
         before: Float[Array, ""],
         forward: Forward | None = None,
+        last: Bool[Array, ""] | bool = True,
     ):
         """Runs them forward, and the epilogue.
 
@@ -90,10 +91,12 @@ class Bundle:
           several: Whether there are several of them.
           before: The weight of the micro-batches before these.
           forward: What the forward pass made; None: it is run.
+          last: Whether no micro-batch comes after.
         """
         self.model, self.weights, self.rest, self.batch = model, weights, rest, batch
         self.several = several
         self.dtypes = [x.dtype for x in jax.tree.leaves(workspace.gradients)]
+        self.widens = self.dtypes != [x.dtype for x in weights.stacks]
         if forward is None:
             entered = model.entered(weights, rest, batch, self._each)
             forward = model.forward(weights, entered)
@@ -102,7 +105,7 @@ class Bundle:
         self.learned = model.learned(rest, one)
         if not several:
             self.loss, self.metrics, self.drest, self.dx, self.dkept = model.head(
-                rest, x, keep, batch, before.dtype, before
+                rest, x, keep, batch, before.dtype, before, last
             )
             return
         count = len(jax.tree.leaves(batch)[0])
@@ -300,7 +303,10 @@ class Bundle:
         return gradients, ByPrologue(dx, more(made))
 
     def rest_gradients(self, back: ByPrologue) -> Rest:
-        """The gradients by all parameters but the layers': the prologue's added."""
+        """The gradients by all parameters but the layers': the prologue's added.
+
+        They have the parameters' dtypes, unless the workspace adds up in a wider one.
+        """
         first = lambda batch, back: self.model.first(
             self.rest, batch, self.learned, back
         )
@@ -311,4 +317,7 @@ class Bundle:
             made = first(*given)
             return jax.tree.map(lambda s, g: s + g.astype(s.dtype), total, made), None
 
-        return lax.scan(one, self.drest, (self.batch, back))[0]
+        total = lax.scan(one, self.drest, (self.batch, back))[0]
+        if self.widens:
+            return total
+        return jax.tree.map(lambda g, x: g.astype(x.dtype), total, self.rest)

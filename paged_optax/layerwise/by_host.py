@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, PyTree
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.backward import Bundle, written
 from paged_optax.layerwise.layer_update import Applied
-from paged_optax.layerwise.loss import WeightedLoss, mean_of, over
+from paged_optax.layerwise.loss import WeightedLoss, divisor, mean_of, over
 from paged_optax.layerwise.model import Rest
 from paged_optax.layerwise.norms import Measure
 from paged_optax.layerwise.output import LayerwiseOutput
@@ -161,7 +161,8 @@ class ByHost(Sweeps):
         """Adds one micro-batch's gradients to those on the host."""
         weights = Weights(jax.tree.unflatten(weights.structure, gathered.stacks))
         bare, before = gathered.workspace, gathered.weight
-        one = Bundle(self.model, weights, rest, batch, bare, False, before)
+        last = number == count - 1
+        one = Bundle(self.model, weights, rest, batch, bare, False, before, last=last)
         return self._sent(one, count, gathered, number)
 
     def _sent(
@@ -172,7 +173,7 @@ class ByHost(Sweeps):
         parts, share, weight = count, None, before
         if isinstance(one.loss, WeightedLoss):
             weight = before + one.loss.weight
-            parts, share = 1, over(before, weight)
+            parts, share = 1, over(divisor(before), weight, number == count - 1)
 
         def visit(
             carry: Sent, i: LayerIndex, slabs: list[Array], gradients: PyTree[Array]

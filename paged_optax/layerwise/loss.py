@@ -76,17 +76,23 @@ def parted_loss(made: PyTree) -> tuple[ArrayLike | WeightedLoss, PyTree]:
     return loss, metrics
 
 
-def over(total: Array, weight: Array) -> Array:
+def over(total: Array, weight: Array, last: ArrayLike = True) -> Array:
     """A sum by its weight; zero by no weight, and so are its gradients.
 
     Args:
       total: The sum.
       weight: The weight, in the dtype to divide in, or a wider one.
+      last: Whether this is all of the weight. If more may come, a sum of no weight
+        yet stays a sum.
     """
     wide = total.astype(np.promote_types(total.dtype, weight.dtype))
-    none = weight == 0
-    mean = wide / jnp.where(none, jnp.ones_like(weight), weight)
-    return jnp.where(none, jnp.zeros_like(mean), mean)
+    mean = wide / divisor(weight)
+    return jnp.where((weight == 0) & last, jnp.zeros_like(mean), mean)
+
+
+def divisor(weight: Array) -> Array:
+    """What a sum has been divided by: its weight, or 1 if it has none yet."""
+    return jnp.where(weight == 0, jnp.ones_like(weight), weight)
 
 
 def mean_of(losses: Array | WeightedLoss) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_derivatives import CustomVJPPrimal
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Float, PyTree
+from jaxtyping import Bool, Float, PyTree
 
 from paged_optax.backend.given import shown
 from paged_optax.backend.memory import HOST
@@ -172,6 +172,7 @@ class Model:
         batch: PyTree,
         dtype: DTypeLike,
         before: Float[Array, ""] | None = None,
+        last: Bool[Array, ""] | bool = True,
     ) -> Head:
         """The loss of one micro-batch, its metrics, and the gradients.
 
@@ -183,6 +184,7 @@ class Model:
           dtype: The dtype of weights.
           before: The weight of the micro-batches before. The gradients are of a total
             by the weight so far; None: of the total.
+          last: Whether no micro-batch comes after.
         """
         inputs, merge_x = _inexact(x)
         floats, merge_kept = _inexact(keep)
@@ -196,7 +198,7 @@ class Model:
                 return value, (None, metrics)
             total, weight = map(jnp.asarray, value)
             weight = lax.stop_gradient(weight).astype(dtype)
-            value = total if before is None else over(total, before + weight)
+            value = total if before is None else over(total, before + weight, last)
             return value, (WeightedLoss(total, weight), metrics)
 
         (value, (weighted, metrics)), gradients = jax.value_and_grad(

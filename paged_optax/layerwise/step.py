@@ -326,7 +326,8 @@ class LayerwiseStep:
         if not isinstance(workspace, GradientWorkspace):
             raise TypeError(
                 f"workspace is of type {type(workspace).__name__}: pass what"
-                " GradientWorkspace.allocate(params['layers']) makes."
+                " GradientWorkspace.allocate(params['layers']) makes, or what is"
+                " restored with abstract_state(workspace, params) as the target."
             )
         refuse_one_by_one(parts.layers)
         workspace.check(parts.layers, parts.rest)

@@ -80,10 +80,15 @@ def the_one_named_by(path: Path, leaves: Iterable[StateLeaf]) -> KeyPath:
     paths = [leaf.parameter for leaf in leaves if leaf.is_moment]
     found = Parameters(paths, "the state").named_by(path)
     if len(found) > 1:
-        shown = ", ".join(repr(slashed(each)) for each in found[:3])
+        names = [slashed(each) for each in found]
+        shown = [
+            repr(name) if names.count(name) == 1 else str(each)
+            for name, each in zip(names, found, strict=True)
+        ]
+        more = ["..."] if len(found) > 3 else []
         raise ValueError(
             f"path={name_of(path).strip('/')!r} leads to {len(found)} parameters"
-            f" ({shown}, ...): name one."
+            f" ({', '.join(shown[:3] + more)}): name one."
         )
     return found[0]
 

@@ -8,7 +8,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from paged_optax.backend.arrays import is_committed, is_traced
-from paged_optax.backend.memory import HOST, PINNED_HOST, on_host, replicated
+from paged_optax.backend.memory import (
+    DEVICE,
+    HOST,
+    PINNED_HOST,
+    memory_kinds,
+    on_host,
+    replicated,
+)
 from paged_optax.transform.trees import Parameter, Stored
 
 
@@ -44,10 +51,14 @@ def place(
         elif is_committed(like) and len(like.sharding.device_set) == 1:
             sharding = replicated([like])  # what a codec stores has shapes of its own
         if sharding is not None:
-            if host:
-                sharding = sharding.with_memory_kind(PINNED_HOST)
+            # A parameter may be on the host, as an offloaded layer is.
+            if host or (like is not None and on_host(like)):
+                kind = PINNED_HOST if host else memory_kinds()[0]
+                sharding = sharding.with_memory_kind(kind)
             return jax.device_put(x, sharding)
-        return jax.device_put(x, HOST) if host and not on_host(x) else x
+        if on_host(x) != host:
+            return jax.device_put(x, HOST if host else DEVICE)
+        return x
 
     return jax.tree.map(placed, value)
 
