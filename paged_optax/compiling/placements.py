@@ -65,7 +65,9 @@ def _stated(x: ArrayLike | jax.ShapeDtypeStruct) -> Sharding | None:
     return None
 
 
-def _described(call: Call, path: KeyPath, x: ArrayLike) -> Described:
+def _described(
+    call: Call, path: KeyPath, x: ArrayLike | jax.ShapeDtypeStruct
+) -> Described:
     found = jax.typeof(x)
     return place_of(call.keys, path), found.shape, found.dtype
 

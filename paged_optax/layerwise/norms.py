@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, PyTree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """What is measured of gradients.
+    """What is measured of gradients; stacked if it is that of several micro-batches.
 
     Attributes:
       square: The square of their norm.
@@ -23,8 +23,8 @@ class Measure:
         None if nobody asks.
     """
 
-    square: Float[Array, ""]
-    finite: Bool[Array, ""] | None
+    square: Float[Array, "..."]
+    finite: Bool[Array, "..."] | None
 
     def __add__(self, other: "Measure") -> "Measure":
         both = self.finite, other.finite
@@ -32,7 +32,7 @@ class Measure:
         return Measure(self.square + other.square, finite)
 
     @property
-    def norm(self) -> Float[Array, ""]:
+    def norm(self) -> Float[Array, "..."]:
         """The norm."""
         return jnp.sqrt(self.square)
 

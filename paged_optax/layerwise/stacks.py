@@ -49,7 +49,7 @@ def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
         x: Array | np.ndarray | jax.ShapeDtypeStruct,
     ) -> Array | jax.ShapeDtypeStruct:
         kind = jax.typeof(x)  # of NumPy's float64, what JAX makes of it
-        small = not goes_in_slabs(kind) or nbytes(kind) // kind.shape[0] < smallest
+        small = not goes_in_slabs(x) or nbytes(kind) // kind.shape[0] < smallest
         if small or on_host(x):
             return jnp.asarray(x) if isinstance(x, np.ndarray) else x
         sharding = typed_by_memory(
