@@ -11,6 +11,8 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
+from paged_optax.backend.types import ArrayOrShape
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +98,7 @@ def widened(dtype: DTypeLike) -> np.dtype:
     return np.promote_types(dtype, np.float32)
 
 
-def widest(*trees: PyTree[Array]) -> np.dtype:
+def widest(*trees: PyTree[ArrayOrShape]) -> np.dtype:
     """The widest real dtype of any leaf: float32, or float64."""
     dtypes = [jax.typeof(x).dtype for x in jax.tree.leaves(trees)]
     return jnp.finfo(functools.reduce(np.promote_types, dtypes, np.float32)).dtype
