@@ -172,7 +172,8 @@ USES |= {
 @pytest.mark.slow
 def test_every_elementwise_primitive():
     """Each is used as its name says, all in one leaf, and pages as rows."""
-    assert USES.keys() == ELEMENTWISE
+    # A `shard_map` alone has `pvary`: test_shard_map's numbers need it.
+    assert USES.keys() == ELEMENTWISE - {"pvary"}
     for name, use in USES.items():
         jaxpr = jax.make_jaxpr(use)(jnp.ones((2, 2)))
         assert f" {name}" in str(jaxpr) or f" {name}[" in str(jaxpr), name

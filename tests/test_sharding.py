@@ -142,7 +142,7 @@ def test_blocks_end_with_a_shard():
     scales = optax.tree.get(state, "mu")["w"].scales
     assert scales.shape == (8, 64 * 128 // 256)
     assert scales.sharding.spec == P(("x", "y"))
-    with pytest.raises(ValueError, match="divided as these are"):
+    with pytest.raises(ValueError, match="divided as they were"):
         tx.update(params, whole, params)
 
 
