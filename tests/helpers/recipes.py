@@ -147,7 +147,14 @@ def _followed(draw: random.Random) -> Recipe:
     """Something is chained after what is paged; it sees what gates leave out, too."""
     recipe = draw.choice([_plain, _coded, _sharded])(draw)
     names = parts.FOLLOWING_ELEMENTWISE if recipe["mesh"] else parts.FOLLOWING
-    return recipe | {"following": _some(draw, names, 1, 2), "active": [None] * 2}
+    # What follows is not paged. Op by op it rounds to 16 bits after each, and in one
+    # program at the end.
+    narrow = {"bfloat16", "float16"} & {*recipe["gradients"]}
+    return recipe | {
+        "following": _some(draw, names, 1, 2),
+        "active": [None] * 2,
+        "eager": recipe["eager"] and not narrow,
+    }
 
 
 def _on_masters(draw: random.Random) -> Recipe:
