@@ -55,8 +55,11 @@ def refuse_other_state(
 
     What a codec stores in several arrays counts as one leaf.
     """
-    with within(types_only=True):
-        made = jax.eval_shape(lambda p: tx.init(p), jax.tree.map(abstract, params))
+    try:
+        with within(types_only=True):
+            made = jax.eval_shape(lambda p: tx.init(p), jax.tree.map(abstract, params))
+    except (AttributeError, TypeError, ValueError):
+        return  # an `init` may look at arrays, as at their places
     flat = jax.tree_util.tree_flatten_with_path
     leaves = flat(bare(made), is_leaf=is_quantized)[0]
     there = {names_of(path): path for path, _ in leaves}
