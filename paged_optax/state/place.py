@@ -27,7 +27,9 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
       state: Its state, wherever its arrays are: also NumPy arrays, the state of an
         `nnx.Optimizer`, or the nested dicts of a restore without a target. Shapes, as
         of `nnx.eval_shape`, get the sharding that a restore into them needs. A
-        `GradientWorkspace` is put back likewise.
+        `GradientWorkspace` is put back likewise, but not the dict that a restore
+        without a target makes of one: give the restore a target, which is
+        `abstract_state(workspace, params)`.
       params: The parameters, or their `ShapeDtypeStruct`s.
 
     Returns:
