@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax import Array
 from jax.core import ShapedArray
-from jax.extend import core
+from jax.extend import core, source_info_util
 from jax.typing import ArrayLike
 
 #: Primitives that fill an array of the leaf's shape where their operand is a scalar.
@@ -52,6 +52,16 @@ class Equation:
     params: tuple[tuple[str, Hashable], ...]
     inputs: tuple[Operand, ...]
     outputs: tuple[int, ...]
+    traced: core.JaxprEqn | None = dataclasses.field(
+        default=None, compare=False, repr=False
+    )
+
+    @property
+    def where(self) -> str:
+        """The line of the user's code that it was traced from."""
+        if self.traced is None:
+            return "an unknown place"
+        return source_info_util.summarize(self.traced.source_info)
 
     def bind(
         self, operands: Sequence[ArrayLike], shape: tuple[int, ...] | None
@@ -63,6 +73,7 @@ class Equation:
         params = {
             name: value.value if isinstance(value, Opaque) else value
             for name, value in self.params
+            if name  # without one, it is there to be compared
         }
         params = self.primitive.get_bind_params(params)
         result = self.primitive.bind(*operands, **params)

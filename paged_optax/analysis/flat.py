@@ -1,11 +1,15 @@
 """A traced function, its calls inlined and its values numbered."""
 
+import dataclasses
+import itertools
 import math
+import types
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.core import ShapedArray
 from jax.extend import core
 from jax.typing import ArrayLike
@@ -38,6 +42,9 @@ _CALLS = {
     "remat2": "jaxpr",
 }
 
+#: Those of them whose derivatives are the user's own.
+_DERIVATIVES = frozenset(["custom_jvp_call", "custom_vjp_call"])
+
 
 def _called(eqn: core.JaxprEqn) -> core.ClosedJaxpr | core.Jaxpr | None:
     """The jaxpr that an equation only calls, or None."""
@@ -45,7 +52,10 @@ def _called(eqn: core.JaxprEqn) -> core.ClosedJaxpr | core.Jaxpr | None:
 
 
 def _comparable(value: object) -> Hashable:
-    """A jaxpr is what it computes; what has no hash is equal to itself alone."""
+    """A jaxpr or a function is what it computes; a record is what it holds.
+
+    What has no hash is equal to itself alone.
+    """
     if isinstance(value, core.Jaxpr) and not value.constvars:
         return Opaque(value, Flat(core.ClosedJaxpr(value, ())).key)
     if isinstance(value, core.ClosedJaxpr):
@@ -54,11 +64,65 @@ def _comparable(value: object) -> Hashable:
         parts = tuple(map(_comparable, value))
         if any(isinstance(x, Opaque) for x in parts):
             return Opaque(value, parts)
+    if isinstance(value, types.FunctionType):
+        held = (value.__defaults__ or (), _held_by(value))
+        return Opaque(value, (value.__code__, *map(_comparable, held)))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = (getattr(value, x.name, None) for x in dataclasses.fields(value))
+        return Opaque(value, (type(value), *map(_comparable, fields)))
     try:
         hash(value)
     except TypeError:
         return Opaque(value, id(value))
     return value
+
+
+def _held_by(function: types.FunctionType) -> tuple[object, ...]:
+    """What a function closes over; a function among it is equal to itself alone."""
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    return tuple(id(x) if isinstance(x, types.FunctionType) else x for x in cells)
+
+
+def _differentiated(eqn: core.JaxprEqn) -> Hashable:
+    """What an equation computes, and what its own derivative does."""
+    avals = [x.aval for x in eqn.invars]
+    chosen = [jnp.issubdtype(x.dtype, jnp.inexact) for x in avals]
+    made = [jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in eqn.outvars]
+
+    def pulled(values: Sequence[ArrayLike], by: Sequence[ArrayLike]) -> Sequence[Array]:
+        def run(*learned: ArrayLike) -> list[Array]:
+            given = iter(learned)
+            all_of = [
+                next(given) if yes else x for x, yes in zip(values, chosen, strict=True)
+            ]
+            params = eqn.primitive.get_bind_params(eqn.params)
+            results = eqn.primitive.bind(*all_of, **params)
+            return list(itertools.compress(results, made))
+
+        return jax.vjp(run, *itertools.compress(values, chosen))[1](list(by))
+
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    by = itertools.compress([x.aval for x in eqn.outvars], made)
+    closed = jax.make_jaxpr(pulled)(list(map(shape, avals)), list(map(shape, by)))
+    called = _called(eqn)
+    assert called is not None
+    return Flat(_closed(called)).key, Flat(closed).key
+
+
+def _params(eqn: core.JaxprEqn) -> tuple[tuple[str, Hashable], ...]:
+    """An equation's parameters, to be compared."""
+    if eqn.primitive.name not in _DERIVATIVES:
+        return tuple((k, _comparable(v)) for k, v in eqn.params.items())
+    # Functions that make its derivatives are made anew at each call.
+    found = [(k, Opaque(v, k)) for k, v in eqn.params.items()]
+    return (*found, ("", Opaque(None, _differentiated(eqn))))
+
+
+def _closed(called: core.ClosedJaxpr | core.Jaxpr) -> core.ClosedJaxpr:
+    """A jaxpr and its constants; a checkpoint's has none."""
+    if isinstance(called, core.ClosedJaxpr):
+        return called
+    return core.ClosedJaxpr(called, ())
 
 
 def _skips(eqn: core.JaxprEqn) -> bool:
@@ -83,12 +147,19 @@ class Flat:
         and a choice between their results.
       checkpoints: Whether what is computed again on purpose is inlined too. XLA then
         takes it from where it was computed first.
+      derivatives: Whether what has a derivative of its own is inlined too. Then that
+        derivative is lost.
     """
 
     def __init__(
-        self, closed: core.ClosedJaxpr, *, both: bool = False, checkpoints: bool = True
+        self,
+        closed: core.ClosedJaxpr,
+        *,
+        both: bool = False,
+        checkpoints: bool = True,
+        derivatives: bool = True,
     ):
-        self.both, self.checkpoints = both, checkpoints
+        self.both, self.checkpoints, self.derivatives = both, checkpoints, derivatives
         self.avals: list[ShapedArray] = []
         self.equations: list[Equation] = []
         self.constants: dict[int, ArrayLike] = {}
@@ -110,8 +181,7 @@ class Flat:
         self, called: core.ClosedJaxpr | core.Jaxpr, operands: Sequence[Operand]
     ) -> list[Operand]:
         """Adds a jaxpr's equations and constants; returns its outputs."""
-        if not isinstance(called, core.ClosedJaxpr):
-            called = core.ClosedJaxpr(called, ())  # a checkpoint's, without constants
+        called = _closed(called)
         jaxpr = called.jaxpr
         scope = dict(zip(jaxpr.invars, operands, strict=True))
         for var, value in zip(jaxpr.constvars, called.consts, strict=True):
@@ -122,8 +192,7 @@ class Flat:
         )
         for eqn in jaxpr.eqns:
             operands = [read(x) for x in eqn.invars]
-            again = eqn.primitive.name == "remat2" and not self.checkpoints
-            if not again and (body := _called(eqn)) is not None:
+            if self._inlines(eqn, operands) and (body := _called(eqn)) is not None:
                 outputs = self._inline(body, operands)
             elif self.both and eqn.primitive.name == "cond" and not _skips(eqn):
                 which, *given = operands
@@ -134,12 +203,18 @@ class Flat:
                     self.equations.append(choice)
             else:
                 outputs = [self._number(var.aval) for var in eqn.outvars]
-                params = tuple((k, _comparable(v)) for k, v in eqn.params.items())
+                given = tuple(operands), tuple(outputs)
                 self.equations.append(
-                    Equation(eqn.primitive, params, tuple(operands), tuple(outputs))
+                    Equation(eqn.primitive, _params(eqn), *given, traced=eqn)
                 )
             scope.update(zip(eqn.outvars, outputs, strict=True))
         return [read(x) for x in jaxpr.outvars]
+
+    def _inlines(self, eqn: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
+        """Whether an equation that only calls a jaxpr is replaced by what it calls."""
+        if eqn.primitive.name == "remat2":
+            return self.checkpoints
+        return self.derivatives or eqn.primitive.name not in _DERIVATIVES
 
     def size(self, value: int) -> int:
         """How many elements a value has."""

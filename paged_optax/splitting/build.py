@@ -1,0 +1,200 @@
+"""The three functions that a layerwise step calls, of a loss that is cut."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+from jaxtyping import Int, PyTree
+
+from paged_optax.analysis.equation import Constant, Operand
+from paged_optax.analysis.program import Program
+from paged_optax.splitting.find import Member
+from paged_optax.splitting.pieces import (
+    Carried,
+    Fixed,
+    FromCarry,
+    FromTable,
+    Kind,
+    Pieces,
+    Seen,
+    Weight,
+)
+
+
+class _Part(NamedTuple):
+    """Equations of the loss outside the layers, and the values that they are given."""
+
+    program: Program
+    arguments: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Functions:
+    """A loss that is cut, to be called in three parts.
+
+    Attributes:
+      pieces: The parts.
+      before: What makes the first layer's input, and what all layers see.
+      after: What makes the loss.
+      seen: The values that all layers see, of those that `before` makes.
+    """
+
+    pieces: Pieces
+    before: _Part
+    after: _Part
+    seen: tuple[int, ...]
+
+    @classmethod
+    def of(cls, pieces: Pieces) -> "Functions":
+        """Chooses the equations of each part."""
+        flat = pieces.flat
+        producer = {x: n for n, e in enumerate(flat.equations) for x in e.outputs}
+        roles = [role for kind in pieces.kinds for role in kind.roles]
+        seen = dict.fromkeys(
+            role.value
+            for role in roles
+            if isinstance(role, Seen) and role.value not in flat.constants
+        )
+        wanted: list[Operand] = [x for x in pieces.initial if x is not None]
+        wanted += seen
+        for table in pieces.tables:
+            rows = [table] if isinstance(table, (int, Constant)) else table
+            wanted += [x for x in rows if x is not None]
+        outside = lambda x: x not in pieces.inside
+        before = _Part(*flat.program(wanted, outside, producer, ()))
+        until = lambda x: x not in pieces.after
+        after = _Part(*flat.program(flat.outputs, until, producer, ()))
+        return cls(pieces, before, after, tuple(seen))
+
+    def prologue(self, given: Mapping[int, ArrayLike]) -> tuple[list[Array], PyTree]:
+        """The first layer's input, and what all layers see.
+
+        Args:
+          given: The parameters outside the layers, and the batch, by number.
+        """
+        pieces = self.pieces
+        made = iter(_run(self.before, given | pieces.flat.constants))
+        x = [
+            jnp.zeros(aval.shape, aval.dtype)
+            if operand is None
+            else _array(next(made), aval.dtype)
+            for operand, aval in zip(pieces.initial, pieces.carried, strict=True)
+        ]
+        seen = {str(value): jnp.asarray(next(made)) for value in self.seen}
+        tables: list[Array] = []
+        for table in pieces.tables:
+            if isinstance(table, (int, Constant)):
+                tables.append(jnp.asarray(next(made)))
+                continue
+            rows = [None if x is None else next(made) for x in table]
+            blank = next(row for row in rows if row is not None)
+            dtype = next(_dtype(pieces, x) for x in table if x is not None)
+            each = [blank if row is None else row for row in rows]
+            tables.append(_stacked(each, dtype))
+        return x, {"seen": seen, "tables": tables}
+
+    def layer(
+        self,
+        weights: Callable[[Member], Array],
+        x: Sequence[Array],
+        context: PyTree,
+        i: Int[Array, ""],
+    ) -> tuple[list[Array], list[Array]]:
+        """The next layer's input, and what is kept."""
+        pieces = self.pieces
+
+        def run(kind: Kind) -> Callable[..., tuple[list[Array], list[Array]]]:
+            return lambda x, context: self._layer(kind, weights, x, context, i)
+
+        if len(pieces.kinds) == 1:
+            return run(pieces.kinds[0])(x, context)
+        which = jnp.asarray(np.asarray(pieces.kind_of, np.int32))[i]
+        return lax.switch(which, list(map(run, pieces.kinds)), list(x), context)
+
+    def _layer(
+        self,
+        kind: Kind,
+        weights: Callable[[Member], Array],
+        x: Sequence[Array],
+        context: PyTree,
+        i: Int[Array, ""],
+    ) -> tuple[list[Array], list[Array]]:
+        constants = self.pieces.flat.constants
+        arguments: list[ArrayLike] = []
+        for role in kind.roles:
+            match role:
+                case Weight(member):
+                    arguments.append(weights(member))
+                case Carried(slot):
+                    arguments.append(x[slot])
+                case Fixed(constant):
+                    arguments.append(constant.value)
+                case FromTable(table):
+                    rows = context["tables"][table]
+                    arguments.append(
+                        lax.dynamic_index_in_dim(rows, i, keepdims=False)
+                    )
+                case Seen(value):
+                    known = value in constants
+                    arguments.append(
+                        constants[value] if known else context["seen"][str(value)]
+                    )
+        results = kind.program(arguments)
+        carried = [
+            old if n is None else jnp.asarray(results[n])
+            for old, n in zip(x, kind.carried, strict=True)
+        ]
+        kept = [
+            jnp.zeros(aval.shape, aval.dtype) if n is None else jnp.asarray(results[n])
+            for aval, n in zip(self.pieces.kept, kind.kept, strict=True)
+        ]
+        return carried, kept
+
+    def epilogue(
+        self,
+        given: Mapping[int, ArrayLike],
+        x: Sequence[Array],
+        kept: Sequence[Array],
+    ) -> list[ArrayLike]:
+        """What the loss returns, leaf by leaf.
+
+        Args:
+          given: The parameters outside the layers, and the batch, by number.
+          x: The last layer's output.
+          kept: What the layers kept, stacked.
+        """
+        found: dict[int, ArrayLike] = {}
+        for value, where in self.pieces.after.items():
+            if isinstance(where, FromCarry):
+                found[value] = x[where.slot]
+            elif where.layer is None:
+                found[value] = kept[where.number]
+            else:
+                found[value] = kept[where.number][where.layer]
+        return _run(self.after, given | self.pieces.flat.constants | found)
+
+
+def _run(part: _Part, values: Mapping[int, ArrayLike]) -> list[ArrayLike]:
+    return part.program([values[x] for x in part.arguments])
+
+
+def _array(x: ArrayLike, dtype: np.dtype) -> Array:
+    """An array; of a literal, in the dtype that it was traced with."""
+    return x if isinstance(x, Array) else jnp.asarray(x, dtype)
+
+
+def _dtype(pieces: Pieces, x: Operand) -> np.dtype:
+    if isinstance(x, Constant):
+        return np.dtype(x.key[2])
+    return pieces.flat.avals[x].dtype
+
+
+def _stacked(rows: Sequence[ArrayLike], dtype: np.dtype) -> Array:
+    if all(not isinstance(x, Array) for x in rows):
+        return jnp.asarray(np.stack([np.asarray(x, dtype) for x in rows]))
+    return jnp.stack([_array(x, dtype) for x in rows])

@@ -1,0 +1,173 @@
+"""Where a loss is cut: between layers, where the fewest bytes are alive."""
+
+import bisect
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from paged_optax.analysis.flat import Flat
+from paged_optax.splitting.depends import Depends, SplitError, values_in, values_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cuts:
+    """The learned equations in an order that can be cut, and the cuts.
+
+    Attributes:
+      depends: What they depend on.
+      order: Positions of the equations: what depends on no layer, then what depends on
+        the first one, and so on. So what a model prepares of all its weights at the
+        beginning stands with each layer.
+      regions: For each layer the places in that order of what depends on it, and on
+        none after it; at -1 of what depends on none, and behind the last layer of what
+        is made of several layers' parameters alone.
+      cuts: Places in that order: where the layer after each one begins.
+      end: The place after the last use of the last layer's parameters.
+      uses: For each value the places where it is used.
+    """
+
+    depends: Depends
+    order: tuple[int, ...]
+    regions: Mapping[int, range]
+    cuts: tuple[int, ...]
+    end: int
+    uses: Mapping[int, list[int]]
+
+    @classmethod
+    def of(cls, depends: Depends, *, latest: bool) -> "Cuts":
+        """Orders the equations, and cuts between the layers.
+
+        Args:
+          depends: What the equations depend on.
+          latest: Whether to cut at the last of several places that are as good; it
+            differs where a layer ends or begins with what keeps the size.
+
+        Raises:
+          SplitError: If a layer is used again after another one.
+        """
+        order = _ordered(depends)
+        flat = depends.flat
+        uses: dict[int, list[int]] = defaultdict(list)
+        for place, n in enumerate(order):
+            for x in values_in(flat.equations[n]):
+                uses[x].append(place)
+        for x in values_of(flat.outputs):
+            uses[x].append(len(order))
+        regions, start = dict[int, range](), 0
+        turns = [depends.turn(n) for n in order]
+        for turn in range(-1, depends.count + 1):
+            stop = bisect.bisect_right(turns, turn)
+            regions[turn] = range(start, stop)
+            start = stop
+        found = cls(depends, order, regions, (), 0, uses)
+        count = depends.count
+        found._refuse_used_again()
+        end = found.used_until(count - 1)
+        found = dataclasses.replace(found, end=end)
+        cuts = [found._cheapest(turn, latest) for turn in range(count - 2)]
+        if count == 2:
+            cuts.append(found._cheapest(0, latest))
+        elif count > 2:
+            # Where the last layer ends is not known yet, and so not what it needs.
+            behind = cuts[-1] - found.used_until(count - 3)
+            stop = regions[count - 2].stop
+            cuts.append(min(found.used_until(count - 2) + behind, stop))
+        return dataclasses.replace(found, cuts=tuple(cuts))
+
+    def used_until(self, turn: int) -> int:
+        """The place after the last use of a layer's parameters, in its region."""
+        depends = self.depends
+        return 1 + max(
+            place
+            for place in self.regions[turn]
+            if turn in depends.uses(n := self.order[place]) and not depends.is_pure(n)
+        )
+
+    def made_in(self, places: Iterable[int]) -> list[int]:
+        """The values that are made at these places."""
+        equations = self.depends.flat.equations
+        return [x for place in places for x in equations[self.order[place]].outputs]
+
+    def until(self, value: int) -> int:
+        """The last place where the layers use a value; -1: none.
+
+        What is used after the layers alone is kept, wherever they are cut.
+        """
+        return max((place for place in self.uses[value] if place < self.end), default=-1)
+
+    def _refuse_used_again(self) -> None:
+        """Refuses a layer that is used after another one, but before the last."""
+        depends = self.depends
+        for turn in range(depends.count - 1):
+            for place in self.regions[turn]:
+                n = self.order[place]
+                again = depends.uses(n) - {turn}
+                if again and not depends.is_pure(n):
+                    raise SplitError(
+                        f"layer {min(again)} is used at"
+                        f" {depends.flat.equations[n].where} after layer {turn}:"
+                        " layers are taken apart that are used once, one after the"
+                        " other. Name other layers by layers=, or give parameters that"
+                        " several layers share a place outside the layers."
+                    )
+
+    def _cheapest(self, turn: int, latest: bool) -> int:
+        """The place in a layer's region where the fewest bytes are alive."""
+        flat, region = self.depends.flat, self.regions[turn]
+        first = self.used_until(turn)
+        # What only the last layer or the end needs is kept, wherever the cut is.
+        several = self.depends.count > 2
+        stop = self.regions[self.depends.count - 1].start if several else None
+        until = lambda x: max((p for p in self.uses[x] if not stop or p < stop), default=-1)
+        alive = {
+            x: nbytes_of(flat, x)
+            for x in self.made_in(range(self.regions[0].start, first))
+            if until(x) >= first
+        }
+        total = sum(alive.values())
+        best, at = total, first
+        for place in range(first, region.stop):
+            for x in self.made_in([place]):
+                if until(x) > place:
+                    alive[x] = nbytes_of(flat, x)
+                    total += alive[x]
+            for x in set(values_in(flat.equations[self.order[place]])) & set(alive):
+                if until(x) == place:
+                    total -= alive.pop(x)
+            if total < best or (latest and total == best):
+                best, at = total, place + 1
+        return at
+
+
+def nbytes_of(flat: Flat, value: int) -> int:
+    """Bytes of a value; of a key, about what its words take."""
+    aval = flat.avals[value]
+    return flat.size(value) * getattr(aval.dtype, "itemsize", 8)
+
+
+def _ordered(depends: Depends) -> tuple[int, ...]:
+    """The learned equations, by the layer that they depend on last.
+
+    What a layer leaves for a sum that is traced after all layers comes as soon as it
+    can, or the layer after would have to add it.
+    """
+    live = [n for n in depends.live if depends.is_learned(n)]
+    starts: dict[int, int] = {}
+    for n in live:
+        if not depends.is_pure(n):
+            starts.setdefault(depends.turn(n), n)
+    begins = lambda turn: min(
+        (n for t, n in starts.items() if turn < t < depends.count), default=None
+    )
+    later = {turn: begins(turn) for turn in range(depends.count)}
+    keys: dict[int, tuple[int, bool, tuple[int, ...]]] = {}
+    for n in live:
+        turn = depends.turn(n)
+        key: tuple[int, ...] = (n,)
+        after = later.get(turn)
+        if after is not None and n > after and not depends.is_pure(n):
+            made = (depends.producer.get(x) for x in values_in(depends.flat.equations[n]))
+            same = [keys[m] for m in made if m in keys]
+            key = max((k[2] for k in same if k[0] == turn and k[1]), default=(n,)) + (n,)
+        keys[n] = turn, not depends.is_pure(n), key
+    return tuple(sorted(live, key=lambda n: keys[n]))

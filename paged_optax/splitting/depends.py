@@ -1,0 +1,140 @@
+"""Which layer's parameters each value of a loss is made of."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from paged_optax.analysis.equation import Constant, Equation, Operand
+from paged_optax.analysis.flat import Flat
+
+
+class SplitError(ValueError):
+    """A loss is not computed layer by layer."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Depends:
+    """What each value of a loss depends on.
+
+    Attributes:
+      flat: The loss.
+      live: The equations that the loss needs, by their positions.
+      producer: For each value that is made the position of its equation.
+      layer: For each parameter of a layer the layer, in the order of their turns.
+      count: How many layers there are.
+      learned: The values that depend on parameters.
+      after: For each learned value the last layer that it depends on; -1: none. A value
+        of several layers' parameters alone is computed after all of them.
+      pure: For each value that depends on parameters of layers and nothing else, those
+        layers. They may be made early, as all casts of a model to bfloat16 are, and are
+        counted to the layer.
+    """
+
+    flat: Flat
+    live: tuple[int, ...]
+    producer: Mapping[int, int]
+    layer: Mapping[int, int]
+    count: int
+    learned: frozenset[int]
+    after: Mapping[int, int]
+    pure: Mapping[int, frozenset[int]]
+
+    @classmethod
+    def of(
+        cls, flat: Flat, weights: Sequence[int], members: Sequence[Sequence[int]]
+    ) -> "Depends":
+        """Follows the parameters.
+
+        Args:
+          flat: The loss.
+          weights: All parameters.
+          members: Those of each layer, in any order of the layers.
+
+        Raises:
+          SplitError: If a layer is not used.
+        """
+        producer = {x: n for n, e in enumerate(flat.equations) for x in e.outputs}
+        live = _live(flat, producer)
+        owner = {leaf: n for n, leaves in enumerate(members) for leaf in leaves}
+        pure, first = _pure(flat, live, owner, set(flat.constants))
+        turns = {n: k for k, n in enumerate(sorted(first, key=lambda n: first[n]))}
+        if missing := sorted(set(range(len(members))) - set(turns)):
+            raise SplitError(
+                f"the loss does not use layer {missing[0]} of {len(members)}: leave it"
+                " out of the parameters, or name other layers by layers=."
+            )
+        layer = {leaf: turns[n] for leaf, n in owner.items()}
+        pure = {x: frozenset(turns[n] for n in of) for x, of in pure.items()}
+        learned = set(weights)
+        last = {x: -1 for x in weights} | layer
+        for n in live:
+            equation = flat.equations[n]
+            given = [x for x in values_in(equation) if x in learned]
+            if not given:
+                continue
+            learned.update(equation.outputs)
+            several = [pure[x] for x in equation.outputs if len(pure.get(x, ())) > 1]
+            turn = len(members) if several else max(last[x] for x in given)
+            last.update(dict.fromkeys(equation.outputs, turn))
+        return cls(
+            flat, live, producer, layer, len(members), frozenset(learned), last, pure
+        )
+
+    def is_learned(self, n: int) -> bool:
+        """Whether an equation depends on parameters."""
+        return any(x in self.learned for x in self.flat.equations[n].outputs)
+
+    def is_pure(self, n: int) -> bool:
+        """Whether an equation depends on parameters of layers and nothing else."""
+        return bool(self.pure.get(self.flat.equations[n].outputs[0]))
+
+    def turn(self, n: int) -> int:
+        """The last layer that a learned equation depends on."""
+        return self.after[self.flat.equations[n].outputs[0]]
+
+    def uses(self, n: int) -> set[int]:
+        """The layers whose parameters an equation takes, as they are or prepared."""
+        given = values_in(self.flat.equations[n])
+        return set().union(*(self.pure.get(x, ()) for x in given))
+
+
+def values_in(equation: Equation) -> list[int]:
+    """The values among an equation's operands."""
+    return [x for x in equation.inputs if not isinstance(x, Constant)]
+
+
+def values_of(operands: Sequence[Operand]) -> list[int]:
+    """The values among operands."""
+    return [x for x in operands if not isinstance(x, Constant)]
+
+
+def _live(flat: Flat, producer: Mapping[int, int]) -> tuple[int, ...]:
+    """The equations that the outputs need."""
+    needed: set[int] = set()
+    stack = values_of(flat.outputs)
+    while stack:
+        n = producer.get(stack.pop())
+        if n is not None and n not in needed:
+            needed.add(n)
+            stack += values_in(flat.equations[n])
+    return tuple(sorted(needed))
+
+
+def _pure(
+    flat: Flat, live: Sequence[int], owner: Mapping[int, int], constants: set[int]
+) -> tuple[dict[int, frozenset[int]], dict[int, int]]:
+    """Values made of layers' parameters alone, and where each layer is first used."""
+    pure: dict[int, frozenset[int]] = dict.fromkeys(constants, frozenset())
+    pure |= {leaf: frozenset([n]) for leaf, n in owner.items()}
+    first: dict[int, int] = {}
+    for n in live:
+        equation = flat.equations[n]
+        given = values_in(equation)
+        of = [pure.get(x) for x in given]
+        if all(x is not None for x in of):
+            made = frozenset[int]().union(*(x for x in of if x is not None))
+            pure.update(dict.fromkeys(equation.outputs, made))
+            continue
+        for layers in of:
+            if layers and len(layers) == 1:
+                first.setdefault(next(iter(layers)), n)
+    return {x: of for x, of in pure.items() if of}, first

@@ -1,0 +1,116 @@
+"""Which parameters belong to which layer: like subtrees of the parameters, numbered."""
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from jax.core import ShapedArray
+
+from paged_optax.backend.key_paths import names_of
+from paged_optax.backend.types import KeyPath
+
+#: The names of a path's keys; a key such as "decoder/h_0" has two.
+Names = tuple[str, ...]
+
+#: A parameter within its layer: whether it is frozen, and its names.
+Member = tuple[bool, Names]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """Layers whose parameters are subtrees of their own.
+
+    Attributes:
+      name: What the paths of all of them begin with.
+      members: For each layer its parameters: the number of each leaf.
+      nbytes: Their bytes.
+    """
+
+    name: str
+    members: tuple[Mapping[Member, int], ...]
+    nbytes: int
+
+
+def split_names(path: KeyPath) -> Names:
+    """The names of a path, also of what slashes part within a key."""
+    return tuple(part for name in names_of(path) for part in name.split("/"))
+
+
+def numbered(
+    leaves: Sequence[tuple[bool, Names]], avals: Sequence[ShapedArray]
+) -> list[Layers]:
+    """All lists of like subtrees, the largest first.
+
+    Args:
+      leaves: For each leaf whether it is frozen, and its names.
+      avals: Their shapes and dtypes.
+    """
+    groups: dict[tuple[Names, str], dict[int, dict[Member, int]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
+    unnumbered: dict[tuple[Names, str], dict[Member, int]] = defaultdict(dict)
+    for number, (frozen, names) in enumerate(leaves):
+        for k, name in enumerate(names[:-1] if len(names) > 1 else ()):
+            member = frozen, names[k + 1 :]
+            unnumbered[names[:k], name][member] = number
+            if found := re.fullmatch(r"(.*?)_?(\d+)", name):
+                groups[names[:k], found[1]][int(found[2])][member] = number
+    lists: list[Layers] = []
+    for (before, stem), by_number in groups.items():
+        # Haiku's names begin with one that has no number.
+        if 0 not in by_number and 1 in by_number and stem:
+            if first := unnumbered.get((before, stem)):
+                by_number = {0: first, **by_number}
+        members = [by_number[n] for n in sorted(by_number)]
+        if found := _alike(members, avals):
+            size = sum(_nbytes(avals[n]) for each in found for n in each.values())
+            lists.append(Layers("/".join((*before, stem)), tuple(found), size))
+    return sorted(lists, key=lambda found: -found.nbytes)
+
+
+def named(layers: str) -> Callable[[str], bool]:
+    """Whether a list's name is the one that is asked for: `"layers"`, `"model/h_*"`."""
+    plain = lambda name: name.removesuffix("*").rstrip("/_")
+    return lambda name: plain(name) == plain(layers)
+
+
+def _nbytes(aval: ShapedArray) -> int:
+    return aval.size * aval.dtype.itemsize
+
+
+def _alike(
+    members: Sequence[Mapping[Member, int]], avals: Sequence[ShapedArray]
+) -> list[dict[Member, int]]:
+    """The longest run of subtrees that are alike; or of blocks of subtrees that are.
+
+    The first or the last ones may be unlike, as dense layers before experts are.
+    """
+    described = [
+        frozenset((member, avals[n].shape, avals[n].dtype) for member, n in x.items())
+        for x in members
+    ]
+    best: tuple[int, int, range] = (0, 0, range(0))
+    for period in range(1, len(members) // 2 + 1):
+        start = 0
+        for i in range(period, len(members) + 1):
+            if i < len(members) and described[i] == described[i - period]:
+                continue
+            count = (i - start) // period
+            if count > 1 and (count * period, -period) > best[:2]:
+                best = count * period, -period, range(start, start + count * period)
+            start = i - period + 1
+    _, period, chosen = best
+    if not period:
+        return []
+    blocks = [chosen[k : k - period] for k in range(0, len(chosen), -period)]
+    if period == -1:
+        return [dict(members[n]) for n in chosen]
+    return [
+        {
+            (frozen, (str(offset), *names)): number
+            for offset, n in enumerate(block)
+            for (frozen, names), number in members[n].items()
+        }
+        for block in blocks
+    ]

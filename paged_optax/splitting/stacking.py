@@ -1,0 +1,165 @@
+"""The parameters of a model, each layer's by itself or all layers' stacked."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from paged_optax.backend.given import refuse_no_arrays
+from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.memory import HOST, on_host
+from paged_optax.backend.types import KeyPath, PyTreeDef
+from paged_optax.layerwise.stacks import offload
+from paged_optax.splitting.find import Names
+
+#: A leaf, or what says its shape.
+Shaped = Array | np.ndarray | jax.ShapeDtypeStruct
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Where the parameters of all layers are that are stacked together.
+
+    Attributes:
+      leaves: The number of each layer's leaf; of one leaf if it is stacked already.
+      axis: The axis of that one leaf that is the layers'; None: each has its own leaf.
+    """
+
+    leaves: tuple[int, ...]
+    axis: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stacking:
+    """How a tree of parameters is stacked, and taken apart again.
+
+    Attributes:
+      argument: What users call the tree.
+      structure: The tree's structure.
+      paths: The path of each leaf.
+      shapes: The shape of each leaf.
+      layers: The stacks, by name.
+      rest: The other leaves, by name.
+    """
+
+    argument: str
+    structure: PyTreeDef
+    paths: tuple[KeyPath, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    layers: Mapping[Names, Stack]
+    rest: Mapping[Names, int]
+
+    def stacked(
+        self, tree: PyTree, *, on_host: bool, min_size: int | str
+    ) -> dict[str, PyTree]:
+        """The tree with the layers' leaves stacked; see `SplitModel.stack`."""
+        leaves = self._leaves(tree)
+        layers: dict[Names, Shaped] = {}
+        for name, stack in self.layers.items():
+            chosen = [leaves[n] for n in stack.leaves]
+            # Given up as they are stacked: the caller may have given them up too.
+            made = _together(chosen, stack.axis)
+            layers[name] = offload([made], min_size)[0] if on_host else made
+        rest = {name: leaves[n] for name, n in self.rest.items()}
+        return {"layers": nested(layers), "rest": nested(rest)}
+
+    def unstacked(self, stacked: PyTree) -> PyTree:
+        """The tree as it was, of what is stacked."""
+        leaves: list[Shaped | None] = [None] * len(self.paths)
+        layers = unnested(stacked["layers"], self.layers)
+        for stack, x in zip(self.layers.values(), layers, strict=True):
+            each = _apart(x, len(stack.leaves), stack.axis)
+            for n, part in zip(stack.leaves, each, strict=True):
+                leaves[n] = part
+        for n, x in zip(self.rest.values(), unnested(stacked["rest"], self.rest)):
+            leaves[n] = x
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def _leaves(self, tree: PyTree) -> list[Shaped]:
+        refuse_no_arrays(self.argument, tree)
+        flat, structure = jax.tree.flatten(tree)
+        if structure != self.structure:
+            raise ValueError(
+                f"{self.argument} has the structure {structure}, and split_layers was"
+                f" given {self.structure}: pass the same tree, or split it again."
+            )
+        for path, x, shape in zip(self.paths, flat, self.shapes, strict=True):
+            if tuple(x.shape) != shape:
+                raise ValueError(
+                    f"{self.argument}{keystr(path)} has shape {tuple(x.shape)}, and"
+                    f" split_layers was given {shape}: split the model again."
+                )
+        return flat
+
+
+def nested(leaves: Mapping[Names, Shaped]) -> dict[str, PyTree]:
+    """Nested dicts of the names' parts."""
+    tree: dict[str, PyTree] = {}
+    for names, x in leaves.items():
+        at = tree
+        for name in names[:-1]:
+            at = at.setdefault(name, {})
+        at[names[-1]] = x
+    return tree
+
+
+def unnested(tree: PyTree, names: Sequence[Names] | Mapping[Names, object]) -> list:
+    """The leaves of nested dicts, by their names."""
+    found = []
+    for parts in names:
+        at = tree
+        for part in parts:
+            at = at[part]
+        found.append(at)
+    return found
+
+
+def _together(leaves: Sequence[Shaped], axis: int | None) -> Shaped:
+    """Leaves of all layers on one leading axis."""
+    first = leaves[0]
+    if isinstance(first, jax.ShapeDtypeStruct):
+        make = lambda *xs: jnp.stack(xs) if axis is None else jnp.moveaxis(xs[0], axis, 0)
+        made = jax.eval_shape(make, *leaves)
+        sharding = _sharding(first, axis)
+        return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=sharding)
+    if all(isinstance(x, np.ndarray) for x in leaves):
+        if axis is None:
+            return np.stack([np.asarray(x) for x in leaves])
+        return np.moveaxis(np.asarray(first), axis, 0)
+    if axis == 0:
+        return first
+    if any(on_host(x) for x in leaves):
+        return jax.device_put(
+            _together([np.asarray(x) for x in leaves], axis), _sharding(first, axis)
+        )
+    make = lambda *xs: jnp.stack(xs) if axis is None else jnp.moveaxis(xs[0], axis, 0)
+    return jax.jit(make, out_shardings=_sharding(first, axis))(*leaves)
+
+
+def _sharding(x: Shaped, axis: int | None) -> jax.sharding.Sharding | None:
+    """How a stack is divided whose layers are divided like this one."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec = (*sharding.spec, *[None] * (len(x.shape) - len(sharding.spec)))
+    spec = (None, *spec) if axis is None else (spec[axis], *spec[:axis], *spec[axis + 1 :])
+    return sharding.update(spec=PartitionSpec(*spec))
+
+
+def _apart(x: Shaped, count: int, axis: int | None) -> list[Shaped]:
+    """The leaves of a stack."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        make = lambda x: x[0] if axis is None else jnp.moveaxis(x, 0, axis)
+        made = jax.eval_shape(make, x)
+        return [jax.ShapeDtypeStruct(made.shape, made.dtype)] * count
+    if axis is not None:
+        return [x if axis == 0 else jnp.moveaxis(x, 0, axis)]
+    if not isinstance(x, np.ndarray) and on_host(x) and not isinstance(x, jax.core.Tracer):
+        values = np.asarray(x)
+        return [jax.device_put(values[n], HOST) for n in range(count)]
+    return [x[n] for n in range(count)]

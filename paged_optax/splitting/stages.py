@@ -1,0 +1,253 @@
+"""Which layer each equation of a loss belongs to."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from paged_optax.analysis.equation import Constant, Operand
+from paged_optax.splitting.cut import Cuts, nbytes_of
+from paged_optax.splitting.depends import SplitError, values_in, values_of
+from paged_optax.splitting.find import Member
+from paged_optax.splitting.match import aval_of, found_after, found_before
+
+#: Up to this size what is made before the layers is never made again in them.
+_SMALL = 4096
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stages:
+    """The equations of each layer.
+
+    Attributes:
+      cuts: Where the loss is cut.
+      members: What each parameter of a layer is within it.
+      of: For each equation the layer; -1 before all, and their number after all.
+    """
+
+    cuts: Cuts
+    members: Mapping[int, Member]
+    of: Mapping[int, int]
+
+    @classmethod
+    def found(cls, cuts: Cuts, members: Mapping[int, Member]) -> "Stages":
+        """Finds the first and the last layer, which no cut ends, and all others.
+
+        Raises:
+          SplitError: If the parameters of a layer are used elsewhere.
+        """
+        search = _Search(cuts, members)
+        pieces = search.pieces()
+        depends = cuts.depends
+        of = {n: -1 if depends.turn(n) < 0 else depends.count for n in cuts.order}
+        for turn, piece in enumerate(pieces):
+            of.update(dict.fromkeys(piece, turn))
+        _refuse_elsewhere(cuts, of)
+        return cls(cuts, members, _with_noise(cuts, of))
+
+
+class _Search:
+    """The pieces of all layers, being found."""
+
+    def __init__(self, cuts: Cuts, members: Mapping[int, Member]):
+        self.cuts, self.members = cuts, members
+        self.depends, self.flat = cuts.depends, cuts.depends.flat
+        self.count = cuts.depends.count
+
+    def pieces(self) -> list[list[int]]:
+        """The equations of each layer."""
+        cuts, order, count = self.cuts.cuts, self.cuts.order, self.count
+        inner = [
+            list(order[start:stop]) for start, stop in zip(cuts, cuts[1:], strict=False)
+        ]
+        if count == 1:
+            starts = self._starts()
+            return [list(order[starts[0] if starts else 0 : self._ends_at()])]
+        first = self._first(inner)
+        last = None
+        if first is None:
+            for start in (starts := self._starts()):
+                piece = list(order[start : cuts[0]])
+                if not inner and (last := self._last([piece])) is not None:
+                    first = piece
+                    break
+            else:
+                start = starts[0] if starts else self.cuts.regions[0].start
+                first = list(order[start : cuts[0]])
+        last = self._last([*inner, first]) if last is None else last
+        if last is None:
+            last = list(order[cuts[-1] : self._ends_at()])
+        return [first, *inner, last]
+
+    def _leaves(self, turn: int) -> Callable[[Operand, Operand], bool]:
+        """Whether a parameter stands for another layer's."""
+        layer, members = self.depends.layer, self.members
+
+        def fits(x: Operand, y: Operand) -> bool:
+            if x not in layer and y not in layer:
+                return True
+            both = x in layer and y in layer
+            return both and members[x] == members[y] and layer[y] == turn
+
+        return fits
+
+    def _results(self, turn: int) -> list[int]:
+        """What an inner layer, or the first one, hands to those after it."""
+        cuts = self.cuts
+        start = cuts.cuts[turn - 1] if turn else cuts.regions[0].start
+        stop = cuts.cuts[turn]
+        return [x for x in cuts.made_in(range(start, stop)) if cuts.until(x) >= stop]
+
+    def _first(self, inner: Sequence[Sequence[int]]) -> list[int] | None:
+        """The first layer, as another one; None if it is like no other one."""
+        depends, cuts = self.depends, self.cuts
+        fits = self._leaves(0)
+        before = lambda x: isinstance(x, Constant) or depends.after.get(x, -1) < 0
+        fit = lambda x, y: fits(x, y) and (y in depends.layer or before(y))
+        results = self._results(0)
+        own = [n for n in cuts.order[: cuts.cuts[0]] if depends.turn(n) == 0]
+        for turn, template in enumerate(inner, 1):
+            theirs = self._results(turn)
+            avals = [[aval_of(self.flat, x) for x in xs] for xs in (theirs, results)]
+            if avals[0] != avals[1]:
+                continue
+            pairs = list(zip(theirs, results, strict=True))
+            found = found_before(
+                self.flat, depends.producer.get, template, pairs, fit
+            )
+            if found is None or self._shared(found.equations.values(), results):
+                continue
+            piece = {*found.equations.values(), *own}
+            if len(piece) <= len(template):
+                return [n for n in cuts.order if n in piece]
+        return None
+
+    def _shared(self, piece: Sequence[int], results: Sequence[int]) -> bool:
+        """Whether others need what stands before the layers, and would be in one."""
+        chosen = set(piece)
+        early = {n for n in chosen if self.depends.turn(n) < 0}
+        made = {x for n in early for x in self.flat.equations[n].outputs}
+        return any(
+            self.cuts.order[place] not in chosen
+            for x in made
+            for place in self.cuts.uses[x]
+            if place < len(self.cuts.order)
+        )
+
+    def _starts(self) -> list[int]:
+        """Places where the first layer may begin, the last first."""
+        cuts, flat = self.cuts, self.flat
+        stop = cuts.cuts[0] if cuts.cuts else cuts.end
+        goes_on = lambda x: any(stop <= place < cuts.end for place in cuts.uses[x])
+        region = cuts.regions[-1]
+        own = {x: cuts.uses[x] for x in cuts.made_in(region) if not goes_on(x)}
+        wanted = sorted(map(str, (aval_of(flat, x) for x in self._handed_on())))
+        found = []
+        made = {x: k for k in region for x in cuts.made_in([k])}
+        for place in range(region.stop, region.start, -1):
+            alive = [
+                x
+                for x, uses in own.items()
+                if made[x] < place and any(place <= use < stop for use in uses)
+            ]
+            if sorted(str(aval_of(flat, x)) for x in alive) == wanted:
+                found.append(place)
+        return found
+
+    def _handed_on(self) -> list[int]:
+        if self.count > 1:
+            return self._results(0)
+        cuts = self.cuts
+        made = cuts.made_in(range(cuts.regions[0].start, cuts.end))
+        return [x for x in made if any(place >= cuts.end for place in cuts.uses[x])]
+
+    def _last(self, templates: Sequence[Sequence[int]]) -> list[int] | None:
+        """The last layer, as another one; None if it is like no other one."""
+        depends, cuts = self.depends, self.cuts
+        candidates = cuts.order[cuts.cuts[-1] :]
+        fits = self._leaves(self.count - 1)
+        needed = {
+            n
+            for n in candidates
+            if self.count - 1 in depends.uses(n) and len(depends.uses(n)) == 1
+        }
+        for template in reversed(templates):
+            found = found_after(self.flat, template, candidates, fits)
+            piece = set(found.equations.values()) if found else set()
+            kept = {n for n in needed - piece if not self._may_follow(n)}
+            if found and not kept:
+                return [n for n in candidates if n in piece]
+        return None
+
+    def _may_follow(self, n: int) -> bool:
+        """Whether an equation takes no parameter itself, but what is made of some."""
+        return not any(x in self.depends.layer for x in values_in(self.flat.equations[n]))
+
+    def _ends_at(self) -> int:
+        """The place where a last layer that is like no other one ends."""
+        cuts, flat = self.cuts, self.flat
+        if not cuts.cuts:
+            return cuts.end
+        wanted = sorted(str(aval_of(flat, x)) for x in self._results(self.count - 2))
+        for place in range(cuts.end, min(cuts.end + 64, len(cuts.order)) + 1):
+            made = cuts.made_in(range(cuts.cuts[-1], place))
+            alive = [x for x in made if any(use >= place for use in cuts.uses[x])]
+            if sorted(str(aval_of(flat, x)) for x in alive) == wanted:
+                return place
+        return cuts.end
+
+
+def _refuse_elsewhere(cuts: Cuts, of: Mapping[int, int]) -> None:
+    """Refuses parameters of a layer that are used outside of it."""
+    depends = cuts.depends
+    for n in cuts.order:
+        equation = depends.flat.equations[n]
+        for x in values_in(equation):
+            layer = depends.layer.get(x)
+            if layer is not None and of[n] != layer:
+                after = "after all layers" if of[n] == depends.count else "in another one"
+                raise SplitError(
+                    f"parameters of layer {layer} are used {after}, at"
+                    f" {equation.where}: a layer's parameters are there in its turn"
+                    " alone. Give what else needs them a place outside the layers."
+                )
+    for x in values_of(depends.flat.outputs):
+        if x in depends.layer:
+            raise SplitError(
+                f"the loss returns a parameter of layer {depends.layer[x]}: return a"
+                " value computed of it, such as its norm."
+            )
+
+
+def _with_noise(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
+    """Also the equations that depend on no parameter.
+
+    What several layers need is made before them. What one layer needs is made there if
+    it is larger than what it is made of: a dropout mask, but not its key.
+    """
+    depends = cuts.depends
+    equations = depends.flat.equations
+    users: dict[int, set[int]] = {}
+    for x in values_of(depends.flat.outputs):
+        users.setdefault(x, set()).add(depends.count)
+    wanted: dict[int, set[int]] = {}
+    for n in reversed(depends.live):
+        stage = of.get(n)
+        mine = set().union(*(users.get(x, ()) for x in equations[n].outputs))
+        wanted[n] = mine
+        for x in values_in(equations[n]):
+            users.setdefault(x, set()).update(mine if stage is None else {stage})
+    stages = dict(of)
+    inside: dict[int, int] = {}
+    for n in depends.live:
+        if n in of:
+            continue
+        equation, only = equations[n], wanted[n]
+        given = values_in(equation)
+        size = lambda xs: sum(nbytes_of(depends.flat, x) for x in xs)
+        grows = size(equation.outputs) > max(_SMALL, size(given))
+        follows = any(x in inside for x in given)
+        alone = len(only) == 1 and 0 <= min(only) < depends.count
+        stages[n] = -1
+        if alone and (grows or follows):
+            stages[n] = min(only)
+            inside.update(dict.fromkeys(equation.outputs, stages[n]))
+    return stages
