@@ -221,7 +221,7 @@ class _Assembly:
         """What an argument is that is made before the layers."""
         first = operands[0]
         if all(x == first for x in operands):
-            return Fixed(first) if isinstance(first, Constant) else Seen(first)
+            return Fixed(first.value) if isinstance(first, Constant) else Seen(first)
         row: list[Operand | None] = [None] * self.count
         for n, x in zip(layers, operands, strict=True):
             row[n] = x

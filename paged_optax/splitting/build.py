@@ -33,6 +33,7 @@ class _Part(NamedTuple):
     arguments: tuple[int, ...]
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Functions:
     """A loss that is cut, to be called in three parts.
@@ -132,8 +133,8 @@ class Functions:
                     arguments.append(weights(member))
                 case Carried(slot):
                     arguments.append(x[slot])
-                case Fixed(constant):
-                    arguments.append(constant.value)
+                case Fixed(value):
+                    arguments.append(value)
                 case FromTable(table):
                     rows = context["tables"][table]
                     arguments.append(

@@ -1,14 +1,14 @@
 """What a loss is taken apart into: equations before, of each layer, and after."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.core import ShapedArray
+from jax.typing import ArrayLike
 
-from paged_optax.analysis.equation import Constant, Operand
+from paged_optax.analysis.equation import Operand
 from paged_optax.analysis.flat import Flat
-from paged_optax.analysis.program import Program
 from paged_optax.splitting.find import Member
 
 
@@ -37,9 +37,9 @@ class FromTable(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """An argument of a layer that is a number of the program."""
+    """An argument of a layer that is a constant of the program."""
 
-    constant: Constant
+    value: ArrayLike
 
 
 #: What a layer's argument is.
@@ -51,7 +51,7 @@ class Kind:
     """What layers compute that are alike.
 
     Attributes:
-      program: The equations.
+      program: Computes the results, of the arguments.
       roles: What each of its arguments is.
       carried: For each value that goes from layer to layer the number of the result
         that it becomes; None where it stays what it is.
@@ -59,7 +59,7 @@ class Kind:
         this kind keep nothing.
     """
 
-    program: Program
+    program: Callable[[Sequence[ArrayLike]], Sequence[ArrayLike]]
     roles: tuple[Role, ...]
     carried: tuple[int | None, ...]
     kept: tuple[int | None, ...]

@@ -1,46 +1,251 @@
 """A user's loss, taken apart into prologue, layer and epilogue."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.analysis.equation import Operand
-from paged_optax.analysis.flat import Flat, trace
-from paged_optax.backend.types import PyTreeDef
-from paged_optax.splitting.assemble import assembled
+from paged_optax.backend.given import refuse_no_arrays, refuse_no_function
+from paged_optax.backend.manual_axes import abstract
+from paged_optax.layerwise.layerwise_model import LayerwiseModel
 from paged_optax.splitting.build import Functions
-from paged_optax.splitting.cut import Cuts
-from paged_optax.splitting.depends import Depends, SplitError
-from paged_optax.splitting.find import Layers, Member, named, numbered, split_names
-from paged_optax.splitting.pieces import Pieces
-from paged_optax.splitting.stacking import Stack, Stacking
-from paged_optax.splitting.stages import Stages
+from paged_optax.splitting.find import Member, split_names
+from paged_optax.splitting.stacking import Stack, Stacking, unnested
+from paged_optax.splitting.traced import Found, Loss
+from paged_optax.splitting.words import described
+
+
+def split_layers(
+    loss: Callable[..., PyTree],
+    params: PyTree,
+    batch: PyTree,
+    *,
+    layers: str | None = None,
+    frozen: PyTree | None = None,
+) -> "SplitModel":
+    r"""Takes an ordinary loss apart, to train the model layer by layer.
+
+    The loss is traced, and nobody rewrites the model. Its equations are cut between one
+    layer's parameters and the next one's, where the fewest bytes are alive:
+
+    .. math::
+        x_0, c = \mathrm{prologue}(\theta, b), \quad
+        x_{i+1} = \mathrm{layer}(\theta_i, x_i, c, i), \quad
+        \mathrm{loss} = \mathrm{epilogue}(\theta, x_L, b).
+
+    Layers are subtrees of the parameters that are numbered and alike (a list of
+    modules, Linen's `Block_0`, Haiku's `h_0`), or a `jax.lax.scan` over stacked
+    parameters (`nn.scan`, `nnx.scan`). Layers of several kinds become the branches of a
+    `jax.lax.switch`. What differs between layers of one kind (literals, keys, masks) is
+    looked up in a table. The first or last ones that are unlike stay outside.
+    `print(model)` says what was found.
+
+    A `jax.checkpoint` around a whole layer is left out: the step computes each layer
+    again anyway. Those within a layer stay.
+
+    Args:
+      loss: `loss(params, batch)`, or `loss(params, frozen, batch)`, as for `jax.grad`.
+        It returns the loss, or the loss and metrics; the loss is a number or a
+        `WeightedLoss`.
+      params: The parameters, or their `jax.ShapeDtypeStruct`s.
+      batch: A batch, or its shapes; with `accumulate=True` a micro-batch. For batches
+        of other shapes the loss is traced again.
+      layers: The path or prefix of the layers, such as `"layers"` or `"model/h_*"`;
+        None: the largest ones that are found.
+      frozen: Parameters that are not trained, or their shapes.
+
+    Returns:
+      The model: what `layerwise_step` takes, and `stack`, `unstack` and `workspace`.
+
+    Raises:
+      ValueError: If no layers are found, or if they are not computed one after the
+        other. The message names the line of the model.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, paged_optax as po
+      >>> def loss(params, batch):
+      ...     x = params["embed"][batch]
+      ...     for layer in params["layers"]:
+      ...         x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
+      ...     logits = x[:-1] @ params["embed"].T
+      ...     labels = batch[1:]
+      ...     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+      ...     return losses.mean()
+      >>> layer = {"up": jnp.ones((64, 128)) / 64, "down": jnp.ones((128, 64)) / 128}
+      >>> params = {"embed": jnp.eye(32, 64), "layers": [layer] * 3}
+      >>> model = po.split_layers(loss, params, jnp.arange(16))
+      >>> params = model.stack(params)
+      >>> tx = po.paged_adamw(1e-3)
+      >>> args = params, tx.init(params), model.workspace(params), jnp.arange(16)
+      >>> step = po.jit_step(po.layerwise_step(model, tx), *args)
+      >>> params, state, workspace, output = step(*args)
+      >>> params["layers"]["up"].shape, len(model.unstack(params)["layers"])
+      ((3, 64, 128), 3)
+    """
+    refuse_no_function("loss", loss)
+    refuse_no_arrays("params", params)
+    frozen_shapes = None if frozen is None else jax.tree.map(abstract, frozen)
+    known = Loss(loss, jax.tree.map(abstract, params), frozen_shapes)
+    found = known.found(batch, layers, None)
+    functions = _Functions(known, found, {_key(batch): Functions.of(found.pieces)})
+    return SplitModel(
+        functions.prologue, functions.layer, functions.epilogue, functions
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Traced:
-    """A loss that is traced, and whose parameters are numbered.
+class _Functions:
+    """The three functions, for batches of any shapes.
 
     Attributes:
-      flat: Its equations. The parameters are its first values.
-      leaves: For each parameter whether it is frozen, and its names.
-      output: The structure of what it returns.
-      shapes: The batch that it was traced with, or its shapes.
+      loss: The user's loss.
+      found: Its layers.
+      by_shapes: The functions that have been made, by the batch's shapes. They follow
+        from the loss and these shapes alone.
     """
 
-    flat: Flat
-    leaves: tuple[tuple[bool, tuple[str, ...]], ...]
-    output: PyTreeDef
+    loss: Loss
+    found: Found
+    by_shapes: dict[Hashable, Functions]
+
+    def stacking(self, *, frozen: bool) -> Stacking:
+        """How the parameters are stacked, or those that are not trained."""
+        loss = self.loss
+        tree = loss.frozen if frozen else loss.params
+        flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+        first = len(jax.tree.leaves(loss.params)) if frozen else 0
+        stacks = {
+            names: Stack(tuple(n - first for n in stack.leaves), stack.axis)
+            for (kind, names), stack in self.found.stacks.items()
+            if kind == frozen
+        }
+        taken = {n for stack in stacks.values() for n in stack.leaves}
+        rest = {
+            split_names(path): n for n, (path, _) in enumerate(flat) if n not in taken
+        }
+        return Stacking(
+            "frozen" if frozen else "params",
+            structure,
+            tuple(path for path, _ in flat),
+            tuple(x.shape for _, x in flat),
+            stacks,
+            rest,
+        )
+
+    def prologue(self, rest: PyTree, *given: PyTree) -> tuple[list[Array], PyTree]:
+        """The first layer's input, and what all layers see."""
+        functions = self._of(given[-1])
+        x, context = functions.prologue(self._numbered(rest, given))
+        return x, (functions, context)
+
+    def layer(self, weights: PyTree, *given: PyTree) -> tuple[list[Array], list[Array]]:
+        """The next layer's input, and what is kept."""
+        *frozen, x, (functions, context), i = given
+        trees = weights, *frozen
+
+        def weight(member: Member) -> Array:
+            kind, names = member
+            (leaf,) = unnested(trees[kind], [names])
+            return leaf
+
+        return functions.layer(weight, x, context, i)
+
+    def epilogue(self, rest: PyTree, *given: PyTree) -> PyTree:
+        """What the loss returns."""
+        *frozen, x, kept, batch = given
+        numbers = self._numbered(rest, (*frozen, batch))
+        results = self._of(batch).epilogue(numbers, x, kept)
+        return jax.tree.unflatten(self.found.output, results)
+
+    def _of(self, batch: PyTree) -> Functions:
+        key = _key(batch)
+        if key not in self.by_shapes:
+            stacked = isinstance(next(iter(self.found.stacks.values())).axis, int)
+            found = self.loss.found(batch, self.found.name, stacked)
+            self.by_shapes[key] = Functions.of(found.pieces)
+        return self.by_shapes[key]
+
+    def _numbered(self, rest: PyTree, given: Sequence[PyTree]) -> dict[int, ArrayLike]:
+        """The parameters outside the layers, and the batch, by number."""
+        *frozen, batch = given
+        numbers: dict[int, ArrayLike] = {}
+        first = 0
+        for tree, is_frozen in ((rest, False), *((x, True) for x in frozen)):
+            stacking = self.stacking(frozen=is_frozen)
+            leaves = unnested(tree["rest"], stacking.rest) if stacking.rest else []
+            places = (first + n for n in stacking.rest.values())
+            numbers.update(zip(places, leaves, strict=True))
+            first += len(stacking.paths)
+        numbers.update(enumerate(jax.tree.leaves(batch), first))
+        return numbers
 
 
-def _try(traced: Traced, layers: Layers, latest: bool) -> Pieces:
-    flat = traced.flat
-    members = [list(each.values()) for each in layers.members]
-    depends = Depends.of(flat, range(len(traced.leaves)), members)
-    cuts = Cuts.of(depends, latest=latest)
-    member = {n: name for each in layers.members for name, n in each.items()}
-    return assembled(Stages.found(cuts, member))
+@dataclasses.dataclass(frozen=True, eq=False)
+class SplitModel(LayerwiseModel):
+    """A loss that is taken apart; what `split_layers` returns."""
+
+    _functions: _Functions
+
+    def stack(
+        self, params: PyTree, *, on_host: bool = False, min_size: int | str = "256KiB"
+    ) -> dict[str, PyTree]:
+        """The parameters with those of the layers stacked, leaf by leaf.
+
+        Args:
+          params: The parameters, as the loss takes them, or their shapes. NumPy arrays
+            go to the host without a detour.
+          on_host: Whether the layers' parameters go to host memory; see `offload`.
+          min_size: Leaves of fewer bytes a layer stay on the device.
+
+        Returns:
+          `{"layers": ..., "rest": ...}`: nested dicts of the paths' names. Each leaf of
+          the layers has a leading axis for them.
+
+        Raises:
+          ValueError: If the tree is not the one that was split.
+        """
+        stacking = self._functions.stacking(frozen=False)
+        return stacking.stacked(params, on_host=on_host, min_size=min_size)
+
+    def stack_frozen(
+        self, frozen: PyTree, *, on_host: bool = False, min_size: int | str = "256KiB"
+    ) -> dict[str, PyTree]:
+        """The frozen parameters, stacked as `stack` does: a step takes them last.
+
+        Args:
+          frozen: The frozen parameters, as the loss takes them, or their shapes.
+          on_host: As for `stack`.
+          min_size: As for `stack`.
+
+        Returns:
+          As of `stack`.
+
+        Raises:
+          ValueError: If the tree is not the one that was split.
+        """
+        stacking = self._functions.stacking(frozen=True)
+        return stacking.stacked(frozen, on_host=on_host, min_size=min_size)
+
+    def unstack(self, params: PyTree) -> PyTree:
+        """The parameters as the loss takes them.
+
+        Args:
+          params: What `stack` returned, or a step.
+
+        Returns:
+          The tree. What was on the host is there.
+        """
+        return self._functions.stacking(frozen=False).unstacked(params)
+
+    def __str__(self) -> str:
+        return described(self._functions.loss, self._functions.found)
+
+
+def _key(batch: PyTree) -> Hashable:
+    """The structure and the types of a batch."""
+    leaves, structure = jax.tree.flatten(batch)
+    types = [jax.typeof(x) if not hasattr(x, "dtype") else x for x in leaves]
+    return structure, tuple((tuple(x.shape), str(x.dtype)) for x in types)

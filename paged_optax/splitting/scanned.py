@@ -1,0 +1,230 @@
+"""Layers that are a scan over stacked parameters."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax import lax
+from jax.typing import ArrayLike
+
+from paged_optax.analysis.equation import Constant, Equation, Operand
+from paged_optax.analysis.flat import ELEMENTWISE, Flat
+from paged_optax.analysis.program import Program
+from paged_optax.splitting.cut import nbytes_of
+from paged_optax.splitting.depends import SplitError
+from paged_optax.splitting.find import Member, Names
+from paged_optax.splitting.pieces import (
+    Carried,
+    Fixed,
+    FromCarry,
+    FromKept,
+    FromTable,
+    Kind,
+    Pieces,
+    Role,
+    Seen,
+    Weight,
+)
+from paged_optax.splitting.stacking import Stack
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    """What a model does with a stack of parameters before it scans over them.
+
+    Attributes:
+      leaf: The parameter.
+      axis: Its axis that is the layers'.
+      steps: What is done with each layer of it: an equation, or a permutation of axes.
+    """
+
+    leaf: int
+    axis: int
+    steps: tuple[Equation | tuple[int, ...], ...]
+
+    def __call__(self, x: ArrayLike) -> ArrayLike:
+        """One layer of the stack, prepared."""
+        for step in self.steps:
+            if isinstance(step, tuple):
+                x = lax.transpose(x, step)
+                continue
+            operands = [o.value if isinstance(o, Constant) else x for o in step.inputs]
+            (x,) = step.bind(operands, None)
+        return x
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Body:
+    """What one turn of a scan computes, of parameters as they are."""
+
+    program: Program
+    prepared: Sequence[_Prepared | None]
+
+    def __call__(self, arguments: Sequence[ArrayLike]) -> Sequence[ArrayLike]:
+        given = zip(self.prepared, arguments, strict=True)
+        return self.program([x if prepare is None else prepare(x) for prepare, x in given])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scan:
+    """A scan over stacked parameters.
+
+    Attributes:
+      flat: The loss.
+      equation: The scan.
+      over: For each array that is scanned over the parameter that it is, or None.
+      name: What the paths of the parameters begin with.
+      stacks: The parameters, by what they are within a layer.
+      nbytes: Their bytes.
+    """
+
+    flat: Flat
+    equation: Equation
+    over: tuple[_Prepared | None, ...]
+    name: str
+    stacks: Mapping[Member, Stack]
+    nbytes: int
+
+    @property
+    def length(self) -> int:
+        """How many layers there are."""
+        return self._traced["length"]
+
+    @property
+    def _traced(self) -> Mapping:
+        assert self.equation.traced is not None
+        return self.equation.traced.params
+
+    def pieces(self) -> Pieces:
+        """What the layers compute, and what they are given.
+
+        Raises:
+          SplitError: If the scan is in reverse.
+        """
+        params = self._traced
+        if params["reverse"]:
+            raise SplitError(
+                f"the scan over layers at {self.equation.where} is in reverse: turn the"
+                " stack, and scan forward, jnp.flip(stack, 0)."
+            )
+        body = Flat(params["jaxpr"], checkpoints=False, derivatives=False)
+        if [e.primitive.name for e in body.equations] == ["remat2"]:
+            # A step computes each layer again anyway, and once is enough.
+            body = Flat(params["jaxpr"], checkpoints=True, derivatives=False)
+        producer = {x: n for n, e in enumerate(body.equations) for x in e.outputs}
+        program, arguments = body.program(body.outputs, lambda _: True, producer, ())
+        constants, carried = params["num_consts"], params["num_carry"]
+        inputs = self.equation.inputs
+        tables: list[Operand] = []
+        member = {stack.leaves[0]: name for name, stack in self.stacks.items()}
+        roles: list[Role] = []
+        prepared: list[_Prepared | None] = []
+        for x in arguments:
+            ready = None
+            if x in body.constants:
+                role: Role = Fixed(body.constants[x])
+            elif x < constants:
+                role = _seen(inputs[x])
+            elif x < constants + carried:
+                role = Carried(x - constants)
+            elif (ready := self.over[x - constants - carried]) is not None:
+                role = Weight(member[ready.leaf])
+            else:
+                role = FromTable(len(tables))
+                tables.append(inputs[x])
+            roles.append(role)
+            prepared.append(ready)
+        results = range(len(body.outputs))
+        kind = Kind(
+            _Body(program, prepared),
+            tuple(roles),
+            tuple(results[:carried]),
+            tuple(results[carried:]),
+        )
+        outputs = self.equation.outputs
+        after = {x: FromCarry(k) for k, x in enumerate(outputs[:carried])}
+        after |= {x: FromKept(k, None) for k, x in enumerate(outputs[carried:])}
+        aval = self.flat.avals
+        kept = [_one(aval[x]) for x in outputs[carried:]]
+        return Pieces(
+            flat=self.flat,
+            kinds=(kind,),
+            kind_of=(0,) * self.length,
+            initial=tuple(inputs[constants : constants + carried]),
+            carried=tuple(aval[x] for x in outputs[:carried]),
+            tables=tuple(tables),
+            kept=tuple(kept),
+            after=after,
+            inside=frozenset(outputs),
+        )
+
+
+def _seen(x: Operand) -> Role:
+    return Fixed(x.value) if isinstance(x, Constant) else Seen(x)
+
+
+def _one(aval: jax.core.ShapedArray) -> jax.core.ShapedArray:
+    return aval.update(shape=aval.shape[1:])
+
+
+def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
+    """All scans over parameters, the largest first.
+
+    Args:
+      flat: The loss. Its first values are the parameters.
+      leaves: For each parameter whether it is frozen, and its names.
+    """
+    producer = {x: n for n, e in enumerate(flat.equations) for x in e.outputs}
+    found: list[Scan] = []
+    for equation in flat.equations:
+        if equation.primitive.name != "scan" or equation.traced is None:
+            continue
+        params = equation.traced.params
+        first = params["num_consts"] + params["num_carry"]
+        over = [_prepared(flat, producer, x, len(leaves)) for x in equation.inputs[first:]]
+        chosen = {x.leaf: x for x in over if x is not None}
+        if not any(not leaves[n][0] for n in chosen) or params["length"] < 2:
+            continue
+        common = _common([leaves[n][1] for n in chosen])
+        stacks: dict[Member, Stack] = {}
+        for n, x in chosen.items():
+            frozen, names = leaves[n]
+            stacks[frozen, names[len(common) :]] = Stack((n,), x.axis)
+        size = sum(nbytes_of(flat, n) for n in chosen)
+        found.append(Scan(flat, equation, tuple(over), "/".join(common), stacks, size))
+    return sorted(found, key=lambda scan: -scan.nbytes)
+
+
+def _common(names: Sequence[Names]) -> Names:
+    """What all names begin with; of one name, all but its last part."""
+    first, shortest = names[0], min(len(each) - 1 for each in names)
+    same = (k for k in range(shortest) if any(x[k] != first[k] for x in names))
+    return first[: next(same, shortest)]
+
+
+def _prepared(
+    flat: Flat, producer: Mapping[int, int], x: Operand, count: int
+) -> _Prepared | None:
+    """The parameter that an array is, and what has been done with it; None: no one."""
+    axis, steps = 0, list[Equation | tuple[int, ...]]()
+    while not isinstance(x, Constant) and x >= count:
+        n = producer.get(x)
+        if n is None:
+            return None
+        equation = flat.equations[n]
+        given = [y for y in equation.inputs if not isinstance(y, Constant)]
+        name, shape = equation.primitive.name, flat.shape(x)
+        if len(given) != 1 or len(equation.outputs) != 1:
+            return None
+        if name == "transpose":
+            order = dict(equation.params)["permutation"]
+            assert isinstance(order, tuple)
+            own = order[axis]
+            steps.append(tuple(k - (k > own) for k in order if k != own))
+            axis = own
+        elif name in ELEMENTWISE and flat.is_elementwise(equation, shape):
+            steps.append(equation)
+        elif name != "sharding_constraint":
+            return None
+        x = given[0]
+    return None if isinstance(x, Constant) else _Prepared(x, axis, tuple(steps[::-1]))

@@ -1,0 +1,177 @@
+"""A loss that is traced, and the layers that are found in it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+from jax.extend import core
+from jaxtyping import PyTree
+
+from paged_optax.analysis.equation import Constant, Equation, Operand
+from paged_optax.analysis.flat import Flat, trace
+from paged_optax.backend.types import PyTreeDef
+from paged_optax.splitting.assemble import assembled
+from paged_optax.splitting.cut import Cuts
+from paged_optax.splitting.depends import Depends, SplitError
+from paged_optax.splitting.find import (
+    Layers,
+    Member,
+    Names,
+    named,
+    numbered,
+    split_names,
+)
+from paged_optax.splitting.pieces import Pieces
+from paged_optax.splitting.scanned import Scan, scans
+from paged_optax.splitting.stacking import Stack
+from paged_optax.splitting.stages import Stages
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """The layers of a loss.
+
+    Attributes:
+      name: What their paths begin with.
+      pieces: The loss, cut.
+      stacks: Their parameters, by what they are within a layer.
+      output: The structure of what the loss returns.
+    """
+
+    name: str
+    pieces: Pieces
+    stacks: Mapping[Member, Stack]
+    output: PyTreeDef
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loss:
+    """A user's loss, and what it is given.
+
+    Attributes:
+      function: The loss.
+      params: Shapes of the parameters.
+      frozen: Shapes of those that are not trained; None: the loss takes none.
+    """
+
+    function: Callable[..., PyTree]
+    params: PyTree
+    frozen: PyTree | None
+
+    @property
+    def leaves(self) -> tuple[tuple[bool, Names], ...]:
+        """For each parameter whether it is frozen, and its names."""
+        flat = jax.tree_util.tree_flatten_with_path
+        return tuple(
+            (frozen, split_names(path))
+            for frozen, tree in ((False, self.params), (True, self.frozen))
+            for path, _ in flat(tree)[0]
+        )
+
+    def found(self, batch: PyTree, layers: str | None, stacked: bool | None) -> Found:
+        """Traces the loss, and finds its layers.
+
+        Args:
+          batch: A batch, or its shapes.
+          layers: The path or prefix of the layers; None: the largest.
+          stacked: Whether they are a scan over stacked parameters; None: whichever are
+            larger.
+
+        Raises:
+          SplitError: If there are none, or if they cannot be cut.
+        """
+        frozen = () if self.frozen is None else (self.frozen,)
+        closed, shapes = trace(self.function, self.params, *frozen, batch)
+        _refuse_effects(closed.jaxpr)
+        leaves = self.leaves
+        avals = [x.aval for x in closed.jaxpr.invars[: len(leaves)]]
+        flat = Flat(closed, checkpoints=False, derivatives=False)
+        lists = [] if stacked else numbered(leaves, avals)
+        over = [] if stacked is False else scans(flat, leaves)
+        candidates = sorted([*over, *lists], key=lambda x: -x.nbytes)
+        if layers is not None:
+            names = [x.name for x in candidates]
+            candidates = [x for x in candidates if named(layers)(x.name)]
+            if not candidates:
+                raise SplitError(
+                    f"layers={layers!r} names no layers of these parameters: those that"
+                    f" are numbered and alike, or scanned over, are {names}."
+                )
+        if not candidates:
+            raise SplitError(
+                "no layers are found: neither are there subtrees of the parameters that"
+                " are numbered and alike, nor does the loss scan over stacked ones, of"
+                " two layers or more. LayerwiseModel(prologue, layer, epilogue) takes a"
+                " model by hand."
+            )
+        errors: list[SplitError] = []
+        output = jax.tree.structure(shapes)
+        for candidate in candidates:
+            try:
+                if isinstance(candidate, Scan):
+                    pieces, stacks = candidate.pieces(), candidate.stacks
+                else:
+                    pieces, stacks = _cut(closed, flat, leaves, candidate)
+            except SplitError as error:
+                errors.append(error)
+                continue
+            return Found(candidate.name, pieces, stacks, output)
+        raise errors[0]
+
+
+class _WithoutOuterCheckpoints(Flat):
+    """A loss whose layers are not computed again as a whole: a step does that."""
+
+    def __init__(self, closed: core.ClosedJaxpr, layers: Layers):
+        self.members = [set(each.values()) for each in layers.members]
+        super().__init__(closed, checkpoints=False, derivatives=False)
+
+    def _inlines(self, eqn: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
+        if eqn.primitive.name != "remat2" or eqn.params["policy"] is not None:
+            return super()._inlines(eqn, operands)
+        values = {x for x in operands if not isinstance(x, Constant)}
+        return any(2 * len(values & each) > len(each) for each in self.members)
+
+
+def _cut(
+    closed: core.ClosedJaxpr,
+    flat: Flat,
+    leaves: Sequence[tuple[bool, Names]],
+    layers: Layers,
+) -> tuple[Pieces, dict[Member, Stack]]:
+    """A loss, cut between layers that have parameters of their own.
+
+    Where a layer ends or begins with what keeps its size, either may be cut: the cut
+    that leaves fewer kinds of layers is taken.
+    """
+    if any(e.primitive.name == "remat2" for e in flat.equations):
+        flat = _WithoutOuterCheckpoints(closed, layers)
+    members = [list(each.values()) for each in layers.members]
+    depends = Depends.of(flat, range(len(leaves)), members)
+    member = {n: name for each in layers.members for name, n in each.items()}
+    best: Pieces | None = None
+    for latest in (True, False):
+        cuts = Cuts.of(depends, latest=latest)
+        pieces = assembled(Stages.found(cuts, member))
+        if best is None or len(pieces.kinds) < len(best.kinds):
+            best = pieces
+        if len(best.kinds) == 1:
+            break
+    assert best is not None
+    turns = sorted(layers.members, key=lambda each: depends.layer[min(each.values())])
+    stacks = {
+        name: Stack(tuple(each[name] for each in turns)) for name in layers.members[0]
+    }
+    return best, stacks
+
+
+def _refuse_effects(jaxpr: core.Jaxpr) -> None:
+    """Refuses what a loss does besides returning values."""
+    for eqn in jaxpr.eqns:
+        if {type(x).__name__ for x in eqn.effects} - {"NamedAxisEffect"}:
+            where = Equation(eqn.primitive, (), (), (), eqn).where
+            raise SplitError(
+                f"the loss has an effect besides its results, `{eqn.primitive.name}` at"
+                f" {where}: a print, a callback or a check would run twice for each"
+                " layer, or not at all. Leave it out of the loss that is trained."
+            )
