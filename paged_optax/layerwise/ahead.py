@@ -20,7 +20,9 @@ from paged_optax.layerwise.groups import Group
 from paged_optax.layerwise.layer_update import Applied
 from paged_optax.layerwise.model import Entered, Forward, stored
 from paged_optax.layerwise.segments import in_segments
+from paged_optax.layerwise.frozen import Shares
 from paged_optax.layerwise.slices import LayerIndex, put, slab, upwards
+from paged_optax.layerwise.weights import Slabs
 
 Living = TypeVar("Living", bound=PyTree)
 
@@ -48,12 +50,15 @@ class Coming(NamedTuple):
       fetched: What the next group is updated from; None if no group is left.
       updated: The new values of those parameters of the layer being updated that wait
         on the host, by their positions. It has those of the groups updated so far.
+      frozen: The frozen parameters of that layer that come from the host, as far as
+        they have come.
     """
 
     slots: list[Stored]
     stacks: list[Array]
     fetched: Fetched | None
     updated: dict[int, Array]
+    frozen: dict[int, Array]
 
 
 # The layer's input, all inputs so far, what is kept so far, and what travels.
@@ -69,11 +74,18 @@ class Ahead:
       gradients: The gradients of all layers, stacked, and those of the parameters that
         are updated with the layers.
       clipped: `clipped(n, g)` returns what to update by, of leaf n's gradient.
+      frozen: The layers' frozen parameters.
     """
 
     applied: Applied
     gradients: Sequence[Array]
     clipped: Callable[[int, Array], Array]
+    frozen: Sequence[Array]
+
+    @property
+    def shares(self) -> Shares:
+        """The frozen parameters, in as many shares as there are groups."""
+        return Shares(self.frozen, len(self.groups))
 
     @property
     def groups(self) -> Sequence[Group]:
@@ -96,15 +108,16 @@ class Ahead:
         x, inputs, keep, context, run = entered
         count, length, last = len(stacks), self.applied.length, len(self.groups) - 1
 
-        def weights_of(i: LayerIndex, flow: Coming) -> tuple[Coming, list[Array]]:
+        def weights_of(i: LayerIndex, flow: Coming) -> tuple[Coming, Slabs]:
             """Layer i's parameters, read before the next layer's are written."""
-            held = flow.updated
+            held, frozen = flow.updated, self.shares.slabs(flow.frozen, i)
             layers = dict(enumerate(flow.stacks[:count]))
             slabs = [held[n] if n in held else slab(x, i) for n, x in layers.items()]
             here = {n: x for n, x in layers.items() if n not in held}
             slabs, here = together((slabs, here))
             each = [here.get(n, x) for n, x in enumerate(flow.stacks)]
-            return flow._replace(stacks=each, updated={}), slabs
+            flow = flow._replace(stacks=each, updated={}, frozen={})
+            return flow, (slabs, frozen)
 
         def turn(
             i: LayerIndex, following: LayerIndex | None, carry: _Carried
@@ -125,7 +138,7 @@ class Ahead:
             flow, (x, made) = self._arrived(last, flow, results)
             return x, inputs, stored(keep, made, i), flow
 
-        flow = Coming(self.applied.slots, [*stacks, *others], None, {})
+        flow = Coming(self.applied.slots, [*stacks, *others], None, {}, {})
         flow = flow._replace(fetched=self._fetched(flow, 0, 0))
         for k in range(len(self.groups)):
             flow, _ = self._begun(k, flow, 0, 1, ())
@@ -147,7 +160,7 @@ class Ahead:
             for group in self.groups
         ]
         coming = [x + y for x, y in zip(leaving, gradients, strict=True)]
-        return ends_of(leaving, coming)
+        return ends_of(leaving, coming, self.shares.sizes)
 
     def _fetched(self, flow: Coming, k: int, i: LayerIndex) -> Fetched:
         """Begins to fetch what group k of layer i is updated from."""
@@ -201,7 +214,8 @@ class Ahead:
             if n in waiting:
                 updated[n] = leaf
             stacks[n] = put(stacks[n], leaf, i)
-        flow = Coming(slots, stacks, None, updated)
+        frozen = flow.frozen | self.shares.fetched(k, i)
+        flow = Coming(slots, stacks, None, updated, frozen)
         last = k + 1 == len(self.groups)
         layer = after if last else i
         if layer is None:
@@ -216,12 +230,13 @@ class Ahead:
         slots = {n: flow.slots[n] for n in (*here.slots, *after.slots)}
         leaves = (*here.leaves, *after.leaves)
         stacks = {n: x for n in leaves if on_host(x := flow.stacks[n])}
-        (slots, stacks, fetched), living = together(
-            ((slots, stacks, flow.fetched), living)
+        (slots, stacks, fetched, frozen), living = together(
+            ((slots, stacks, flow.fetched, flow.frozen), living)
         )
         each = lambda values, new: [new.get(n, x) for n, x in enumerate(values)]
         return flow._replace(
             slots=each(flow.slots, slots),
             stacks=each(flow.stacks, stacks),
             fetched=fetched,
+            frozen=frozen,
         ), living

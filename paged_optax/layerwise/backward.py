@@ -21,7 +21,7 @@ from paged_optax.layerwise.model import (
 from paged_optax.layerwise.norms import widened
 from paged_optax.layerwise.segments import in_segments
 from paged_optax.layerwise.slices import Carry, LayerIndex, downwards, kept, put, slab
-from paged_optax.layerwise.weights import Weights
+from paged_optax.layerwise.weights import Fetched, Slabs, Weights
 from paged_optax.layerwise.workspace import GradientWorkspace
 
 #: One layer's turn: `visit(carry, i, slabs, gradients)` returns the next carry, and the
@@ -32,7 +32,7 @@ Visit = Callable[
 
 # What is visited with, the gradients on their way to the prologue, the stacks, and what
 # is fetched ahead.
-_Carried = tuple[Carry, ByPrologue, list[Array], list[Array | None]]
+_Carried = tuple[Carry, ByPrologue, list[Array], Fetched]
 
 # Beside what else goes on: the parameters that came from the host, of the layer that is
 # to be updated.
@@ -50,19 +50,24 @@ def written(
 
 
 def _each_with(
-    gradients: PyTree[Array], ahead: Sequence[Array | None]
-) -> tuple[PyTree[Array], list[Array | None]]:
+    gradients: PyTree[Array], back: ByPrologue, ahead: Fetched
+) -> tuple[PyTree[Array], ByPrologue, Fetched]:
     """Ties each matrix of the following layer to this layer's gradient of it.
 
     So the matrix travels while the gradients are computed. It is read from the stack
     before this layer's matrix is written there. Otherwise XLA would copy the stack.
+    Frozen matrices are tied to what the following layer begins with.
     """
     flat, structure = jax.tree.flatten(gradients)
+    trained, frozen = ahead
     pairs = [
         (g, a) if a is None else lax.optimization_barrier((g, a))
-        for g, a in zip(flat, ahead, strict=True)
+        for g, a in zip(flat, trained, strict=True)
     ]
-    return jax.tree.unflatten(structure, [g for g, _ in pairs]), [a for _, a in pairs]
+    if any(a is not None for a in frozen):
+        back, frozen = lax.optimization_barrier((back, frozen))
+    gradients = jax.tree.unflatten(structure, [g for g, _ in pairs])
+    return gradients, back, ([a for _, a in pairs], frozen)
 
 
 class Bundle:
@@ -154,18 +159,18 @@ class Bundle:
             i: LayerIndex, following: LayerIndex | None, carry: _Carried[Carry]
         ) -> _Carried[Carry]:
             inner, back, stacks, ahead = carry
-            fetched = weights.slabs(stacks, i, ahead)
+            fetched, frozen = weights.slabs(stacks, i, ahead)
             ahead = weights.fetched(stacks, following)
             x = jax.tree.map(lambda to: slab(to, i)[0], self.inputs)
             dkept = jax.tree.map(lambda to: slab(to, i)[0], self.dkept)
-            gradients, back = self._pull(fetched, x, i, back, dkept)
+            gradients, back = self._pull((fetched, frozen), x, i, back, dkept)
             # Or XLA:CPU fuses the products into the update, and copies the stacks.
             gradients, fetched, back = lax.platform_dependent(
                 (gradients, fetched, back),
                 cpu=lax.optimization_barrier,
                 default=lambda values: values,
             )
-            gradients, ahead = _each_with(gradients, ahead)
+            gradients, back, ahead = _each_with(gradients, back, ahead)
             inner, new = visit(inner, i, fetched, gradients)
             if all(a is b for a, b in zip(new, fetched, strict=True)):
                 stacks, _ = kept(stacks, fetched, i)
@@ -216,7 +221,7 @@ class Bundle:
             return jax.tree.map(cut, self.inputs), jax.tree.map(cut, self.dkept)
 
         def made(
-            slabs: list[Array],
+            slabs: Slabs,
             x: PyTree[Array],
             back: ByPrologue,
             dkept: list[Array],
@@ -228,7 +233,7 @@ class Bundle:
             i: LayerIndex, following: LayerIndex | None, carry: _Pipelined[Carry]
         ) -> _Pipelined[Carry]:
             inner, back, flow, held = carry
-            fetched = flow.weights
+            fetched, frozen = flow.weights, update.shares.slabs(flow.frozen, i)
             layers = dict(enumerate(flow.stacks[: len(self.stacks)]))
             slabs = [
                 fetched[n] if n in fetched else slab(x, i) for n, x in layers.items()
@@ -236,7 +241,8 @@ class Bundle:
             stacks = {n: x for n, x in layers.items() if n not in fetched}
             slabs, stacks = lax.optimization_barrier((slabs, stacks))
             flow = flow._replace(
-                stacks=[stacks.get(n, x) for n, x in enumerate(flow.stacks)]
+                stacks=[stacks.get(n, x) for n, x in enumerate(flow.stacks)],
+                frozen={},
             )
             now = Turn(i + 1, held, gradients_of(inner, i + 1), i, following)
 
@@ -247,14 +253,15 @@ class Bundle:
                 return living
 
             x, dkept = at(i)
-            flow, given = update.begun(0, flow, now, (slabs, x, back, dkept, i))
+            given = (slabs, frozen), x, back, dkept, i
+            flow, given = update.begun(0, flow, now, given)
             results = in_segments(made, given, update.ends, between)
             k = len(update.groups) - 1
             flow, (gradients, back) = update.arrived(k, flow, results)
             return visit(inner, i, gradients), back, flow, fetched
 
         slabs = self.weights.slabs(self.stacks, last)
-        held = {n: x for n, x in enumerate(slabs) if on_host(self.stacks[n])}
+        held = {n: x for n, x in enumerate(slabs[0]) if on_host(self.stacks[n])}
         flow = update.started([*self.stacks, *others], last)
         x, dkept = at(last)
         dcontext = jax.tree.map(jnp.zeros_like, parted(self.context, self.learned)[0])
@@ -262,23 +269,25 @@ class Bundle:
         gradients, back = self._pull(slabs, x, jnp.int32(last), back, dkept)
         flow, (gradients, back) = update.arrived(-1, flow, (gradients, back))
         carry = visit(start, last, gradients), back, flow, held
-        inner, back, flow, held = downwards(last, turn, carry, following=bool(held))
+        inner, back, flow, held = downwards(
+            last, turn, carry, following=self.weights.ahead
+        )
         flow = update.alone(flow, Turn(0, held, gradients_of(inner, 0)))
         return inner, flow, back
 
     def _pull(
         self,
-        slabs: Sequence[Array],
+        slabs: Slabs,
         x: PyTree[Array],
         i: LayerIndex,
         back: ByPrologue,
         dkept: list[Array],
     ) -> tuple[PyTree[Array], ByPrologue]:
         """One layer's gradients; and those by its input, and so far by the context."""
-        weights = self.weights.of(slabs)
+        weights, frozen = self.weights.of(slabs)
         dx, dcontext = back
         pull = lambda x, context, dx, dkept: self.model.pull(
-            weights, x, context, self.learned, i, dx, dkept
+            weights, frozen, x, context, self.learned, i, dx, dkept
         )
         more = lambda made: jax.tree.map(jnp.add, dcontext, made)
         narrow = lambda g: jax.tree.unflatten(

@@ -18,6 +18,7 @@ from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.groups import Group
 from paged_optax.layerwise.layer_update import Applied
+from paged_optax.layerwise.frozen import Shares
 from paged_optax.layerwise.slices import LayerIndex, put, slab
 
 Living = TypeVar("Living", bound=PyTree)
@@ -32,12 +33,14 @@ class Flow(NamedTuple):
       moments: Those of the group that is to be updated next.
       weights: Of the layer whose gradients are made next, the leaves that come from the
         host, by their positions, as far as they have come.
+      frozen: Of that layer, the frozen leaves that come from the host.
     """
 
     slots: list[Stored]
     stacks: list[Array]
     moments: list[Stored]
     weights: dict[int, Array]
+    frozen: dict[int, Array]
 
 
 class Turn(NamedTuple):
@@ -76,9 +79,16 @@ class Beside:
 
     Attributes:
       applied: The transformation.
+      frozen: The layers' frozen parameters.
     """
 
     applied: Applied
+    frozen: Sequence[Array]
+
+    @property
+    def shares(self) -> Shares:
+        """The frozen parameters, in as many shares as there are groups."""
+        return Shares(self.frozen, len(self.groups))
 
     @property
     def groups(self) -> Sequence[Group]:
@@ -92,7 +102,7 @@ class Beside:
         Each segment is as long as what travels beside it.
         """
         size = moving(self.applied.slots, self.groups)
-        return ends_of(size, size)
+        return ends_of(size, size, self.shares.sizes)
 
     def started(self, stacks: list[Array], i: LayerIndex) -> Flow:
         """Fetches what the first turn needs.
@@ -103,8 +113,10 @@ class Beside:
         """
         slots, parts = self.applied.slots, self.applied.length
         moments = [slab(slots[n], i, parts) for n in self.groups[0].slots]
-        weights = {n: slab(x, i - 1) for n, x in enumerate(stacks) if on_host(x)}
-        return Flow(slots, stacks, moments, weights)
+        fetched = lambda stacks: {
+            n: slab(x, i - 1) for n, x in enumerate(stacks) if on_host(x)
+        }
+        return Flow(slots, stacks, moments, fetched(stacks), fetched(self.frozen))
 
     def begun(
         self, k: int, flow: Flow, turn: Turn, living: Living
@@ -134,14 +146,15 @@ class Beside:
         fetched = (
             [] if layer is None else [slab(slots[n], layer, parts) for n in after.slots]
         )
-        coming = dict(flow.weights)
+        coming, frozen = dict(flow.weights), dict(flow.frozen)
         if turn.following is not None:
             coming |= {
                 n: slab(stacks[n], turn.following)
                 for n in after.leaves
                 if on_host(stacks[n])
             }
-        return Flow(slots, stacks, fetched, coming), living
+            frozen |= self.shares.fetched(k, turn.following)
+        return Flow(slots, stacks, fetched, coming, frozen), living
 
     def arrived(self, k: int, flow: Flow, living: Living) -> tuple[Flow, Living]:
         """Waits for what travels beside segment k, and for the segment."""
@@ -149,13 +162,11 @@ class Beside:
         slots = {n: flow.slots[n] for n in (*here.slots, *after.slots)}
         leaves = (*here.leaves, *after.leaves)
         stacks = {n: x for n in leaves if on_host(x := flow.stacks[n])}
-        (slots, stacks, moments, weights), living = together(
-            ((slots, stacks, flow.moments, flow.weights), living)
+        (slots, stacks, *fetched), living = together(
+            ((slots, stacks, flow.moments, flow.weights, flow.frozen), living)
         )
         each = lambda values, new: [new.get(n, x) for n, x in enumerate(values)]
-        flow = Flow(
-            each(flow.slots, slots), each(flow.stacks, stacks), moments, weights
-        )
+        flow = Flow(each(flow.slots, slots), each(flow.stacks, stacks), *fetched)
         return flow, living
 
     def alone(self, flow: Flow, turn: Turn) -> Flow:
@@ -174,16 +185,19 @@ def moving(slots: Sequence[Stored], groups: Sequence[Group]) -> list[int]:
     ]
 
 
-def ends_of(leaving: Sequence[int], coming: Sequence[int]) -> list[float]:
+def ends_of(
+    leaving: Sequence[int], coming: Sequence[int], shares: Sequence[int]
+) -> list[float]:
     """Where segments end, as parts of the work: as long as what travels in them.
 
-    Beside segment k group k leaves, and the group after it comes.
+    Beside segment k group k leaves, and the group after it comes, and share k.
 
     Args:
       leaving: Bytes of each group that travel to the host.
       coming: Those that travel from it.
+      shares: Bytes of each share of what is frozen.
     """
-    after = [*coming[1:], *coming[:1]]
+    after = map(sum, zip([*coming[1:], *coming[:1]], shares, strict=True))
     done = list(itertools.accumulate(map(max, zip(leaving, after, strict=True))))
     return [x / done[-1] for x in done[:-1]]
 

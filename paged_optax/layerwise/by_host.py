@@ -118,7 +118,7 @@ class ByHost(Sweeps):
             i: LayerIndex, following: LayerIndex | None, carry: Updated
         ) -> Updated:
             del following  # the moments take longer than the weights, and come alone
-            slabs = weights.slabs(carry.stacks, i)
+            slabs = [slab(x, i) for x in carry.stacks]
             gradients = self._clipped_from(host, workspace, norm, i)
             small = applied.collect(carry.small, gradients, i)
             slots, new = applied.layer(carry.slots, slabs, gradients, i)
@@ -159,7 +159,7 @@ class ByHost(Sweeps):
         batch: PyTree,
     ) -> tuple[Gathered, Measured]:
         """Adds one micro-batch's gradients to those on the host."""
-        weights = Weights(jax.tree.unflatten(weights.structure, gathered.stacks))
+        weights = weights.holding(gathered.stacks)
         bare, before = gathered.workspace, gathered.weight
         last = number == count - 1
         one = Bundle(self.model, weights, rest, batch, bare, False, before, last=last)

@@ -148,7 +148,10 @@ class Deferred(ByHost):
         joined = lambda others: self.parts.joined(weights.stacks, others)
         gradients = joined(self.parts.others(pending.rest))
         forward, slots, made = Ahead(
-            applied, [*host, *(gradients[n] for n in applied.early)], clipped
+            applied,
+            [*host, *(gradients[n] for n in applied.early)],
+            clipped,
+            weights.frozen,
         ).forward(entered, weights.stacks, [joined(others)[n] for n in applied.early])
         early = dict(zip(applied.early, made, strict=True))
         others = [

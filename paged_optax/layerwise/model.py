@@ -13,9 +13,10 @@ from jaxtyping import Bool, Float, PyTree
 
 from paged_optax.backend.given import shown
 from paged_optax.backend.memory import HOST
+from paged_optax.layerwise.frozen import Frozen
 from paged_optax.layerwise.loss import WeightedLoss, over, parted_loss
 from paged_optax.layerwise.slices import LayerIndex, kept, put, upwards
-from paged_optax.layerwise.weights import Weights
+from paged_optax.layerwise.weights import Fetched, Slabs, Weights
 
 #: The parameters without the layers', by name.
 Rest = Mapping[Hashable, PyTree]
@@ -26,7 +27,7 @@ Merge = Callable[[Sequence[Array]], PyTree]
 
 # A layer's input, all inputs so far, what is kept so far, the stacks, and what is
 # fetched ahead.
-_Carried = tuple[PyTree, PyTree, PyTree, list[Array], list[Array | None]]
+_Carried = tuple[PyTree, PyTree, PyTree, list[Array], Fetched]
 
 
 class Entered(NamedTuple):
@@ -44,7 +45,7 @@ class Entered(NamedTuple):
     inputs: PyTree[Array]
     kept: PyTree[Array]
     context: PyTree
-    run: Callable[[LayerIndex, Sequence[Array], PyTree], tuple[PyTree, PyTree]]
+    run: Callable[[LayerIndex, Slabs, PyTree], tuple[PyTree, PyTree]]
 
 
 class Forward(NamedTuple):
@@ -97,24 +98,44 @@ class ByPrologue(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The user's three functions."""
+    """The user's three functions.
+
+    Attributes:
+      prologue: See `layerwise_step`, as for the next two.
+      layer: As above.
+      epilogue: As above.
+      activations_on_host: Whether the layers' inputs wait in host memory.
+      frozen: The frozen parameters. None: the functions do not take any.
+    """
 
     prologue: Callable[..., PyTree]
     layer: Callable[..., PyTree]
     epilogue: Callable[..., PyTree]
     activations_on_host: bool
+    frozen: Frozen | None = None
+
+    def _all(self, rest: Rest) -> tuple[Rest, ...]:
+        """What prologue and epilogue get of parameters."""
+        return (rest,) if self.frozen is None else (rest, self.frozen.rest)
 
     def enter(self, rest: Rest, batch: PyTree) -> tuple[PyTree[Array], PyTree]:
         """The first layer's input, and the context."""
-        x, context = _pair("prologue", "x, context", self.prologue(rest, batch))
+        made = self.prologue(*self._all(rest), batch)
+        x, context = _pair("prologue", "x, context", made)
         return jax.tree.map(jnp.asarray, x), context
 
     def through(
-        self, weights: PyTree[Array], x: PyTree, context: PyTree, i: LayerIndex
+        self,
+        weights: PyTree[Array],
+        frozen: PyTree[Array],
+        x: PyTree,
+        context: PyTree,
+        i: LayerIndex,
     ) -> tuple[PyTree[Array], PyTree[Array]]:
         """One layer's output, and what it keeps."""
-        made = _pair("layer", "x, kept", self.layer(weights, x, context, i))
-        return jax.tree.map(jnp.asarray, made)
+        every = (weights,) if self.frozen is None else (weights, frozen)
+        made = self.layer(*every, x, context, i)
+        return jax.tree.map(jnp.asarray, _pair("layer", "x, kept", made))
 
     def entered(
         self,
@@ -127,7 +148,7 @@ class Model:
         x, context = each(lambda b: self.enter(rest, b), batch)
         length = weights.length
         run = lambda i, slabs, x: each(
-            lambda x, c: self.through(weights.of(slabs), x, c, i), x, context
+            lambda x, c: self.through(*weights.of(slabs), x, c, i), x, context
         )
         shapes = jax.eval_shape(
             lambda stacks, x: run(jnp.int32(0), weights.slabs(stacks, 0), x),
@@ -148,10 +169,11 @@ class Model:
             i: LayerIndex, following: LayerIndex | None, carry: _Carried
         ) -> _Carried:
             x, inputs, keep, stacks, ahead = carry
-            stacks, slabs = kept(stacks, weights.slabs(stacks, i, ahead), i)
+            slabs, frozen = weights.slabs(stacks, i, ahead)
+            stacks, slabs = kept(stacks, slabs, i)
             ahead = weights.fetched(stacks, following)
             inputs = stored(inputs, x, i)
-            x, made = entered.run(i, slabs, x)
+            x, made = entered.run(i, (slabs, frozen), x)
             return x, inputs, stored(keep, made, i), stacks, ahead
 
         x, inputs, keep, context, _ = entered
@@ -192,7 +214,9 @@ class Model:
         def loss(
             rest: Rest, inputs: list[Array], floats: list[Array]
         ) -> tuple[ArrayLike, tuple[WeightedLoss | None, PyTree]]:
-            made = self.epilogue(rest, merge_x(inputs), merge_kept(floats), batch)
+            made = self.epilogue(
+                *self._all(rest), merge_x(inputs), merge_kept(floats), batch
+            )
             value, metrics = parted_loss(made)
             if not isinstance(value, WeightedLoss):
                 return value, (None, metrics)
@@ -210,6 +234,7 @@ class Model:
     def pull(
         self,
         weights: PyTree[Array],
+        frozen: PyTree[Array],
         x: PyTree[Array],
         context: PyTree,
         learned: Sequence[bool],
@@ -224,7 +249,8 @@ class Model:
         def run(
             weights: PyTree[Array], inputs: list[Array], seen: list[Array]
         ) -> tuple[list[Array], list[Array]]:
-            x, made = self.through(weights, merge_x(inputs), merge_context(seen), i)
+            given = weights, frozen, merge_x(inputs), merge_context(seen)
+            x, made = self.through(*given, i)
             return _inexact(x)[0], _inexact(made)[0]
 
         return jax.vjp(run, weights, inputs, seen)[1]((dx, dkept))

@@ -24,13 +24,18 @@ from paged_optax.layerwise.checks import (
 )
 from paged_optax.layerwise.deferred import Deferred
 from paged_optax.layerwise.early import early_leaves
+from paged_optax.layerwise.frozen import Frozen
 from paged_optax.layerwise.guard import Guard
 from paged_optax.layerwise.layer_update import Applied
 from paged_optax.layerwise.model import Model
 from paged_optax.layerwise.norms import Norms, widest
 from paged_optax.layerwise.output import LayerwiseOutput
 from paged_optax.layerwise.parts import Parts
-from paged_optax.layerwise.stacks import from_numpy, refuse_one_by_one
+from paged_optax.layerwise.stacks import (
+    from_numpy,
+    length_of,
+    refuse_one_by_one,
+)
 from paged_optax.layerwise.sweeps import Sweeps
 from paged_optax.layerwise.workspace import GradientWorkspace
 
@@ -204,6 +209,7 @@ class LayerwiseStep:
         state: PyTree,
         workspace: GradientWorkspace,
         batch: PyTree,
+        frozen: PyTree = None,
     ) -> tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput]:
         """Trains one step.
 
@@ -212,13 +218,15 @@ class LayerwiseStep:
           state: The state that `tx.init(params)` makes.
           workspace: The workspace.
           batch: What prologue and epilogue get.
+          frozen: Parameters that are used and not trained, a mapping like `params`; see
+            `layerwise_step`.
 
         Returns:
           The new parameters, state and workspace, and a `LayerwiseOutput`. If updates
           are deferred, parameters and state are those before this step's own update.
         """
-        params = from_numpy(params)
-        given = params, state, workspace, batch
+        params, frozen = from_numpy((params, frozen))
+        given = params, state, workspace, batch, frozen
         return automatically(self._run, given, (params, state, workspace, None))
 
     def finish(
@@ -275,15 +283,20 @@ class LayerwiseStep:
         state: PyTree,
         workspace: GradientWorkspace,
         batch: PyTree,
+        frozen: PyTree,
     ) -> tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput]:
         if self._accumulate:
             refuse_other_counts(batch)
         parts, guard, norms, apply = self._taken_apart(params, state, workspace)
         accumulate, deferred = self._accumulate, workspace.pending is not None
-        way = _way(workspace)
-        run = lambda applied: way(
-            self._model, parts, applied, norms, accumulate, guard
-        )(workspace, batch)
+        way, model = _way(workspace), self._model
+        if frozen is not None:
+            length = length_of(parts.layers)
+            held = Frozen.of(frozen, self._layers, length)
+            model = dataclasses.replace(model, frozen=held)
+        run = lambda applied: way(model, parts, applied, norms, accumulate, guard)(
+            workspace, batch
+        )
         in_turn = apply()
         tell_of_moved(guard.tx, params, guard.state, workspace)
         # If a separate backward pass finds the norm, nothing overlaps. The gradients of
@@ -294,9 +307,7 @@ class LayerwiseStep:
             return run(in_turn)
         early: list[int] = []
         if not accumulate and not norms.by_layer:
-            early = early_leaves(
-                self._model.prologue, params, parts, guard.state, batch
-            )
+            early = early_leaves(model.enter, params, parts, guard.state, batch)
         try:
             beside = apply(early, True)
         except ValueError:  # a choice by shape, of what is no layer

@@ -105,12 +105,12 @@ class Sweeps:
 
         Rows of matrices that live on the host are no whole tiles on a TPU.
         """
-        weights = Weights(self.parts.layers)
-        weights.stacks = [
+        place = lambda x: (
             x if goes_in_slabs(x) or not on_host(x) else jax.device_put(x, DEVICE)
-            for x in weights.stacks
-        ]
-        return weights
+        )
+        frozen = self.model.frozen
+        both = self.parts.layers, frozen.layers if frozen else None
+        return Weights(*jax.tree.map(place, both))
 
     def _params(self, stacks: Sequence[Array], others: Sequence[Array]) -> PyTree:
         """All parameters, each where it came from."""
@@ -171,7 +171,7 @@ class Sweeps:
         )
         if self.applied.overlaps:
             (found, _, workspace, small), flow, back = one.beside(
-                Beside(self.applied), gradients_made, gradients_of, start, others
+                Beside(self.applied, weights.frozen), gradients_made, gradients_of, start, others
             )
             slots, stacks = flow.slots, flow.stacks
         else:
