@@ -119,9 +119,16 @@ class Cuts:
         several = self.depends.count > 2
         stop = self.regions[self.depends.count - 1].start if several else None
         until = lambda x: max((p for p in self.uses[x] if not stop or p < stop), default=-1)
+        # What is made before the layers is always there, but for the first one's input.
+        before = [
+            x
+            for x in self.made_in(self.regions[-1])
+            if until(x) < region.stop and min(self.uses[x], default=first) < first
+        ]
+        made = self.made_in(range(self.regions[0].start, first))
         alive = {
             x: nbytes_of(flat, x)
-            for x in self.made_in(range(self.regions[0].start, first))
+            for x in (*(before if turn == 0 else ()), *made)
             if until(x) >= first
         }
         total = sum(alive.values())

@@ -91,13 +91,16 @@ class _Matched:
         if one.primitive is not other.primitive or len(one.inputs) != len(other.inputs):
             return False
         shape = lambda e: [aval_of(self.flat, x) for x in (*e.inputs, *e.outputs)]
+        # What is made before the first layer may be a number of the program.
         if shape(one) != shape(other) or one.params != other.params:
             return False
         return all(map(self._may_be, one.inputs, other.inputs))
 
     def _may_be(self, x: Operand, y: Operand) -> bool:
-        if isinstance(x, Constant) or isinstance(y, Constant):
-            return isinstance(x, Constant) and isinstance(y, Constant)
+        if isinstance(x, Constant):
+            return isinstance(y, Constant)
+        if isinstance(y, Constant):
+            return x not in self.inside and self.fits(x, y)
         if x in self.values:
             return self.values[x] == y
         return x not in self.inside and self.fits(x, y)

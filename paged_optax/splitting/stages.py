@@ -1,7 +1,7 @@
 """Which layer each equation of a loss belongs to."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from paged_optax.analysis.equation import Constant, Operand
 from paged_optax.splitting.cut import Cuts, nbytes_of
@@ -41,7 +41,7 @@ class Stages:
         for turn, piece in enumerate(pieces):
             of.update(dict.fromkeys(piece, turn))
         _refuse_elsewhere(cuts, of)
-        return cls(cuts, members, _with_noise(cuts, of))
+        return cls(cuts, members, _with_what_layers_make(cuts, of))
 
 
 class _Search:
@@ -65,17 +65,30 @@ class _Search:
         last = None
         if first is None:
             for start in (starts := self._starts()):
-                piece = list(order[start : cuts[0]])
+                piece = self._from(start)
                 if not inner and (last := self._last([piece])) is not None:
                     first = piece
                     break
             else:
                 start = starts[0] if starts else self.cuts.regions[0].start
-                first = list(order[start : cuts[0]])
+                first = self._from(start)
         last = self._last([*inner, first]) if last is None else last
         if last is None:
             last = list(order[cuts[-1] : self._ends_at()])
         return [first, *inner, last]
+
+    def _from(self, start: int) -> list[int]:
+        """The first layer, if it begins at this place."""
+        chosen = self.cuts.order[start : self.cuts.cuts[0]]
+        producer = {x: n for n in chosen for x in self.flat.equations[n].outputs}
+        needed = {n for n in chosen if self.depends.turn(n) == 0}
+        stack = list(needed)
+        while stack:
+            given = values_in(self.flat.equations[stack.pop()])
+            more = {producer[x] for x in given if x in producer} - needed
+            needed |= more
+            stack += more
+        return [n for n in chosen if n in needed]
 
     def _leaves(self, turn: int) -> Callable[[Operand, Operand], bool]:
         """Whether a parameter stands for another layer's."""
@@ -173,9 +186,15 @@ class _Search:
             found = found_after(self.flat, template, candidates, fits)
             piece = set(found.equations.values()) if found else set()
             kept = {n for n in needed - piece if not self._may_follow(n)}
-            if found and not kept:
+            if found and not kept and self._whole(piece, candidates):
                 return [n for n in candidates if n in piece]
         return None
+
+    def _whole(self, piece: set[int], candidates: Sequence[int]) -> bool:
+        """Whether all that a piece needs of these equations is in it."""
+        others = set(candidates) - piece
+        made = {x for n in others for x in self.flat.equations[n].outputs}
+        return all(made.isdisjoint(values_in(self.flat.equations[n])) for n in piece)
 
     def _may_follow(self, n: int) -> bool:
         """Whether an equation takes no parameter itself, but what is made of some."""
@@ -217,37 +236,55 @@ def _refuse_elsewhere(cuts: Cuts, of: Mapping[int, int]) -> None:
             )
 
 
-def _with_noise(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
-    """Also the equations that depend on no parameter.
+def _with_what_layers_make(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
+    """Also the equations before the layers that only one of them needs.
 
-    What several layers need is made before them. What one layer needs is made there if
-    it is larger than what it is made of: a dropout mask, but not its key.
+    What several layers make alike, of the same, stays in each of them: a transpose of
+    an encoder's output, a mask that is broadcast. So does what is larger than what it
+    is made of: a dropout mask, but not its key.
     """
     depends = cuts.depends
-    equations = depends.flat.equations
+    flat, equations = depends.flat, depends.flat.equations
     users: dict[int, set[int]] = {}
-    for x in values_of(depends.flat.outputs):
+    for x in values_of(flat.outputs):
         users.setdefault(x, set()).add(depends.count)
-    wanted: dict[int, set[int]] = {}
+    only: dict[int, int] = {}
     for n in reversed(depends.live):
-        stage = of.get(n)
-        mine = set().union(*(users.get(x, ()) for x in equations[n].outputs))
-        wanted[n] = mine
+        wanted = set().union(*(users.get(x, ()) for x in equations[n].outputs))
+        if of.get(n, -1) >= 0:
+            wanted = {of[n]}
+        elif len(wanted) == 1 and 0 <= min(wanted) < depends.count:
+            only[n] = min(wanted)
         for x in values_in(equations[n]):
-            users.setdefault(x, set()).update(mine if stage is None else {stage})
-    stages = dict(of)
-    inside: dict[int, int] = {}
+            users.setdefault(x, set()).update(wanted)
+    repeated = _repeated(cuts, only)
+    stages, inside = dict(of), set[int]()
+    size = lambda xs: sum(nbytes_of(flat, x) for x in xs)
     for n in depends.live:
-        if n in of:
+        if of.get(n, -1) >= 0:
             continue
-        equation, only = equations[n], wanted[n]
-        given = values_in(equation)
-        size = lambda xs: sum(nbytes_of(depends.flat, x) for x in xs)
+        equation, given = equations[n], values_in(equations[n])
         grows = size(equation.outputs) > max(_SMALL, size(given))
-        follows = any(x in inside for x in given)
-        alone = len(only) == 1 and 0 <= min(only) < depends.count
+        grows = grows and not depends.is_learned(n)
         stages[n] = -1
-        if alone and (grows or follows):
-            stages[n] = min(only)
-            inside.update(dict.fromkeys(equation.outputs, stages[n]))
+        if n in only and (grows or n in repeated or not inside.isdisjoint(given)):
+            stages[n] = only[n]
+            inside.update(equation.outputs)
     return stages
+
+
+def _repeated(cuts: Cuts, only: Mapping[int, int]) -> set[int]:
+    """The equations of one layer that another layer has too, of the same operands."""
+    same: dict[int, Hashable] = {}
+    groups: dict[Hashable, list[int]] = {}
+    for n in cuts.depends.live:
+        equation = cuts.depends.flat.equations[n]
+        if n in only:
+            operands = tuple(
+                x if isinstance(x, Constant) else same.get(x, x) for x in equation.inputs
+            )
+            key = equation.primitive, equation.params, operands
+            groups.setdefault(key, []).append(n)
+            for k, x in enumerate(equation.outputs):
+                same[x] = key, k
+    return {n for each in groups.values() if len({only[n] for n in each}) > 1 for n in each}

@@ -85,7 +85,7 @@ class Loss:
         _refuse_effects(closed.jaxpr)
         leaves = self.leaves
         avals = [x.aval for x in closed.jaxpr.invars[: len(leaves)]]
-        flat = Flat(closed, checkpoints=False, derivatives=False)
+        flat = _constants_first(Flat(closed, checkpoints=False, derivatives=False))
         lists = [] if stacked else numbered(leaves, avals)
         over = [] if stacked is False else scans(flat, leaves)
         candidates = sorted([*over, *lists], key=lambda x: -x.nbytes)
@@ -119,6 +119,21 @@ class Loss:
         raise errors[0]
 
 
+def _constants_first(flat: Flat) -> Flat:
+    """The same, where sums and products have their constants first.
+
+    `total + loss` adds to a number of the program in the first layer, and to a value in
+    those after it. JAX writes the operands down in another order then.
+    """
+    flat.equations = [
+        dataclasses.replace(e, inputs=e.inputs[::-1])
+        if e.primitive.name in ("add", "mul") and isinstance(e.inputs[1], Constant)
+        else e
+        for e in flat.equations
+    ]
+    return flat
+
+
 class _WithoutOuterCheckpoints(Flat):
     """A loss whose layers are not computed again as a whole: a step does that."""
 
@@ -145,19 +160,16 @@ def _cut(
     that leaves fewer kinds of layers is taken.
     """
     if any(e.primitive.name == "remat2" for e in flat.equations):
-        flat = _WithoutOuterCheckpoints(closed, layers)
+        flat = _constants_first(_WithoutOuterCheckpoints(closed, layers))
     members = [list(each.values()) for each in layers.members]
     depends = Depends.of(flat, range(len(leaves)), members)
     member = {n: name for each in layers.members for name, n in each.items()}
-    best: Pieces | None = None
-    for latest in (True, False):
-        cuts = Cuts.of(depends, latest=latest)
-        pieces = assembled(Stages.found(cuts, member))
-        if best is None or len(pieces.kinds) < len(best.kinds):
-            best = pieces
-        if len(best.kinds) == 1:
-            break
-    assert best is not None
+    both = [
+        assembled(Stages.found(Cuts.of(depends, latest=latest), member))
+        for latest in (True, False)
+    ]
+    saved = lambda pieces: sum(x.size * x.dtype.itemsize for x in pieces.carried)
+    best = min(both, key=lambda pieces: (len(pieces.kinds), saved(pieces)))
     turns = sorted(layers.members, key=lambda each: depends.layer[min(each.values())])
     stacks = {
         name: Stack(tuple(each[name] for each in turns)) for name in layers.members[0]
