@@ -167,9 +167,7 @@ def layerwise(
     # Clipping is the step's business: `tx` never sees all gradients.
     tx = po.paged_adamw(args.learning_rate, weight_decay=0.1)
     one_layer_at_a_time = po.layerwise_step(
-        model.prologue,
-        model.layer,
-        model.epilogue,
+        po.LayerwiseModel(model.prologue, model.layer, model.epilogue),
         tx,
         max_norm=MAX_NORM,
         accumulate=args.micro_batches > 1,

@@ -17,6 +17,7 @@ Each room imports only from those below it.
 | `paged_optax.cli` | the command line |
 | `paged_optax.planning` | what lives where and what fits, known beforehand |
 | `paged_optax.compiling` | compiled steps: donations checked, bytes counted |
+| `paged_optax.splitting` | an ordinary loss, taken apart into layers |
 | `paged_optax.layerwise` | a step with one layer's gradients alive |
 | `paged_optax.bitsandbytes` | bitsandbytes' optimizer states, read and written |
 | `paged_optax.wrappers` | Optax's step-skipping wrappers |
@@ -36,6 +37,7 @@ from paged_optax.compiling.memory_report import MemoryReport, memory_report
 from paged_optax.engine.backend_check import BackendError
 from paged_optax.layerwise import (
     GradientWorkspace,
+    LayerwiseModel,
     LayerwiseOutput,
     LayerwiseStep,
     WeightedLoss,
@@ -47,6 +49,7 @@ from paged_optax.planning.footprints import Footprint, Footprints
 from paged_optax.planning.fully_sharded import fully_sharded
 from paged_optax.planning.page_plan import PagePlan, plan
 from paged_optax.planning.shapes import model_shapes
+from paged_optax.splitting import SplitError, SplitModel, split_layers
 from paged_optax.state.abstract import abstract_state, state_shardings
 from paged_optax.state.masters import master_weights
 from paged_optax.state.moments import init_param, page_in, page_out
@@ -122,8 +125,12 @@ __all__ = [
     "MemoryReport",
     # A step with one layer's gradients alive.
     "layerwise_step",
+    "LayerwiseModel",
     "LayerwiseOutput",
     "LayerwiseStep",
+    "split_layers",
+    "SplitModel",
+    "SplitError",
     "WeightedLoss",
     "GradientWorkspace",
     "offload",

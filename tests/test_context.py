@@ -155,9 +155,11 @@ def test_a_jitted_update_in_a_layerwise_step_and_out_of_it(codec, layers):
 
     def layerwise():
         step = po.layerwise_step(
-            lambda rest, batch: (batch, None),
-            lambda w, x, context, i: (x + x @ w["w"], None),
-            lambda rest, x, kept, batch: jnp.mean(x**2),
+            po.LayerwiseModel(
+                lambda rest, batch: (batch, None),
+                lambda w, x, context, i: (x + x @ w["w"], None),
+                lambda rest, x, kept, batch: jnp.mean(x**2),
+            ),
             inside,
         )
         workspace = po.GradientWorkspace.allocate(params["layers"])

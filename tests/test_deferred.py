@@ -38,9 +38,7 @@ def workspace_of(params, dtype="float32"):
 def trained(tx, params, batches, functions=layered, **how):
     """Deferred steps and their end; each step's loss and norm, and what is left."""
     step = po.layerwise_step(
-        functions.prologue,
-        functions.layer,
-        functions.epilogue,
+        po.LayerwiseModel(functions.prologue, functions.layer, functions.epilogue),
         tx,
         max_norm=MOST,
         accumulate=how.pop("accumulate", False),

@@ -52,7 +52,8 @@ BATCHES = [jax.random.normal(jax.random.key(seed), (4, 64)) for seed in (1, 2)]
 def layerwise(tx, params, way):
     """Two layerwise steps; what is given keeps its containers and its memory."""
     step = po.layerwise_step(
-        containers.prologue, containers.layer, containers.epilogue, tx
+        po.LayerwiseModel(containers.prologue, containers.layer, containers.epilogue),
+        tx,
     )
     rest = {name: x for name, x in params.items() if name != "layers"}
     wide = jnp.promote_types(jax.tree.leaves(rest)[0].dtype, "float32")

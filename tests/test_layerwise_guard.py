@@ -107,7 +107,7 @@ def trained(tx, params, batches, workspace, **how):
         host_dtype=dtype if workspace else None,
         rest=rest if workspace == "deferred" else None,
     )
-    step = po.layerwise_step(prologue, layer, epilogue, tx, **how)
+    step = po.layerwise_step(po.LayerwiseModel(prologue, layer, epilogue), tx, **how)
     args, compiled, said = (params, tx.init(params), workspace), None, []
     for batch in batches:
         given = *args, batch
@@ -207,7 +207,9 @@ def test_wrong_calls():
 
     def refused(words, workspace=None, state=None, **how):
         made = po.GradientWorkspace.allocate(params["layers"], **(workspace or {}))
-        step = po.layerwise_step(prologue, layer, epilogue, how.pop("tx", tx), **how)
+        step = po.layerwise_step(
+            po.LayerwiseModel(prologue, layer, epilogue), how.pop("tx", tx), **how
+        )
         with pytest.raises(ValueError, match=words):
             step(params, tx.init(params) if state is None else state, made, batch)
 

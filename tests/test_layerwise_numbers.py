@@ -69,9 +69,11 @@ def test_context_of_no_parameters_adds_nothing_up():
     """Tables and keys are differentiated by nobody: no buffer is kept for them."""
     table = jnp.ones((4, 64))
     step = po.layerwise_step(
-        lambda rest, batch: (batch @ rest["emb"], {"table": table, "causal": True}),
-        lambda w, x, context, i: (x + (x + context["table"]) @ w["w"], None),
-        finish,
+        po.LayerwiseModel(
+            lambda rest, batch: (batch @ rest["emb"], {"table": table, "causal": True}),
+            lambda w, x, context, i: (x + (x + context["table"]) @ w["w"], None),
+            finish,
+        ),
         tx := po.paged_sgd(1.0, **SETTINGS),
     )
     params = {"emb": jnp.eye(64), "layers": STACK}
@@ -149,14 +151,16 @@ def test_layers_under_another_key(codec):
     tx = po.paged_adamw(1e-2, codec=codec, **SETTINGS)
     made = []
     for params, key in ((given, {}), (renamed, {"layers": "blocks"})):
-        step = jax.jit(po.layerwise_step(*functions, tx, max_norm=1.0, **key))
+        step = jax.jit(
+            po.layerwise_step(po.LayerwiseModel(*functions), tx, max_norm=1.0, **key)
+        )
         workspace = po.GradientWorkspace.allocate(STACK)
         made.append(step(params, tx.init(params), workspace, BATCH))
     (before, state, *_), (after, renamed_state, *_) = made
     same(before["first"], after["first"])
     same(before["layers"], after["blocks"])
     same(state[0].mu["layers"], renamed_state[0].mu["blocks"])
-    step = po.layerwise_step(*functions, tx, layers="blocks")
+    step = po.layerwise_step(po.LayerwiseModel(*functions), tx, layers="blocks")
     with pytest.raises(ValueError, match=r"key 'blocks'.*layers=\.\.\."):
         step(given, tx.init(given), workspace, BATCH)
 
@@ -166,7 +170,7 @@ def test_parameters_that_are_no_mapping():
     model = jax.tree_util.register_dataclass(
         dataclasses.make_dataclass("Model", ["layers", "head"]), ["layers", "head"], []
     )
-    step = po.layerwise_step(start, layer, finish, po.paged_sgd(1.0))
+    step = po.layerwise_step(po.LayerwiseModel(start, layer, finish), po.paged_sgd(1.0))
     workspace = po.GradientWorkspace.allocate(STACK)
     unknown = types.MappingProxyType({"layers": STACK})
     for params, word in ((model(STACK, None), "Model"), (unknown, "mappingproxy")):
@@ -182,7 +186,9 @@ def test_workspace_of_another_order():
     workspace = po.GradientWorkspace.allocate(stacks, accumulate="b")
     functions = (start, lambda w, x, c, i: (x @ w["w"] + x @ w["b"], None), finish)
     with pytest.raises(ValueError, match=r"\['w'\].*allocate"):
-        po.layerwise_step(*functions, tx)(params, tx.init(params), workspace, BATCH)
+        po.layerwise_step(po.LayerwiseModel(*functions), tx)(
+            params, tx.init(params), workspace, BATCH
+        )
 
 
 @pytest.mark.quick("host_dtype")
@@ -252,7 +258,7 @@ def test_refused_arrays(params, batch, words, host_dtype):
     tx = optax.sgd(1.0)
     with pytest.raises(ValueError, match=words):
         step = po.layerwise_step(
-            start, layer, finish, tx, accumulate=batch is not BATCH
+            po.LayerwiseModel(start, layer, finish), tx, accumulate=batch is not BATCH
         )
         workspace = po.GradientWorkspace.allocate(
             params["layers"], host_dtype=host_dtype

@@ -214,9 +214,11 @@ def test_layerwise_step_on_explicit_axes(spec):
     updates, wanted = plain.update(gradients, plain.init(weights), weights)
     tx = po.paged_sgd(0.1, momentum=0.9, page_size=256, min_paged_size=0)
     step = po.layerwise_step(
-        lambda rest, batch: (batch, None),
-        lambda w, x, context, i: (through(w["w"], x), None),
-        lambda rest, x, kept, batch: jnp.mean(x**2),
+        po.LayerwiseModel(
+            lambda rest, batch: (batch, None),
+            lambda w, x, context, i: (through(w["w"], x), None),
+            lambda rest, x, kept, batch: jnp.mean(x**2),
+        ),
         tx,
     )
     mesh = mesh_of(EXPLICIT)

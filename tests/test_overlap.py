@@ -68,7 +68,9 @@ def trained(monkeypatch, ahead, codec=None, offloaded=False):
     if offloaded:
         params["layers"] = po.offload(params["layers"], "16KiB")
     model = decoder.SMALL
-    step = po.layerwise_step(model.prologue, model.layer, model.epilogue, tx)
+    step = po.layerwise_step(
+        po.LayerwiseModel(model.prologue, model.layer, model.epilogue), tx
+    )
     workspace = po.GradientWorkspace.allocate(params["layers"])
     args = params, tx.init(params), workspace, batch
     compiled = po.jit_step(step, *args, donate_argnums=(0, 1, 2))

@@ -201,7 +201,9 @@ def divided_layerwise(model):
         params = jax.tree.map(divide, model.shapes())
         shardings = jax.tree.map(lambda x: x.sharding, params)
         tx = po.paged_adamw(1e-4, page_size="1MiB", shardings=shardings)
-        step = po.layerwise_step(model.prologue, model.layer, model.epilogue, tx)
+        step = po.layerwise_step(
+            po.LayerwiseModel(model.prologue, model.layer, model.epilogue), tx
+        )
         state = jax.tree.map(for_accelerators, po.abstract_state(tx, params))
         workspace = po.GradientWorkspace.allocate(params["layers"])
         args = params, state, workspace, model.batch(place("x"), (mesh.size, 128))

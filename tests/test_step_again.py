@@ -232,9 +232,11 @@ def test_layerwise_steps(deferred):
     """A step layer by layer and its finish, with a shorter batch between."""
     tx = po.paged_adamw(1e-2, **SMALL_PAGES)
     step = po.layerwise_step(
-        lambda rest, batch: (batch, None),
-        lambda weights, x, context, i: (x + x @ weights["kernel"], None),
-        lambda rest, x, kept, batch: jnp.mean((x @ rest["out"] - 1.0) ** 2),
+        po.LayerwiseModel(
+            lambda rest, batch: (batch, None),
+            lambda weights, x, context, i: (x + x @ weights["kernel"], None),
+            lambda rest, x, kept, batch: jnp.mean((x @ rest["out"] - 1.0) ** 2),
+        ),
         tx,
         max_norm=1.0,
     )

@@ -82,7 +82,9 @@ def trained(tx, params, batches, *, workspace=(), one=False, **how):
         rest = {name: x for name, x in params.items() if name != "layers"}
         workspace = {"host_dtype": jnp.float64, "rest": rest}
     workspace = po.GradientWorkspace.allocate(params["layers"], **dict(workspace))
-    step = po.layerwise_step(prologue, layer, epilogue, tx, accumulate=not one, **how)
+    step = po.layerwise_step(
+        po.LayerwiseModel(prologue, layer, epilogue), tx, accumulate=not one, **how
+    )
     args, compiled, said = (params, tx.init(params), workspace), jax.jit(step), []
     for batch in batches:
         batch = jax.tree.map(lambda x: x[0], batch) if one else batch
@@ -199,9 +201,11 @@ def test_dtypes(dtype, mask):
         return po.WeightedLoss(total, batch["mask"].sum())
 
     step = po.layerwise_step(
-        lambda rest, batch: (batch["x"], None),
-        lambda weights, x, context, i: (x + x @ weights["w"], None),
-        epilogue,
+        po.LayerwiseModel(
+            lambda rest, batch: (batch["x"], None),
+            lambda weights, x, context, i: (x + x @ weights["w"], None),
+            epilogue,
+        ),
         tx := po.paged_sgd(1.0),
         accumulate=True,
     )
@@ -244,7 +248,9 @@ def test_metrics_and_weights_take_no_gradient():
     results = []
     for how in (epilogue, made):
         tx = po.paged_sgd(0.1)
-        step = po.layerwise_step(prologue, layer, how, tx, accumulate=True)
+        step = po.layerwise_step(
+            po.LayerwiseModel(prologue, layer, how), tx, accumulate=True
+        )
         workspace = po.GradientWorkspace.allocate(params["layers"])
         results.append(step(params, tx.init(params), workspace, batch))
     found, wanted = results
@@ -256,7 +262,8 @@ def test_metrics_and_weights_take_no_gradient():
 def test_wrong_losses():
     def refused(message, *loss):
         step = po.layerwise_step(
-            prologue, layer, lambda *_: po.WeightedLoss(*loss), tx := po.paged_sgd(0.1)
+            po.LayerwiseModel(prologue, layer, lambda *_: po.WeightedLoss(*loss)),
+            tx := po.paged_sgd(0.1),
         )
         params = layered.parameters(2)
         workspace = po.GradientWorkspace.allocate(params["layers"])
@@ -308,7 +315,9 @@ def test_gradients_have_the_parameters_dtype(dtype):
     batch = batch_of(0, (9, 3), jnp.float32)
     masters = {} if dtype is None else {"master_dtype": "float32"}
     tx = po.paged_adamw(0.01, **SETTINGS, **masters)
-    step = po.layerwise_step(prologue, layer, epilogue, tx, accumulate=True)
+    step = po.layerwise_step(
+        po.LayerwiseModel(prologue, layer, epilogue), tx, accumulate=True
+    )
     workspace = po.GradientWorkspace.allocate(params["layers"], dtype=dtype)
     given = params, tx.init(params), workspace
     found = jax.eval_shape(step, *given, batch)[:3]

@@ -201,9 +201,11 @@ def test_each_layer_draws_its_own_bits():
         optax.scale(-1e-3),
     )
     step = po.layerwise_step(
-        lambda rest, batch: (batch, None),
-        lambda weights, x, context, i: (x, jnp.vdot(weights["w"], x)),
-        lambda rest, x, kept, batch: jnp.sum(kept),
+        po.LayerwiseModel(
+            lambda rest, batch: (batch, None),
+            lambda weights, x, context, i: (x, jnp.vdot(weights["w"], x)),
+            lambda rest, x, kept, batch: jnp.sum(kept),
+        ),
         tx,
     )
     params = {"layers": {"w": jnp.ones((3, 64, 128))}}

@@ -140,9 +140,11 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"has shape \(\)"):
         po.GradientWorkspace.allocate({"a": jnp.ones(())})
     other = po.layerwise_step(
-        layered.prologue,
-        lambda weights, x, context, i: (x.astype(jnp.bfloat16), None),
-        layered.epilogue,
+        po.LayerwiseModel(
+            layered.prologue,
+            lambda weights, x, context, i: (x.astype(jnp.bfloat16), None),
+            layered.epilogue,
+        ),
         tx,
     )
     with pytest.raises(ValueError, match="bfloat16"):

@@ -17,6 +17,7 @@ its state apart into layers and the rest.
 .. include:: layerwise.md
 """
 
+from paged_optax.layerwise.layerwise_model import LayerwiseModel
 from paged_optax.layerwise.loss import WeightedLoss
 from paged_optax.layerwise.output import LayerwiseOutput
 from paged_optax.layerwise.stacks import offload
@@ -25,6 +26,7 @@ from paged_optax.layerwise.workspace import GradientWorkspace
 
 __all__ = [
     "GradientWorkspace",
+    "LayerwiseModel",
     "LayerwiseOutput",
     "LayerwiseStep",
     "WeightedLoss",

@@ -16,11 +16,11 @@ from jaxtyping import PyTree
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.beside import ends_of, moving, together
+from paged_optax.layerwise.frozen import Shares
 from paged_optax.layerwise.groups import Group
 from paged_optax.layerwise.layer_update import Applied
 from paged_optax.layerwise.model import Entered, Forward, stored
 from paged_optax.layerwise.segments import in_segments
-from paged_optax.layerwise.frozen import Shares
 from paged_optax.layerwise.slices import LayerIndex, put, slab, upwards
 from paged_optax.layerwise.weights import Slabs
 

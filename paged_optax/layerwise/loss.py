@@ -32,9 +32,9 @@ class WeightedLoss(NamedTuple):
       ...     return po.WeightedLoss(total, batch["mask"].sum())
       >>> params = {"layers": {"kernel": jnp.full((3, 64, 64), 0.01)}}
       >>> step = po.layerwise_step(
-      ...     lambda rest, batch: (batch["x"], None),
+      ...     po.LayerwiseModel(lambda rest, batch: (batch["x"], None),
       ...     lambda weights, x, context, i: (x + x @ weights["kernel"], None),
-      ...     epilogue,
+      ...     epilogue),
       ...     tx := po.paged_adamw(1e-2),
       ...     accumulate=True,
       ... )

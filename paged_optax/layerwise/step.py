@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import optax
-from jax import Array, lax
-from jaxtyping import Int, PyTree
+from jax import lax
+from jaxtyping import PyTree
 
 from paged_optax.backend.explicit_axes import automatically
 from paged_optax.backend.given import (
-    refuse_no_function,
     refuse_no_rate,
     refuse_no_transformation,
+    shown,
 )
 from paged_optax.layerwise.by_host import ByHost
 from paged_optax.layerwise.checks import (
@@ -27,6 +27,7 @@ from paged_optax.layerwise.early import early_leaves
 from paged_optax.layerwise.frozen import Frozen
 from paged_optax.layerwise.guard import Guard
 from paged_optax.layerwise.layer_update import Applied
+from paged_optax.layerwise.layerwise_model import LayerwiseModel
 from paged_optax.layerwise.model import Model
 from paged_optax.layerwise.norms import Norms, widest
 from paged_optax.layerwise.output import LayerwiseOutput
@@ -45,9 +46,7 @@ _OVERLAPPED = ("cuda", "rocm")
 
 
 def layerwise_step(
-    prologue: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
-    layer: Callable[[PyTree, PyTree, PyTree, Int[Array, ""]], tuple[PyTree, PyTree]],
-    epilogue: Callable[[PyTree, PyTree, PyTree, PyTree], PyTree],
+    model: LayerwiseModel,
     tx: optax.GradientTransformation,
     *,
     max_norm: float | int | None = None,
@@ -120,17 +119,8 @@ def layerwise_step(
     ```
 
     Args:
-      prologue: `prologue(rest, batch)` returns the first layer's input, and anything
-        that all layers may see (masks, rotary tables, dropout keys; stacked tables to
-        be indexed by layer), or None. `rest` is the parameters without the layers, by
-        name; it is trained through the context too.
-      layer: `layer(weights, x, context, i)` returns the next layer's input, and
-        anything to keep of this layer (a balancing loss), or None. `i` is the layer's
-        number, to fold into keys. Wrap in `jax.checkpoint` what it should compute again
-        within its own backward pass.
-      epilogue: `epilogue(rest, x, kept, batch)` returns the loss, or the loss and
-        metrics. The loss is a mean, or a sum and its weight: a `WeightedLoss`. `kept`
-        has what the layers kept, stacked.
+      model: The model: what `split_layers` makes of an ordinary loss, or
+        `LayerwiseModel(prologue, layer, epilogue)` by hand.
       tx: The transformation of the whole tree of parameters, with `paged(...)` inside
         or without. If it was built with `on_moved="raise"`, moments or a workspace that
         have left the host are an error; otherwise a warning.
@@ -160,9 +150,9 @@ def layerwise_step(
       >>> import jax.numpy as jnp, paged_optax as po
       >>> params = {"layers": {"kernel": jnp.full((3, 64, 64), 0.01)}}
       >>> step = po.layerwise_step(
-      ...     lambda rest, batch: (batch, None),
+      ...     po.LayerwiseModel(lambda rest, batch: (batch, None),
       ...     lambda weights, x, context, i: (x + x @ weights["kernel"], None),
-      ...     lambda rest, x, kept, batch: jnp.mean((x - 1.0) ** 2),
+      ...     lambda rest, x, kept, batch: jnp.mean((x - 1.0) ** 2)),
       ...     tx := po.paged_adamw(1e-2),
       ...     max_norm=1.0,
       ... )
@@ -180,13 +170,16 @@ def layerwise_step(
     """
     if clip not in ("global", "layer"):
         raise ValueError(f"clip={clip!r} is neither 'global' nor 'layer'.")
+    if not isinstance(model, LayerwiseModel):
+        raise TypeError(
+            f"model={shown(model)} is no LayerwiseModel: pass split_layers(loss, params,"
+            " batch), or LayerwiseModel(prologue, layer, epilogue)."
+        )
     refuse_no_transformation("tx", tx)
-    for name, x in (("prologue", prologue), ("layer", layer), ("epilogue", epilogue)):
-        refuse_no_function(name, x)
     if max_norm is not None:
         refuse_no_rate("max_norm", max_norm)
-    model = Model(prologue, layer, epilogue, activations_on_host)
-    return LayerwiseStep(model, tx, max_norm, clip, accumulate, layers)
+    engine = Model(model.prologue, model.layer, model.epilogue, activations_on_host)
+    return LayerwiseStep(engine, tx, max_norm, clip, accumulate, layers)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -255,9 +248,9 @@ class LayerwiseStep:
           >>> import jax.numpy as jnp, paged_optax as po
           >>> params = {"layers": {"kernel": jnp.full((3, 64, 64), 0.01)}}
           >>> step = po.layerwise_step(
-          ...     lambda rest, batch: (batch, None),
+          ...     po.LayerwiseModel(lambda rest, batch: (batch, None),
           ...     lambda weights, x, context, i: (x + x @ weights["kernel"], None),
-          ...     lambda rest, x, kept, batch: jnp.mean((x - 1.0) ** 2),
+          ...     lambda rest, x, kept, batch: jnp.mean((x - 1.0) ** 2)),
           ...     tx := po.paged_adamw(1e-2),
           ...     max_norm=1.0,
           ... )

@@ -171,7 +171,11 @@ class Sweeps:
         )
         if self.applied.overlaps:
             (found, _, workspace, small), flow, back = one.beside(
-                Beside(self.applied, weights.frozen), gradients_made, gradients_of, start, others
+                Beside(self.applied, weights.frozen),
+                gradients_made,
+                gradients_of,
+                start,
+                others,
             )
             slots, stacks = flow.slots, flow.stacks
         else:

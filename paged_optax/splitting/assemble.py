@@ -24,6 +24,7 @@ from paged_optax.splitting.stages import Stages
 #: How many values may pass through layers that do not need them.
 _PASSING = 2
 
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Handed:
     """What goes from layer to layer, and to the end.
@@ -147,7 +148,8 @@ class _Group:
             self.key == other.key
             and (None in (self.handed, other.handed) or self.handed == other.handed)
             and all(
-                mine == theirs or (first and theirs is None and isinstance(mine, Carried))
+                mine == theirs
+                or (first and theirs is None and isinstance(mine, Carried))
                 for mine, theirs in zip(self.roles, other.roles, strict=True)
             )
         )
@@ -215,7 +217,9 @@ class _Assembly:
             elementwise=False,
         )
         result = lambda x: None if x is None else wanted.index(x)
-        return Kind(program, roles, tuple(map(result, handed)), tuple(map(result, kept)))
+        return Kind(
+            program, roles, tuple(map(result, handed)), tuple(map(result, kept))
+        )
 
     def _given(self, layers: Sequence[int], operands: Sequence[Operand]) -> Role:
         """What an argument is that is made before the layers."""

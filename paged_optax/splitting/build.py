@@ -137,9 +137,7 @@ class Functions:
                     arguments.append(value)
                 case FromTable(table):
                     rows = context["tables"][table]
-                    arguments.append(
-                        lax.dynamic_index_in_dim(rows, i, keepdims=False)
-                    )
+                    arguments.append(lax.dynamic_index_in_dim(rows, i, keepdims=False))
                 case Seen(value):
                     known = value in constants
                     arguments.append(

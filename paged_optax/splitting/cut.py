@@ -93,7 +93,9 @@ class Cuts:
 
         What is used after the layers alone is kept, wherever they are cut.
         """
-        return max((place for place in self.uses[value] if place < self.end), default=-1)
+        return max(
+            (place for place in self.uses[value] if place < self.end), default=-1
+        )
 
     def _refuse_used_again(self) -> None:
         """Refuses a layer that is used after another one, but before the last."""
@@ -118,7 +120,9 @@ class Cuts:
         # What only the last layer or the end needs is kept, wherever the cut is.
         several = self.depends.count > 2
         stop = self.regions[self.depends.count - 1].start if several else None
-        until = lambda x: max((p for p in self.uses[x] if not stop or p < stop), default=-1)
+        until = lambda x: max(
+            (p for p in self.uses[x] if not stop or p < stop), default=-1
+        )
         # What is made before the layers is always there, but for the first one's input.
         before = [
             x
@@ -173,8 +177,12 @@ def _ordered(depends: Depends) -> tuple[int, ...]:
         key: tuple[int, ...] = (n,)
         after = later.get(turn)
         if after is not None and n > after and not depends.is_pure(n):
-            made = (depends.producer.get(x) for x in values_in(depends.flat.equations[n]))
+            made = (
+                depends.producer.get(x) for x in values_in(depends.flat.equations[n])
+            )
             same = [keys[m] for m in made if m in keys]
-            key = max((k[2] for k in same if k[0] == turn and k[1]), default=(n,)) + (n,)
+            key = max((k[2] for k in same if k[0] == turn and k[1]), default=(n,)) + (
+                n,
+            )
         keys[n] = turn, not depends.is_pure(n), key
     return tuple(sorted(live, key=lambda n: keys[n]))

@@ -62,7 +62,9 @@ class _Body:
 
     def __call__(self, arguments: Sequence[ArrayLike]) -> Sequence[ArrayLike]:
         given = zip(self.prepared, arguments, strict=True)
-        return self.program([x if prepare is None else prepare(x) for prepare, x in given])
+        return self.program(
+            [x if prepare is None else prepare(x) for prepare, x in given]
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -181,7 +183,9 @@ def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
             continue
         params = equation.traced.params
         first = params["num_consts"] + params["num_carry"]
-        over = [_prepared(flat, producer, x, len(leaves)) for x in equation.inputs[first:]]
+        over = [
+            _prepared(flat, producer, x, len(leaves)) for x in equation.inputs[first:]
+        ]
         chosen = {x.leaf: x for x in over if x is not None}
         if not any(not leaves[n][0] for n in chosen) or params["length"] < 2:
             continue

@@ -123,7 +123,9 @@ def _together(leaves: Sequence[Shaped], axis: int | None) -> Shaped:
     """Leaves of all layers on one leading axis."""
     first = leaves[0]
     if isinstance(first, jax.ShapeDtypeStruct):
-        make = lambda *xs: jnp.stack(xs) if axis is None else jnp.moveaxis(xs[0], axis, 0)
+        make = lambda *xs: (
+            jnp.stack(xs) if axis is None else jnp.moveaxis(xs[0], axis, 0)
+        )
         made = jax.eval_shape(make, *leaves)
         sharding = _sharding(first, axis)
         return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=sharding)
@@ -147,7 +149,9 @@ def _sharding(x: Shaped, axis: int | None) -> jax.sharding.Sharding | None:
     if not isinstance(sharding, NamedSharding):
         return sharding
     spec = (*sharding.spec, *[None] * (len(x.shape) - len(sharding.spec)))
-    spec = (None, *spec) if axis is None else (spec[axis], *spec[:axis], *spec[axis + 1 :])
+    spec = (
+        (None, *spec) if axis is None else (spec[axis], *spec[:axis], *spec[axis + 1 :])
+    )
     return sharding.update(spec=PartitionSpec(*spec))
 
 
@@ -159,7 +163,11 @@ def _apart(x: Shaped, count: int, axis: int | None) -> list[Shaped]:
         return [jax.ShapeDtypeStruct(made.shape, made.dtype)] * count
     if axis is not None:
         return [x if axis == 0 else jnp.moveaxis(x, 0, axis)]
-    if not isinstance(x, np.ndarray) and on_host(x) and not isinstance(x, jax.core.Tracer):
+    if (
+        not isinstance(x, np.ndarray)
+        and on_host(x)
+        and not isinstance(x, jax.core.Tracer)
+    ):
         values = np.asarray(x)
         return [jax.device_put(values[n], HOST) for n in range(count)]
     return [x[n] for n in range(count)]

@@ -123,9 +123,7 @@ class _Search:
             if avals[0] != avals[1]:
                 continue
             pairs = list(zip(theirs, results, strict=True))
-            found = found_before(
-                self.flat, depends.producer.get, template, pairs, fit
-            )
+            found = found_before(self.flat, depends.producer.get, template, pairs, fit)
             if found is None or self._shared(found.equations.values(), results):
                 continue
             piece = {*found.equations.values(), *own}
@@ -198,7 +196,9 @@ class _Search:
 
     def _may_follow(self, n: int) -> bool:
         """Whether an equation takes no parameter itself, but what is made of some."""
-        return not any(x in self.depends.layer for x in values_in(self.flat.equations[n]))
+        return not any(
+            x in self.depends.layer for x in values_in(self.flat.equations[n])
+        )
 
     def _ends_at(self) -> int:
         """The place where a last layer that is like no other one ends."""
@@ -222,7 +222,9 @@ def _refuse_elsewhere(cuts: Cuts, of: Mapping[int, int]) -> None:
         for x in values_in(equation):
             layer = depends.layer.get(x)
             if layer is not None and of[n] != layer:
-                after = "after all layers" if of[n] == depends.count else "in another one"
+                after = (
+                    "after all layers" if of[n] == depends.count else "in another one"
+                )
                 raise SplitError(
                     f"parameters of layer {layer} are used {after}, at"
                     f" {equation.where}: a layer's parameters are there in its turn"
@@ -281,10 +283,13 @@ def _repeated(cuts: Cuts, only: Mapping[int, int]) -> set[int]:
         equation = cuts.depends.flat.equations[n]
         if n in only:
             operands = tuple(
-                x if isinstance(x, Constant) else same.get(x, x) for x in equation.inputs
+                x if isinstance(x, Constant) else same.get(x, x)
+                for x in equation.inputs
             )
             key = equation.primitive, equation.params, operands
             groups.setdefault(key, []).append(n)
             for k, x in enumerate(equation.outputs):
                 same[x] = key, k
-    return {n for each in groups.values() if len({only[n] for n in each}) > 1 for n in each}
+    return {
+        n for each in groups.values() if len({only[n] for n in each}) > 1 for n in each
+    }

@@ -22,10 +22,24 @@ def described(loss: Loss, found: Found) -> str:
         order = "".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[k % 26] for k in pieces.kind_of)
         rows.append(("kinds", order, f"{len(kinds)}"))
     own = [n for stack in found.stacks.values() for n in stack.leaves]
-    rows.append(("parameters of layers", f"{len(found.stacks)} stacks", _size(flat.avals[n] for n in own)))
+    rows.append(
+        (
+            "parameters of layers",
+            f"{len(found.stacks)} stacks",
+            _size(flat.avals[n] for n in own),
+        )
+    )
     others = set(range(len(loss.leaves))) - set(own)
-    rows.append(("other parameters", f"{len(others)} arrays", _size(flat.avals[n] for n in others)))
-    rows.append(("carried, saved a layer", _types(pieces.carried), _size(pieces.carried)))
+    rows.append(
+        (
+            "other parameters",
+            f"{len(others)} arrays",
+            _size(flat.avals[n] for n in others),
+        )
+    )
+    rows.append(
+        ("carried, saved a layer", _types(pieces.carried), _size(pieces.carried))
+    )
     seen = {
         role.value
         for kind in pieces.kinds
@@ -45,7 +59,13 @@ def described(loss: Loss, found: Found) -> str:
     made = (x for e in flat.equations for x in e.outputs if x not in pieces.inside)
     if values := list(made):
         largest = max(values, key=lambda x: _bytes(flat.avals[x]))
-        rows.append(("largest value outside", _types([flat.avals[largest]]), _size([flat.avals[largest]])))
+        rows.append(
+            (
+                "largest value outside",
+                _types([flat.avals[largest]]),
+                _size([flat.avals[largest]]),
+            )
+        )
     return table(("what", "found", "size"), rows)
 
 

@@ -51,9 +51,11 @@ def _layerwise(
 ) -> Any:
     tx = po.paged_adamw(LEARNING_RATE)
     step = po.layerwise_step(
-        lambda rest, batch: (batch, None),
-        _layer,
-        lambda rest, x, kept, batch: _loss(x, batch),
+        po.LayerwiseModel(
+            lambda rest, batch: (batch, None),
+            _layer,
+            lambda rest, x, kept, batch: _loss(x, batch),
+        ),
         tx,
         **settings,
     )

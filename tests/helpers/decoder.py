@@ -85,7 +85,7 @@ def layerwise(
 ):
     """What `aot` compiles: the layerwise step, everything donated."""
     step = po.layerwise_step(
-        model.prologue, model.layer, model.epilogue, tx, **settings
+        po.LayerwiseModel(model.prologue, model.layer, model.epilogue), tx, **settings
     )
 
     def build(mesh):

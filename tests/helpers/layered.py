@@ -74,7 +74,9 @@ def loss(params, batch):
 
 
 def layerwise(tx, **settings):
-    return po.layerwise_step(prologue, layer, epilogue, tx, **settings)
+    return po.layerwise_step(
+        po.LayerwiseModel(prologue, layer, epilogue), tx, **settings
+    )
 
 
 def plain_step(tx, accumulate=False):

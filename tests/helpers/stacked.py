@@ -57,7 +57,7 @@ def both(
     **how,
 ):
     """One layerwise step, and one of `jax.grad` and the same transformation."""
-    step = jax.jit(po.layerwise_step(*functions, tx, **how))
+    step = jax.jit(po.layerwise_step(po.LayerwiseModel(*functions), tx, **how))
     workspace = po.GradientWorkspace.allocate(params["layers"], host_dtype=host_dtype)
     layers = po.offload(params["layers"], 0) if offloaded else params["layers"]
     given = params | {"layers": layers} if offloaded else params
