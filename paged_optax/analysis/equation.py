@@ -59,9 +59,8 @@ class Equation:
     @property
     def where(self) -> str:
         """The line of the user's code that it was traced from."""
-        if self.traced is None:
-            return "an unknown place"
-        return source_info_util.summarize(self.traced.source_info)
+        known = self.traced and source_info_util.summarize(self.traced.source_info)
+        return known or f"a `{self.primitive.name}` of no known line"
 
     def bind(
         self, operands: Sequence[ArrayLike], shape: tuple[int, ...] | None

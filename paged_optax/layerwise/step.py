@@ -172,8 +172,8 @@ def layerwise_step(
         raise ValueError(f"clip={clip!r} is neither 'global' nor 'layer'.")
     if not isinstance(model, LayerwiseModel):
         raise TypeError(
-            f"model={shown(model)} is no LayerwiseModel: pass split_layers(loss, params,"
-            " batch), or LayerwiseModel(prologue, layer, epilogue)."
+            f"model={shown(model)} is no LayerwiseModel: pass split_layers(loss,"
+            " params, batch), or LayerwiseModel(prologue, layer, epilogue)."
         )
     refuse_no_transformation("tx", tx)
     if max_norm is not None:

@@ -92,16 +92,22 @@ class _Handed:
         return found
 
     def _refuse_skipping(self, stages: Stages) -> None:
-        usual = min((len(held) for held in self.slots[1:]), default=0)
-        if len(self.slots) > 2 and len(self.avals) > usual + _PASSING:
+        passing = max(
+            (
+                sum(self.made[x] < turn - 1 for x in held)
+                for turn, held in enumerate(self.slots)
+            ),
+            default=0,
+        )
+        if passing > _PASSING:
             depends = stages.cuts.depends
             x = max(self.goes, key=lambda x: self.goes[x] - self.made[x])
             where = depends.flat.equations[depends.producer[x]].where
             raise SplitError(
-                f"a value that layer {self.made[x]} makes at {where} skips layers: layer"
-                f" {self.goes[x]} uses it. Each layer's input is saved, and would hold"
-                " all that skips it. Layers that are taken apart hand what they make to"
-                " the next one, or to the end."
+                f"a value that layer {self.made[x]} makes at {where} skips layers:"
+                f" layer {self.goes[x]} uses it. Each layer's input is saved, and would"
+                " hold all that skips it. Layers that are taken apart hand what they"
+                " make to the next one, or to the end."
             )
 
 
@@ -204,7 +210,9 @@ class _Assembly:
         straight = self.handed.straight[group.layers[0]]
         roles = tuple(
             role or self._given(group.layers, operands)
-            for role, operands in zip(group.roles, zip(*arguments), strict=True)
+            for role, operands in zip(
+                group.roles, zip(*arguments, strict=True), strict=True
+            )
         )
         handed = self._last(group) if group.handed is None else group.handed
         kept = self._kept(group, handed)
@@ -230,9 +238,9 @@ class _Assembly:
         for n, x in zip(layers, operands, strict=True):
             row[n] = x
         for number, known in enumerate(self.tables):
-            if all(a is None or b is None or a == b for a, b in zip(known, row)) and (
-                self._aval(known) == self._aval(row)
-            ):
+            pairs = zip(known, row, strict=True)
+            agree = all(None in (a, b) or a == b for a, b in pairs)
+            if agree and self._aval(known) == self._aval(row):
                 self.tables[number] = [
                     b if a is None else a for a, b in zip(known, row, strict=True)
                 ]

@@ -75,13 +75,23 @@ class Cuts:
         return dataclasses.replace(found, cuts=tuple(cuts))
 
     def used_until(self, turn: int) -> int:
-        """The place after the last use of a layer's parameters, in its region."""
+        """The place after the last use of a layer's parameters, in its region.
+
+        Raises:
+          SplitError: If there is none.
+        """
         depends = self.depends
-        return 1 + max(
-            place
-            for place in self.regions[turn]
-            if turn in depends.uses(n := self.order[place]) and not depends.is_pure(n)
-        )
+        uses = [n for n in depends.live if turn in depends.uses(n)]
+        own = {n for n in uses if not depends.is_pure(n)}
+        places = [place for place in self.regions[turn] if self.order[place] in own]
+        if not places:
+            where = depends.flat.equations[min(own, default=uses[0])].where
+            raise SplitError(
+                f"layer {turn} is used at {where} together with other layers: layers are"
+                " taken apart that are computed one after the other. Name other layers"
+                " by layers=, or write LayerwiseModel(prologue, layer, epilogue)."
+            )
+        return 1 + max(places)
 
     def made_in(self, places: Iterable[int]) -> list[int]:
         """The values that are made at these places."""

@@ -76,7 +76,8 @@ class Stacking:
             each = _apart(x, len(stack.leaves), stack.axis)
             for n, part in zip(stack.leaves, each, strict=True):
                 leaves[n] = part
-        for n, x in zip(self.rest.values(), unnested(stacked["rest"], self.rest)):
+        rest = unnested(stacked["rest"], self.rest)
+        for n, x in zip(self.rest.values(), rest, strict=True):
             leaves[n] = x
         return jax.tree.unflatten(self.structure, leaves)
 
