@@ -307,11 +307,14 @@ def _refuse_other_shapes(
 ) -> None:
     if vocab_axis not in (0, 1):
         raise ValueError(
-            f"vocab_axis={shown(vocab_axis)}: it is 0 for a head of [vocab, width], or"
-            " 1 for one of [width, vocab]."
+            f"vocab_axis={shown(vocab_axis)}: pass 0 for a head of [vocab, width], or 1"
+            " for one of [width, vocab]."
         )
     if head.ndim != 2:
-        raise ValueError(f"head has shape {head.shape}: it is a matrix.")
+        raise ValueError(
+            f"head has shape {head.shape}: pass a matrix, [vocab, width], or"
+            " [width, vocab] with vocab_axis=1."
+        )
     width = x.shape[-1:]
     if width != (head.shape[1 - vocab_axis],):
         other = ""
@@ -319,7 +322,8 @@ def _refuse_other_shapes(
             other = f" Pass vocab_axis={1 - vocab_axis}."
         raise ValueError(
             f"x has shape {x.shape} and head {head.shape}, whose vocab_axis is"
-            f" {vocab_axis}: the other axis is as long as the last one of x.{other}"
+            f" {vocab_axis}: the other axis of head must be as long as the last one of"
+            f" x.{other}"
         )
     if labels.shape != x.shape[:-1]:
         raise ValueError(
@@ -338,7 +342,9 @@ def _refuse_other_dtypes(
 ) -> None:
     for name, value in (("x", x), ("head", head), ("bias", bias)):
         if value is not None and not jnp.issubdtype(value.dtype, jnp.floating):
-            raise TypeError(f"{name} is of dtype {value.dtype}: it has no fractions.")
+            raise TypeError(
+                f"{name} is of dtype {value.dtype}: pass floating point numbers."
+            )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"labels is of dtype {labels.dtype}: a label is the number of an entry of"
