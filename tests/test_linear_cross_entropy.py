@@ -469,9 +469,12 @@ class Chunked(decoder.Decoder):
 @pytest.mark.compiler
 @pytest.mark.slow
 def test_bytes_of_a_layerwise_step():
-    """Qwen3-4B with its weights on the host: 5.6 GiB of 8192 tokens, of 9.4."""
+    """Qwen3-4B with its weights on the host: 6.0 GiB for 8192 tokens, and not 11.0.
+
+    Before jax 0.11.2, which fetches no weights ahead, 5.6 and 9.4.
+    """
     fields = dataclasses.fields(decoder.QWEN3_4B)
     model = Chunked(**{x.name: getattr(decoder.QWEN3_4B, x.name) for x in fields})
     tx = po.paged_adamw(1e-4, master_dtype="float32")
     build = decoder.layerwise(model, tx, weights_on_host=True, size=(16, 512))
-    assert aot.h200(build).device_total <= 5.7 * 2**30
+    assert aot.h200(build).device_total <= 6.1 * 2**30
