@@ -71,8 +71,8 @@ def linear_cross_entropy(
         return po.WeightedLoss((losses * batch["mask"]).sum(), batch["mask"].sum())
     ```
 
-    tokamax has a TPU kernel of the same losses, for x of `[tokens, width]` and a head of
-    `[width, vocab]`. There
+    tokamax has a TPU kernel of the same losses, for `x` of `[tokens, width]` and a head
+    of `[width, vocab]`. There
     `tokamax.linear_softmax_cross_entropy_loss(x, labels, head, reduction="none")` can
     take this function's place. This function does not call it (release 0.0.17). The
     kernel has neither soft cap nor z-loss. Its gradient of a bfloat16 head is float32,
