@@ -19,6 +19,7 @@ Each room imports only from those below it.
 | `paged_optax.compiling` | compiled steps: donations checked, bytes counted |
 | `paged_optax.splitting` | an ordinary loss, taken apart into layers |
 | `paged_optax.layerwise` | a step with one layer's gradients alive |
+| `paged_optax.losses` | a loss that never holds its logits |
 | `paged_optax.bitsandbytes` | bitsandbytes' optimizer states, read and written |
 | `paged_optax.wrappers` | Optax's step-skipping wrappers |
 | `paged_optax.state` | a state, read and changed by the names of parameters |
@@ -44,6 +45,7 @@ from paged_optax.layerwise import (
     layerwise_step,
     offload,
 )
+from paged_optax.losses.linear_cross_entropy import linear_cross_entropy
 from paged_optax.planning.fits import what_fits
 from paged_optax.planning.footprints import Footprint, Footprints
 from paged_optax.planning.fully_sharded import fully_sharded
@@ -134,6 +136,8 @@ __all__ = [
     "WeightedLoss",
     "GradientWorkspace",
     "offload",
+    # A loss without its logits.
+    "linear_cross_entropy",
     # What fits, known beforehand.
     "plan",
     "PagePlan",

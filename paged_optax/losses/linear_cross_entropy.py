@@ -1,0 +1,353 @@
+"""Cross-entropy of a linear layer, without its logits."""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Float, Integer
+
+from paged_optax.backend.explicit_axes import automatically
+from paged_optax.backend.given import refuse_no_count, refuse_no_rate, shown
+from paged_optax.backend.manual_axes import varying, varying_axes
+from paged_optax.losses.chunks import Chunks
+
+_Axes = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def linear_cross_entropy(
+    x: Float[Array, "*tokens width"],
+    head: Float[Array, "vocab width"] | Float[Array, "width vocab"],
+    labels: Integer[Array, "*tokens"],
+    *,
+    bias: Float[Array, " vocab"] | None = None,
+    vocab_axis: Literal[0, 1] = 0,
+    soft_cap: float | None = None,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
+) -> Float[Array, "*tokens"]:
+    r"""Softmax cross-entropy of a linear layer, without its logits in memory.
+
+    The losses are those of `optax.softmax_cross_entropy_with_integer_labels` of
+    `x @ head.T`, one for each token:
+
+    .. math::
+        \ell_t = \log \sum_v e^{z_{tv}} - z_{t y_t} + c \Bigl(\log \sum_v
+        e^{z_{tv}}\Bigr)^2, \qquad
+        z = s \tanh \frac{x W^\top + b}{s},
+
+    with labels :math:`y`, `soft_cap` :math:`s` (if None, there is no tanh) and `z_loss`
+    :math:`c`. Only one chunk of the vocabulary has its logits :math:`z` in memory, in
+    float32. In the forward pass each chunk adds to the tokens' sums of exponentials. In
+    the backward pass each chunk's logits are computed again. The chunk's rows of the
+    head's gradient are then complete, and are written once, in the head's dtype.
+
+    MiB of device memory for loss and gradients, beside arguments and results, of 8192
+    tokens, 2560 wide, a vocabulary of 151,936, and bfloat16, from XLA's buffer
+    assignment (`tests/test_linear_cross_entropy.py` bounds it):
+
+    | | H200 | TPU v5e |
+    | --- | --- | --- |
+    | Optax, all logits | 7122 | 7122 |
+    | `linear_cross_entropy` | 286 | 128 |
+
+    It computes four products of tokens, width and vocabulary. Optax's loss computes
+    three: this one computes the logits twice. With a frozen head it is three, and two.
+
+    It works on any mesh. A chunk has entries from all over the vocabulary, so that
+    devices that divide the head between them all work on each chunk. None then gathers
+    more of the head than one chunk. That holds for 2, 4, 8 and up to 64 devices, if
+    each has a multiple of 8 entries of the vocabulary, or of 128 with `vocab_axis=1`.
+
+    Weights, masks and means are left to the caller:
+
+    ```python
+    def epilogue(rest, x, kept, batch):
+        x = normalise(x, rest["norm"])
+        losses = po.linear_cross_entropy(x, rest["embed"], batch["labels"])
+        return po.WeightedLoss((losses * batch["mask"]).sum(), batch["mask"].sum())
+    ```
+
+    tokamax has a TPU kernel of the same losses, for `x` of `[tokens, width]` and a head
+    of `[width, vocab]`. There
+    `tokamax.linear_softmax_cross_entropy_loss(x, labels, head, reduction="none")` can
+    take this function's place. This function does not call it (release 0.0.17). The
+    kernel has neither soft cap nor z-loss. Its gradient of a bfloat16 head is float32,
+    which makes the last figure above 1564. On a GPU tokamax holds all logits by
+    default. It needs Python 3.12 and jax 0.11.1.
+
+    Args:
+      x: The last layer's output. Give it all axes of a batch: under `jax.vmap` the
+        head's gradient takes memory for each element of the mapped axis.
+      head: The output matrix: `[vocab, width]` as in an embedding, tied or not, or
+        `[width, vocab]` with `vocab_axis=1` as in Flax's `Dense` and `Linear`.
+      labels: The index in the vocabulary that is right for each token. If it is
+        negative, such as PyTorch's -100, the token has loss 0 and no gradient.
+      bias: Numbers to add to the logits, or None.
+      vocab_axis: The head's axis of the vocabulary.
+      soft_cap: The bound of the logits' absolute values, such as 30.0 in Gemma 2.
+      z_loss: The weight of the squared log of the softmax's denominator, such as 1e-4
+        in PaLM.
+      chunk: At most how many entries of the vocabulary are computed at a time. None:
+        as many as have 128 MiB of logits, and at least 2048.
+
+    Returns:
+      The tokens' losses in float32, or in float64 if `x` or `head` is. The loss is NaN
+      where a label is `vocab` or more.
+
+    Raises:
+      ValueError: If shapes do not fit each other, if `vocab_axis` is neither 0 nor 1,
+        or if `soft_cap`, `z_loss` or `chunk` is not positive.
+      TypeError: If `labels` is not of integers, if `x`, `head` or `bias` is not of
+        floating point numbers, or if `chunk` is no int.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, paged_optax as po
+      >>> x, head = jnp.ones((2, 3, 8)), jnp.eye(100, 8)
+      >>> labels = jnp.array([[0, 1, 2], [50, 60, -100]])
+      >>> losses = po.linear_cross_entropy(x, head, labels)
+      >>> losses.shape, float(losses[1, 2])
+      ((2, 3), 0.0)
+      >>> mean = lambda head: po.linear_cross_entropy(x, head, labels).mean()
+      >>> jax.grad(mean)(head).shape
+      (100, 8)
+
+    References:
+      Wijmans et al., `Cut Your Losses in Large-Vocabulary Language Models
+      <https://arxiv.org/abs/2411.09009>`_, 2024, a kernel of it for CUDA;
+      `tokamax <https://openxla.org/tokamax/supported_ops>`_;
+      Chowdhery et al., `PaLM <https://arxiv.org/abs/2204.02311>`_, 2022 (z-loss);
+      Gemma Team, `Gemma 2 <https://arxiv.org/abs/2408.00118>`_, 2024 (soft caps).
+    """
+    x, head, labels = jnp.asarray(x), jnp.asarray(head), jnp.asarray(labels)
+    bias = None if bias is None else jnp.asarray(bias)
+    _refuse_other_shapes(x, head, labels, bias, vocab_axis)
+    _refuse_other_dtypes(x, head, labels, bias)
+    if soft_cap is not None:
+        refuse_no_rate("soft_cap", soft_cap)
+    if z_loss:
+        refuse_no_rate("z_loss", z_loss)
+    if chunk is not None:
+        refuse_no_count("chunk", chunk, 1)
+    chunks = Chunks.of(head.shape[vocab_axis], vocab_axis, labels.size, chunk)
+
+    def losses(x: Array, head: Array, labels: Array, bias: Array | None) -> Array:
+        # What a cotangent is summed over is then known outside `_scores`.
+        given = _Arrays(x, head, bias), labels
+        given = varying(given, varying_axes(given))
+        label, total = _scores(_Head(chunks, soft_cap), *given)
+        made = total - label
+        if z_loss:
+            made += z_loss * jnp.square(total)
+        made = jnp.where(labels < chunks.vocab, made, jnp.nan)
+        return jnp.where(labels < 0, 0.0, made)
+
+    return automatically(losses, (x, head, labels.astype(jnp.int32), bias), labels)
+
+
+class _Sums(NamedTuple):
+    """What the chunks so far come to, for each token.
+
+    Attributes:
+      top: The largest logit.
+      total: The sum of the exponentials of the logits less `top`.
+      label: The label's logit, or 0.
+    """
+
+    top: Array
+    total: Array
+    label: Array
+
+
+class _Arrays(NamedTuple):
+    """What `_scores` is given, or the gradients by it.
+
+    Attributes:
+      x: The last layer's output.
+      head: The output matrix.
+      bias: What is added to the logits, or None.
+    """
+
+    x: Array
+    head: Array
+    bias: Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """A linear layer, a chunk of the vocabulary at a time.
+
+    Attributes:
+      chunks: How the vocabulary is taken apart.
+      soft_cap: What bounds the logits, or None.
+    """
+
+    chunks: Chunks
+    soft_cap: float | None
+
+    def weights(self, given: _Arrays, start: ArrayLike, size: int) -> Array:
+        """The chunk's part of the output matrix."""
+        return self.chunks.take(given.head, self.chunks.axis, start, size)
+
+    def logits(
+        self, given: _Arrays, weights: Array, start: ArrayLike, size: int
+    ) -> Array:
+        """The chunk's logits."""
+        last = given.x.ndim - 1
+        logits = _product(given, given.x, weights, ((last,), (1 - self.chunks.axis,)))
+        if given.bias is not None:
+            bias = self.chunks.take(given.bias, 0, start, size).astype(logits.dtype)
+            logits = logits + jnp.expand_dims(bias, range(last))
+        if self.soft_cap is not None:
+            logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
+        return logits
+
+    def right(self, labels: Array, start: ArrayLike, size: int) -> Array:
+        """Whether an entry of the chunk is the token's label."""
+        entries = self.chunks.entries(start, size)
+        return labels[..., None] == jnp.expand_dims(entries, range(labels.ndim))
+
+
+def _dtypes(given: _Arrays) -> tuple[np.dtype, np.dtype]:
+    """That of the products' operands, and that of their sums."""
+    narrow = np.dtype(jnp.promote_types(given.x.dtype, given.head.dtype))
+    return narrow, np.dtype(jnp.promote_types(narrow, jnp.float32))
+
+
+def _product(given: _Arrays, left: Array, right: Array, over: _Axes) -> Array:
+    """A product of two arrays, summed over axes of the one and of the other."""
+    narrow, wide = _dtypes(given)
+    return lax.dot_general(
+        left.astype(narrow),
+        right.astype(narrow),
+        (over, ((), ())),
+        preferred_element_type=wide,
+    )
+
+
+def _zeros(given: _Arrays, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """Zeros to begin with, which vary as what is added to them."""
+    return varying(jnp.zeros(shape, dtype), varying_axes(given.x))
+
+
+def _scored(head: _Head, given: _Arrays, labels: Array) -> tuple[Array, Array]:
+    """For each token its label's logit, and the logarithm of the sum of exponentials.
+
+    What a loss makes of the two, JAX differentiates.
+    """
+
+    def step(start: ArrayLike, size: int, sums: _Sums) -> _Sums:
+        logits = head.logits(given, head.weights(given, start, size), start, size)
+        top = jnp.maximum(sums.top, jnp.max(logits, axis=-1))
+        # A bias of minus infinity may mask all entries of a chunk.
+        base = jnp.where(top == -jnp.inf, 0.0, top)
+        total = jnp.sum(jnp.exp(logits - base[..., None]), axis=-1)
+        total = sums.total * jnp.exp(sums.top - base) + total
+        label = jnp.where(head.right(labels, start, size), logits, 0.0)
+        return _Sums(top, total, sums.label + jnp.sum(label, axis=-1))
+
+    zeros = _zeros(given, labels.shape, _dtypes(given)[1])
+    sums = head.chunks.fold(step, _Sums(zeros - jnp.inf, zeros, zeros))
+    return sums.label, sums.top + jnp.log(sums.total)
+
+
+_scores = jax.custom_vjp(_scored, nondiff_argnums=(0,))
+_Kept = tuple[_Arrays, Array, Array]
+
+
+def _forward(
+    head: _Head, given: _Arrays, labels: Array
+) -> tuple[tuple[Array, Array], _Kept]:
+    label, total = _scored(head, given, labels)
+    return (label, total), (given, labels, total)
+
+
+def _backward(
+    head: _Head, kept: _Kept, back: tuple[Array, Array]
+) -> tuple[_Arrays, None]:
+    r"""The gradients.
+
+    By the logit of entry v, with the softmax p and cotangents of `_scores`, that is
+    :math:`\bar t p_v` and, if v is the label, :math:`\bar l` besides.
+    """
+    (given, labels, total), (by_label, by_total) = kept, back
+    tokens, axis = tuple(range(labels.ndim)), head.chunks.axis
+
+    def step(start: ArrayLike, size: int, carry: _Arrays) -> _Arrays:
+        weights = head.weights(given, start, size)
+        logits = head.logits(given, weights, start, size)
+        made = by_total[..., None] * jnp.exp(logits - total[..., None])
+        right = head.right(labels, start, size)
+        made += jnp.where(right, by_label[..., None], 0.0)
+        if head.soft_cap is not None:
+            made *= 1.0 - jnp.square(logits / head.soft_cap)
+        x = carry.x + _product(given, made, weights, ((labels.ndim,), (axis,)))
+        order = (made, given.x) if axis == 0 else (given.x, made)
+        part = _product(given, *order, (tokens, tokens)).astype(carry.head.dtype)
+        matrix = head.chunks.put(carry.head, part, axis, start)
+        bias = carry.bias
+        if bias is not None:
+            part = jnp.sum(made, axis=tokens).astype(bias.dtype)
+            bias = head.chunks.put(bias, part, 0, start)
+        return _Arrays(x, matrix, bias)
+
+    zeros = jax.tree.map(lambda x: _zeros(given, x.shape, x.dtype), given)
+    wide = zeros.x.astype(_dtypes(given)[1])
+    made = head.chunks.fold(step, zeros._replace(x=wide))
+    return made._replace(x=made.x.astype(given.x.dtype)), None
+
+
+_scores.defvjp(_forward, _backward)
+
+
+def _refuse_other_shapes(
+    x: Array, head: Array, labels: Array, bias: Array | None, vocab_axis: int
+) -> None:
+    if vocab_axis not in (0, 1):
+        raise ValueError(
+            f"vocab_axis={shown(vocab_axis)}: pass 0 for a head of [vocab, width], or 1"
+            " for one of [width, vocab]."
+        )
+    if head.ndim != 2:
+        raise ValueError(
+            f"head has shape {head.shape}: pass a matrix, [vocab, width], or"
+            " [width, vocab] with vocab_axis=1."
+        )
+    width = x.shape[-1:]
+    if width != (head.shape[1 - vocab_axis],):
+        other = ""
+        if width == (head.shape[vocab_axis],):
+            other = f" Pass vocab_axis={1 - vocab_axis}."
+        raise ValueError(
+            f"x has shape {x.shape} and head {head.shape}, whose vocab_axis is"
+            f" {vocab_axis}: the other axis of head must be as long as the last one of"
+            f" x.{other}"
+        )
+    if labels.shape != x.shape[:-1]:
+        raise ValueError(
+            f"labels has shape {labels.shape} and x {x.shape}: there is one label for"
+            f" each token, in an array of shape {x.shape[:-1]}."
+        )
+    if bias is not None and bias.shape != (head.shape[vocab_axis],):
+        raise ValueError(
+            f"bias has shape {bias.shape} and head {head.shape}: there is one number"
+            f" for each of the {head.shape[vocab_axis]} entries of the vocabulary."
+        )
+
+
+def _refuse_other_dtypes(
+    x: Array, head: Array, labels: Array, bias: Array | None
+) -> None:
+    for name, value in (("x", x), ("head", head), ("bias", bias)):
+        if value is not None and not jnp.issubdtype(value.dtype, jnp.floating):
+            raise TypeError(
+                f"{name} is of dtype {value.dtype}: pass floating point numbers."
+            )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(
+            f"labels is of dtype {labels.dtype}: a label is the number of an entry of"
+            " the vocabulary, an int."
+        )
