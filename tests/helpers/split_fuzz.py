@@ -1,0 +1,290 @@
+"""Random models taken apart by `split_layers`, beside `jax.grad` and Optax.
+
+A recipe is a dictionary of numbers and names, which `split_recipes` draws.
+`python tests/helpers/split_fuzz.py` answers with what differs of the recipes that it is
+asked for, see `apart`.
+"""
+
+import gc
+import itertools
+import json
+import re
+import traceback
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+import paged_optax as po
+from helpers import apart, quick_compiler
+from helpers.split_models import Model
+from helpers.split_ops import NARROW
+
+#: Nearly all of a case is XLA:CPU's compiler. What is bfloat16 is rounded after each
+#: operation, whatever it is fused with.
+FLAGS = " ".join(
+    (
+        "--xla_allow_excess_precision=false",
+        *(
+            f"--{name}={value}".lower()
+            for name, value in quick_compiler.OPTIONS.items()
+        ),
+    )
+)
+
+STEPS = 2
+
+Recipe = dict[str, Any]
+Numbers = dict[str, float]
+
+
+def transformation(recipe: Recipe, *, paged: bool) -> optax.GradientTransformation:
+    """Optax's, or its paged self."""
+    how: dict[str, Any] = {}
+    if paged:
+        how = {"page_size": 4096, "min_paged_size": 0 if recipe["paged"] else "1MiB"}
+    if not recipe["adamw"]:
+        return (po.paged_sgd if paged else optax.sgd)(0.1, **how)
+    # A gradient of rounding errors alone must not become a whole step.
+    return (po.paged_adamw if paged else optax.adamw)(0.01, eps=1e-2, **how)
+
+
+def tolerance(recipe: Recipe) -> float:
+    """How far numbers may be apart, of the largest.
+
+    Sums of gradients in another order differ in the last bits: in 24 of float32, or in
+    8 of bfloat16, of which a turned one also turns what is rounded next.
+    """
+    model = Model(recipe)
+    narrow = recipe["dtype"] != "float32" or recipe["cast"] in ("bfloat16", "in layer")
+    return 3e-2 if narrow or NARROW & model.used else 1e-5
+
+
+class Case:
+    """A recipe's model and how it is trained.
+
+    Args:
+      recipe: The recipe.
+    """
+
+    def __init__(self, recipe: Recipe):
+        self.recipe, self.model = recipe, Model(recipe)
+        self.batches = [self.model.batch(seed) for seed in range(1, 1 + STEPS)]
+        self.tolerance, self.found = tolerance(recipe), Numbers()
+
+    def split(self) -> Any:
+        """The model taken apart, of other parameters and another batch."""
+        (params, frozen), batch = self.model.params(7), self.model.batch(8)
+        if self.recipe["accumulate"]:
+            batch = jax.tree.map(lambda x: x[0], batch)
+        given = params, batch, frozen
+        if self.recipe["abstract"]:
+            given = jax.eval_shape(lambda *x: x, *given)
+        params, batch, frozen = given
+        how = {} if frozen is None else {"frozen": frozen}
+        if self.recipe["named"]:
+            how["layers"] = self.model.tree.name
+        return po.split_layers(self.model.loss, params, batch, **how)
+
+    def mean(self, params: Any, frozen: Any, batch: Any) -> tuple[Array, Any]:
+        """What a step is of: the loss of all micro-batches."""
+        given = () if frozen is None else (frozen,)
+        if not self.recipe["accumulate"]:
+            return _parted(self.model.loss(params, *given, batch))[::2]
+        one = lambda n: jax.tree.map(lambda x: x[n], batch)
+        made = [_parted(self.model.loss(params, *given, one(n))) for n in range(2)]
+        totals, weights, metrics = zip(*made, strict=True)
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *metrics)
+        return sum(t * w for t, w in made_of(totals, weights)) / sum(weights), stacked
+
+    def expected(self) -> tuple[list[Array], list[Any], Any]:
+        """Each step's loss and metrics, and the parameters after the last."""
+        tx = transformation(self.recipe, paged=False)
+        if self.recipe["max_norm"]:
+            tx = optax.chain(optax.clip_by_global_norm(self.recipe["max_norm"]), tx)
+        params, frozen = self.model.params(0)
+
+        @jax.jit
+        def step(params, state, frozen, batch):
+            grad = jax.value_and_grad(self.mean, has_aux=True)
+            (loss, metrics), gradients = grad(params, frozen, batch)
+            updates, state = tx.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state, loss, metrics, gradients
+
+        state, losses, said = tx.init(params), [], []
+        for batch in self.batches:
+            params, state, loss, metrics, gradients = step(params, state, frozen, batch)
+            if not said:
+                self.gradients = gradients
+            losses.append(loss)
+            said.append(metrics)
+        return losses, said, params
+
+    def trained(self, split: Any) -> tuple[list[Array], list[Any], Any]:
+        """The same by a layerwise step."""
+        recipe, tx = self.recipe, transformation(self.recipe, paged=True)
+        params, frozen = self.model.params(0)
+        before = params
+        params = split.stack(params, on_host=recipe["on_host"])
+        self.compare("unstack(stack)", before, split.unstack(params), 0)
+        if frozen is not None:
+            frozen = split.stack_frozen(frozen, on_host=recipe["on_host"])
+        step = po.layerwise_step(
+            split,
+            tx,
+            max_norm=recipe["max_norm"],
+            accumulate=recipe["accumulate"],
+            activations_on_host=recipe["activations_on_host"],
+        )
+        how = {"host_dtype": "float32"} if recipe["workspace"] else {}
+        if recipe["workspace"] == "deferred":
+            how["rest"] = {name: x for name, x in params.items() if name != "layers"}
+        args = params, tx.init(params), split.workspace(params, **how)
+        last = () if frozen is None else (frozen,)
+        losses, said, compiled = [], [], None
+        for batch in self.batches:
+            given = *args, batch, *last
+            compiled = compiled or po.jit_step(step, *given, donate_argnums=(0, 1, 2))
+            *args, output = compiled(*given)
+            losses.append(output.loss)
+            said.append(output.metrics)
+        if recipe["workspace"] == "deferred":
+            args = jax.jit(step.finish)(*args)
+        return losses, said, split.unstack(args[0])
+
+    def alone(self, split: Any) -> None:
+        """Compares the loss of stacked parameters, and its gradients."""
+        params, frozen = self.model.params(0)
+        given = () if frozen is None else (split.stack_frozen(frozen),)
+
+        @jax.jit
+        def run(params, batch):
+            loss = lambda p: _parted(split.loss(split.stack(p), *given, batch))[0]
+            return jax.value_and_grad(loss)(params)
+
+        loss, gradients = run(params, self.batches[0])
+        self.compare("gradients", self.gradients, gradients, self.tolerance)
+        self.compare("loss", self.losses[0], loss, self.tolerance)
+
+    def compare(self, name: str, wanted: Any, found: Any, most: float) -> None:
+        """Notes what is further apart than `most` of the largest."""
+        if jax.tree.structure(wanted) != jax.tree.structure(found):
+            structures = jax.tree.structure(wanted), jax.tree.structure(found)
+            raise AssertionError(f"{name}: {structures[0]} became {structures[1]}")
+        flat, _ = jax.tree_util.tree_flatten_with_path(wanted)
+        largest = max((_largest(x) for _, x in flat), default=0.0)
+        for (path, a), b in zip(flat, jax.tree.leaves(found), strict=True):
+            a, b = jnp.asarray(a), jnp.asarray(b)
+            if (a.shape, a.dtype) != (b.shape, b.dtype):
+                raise AssertionError(f"{name}: {a.aval} became {b.aval}")
+            distance = _distance(a, b)
+            scale = max(_largest(a), 0.05 * largest, 1e-30)
+            if not distance <= most * scale:
+                where = f"{name} {jax.tree_util.keystr(path)}"
+                self.found[where] = float(f"{distance / scale:.1e}")
+
+
+def made_of(totals: Any, weights: Any) -> Any:
+    """Pairs of both."""
+    return zip(totals, weights, strict=True)
+
+
+def _parted(made: Any) -> tuple[Array, Array | float, Any]:
+    """A loss as a mean, its weight among micro-batches, and its metrics."""
+    metrics = None
+    if isinstance(made, tuple) and not isinstance(made, po.WeightedLoss):
+        made, metrics = made
+    if isinstance(made, po.WeightedLoss):
+        weight = jax.lax.stop_gradient(made.weight)
+        return made.total / weight, weight, metrics
+    return made, 1.0, metrics
+
+
+def _numbers(x: Any) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def _largest(x: Any) -> float:
+    return float(np.max(np.abs(_numbers(x)), initial=0.0))
+
+
+def _distance(a: Array, b: Array) -> float:
+    return float(np.max(np.abs(_numbers(a) - _numbers(b)), initial=0.0))
+
+
+def run(recipe: Recipe) -> Numbers:
+    """What differs, by name; nothing of a recipe that is right.
+
+    Raises:
+      ValueError: If a model is not taken apart that should be.
+      AssertionError: If one is that should not be.
+    """
+    case = Case(recipe)
+    if recipe["refused"]:
+        return _refused(case)
+    split = case.split()
+    assert str(split)
+    case.losses, said, params = case.expected()
+    if not all(np.isfinite(x) for x in case.losses):
+        return {}
+    case.alone(split)
+    losses, metrics, trained = case.trained(split)
+    case.compare("losses", case.losses, losses, case.tolerance)
+    case.compare("metrics", said, metrics, 10 * case.tolerance)
+    case.compare("parameters", params, trained, case.tolerance)
+    return case.found
+
+
+def _refused(case: Case) -> Numbers:
+    """Nothing, if one sentence names a line of the model."""
+    case.expected()
+    try:
+        split = case.split()
+    except ValueError as error:
+        said = str(error)
+        if not re.search(r"split_\w+\.py:\d+", said):
+            raise AssertionError(f"names no line of the model: {said}") from error
+        return {}
+    raise AssertionError(f"{case.recipe['refused']} is not refused: {split}")
+
+
+def outcome(recipe: str) -> Any:
+    """What differs of a recipe in JSON, or what went wrong and where."""
+    try:
+        return run(json.loads(recipe))
+    except Exception as error:  # one case must not hide the others
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [x for x in frames if "paged_optax" in x.filename] or frames
+        at = f"{own[-1].filename.rpartition('paged_optax/')[2]}:{own[-1].lineno}"
+        return f"{type(error).__name__}: {error} [{at}]"
+
+
+def cause(result: Any) -> str:
+    """What results have in common that have one cause, about."""
+    if isinstance(result, dict):
+        return "differs" if result else ""
+    kind, _, said = result.partition(":")
+    return kind + re.sub(r"'[^']*'|\d+|\s+", "", said)[:60] + result[-30:]
+
+
+def serve() -> None:
+    """Answers with what differs of the recipes that it is asked for."""
+    gc.freeze()
+    gc.set_threshold(200_000)
+    asked = itertools.count(1)
+
+    def answer(recipe: str) -> Any:
+        found = outcome(recipe)
+        if next(asked) % 50 == 0:
+            jax.clear_caches()
+            gc.collect()
+        return found
+
+    apart.answer(answer)
+
+
+if __name__ == "__main__":
+    serve()
