@@ -62,7 +62,8 @@ class Loops(Layer):
                 )
             )
             carry, made = run(values, carry)
-            kept.append(made)
+            if turn < len(layers):
+                kept.append(made)
             skips.append(carry["x"])
             sums.append(carry["x"])
         if refused == "side by side":

@@ -146,6 +146,7 @@ def _any(draw: random.Random) -> Recipe:
         "refused": None,
         "again": 1,
         "named": rare(0.25),
+        "alone": rare(0.4),
         **_training(draw),
     }
 
@@ -212,7 +213,9 @@ def _refused(draw: random.Random) -> Recipe:
         recipe["loss"] = "plain"
     if how in ("elsewhere", "returned"):
         recipe |= {"loss": "plain", "accumulate": False}
-    return recipe | {"refused": how, "again": draw.randint(1, count - 1)}
+    again = draw.randint(1, count - 1)
+    # There may be other lists, which could be taken apart.
+    return recipe | {"refused": how, "again": again, "named": True}
 
 
 #: And how often each is drawn.
@@ -256,6 +259,7 @@ def smaller(recipe: Recipe) -> Iterator[Recipe]:
         "unused": False, "digits": False, "positions": False, "norm": False,
         "tied": False, "raw key": False, "keys": "constant", "rotary": None,
         "mask": "numpy", "container": "list", "named": False, "penalty late": True,
+        "alone": False,
         "sizes": [1, 3, 3, 4, 7],
     }  # fmt: skip
     stacked = recipe["container"] in STACKED
