@@ -5,11 +5,13 @@ A recipe is a dictionary of numbers and names, which `split_recipes` draws.
 asked for, see `apart`.
 """
 
+import functools
 import gc
 import itertools
 import json
 import re
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -89,16 +91,18 @@ class Case:
             how["layers"] = self.model.tree.name
         return po.split_layers(self.model.loss, params, batch, **how)
 
-    def mean(self, params: Any, frozen: Any, batch: Any) -> tuple[Array, Any]:
-        """What a step is of: the loss of all micro-batches."""
+    def mean(
+        self, loss: Callable[..., Any], params: Any, frozen: Any, batch: Any
+    ) -> tuple[Array, Any]:
+        """What a step is of: the loss of all micro-batches, and their metrics."""
         given = () if frozen is None else (frozen,)
         if not self.recipe["accumulate"]:
-            return _parted(self.model.loss(params, *given, batch))[::2]
+            return _parted(loss(params, *given, batch))[::2]
         one = lambda n: jax.tree.map(lambda x: x[n], batch)
-        made = [_parted(self.model.loss(params, *given, one(n))) for n in range(2)]
-        totals, weights, metrics = zip(*made, strict=True)
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *metrics)
-        return sum(t * w for t, w in made_of(totals, weights)) / sum(weights), stacked
+        made = [_parted(loss(params, *given, one(n))) for n in range(2)]
+        (a, v, _), (b, w, _) = made
+        metrics = jax.tree.map(lambda *x: jnp.stack(x), *(x for *_, x in made))
+        return (a * v + b * w) / (v + w), metrics
 
     def expected(self) -> tuple[list[Array], list[Any], Any]:
         """Each step's loss and metrics, and the parameters after the last."""
@@ -109,7 +113,8 @@ class Case:
 
         @jax.jit
         def step(params, state, frozen, batch):
-            grad = jax.value_and_grad(self.mean, has_aux=True)
+            loss = functools.partial(self.mean, self.model.loss)
+            grad = jax.value_and_grad(loss, has_aux=True)
             (loss, metrics), gradients = grad(params, frozen, batch)
             updates, state = tx.update(gradients, state, params)
             return optax.apply_updates(params, updates), state, loss, metrics, gradients
@@ -158,14 +163,15 @@ class Case:
     def alone(self, split: Any) -> None:
         """Compares the loss of stacked parameters, and its gradients."""
         params, frozen = self.model.params(0)
-        given = () if frozen is None else (split.stack_frozen(frozen),)
+        if frozen is not None:
+            frozen = split.stack_frozen(frozen)
 
         @jax.jit
-        def run(params, batch):
-            loss = lambda p: _parted(split.loss(split.stack(p), *given, batch))[0]
-            return jax.value_and_grad(loss)(params)
+        def run(params, frozen, batch):
+            loss = lambda p: self.mean(split.loss, split.stack(p), frozen, batch)
+            return jax.value_and_grad(loss, has_aux=True)(params)
 
-        loss, gradients = run(params, self.batches[0])
+        (loss, _), gradients = run(params, frozen, self.batches[0])
         self.compare("gradients", self.gradients, gradients, self.tolerance)
         self.compare("loss", self.losses[0], loss, self.tolerance)
 
@@ -185,11 +191,6 @@ class Case:
             if not distance <= most * scale:
                 where = f"{name} {jax.tree_util.keystr(path)}"
                 self.found[where] = float(f"{distance / scale:.1e}")
-
-
-def made_of(totals: Any, weights: Any) -> Any:
-    """Pairs of both."""
-    return zip(totals, weights, strict=True)
 
 
 def _parted(made: Any) -> tuple[Array, Array | float, Any]:

@@ -64,7 +64,8 @@ class Loops(Layer):
             carry, made = run(values, carry)
             if turn < len(layers):
                 kept.append(made)
-            skips.append(carry["x"])
+            if turn < len(order) / 2:
+                skips.append(carry["x"])
             sums.append(carry["x"])
         if refused == "side by side":
             carry |= {"x": sum(sums) / len(sums)}
