@@ -24,6 +24,7 @@ import paged_optax as po
 from helpers import apart, quick_compiler
 from helpers.split_models import Model
 from helpers.split_ops import NARROW
+from helpers.split_plain import Recipe, whole
 
 #: Nearly all of a case is XLA:CPU's compiler. What is bfloat16 is rounded after each
 #: operation, whatever it is fused with.
@@ -39,7 +40,6 @@ FLAGS = " ".join(
 
 STEPS = 2
 
-Recipe = dict[str, Any]
 Numbers = dict[str, float]
 
 
@@ -223,6 +223,7 @@ def run(recipe: Recipe) -> Numbers:
       ValueError: If a model is not taken apart that should be.
       AssertionError: If one is that should not be.
     """
+    recipe = whole(recipe)
     case = Case(recipe)
     if recipe["refused"]:
         return _refused(case)

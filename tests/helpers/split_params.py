@@ -11,9 +11,8 @@ from jax import Array
 
 from helpers.split_blocks import BLOCKS, RANK, Shapes
 from helpers.split_place import Sizes
+from helpers.split_plain import Recipe, whole
 from helpers.split_trees import TREES, Named
-
-Recipe = dict[str, Any]
 
 
 def letter(number: int) -> str:
@@ -29,7 +28,8 @@ class Parameters:
     """
 
     def __init__(self, recipe: Recipe):
-        self.recipe, self.tree = recipe, TREES[recipe["container"]]
+        self.recipe = recipe = whole(recipe)
+        self.tree = TREES[recipe["container"]]
         self.sizes = Sizes(*recipe["sizes"], layers=len(recipe["kinds"]))
         self.used = {name for block in recipe["blocks"] for name, _ in block["ops"]} | {
             name for *_, name in recipe["changes"]

@@ -9,9 +9,8 @@ from typing import Any
 from helpers.split_blocks import BLOCKS, MATRICES
 from helpers.split_layer import ENDS, WRAPS
 from helpers.split_ops import OPS
+from helpers.split_plain import BLOCK, PLAIN, SCAN, Recipe, brief, whole
 from helpers.split_trees import LISTED, STACKED
-
-Recipe = dict[str, Any]
 
 MASKS = ["before", "each", "numpy", "window by layer", "padding"]
 KEPT = ["stacked", "average", "metric", "mixed", "one", "concatenated"]
@@ -226,7 +225,8 @@ def drawn(cases: int, seed: int) -> list[str]:
     """So many recipes, as JSON; more cases begin with those of fewer."""
     draws = (random.Random(f"{seed} {number}") for number in range(cases))
     kinds, weights = [*_KINDS], [*_KINDS.values()]
-    return [json.dumps(draw.choices(kinds, weights)[0](draw)) for draw in draws]
+    recipes = (draw.choices(kinds, weights)[0](draw) for draw in draws)
+    return [json.dumps(brief(recipe)) for recipe in recipes]
 
 
 def covered(recipes: list[str]) -> dict[str, dict[str, int]]:
@@ -234,7 +234,7 @@ def covered(recipes: list[str]) -> dict[str, dict[str, int]]:
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(
         collections.Counter
     )
-    for recipe in map(json.loads, recipes):
+    for recipe in map(whole, map(json.loads, recipes)):
         names = {name for block in recipe["blocks"] for name, _ in block["ops"]}
         counts["ops"].update(names & {*OPS})
         counts["blocks"].update(names & {*BLOCKS})
@@ -250,26 +250,21 @@ def covered(recipes: list[str]) -> dict[str, dict[str, int]]:
 
 def smaller(recipe: Recipe) -> Iterator[Recipe]:
     """Recipes that are simpler by one thing, the simplest first."""
-    plain: Recipe = {
-        "frozen": None, "workspace": None, "accumulate": False, "max_norm": None,
-        "on_host": False, "activations_on_host": False, "paged": False, "adamw": False,
-        "abstract": False, "loss": "plain", "batch": "dict", "cast": None,
-        "dtype": "float32", "penalty": None, "router": None, "second": None,
-        "counted": False, "kept": [], "wrap": None, "unlike": {}, "hybrid": False,
-        "unused": False, "digits": False, "positions": False, "norm": False,
-        "tied": False, "raw key": False, "keys": "constant", "rotary": None,
-        "mask": "numpy", "container": "list", "named": False, "penalty late": True,
-        "alone": False,
-        "sizes": [1, 3, 3, 4, 7],
-    }  # fmt: skip
+    return map(brief, _smaller(recipe))
+
+
+def _smaller(recipe: Recipe) -> Iterator[Recipe]:
+    recipe, plain = whole(recipe), dict(PLAIN)
     stacked = recipe["container"] in STACKED
     if stacked:
+        if recipe["refused"] != "reverse":
+            yield recipe | {"container": "list", "hybrid": False, "scan": SCAN}
         plain["container"] = "stacked"
-        simple = {"body": 1, "unroll": 1, "rows": False, "index": True}
-        simple |= {"scaled": False, "whole": True}
-        for name, value in simple.items():
+        for name, value in SCAN.items():
             if recipe["scan"][name] != value:
                 yield recipe | {"scan": recipe["scan"] | {name: value}}
+    for name in ("kinds", "changes", "which", "again", "refused", "kept"):
+        del plain[name]
     for name, value in plain.items():
         if recipe[name] != value:
             yield recipe | {name: value}
@@ -319,7 +314,6 @@ def _smaller_blocks(recipe: Recipe) -> Iterator[Recipe]:
             changed = any([b, k] == where for *where, _ in recipe["changes"])
             if [name, ago] != simple and not changed:
                 yield into(block | {"ops": ops})
-        simple_block = {"wrap": None, "end": "tanh", "residual": True}
-        for name, value in simple_block.items():
+        for name, value in BLOCK.items():
             if block[name] != value:
                 yield into(block | {name: value})
