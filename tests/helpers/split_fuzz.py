@@ -5,8 +5,10 @@ A recipe is a dictionary of numbers and names, which `split_recipes` draws.
 asked for, see `apart`.
 """
 
+import dataclasses
 import functools
 import gc
+import importlib
 import itertools
 import json
 import re
@@ -25,6 +27,7 @@ from helpers import apart, quick_compiler
 from helpers.split_models import Model
 from helpers.split_ops import NARROW
 from helpers.split_plain import Recipe, whole
+from paged_optax.layerwise import apart as layer_by_layer
 
 #: Nearly all of a case is XLA:CPU's compiler. What is bfloat16 is rounded after each
 #: operation, whatever it is fused with.
@@ -40,18 +43,76 @@ FLAGS = " ".join(
 
 STEPS = 2
 
+#: An accelerator's way, beside a CPU's, is traced and never run here.
+step_module = importlib.import_module("paged_optax.layerwise.step")
+
 Numbers = dict[str, float]
 
 
-def transformation(recipe: Recipe, *, paged: bool) -> optax.GradientTransformation:
-    """Optax's, or its paged self."""
-    how: dict[str, Any] = {}
-    if paged:
-        how = {"page_size": 4096, "min_paged_size": 0 if recipe["paged"] else "1MiB"}
-    if not recipe["adamw"]:
-        return (po.paged_sgd if paged else optax.sgd)(0.1, **how)
-    # A gradient of rounding errors alone must not become a whole step.
-    return (po.paged_adamw if paged else optax.adamw)(0.01, eps=1e-2, **how)
+@dataclasses.dataclass(frozen=True)
+class _Flat:
+    """A tree's arrays by dtype, behind one another: all trees look alike to XLA.
+
+    Optax's transformations that are compared make each value of its own.
+    """
+
+    leaves: list[Any]
+    structure: Any
+    vectors: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, tree: Any) -> "_Flat":
+        leaves, structure = jax.tree.flatten(tree)
+        vectors = {}
+        for dtype in ("bfloat16", "float32"):
+            parts = [np.ravel(x) for x in leaves if x.dtype == dtype]
+            size = sum(x.size for x in parts)
+            room = np.zeros(-size % _ROOM, jnp.dtype(dtype))
+            vectors[dtype] = np.concatenate([*parts, room])
+        return cls(leaves, structure, vectors)
+
+    def tree(self, vectors: dict[str, Any]) -> Any:
+        """A tree of such arrays."""
+        ends, made = dict.fromkeys(vectors, 0), []
+        for x in self.leaves:
+            start = ends[str(x.dtype)]
+            ends[str(x.dtype)] = stop = start + x.size
+            part = np.asarray(vectors[str(x.dtype)])[start:stop]
+            made.append(jnp.asarray(part.reshape(x.shape)))
+        return jax.tree.unflatten(self.structure, made)
+
+
+_ROOM = 1 << 14
+
+
+@functools.cache
+def _update(adamw: bool, max_norm: float | None) -> Callable[..., Any]:
+    """A step of Optax's."""
+    tx = optax.adamw(**_ADAMW) if adamw else optax.sgd(**_SGD)
+    if max_norm is not None:
+        tx = optax.chain(optax.clip_by_global_norm(max_norm), tx)
+
+    @jax.jit
+    def run(params: Any, gradients: Any, state: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return lambda params, gradients, state: run(
+        params, gradients, tx.init(params) if state is None else state
+    )
+
+
+#: A gradient of rounding errors alone must not become a whole step.
+_ADAMW, _SGD = {"learning_rate": 0.01, "eps": 1e-2}, {"learning_rate": 0.1}
+
+
+def _paged(recipe: Recipe) -> optax.GradientTransformation:
+    """The same, paged; small leaves stay on the device if they are not."""
+    size: Any = 0 if recipe["paged"] else "1MiB"
+    how = {"page_size": 4096, "min_paged_size": size}
+    if recipe["adamw"]:
+        return po.paged_adamw(**_ADAMW, **how)
+    return po.paged_sgd(**_SGD, **how)
 
 
 def tolerance(recipe: Recipe) -> float:
@@ -98,30 +159,22 @@ class Case:
         given = () if frozen is None else (frozen,)
         if not self.recipe["accumulate"]:
             return _parted(loss(params, *given, batch))[::2]
-        one = lambda n: jax.tree.map(lambda x: x[n], batch)
-        made = [_parted(loss(params, *given, one(n))) for n in range(2)]
-        (a, v, _), (b, w, _) = made
-        metrics = jax.tree.map(lambda *x: jnp.stack(x), *(x for *_, x in made))
-        return (a * v + b * w) / (v + w), metrics
+        each = lambda batch: _parted(loss(params, *given, batch))
+        made, weights, metrics = jax.lax.map(each, batch)
+        return jnp.sum(made * weights) / jnp.sum(weights), metrics
 
     def expected(self) -> tuple[list[Array], list[Any], Any]:
         """Each step's loss and metrics, and the parameters after the last."""
-        tx = transformation(self.recipe, paged=False)
-        if self.recipe["max_norm"]:
-            tx = optax.chain(optax.clip_by_global_norm(self.recipe["max_norm"]), tx)
         params, frozen = self.model.params(0)
-
-        @jax.jit
-        def step(params, state, frozen, batch):
-            loss = functools.partial(self.mean, self.model.loss)
-            grad = jax.value_and_grad(loss, has_aux=True)
-            (loss, metrics), gradients = grad(params, frozen, batch)
-            updates, state = tx.update(gradients, state, params)
-            return optax.apply_updates(params, updates), state, loss, metrics, gradients
-
-        state, losses, said = tx.init(params), [], []
+        loss = functools.partial(self.mean, self.model.loss)
+        grad = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        update = _update(self.recipe["adamw"], self.recipe["max_norm"])
+        state, losses, said = None, [], []
         for batch in self.batches:
-            params, state, loss, metrics, gradients = step(params, state, frozen, batch)
+            (loss, metrics), gradients = grad(params, frozen, batch)
+            given = _Flat.of(params), _Flat.of(gradients)
+            flat, state = update(*(x.vectors for x in given), state)
+            params = given[0].tree(flat)
             if not said:
                 self.gradients = gradients
             losses.append(loss)
@@ -130,7 +183,7 @@ class Case:
 
     def trained(self, split: Any) -> tuple[list[Array], list[Any], Any]:
         """The same by a layerwise step."""
-        recipe, tx = self.recipe, transformation(self.recipe, paged=True)
+        recipe, tx = self.recipe, _paged(self.recipe)
         params, frozen = self.model.params(0)
         before = params
         params = split.stack(params, on_host=recipe["on_host"])
@@ -193,7 +246,7 @@ class Case:
                 self.found[where] = float(f"{distance / scale:.1e}")
 
 
-def _parted(made: Any) -> tuple[Array, Array | float, Any]:
+def _parted(made: Any) -> tuple[Array, Array, Any]:
     """A loss as a mean, its weight among micro-batches, and its metrics."""
     metrics = None
     if isinstance(made, tuple) and not isinstance(made, po.WeightedLoss):
@@ -201,7 +254,7 @@ def _parted(made: Any) -> tuple[Array, Array | float, Any]:
     if isinstance(made, po.WeightedLoss):
         weight = jax.lax.stop_gradient(made.weight)
         return made.total / weight, weight, metrics
-    return made, 1.0, metrics
+    return made, jnp.float32(1), metrics
 
 
 def _numbers(x: Any) -> np.ndarray:
@@ -227,6 +280,8 @@ def run(recipe: Recipe) -> Numbers:
     case = Case(recipe)
     if recipe["refused"]:
         return _refused(case)
+    ahead = recipe["ahead"] and layer_by_layer.FETCHES_AHEAD
+    step_module._OVERLAPPED = ("cpu",) if ahead else ()
     split = case.split()
     assert str(split)
     case.losses, said, params = case.expected()

@@ -46,6 +46,7 @@ PLAIN: Recipe = {
     "accumulate": False,
     "workspace": None,
     "activations_on_host": False,
+    "ahead": False,
 }
 
 #: Of one of its blocks, but for `ops`.

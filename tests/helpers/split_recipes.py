@@ -93,7 +93,8 @@ def _any(draw: random.Random) -> Recipe:
     """A model of layers in a list, or stacked."""
     count = draw.choice(_COUNTS)
     stacked = draw.random() < 0.35
-    blocks = [_block(draw, n == 0) for n in range(draw.choice([1, 1, 1, 2, 2, 3]))]
+    several = draw.choice([1, 1, 1, 2, 2, 3]) if count < 4 else 1
+    blocks = [_block(draw, n == 0) for n in range(several)]
     kinds = _kinds(draw, count)
     rare = lambda chance: draw.random() < chance
     maybe = lambda chance, choices: draw.choice(choices) if rare(chance) else None
@@ -162,6 +163,7 @@ def _training(draw: random.Random) -> Recipe:
         "accumulate": rare(0.2),
         "workspace": draw.choice([None, None, None, "host", "deferred"]),
         "activations_on_host": rare(0.2),
+        "ahead": rare(0.2),
     }
 
 
