@@ -182,11 +182,12 @@ class Case:
         """The same by a layerwise step."""
         recipe, tx = self.recipe, _paged(self.recipe)
         params, frozen = self.model.params(0)
+        where = {"on_host": recipe["on_host"], "min_size": 0}
         before = params
-        params = split.stack(params, on_host=recipe["on_host"])
+        params = split.stack(params, **where)
         self.compare("unstack(stack)", before, split.unstack(params), 0)
         if frozen is not None:
-            frozen = split.stack_frozen(frozen, on_host=recipe["on_host"])
+            frozen = split.stack_frozen(frozen, **where)
         step = po.layerwise_step(
             split,
             tx,
