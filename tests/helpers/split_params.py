@@ -62,6 +62,11 @@ class Parameters:
             shapes["unused"] = (3,)
         return shapes
 
+    def few(self) -> bool:
+        """Whether there are fewer than two layers that are alike."""
+        pairs = self.pairs or self.recipe["hybrid"]
+        return (self.sizes.layers - len(self.recipe["unlike"])) // (1 + pairs) < 2
+
     def prefix(self, block: int, op: int) -> str:
         """What the names of the weights of an equation begin with."""
         if self.recipe["digits"]:
