@@ -210,10 +210,9 @@ def _refused(draw: random.Random) -> Recipe:
     count = draw.choice([8, 10]) if how == "skips" else draw.choice([3, 4, 5])
     kinds = [0] * count
     recipe |= {"kinds": kinds, "changes": [], "which": draw.randrange(count)}
-    if how == "returned":
-        recipe["loss"] = "plain"
-    if how in ("elsewhere", "returned"):
-        recipe |= {"loss": "plain", "accumulate": False}
+    if how in ("elsewhere", "returned", "neighbour"):
+        # What is computed of a layer's weights alone may be kept of each.
+        recipe |= {"loss": "plain", "accumulate": False, "cast": None}
     again = draw.randint(1, count - 1)
     # There may be other lists, which could be taken apart.
     return recipe | {"refused": how, "again": again, "named": True}
