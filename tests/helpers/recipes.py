@@ -239,20 +239,24 @@ def covered(recipes: list[str]) -> dict[str, dict[str, int]]:
 
 
 def outcomes(
-    chosen: list[str], workers: int, minutes: float
+    chosen: list[str],
+    workers: int,
+    minutes: float,
+    script: str = fuzz.__file__,
+    flags: str = fuzz.FLAGS,
 ) -> Iterator[tuple[str, Any]]:
     """What each recipe comes to, in processes of their own, as the minutes allow."""
     end = time.monotonic() + 60 * minutes
     waiting, done = queue.SimpleQueue[str](), queue.SimpleQueue[Any]()
     # Those of one platform share what is compiled.
-    for recipe in sorted(chosen, key=lambda x: json.loads(x)["platform"]):
+    for recipe in sorted(chosen, key=lambda x: json.loads(x).get("platform", "")):
         waiting.put(recipe)
 
     def work() -> None:
         while time.monotonic() < end and not waiting.empty():
             recipe = ""
             try:
-                with apart.process(fuzz.__file__, fuzz.FLAGS) as ask:
+                with apart.process(script, flags) as ask:
                     while time.monotonic() < end:
                         recipe = waiting.get_nowait()
                         done.put((recipe, ask(recipe)))

@@ -1,0 +1,355 @@
+"""Random models taken apart by `split_layers`, beside `jax.grad` and Optax.
+
+A recipe is a dictionary of numbers and names, which `split_recipes` draws.
+`python tests/helpers/split_fuzz.py` answers with what differs of the recipes that it is
+asked for, see `apart`.
+"""
+
+import dataclasses
+import functools
+import gc
+import importlib
+import itertools
+import json
+import re
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+import paged_optax as po
+from helpers import apart, quick_compiler
+from helpers.split_models import Model
+from helpers.split_ops import NARROW
+from helpers.split_plain import Recipe, whole
+from paged_optax.layerwise import apart as layer_by_layer
+
+#: Nearly all of a case is XLA:CPU's compiler. What is bfloat16 is rounded after each
+#: operation, whatever it is fused with.
+FLAGS = " ".join(
+    (
+        "--xla_allow_excess_precision=false",
+        *(
+            f"--{name}={value}".lower()
+            for name, value in quick_compiler.OPTIONS.items()
+        ),
+    )
+)
+
+#: An accelerator's way, beside a CPU's, is traced and never run here.
+step_module = importlib.import_module("paged_optax.layerwise.step")
+
+Numbers = dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flat:
+    """A tree's arrays by dtype, behind one another: all trees look alike to XLA.
+
+    Optax's transformations that are compared make each value of its own.
+    """
+
+    leaves: list[Any]
+    structure: Any
+    vectors: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, tree: Any) -> "_Flat":
+        leaves, structure = jax.tree.flatten(tree)
+        vectors = {}
+        for dtype in ("bfloat16", "float32"):
+            parts = [np.ravel(x) for x in leaves if x.dtype == dtype]
+            size = sum(x.size for x in parts)
+            room = np.zeros(-size % _ROOM, jnp.dtype(dtype))
+            vectors[dtype] = np.concatenate([*parts, room])
+        return cls(leaves, structure, vectors)
+
+    def tree(self, vectors: dict[str, Any]) -> Any:
+        """A tree of such arrays."""
+        ends, made = dict.fromkeys(vectors, 0), []
+        for x in self.leaves:
+            start = ends[str(x.dtype)]
+            ends[str(x.dtype)] = stop = start + x.size
+            part = np.asarray(vectors[str(x.dtype)])[start:stop]
+            made.append(jnp.asarray(part.reshape(x.shape)))
+        return jax.tree.unflatten(self.structure, made)
+
+
+_ROOM = 1 << 14
+
+
+@functools.cache
+def _update(adamw: bool, max_norm: float | None) -> Callable[..., Any]:
+    """A step of Optax's."""
+    tx = optax.adamw(**_ADAMW) if adamw else optax.sgd(**_SGD)
+    if max_norm is not None:
+        tx = optax.chain(optax.clip_by_global_norm(max_norm), tx)
+
+    @jax.jit
+    def run(params: Any, gradients: Any, state: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return lambda params, gradients, state: run(
+        params, gradients, tx.init(params) if state is None else state
+    )
+
+
+#: A gradient of rounding errors alone must not become a whole step.
+_ADAMW, _SGD = {"learning_rate": 0.01, "eps": 1e-2}, {"learning_rate": 0.1}
+
+
+def _paged(recipe: Recipe) -> optax.GradientTransformation:
+    """The same, paged; small leaves stay on the device if they are not."""
+    size: Any = 0 if recipe["paged"] else "1MiB"
+    how = {"page_size": 4096, "min_paged_size": size}
+    if recipe["adamw"]:
+        return po.paged_adamw(**_ADAMW, **how)
+    return po.paged_sgd(**_SGD, **how)
+
+
+def narrow(model: Model) -> bool:
+    """Whether some of it is computed in fewer bits than float32 has."""
+    cast = model.recipe["cast"] in ("bfloat16", "in layer")
+    return model.recipe["dtype"] != "float32" or cast or bool(NARROW & model.used)
+
+
+class Case:
+    """A recipe's model and how it is trained.
+
+    Args:
+      recipe: The recipe.
+    """
+
+    def __init__(self, recipe: Recipe):
+        self.recipe, self.model = recipe, Model(recipe)
+        # Gradients add up in another order, and differ in their last bits. Of bfloat16
+        # these are a 256th of each; in a step's parameters a hundredth of the next
+        # gradients, which so are not compared.
+        steps, self.tolerance = (1, 3e-2) if narrow(self.model) else (2, 1e-5)
+        self.batches = [self.model.batch(1 + n) for n in range(steps)]
+        self.found = Numbers()
+
+    def split(self) -> Any:
+        """The model taken apart, of other parameters and another batch."""
+        (params, frozen), batch = self.model.params(7), self.model.batch(8)
+        if self.recipe["accumulate"]:
+            batch = jax.tree.map(lambda x: x[0], batch)
+        given = params, batch, frozen
+        if self.recipe["abstract"]:
+            given = jax.eval_shape(lambda *x: x, *given)
+        params, batch, frozen = given
+        how = {} if frozen is None else {"frozen": frozen}
+        if self.recipe["named"]:
+            how["layers"] = self.model.tree.name
+        return po.split_layers(self.model.loss, params, batch, **how)
+
+    def mean(
+        self, loss: Callable[..., Any], params: Any, frozen: Any, batch: Any
+    ) -> tuple[Array, Any]:
+        """What a step is of: the loss of all micro-batches, and their metrics."""
+        given = () if frozen is None else (frozen,)
+        if not self.recipe["accumulate"]:
+            return _parted(loss(params, *given, batch))[::2]
+        each = lambda batch: _parted(loss(params, *given, batch))
+        made, weights, metrics = jax.lax.map(each, batch)
+        return jnp.sum(made * weights) / jnp.sum(weights), metrics
+
+    def expected(self) -> tuple[list[Array], list[Any], Any]:
+        """Each step's loss and metrics, and the parameters after the last."""
+        params, frozen = self.model.params(0)
+        loss = functools.partial(self.mean, self.model.loss)
+        grad = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        update = _update(self.recipe["adamw"], self.recipe["max_norm"])
+        state, losses, said = None, [], []
+        for batch in self.batches:
+            (loss, metrics), gradients = grad(params, frozen, batch)
+            given = _Flat.of(params), _Flat.of(gradients)
+            flat, state = update(*(x.vectors for x in given), state)
+            params = given[0].tree(flat)
+            if not said:
+                self.gradients = gradients
+            losses.append(loss)
+            said.append(metrics)
+        return losses, said, params
+
+    def trained(self, split: Any) -> tuple[list[Array], list[Any], Any]:
+        """The same by a layerwise step."""
+        recipe, tx = self.recipe, _paged(self.recipe)
+        params, frozen = self.model.params(0)
+        where = {"on_host": recipe["on_host"], "min_size": 0}
+        before = params
+        params = split.stack(params, **where)
+        self.compare("unstack(stack)", before, split.unstack(params), 0)
+        if frozen is not None:
+            frozen = split.stack_frozen(frozen, **where)
+        step = po.layerwise_step(
+            split,
+            tx,
+            max_norm=recipe["max_norm"],
+            accumulate=recipe["accumulate"],
+            activations_on_host=recipe["activations_on_host"],
+        )
+        how = {"host_dtype": "float32"} if recipe["workspace"] else {}
+        if recipe["workspace"] == "deferred":
+            how["rest"] = {name: x for name, x in params.items() if name != "layers"}
+        args = params, tx.init(params), split.workspace(params, **how)
+        last = () if frozen is None else (frozen,)
+        losses, said, compiled = [], [], None
+        for batch in self.batches:
+            given = *args, batch, *last
+            compiled = compiled or po.jit_step(step, *given, donate_argnums=(0, 1, 2))
+            *args, output = compiled(*given)
+            losses.append(output.loss)
+            said.append(output.metrics)
+        if recipe["workspace"] == "deferred":
+            args = jax.jit(step.finish)(*args)
+        return losses, said, split.unstack(args[0])
+
+    def alone(self, split: Any) -> None:
+        """Compares the loss of stacked parameters, and its gradients."""
+        params, frozen = self.model.params(0)
+        if frozen is not None:
+            frozen = split.stack_frozen(frozen)
+
+        @jax.jit
+        def run(params, frozen, batch):
+            loss = lambda p: self.mean(split.loss, split.stack(p), frozen, batch)
+            return jax.value_and_grad(loss, has_aux=True)(params)
+
+        (loss, _), gradients = run(params, frozen, self.batches[0])
+        self.compare("gradients", self.gradients, gradients, 10 * self.tolerance)
+        self.compare("loss", self.losses[0], loss, self.tolerance)
+
+    def compare(self, name: str, wanted: Any, found: Any, most: float) -> None:
+        """Notes what is further apart than `most` of the largest."""
+        if jax.tree.structure(wanted) != jax.tree.structure(found):
+            structures = jax.tree.structure(wanted), jax.tree.structure(found)
+            raise AssertionError(f"{name}: {structures[0]} became {structures[1]}")
+        flat, _ = jax.tree_util.tree_flatten_with_path(wanted)
+        largest = max((_largest(x) for _, x in flat), default=0.0)
+        for (path, a), b in zip(flat, jax.tree.leaves(found), strict=True):
+            a, b = jnp.asarray(a), jnp.asarray(b)
+            if (a.shape, a.dtype) != (b.shape, b.dtype):
+                raise AssertionError(f"{name}: {a.aval} became {b.aval}")
+            distance = _distance(a, b)
+            scale = max(_largest(a), 0.05 * largest, 1e-30)
+            if not distance <= most * scale:
+                where = f"{name} {jax.tree_util.keystr(path)}"
+                self.found[where] = float(f"{distance / scale:.1e}")
+
+
+def _parted(made: Any) -> tuple[Array, Array, Any]:
+    """A loss as a mean, its weight among micro-batches, and its metrics."""
+    metrics = None
+    if isinstance(made, tuple) and not isinstance(made, po.WeightedLoss):
+        made, metrics = made
+    if isinstance(made, po.WeightedLoss):
+        weight = jax.lax.stop_gradient(made.weight)
+        return made.total / weight, weight, metrics
+    return made, jnp.float32(1), metrics
+
+
+def _numbers(x: Any) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def _largest(x: Any) -> float:
+    return float(np.max(np.abs(_numbers(x)), initial=0.0))
+
+
+def _distance(a: Array, b: Array) -> float:
+    return float(np.max(np.abs(_numbers(a) - _numbers(b)), initial=0.0))
+
+
+def run(recipe: Recipe) -> Numbers:
+    """What differs, by name; nothing of a recipe that is right.
+
+    Raises:
+      ValueError: If a model is not taken apart that should be.
+      AssertionError: If one is that should not be.
+    """
+    recipe = whole(recipe)
+    case = Case(recipe)
+    if recipe["refused"]:
+        return _refused(case)
+    ahead = recipe["ahead"] and layer_by_layer.FETCHES_AHEAD
+    step_module._OVERLAPPED = ("cpu",) if ahead else ()
+    try:
+        split = case.split()
+    except ValueError as error:
+        if case.model.few() and "two layers or more" in str(error):
+            return {}
+        raise
+    assert str(split)
+    case.losses, said, params = case.expected()
+    if not all(np.isfinite(x) for x in case.losses):
+        return {}
+    if recipe["alone"]:
+        case.alone(split)
+    losses, metrics, trained = case.trained(split)
+    case.compare("losses", case.losses, losses, case.tolerance)
+    case.compare("metrics", said, metrics, 10 * case.tolerance)
+    case.compare("parameters", params, trained, case.tolerance)
+    return case.found
+
+
+def _refused(case: Case) -> Numbers:
+    """Nothing, if one sentence names a line of the model."""
+    try:
+        split = case.split()
+    except ValueError as error:
+        said = str(error)
+        # What the loss returns is no equation, which has a line.
+        line = r"split_\w+\.py:\d+"
+        if case.recipe["refused"] == "returned":
+            line = "the loss returns"
+        if not re.search(line, said):
+            raise AssertionError(f"names no line of the model: {said}") from error
+        return {}
+    raise AssertionError(f"{case.recipe['refused']} is not refused: {split}")
+
+
+def outcome(recipe: str) -> Any:
+    """What differs of a recipe in JSON, or what went wrong and where."""
+    try:
+        return run(json.loads(recipe))
+    except Exception as error:  # one case must not hide the others
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [x for x in frames if "paged_optax" in x.filename] or frames
+        at = f"{own[-1].filename.rpartition('paged_optax/')[2]}:{own[-1].lineno}"
+        return f"{type(error).__name__}: {error} [{at}]"
+
+
+def cause(result: Any) -> str:
+    """What results have in common that have one cause, about."""
+    if isinstance(result, dict):
+        return "differs" if result else ""
+    kind, _, said = result.partition(":")
+    return kind + re.sub(r"'[^']*'|\d+|\s+", "", said)[:60] + result[-30:]
+
+
+def serve() -> None:
+    """Answers with what differs of the recipes that it is asked for."""
+    gc.freeze()
+    gc.set_threshold(200_000)
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    asked = itertools.count(1)
+
+    def answer(recipe: str) -> Any:
+        found = outcome(recipe)
+        if next(asked) % 50 == 0:
+            jax.clear_caches()
+            gc.collect()
+        return found
+
+    apart.answer(answer)
+
+
+if __name__ == "__main__":
+    serve()

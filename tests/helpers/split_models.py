@@ -1,0 +1,175 @@
+"""The loss of a random model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+import paged_optax as po
+from helpers import split_place
+from helpers.split_layer import Carry
+from helpers.split_loops import Kept, Loops
+from helpers.split_trees import Named
+
+
+class Model(Loops):
+    """What a recipe describes."""
+
+    def loss(self, params: Any, *given: Any) -> Any:
+        """As `jax.grad` takes it: of parameters, frozen ones if any, and a batch."""
+        *frozen, batch = given
+        if isinstance(batch, tuple):
+            names = "tokens", "targets", "valid", "key"
+            batch = dict(zip(names, batch, strict=True))
+        everything = params
+        params, frozen = self._prepared((params, frozen))
+        layers, rest = self.tree.unpack(params)
+        if frozen:
+            others, frozen_rest = self.tree.unpack(frozen[0])
+            rest = rest | frozen_rest
+            both = lambda mine, other: {**other, **mine}
+            if isinstance(layers, dict):
+                layers = both(layers, others)
+            else:
+                layers = list(map(both, layers, others))
+        seen = self._seen(rest, batch)
+        carry = self._first(rest, batch, seen)
+        penalty = self._penalty(everything, layers)
+        loop = self.scanned if isinstance(layers, dict) else self.looped
+        carry, kept = loop(layers, carry, seen)
+        if self.recipe["penalty late"]:
+            penalty = self._penalty(everything, layers)
+        loss = self._ended(rest, carry, kept, batch, penalty)
+        if self.recipe["refused"] == "elsewhere":
+            weight = next(iter(layers[0].values()))
+            loss += jnp.mean(weight * jnp.mean(carry["x"]).astype(weight.dtype))
+        if self.recipe["refused"] == "returned":
+            return loss, next(iter(layers[0].values()))
+        return loss
+
+    def _prepared(self, trees: Any) -> Any:
+        """All weights, as some models have them before anything else."""
+        how = self.recipe["cast"]
+        if how not in ("bfloat16", "scaled"):
+            return trees
+        floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+        if how == "scaled":
+            change = lambda x: 0.9 * x
+        else:
+            change = lambda x: x.astype(jnp.bfloat16)
+        return jax.tree.map(lambda x: change(x) if floating(x) else x, trees)
+
+    def _seen(self, rest: Named, batch: Mapping[str, Array]) -> dict[str, Any]:
+        """What all layers see."""
+        s, tokens, recipe = self.sizes, batch["tokens"], self.recipe
+        seen: dict[str, Any] = {"tokens": tokens, "table": self.table}
+        if recipe["mask"] == "before":
+            seen |= split_place.prepared(s.time)
+        if recipe["mask"] == "padding":
+            seen["valid"] = batch["valid"]
+        if recipe["rotary"] == "before":
+            seen["rotary"] = split_place.rotary(s.time)
+        if "encoder/0" in rest:
+            other = rest["embed"][batch["targets"]]
+            for n in range(2):
+                other = jnp.tanh(other @ rest[f"encoder/{n}"])
+            seen["encoder"] = other
+        if "shared" in rest:
+            seen["shared"] = rest["shared"]
+        if "inputs" in rest:
+            made = rest["inputs"][tokens].reshape(*tokens.shape, s.layers, s.width)
+            seen["inputs"] = jnp.moveaxis(made, 2, 0)
+        seen["key"] = batch["key"]
+        if recipe["keys"] == "before":
+            seen["keys"] = jax.random.split(batch["key"], s.layers)
+        return seen
+
+    def _first(self, rest: Named, batch: Any, seen: Mapping[str, Any]) -> Carry:
+        """What the first layer is given."""
+        s, recipe = self.sizes, self.recipe
+        x = rest["embed"][batch["tokens"]]
+        if recipe["positions"]:
+            x = x + rest["positions"]
+        carry: Carry = {"x": x}
+        if recipe["second"] == "small":
+            carry["z"] = jnp.zeros((s.batch, s.width), x.dtype)
+        elif recipe["second"]:
+            carry["z"] = jnp.tanh(x)
+        if recipe["router"] == "zero":
+            stacked = self.tree.axis is not None
+            carry["router"] = jnp.zeros(()) if stacked else 0.0
+        if recipe["keys"] == "split":
+            carry["key"] = batch["key"]
+        if recipe["counted"]:
+            carry["count"] = jnp.zeros((), jnp.int32)
+        return carry
+
+    def _penalty(self, params: Any, layers: Any) -> Array | float:
+        """Of weights alone."""
+        how = self.recipe["penalty"]
+        if how is None:
+            return 0.0
+        leaves = jax.tree.leaves(params if how != "layers" else layers)
+        wide = [
+            x.astype(jnp.float32)
+            for x in leaves
+            if jnp.issubdtype(x.dtype, jnp.floating)
+        ]
+        total = sum(jnp.sum(x * x) for x in wide)
+        return 0.01 * (jnp.sqrt(total) if how == "norm" else total)
+
+    def _extra(self, rest: Named, carry: Carry, kept: Kept) -> Any:
+        """What else the loss has, by name."""
+        extra = {}
+        if self.recipe["router"] == "sum":
+            extra["router"] = sum(kept.each("balance"))
+        elif "router" in carry:
+            extra["router"] = carry["router"]
+        for name in self.recipe["kept"]:
+            if name == "stacked":
+                extra[name] = jnp.max(kept.together("balance"))
+            elif name == "average":
+                extra[name] = sum(kept.each("balance")) / self.sizes.layers
+            elif name == "metric":
+                extra[name] = lax.stop_gradient(kept.together("balance"))
+        if "z" in carry:
+            extra["second"] = jnp.mean(jnp.square(carry["z"]).astype(jnp.float32))
+        return extra
+
+    def _ended(
+        self, rest: Named, carry: Carry, kept: Kept, batch: Any, penalty: Any
+    ) -> Any:
+        recipe, x = self.recipe, carry["x"]
+        names = recipe["kept"]
+        if "mixed" in names:
+            chances = jax.nn.softmax(rest["mixing"]).astype(x.dtype)
+            x = x + sum(
+                c * y for c, y in zip(chances, kept.each("hidden"), strict=True)
+            )
+        if "one" in names:
+            x = x + 0.3 * kept.each("hidden")[recipe["which"] % self.sizes.layers]
+        if "concatenated" in names:
+            pooled = jnp.concatenate([*kept.each("pooled")], -1)
+            x = x + jnp.tanh(pooled @ rest["wide"])[:, None]
+        if recipe["norm"]:
+            wide = x.astype(jnp.float32)
+            wide *= lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-2)
+            x = (wide * (1 + rest["norm"])).astype(x.dtype)
+        head = rest["embed"].T if recipe["tied"] else rest["head"]
+        logits = (x @ head.astype(x.dtype)).astype(jnp.float32)
+        logs = jax.nn.log_softmax(logits)
+        each = -jnp.take_along_axis(logs, batch["targets"][..., None], -1)[..., 0]
+        counts = batch["valid"].astype(jnp.float32)
+        total, weight = jnp.sum(each * counts), jnp.sum(counts)
+        extra = self._extra(rest, carry, kept)
+        more = penalty + 0.1 * sum(v for n, v in extra.items() if n != "metric")
+        metrics = {"cross entropy": total / weight, "count": weight, **extra}
+        if "count" in carry:
+            metrics["counted"] = carry["count"]
+        if recipe["loss"].startswith("weighted"):
+            loss: Any = po.WeightedLoss(total + more * weight, weight)
+        else:
+            loss = total / weight + more
+        return (loss, metrics) if recipe["loss"].endswith("metrics") else loss

@@ -1,0 +1,73 @@
+"""Random models: what is drawn, and that taking some apart changes no number."""
+
+import json
+
+import pytest
+
+from helpers import apart, split_fuzz, split_recipes
+from helpers.split_blocks import BLOCKS
+from helpers.split_layer import WRAPS
+from helpers.split_ops import OPS
+from helpers.split_trees import TREES
+
+SOME = 12
+ALL = 150
+
+CHOICES = {
+    "ops": OPS,
+    "blocks": BLOCKS,
+    "container": TREES,
+    "wrap": ["null" if x is None else x for x in WRAPS],
+    "mask": split_recipes.MASKS,
+    "kept": split_recipes.KEPT,
+    "refused": [
+        "null",
+        *{*split_recipes.REFUSED_LISTS, *split_recipes.REFUSED_SCANS},
+    ],
+    "frozen": ["null", "half", "int8", "lora"],
+    "layers": map(str, [1, 2, 3, 4, 5, 6, 8, 9, 10, 12]),
+}
+
+
+@pytest.fixture(scope="module")
+def covered():
+    return split_recipes.covered(split_recipes.drawn(2000, 0))
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_all_is_drawn(covered, name):
+    """Several times each, in as many cases as are compared."""
+    assert {*covered[name]} == {*CHOICES[name]}
+    assert min(covered[name].values()) >= 5
+
+
+def test_more_cases_begin_with_those_of_fewer():
+    drawn = split_recipes.drawn
+    assert drawn(20, 3)[:10] == drawn(10, 3) != drawn(10, 4)
+
+
+def test_smaller_recipes_end():
+    """Each is smaller than the one it is made of, in the end there is none."""
+    recipe = json.loads(split_recipes.drawn(1, 5)[0])
+    for _ in range(500):
+        recipe = next(split_recipes.smaller(recipe), None)
+        if recipe is None:
+            return
+    raise AssertionError("there is always a smaller one")
+
+
+@pytest.fixture(scope="module")
+def differing():
+    with apart.process(split_fuzz.__file__, split_fuzz.FLAGS) as ask:
+        yield ask
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] if n >= SOME else [])
+        for n in range(ALL)
+    ],
+)
+def test_any_model(differing, number):
+    assert differing(split_recipes.drawn(ALL, 0)[number]) == {}
