@@ -379,9 +379,9 @@ def test_in_a_layerwise_step(tied):
     for function in (chunked, whole):
         params = layered.parameters(3, tied)
         step = po.layerwise_step(
-            layered.prologue,
-            layered.layer,
-            functools.partial(epilogue, function),
+            po.LayerwiseModel(
+                layered.prologue, layered.layer, functools.partial(epilogue, function)
+            ),
             tx,
             max_norm=0.5,
             accumulate=True,

@@ -71,7 +71,7 @@ class LayerwiseModel:
         accumulate: str = "*norm*",
         dtype: DTypeLike | None = None,
         host_dtype: DTypeLike | None = None,
-        deferred: bool = False,
+        rest: PyTree | None = None,
         layers: str = "layers",
     ) -> GradientWorkspace:
         """Allocates the workspace for all parameters.
@@ -81,8 +81,7 @@ class LayerwiseModel:
           accumulate: As for `GradientWorkspace.allocate`.
           dtype: As there.
           host_dtype: As there.
-          deferred: Whether updates are deferred, by the next step; then `host_dtype` is
-            needed.
+          rest: As there; True: all parameters but the layers'.
           layers: The key of the layers' parameters.
 
         Returns:
@@ -97,7 +96,7 @@ class LayerwiseModel:
             accumulate=accumulate,
             dtype=dtype,
             host_dtype=host_dtype,
-            rest=parts.rest if deferred else None,
+            rest=parts.rest if rest is True else rest,
         )
 
     def loss(

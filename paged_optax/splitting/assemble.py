@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 
-from paged_optax.analysis.equation import Constant, Operand
+from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.program import Program
 from paged_optax.splitting.depends import SplitError, values_in, values_of
 from paged_optax.splitting.match import Straight, aval_of
@@ -112,7 +112,7 @@ class _Handed:
 
 
 def _in_order(
-    equations: Sequence, chosen: Sequence[int], place: Mapping[int, int]
+    equations: Sequence[Equation], chosen: Sequence[int], place: Mapping[int, int]
 ) -> list[int]:
     """Equations of one layer, what depends on no parameter before its first use."""
     learned = sorted((n for n in chosen if n in place), key=lambda n: place[n])

@@ -79,7 +79,7 @@ class Functions:
           given: The parameters outside the layers, and the batch, by number.
         """
         pieces = self.pieces
-        made = iter(_run(self.before, given | pieces.flat.constants))
+        made = iter(_run(self.before, {**given, **pieces.flat.constants}))
         x = [
             jnp.zeros(aval.shape, aval.dtype)
             if operand is None
@@ -175,7 +175,7 @@ class Functions:
                 found[value] = kept[where.number]
             else:
                 found[value] = kept[where.number][where.layer]
-        return _run(self.after, given | self.pieces.flat.constants | found)
+        return _run(self.after, {**given, **self.pieces.flat.constants, **found})
 
 
 def _run(part: _Part, values: Mapping[int, ArrayLike]) -> list[ArrayLike]:
@@ -189,7 +189,7 @@ def _array(x: ArrayLike, dtype: np.dtype) -> Array:
 
 def _dtype(pieces: Pieces, x: Operand) -> np.dtype:
     if isinstance(x, Constant):
-        return np.dtype(x.key[2])
+        return np.dtype(str(x.key[2]))
     return pieces.flat.avals[x].dtype
 
 

@@ -81,15 +81,14 @@ class Cuts:
           SplitError: If there is none.
         """
         depends = self.depends
-        uses = [n for n in depends.live if turn in depends.uses(n)]
-        own = {n for n in uses if not depends.is_pure(n)}
+        own = depends.users[turn]
         places = [place for place in self.regions[turn] if self.order[place] in own]
         if not places:
-            where = depends.flat.equations[min(own, default=uses[0])].where
+            where = depends.flat.equations[min(own)].where
             raise SplitError(
-                f"layer {turn} is used at {where} together with other layers: layers are"
-                " taken apart that are computed one after the other. Name other layers"
-                " by layers=, or write LayerwiseModel(prologue, layer, epilogue)."
+                f"layer {turn} is used at {where} with other layers: those that are"
+                " taken apart are computed one after the other. Name others by layers=,"
+                " or write LayerwiseModel(prologue, layer, epilogue)."
             )
         return 1 + max(places)
 

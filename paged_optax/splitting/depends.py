@@ -1,6 +1,7 @@
 """Which layer's parameters each value of a loss is made of."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 from paged_optax.analysis.equation import Constant, Equation, Operand
@@ -78,6 +79,16 @@ class Depends:
         return cls(
             flat, live, producer, layer, len(members), frozenset(learned), last, pure
         )
+
+    @functools.cached_property
+    def users(self) -> Mapping[int, frozenset[int]]:
+        """For each layer the equations that take its parameters and something else."""
+        users: dict[int, set[int]] = {turn: set() for turn in range(self.count)}
+        for n in self.live:
+            if not self.is_pure(n):
+                for turn in self.uses(n):
+                    users[turn].add(n)
+        return {turn: frozenset(found) for turn, found in users.items()}
 
     def is_learned(self, n: int) -> bool:
         """Whether an equation depends on parameters."""

@@ -3,9 +3,10 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-import jax
 from jax import lax
+from jax.core import ShapedArray
 from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import ELEMENTWISE, Flat
@@ -93,7 +94,7 @@ class Scan:
         return self._traced["length"]
 
     @property
-    def _traced(self) -> Mapping:
+    def _traced(self) -> Mapping[str, PyTree]:
         assert self.equation.traced is not None
         return self.equation.traced.params
 
@@ -165,7 +166,7 @@ def _seen(x: Operand) -> Role:
     return Fixed(x.value) if isinstance(x, Constant) else Seen(x)
 
 
-def _one(aval: jax.core.ShapedArray) -> jax.core.ShapedArray:
+def _one(aval: ShapedArray) -> ShapedArray:
     return aval.update(shape=aval.shape[1:])
 
 

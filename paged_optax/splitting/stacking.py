@@ -1,7 +1,7 @@
 """The parameters of a model, each layer's by itself or all layers' stacked."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import is_traced
 from paged_optax.backend.given import refuse_no_arrays
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import HOST, on_host
@@ -109,7 +110,7 @@ def nested(leaves: Mapping[Names, Shaped]) -> dict[str, PyTree]:
     return tree
 
 
-def unnested(tree: PyTree, names: Sequence[Names] | Mapping[Names, object]) -> list:
+def unnested(tree: PyTree, names: Iterable[Names]) -> list[PyTree]:
     """The leaves of nested dicts, by their names."""
     found = []
     for parts in names:
@@ -164,11 +165,7 @@ def _apart(x: Shaped, count: int, axis: int | None) -> list[Shaped]:
         return [jax.ShapeDtypeStruct(made.shape, made.dtype)] * count
     if axis is not None:
         return [x if axis == 0 else jnp.moveaxis(x, 0, axis)]
-    if (
-        not isinstance(x, np.ndarray)
-        and on_host(x)
-        and not isinstance(x, jax.core.Tracer)
-    ):
+    if not isinstance(x, np.ndarray) and on_host(x) and not is_traced(x):
         values = np.asarray(x)
         return [jax.device_put(values[n], HOST) for n in range(count)]
     return [x[n] for n in range(count)]

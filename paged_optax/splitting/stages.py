@@ -1,7 +1,7 @@
 """Which layer each equation of a loss belongs to."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from paged_optax.analysis.equation import Constant, Operand
 from paged_optax.splitting.cut import Cuts, nbytes_of
@@ -95,10 +95,11 @@ class _Search:
         layer, members = self.depends.layer, self.members
 
         def fits(x: Operand, y: Operand) -> bool:
-            if x not in layer and y not in layer:
-                return True
-            both = x in layer and y in layer
-            return both and members[x] == members[y] and layer[y] == turn
+            if isinstance(x, Constant) or isinstance(y, Constant):
+                return x not in layer and y not in layer
+            if x not in layer or y not in layer:
+                return x not in layer and y not in layer
+            return members[x] == members[y] and layer[y] == turn
 
         return fits
 
@@ -124,14 +125,14 @@ class _Search:
                 continue
             pairs = list(zip(theirs, results, strict=True))
             found = found_before(self.flat, depends.producer.get, template, pairs, fit)
-            if found is None or self._shared(found.equations.values(), results):
+            if found is None or self._shared(found.equations.values()):
                 continue
             piece = {*found.equations.values(), *own}
             if len(piece) <= len(template):
                 return [n for n in cuts.order if n in piece]
         return None
 
-    def _shared(self, piece: Sequence[int], results: Sequence[int]) -> bool:
+    def _shared(self, piece: Iterable[int]) -> bool:
         """Whether others need what stands before the layers, and would be in one."""
         chosen = set(piece)
         early = {n for n in chosen if self.depends.turn(n) < 0}
