@@ -162,12 +162,12 @@ class Beside:
         slots = {n: flow.slots[n] for n in (*here.slots, *after.slots)}
         leaves = (*here.leaves, *after.leaves)
         stacks = {n: x for n in leaves if on_host(x := flow.stacks[n])}
-        (slots, stacks, *fetched), living = together(
+        (slots, stacks, moments, weights, frozen), living = together(
             ((slots, stacks, flow.moments, flow.weights, flow.frozen), living)
         )
         each = lambda values, new: [new.get(n, x) for n, x in enumerate(values)]
-        flow = Flow(each(flow.slots, slots), each(flow.stacks, stacks), *fetched)
-        return flow, living
+        arrived = each(flow.slots, slots), each(flow.stacks, stacks)
+        return Flow(*arrived, moments, weights, frozen), living
 
     def alone(self, flow: Flow, turn: Turn) -> Flow:
         """Updates the last layer, with nothing beside it."""

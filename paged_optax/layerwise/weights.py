@@ -51,19 +51,25 @@ class Weights:
         """What is fetched ahead of layer i's turn."""
         if i is None or not self.ahead:
             return [None] * len(stacks), [None] * len(self.frozen)
-        fetch = lambda x: slab(x, i) if on_host(x) else None
-        return [*map(fetch, stacks)], [*map(fetch, self.frozen)]
+        return (
+            [slab(x, i) if on_host(x) else None for x in stacks],
+            [slab(x, i) if on_host(x) else None for x in self.frozen],
+        )
 
     def slabs(
         self, stacks: Sequence[Array], i: LayerIndex, ahead: Fetched | None = None
     ) -> Slabs:
         """Layer i, of which `ahead` has been fetched; None: nothing has."""
         here, frozen_here = ahead or self.fetched(stacks, None)
-        cut = lambda x, here: slab(x, i) if here is None else here
-        return (
-            [cut(*given) for given in zip(stacks, here, strict=True)],
-            [cut(*given) for given in zip(self.frozen, frozen_here, strict=True)],
+        both = (
+            zip(stacks, here, strict=True),
+            zip(self.frozen, frozen_here, strict=True),
         )
+        trained, frozen = (
+            [slab(x, i) if ahead is None else ahead for x, ahead in part]
+            for part in both
+        )
+        return trained, frozen
 
     def of(self, slabs: Slabs) -> tuple[PyTree[Array], PyTree[Array]]:
         """One layer's parameters, trained and frozen, as the model sees them."""

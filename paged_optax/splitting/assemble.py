@@ -89,7 +89,24 @@ class _Handed:
             slots.append(held)
         found = cls(straight, made, goes, frozenset(last & set(made)), slots, avals)
         found._refuse_skipping(stages)
+        found._refuse_kept_weights(stages)
         return found
+
+    def _refuse_kept_weights(self, stages: Stages) -> None:
+        """Refuses what the end needs of a layer's parameters alone, as large as they."""
+        depends = stages.cuts.depends
+        flat = depends.flat
+        for x in self.last:
+            layers = depends.pure.get(x)
+            equation = flat.equations[depends.producer[x]]
+            given = max((flat.size(y) for y in values_in(equation)), default=0)
+            if layers and flat.size(x) > 1 and flat.size(x) >= given:
+                raise SplitError(
+                    f"parameters of layer {min(layers)} are used after all layers, by"
+                    f" way of {equation.where}: what a layer leaves for the end is kept"
+                    " for all layers, and would be as large as their parameters. Give"
+                    " what else needs them a place outside the layers."
+                )
 
     def _refuse_skipping(self, stages: Stages) -> None:
         passing = max(

@@ -70,9 +70,13 @@ def numbered(
 
 
 def named(layers: str) -> Callable[[str], bool]:
-    """Whether a list's name is the one that is asked for: `"layers"`, `"model/h_*"`."""
+    """Whether a list's name is the one that is asked for: `"layers"`, `"model/h_*"`.
+
+    Any part of a path that it begins with will do.
+    """
     plain = lambda name: name.removesuffix("*").rstrip("/_")
-    return lambda name: plain(name) == plain(layers)
+    wanted = plain(layers)
+    return lambda name: plain(name) == wanted or name.startswith(f"{wanted}/")
 
 
 def _nbytes(aval: ShapedArray) -> int:

@@ -98,6 +98,42 @@ class Scan:
         assert self.equation.traced is not None
         return self.equation.traced.params
 
+    def _refuse_elsewhere(self) -> None:
+        """Refuses stacks that something besides the scan uses."""
+        reached = {stack.leaves[0] for stack in self.stacks.values()}
+        returned = reached.intersection(
+            x for x in self.flat.outputs if not isinstance(x, Constant)
+        )
+        for e in self.flat.equations:
+            given = [x for x in e.inputs if not isinstance(x, Constant)]
+            if reached.isdisjoint(given) or e is self.equation:
+                continue
+            if len(given) == 1 and set(e.outputs) <= self.prepared:
+                reached.update(e.outputs)
+                continue
+            raise SplitError(
+                f"parameters of layers are used outside of the scan over {self.name},"
+                f" at {e.where}: a layer's parameters are there in its turn alone. Let"
+                " each layer return what else is needed of them, such as a norm."
+            )
+        if returned:
+            raise SplitError(
+                f"the loss returns the stacked parameters of {self.name}: return a"
+                " value computed of them, such as a norm."
+            )
+
+    @property
+    def prepared(self) -> set[int]:
+        """The values between the parameters and the scan."""
+        producer = {x: e for e in self.flat.equations for x in e.outputs}
+        found = set[int]()
+        scanned = self.equation.inputs[-len(self.over) :]
+        for x, over in zip(scanned, self.over, strict=True):
+            while over is not None and not isinstance(x, Constant) and x in producer:
+                found.add(x)
+                (x,) = (y for y in producer[x].inputs if not isinstance(y, Constant))
+        return found
+
     def pieces(self) -> Pieces:
         """What the layers compute, and what they are given.
 
@@ -105,6 +141,7 @@ class Scan:
           SplitError: If the scan is in reverse.
         """
         params = self._traced
+        self._refuse_elsewhere()
         if params["reverse"]:
             raise SplitError(
                 f"the scan over layers at {self.equation.where} is in reverse: turn the"
