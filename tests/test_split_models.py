@@ -78,7 +78,7 @@ def test_the_same_loss_of_the_stacked_tree(name):
     loss, params, batch, *frozen = zoo.MODELS[name]()
     model = split(loss, params, batch, *frozen)
     fixed = [model.stack_frozen(x) for x in frozen]
-    run = jax.value_and_grad(lambda p: value_of(model.loss(p, batch, *fixed)))
+    run = jax.value_and_grad(lambda p: value_of(model.loss(p, *fixed, batch)))
     value, gradients = jax.jit(run)(model.stack(params))
     plain = jax.value_and_grad(lambda p: value_of(loss(p, *frozen, batch)))
     wanted, theirs = jax.jit(plain)(params)

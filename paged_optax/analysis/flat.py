@@ -98,8 +98,7 @@ def _differentiated(eqn: core.JaxprEqn) -> Hashable:
                 next(given) if yes else x for x, yes in zip(values, chosen, strict=True)
             ]
             params = eqn.primitive.get_bind_params(eqn.params)
-            values = eqn.primitive.bind(*all_of, **params)
-            return list(itertools.compress(values, made))
+            return list(itertools.compress(eqn.primitive.bind(*all_of, **params), made))
 
         return jax.vjp(run, *itertools.compress(values, chosen))[1](list(by))
 
