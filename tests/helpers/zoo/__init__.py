@@ -1,0 +1,25 @@
+"""Losses of small models, as their libraries' users write them: `zoo.MODELS[name]()`.
+
+Each gives `(loss, params, batch)`, and what is frozen where the loss takes that.
+"""
+
+from helpers.zoo import families, flax_examples, habits, scans
+from helpers.zoo.plain import (
+    TOKENS,
+    WIDTH,
+    around,
+    in_turn,
+    layer,
+    mlp,
+    normal,
+    parameters,
+)
+from helpers.zoo.plain import MODELS as PLAIN
+
+MODELS = {
+    **PLAIN,
+    **families.MODELS,
+    **flax_examples.MODELS,
+    **habits.MODELS,
+    **scans.MODELS,
+}
