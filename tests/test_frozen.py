@@ -16,7 +16,7 @@ from paged_optax.layerwise import apart
 
 step_module = importlib.import_module("paged_optax.layerwise.step")
 
-LAYERS, WIDTH, RANK, WORDS, STEPS = 3, 128, 32, 16, 3
+LAYERS, WIDTH, RANK, WORDS, STEPS = 4, 128, 32, 16, 3
 RATE, MOST = 1e-2, 0.05
 # Adam makes a whole update of a gradient that is nothing but rounding, unless this is
 # larger.
@@ -205,7 +205,7 @@ def test_loss_to_evaluate(kind):
         (
             {"layers": {"kernel": jnp.ones((2, WIDTH, WIDTH))}},
             ValueError,
-            r"frozen\['layers'\]\['kernel'\] has shape \(2, 128.* 3 layers: stack",
+            r"frozen\['layers'\]\['kernel'\] has shape \(2, 128.* 4 layers: stack",
         ),
         ([jnp.ones(3)], TypeError, r"frozen is of type list: pass a dict.*'layers'"),
     ],
