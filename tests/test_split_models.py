@@ -9,7 +9,7 @@ import pytest
 import paged_optax as po
 from helpers import zoo
 
-RATE, STEPS = 1e-3, 3
+RATE, STEPS = 1e-3, 5
 QUICK = ("a_list", "a_scan", "two_kinds_and_a_literal", "lora", "nnx_list", "dropout")
 
 
@@ -47,9 +47,15 @@ def split(loss, params, batch, *frozen):
     return po.split_layers(loss, params, batch, **given)
 
 
+#: Not numbered by layer, nor scanned over.
+REFUSED = ("lists_by_kind_of_parameter", "layers_seen_by_slices")
+#: One gradient of this model is 1e-8 at first, which is Adam's own eps, and float32 has
+#: a tenth of it wrong: Adam would make a step of the rounding.
+EPS = {"gemma_3_pattern": 1e-6}
 SOME = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name in zoo.MODELS
+    if name not in REFUSED
 ]
 
 
@@ -59,7 +65,8 @@ def test_trains_as_optax(name):
     model = split(loss, params, batch, *frozen)
     stacked, fixed = model.stack(params), [model.stack_frozen(x) for x in frozen]
     jax.tree.map(np.testing.assert_array_equal, model.unstack(stacked), params)
-    tx = po.paged_adamw(RATE, page_size=4096, min_paged_size=0)
+    eps = EPS.get(name, 1e-8)
+    tx = po.paged_adamw(RATE, eps=eps, page_size=4096, min_paged_size=0)
     step = jax.jit(po.layerwise_step(model, tx))
     state, workspace = tx.init(stacked), model.workspace(stacked)
     losses = []
@@ -68,7 +75,8 @@ def test_trains_as_optax(name):
             stacked, state, workspace, batch, *fixed
         )
         losses.append(output.loss)
-    wanted, theirs = trained(loss, params, frozen, [batch] * STEPS, optax.adamw(RATE))
+    plain = optax.adamw(RATE, eps=eps)
+    wanted, theirs = trained(loss, params, frozen, [batch] * STEPS, plain)
     np.testing.assert_allclose(losses, theirs, rtol=1e-5)
     close(model.unstack(stacked), wanted)
 
@@ -95,10 +103,20 @@ WAYS = {
 }
 
 
+def mean_of(loss):
+    """The mean loss of micro-batches."""
+
+    def mean(params, batch):
+        return sum(value_of(loss(params, each)) for each in batch) / len(batch)
+
+    return mean
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["a_scan", "router_losses_added", "nnx_list"])
 def test_ways(name, way):
+    """Micro-batches differ, so that none can stand for the others."""
     loss, params, batch = zoo.MODELS[name]()
     how = dict(WAYS[way])
     many = how.get("accumulate", False)
@@ -110,17 +128,44 @@ def test_ways(name, way):
     one = po.layerwise_step(model, tx, **how)
     step, finish = jax.jit(one), jax.jit(one.finish)
     carry = stacked, tx.init(stacked), model.workspace(stacked, **room)
-    given = np.stack([batch, batch[::-1]]) if many else batch
+    given = np.stack([batch, (5 * batch + 1) % zoo.VOCAB]) if many else batch
+    losses = []
     for _ in range(STEPS):
-        *carry, _ = step(*carry, given)
+        *carry, output = step(*carry, given)
+        losses.append(output.loss)
     if "rest" in room:
         carry = finish(*carry)
     norm = how.get("max_norm")
     plain = optax.adamw(RATE)
     if norm:
         plain = optax.chain(optax.clip_by_global_norm(norm), plain)
-    wanted, _ = trained(loss, params, (), [batch] * STEPS, plain)
+    whole = mean_of(loss) if many else loss
+    wanted, theirs = trained(whole, params, (), [given] * STEPS, plain)
+    np.testing.assert_allclose(losses, theirs, rtol=1e-5)
     close(model.unstack(carry[0]), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a_scan", "gpt_2"])
+def test_in_eight_bits(name):
+    """As the same transformation of the stacked tree, with all gradients at once.
+
+    Both models have stacks of 4096 values and more; smaller ones stay in float32.
+    """
+    loss, params, batch = zoo.MODELS[name]()
+    model = po.split_layers(loss, params, batch)
+    stacked = model.stack(params)
+    tx = po.paged_adamw_8bit(RATE, page_size=4096, min_paged_size=0)
+    step = jax.jit(po.layerwise_step(model, tx))
+    carry = stacked, tx.init(stacked), model.workspace(stacked)
+    assert "uint32" in {x.dtype.name for x in jax.tree.leaves(carry[1])}
+    losses = []
+    for _ in range(STEPS):
+        *carry, output = step(*carry, batch)
+        losses.append(output.loss)
+    wanted, theirs = trained(model.loss, stacked, (), [batch] * STEPS, tx)
+    np.testing.assert_allclose(losses, theirs, rtol=1e-5)
+    close(carry[0], wanted)
 
 
 def test_a_batch_of_another_shape():
@@ -183,6 +228,13 @@ def test_refused_by_the_line(run, count, says):
     with pytest.raises(po.SplitError, match=says) as error:
         po.split_layers(zoo.around(run), zoo.parameters(count), zoo.TOKENS)
     assert ".py:" in str(error.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_that_are_not_found(name):
+    loss, params, batch = zoo.MODELS[name]()
+    with pytest.raises(po.SplitError, match="no layers are found"):
+        po.split_layers(loss, params, batch)
 
 
 def test_other_mistakes():

@@ -4,8 +4,10 @@ Each gives `(loss, params, batch)`, and what is frozen where the loss takes that
 """
 
 from helpers.zoo import families, flax_examples, habits, scans
+from helpers.zoo.plain import MODELS as PLAIN
 from helpers.zoo.plain import (
     TOKENS,
+    VOCAB,
     WIDTH,
     around,
     in_turn,
@@ -14,7 +16,6 @@ from helpers.zoo.plain import (
     normal,
     parameters,
 )
-from helpers.zoo.plain import MODELS as PLAIN
 
 MODELS = {
     **PLAIN,
@@ -23,3 +24,16 @@ MODELS = {
     **habits.MODELS,
     **scans.MODELS,
 }
+
+__all__ = [
+    "MODELS",
+    "TOKENS",
+    "VOCAB",
+    "WIDTH",
+    "around",
+    "in_turn",
+    "layer",
+    "mlp",
+    "normal",
+    "parameters",
+]

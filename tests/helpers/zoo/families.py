@@ -69,7 +69,10 @@ def gpt_2():
     blocks = {
         f"h_{n}": {
             "ln_1": norm_weights(),
-            "attn": {"c_attn": normal(WIDTH, 3 * WIDTH), "c_proj": normal(WIDTH, WIDTH)},
+            "attn": {
+                "c_attn": normal(WIDTH, 3 * WIDTH),
+                "c_proj": normal(WIDTH, WIDTH),
+            },
             "ln_2": norm_weights(),
             "mlp": {"c_fc": normal(WIDTH, 64) * (1 + n), "c_proj": normal(64, WIDTH)},
         }
@@ -102,7 +105,11 @@ def t5_bias(table, queries: int, keys: int, *, both: bool):
 
 
 def t5_layer(*, cross: bool):
-    layer = {"norm": jnp.ones(WIDTH), "self": attention_weights(), "last": jnp.ones(WIDTH)}
+    layer = {
+        "norm": jnp.ones(WIDTH),
+        "self": attention_weights(),
+        "last": jnp.ones(WIDTH),
+    }
     if cross:
         layer |= {"between": jnp.ones(WIDTH), "cross": attention_weights(0.5)}
     return layer | {"wi": normal(WIDTH, 32), "wo": normal(32, WIDTH)}
@@ -244,7 +251,9 @@ def vision_transformer():
         losses = optax.softmax_cross_entropy_with_integer_labels(
             logits, batch["labels"]
         )
-        return losses.mean(), {"accuracy": (logits.argmax(-1) == batch["labels"]).mean()}
+        return losses.mean(), {
+            "accuracy": (logits.argmax(-1) == batch["labels"]).mean()
+        }
 
     images = np.random.default_rng(3).standard_normal((3, 8, 8, 3), np.float32)
     return loss, params, {"images": images, "labels": np.array([1, 4, 9])}

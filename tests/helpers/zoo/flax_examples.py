@@ -79,8 +79,14 @@ def _lm1b(dropout: float):
         "key": jax.random.key(5),
     }
     given = batch["inputs"], batch["positions"], batch["segments"]
-    variables = module.init({"params": jax.random.key(0)}, *given) if not dropout else (
-        module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, *given)
+    variables = (
+        module.init({"params": jax.random.key(0)}, *given)
+        if not dropout
+        else (
+            module.init(
+                {"params": jax.random.key(0), "dropout": jax.random.key(1)}, *given
+            )
+        )
     )
 
     def loss(params, batch):
@@ -131,9 +137,7 @@ class GemmaAttention(nnx.Module):
     def __init__(self, local: bool, *, rngs: nnx.Rngs):
         self.local = local
         half = WIDTH // 2
-        self.qkv_einsum = nnx.Einsum(
-            "BTD,SNDH->SBTNH", (3, 2, WIDTH, half), rngs=rngs
-        )
+        self.qkv_einsum = nnx.Einsum("BTD,SNDH->SBTNH", (3, 2, WIDTH, half), rngs=rngs)
         self.attn_vec_einsum = nnx.Einsum("BTNH,NHD->BTD", (2, half, WIDTH), rngs=rngs)
         self._query_norm, self._key_norm = GemmaNorm(half), GemmaNorm(half)
         self.dropout = nnx.Dropout(0.1)

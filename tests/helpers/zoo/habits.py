@@ -264,8 +264,7 @@ def nnx_sow():
 
     def loss(params, batch):
         decoder = nnx.merge(graph, params)
-        logits = decoder(batch[:, :-1])
-        sown = nnx.pop(decoder, nnx.Intermediate)
+        logits, sown = nnx.capture(decoder, nnx.Intermediate)(batch[:, :-1])
         balance = sum(jax.tree.leaves(sown))
         return cross_entropy(logits, batch) + 0.01 * balance
 
@@ -276,7 +275,9 @@ def nnx_sow():
 def every_other_layer_has_experts():
     """Two kinds of parameters in turn: subtrees that are alike in blocks of two."""
     layers = [
-        each if n % 2 == 0 else {"scale": each["scale"], "router": normal(WIDTH, 3)}
+        each
+        if n % 2 == 0
+        else {"scale": each["scale"], "router": normal(WIDTH, 3)}
         | {"experts": normal(3, WIDTH, WIDTH)}
         for n, each in enumerate(layer(n) for n in range(6))
     ]
@@ -312,6 +313,39 @@ def returned_hidden_states():
         return cross_entropy(logits, batch), {"norms": norms, "last": logits[:, -1]}
 
     return loss, parameters(5), TOKENS
+
+
+@model
+def frozen_base_closed_over():
+    """Adapters on a base that the loss closes over, and is not given."""
+    base = [layer(n) for n in range(3)]
+    embed = normal(VOCAB, WIDTH)
+    adapters = {"a": normal(WIDTH, 4), "b": normal(4, 2 * WIDTH)}
+
+    def loss(params, batch):
+        x = embed[batch[:, :-1]]
+        for each, own in zip(base, params["layers"], strict=True):
+            x = mlp(each | {"up": each["up"] + own["a"] @ own["b"]}, x)
+        return cross_entropy(x @ embed.T, batch)
+
+    return loss, {"layers": [adapters] * 3}, TOKENS
+
+
+@model
+def rows_of_a_table_for_two_layers():
+    """Each of two layers takes its row after its products, as Gemma 3n does."""
+    params = parameters(2) | {"table": normal(VOCAB, 2, 8)}
+    for each in params["layers"]:
+        each |= {"gate": normal(WIDTH, 8), "out": normal(8, WIDTH)}
+
+    def run(params, x, batch):
+        x, rows = x * np.sqrt(WIDTH), params["table"][batch[:, :-1]]
+        for n, each in enumerate(params["layers"]):
+            x = mlp(each, x)
+            x = x + (jax.nn.gelu(x @ each["gate"]) * rows[:, :, n]) @ each["out"]
+        return x
+
+    return around(run), params, TOKENS
 
 
 @model

@@ -93,7 +93,7 @@ class LinenLayer(nn.Module):
     @nn.compact
     def __call__(self, x, mask, deterministic):
         y = nn.RMSNorm(name="pre_attention_norm")(x)
-        x = x + nn.SelfAttention(2, use_bias=False, name="attention")(y, mask)
+        x = x + nn.MultiHeadAttention(2, use_bias=False, name="attention")(y, mask=mask)
         y = nn.RMSNorm(name="pre_mlp_norm")(x)
         gate, up = (nn.Dense(32, use_bias=False, name=f"wi_{n}")(y) for n in (0, 1))
         y = nn.Dense(WIDTH, use_bias=False, name="wo")(nn.silu(gate) * up)
