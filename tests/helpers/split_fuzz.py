@@ -195,9 +195,9 @@ class Case:
             accumulate=recipe["accumulate"],
             activations_on_host=recipe["activations_on_host"],
         )
-        how = {"host_dtype": "float32"} if recipe["workspace"] else {}
+        how: Recipe = {"host_dtype": "float32"} if recipe["workspace"] else {}
         if recipe["workspace"] == "deferred":
-            how["rest"] = {name: x for name, x in params.items() if name != "layers"}
+            how["rest"] = True
         args = params, tx.init(params), split.workspace(params, **how)
         last = () if frozen is None else (frozen,)
         losses, said, compiled = [], [], None
@@ -219,7 +219,8 @@ class Case:
 
         @jax.jit
         def run(params, frozen, batch):
-            loss = lambda p: self.mean(split.loss, split.stack(p), frozen, batch)
+            alone = lambda p, *given: split.loss(split.stack(p), *reversed(given))
+            loss = lambda p: self.mean(alone, p, frozen, batch)
             return jax.value_and_grad(loss, has_aux=True)(params)
 
         (loss, _), gradients = run(params, frozen, self.batches[0])
