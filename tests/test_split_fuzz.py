@@ -31,7 +31,7 @@ CHOICES = {
 
 @pytest.fixture(scope="module")
 def covered():
-    return split_recipes.covered(split_recipes.drawn(2000, 0))
+    return split_recipes.covered(split_recipes.drawn(3000, 0))
 
 
 @pytest.mark.parametrize("name", CHOICES)

@@ -85,9 +85,11 @@ def _held_by(function: types.FunctionType) -> tuple[object, ...]:
 
 def _differentiated(eqn: core.JaxprEqn) -> Hashable:
     """What an equation computes, and what its own derivative does."""
-    avals = [x.aval for x in eqn.invars]
+    shape = lambda x: jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
+    avals = [shape(x) for x in eqn.invars]
+    results = [shape(x) for x in eqn.outvars]
     chosen = [jnp.issubdtype(x.dtype, jnp.inexact) for x in avals]
-    made = [jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in eqn.outvars]
+    made = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
 
     def pulled(values: Sequence[ArrayLike], by: Sequence[ArrayLike]) -> Sequence[Array]:
         def run(*learned: ArrayLike) -> list[Array]:
@@ -96,14 +98,12 @@ def _differentiated(eqn: core.JaxprEqn) -> Hashable:
                 next(given) if yes else x for x, yes in zip(values, chosen, strict=True)
             ]
             params = eqn.primitive.get_bind_params(eqn.params)
-            results = eqn.primitive.bind(*all_of, **params)
-            return list(itertools.compress(results, made))
+            return list(itertools.compress(eqn.primitive.bind(*all_of, **params), made))
 
         return jax.vjp(run, *itertools.compress(values, chosen))[1](list(by))
 
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    by = itertools.compress([x.aval for x in eqn.outvars], made)
-    closed = jax.make_jaxpr(pulled)(list(map(shape, avals)), list(map(shape, by)))
+    by = list(itertools.compress(results, made))
+    closed = jax.make_jaxpr(pulled)(avals, by)
     called = _called(eqn)
     assert called is not None
     return Flat(_closed(called)).key, Flat(closed).key

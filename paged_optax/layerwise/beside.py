@@ -113,10 +113,9 @@ class Beside:
         """
         slots, parts = self.applied.slots, self.applied.length
         moments = [slab(slots[n], i, parts) for n in self.groups[0].slots]
-        fetched = lambda stacks: {
-            n: slab(x, i - 1) for n, x in enumerate(stacks) if on_host(x)
-        }
-        return Flow(slots, stacks, moments, fetched(stacks), fetched(self.frozen))
+        weights = {n: slab(x, i - 1) for n, x in enumerate(stacks) if on_host(x)}
+        frozen = {n: slab(x, i - 1) for n, x in enumerate(self.frozen) if on_host(x)}
+        return Flow(slots, stacks, moments, weights, frozen)
 
     def begun(
         self, k: int, flow: Flow, turn: Turn, living: Living

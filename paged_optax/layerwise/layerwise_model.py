@@ -102,27 +102,26 @@ class LayerwiseModel:
     def loss(
         self,
         params: PyTree,
-        batch: PyTree,
-        frozen: PyTree | None = None,
-        *,
+        *frozen_and_batch: PyTree,
         layers: str = "layers",
     ) -> PyTree:
         """The model's loss, for `jax.grad` and to evaluate.
 
         Args:
           params: All parameters, the layers' stacked.
-          batch: The batch.
-          frozen: Those that are not trained.
+          *frozen_and_batch: The batch; before it the frozen parameters, if there are
+            any.
           layers: The key of the layers' parameters.
 
         Returns:
           What `epilogue` returns.
         """
+        *frozen, batch = frozen_and_batch
         parts = Parts.of(params, layers)
         given: tuple[PyTree, ...] = ()
         fixed = None
-        if frozen is not None:
-            others = Frozen.of(frozen, layers, length_of(parts.layers))
+        if frozen:
+            others = Frozen.of(frozen[0], layers, length_of(parts.layers))
             given, fixed = (others.rest,), others.layers
         weights = Weights(parts.layers, fixed)
         x, context = self.prologue(parts.rest, *given, batch)
@@ -138,7 +137,7 @@ class LayerwiseModel:
             held = lambda part: [None if y is None else y[None] for y in part]
             ahead = held(here), held(frozen_here)
             trained, untrained = weights.of(weights.slabs(weights.stacks, i, ahead))
-            slabs = (trained,) if frozen is None else (trained, untrained)
+            slabs = (trained, untrained) if frozen else (trained,)
             return self.layer(*slabs, x, context, i)
 
         turns = jnp.arange(weights.length), tuple(resident)

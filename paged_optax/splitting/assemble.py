@@ -93,7 +93,7 @@ class _Handed:
         return found
 
     def _refuse_kept_weights(self, stages: Stages) -> None:
-        """Refuses what the end needs of a layer's parameters alone, as large as they."""
+        """Refuses what the end needs of a layer's parameters alone, if as large."""
         depends = stages.cuts.depends
         flat = depends.flat
         for x in self.last:

@@ -121,7 +121,8 @@ def _any(draw: random.Random) -> Recipe:
         "router": maybe(0.35, ["zero", "sum"] if stacked else ["zero", "first", "sum"]),
         "kept": sorted(draw.sample(KEPT, draw.choice([0, 0, 0, 1, 1, 2]))),
         "which": draw.randrange(count),
-        "penalty": maybe(0.25, ["all", "layers", "norm"]),
+        # Stacks that are used outside of their scan are refused.
+        "penalty": None if stacked else maybe(0.25, ["all", "layers", "norm"]),
         "penalty late": rare(0.5),
         "cast": maybe(0.25, ["bfloat16", "scaled", "in layer"]),
         "dtype": draw.choice(["float32"] * 6 + ["bfloat16", "mixed"]),

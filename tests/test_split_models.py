@@ -1,0 +1,198 @@
+"""Models that nobody rewrote, trained layer by layer: as by `jax.grad` and Optax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import paged_optax as po
+from helpers import zoo
+
+RATE, STEPS = 1e-3, 3
+QUICK = ("a_list", "a_scan", "two_kinds_and_a_literal", "lora", "nnx_list", "dropout")
+
+
+def value_of(made):
+    return made[0] if isinstance(made, tuple) else made
+
+
+def close(ours, theirs, tolerance=1e-5):
+    """To a part of the largest parameter."""
+    scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(theirs))
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * scale)
+
+
+def trained(loss, params, frozen, batches, tx):
+    """By `jax.grad`: parameters and losses."""
+    state, losses = tx.init(params), []
+
+    @jax.jit
+    def step(params, state, batch):
+        run = lambda params: value_of(loss(params, *frozen, batch))
+        value, gradients = jax.value_and_grad(run)(params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    for batch in batches:
+        params, state, value = step(params, state, batch)
+        losses.append(value)
+    return params, losses
+
+
+def split(loss, params, batch, *frozen):
+    given = {"frozen": frozen[0]} if frozen else {}
+    return po.split_layers(loss, params, batch, **given)
+
+
+SOME = [
+    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+    for name in zoo.MODELS
+]
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_trains_as_optax(name):
+    loss, params, batch, *frozen = zoo.MODELS[name]()
+    model = split(loss, params, batch, *frozen)
+    stacked, fixed = model.stack(params), [model.stack_frozen(x) for x in frozen]
+    jax.tree.map(np.testing.assert_array_equal, model.unstack(stacked), params)
+    tx = po.paged_adamw(RATE, page_size=4096, min_paged_size=0)
+    step = jax.jit(po.layerwise_step(model, tx))
+    state, workspace = tx.init(stacked), model.workspace(stacked)
+    losses = []
+    for _ in range(STEPS):
+        stacked, state, workspace, output = step(
+            stacked, state, workspace, batch, *fixed
+        )
+        losses.append(output.loss)
+    wanted, theirs = trained(loss, params, frozen, [batch] * STEPS, optax.adamw(RATE))
+    np.testing.assert_allclose(losses, theirs, rtol=1e-5)
+    close(model.unstack(stacked), wanted)
+
+
+@pytest.mark.parametrize("name", ["a_list", "a_scan", "lora"])
+def test_the_same_loss_of_the_stacked_tree(name):
+    loss, params, batch, *frozen = zoo.MODELS[name]()
+    model = split(loss, params, batch, *frozen)
+    fixed = [model.stack_frozen(x) for x in frozen]
+    run = jax.value_and_grad(lambda p: value_of(model.loss(p, *fixed, batch)))
+    value, gradients = jax.jit(run)(model.stack(params))
+    plain = jax.value_and_grad(lambda p: value_of(loss(p, *frozen, batch)))
+    wanted, theirs = jax.jit(plain)(params)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    close(model.unstack(gradients), theirs)
+
+
+WAYS = {
+    "clipped": {"max_norm": 0.05},
+    "gradients on the host": {"host_dtype": "float32", "max_norm": 0.05},
+    "deferred": {"host_dtype": "float32", "rest": True},
+    "weights on the host": {"on_host": True},
+    "accumulated": {"accumulate": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["a_scan", "router_losses_added", "nnx_list"])
+def test_ways(name, way):
+    loss, params, batch = zoo.MODELS[name]()
+    how = dict(WAYS[way])
+    many = how.get("accumulate", False)
+    model = po.split_layers(loss, params, batch)
+    placed = {"on_host": how.pop("on_host", False), "min_size": 0}
+    stacked = model.stack(params, **placed)
+    room = {key: how.pop(key) for key in ("host_dtype", "rest") if key in how}
+    tx = po.paged_adamw(RATE, page_size=4096, min_paged_size=0)
+    one = po.layerwise_step(model, tx, **how)
+    step, finish = jax.jit(one), jax.jit(one.finish)
+    carry = stacked, tx.init(stacked), model.workspace(stacked, **room)
+    given = np.stack([batch, batch[::-1]]) if many else batch
+    for _ in range(STEPS):
+        *carry, _ = step(*carry, given)
+    if "rest" in room:
+        carry = finish(*carry)
+    norm = how.get("max_norm")
+    plain = optax.adamw(RATE)
+    if norm:
+        plain = optax.chain(optax.clip_by_global_norm(norm), plain)
+    wanted, _ = trained(loss, params, (), [batch] * STEPS, plain)
+    close(model.unstack(carry[0]), wanted)
+
+
+def test_a_batch_of_another_shape():
+    loss, params, batch = zoo.MODELS["dropout"]()
+    model = po.split_layers(loss, params, batch)
+    stacked = model.stack(params)
+    shorter = batch | {"tokens": batch["tokens"][:1, :5]}
+    value = model.loss(stacked, shorter)
+    np.testing.assert_allclose(value, loss(params, shorter), rtol=1e-6)
+
+
+def test_shapes_are_enough():
+    loss, params, batch = zoo.MODELS["a_list"]()
+    shapes = jax.eval_shape(lambda: params)
+    model = po.split_layers(loss, shapes, jax.eval_shape(lambda: jnp.asarray(batch)))
+    stacked = model.stack(shapes)
+    assert stacked["layers"]["up"].shape == (4, zoo.WIDTH, 2 * zoo.WIDTH)
+    assert jax.tree.map(jnp.shape, model.unstack(stacked)) == jax.tree.map(
+        jnp.shape, params
+    )
+
+
+def test_what_was_found_is_printed():
+    loss, params, batch = zoo.MODELS["two_kinds_and_a_literal"]()
+    text = str(po.split_layers(loss, params, batch, layers="layers"))
+    for part in ("BABABA", "float32[2, 8, 24]", "table 0", "carried"):
+        assert part in text
+
+
+def twice(params, x, batch):
+    for each in (*params["layers"], params["layers"][0]):
+        x = zoo.mlp(each, x)
+    return x
+
+
+def skips(params, x, batch):
+    held = []
+    for n, each in enumerate(params["layers"]):
+        x = zoo.mlp(each, x + held.pop() if n >= 4 else x)
+        held += [x] * (n < 4)
+    return x
+
+
+def prints(params, x, batch):
+    jax.debug.print("{}", x)
+    return zoo.in_turn(params, x, batch)
+
+
+def reversed_scan(params, x, batch):
+    layers = jax.tree.map(lambda *xs: jnp.stack(xs), *params["layers"])
+    turn = lambda x, each: (zoo.mlp(each, x), None)
+    return jax.lax.scan(turn, x, layers, reverse=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("run", "count", "says"),
+    [(twice, 3, "after all layers"), (skips, 8, "skips"), (prints, 3, "debug_print")],
+)
+def test_refused_by_the_line(run, count, says):
+    with pytest.raises(po.SplitError, match=says) as error:
+        po.split_layers(zoo.around(run), zoo.parameters(count), zoo.TOKENS)
+    assert ".py:" in str(error.value)
+
+
+def test_other_mistakes():
+    loss, params, batch = zoo.MODELS["a_list"]()
+    with pytest.raises(po.SplitError, match="layers='blocks' names no layers"):
+        po.split_layers(loss, params, batch, layers="blocks")
+    with pytest.raises(po.SplitError, match="no layers are found"):
+        po.split_layers(lambda p, b: jnp.sum(p["w"] * b), {"w": jnp.ones(3)}, 1.0)
+    model = po.split_layers(loss, params, batch)
+    with pytest.raises(ValueError, match="pass the same tree"):
+        model.stack({"layers": params["layers"]})
+    with pytest.raises(TypeError, match="no LayerwiseModel"):
+        po.layerwise_step(loss, optax.sgd(0.1))  # pyright: ignore[reportArgumentType]
