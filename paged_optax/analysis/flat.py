@@ -106,7 +106,7 @@ def _differentiated(eqn: core.JaxprEqn) -> Hashable:
     closed = jax.make_jaxpr(pulled)(avals, by)
     called = _called(eqn)
     assert called is not None
-    return Flat(_closed(called)).key, Flat(closed).key
+    return Flat(closed_of(called)).key, Flat(closed).key
 
 
 def _params(eqn: core.JaxprEqn) -> tuple[tuple[str, Hashable], ...]:
@@ -118,7 +118,7 @@ def _params(eqn: core.JaxprEqn) -> tuple[tuple[str, Hashable], ...]:
     return (*found, ("", Opaque(None, _differentiated(eqn))))
 
 
-def _closed(called: core.ClosedJaxpr | core.Jaxpr) -> core.ClosedJaxpr:
+def closed_of(called: core.ClosedJaxpr | core.Jaxpr) -> core.ClosedJaxpr:
     """A jaxpr and its constants; a checkpoint's has none."""
     if isinstance(called, core.ClosedJaxpr):
         return called
@@ -181,7 +181,7 @@ class Flat:
         self, called: core.ClosedJaxpr | core.Jaxpr, operands: Sequence[Operand]
     ) -> list[Operand]:
         """Adds a jaxpr's equations and constants; returns its outputs."""
-        called = _closed(called)
+        called = closed_of(called)
         jaxpr = called.jaxpr
         scope = dict(zip(jaxpr.invars, operands, strict=True))
         for var, value in zip(jaxpr.constvars, called.consts, strict=True):

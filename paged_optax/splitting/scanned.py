@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 
 from jax import lax
 from jax.core import ShapedArray
+from jax.extend import core
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.equation import Constant, Equation, Operand
-from paged_optax.analysis.flat import ELEMENTWISE, Flat
+from paged_optax.analysis.flat import ELEMENTWISE, Flat, closed_of
 from paged_optax.analysis.program import Program
 from paged_optax.splitting.cut import nbytes_of
 from paged_optax.splitting.depends import SplitError
@@ -147,13 +148,14 @@ class Scan:
                 f"the scan over layers at {self.equation.where} is in reverse: turn the"
                 " stack, and scan forward, jnp.flip(stack, 0)."
             )
-        body = Flat(params["jaxpr"], checkpoints=False, derivatives=False)
+        turn = closed_of(params["jaxpr"])
+        body = Flat(turn, checkpoints=False, derivatives=False)
         if [e.primitive.name for e in body.equations] == ["remat2"]:
             # A step computes each layer again anyway, and once is enough.
-            body = Flat(params["jaxpr"], checkpoints=True, derivatives=False)
+            body = Flat(turn, checkpoints=True, derivatives=False)
         producer = {x: n for n, e in enumerate(body.equations) for x in e.outputs}
         program, arguments = body.program(body.outputs, lambda _: True, producer, ())
-        constants, carried = params["num_consts"], params["num_carry"]
+        constants, carried = _counts(self.equation.traced)
         inputs = self.equation.inputs
         tables: list[Operand] = []
         member = {stack.leaves[0]: name for name, stack in self.stacks.items()}
@@ -199,6 +201,21 @@ class Scan:
         )
 
 
+def _counts(eqn: core.JaxprEqn | None) -> tuple[int, int]:
+    """How many values a scan closes over, and how many it carries.
+
+    What it scans over, or stacks, has one axis more outside than within. Its parameters
+    that say so have other names in other versions of JAX.
+    """
+    assert eqn is not None
+    body = closed_of(eqn.params["jaxpr"]).jaxpr
+    alike = lambda outer, inner: sum(
+        x.aval.shape == y.aval.shape for x, y in zip(outer, inner, strict=True)
+    )
+    carried = alike(eqn.outvars, body.outvars)
+    return alike(eqn.invars, body.invars) - carried, carried
+
+
 def _seen(x: Operand) -> Role:
     return Fixed(x.value) if isinstance(x, Constant) else Seen(x)
 
@@ -220,7 +237,7 @@ def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
         if equation.primitive.name != "scan" or equation.traced is None:
             continue
         params = equation.traced.params
-        first = params["num_consts"] + params["num_carry"]
+        first = sum(_counts(equation.traced))
         over = [
             _prepared(flat, producer, x, len(leaves)) for x in equation.inputs[first:]
         ]
