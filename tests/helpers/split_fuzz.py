@@ -219,7 +219,7 @@ class Case:
 
         @jax.jit
         def run(params, frozen, batch):
-            alone = lambda p, *given: split.loss(split.stack(p), *reversed(given))
+            alone = lambda p, *given: split.loss(split.stack(p), *given)
             loss = lambda p: self.mean(alone, p, frozen, batch)
             return jax.value_and_grad(loss, has_aux=True)(params)
 
