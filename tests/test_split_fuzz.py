@@ -10,7 +10,8 @@ from helpers.split_layer import WRAPS
 from helpers.split_ops import OPS
 from helpers.split_trees import TREES
 
-SOME = 12
+#: Of the first ones drawn a dozen that are soon compiled, and have much of it all.
+QUICK = [8, 17, 34, 36, 42, 72, 83, 94, 109, 115, 124, 141]
 
 CHOICES = {
     "ops": OPS,
@@ -61,6 +62,6 @@ def differing():
         yield ask
 
 
-@pytest.mark.parametrize("number", range(SOME))
+@pytest.mark.parametrize("number", QUICK)
 def test_any_model(differing, number):
-    assert differing(split_recipes.drawn(SOME, 0)[number]) == {}
+    assert differing(split_recipes.drawn(number + 1, 0)[number]) == {}
