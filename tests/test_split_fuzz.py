@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from helpers import apart, split_fuzz, split_recipes
+from helpers import apart, split_broken, split_fuzz, split_recipes
 from helpers.split_blocks import BLOCKS
 from helpers.split_layer import WRAPS
 from helpers.split_ops import OPS
@@ -65,3 +65,37 @@ def differing():
 @pytest.mark.parametrize("number", QUICK)
 def test_any_model(differing, number):
     assert differing(split_recipes.drawn(number + 1, 0)[number]) == {}
+
+
+def uses(*words):
+    """Whether a recipe has layers in a list, and equations with one of these names."""
+    return lambda recipe: (
+        "stacked" not in recipe.get("container", "list")
+        and "refused" not in recipe
+        and any(
+            word in name
+            for block in recipe["blocks"]
+            for name, _ in block["ops"]
+            for word in words
+        )
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("breakage", split_broken.BREAKAGES)
+def test_what_is_broken_shows(breakage, monkeypatch):
+    """In a good part of the cases that it concerns, of as few as 300."""
+    monkeypatch.setenv("BROKEN", breakage)
+    concerned = {
+        "always the first row": uses("by layer, table", "by layer, literal", "inputs"),
+        "layers of one kind": lambda x: uses("")(x) and x.get("changes"),
+        "what the first layer kept": lambda x: (
+            uses("")(x) and {"mixed", "concatenated"} & {*x.get("kept", [])}
+        ),
+        "derivatives are lost": uses("custom_", "round"),
+    }[breakage]
+    drawn = split_recipes.drawn(300, 0)
+    chosen = [x for x in drawn if concerned(json.loads(x))]
+    with apart.process(split_broken.__file__, split_fuzz.FLAGS) as ask:
+        differ = [ask(recipe) != {} for recipe in sorted(chosen, key=len)[:6]]
+    assert sum(differ) >= 2
