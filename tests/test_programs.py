@@ -156,7 +156,7 @@ BLOCKS = {
 )
 def test_python_blocks(path):
     """Every block of a page runs, in order, in one session, and prints something."""
-    end = "----"
+    end = "<end of a block>"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", f"print({end!r})\n".join(BLOCKS[path])],
         env=ENVIRONMENT,

@@ -81,6 +81,29 @@ def test_any_transformation_bit_for_bit(distances, number):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("following", ["ema", "scale_by_adam"])
+def test_float32_moments_follow_bfloat16_updates_over_explicit_axes(
+    distances, following
+):
+    """Few are drawn. Plain Optax alone has other roundings there than on one device."""
+    explicit = lambda x: (
+        x["following"]
+        and (x["mesh"] or {}).get("kind") == "Explicit"
+        and not (x["masters"] or x["shard_map"] or x["eager"])
+    )
+    recipe = next(filter(explicit, map(json.loads, recipes.drawn(2000, 0))))
+    chosen = {
+        "steps": [["neg", 4, 0]],
+        "shapes": [[16, 40]],
+        "dtypes": ["float32"],
+        "gradients": ["bfloat16"],
+        "tree": "list",
+        "following": [following],
+    }
+    assert distances(json.dumps(recipe | chosen)) == {}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("breakage", fuzz_broken.BREAKAGES)
 def test_a_broken_engine_shows(breakage, monkeypatch):
     """In a good part of the cases that it concerns, of as few as 200."""

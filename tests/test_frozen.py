@@ -1,0 +1,221 @@
+"""Adapters by hand on a frozen base: the numbers of `jax.grad` and Optax."""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import paged_optax as po
+from helpers.stacked import SETTINGS
+from paged_optax.backend.memory import on_host
+from paged_optax.layerwise import apart
+
+step_module = importlib.import_module("paged_optax.layerwise.step")
+
+LAYERS, WIDTH, RANK, WORDS, STEPS = 4, 128, 32, 16, 3
+RATE, MOST = 1e-2, 0.05
+# Adam makes a whole update of a gradient that is nothing but rounding, unless this is
+# larger.
+EPS = 1e-4
+
+
+def normal(seed, *shape):
+    return 0.1 * jax.random.normal(jax.random.key(seed), shape)
+
+
+def parameters():
+    adapters = {
+        "a": normal(0, LAYERS, WIDTH, RANK),
+        "b": normal(1, LAYERS, RANK, WIDTH),
+    }
+    return {"layers": adapters, "head": normal(2, WIDTH, WORDS)}
+
+
+def base(kind):
+    """The frozen tree: a matrix of each layer, in floats or in codes with scales."""
+    layers = {"kernel": normal(3, LAYERS, WIDTH, WIDTH)}
+    if kind == "int8":
+        scale = jnp.max(jnp.abs(layers["kernel"]), axis=1, keepdims=True) / 127
+        codes = jnp.round(layers["kernel"] / scale).astype(jnp.int8)
+        layers = {"kernel": codes, "scale": scale}
+    return {"layers": layers, "embed": normal(4, WORDS, WIDTH)}
+
+
+def through(weights, fixed, x):
+    kernel = fixed["kernel"] * fixed.get("scale", 1.0)
+    return x + jnp.tanh(x @ kernel + x @ weights["a"] @ weights["b"])
+
+
+def entropy(logits, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels
+    return losses(logits[:, :-1], batch[:, 1:]).mean()
+
+
+MODEL = po.LayerwiseModel(
+    lambda rest, fixed, batch: (fixed["embed"][batch], None),
+    lambda weights, fixed, x, context, i: (through(weights, fixed, x), None),
+    lambda rest, fixed, x, kept, batch: entropy(x @ rest["head"], batch),
+)
+
+
+def plain_loss(params, frozen, batch):
+    x = frozen["embed"][batch]
+    for i in range(LAYERS):
+        here = lambda tree, i=i: jax.tree.map(lambda w: w[i], tree["layers"])
+        x = through(here(params), here(frozen), x)
+    return entropy(x @ params["head"], batch)
+
+
+def batches(accumulate):
+    shape = (2, 4, 8) if accumulate else (4, 8)
+    draw = lambda n: jax.random.randint(jax.random.key(n), shape, 0, WORDS)
+    return [draw(n) for n in range(STEPS)]
+
+
+@functools.cache
+def by_optax(kind, accumulate, max_norm):
+    """The parameters that `jax.grad` and Optax make, and each step's loss and norm."""
+    tx = optax.adamw(RATE, eps=EPS)
+    if max_norm is not None:
+        tx = optax.chain(optax.clip_by_global_norm(max_norm), tx)
+    params, frozen = parameters(), base(kind)
+    state, said = tx.init(params), []
+
+    def loss(params, batch):
+        parts = batch if accumulate else [batch]
+        return sum(plain_loss(params, frozen, part) for part in parts) / len(parts)
+
+    @jax.jit
+    def step(params, state, batch):
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        updates, state = tx.update(gradients, state, params)
+        norm = optax.tree.norm(gradients)
+        return optax.apply_updates(params, updates), state, (value, norm)
+
+    for batch in batches(accumulate):
+        params, state, output = step(params, state, batch)
+        said.append(output)
+    return params, said
+
+
+def layerwise(frozen, how):
+    """The same by layerwise steps, of which a deferred one is finished."""
+    params, tx = parameters(), po.paged_adamw(RATE, eps=EPS, **SETTINGS)
+    held = {name: how[name] for name in ("host_dtype", "rest") if name in how}
+    chosen = ("max_norm", "accumulate", "activations_on_host")
+    step = po.layerwise_step(MODEL, tx, **{x: how[x] for x in chosen if x in how})
+    workspace = MODEL.workspace(params, **held)
+    if how.get("adapters_on_host"):
+        params["layers"] = po.offload(params["layers"], 0)
+        assert all(map(on_host, jax.tree.leaves(params["layers"])))
+    args, said, compiled = (params, tx.init(params), workspace), [], None
+    for batch in batches(how.get("accumulate", False)):
+        given = *args, batch, frozen
+        compiled = compiled or po.jit_step(step, *given, donate_argnums=(0, 1, 2))
+        *args, output = compiled(*given)
+        said.append((output.loss, output.gradient_norm))
+    if "rest" in how:
+        args = jax.jit(step.finish)(*args)
+    return args[0], said
+
+
+def close(found, wanted):
+    """The same tree, to 1e-5 of each leaf's largest number."""
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.max(np.abs(y)))
+
+
+HOST = {"host_dtype": "float32", "max_norm": MOST}
+DEFERRED = HOST | {"rest": True}
+WAYS = {
+    "plain": {},
+    "clipped": {"max_norm": MOST},
+    "gradients_on_host": HOST,
+    "deferred": DEFERRED,
+    "accumulated": {"accumulate": True},
+    "accumulated_deferred": DEFERRED | {"accumulate": True},
+    "base_on_host": {"base_on_host": True},
+    "all_on_host": DEFERRED
+    | {"base_on_host": True, "adapters_on_host": True, "activations_on_host": True},
+}
+
+
+# Where all gradients are waited for, or micro-batches are deferred, nothing is beside.
+BESIDE = ("deferred", "accumulated", "base_on_host", "all_on_host")
+IN_BOTH = [way for way in WAYS if way not in ("accumulated_deferred", "all_on_host")]
+_OVERLAPS = pytest.mark.skipif(
+    not apart.FETCHES_AHEAD,
+    reason="this XLA:GPU needs a layer's own index, so that all goes in turn",
+)
+CASES = [
+    *((way, "int8", ()) for way in WAYS),
+    *((way, "float32", ()) for way in IN_BOTH),
+    *(pytest.param(way, "int8", ("cpu",), marks=_OVERLAPS) for way in BESIDE),
+]
+
+
+@pytest.mark.quick(
+    "plain-float32-in_turn",
+    "clipped-int8-in_turn",
+    "deferred-float32-in_turn",
+    "base_on_host-int8-in_turn",
+    "base_on_host-int8-beside",
+)
+@pytest.mark.parametrize(
+    ("way", "kind", "platforms"),
+    CASES,
+    ids=lambda x: x if isinstance(x, str) else "beside" if x else "in_turn",
+)
+def test_numbers_are_optaxs(monkeypatch, way, kind, platforms):
+    """Every step's loss and norm, and all parameters; the base is not written."""
+    monkeypatch.setattr(step_module, "_OVERLAPPED", platforms)
+    how, frozen = WAYS[way], base(kind)
+    before = jax.tree.map(np.array, frozen)
+    if how.get("base_on_host"):
+        frozen["layers"] = po.offload(frozen["layers"], 0)
+        assert on_host(frozen["layers"]["kernel"])
+    found, said = layerwise(frozen, how)
+    wanted, theirs = by_optax(kind, how.get("accumulate", False), how.get("max_norm"))
+    np.testing.assert_allclose(said, theirs, rtol=1e-5)
+    close(found, wanted)
+    jax.tree.map(np.testing.assert_array_equal, frozen, before)
+    if "max_norm" in how:
+        assert float(theirs[0][1]) > MOST  # or nothing is clipped
+
+
+@pytest.mark.quick("int8")
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_loss_to_evaluate(kind):
+    """The model's loss and its gradients, of a base on the host too."""
+    frozen, params, batch = base(kind), parameters(), batches(False)[0]
+    wanted = jax.jit(jax.value_and_grad(plain_loss))(params, frozen, batch)
+    frozen["layers"] = po.offload(frozen["layers"], 0)
+    close(jax.jit(jax.value_and_grad(MODEL.loss))(params, frozen, batch), wanted)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "error", "words"),
+    [
+        (
+            {"layers": {"kernel": jnp.ones((2, WIDTH, WIDTH))}},
+            ValueError,
+            r"frozen\['layers'\]\['kernel'\] has shape \(2, 128.* 4 layers: stack",
+        ),
+        ([jnp.ones(3)], TypeError, r"frozen is of type list: pass a dict.*'layers'"),
+    ],
+    ids=["length", "list"],
+)
+def test_refused(frozen, error, words):
+    """The message names the array and the way out, in a step and in the loss."""
+    params, tx, batch = parameters(), optax.adamw(RATE), batches(False)[0]
+    given = params, tx.init(params), MODEL.workspace(params), batch, frozen
+    with pytest.raises(error, match=words):
+        jax.eval_shape(po.layerwise_step(MODEL, tx), *given)
+    with pytest.raises(error, match=words):
+        MODEL.loss(params, frozen, batch)
