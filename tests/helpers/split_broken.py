@@ -6,9 +6,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from jax import lax
+
 from helpers import split_fuzz
 from paged_optax.analysis.flat import Flat
 from paged_optax.splitting.build import Functions
+from paged_optax.splitting.scanned import _Prepared
 
 
 def _first_row(layer: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,12 +39,36 @@ def _derivatives_lost(init: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+def _second_stays(layer: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(self: Functions, kind: Any, *given: Any) -> Any:
+        first, *others = kind.carried
+        stays = dataclasses.replace(kind, carried=(first, *(None for _ in others)))
+        return layer(self, stays, *given)
+
+    return wrong
+
+
+def _nothing_learned(prologue: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(self: Functions, given: Any) -> Any:
+        x, context = prologue(self, given)
+        return x, lax.stop_gradient(context)
+
+    return wrong
+
+
+def _not_prepared(call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, x: call(dataclasses.replace(self, steps=()), x)
+
+
 #: What is broken, by name: a class, its function, and what takes that one's place.
 BREAKAGES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "always the first row": (Functions, "_layer", _first_row),
     "layers of one kind": (Functions, "layer", _one_kind),
     "what the first layer kept": (Functions, "epilogue", _first_kept),
     "derivatives are lost": (Flat, "__init__", _derivatives_lost),
+    "the second value stays": (Functions, "_layer", _second_stays),
+    "what all see has no gradient": (Functions, "prologue", _nothing_learned),
+    "stacks are not prepared": (_Prepared, "__call__", _not_prepared),
 }
 
 if __name__ == "__main__":
