@@ -185,6 +185,21 @@ def test_refused_by_the_line(run, count, says):
     assert ".py:" in str(error.value)
 
 
+def test_what_is_named_is_not_looked_for_in_one_layer():
+    """Its refusal would be lost."""
+    square = jnp.eye(4)
+    params = {"layers": [{"parts": [square, square]}] * 3}
+
+    def loss(params, batch):
+        for layer in (*params["layers"], params["layers"][0]):
+            for part in layer["parts"]:
+                batch = jnp.tanh(batch @ part)
+        return jnp.mean(batch)
+
+    with pytest.raises(po.SplitError, match="of layer 0 are used after all layers"):
+        po.split_layers(loss, params, jnp.ones((2, 4)), layers="layers")
+
+
 def test_other_mistakes():
     loss, params, batch = zoo.MODELS["a_list"]()
     with pytest.raises(po.SplitError, match="layers='blocks' names no layers"):

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from jax.core import ShapedArray
 
@@ -69,14 +69,16 @@ def numbered(
     return sorted(lists, key=lambda found: -found.nbytes)
 
 
-def named(layers: str) -> Callable[[str], bool]:
-    """Whether a list's name is the one that is asked for: `"layers"`, `"model/h_*"`.
+def named(layers: str, names: Sequence[str]) -> list[str]:
+    """The lists that are asked for, as `"layers"` or `"model/h_*"`.
 
-    Any part of a path that it begins with will do.
+    Any part of a path that it begins with will do; but what is a list's whole name is
+    no other one's, such as of a list within one of its layers.
     """
     plain = lambda name: name.removesuffix("*").rstrip("/_")
     wanted = plain(layers)
-    return lambda name: plain(name) == wanted or name.startswith(f"{wanted}/")
+    exact = [name for name in names if plain(name) == wanted]
+    return exact or [name for name in names if name.startswith(f"{wanted}/")]
 
 
 def _nbytes(aval: ShapedArray) -> int:
