@@ -188,15 +188,15 @@ def test_refused_by_the_line(run, count, says):
 def test_what_is_named_is_not_looked_for_in_one_layer():
     """Its refusal would be lost."""
     square = jnp.eye(4)
-    params = {"layers": [{"parts": [square, square]}] * 3}
+    params = {"layers": [{"parts": [{"w": square}, {"w": square}]}] * 3}
 
     def loss(params, batch):
-        for layer in (*params["layers"], params["layers"][0]):
+        for layer in params["layers"]:
             for part in layer["parts"]:
-                batch = jnp.tanh(batch @ part)
-        return jnp.mean(batch)
+                batch = jnp.tanh(batch @ part["w"])
+        return jnp.mean(batch), params["layers"][0]["parts"]
 
-    with pytest.raises(po.SplitError, match="of layer 0 are used after all layers"):
+    with pytest.raises(po.SplitError, match="returns a parameter of layer 0"):
         po.split_layers(loss, params, jnp.ones((2, 4)), layers="layers")
 
 
