@@ -25,7 +25,7 @@ CHOICES = {
         *{*split_recipes.REFUSED_LISTS, *split_recipes.REFUSED_SCANS},
     ],
     "frozen": ["null", "half", "int8", "lora"],
-    "layers": map(str, [1, 2, 3, 4, 5, 6, 8, 9, 10, 12]),
+    "layers": map(str, [1, 2, 3, 4, 5, 6, 9, 10, 12]),
 }
 
 
