@@ -62,6 +62,7 @@ def differing():
         yield ask
 
 
+@pytest.mark.quick("8", "36", "83", "141")
 @pytest.mark.parametrize("number", QUICK)
 def test_any_model(differing, number):
     assert differing(split_recipes.drawn(number + 1, 0)[number]) == {}

@@ -177,8 +177,6 @@ class Case:
             given = _Flat.of(params), _Flat.of(gradients)
             flat, state = update(*(x.vectors for x in given), state)
             params = given[0].tree(flat)
-            if not said and not moved:
-                self.gradients = gradients
             losses.append(loss)
             said.append(metrics)
         return losses, said, params
@@ -217,20 +215,19 @@ class Case:
         return losses, said, split.unstack(args[0])
 
     def alone(self, split: Any) -> None:
-        """Compares the loss of stacked parameters, and its gradients."""
+        """Compares the loss of stacked parameters, and its gradients, of one batch."""
         params, frozen = self.model.params(0)
-        if frozen is not None:
-            frozen = split.stack_frozen(frozen)
-
-        @jax.jit
-        def run(params, frozen, batch):
-            alone = lambda p, *given: split.loss(split.stack(p), *given)
-            loss = lambda p: self.mean(alone, p, frozen, batch)
-            return jax.value_and_grad(loss, has_aux=True)(params)
-
-        (loss, _), gradients = run(params, frozen, self.batches[0])
-        self.compare("gradients", self.gradients, gradients, 10 * self.tolerance)
-        self.compare("loss", self.losses[0], loss, self.tolerance)
+        batch = self.batches[0]
+        if self.recipe["accumulate"]:
+            batch = jax.tree.map(lambda x: x[0], batch)
+        given = () if frozen is None else (frozen,)
+        stacked = () if frozen is None else (split.stack_frozen(frozen),)
+        plain = lambda p: _parted(self.model.loss(p, *given, batch))[0]
+        alone = lambda p: _parted(split.loss(split.stack(p), *stacked, batch))[0]
+        wanted, theirs = jax.jit(jax.value_and_grad(plain))(params)
+        loss, ours = jax.jit(jax.value_and_grad(alone))(params)
+        self.compare("gradients", theirs, ours, 10 * self.tolerance)
+        self.compare("loss", wanted, loss, self.tolerance)
 
     def beyond_rounding(self) -> Numbers:
         """What differs by more than the model does from itself, rounded otherwise.
