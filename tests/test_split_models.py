@@ -180,11 +180,11 @@ def test_what_each_model_has(name):
 
 
 def test_larger_layers_that_cannot_be_cut_are_printed():
-    params = zoo.parameters() | {"small": [jnp.ones(zoo.WIDTH)] * 3}
+    params = zoo.parameters() | {"small": [jnp.eye(zoo.WIDTH)] * 3}
 
     def run(params, x, batch):
-        for scale in params["small"]:
-            x = zoo.rms(x, scale)
+        for kernel in params["small"]:
+            x = x @ kernel
         return twice(params, x, batch)
 
     text = str(po.split_layers(zoo.around(run), params, zoo.TOKENS))
@@ -267,6 +267,37 @@ def test_the_line_is_the_models_and_not_flaxs():
     wanted = r"at \S*zoo.py:\d+ \(Block.__call__\), which calls .*linear.py"
     with pytest.raises(po.SplitError, match=wanted):
         po.split_layers(loss, params, zoo.TOKENS)
+
+
+def test_what_is_named_is_not_looked_for_in_one_layer():
+    """Its refusal would be lost."""
+    square = jnp.eye(4)
+    params = {"layers": [{"parts": [{"w": square}, {"w": square}]}] * 3}
+
+    def loss(params, batch):
+        for layer in params["layers"]:
+            for part in layer["parts"]:
+                batch = jnp.tanh(batch @ part["w"])
+        return jnp.mean(batch), params["layers"][0]["parts"]
+
+    with pytest.raises(po.SplitError, match="returns a parameter of layer 0"):
+        po.split_layers(loss, params, jnp.ones((2, 4)), layers="layers")
+
+
+def test_parts_that_are_numbered_are_no_layers():
+    """Vectors alone do not tell a stack of them from a list."""
+    params = {"layers": [{"part_0": {"scale": jnp.ones(4)}}] * 3}
+
+    def loss(params, batch):
+        for layer in params["layers"]:
+            batch = jnp.tanh(batch * layer["part_0"]["scale"])
+        return jnp.mean(batch)
+
+    model = po.split_layers(loss, params, jnp.ones((2, 4)))
+    stacked = model.stack(params)
+    assert model.workspace(stacked)
+    assert stacked["layers"]["layer"]["part_0"]["scale"].shape == (3, 4)
+    close(model.unstack(stacked), params)
 
 
 def test_other_mistakes():

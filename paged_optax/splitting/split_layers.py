@@ -44,7 +44,7 @@ def split_layers(
     parameters (`nn.scan`, `nnx.scan`). Layers of several kinds become the branches of a
     `jax.lax.switch`. What differs between layers of one kind (literals, keys, masks) is
     looked up in a table. The first or last ones that are unlike stay outside.
-    `print(model)` says what was found.
+    `print(model)` is a table of what was found.
 
     A `jax.checkpoint` around a whole layer is left out: the step computes each layer
     again anyway. Those within a layer stay.
@@ -65,7 +65,8 @@ def split_layers(
 
     Raises:
       ValueError: If no layers are found, or if they are not computed one after the
-        other. The message names the line of the model.
+        other. The message names the line of the model, and the way out.
+      TypeError: If `loss` cannot be called so, or if a parameter has no gradient.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, paged_optax as po
