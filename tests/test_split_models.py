@@ -180,11 +180,11 @@ def test_what_each_model_has(name):
 
 
 def test_larger_layers_that_cannot_be_cut_are_printed():
-    params = zoo.parameters() | {"small": [jnp.eye(zoo.WIDTH)] * 3}
+    params = zoo.parameters() | {"small": [{"w": jnp.eye(zoo.WIDTH)}] * 3}
 
     def run(params, x, batch):
-        for kernel in params["small"]:
-            x = x @ kernel
+        for each in params["small"]:
+            x = x @ each["w"]
         return twice(params, x, batch)
 
     text = str(po.split_layers(zoo.around(run), params, zoo.TOKENS))
