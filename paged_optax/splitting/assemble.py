@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.program import Program
 from paged_optax.splitting.depends import SplitError, values_in, values_of
+from paged_optax.splitting.lines import line_of
 from paged_optax.splitting.match import Straight, aval_of
 from paged_optax.splitting.pieces import (
     Carried,
@@ -105,9 +106,10 @@ class _Handed:
                 by = f"by layer {later[x]}" if x in later else "after all layers"
                 raise SplitError(
                     f"parameters of layer {min(layers)} are used {by} too, by way of"
-                    f" {equation.where}: what a layer leaves for others is kept for all"
-                    " layers, and would be as large as their parameters. Give what else"
-                    " needs them a place outside the layers."
+                    f" {line_of(equation)}: what a layer leaves for others is kept for"
+                    " all layers, and would be as large as their parameters. Reduce it"
+                    " within the layer, to a norm, or move these parameters out of the"
+                    " layers."
                 )
 
     def _refuse_skipping(self, stages: Stages) -> None:
@@ -121,12 +123,13 @@ class _Handed:
         if passing > _PASSING:
             depends = stages.cuts.depends
             x = max(self.goes, key=lambda x: self.goes[x] - self.made[x])
-            where = depends.flat.equations[depends.producer[x]].where
+            where = line_of(depends.flat.equations[depends.producer[x]])
             raise SplitError(
                 f"a value that layer {self.made[x]} makes at {where} skips layers:"
                 f" layer {self.goes[x]} uses it. Each layer's input is saved, and would"
-                " hold all that skips it. Layers that are taken apart hand what they"
-                " make to the next one, or to the end."
+                " hold all that skips it. Give the layers before and after such"
+                " skips lists of their own, such as params['down'] and params['up']:"
+                " the largest is then taken apart."
             )
 
 

@@ -35,6 +35,16 @@ class Layers:
     members: tuple[Mapping[Member, int], ...]
     nbytes: int
 
+    @property
+    def length(self) -> int:
+        """How many layers there are."""
+        return len(self.members)
+
+    @property
+    def leaves(self) -> set[int]:
+        """The numbers of their parameters."""
+        return {n for each in self.members for n in each.values()}
+
 
 def split_names(path: KeyPath) -> Names:
     """The names of a path, also of what slashes part within a key."""

@@ -14,6 +14,7 @@ from paged_optax.analysis.equation import Constant, Operand
 from paged_optax.splitting.cut import Cuts, nbytes_of
 from paged_optax.splitting.depends import SplitError, values_in, values_of
 from paged_optax.splitting.find import Member
+from paged_optax.splitting.lines import line_of
 from paged_optax.splitting.match import aval_of, found_after, found_before
 
 #: Up to this size what is made before the layers is never made again in them.
@@ -246,8 +247,9 @@ def _refuse_elsewhere(cuts: Cuts, of: Mapping[int, int]) -> None:
                 )
                 raise SplitError(
                     f"parameters of layer {layer} are used {after}, at"
-                    f" {equation.where}: a layer's parameters are there in its turn"
-                    " alone. Give what else needs them a place outside the layers."
+                    f" {line_of(equation)}: a layer's parameters are there in its turn"
+                    " alone. Move parameters that are used twice out of the layers, to"
+                    " a key of their own."
                 )
     for x in values_of(depends.flat.outputs):
         if x in depends.layer:
