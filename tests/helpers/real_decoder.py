@@ -8,7 +8,7 @@ import optax
 
 import paged_optax as po
 from helpers import aot
-from helpers.programs import placed, placed_by_type, shardings, state_on
+from helpers.programs import placed, shardings, state_on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Config:
       normed: Whether queries and keys are normalised, as Qwen 3 does.
       fused: Whether the head is `po.linear_cross_entropy`.
       remat: Whether each layer is a `jax.checkpoint`.
+      blocks: Of how many blocks of queries the scores are computed one after the other,
+        and again in the backward pass.
       dtype: Of the parameters.
     """
 
@@ -41,6 +43,7 @@ class Config:
     normed: bool = True
     fused: bool = False
     remat: bool = False
+    blocks: int = 1
     dtype: type = jnp.bfloat16
 
     def layer_shapes(self):
@@ -101,12 +104,26 @@ def attention(config, weights, norms, x, cos, sin, mask):
     if config.normed:
         q, k = rms(q, norms["q"]), rms(k, norms["k"])
     q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-    q = q.reshape(batch, length, config.grouped, -1, config.head)
-    scores = jnp.einsum("btghd,bsgd->bghts", q, k).astype(jnp.float32)
-    scores = jnp.where(mask, scores * config.head**-0.5, -1e30)
-    shares = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-    mixed = jnp.einsum("bghts,bsgd->btghd", shares, v)
-    return mixed.reshape(batch, length, -1) @ weights["o"]
+    q = q.reshape(
+        batch,
+        config.blocks,
+        -1,
+        config.grouped,
+        q.shape[2] // config.grouped,
+        config.head,
+    )
+    mask = mask.reshape(config.blocks, -1, length)
+
+    @jax.checkpoint
+    def mixed(given):
+        q, mask = given
+        scores = jnp.einsum("btghd,bsgd->bghts", q, k).astype(jnp.float32)
+        scores = jnp.where(mask, scores * config.head**-0.5, -1e30)
+        shares = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+        return jnp.einsum("bghts,bsgd->btghd", shares, v)
+
+    made = jax.lax.map(mixed, (jnp.moveaxis(q, 1, 0), mask))
+    return jnp.moveaxis(made, 0, 1).reshape(batch, length, -1) @ weights["o"]
 
 
 def block(config, weights, x, cos, sin, mask):
@@ -220,8 +237,8 @@ def step(
         workspace = model.workspace(params, **(room or {}))
         shape = size if micro is None else (micro, *size)
         args = params, state, workspace, placed(batch_of(shape), device)
-        closed, results = jax.make_jaxpr(run, return_shape=True)(*args)
-        places = shardings(placed_by_type(results, closed.out_avals, mesh))
+        # A step leaves everything where it was; to trace it once more takes minutes.
+        places = (*shardings(args[:3]), device)
         jitted = jax.jit(
             run, donate_argnums=(0, 1, 2), keep_unused=True, out_shardings=places
         )
