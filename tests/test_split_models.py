@@ -185,6 +185,37 @@ def test_refused_by_the_line(run, count, says):
     assert ".py:" in str(error.value)
 
 
+def test_what_is_named_is_not_looked_for_in_one_layer():
+    """Its refusal would be lost."""
+    square = jnp.eye(4)
+    params = {"layers": [{"parts": [{"w": square}, {"w": square}]}] * 3}
+
+    def loss(params, batch):
+        for layer in params["layers"]:
+            for part in layer["parts"]:
+                batch = jnp.tanh(batch @ part["w"])
+        return jnp.mean(batch), params["layers"][0]["parts"]
+
+    with pytest.raises(po.SplitError, match="returns a parameter of layer 0"):
+        po.split_layers(loss, params, jnp.ones((2, 4)), layers="layers")
+
+
+def test_parts_that_are_numbered_are_no_layers():
+    """Vectors alone do not tell a stack of them from a list."""
+    params = {"layers": [{"part_0": {"scale": jnp.ones(4)}}] * 3}
+
+    def loss(params, batch):
+        for layer in params["layers"]:
+            batch = jnp.tanh(batch * layer["part_0"]["scale"])
+        return jnp.mean(batch)
+
+    model = po.split_layers(loss, params, jnp.ones((2, 4)))
+    stacked = model.stack(params)
+    assert model.workspace(stacked)
+    assert stacked["layers"]["layer"]["part_0"]["scale"].shape == (3, 4)
+    close(model.unstack(stacked), params)
+
+
 def test_other_mistakes():
     loss, params, batch = zoo.MODELS["a_list"]()
     with pytest.raises(po.SplitError, match="layers='blocks' names no layers"):

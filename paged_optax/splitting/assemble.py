@@ -93,19 +93,21 @@ class _Handed:
         return found
 
     def _refuse_kept_weights(self, stages: Stages) -> None:
-        """Refuses what the end needs of a layer's parameters alone, if as large."""
+        """Refuses what is needed later of a layer's parameters alone, if as large."""
         depends = stages.cuts.depends
         flat = depends.flat
-        for x in self.last:
+        later = {x: turn for x, turn in self.goes.items() if turn >= 0}
+        for x in (*self.last, *later):
             layers = depends.pure.get(x)
             equation = flat.equations[depends.producer[x]]
             given = max((flat.size(y) for y in values_in(equation)), default=0)
             if layers and flat.size(x) > 1 and flat.size(x) >= given:
+                by = f"by layer {later[x]}" if x in later else "after all layers"
                 raise SplitError(
-                    f"parameters of layer {min(layers)} are used after all layers, by"
-                    f" way of {equation.where}: what a layer leaves for the end is kept"
-                    " for all layers, and would be as large as their parameters. Give"
-                    " what else needs them a place outside the layers."
+                    f"parameters of layer {min(layers)} are used {by} too, by way of"
+                    f" {equation.where}: what a layer leaves for others is kept for all"
+                    " layers, and would be as large as their parameters. Give what else"
+                    " needs them a place outside the layers."
                 )
 
     def _refuse_skipping(self, stages: Stages) -> None:

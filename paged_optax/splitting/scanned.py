@@ -14,7 +14,7 @@ from paged_optax.analysis.flat import ELEMENTWISE, Flat, closed_of
 from paged_optax.analysis.program import Program
 from paged_optax.splitting.cut import nbytes_of
 from paged_optax.splitting.depends import SplitError
-from paged_optax.splitting.find import Member, Names
+from paged_optax.splitting.find import Member, Names, one_layer
 from paged_optax.splitting.pieces import (
     Carried,
     Fixed,
@@ -249,6 +249,7 @@ def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
         for n, x in chosen.items():
             frozen, names = leaves[n]
             stacks[frozen, names[len(common) :]] = Stack((n,), x.axis)
+        stacks = one_layer(stacks, lambda x: len(flat.shape(x.leaves[0])) - 1)
         size = sum(nbytes_of(flat, n) for n in chosen)
         found.append(Scan(flat, equation, tuple(over), "/".join(common), stacks, size))
     return sorted(found, key=lambda scan: -scan.nbytes)

@@ -1,7 +1,14 @@
 """Which layer each equation of a loss belongs to."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Hashable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 
 from paged_optax.analysis.equation import Constant, Operand
 from paged_optax.splitting.cut import Cuts, nbytes_of
@@ -88,7 +95,18 @@ class _Search:
             more = {producer[x] for x in given if x in producer} - needed
             needed |= more
             stack += more
+        # Before the layers stays what others need too.
+        for n in reversed(chosen):
+            early = n in needed and self.depends.turn(n) < 0
+            if early and not self._of_one(n, needed):
+                needed.remove(n)
         return [n for n in chosen if n in needed]
+
+    def _of_one(self, n: int, piece: Container[int]) -> bool:
+        """Whether an equation's values are used in a piece alone."""
+        order, uses = self.cuts.order, self.cuts.uses
+        places = (x for y in self.flat.equations[n].outputs for x in uses[y])
+        return all(place < len(order) and order[place] in piece for place in places)
 
     def _leaves(self, turn: int) -> Callable[[Operand, Operand], bool]:
         """Whether a parameter stands for another layer's."""

@@ -91,7 +91,8 @@ class Loss:
         candidates = sorted([*over, *lists], key=lambda x: -x.nbytes)
         if layers is not None:
             names = [x.name for x in candidates]
-            candidates = [x for x in candidates if named(layers)(x.name)]
+            chosen = named(layers, names)
+            candidates = [x for x in candidates if x.name in chosen]
             if not candidates:
                 raise SplitError(
                     f"layers={layers!r} names no layers of these parameters: those that"
