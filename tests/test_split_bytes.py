@@ -31,7 +31,7 @@ def model_of(config, written):
 
 
 def lowered(written, settings):
-    """The step in StableHLO, without the names of what it was traced from."""
+    """The step, of few instructions beside the model's: without moments."""
     config = dataclasses.replace(SMALL, **settings)
     model = model_of(config, written)
     return aot.lowered_for_h200(real_decoder.step(config, model, optax.sgd(1e-4), SIZE))
