@@ -146,6 +146,22 @@ def test_shapes_are_enough():
     )
 
 
+def test_the_first_layer_is_like_the_others():
+    """What it computes of the embeddings alone is traced in another order."""
+
+    def loss(params, batch):
+        x = params["embed"][batch]
+        for layer in params["layers"]:
+            mean = x.mean(-1, keepdims=True)
+            inverse = jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+            inverse = layer["scale"] * inverse
+            x = x + jnp.tanh(inverse * (x - mean) @ layer["up"]) @ layer["down"]
+        return jnp.mean(x**2)
+
+    batch = zoo.TOKENS
+    assert "kinds" not in str(po.split_layers(loss, zoo.parameters(), batch))
+
+
 def test_what_was_found_is_printed():
     loss, params, batch = zoo.MODELS["two_kinds_and_a_literal"]()
     text = str(po.split_layers(loss, params, batch, layers="layers"))

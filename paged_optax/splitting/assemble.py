@@ -136,19 +136,27 @@ class _Handed:
 def _in_order(
     equations: Sequence[Equation], chosen: Sequence[int], place: Mapping[int, int]
 ) -> list[int]:
-    """Equations of one layer, what depends on no parameter before its first use."""
-    learned = sorted((n for n in chosen if n in place), key=lambda n: place[n])
-    producer = {x: n for n in chosen if n not in place for x in equations[n].outputs}
+    """Equations of one layer, each after those that it needs, depth first.
+
+    This follows from what is computed alone. In what order it was traced does not
+    matter: some of it depends on no parameter in the first layer, but does in others.
+    """
+    producer = {x: n for n in chosen for x in equations[n].outputs}
+    needs = {
+        n: [producer[x] for x in values_in(equations[n]) if x in producer]
+        for n in chosen
+    }
+    used = {m for each in needs.values() for m in each}
+    ends = (n for n in chosen if n in place and n not in used)
+    waiting = sorted(ends, key=lambda n: -place[n])
     done: dict[int, None] = {}
-
-    def visit(n: int) -> None:
-        for x in values_in(equations[n]):
-            if (m := producer.get(x)) is not None and m not in done:
-                visit(m)
-        done[n] = None
-
-    for n in learned:
-        visit(n)
+    while waiting:
+        n = waiting[-1]
+        missing = next((m for m in needs[n] if m not in done), None)
+        if missing is not None:
+            waiting.append(missing)
+        else:
+            done[waiting.pop()] = None
     return list(done)
 
 
