@@ -143,8 +143,9 @@ class LayerwiseModel:
         def run(
             x: PyTree[Array], turn: tuple[Int[Array, ""], PyTree[Array], PyTree[Array]]
         ) -> tuple[PyTree[Array], PyTree[Array]]:
-            i, *weights = turn
-            made, kept = model.through(*jax.tree.map(on_device, weights), x, context, i)
+            i, *stacks = turn
+            weights, fixed = jax.tree.map(on_device, stacks)
+            made, kept = model.through(weights, fixed, x, context, i)
             refuse_other_input(x, made)
             return made, kept
 
