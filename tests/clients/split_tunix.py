@@ -73,7 +73,8 @@ def whole(*args, **sizes):
 
 def adapters(*args, qtype=None, **sizes):
     """LoRA, or QLoRA: the base is frozen."""
-    model = made(*args, **sizes)
+    # Stacks of 4096 values a layer go to the host.
+    model = made(*args, **sizes, embed_dim=64, hidden_dim=96)
     provider = qwix.LoraProvider(
         module_path=".*(q_proj|k_proj|v_proj|gate_proj|up_proj|down_proj)",
         rank=4,
