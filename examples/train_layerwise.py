@@ -1,9 +1,9 @@
 """Train a language model with one layer's gradients alive at a time.
 
-The model is the decoder of finetune_lm.py, its blocks stacked by `nnx.vmap`. It is
+The model is the decoder of finetune_lm.py, as it is, and an ordinary loss. It is
 trained twice from the same start on the same bytes: by `layerwise_step`, and by the
-usual `jax.grad` and `optax.adamw`. Both clip by the exact global norm, and their
-losses must agree. A chart shows what each of them takes of the device's memory.
+usual `jax.grad` and `optax.adamw`. Both clip by the exact global norm, and their losses
+must agree. A chart shows what each of them takes of the device's memory.
 
     python examples/train_layerwise.py              # CPU: about a minute
     python examples/train_layerwise.py --weights-on-host --micro-batches 4
@@ -11,9 +11,8 @@ losses must agree. A chart shows what each of them takes of the device's memory.
 
 What the layerwise step asks of a training script is in three places, marked:
 
-1. the layers' parameters are stacked, under the key "layers";
-2. the model is three functions: what comes before the layers, one layer, what
-   comes after them;
+1. `split_layers` takes the loss apart, and prints what it found;
+2. the layers' parameters are stacked by the model that it returns;
 3. the workspace, which holds one layer's gradients, is allocated before the loop and
    goes from step to step.
 """
@@ -32,12 +31,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from finetune_lm import (
-    VOCABULARY,
-    Block,
+    Decoder,
     MemoryChart,
     ModelSize,
     argument_bytes,
     batches,
+    mean_loss,
     plot_memory,
     positive,
     read_corpus,
@@ -56,64 +55,26 @@ MAX_NORM = 1.0
 # --- The model -----------------------------------------------------------------
 
 
-class Ends(nnx.Module):
-    """What a decoder has beside its blocks; embeddings and output are tied."""
-
-    def __init__(self, width: int, max_length: int, *, rngs: nnx.Rngs) -> None:
-        init = nnx.initializers.normal(0.02)
-        self.tokens = nnx.Embed(VOCABULARY, width, embedding_init=init, rngs=rngs)
-        self.positions = nnx.Embed(max_length, width, embedding_init=init, rngs=rngs)
-        self.norm = nnx.RMSNorm(width, rngs=rngs)
-
-
 @dataclasses.dataclass(frozen=True)
-class Decoder:
-    """The model as `layerwise_step` sees it: parameters, and three functions."""
+class Model:
+    """A Flax model's structure, and its loss of parameters and a batch."""
 
-    ends: nnx.GraphDef[Ends]
-    block: nnx.GraphDef[Block]
+    graph: nnx.GraphDef[Decoder]
 
     @classmethod
-    def new(cls, args: argparse.Namespace) -> tuple["Decoder", dict[str, PyTree]]:
+    def new(cls, args: argparse.Namespace) -> tuple["Model", PyTree]:
         """The model and its parameters. Equal arguments give equal weights."""
-        rngs = nnx.Rngs(args.seed)
         size = ModelSize(args.hidden, args.layers, heads=args.hidden // 64)
-        # (1) Every parameter of a block, with a leading axis for the layers.
-        stack = nnx.vmap(lambda rngs: Block(size, rngs=rngs))
-        block, layers = nnx.split(stack(rngs.split(args.layers)))
-        ends, rest = nnx.split(Ends(args.hidden, args.length, rngs=rngs))
-        return cls(ends, block), {"ends": rest, "layers": layers}
-
-    # (2) `rest` is the parameters without "layers".
-    def prologue(self, rest: PyTree, batch: jax.Array) -> tuple[jax.Array, None]:
-        ends, tokens = nnx.merge(self.ends, rest["ends"]), batch[:, :-1]
-        return ends.tokens(tokens) + ends.positions(jnp.arange(tokens.shape[1])), None
-
-    def layer(
-        self, weights: PyTree, x: jax.Array, context: None, i: jax.Array
-    ) -> tuple[jax.Array, None]:
-        return nnx.merge(self.block, weights)(x), None
-
-    def epilogue(
-        self, rest: PyTree, x: jax.Array, kept: None, batch: jax.Array
-    ) -> jax.Array:
-        ends = nnx.merge(self.ends, rest["ends"])
-        return optax.softmax_cross_entropy_with_integer_labels(
-            ends.tokens.attend(ends.norm(x)), batch[:, 1:]
-        ).mean()
+        decoder = Decoder(size, args.length, rngs=nnx.Rngs(args.seed))
+        # Only the blocks' inputs are kept for the backward pass, as `layerwise_step`
+        # does: what differs is the gradients.
+        decoder.remat = True
+        graph, params = nnx.split(decoder)
+        return cls(graph), params
 
     def loss(self, params: PyTree, batch: jax.Array) -> jax.Array:
-        """The same as one function of all parameters, for `jax.grad`."""
-
-        # Only the layers' inputs are kept for the backward pass, as `layerwise_step`
-        # does: what differs is the gradients.
-        @jax.checkpoint
-        def layer(x: jax.Array, weights: PyTree) -> tuple[jax.Array, None]:
-            return self.layer(weights, x, None, jnp.int32(0))
-
-        x, _ = self.prologue(params, batch)
-        x, _ = jax.lax.scan(layer, x, params["layers"])
-        return self.epilogue(params, x, None, batch)
+        """The mean loss of the next byte."""
+        return mean_loss(nnx.merge(self.graph, params), batch)
 
 
 # --- The training steps --------------------------------------------------------
@@ -132,7 +93,7 @@ class Program:
 
 
 def ordinary(
-    args: argparse.Namespace, model: Decoder, params: PyTree, batch: np.ndarray
+    args: argparse.Namespace, model: Model, params: PyTree, batch: np.ndarray
 ) -> Program:
     """Plain Optax, everything on the device."""
     tx = optax.chain(
@@ -161,13 +122,23 @@ def ordinary(
 
 
 def layerwise(
-    args: argparse.Namespace, model: Decoder, params: PyTree, batch: np.ndarray
+    args: argparse.Namespace,
+    model: Model,
+    params: PyTree,
+    batch: np.ndarray,
+    *,
+    on_host: bool = False,
 ) -> Program:
     """One layer's gradients at a time, the moments on the host."""
     # Clipping is the step's business: `tx` never sees all gradients.
     tx = po.paged_adamw(args.learning_rate, weight_decay=0.1)
+    micro_batch = batch[0] if args.micro_batches > 1 else batch
+    split = po.split_layers(model.loss, params, micro_batch)  # (1)
+    if not on_host:
+        print(f"{split}\n")
+    params = split.stack(params, on_host=on_host)  # (2)
     one_layer_at_a_time = po.layerwise_step(
-        po.LayerwiseModel(model.prologue, model.layer, model.epilogue),
+        split,
         tx,
         max_norm=MAX_NORM,
         accumulate=args.micro_batches > 1,
@@ -179,17 +150,16 @@ def layerwise(
         *carry, output = one_layer_at_a_time(params, state, workspace, batch)
         return *carry, output.loss
 
-    workspace = po.GradientWorkspace.allocate(params["layers"])  # (3)
+    workspace = split.workspace(params)  # (3)
     carry = params, tx.init(params), workspace
     return Program(po.jit_step(step, *carry, batch, donate_argnums=(0, 1, 2)), carry)
 
 
 def layerwise_offloaded(
-    args: argparse.Namespace, model: Decoder, params: PyTree, batch: np.ndarray
+    args: argparse.Namespace, model: Model, params: PyTree, batch: np.ndarray
 ) -> Program:
     """The same with the weights on the host too, fetched layer by layer."""
-    params = params | {"layers": po.offload(params["layers"])}
-    return layerwise(args, model, params, batch)
+    return layerwise(args, model, params, batch, on_host=True)
 
 
 VARIANTS = {
@@ -321,7 +291,7 @@ def main(
 ) -> tuple[dict[str, list[float]], dict[str, Memory]]:
     """Trains, compares, measures, plots. Returns losses and bytes by variant."""
     args = parse_arguments(argv)
-    model, params = Decoder.new(args)
+    model, params = Model.new(args)
     count = sum(x.size for x in jax.tree.leaves(params))
     print(
         f"{count / 1e6:.1f} M parameters, {jax.devices()[0].device_kind},"

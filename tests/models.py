@@ -65,10 +65,14 @@ def main() -> None:
     for name, counts in covered(reached).items():
         listed = ", ".join(f"{x} {n}" for x, n in sorted(counts.items()))
         print(f"{len(counts)} of {name}: {listed}")
-    print(f"seed {options.seed}: {len(reached)} of {len(chosen)} cases, {bad} differ")
+    refused = sum("refused" in json.loads(recipe) for recipe in reached)
+    print(
+        f"seed {options.seed}: {len(reached)} of {len(chosen)} cases, {refused} of them"
+        f" to be refused, {bad} differ"
+    )
     if options.record:
         version = importlib.metadata.version("jax")
-        counted = {"cases": len(reached), "differ": bad}
+        counted = {"cases": len(reached), "refused": refused, "differ": bad}
         record(RECORD, {"jax": version, "seed": options.seed, **counted})
     sys.exit(bool(bad))
 

@@ -213,19 +213,20 @@ def test_layerwise_step_on_explicit_axes(spec):
     gradients = jax.grad(loss)(weights, batch)
     updates, wanted = plain.update(gradients, plain.init(weights), weights)
     tx = po.paged_sgd(0.1, momentum=0.9, page_size=256, min_paged_size=0)
-    step = po.layerwise_step(
-        po.LayerwiseModel(
-            lambda rest, batch: (batch, None),
-            lambda w, x, context, i: (through(w["w"], x), None),
-            lambda rest, x, kept, batch: jnp.mean(x**2),
-        ),
-        tx,
+    model = po.LayerwiseModel(
+        lambda rest, batch: (batch, None),
+        lambda w, x, context, i: (through(w["w"], x), None),
+        lambda rest, x, kept, batch: jnp.mean(x**2),
     )
+    step = po.layerwise_step(model, tx)
     mesh = mesh_of(EXPLICIT)
     with jax.set_mesh(mesh):
         params = jax.device_put(weights, NamedSharding(mesh, spec))
         args = params, tx.init(params), po.GradientWorkspace.allocate(params["layers"])
         new, state, *_ = jax.jit(step)(*args, jax.device_put(batch, P("x")))
+        whole = jax.jit(jax.value_and_grad(model.loss))(params, batch)
+    np.testing.assert_allclose(whole[0], loss(weights, batch), rtol=1e-5)
+    assert placements(whole[1]) == placements(params)
     for found, expected in [
         (new, optax.apply_updates(weights, updates)),
         (optax.tree.get(state, "trace"), optax.tree.get(wanted, "trace")),

@@ -12,7 +12,7 @@ import paged_optax as po
 from helpers import aot, decoder, step_model
 from helpers.layered import far
 from helpers.stacked import SETTINGS, both, same
-from paged_optax.layerwise import apart
+from paged_optax.layerwise import apart, beside
 
 step_module = importlib.import_module("paged_optax.layerwise.step")
 
@@ -99,6 +99,12 @@ def test_numbers_are_those_of_turns(monkeypatch, how):
     found = trained(monkeypatch, True, **how)
     wanted = trained(monkeypatch, False, **how)
     assert far(found, wanted) <= 1e-5
+
+
+def test_segments_without_moments():
+    """`optax.sgd` has none: then only weights travel, if they are on the host."""
+    assert beside.ends_of([0] * 4, [0] * 4, [0] * 4) == [0.25, 0.5, 0.75]
+    assert beside.ends_of([1, 3], [1, 3], [0, 0]) == [0.5]
 
 
 def heavy(params):

@@ -1,10 +1,13 @@
 """Models that nobody rewrote, trained layer by layer: as by `jax.grad` and Optax."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import paged_optax as po
 from helpers import zoo
@@ -188,11 +191,66 @@ def test_shapes_are_enough():
     )
 
 
+def test_the_first_layer_is_like_the_others():
+    """What it computes of the embeddings alone is traced in another order."""
+
+    def loss(params, batch):
+        x = params["embed"][batch]
+        for layer in params["layers"]:
+            mean = x.mean(-1, keepdims=True)
+            inverse = jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+            inverse = layer["scale"] * inverse
+            x = x + jnp.tanh(inverse * (x - mean) @ layer["up"]) @ layer["down"]
+        return jnp.mean(x**2)
+
+    batch = zoo.TOKENS
+    assert "kinds" not in str(po.split_layers(loss, zoo.parameters(), batch))
+
+
 def test_what_was_found_is_printed():
     loss, params, batch = zoo.MODELS["two_kinds_and_a_literal"]()
     text = str(po.split_layers(loss, params, batch, layers="layers"))
-    for part in ("BABABA", "float32[2, 8, 24]", "table 0", "carried"):
+    for part in ("layers/*", "AB, repeated", "6 x 9.1 KiB", "embed, norm"):
         assert part in text
+    assert "float32[2, 8, 24]" in text and "carried, saved for each layer" in text
+    assert "for each layer another" in text and "linear_cross_entropy" in text
+    assert re.search(r"outside +float32\[2, 8, 48\] at zoo.py:\d+", text)
+
+
+PRINTED = {
+    "a_scan": ["layers, a scan", "kept of each layer +float32", "4 x 4 B"],
+    "dense_first": ["layers/0/dense"],
+    "encoder_and_decoder": [
+        "held whole +encoder/., 3 layers, with their gradients +7.0 KiB",
+        r"seen by all layers +float32\[2, 8, 24\]",
+    ],
+    "lora": ["parameters, of each layer +2 arrays", "frozen, of no layer +embed, norm"],
+    # The activation once: a sum of norms does not move where a layer ends.
+    "norms_of_all_weights": [r"carried.* float32\[\], float32\[\], .* 4 x 1.5 KiB"],
+    "nnx_list": [r"blocks/\*", r"at zoo.py:\d+ \(Decoder.__call__\)"],
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_what_each_model_has(name):
+    loss, params, batch, *frozen = zoo.MODELS[name]()
+    model = split(loss, params, batch, *frozen)
+    for pattern in PRINTED[name]:
+        assert re.search(pattern, str(model)), str(model)
+    assert len(repr(model)) < 60
+
+
+def test_larger_layers_that_cannot_be_cut_are_printed():
+    params = zoo.parameters() | {"small": [{"w": jnp.eye(zoo.WIDTH)}] * 3}
+
+    def run(params, x, batch):
+        for each in params["small"]:
+            x = x @ each["w"]
+        return twice(params, x, batch)
+
+    text = str(po.split_layers(zoo.around(run), params, zoo.TOKENS))
+    assert "small/*" in text
+    assert re.search(r"layers/\*, 36.* is not taken apart: .* used after all", text)
 
 
 def twice(params, x, batch):
@@ -215,19 +273,92 @@ def prints(params, x, batch):
 
 
 def reversed_scan(params, x, batch):
-    layers = jax.tree.map(lambda *xs: jnp.stack(xs), *params["layers"])
     turn = lambda x, each: (zoo.mlp(each, x), None)
-    return jax.lax.scan(turn, x, layers, reverse=True)[0]
+    return jax.lax.scan(turn, x, params["layers"], reverse=True)[0]
+
+
+def again(params, x, batch):
+    first, *others = params["layers"]
+    for each in (first, others[0], first, *others[1:]):
+        x = zoo.mlp(each, x)
+    return x
+
+
+def prints_within(params, x, batch):
+    def turn(x, scale):
+        jax.debug.print("{}", x)
+        return x * scale, None
+
+    return jax.lax.scan(turn, zoo.in_turn(params, x, batch), jnp.ones(2))[0]
+
+
+def together(params, x, batch):
+    layers = jax.tree.map(lambda *xs: jnp.stack(xs), *params["layers"])
+    return jax.lax.scan(lambda x, each: (zoo.mlp(each, x), None), x, layers)[0]
 
 
 @pytest.mark.parametrize(
     ("run", "count", "says"),
-    [(twice, 3, "after all layers"), (skips, 8, "skips"), (prints, 3, "debug_print")],
+    [
+        (twice, 3, r"after all layers, at \S*zoo.py:\d+.*Move parameters"),
+        (
+            again,
+            3,
+            r"layer 0 is used at \S*zoo.py:\d+.* after layer 1.*Move parameters",
+        ),
+        (skips, 8, r"zoo.py:\d+.* skips layers.*Give the layers before"),
+        (prints, 3, r"debug_print` at \S*test_split_models.py:\d+.*Leave it out"),
+        (prints_within, 3, r"debug_print` at .*:\d+:\d+ \(prints_within.*turn\)"),
+        (together, 3, r"together at \S*test_split_models.py:\d+.*stack them before"),
+    ],
 )
 def test_refused_by_the_line(run, count, says):
-    with pytest.raises(po.SplitError, match=says) as error:
+    with pytest.raises(po.SplitError, match=says):
         po.split_layers(zoo.around(run), zoo.parameters(count), zoo.TOKENS)
-    assert ".py:" in str(error.value)
+
+
+def test_the_line_is_the_models_and_not_flaxs():
+    graph, params = nnx.split(zoo.Decoder(rngs=nnx.Rngs(0)))
+
+    def loss(params, batch):
+        model = nnx.merge(graph, params)
+        model.blocks.append(model.blocks[0])
+        return zoo.cross_entropy(model(batch[:, :-1]), batch)
+
+    wanted = r"at \S*zoo.py:\d+ \(Block.__call__\), which calls .*linear.py"
+    with pytest.raises(po.SplitError, match=wanted):
+        po.split_layers(loss, params, zoo.TOKENS)
+
+
+def test_what_is_named_is_not_looked_for_in_one_layer():
+    """Its refusal would be lost."""
+    square = jnp.eye(4)
+    params = {"layers": [{"parts": [{"w": square}, {"w": square}]}] * 3}
+
+    def loss(params, batch):
+        for layer in params["layers"]:
+            for part in layer["parts"]:
+                batch = jnp.tanh(batch @ part["w"])
+        return jnp.mean(batch), params["layers"][0]["parts"]
+
+    with pytest.raises(po.SplitError, match="returns a parameter of layer 0"):
+        po.split_layers(loss, params, jnp.ones((2, 4)), layers="layers")
+
+
+def test_parts_that_are_numbered_are_no_layers():
+    """Vectors alone do not tell a stack of them from a list."""
+    params = {"layers": [{"part_0": {"scale": jnp.ones(4)}}] * 3}
+
+    def loss(params, batch):
+        for layer in params["layers"]:
+            batch = jnp.tanh(batch * layer["part_0"]["scale"])
+        return jnp.mean(batch)
+
+    model = po.split_layers(loss, params, jnp.ones((2, 4)))
+    stacked = model.stack(params)
+    assert model.workspace(stacked)
+    assert stacked["layers"]["layer"]["part_0"]["scale"].shape == (3, 4)
+    close(model.unstack(stacked), params)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -243,8 +374,38 @@ def test_other_mistakes():
         po.split_layers(loss, params, batch, layers="blocks")
     with pytest.raises(po.SplitError, match="no layers are found"):
         po.split_layers(lambda p, b: jnp.sum(p["w"] * b), {"w": jnp.ones(3)}, 1.0)
+    stacked = zoo.MODELS["a_scan"]()[1]
+    with pytest.raises(po.SplitError, match=r"test_\S*:\d+.* in reverse: turn the"):
+        po.split_layers(zoo.around(reversed_scan), stacked, batch)
+    with pytest.raises(po.SplitError, match="of two layers or more. Give the layers"):
+        po.split_layers(loss, zoo.parameters(1), batch)
     model = po.split_layers(loss, params, batch)
     with pytest.raises(ValueError, match="pass the same tree"):
         model.stack({"layers": params["layers"]})
+    with pytest.raises(ValueError, match="has shape .* split the model again"):
+        model.stack(jax.tree.map(lambda x: x[None], params))
+    with pytest.raises(ValueError, match="no 'layers/down': pass the tree that"):
+        model.unstack(params)
+    counted = params | {"count": jnp.int32(3)}
+    with pytest.raises(TypeError, match=r"'count'\] has dtype int32 .* frozen="):
+        po.split_layers(loss, counted, batch)
+    with pytest.raises(TypeError, match="layers=3 is not a path"):
+        po.split_layers(loss, params, batch, layers=3)  # pyright: ignore
+
+
+def test_mistakes_with_frozen_parameters():
+    loss, params, batch, frozen = zoo.MODELS["lora"]()
+    with pytest.raises(TypeError, match="loss\\(params, frozen, batch\\)"):
+        po.split_layers(loss, params, batch)
+    plain = zoo.MODELS["a_list"]()
+    with pytest.raises(TypeError, match="too many positional .* frozen="):
+        po.split_layers(*plain, frozen=frozen)
+    model = po.split_layers(loss, params, batch, frozen=frozen)
+    stacked, fixed = model.stack(params), model.stack_frozen(frozen)
+    with pytest.raises(TypeError, match="frozen is missing: .* model.stack_frozen"):
+        model.loss(stacked, batch)
+    model = po.split_layers(*plain)
+    with pytest.raises(TypeError, match="given none: split the loss again"):
+        model.loss(model.stack(plain[1]), fixed, batch)
     with pytest.raises(TypeError, match="no LayerwiseModel"):
         po.layerwise_step(loss, optax.sgd(0.1))  # pyright: ignore[reportArgumentType]

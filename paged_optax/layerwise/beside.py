@@ -195,9 +195,15 @@ def ends_of(
       leaving: Bytes of each group that travel to the host.
       coming: Those that travel from it.
       shares: Bytes of each share of what is frozen.
+
+    Returns:
+      The ends. Segments are equally long if nothing of all this travels, as of weights
+      on the host that are updated without moments.
     """
     after = map(sum, zip([*coming[1:], *coming[:1]], shares, strict=True))
     done = list(itertools.accumulate(map(max, zip(leaving, after, strict=True))))
+    if not done[-1]:
+        return [k / len(done) for k in range(1, len(done))]
     return [x / done[-1] for x in done[:-1]]
 
 

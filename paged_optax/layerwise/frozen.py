@@ -64,7 +64,7 @@ class Frozen:
                     f" of {length}. What all layers share goes into frozen beside"
                     f" {key!r}, and to the layers as the prologue's context."
                 )
-        return cls(layers, jax.tree.map(_on_device, given))
+        return cls(layers, jax.tree.map(on_device, given))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,5 +104,6 @@ class Shares:
         ]
 
 
-def _on_device(x: Array) -> Array:
+def on_device(x: Array) -> Array:
+    """An array, fetched if it is on the host."""
     return jax.device_put(x, DEVICE) if on_host(x) else x

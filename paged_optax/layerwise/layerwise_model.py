@@ -1,6 +1,7 @@
 """A model as three functions: what comes before its layers, one layer, what follows."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -9,16 +10,18 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Int, PyTree
 
+from paged_optax.backend.explicit_axes import automatically
 from paged_optax.backend.given import refuse_no_function
-from paged_optax.backend.memory import on_host
-from paged_optax.layerwise.frozen import Frozen
+from paged_optax.layerwise.frozen import Frozen, on_device
+from paged_optax.layerwise.loss import WeightedLoss, over, parted_loss
+from paged_optax.layerwise.model import Model, refuse_other_input
+from paged_optax.layerwise.norms import widest
 from paged_optax.layerwise.parts import Parts
-from paged_optax.layerwise.stacks import length_of
-from paged_optax.layerwise.weights import Weights
+from paged_optax.layerwise.stacks import from_numpy, length_of
 from paged_optax.layerwise.workspace import GradientWorkspace
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class LayerwiseModel:
     """A model that `layerwise_step` trains, as three functions by hand.
 
@@ -91,12 +94,14 @@ class LayerwiseModel:
           ValueError: As `GradientWorkspace.allocate`.
         """
         parts = Parts.of(params, layers)
+        if isinstance(rest, bool):
+            rest = parts.rest if rest else None
         return GradientWorkspace.allocate(
             parts.layers,
             accumulate=accumulate,
             dtype=dtype,
             host_dtype=host_dtype,
-            rest=parts.rest if rest is True else rest,
+            rest=rest,
         )
 
     def loss(
@@ -107,6 +112,9 @@ class LayerwiseModel:
     ) -> PyTree:
         """The model's loss, for `jax.grad` and to evaluate.
 
+        Stacks in host memory are fetched a layer at a time, and stay there. So do their
+        gradients.
+
         Args:
           params: All parameters, the layers' stacked.
           *frozen_and_batch: The batch; before it the frozen parameters, if there are
@@ -114,32 +122,41 @@ class LayerwiseModel:
           layers: The key of the layers' parameters.
 
         Returns:
-          What `epilogue` returns.
+          The loss, or the loss and metrics where `epilogue` returns both. Of a
+          `WeightedLoss` it is the total by the weight.
+
+        Raises:
+          ValueError: If `params` is no mapping with that key, or if the layers are not
+            stacked alike.
         """
-        *frozen, batch = frozen_and_batch
+        run = functools.partial(self._loss, layers)
+        return automatically(run, from_numpy((params, *frozen_and_batch)), None)
+
+    def _loss(self, layers: str, params: PyTree, *frozen_and_batch: PyTree) -> PyTree:
+        *given, batch = frozen_and_batch
         parts = Parts.of(params, layers)
-        given: tuple[PyTree, ...] = ()
-        fixed = None
-        if frozen:
-            others = Frozen.of(frozen[0], layers, length_of(parts.layers))
-            given, fixed = (others.rest,), others.layers
-        weights = Weights(parts.layers, fixed)
-        x, context = self.prologue(parts.rest, *given, batch)
-        # What is on the device is scanned over, so that its gradients are made by
-        # layer; of what is on the host a layer is fetched at a time.
-        stacks = (weights.stacks, weights.frozen)
-        resident = [[None if on_host(y) else y for y in part] for part in stacks]
+        count = length_of(parts.layers)
+        frozen = Frozen.of(given[0], layers, count) if given else None
+        model = Model(self.prologue, self.layer, self.epilogue, False, frozen)
+        x, context = model.enter(parts.rest, batch)
 
         def run(
-            x: PyTree, turn: tuple[Int[Array, ""], tuple[list[Array | None], ...]]
-        ) -> tuple[PyTree, PyTree]:
-            i, (here, frozen_here) = turn
-            held = lambda part: [None if y is None else y[None] for y in part]
-            ahead = held(here), held(frozen_here)
-            trained, untrained = weights.of(weights.slabs(weights.stacks, i, ahead))
-            slabs = (trained, untrained) if frozen else (trained,)
-            return self.layer(*slabs, x, context, i)
+            x: PyTree[Array], turn: tuple[Int[Array, ""], PyTree[Array], PyTree[Array]]
+        ) -> tuple[PyTree[Array], PyTree[Array]]:
+            i, *stacks = turn
+            weights, fixed = jax.tree.map(on_device, stacks)
+            made, kept = model.through(weights, fixed, x, context, i)
+            refuse_other_input(x, made)
+            return made, kept
 
-        turns = jnp.arange(weights.length), tuple(resident)
-        x, kept = lax.scan(run, jax.tree.map(jnp.asarray, x), turns)
-        return self.epilogue(parts.rest, *given, x, kept, batch)
+        # The stacks are scanned over. If they were indexed, the gradients of those in
+        # host memory would be added up there, where nothing can compute.
+        turns = jnp.arange(count), parts.layers, frozen and frozen.layers
+        x, kept = lax.scan(run, x, turns)
+        made = model.finished(parts.rest, x, kept, batch)
+        value, metrics = parted_loss(made)
+        if isinstance(value, WeightedLoss):
+            total, weight = map(jnp.asarray, value)
+            value = over(total, lax.stop_gradient(weight).astype(widest(total)))
+        several = isinstance(made, tuple) and not isinstance(made, WeightedLoss)
+        return (value, metrics) if several else value

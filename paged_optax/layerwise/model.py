@@ -137,6 +137,12 @@ class Model:
         made = self.layer(*every, x, context, i)
         return jax.tree.map(jnp.asarray, _pair("layer", "x, kept", made))
 
+    def finished(
+        self, rest: Rest, x: PyTree[Array], keep: PyTree[Array], batch: PyTree
+    ) -> PyTree:
+        """What `epilogue` returns."""
+        return self.epilogue(*self._all(rest), x, keep, batch)
+
     def entered(
         self,
         weights: Weights,
@@ -155,7 +161,7 @@ class Model:
             weights.stacks,
             x,
         )
-        _refuse_other_input(x, shapes[0])
+        refuse_other_input(x, shapes[0])
         blank = lambda x: lax.empty((length, *x.shape), x.dtype)
         inputs = jax.tree.map(blank, x)
         if self.activations_on_host:
@@ -214,9 +220,7 @@ class Model:
         def loss(
             rest: Rest, inputs: list[Array], floats: list[Array]
         ) -> tuple[ArrayLike, tuple[WeightedLoss | None, PyTree]]:
-            made = self.epilogue(
-                *self._all(rest), merge_x(inputs), merge_kept(floats), batch
-            )
+            made = self.finished(rest, merge_x(inputs), merge_kept(floats), batch)
             value, metrics = parted_loss(made)
             if not isinstance(value, WeightedLoss):
                 return value, (None, metrics)
@@ -336,7 +340,10 @@ def _pair(function: str, names: str, made: PyTree) -> tuple[PyTree, PyTree]:
     return first, second
 
 
-def _refuse_other_input(x: PyTree[Array], made: PyTree[jax.ShapeDtypeStruct]) -> None:
+def refuse_other_input(
+    x: PyTree[Array], made: PyTree[Array] | PyTree[jax.ShapeDtypeStruct]
+) -> None:
+    """Refuses a layer's output that cannot be the next layer's input."""
     describe = lambda tree: jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
     if describe(x) != describe(made):
         raise ValueError(

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.program import Program
 from paged_optax.splitting.depends import SplitError, values_in, values_of
+from paged_optax.splitting.lines import line_of
 from paged_optax.splitting.match import Straight, aval_of
 from paged_optax.splitting.pieces import (
     Carried,
@@ -93,19 +94,22 @@ class _Handed:
         return found
 
     def _refuse_kept_weights(self, stages: Stages) -> None:
-        """Refuses what the end needs of a layer's parameters alone, if as large."""
+        """Refuses what is needed later of a layer's parameters alone, if as large."""
         depends = stages.cuts.depends
         flat = depends.flat
-        for x in self.last:
+        later = {x: turn for x, turn in self.goes.items() if turn >= 0}
+        for x in (*self.last, *later):
             layers = depends.pure.get(x)
             equation = flat.equations[depends.producer[x]]
             given = max((flat.size(y) for y in values_in(equation)), default=0)
             if layers and flat.size(x) > 1 and flat.size(x) >= given:
+                by = f"by layer {later[x]}" if x in later else "after all layers"
                 raise SplitError(
-                    f"parameters of layer {min(layers)} are used after all layers, by"
-                    f" way of {equation.where}: what a layer leaves for the end is kept"
-                    " for all layers, and would be as large as their parameters. Give"
-                    " what else needs them a place outside the layers."
+                    f"parameters of layer {min(layers)} are used {by} too, by way of"
+                    f" {line_of(equation)}: what a layer leaves for others is kept for"
+                    " all layers, and would be as large as their parameters. Reduce it"
+                    " within the layer, to a norm, or move these parameters out of the"
+                    " layers."
                 )
 
     def _refuse_skipping(self, stages: Stages) -> None:
@@ -119,31 +123,40 @@ class _Handed:
         if passing > _PASSING:
             depends = stages.cuts.depends
             x = max(self.goes, key=lambda x: self.goes[x] - self.made[x])
-            where = depends.flat.equations[depends.producer[x]].where
+            where = line_of(depends.flat.equations[depends.producer[x]])
             raise SplitError(
                 f"a value that layer {self.made[x]} makes at {where} skips layers:"
                 f" layer {self.goes[x]} uses it. Each layer's input is saved, and would"
-                " hold all that skips it. Layers that are taken apart hand what they"
-                " make to the next one, or to the end."
+                " hold all that skips it. Give the layers before and after such"
+                " skips lists of their own, such as params['down'] and params['up']:"
+                " the largest is then taken apart."
             )
 
 
 def _in_order(
     equations: Sequence[Equation], chosen: Sequence[int], place: Mapping[int, int]
 ) -> list[int]:
-    """Equations of one layer, what depends on no parameter before its first use."""
-    learned = sorted((n for n in chosen if n in place), key=lambda n: place[n])
-    producer = {x: n for n in chosen if n not in place for x in equations[n].outputs}
+    """Equations of one layer, each after those that it needs, depth first.
+
+    This follows from what is computed alone. In what order it was traced does not
+    matter: some of it depends on no parameter in the first layer, but does in others.
+    """
+    producer = {x: n for n in chosen for x in equations[n].outputs}
+    needs = {
+        n: [producer[x] for x in values_in(equations[n]) if x in producer]
+        for n in chosen
+    }
+    used = {m for each in needs.values() for m in each}
+    ends = (n for n in chosen if n in place and n not in used)
+    waiting = sorted(ends, key=lambda n: -place[n])
     done: dict[int, None] = {}
-
-    def visit(n: int) -> None:
-        for x in values_in(equations[n]):
-            if (m := producer.get(x)) is not None and m not in done:
-                visit(m)
-        done[n] = None
-
-    for n in learned:
-        visit(n)
+    while waiting:
+        n = waiting[-1]
+        missing = next((m for m in needs[n] if m not in done), None)
+        if missing is not None:
+            waiting.append(missing)
+        else:
+            done[waiting.pop()] = None
     return list(done)
 
 

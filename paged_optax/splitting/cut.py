@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from paged_optax.analysis.flat import Flat
 from paged_optax.splitting.depends import Depends, SplitError, values_in, values_of
+from paged_optax.splitting.lines import line_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,7 +85,7 @@ class Cuts:
         own = depends.users[turn]
         places = [place for place in self.regions[turn] if self.order[place] in own]
         if not places:
-            where = depends.flat.equations[min(own)].where
+            where = line_of(depends.flat.equations[min(own)])
             raise SplitError(
                 f"layer {turn} is used at {where} with other layers: those that are"
                 " taken apart are computed one after the other. Name others by layers=,"
@@ -116,10 +117,10 @@ class Cuts:
                 if again and not depends.is_pure(n):
                     raise SplitError(
                         f"layer {min(again)} is used at"
-                        f" {depends.flat.equations[n].where} after layer {turn}:"
+                        f" {line_of(depends.flat.equations[n])} after layer {turn}:"
                         " layers are taken apart that are used once, one after the"
-                        " other. Name other layers by layers=, or give parameters that"
-                        " several layers share a place outside the layers."
+                        " other. Move parameters that are used twice out of the layers,"
+                        " to a key of their own, or name other layers by layers=."
                     )
 
     def _cheapest(self, turn: int, latest: bool) -> int:
@@ -182,16 +183,17 @@ def _ordered(depends: Depends) -> tuple[int, ...]:
     later = {turn: begins(turn) for turn in range(depends.count)}
     keys: dict[int, tuple[int, bool, tuple[int, ...]]] = {}
     for n in live:
-        turn = depends.turn(n)
-        key: tuple[int, ...] = (n,)
+        turn, pure = depends.turn(n), depends.is_pure(n)
         after = later.get(turn)
-        if after is not None and n > after and not depends.is_pure(n):
-            made = (
-                depends.producer.get(x) for x in values_in(depends.flat.equations[n])
-            )
-            same = [keys[m] for m in made if m in keys]
-            key = max((k[2] for k in same if k[0] == turn and k[1]), default=(n,)) + (
-                n,
-            )
-        keys[n] = turn, not depends.is_pure(n), key
+        given = (depends.producer.get(x) for x in values_in(depends.flat.equations[n]))
+        known = [keys[m] for m in given if m in keys]
+        own = [key for at, learned, key in known if at == turn and learned]
+        late = after is not None and n > after
+        # A sum of norms of parameters needs nothing else of a layer, and comes first;
+        # in the last layer too, which no other one follows.
+        goes_on = any(key[0] < 0 for *_, key in known) and all(x[0] < 0 for x in own)
+        key = (n,)
+        if not pure and (late or goes_on):
+            key = max(own, default=(-1,)) + (n,)
+        keys[n] = turn, not pure, key
     return tuple(sorted(live, key=lambda n: keys[n]))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import Flat
+from paged_optax.splitting.lines import line_of
 
 
 class SplitError(ValueError):
@@ -59,6 +60,7 @@ class Depends:
         pure, first = _pure(flat, live, owner, set(flat.constants))
         turns = {n: k for k, n in enumerate(sorted(first, key=lambda n: first[n]))}
         if missing := sorted(set(range(len(members))) - set(turns)):
+            _refuse_together(flat, live, pure, missing[0])
             raise SplitError(
                 f"the loss does not use layer {missing[0]} of {len(members)}: leave it"
                 " out of the parameters, or name other layers by layers=."
@@ -116,6 +118,21 @@ def values_in(equation: Equation) -> list[int]:
 def values_of(operands: Sequence[Operand]) -> list[int]:
     """The values among operands."""
     return [x for x in operands if not isinstance(x, Constant)]
+
+
+def _refuse_together(
+    flat: Flat, live: Sequence[int], pure: Mapping[int, frozenset[int]], layer: int
+) -> None:
+    """Refuses a layer whose parameters are used with those of others alone."""
+    for n in live:
+        of = pure.get(flat.equations[n].outputs[0], frozenset())
+        if layer in of and len(of) > 1:
+            raise SplitError(
+                f"the parameters of several layers are put together at"
+                f" {line_of(flat.equations[n])}, and used as one array: use them one"
+                " after the other, or stack them before, outside the loss, and let the"
+                " loss scan over the stacks."
+            )
 
 
 def _live(flat: Flat, producer: Mapping[int, int]) -> tuple[int, ...]:

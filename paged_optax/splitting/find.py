@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from jax.core import ShapedArray
 
@@ -12,6 +13,9 @@ from paged_optax.backend.types import KeyPath
 
 #: The names of a path's keys; a key such as "decoder/h_0" has two.
 Names = tuple[str, ...]
+
+#: A parameter's number, or its stack.
+Numbered = TypeVar("Numbered")
 
 #: A parameter within its layer: whether it is frozen, and its names.
 Member = tuple[bool, Names]
@@ -30,6 +34,16 @@ class Layers:
     name: str
     members: tuple[Mapping[Member, int], ...]
     nbytes: int
+
+    @property
+    def length(self) -> int:
+        """How many layers there are."""
+        return len(self.members)
+
+    @property
+    def leaves(self) -> set[int]:
+        """The numbers of their parameters."""
+        return {n for each in self.members for n in each.values()}
 
 
 def split_names(path: KeyPath) -> Names:
@@ -64,19 +78,44 @@ def numbered(
                 by_number = {0: first, **by_number}
         members = [by_number[n] for n in sorted(by_number)]
         if found := _alike(members, avals):
+            found = [one_layer(each, lambda n: avals[n].ndim) for each in found]
             size = sum(_nbytes(avals[n]) for each in found for n in each.values())
             lists.append(Layers("/".join((*before, stem)), tuple(found), size))
     return sorted(lists, key=lambda found: -found.nbytes)
 
 
-def named(layers: str) -> Callable[[str], bool]:
-    """Whether a list's name is the one that is asked for: `"layers"`, `"model/h_*"`.
+def one_layer(
+    members: Mapping[Member, Numbered], ndim: Callable[[Numbered], int]
+) -> dict[Member, Numbered]:
+    """A layer whose parts, if they are numbered, are not taken for layers.
 
-    Any part of a path that it begins with will do.
+    A tree that is stacked is told by its matrices from a list of layers. Where there
+    are vectors alone, the parts' names begin with one that has no number.
+
+    Args:
+      members: The parameters of a layer, or their stacks.
+      ndim: How many axes one has in one layer.
+    """
+    numbers = lambda name: re.fullmatch(r".*\d", name) is not None
+    renamed: dict[Member, Numbered] = {}
+    for frozen in (False, True):
+        own = {names: x for (kind, names), x in members.items() if kind == frozen}
+        mistaken = all(numbers(names[0]) and ndim(x) < 2 for names, x in own.items())
+        for names, x in own.items():
+            renamed[frozen, ("layer", *names) if mistaken else names] = x
+    return renamed
+
+
+def named(layers: str, names: Sequence[str]) -> list[str]:
+    """The lists that are asked for, as `"layers"` or `"model/h_*"`.
+
+    Any part of a path that it begins with will do; but what is a list's whole name is
+    no other one's, such as of a list within one of its layers.
     """
     plain = lambda name: name.removesuffix("*").rstrip("/_")
     wanted = plain(layers)
-    return lambda name: plain(name) == wanted or name.startswith(f"{wanted}/")
+    exact = [name for name in names if plain(name) == wanted]
+    return exact or [name for name in names if name.startswith(f"{wanted}/")]
 
 
 def _nbytes(aval: ShapedArray) -> int:

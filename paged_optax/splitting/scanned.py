@@ -14,7 +14,8 @@ from paged_optax.analysis.flat import ELEMENTWISE, Flat, closed_of
 from paged_optax.analysis.program import Program
 from paged_optax.splitting.cut import nbytes_of
 from paged_optax.splitting.depends import SplitError
-from paged_optax.splitting.find import Member, Names
+from paged_optax.splitting.find import Member, Names, one_layer
+from paged_optax.splitting.lines import line_of
 from paged_optax.splitting.pieces import (
     Carried,
     Fixed,
@@ -95,6 +96,11 @@ class Scan:
         return self._traced["length"]
 
     @property
+    def leaves(self) -> set[int]:
+        """The numbers of their parameters."""
+        return {n for stack in self.stacks.values() for n in stack.leaves}
+
+    @property
     def _traced(self) -> Mapping[str, PyTree]:
         assert self.equation.traced is not None
         return self.equation.traced.params
@@ -114,8 +120,8 @@ class Scan:
                 continue
             raise SplitError(
                 f"parameters of layers are used outside of the scan over {self.name},"
-                f" at {e.where}: a layer's parameters are there in its turn alone. Let"
-                " each layer return what else is needed of them, such as a norm."
+                f" at {line_of(e)}: a layer's parameters are there in its turn alone."
+                " Let each layer return what else is needed of them, such as a norm."
             )
         if returned:
             raise SplitError(
@@ -145,8 +151,9 @@ class Scan:
         self._refuse_elsewhere()
         if params["reverse"]:
             raise SplitError(
-                f"the scan over layers at {self.equation.where} is in reverse: turn the"
-                " stack, and scan forward, jnp.flip(stack, 0)."
+                f"the scan over layers at {line_of(self.equation)} is in reverse:"
+                " turn the stacks once, outside the loss (jnp.flip(stack, 0)), and scan"
+                " forward."
             )
         turn = closed_of(params["jaxpr"])
         body = Flat(turn, checkpoints=False, derivatives=False)
@@ -249,6 +256,7 @@ def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
         for n, x in chosen.items():
             frozen, names = leaves[n]
             stacks[frozen, names[len(common) :]] = Stack((n,), x.axis)
+        stacks = one_layer(stacks, lambda x: len(flat.shape(x.leaves[0])) - 1)
         size = sum(nbytes_of(flat, n) for n in chosen)
         found.append(Scan(flat, equation, tuple(over), "/".join(common), stacks, size))
     return sorted(found, key=lambda scan: -scan.nbytes)

@@ -1,14 +1,17 @@
 """A user's loss, taken apart into prologue, layer and epilogue."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.given import refuse_no_arrays, refuse_no_function
+from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.manual_axes import abstract
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
 from paged_optax.splitting.build import Functions
@@ -41,7 +44,7 @@ def split_layers(
     parameters (`nn.scan`, `nnx.scan`). Layers of several kinds become the branches of a
     `jax.lax.switch`. What differs between layers of one kind (literals, keys, masks) is
     looked up in a table. The first or last ones that are unlike stay outside.
-    `print(model)` says what was found.
+    `print(model)` is a table of what was found.
 
     A `jax.checkpoint` around a whole layer is left out: the step computes each layer
     again anyway. Those within a layer stay.
@@ -62,7 +65,8 @@ def split_layers(
 
     Raises:
       ValueError: If no layers are found, or if they are not computed one after the
-        other. The message names the line of the model.
+        other. The message names the line of the model, and the way out.
+      TypeError: If `loss` cannot be called so, or if a parameter has no gradient.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, paged_optax as po
@@ -87,6 +91,10 @@ def split_layers(
     """
     refuse_no_function("loss", loss)
     refuse_no_arrays("params", params)
+    _refuse_arguments(loss, frozen)
+    _refuse_integers(params)
+    if layers is not None and not isinstance(layers, str):
+        raise TypeError(f"layers={layers!r} is not a path: pass one, as 'layers'.")
     frozen_shapes = None if frozen is None else jax.tree.map(abstract, frozen)
     known = Loss(loss, jax.tree.map(abstract, params), frozen_shapes)
     found = known.found(batch, layers, None)
@@ -171,11 +179,20 @@ class _Functions:
     def _numbered(self, rest: PyTree, given: Sequence[PyTree]) -> dict[int, ArrayLike]:
         """The parameters outside the layers, and the batch, by number."""
         *frozen, batch = given
+        if bool(frozen) != (self.loss.frozen is not None):
+            raise TypeError(
+                "frozen is given, and split_layers was given none: split the loss"
+                " again, split_layers(loss, params, batch, frozen=frozen)."
+                if frozen
+                else "frozen is missing: the loss has parameters that are not trained."
+                " Pass model.stack_frozen(frozen) after the batch to a step, and before"
+                " it to model.loss."
+            )
         numbers: dict[int, ArrayLike] = {}
         first = 0
         for tree, is_frozen in ((rest, False), *((x, True) for x in frozen)):
             stacking = self.stacking(frozen=is_frozen)
-            leaves = unnested(tree["rest"], stacking.rest) if stacking.rest else []
+            leaves = unnested(tree, [("rest", *names) for names in stacking.rest])
             places = (first + n for n in stacking.rest.values())
             numbers.update(zip(places, leaves, strict=True))
             first += len(stacking.paths)
@@ -183,7 +200,7 @@ class _Functions:
         return numbers
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SplitModel(LayerwiseModel):
     """A loss that is taken apart; what `split_layers` returns."""
 
@@ -240,8 +257,37 @@ class SplitModel(LayerwiseModel):
         """
         return self._functions.stacking(frozen=False).unstacked(params)
 
+    def __repr__(self) -> str:
+        found = self._functions.found
+        return f"SplitModel({found.name!r}, {len(found.pieces.kind_of)} layers)"
+
     def __str__(self) -> str:
         return described(self._functions.loss, self._functions.found)
+
+
+def _refuse_arguments(loss: Callable[..., PyTree], frozen: PyTree | None) -> None:
+    """Refuses a loss that takes no frozen parameters, or is given none."""
+    names = ("params", "batch") if frozen is None else ("params", "frozen", "batch")
+    try:
+        inspect.signature(loss).bind(*names)
+    except TypeError as error:
+        call, way_out = ", ".join(names), "takes parameters that are not trained"
+        raise TypeError(
+            f"loss is called as loss({call}), and that fails: {error}. If it {way_out},"
+            " it is loss(params, frozen, batch), and split_layers is given frozen=."
+        ) from None
+    except ValueError:
+        pass  # a function that does not say what it takes
+
+
+def _refuse_integers(params: PyTree) -> None:
+    """Refuses parameters that have no gradient."""
+    for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeError(
+                f"params{keystr(path)} has dtype {x.dtype} and no gradient: pass it in"
+                " frozen=, to loss(params, frozen, batch), or with the batch."
+            )
 
 
 def _key(batch: PyTree) -> Hashable:

@@ -72,12 +72,12 @@ class Stacking:
     def unstacked(self, stacked: PyTree) -> PyTree:
         """The tree as it was, of what is stacked."""
         leaves: list[Shaped | None] = [None] * len(self.paths)
-        layers = unnested(stacked["layers"], self.layers)
+        layers = unnested(stacked, [("layers", *names) for names in self.layers])
         for stack, x in zip(self.layers.values(), layers, strict=True):
             each = _apart(x, len(stack.leaves), stack.axis)
             for n, part in zip(stack.leaves, each, strict=True):
                 leaves[n] = part
-        rest = unnested(stacked["rest"], self.rest)
+        rest = unnested(stacked, [("rest", *names) for names in self.rest])
         for n, x in zip(self.rest.values(), rest, strict=True):
             leaves[n] = x
         return jax.tree.unflatten(self.structure, leaves)
@@ -116,6 +116,11 @@ def unnested(tree: PyTree, names: Iterable[Names]) -> list[PyTree]:
     for parts in names:
         at = tree
         for part in parts:
+            if not isinstance(at, Mapping) or part not in at:
+                raise ValueError(
+                    f"the parameters have no {'/'.join(parts)!r}: pass the tree that"
+                    " model.stack returned, or a step."
+                )
             at = at[part]
         found.append(at)
     return found

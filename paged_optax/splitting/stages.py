@@ -1,12 +1,20 @@
 """Which layer each equation of a loss belongs to."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Hashable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 
 from paged_optax.analysis.equation import Constant, Operand
 from paged_optax.splitting.cut import Cuts, nbytes_of
 from paged_optax.splitting.depends import SplitError, values_in, values_of
 from paged_optax.splitting.find import Member
+from paged_optax.splitting.lines import line_of
 from paged_optax.splitting.match import aval_of, found_after, found_before
 
 #: Up to this size what is made before the layers is never made again in them.
@@ -88,7 +96,18 @@ class _Search:
             more = {producer[x] for x in given if x in producer} - needed
             needed |= more
             stack += more
+        # Before the layers stays what others need too.
+        for n in reversed(chosen):
+            early = n in needed and self.depends.turn(n) < 0
+            if early and not self._of_one(n, needed):
+                needed.remove(n)
         return [n for n in chosen if n in needed]
+
+    def _of_one(self, n: int, piece: Container[int]) -> bool:
+        """Whether an equation's values are used in a piece alone."""
+        order, uses = self.cuts.order, self.cuts.uses
+        places = (x for y in self.flat.equations[n].outputs for x in uses[y])
+        return all(place < len(order) and order[place] in piece for place in places)
 
     def _leaves(self, turn: int) -> Callable[[Operand, Operand], bool]:
         """Whether a parameter stands for another layer's."""
@@ -239,8 +258,9 @@ def _refuse_elsewhere(cuts: Cuts, of: Mapping[int, int]) -> None:
                 )
                 raise SplitError(
                     f"parameters of layer {layer} are used {after}, at"
-                    f" {equation.where}: a layer's parameters are there in its turn"
-                    " alone. Give what else needs them a place outside the layers."
+                    f" {line_of(equation)}: a layer's parameters are there in its turn"
+                    " alone. Move parameters that are used twice out of the layers, to"
+                    " a key of their own."
                 )
     for x in values_of(depends.flat.outputs):
         if x in depends.layer:

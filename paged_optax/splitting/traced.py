@@ -21,10 +21,13 @@ from paged_optax.splitting.find import (
     numbered,
     split_names,
 )
+from paged_optax.splitting.lines import line_of
 from paged_optax.splitting.pieces import Pieces
 from paged_optax.splitting.scanned import Scan, scans
 from paged_optax.splitting.stacking import Stack
 from paged_optax.splitting.stages import Stages
+
+_BY_HAND = "Or write the model by hand: LayerwiseModel(prologue, layer, epilogue)."
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,12 +39,16 @@ class Found:
       pieces: The loss, cut.
       stacks: Their parameters, by what they are within a layer.
       output: The structure of what the loss returns.
+      others: Layers that are found besides: they stay whole.
+      refused: Larger ones that cannot be cut, and why.
     """
 
     name: str
     pieces: Pieces
     stacks: Mapping[Member, Stack]
     output: PyTreeDef
+    others: tuple[Layers | Scan, ...] = ()
+    refused: tuple[tuple[Layers | Scan, SplitError], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,20 +98,21 @@ class Loss:
         candidates = sorted([*over, *lists], key=lambda x: -x.nbytes)
         if layers is not None:
             names = [x.name for x in candidates]
-            candidates = [x for x in candidates if named(layers)(x.name)]
+            chosen = named(layers, names)
+            candidates = [x for x in candidates if x.name in chosen]
             if not candidates:
                 raise SplitError(
                     f"layers={layers!r} names no layers of these parameters: those that"
-                    f" are numbered and alike, or scanned over, are {names}."
+                    f" are numbered and alike, or scanned over, are {names}. {_BY_HAND}"
                 )
         if not candidates:
             raise SplitError(
                 "no layers are found: neither are there subtrees of the parameters that"
                 " are numbered and alike, nor does the loss scan over stacked ones, of"
-                " two layers or more. LayerwiseModel(prologue, layer, epilogue) takes a"
-                " model by hand."
+                " two layers or more. Give the layers a list of their own, or scan over"
+                f" their stack by jax.lax.scan. {_BY_HAND}"
             )
-        errors: list[SplitError] = []
+        refused: list[tuple[Layers | Scan, SplitError]] = []
         output = jax.tree.structure(shapes)
         for candidate in candidates:
             try:
@@ -113,10 +121,17 @@ class Loss:
                 else:
                     pieces, stacks = _cut(closed, flat, leaves, candidate)
             except SplitError as error:
-                errors.append(error)
+                refused.append((candidate, error))
                 continue
-            return Found(candidate.name, pieces, stacks, output)
-        raise errors[0]
+            taken = {n for stack in stacks.values() for n in stack.leaves}
+            others: list[Layers | Scan] = []
+            for other in sorted([*over, *lists], key=lambda x: -x.nbytes):
+                if taken.isdisjoint(other.leaves):
+                    others.append(other)
+                    taken |= other.leaves
+            found = candidate.name, pieces, stacks, output
+            return Found(*found, tuple(others), tuple(refused))
+        raise refused[0][1]
 
 
 def _constants_first(flat: Flat) -> Flat:
@@ -181,7 +196,10 @@ def _refuse_effects(jaxpr: core.Jaxpr) -> None:
     """Refuses what a loss does besides returning values."""
     for eqn in jaxpr.eqns:
         if {type(x).__name__ for x in eqn.effects} - {"NamedAxisEffect"}:
-            where = Equation(eqn.primitive, (), (), (), eqn).where
+            # Of a scan or a call, what has the effect within it.
+            for inner in core.jaxprs_in_params(eqn.params):
+                _refuse_effects(inner)
+            where = line_of(Equation(eqn.primitive, (), (), (), eqn))
             raise SplitError(
                 f"the loss has an effect besides its results, `{eqn.primitive.name}` at"
                 f" {where}: a print, a callback or a check would run twice for each"

@@ -1,72 +1,156 @@
 """What was found of a loss, as a table."""
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 from jax.core import ShapedArray
 
-from paged_optax.analysis.equation import Constant
+from paged_optax.analysis.equation import Constant, Equation, Operand
+from paged_optax.analysis.flat import Flat
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.text_table import table
-from paged_optax.splitting.pieces import Seen
+from paged_optax.splitting.depends import values_in
+from paged_optax.splitting.find import Layers
+from paged_optax.splitting.lines import line_of
+from paged_optax.splitting.pieces import Pieces, Seen
 from paged_optax.splitting.traced import Found, Loss
+
+_LOGITS = (
+    "The logits are the largest: po.linear_cross_entropy(x, head, labels) in the loss"
+    " never holds them."
+)
 
 
 def described(loss: Loss, found: Found) -> str:
-    """The table that `print(model)` shows."""
-    pieces = found.pieces
-    flat = pieces.flat
-    kinds = [pieces.kind_of.count(k) for k in range(len(pieces.kinds))]
-    rows = [("layers", found.name, f"{len(pieces.kind_of)}")]
-    if len(kinds) > 1:
-        order = "".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[k % 26] for k in pieces.kind_of)
-        rows.append(("kinds", order, f"{len(kinds)}"))
-    own = [n for stack in found.stacks.values() for n in stack.leaves]
-    rows.append(
-        (
-            "parameters of layers",
-            f"{len(found.stacks)} stacks",
-            _size(flat.avals[n] for n in own),
-        )
-    )
-    others = set(range(len(loss.leaves))) - set(own)
-    rows.append(
-        (
-            "other parameters",
-            f"{len(others)} arrays",
-            _size(flat.avals[n] for n in others),
-        )
-    )
-    rows.append(
-        ("carried, saved a layer", _types(pieces.carried), _size(pieces.carried))
-    )
+    """The table that `print(model)` shows, and what can be done better."""
+    pieces, flat = found.pieces, found.pieces.flat
+    count = len(pieces.kind_of)
+    listed = all(stack.axis is None for stack in found.stacks.values())
+    rows = [("layers", _shown(found.name, listed=listed), f"{count}")]
+    if len(pieces.kinds) > 1:
+        rows.append(("kinds", _order(pieces.kind_of), f"{len(pieces.kinds)}"))
+    rows += _parameters(loss, found)
+    carried = f"{count} x {_size(pieces.carried)}"
+    rows.append(("carried, saved for each layer", _types(pieces.carried), carried))
     seen = {
         role.value
         for kind in pieces.kinds
         for role in kind.roles
         if isinstance(role, Seen) and role.value not in flat.constants
     }
-    shared = [flat.avals[x] for x in sorted(seen)]
-    if shared:
+    if shared := [flat.avals[x] for x in sorted(seen)]:
         rows.append(("seen by all layers", _types(shared), _size(shared)))
-    for n, each in enumerate(pieces.tables):
-        operands = [each] if isinstance(each, (int, Constant)) else each
-        avals = [flat.avals[x] for x in operands if isinstance(x, int)]
-        text = _types(avals[:1]) or "numbers of the program"
-        rows.append((f"table {n}, by layer", text, _size(avals)))
+    rows += [("for each layer another", *_row(flat, each)) for each in pieces.tables]
     if pieces.kept:
-        rows.append(("kept, a layer", _types(pieces.kept), _size(pieces.kept)))
-    made = (x for e in flat.equations for x in e.outputs if x not in pieces.inside)
-    if values := list(made):
-        largest = max(values, key=lambda x: _bytes(flat.avals[x]))
-        rows.append(
-            (
-                "largest value outside",
-                _types([flat.avals[largest]]),
-                _size([flat.avals[largest]]),
-            )
-        )
-    return table(("what", "found", "size"), rows)
+        kept = f"{count} x {_size(pieces.kept)}"
+        rows.append(("kept of each layer", _types(pieces.kept), kept))
+    for other in found.others:
+        name = _shown(other.name, listed=isinstance(other, Layers))
+        words = f"{name}, {other.length} layers, with their gradients"
+        rows.append(("held whole", words, readable_bytes(other.nbytes)))
+    activation = _largest(pieces, len(loss.leaves))
+    if activation is not None:
+        equation, aval = activation
+        place = re.split(r"[/\\]", line_of(equation).split(", which")[0])[-1]
+        text = f"{_types([aval])} at {place}"
+        rows.append(("largest activation outside", text, _size([aval])))
+    lines = [table(("what", "found", "size"), rows)]
+    if activation is not None and _are_logits(pieces, activation[1], len(loss.leaves)):
+        lines.append(_LOGITS)
+    for layers, error in found.refused:
+        name = _shown(layers.name, listed=isinstance(layers, Layers))
+        size = readable_bytes(layers.nbytes)
+        lines.append(f"{name}, {size}, is not taken apart: {error}")
+    return "\n".join(lines)
+
+
+def _shown(name: str, *, listed: bool) -> str:
+    """What the paths of layers begin with: each layer's, or that of stacks."""
+    return f"{name}*" if listed else f"{name or 'all parameters'}, a scan"
+
+
+def _parameters(loss: Loss, found: Found) -> Iterator[tuple[str, str, str]]:
+    """Rows of the layers' parameters and of all others, trained and frozen."""
+    avals, leaves = found.pieces.flat.avals, loss.leaves
+    taken = {n for stack in found.stacks.values() for n in stack.leaves}
+    count = len(found.pieces.kind_of)
+    for frozen in (False, True):
+        word = "frozen" if frozen else "parameters"
+        stacks = [stack for (kind, _), stack in found.stacks.items() if kind == frozen]
+        if stacks:
+            size = sum(_bytes(avals[n]) for stack in stacks for n in stack.leaves)
+            each = f"{count} x {readable_bytes(size // count)}"
+            yield f"{word}, of each layer", f"{len(stacks)} arrays", each
+        rest = [n for n, (kind, _) in enumerate(leaves) if kind == frozen]
+        rest = [n for n in rest if n not in taken]
+        if rest:
+            names = ["/".join(leaves[n][1]) for n in rest]
+            size = _size(avals[n] for n in rest)
+            yield f"{word}, of no layer", _some(names, 3), size
+
+
+def _order(kind_of: Sequence[int]) -> str:
+    """A letter for each layer; of a pattern that repeats, once."""
+    first = {kind: k for k, kind in enumerate(dict.fromkeys(kind_of))}
+    order = "".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[first[k] % 26] for k in kind_of)
+    for period in range(1, len(order) // 2 + 1):
+        if all(x == y for x, y in zip(order, order[period:], strict=False)):
+            return f"{order[:period]}, repeated"
+    return order if len(order) <= 40 else f"{order[:37]}..."
+
+
+def _row(flat: Flat, each: Sequence[Operand | None] | Operand) -> tuple[str, str]:
+    """What each layer has another one of, and the bytes of all of them."""
+    operands = [each] if isinstance(each, (int, Constant)) else each
+    avals = [flat.avals[x] for x in operands if isinstance(x, int)]
+    if not avals:
+        return "a number of the program", "0 B"
+    return _types(avals[:1]), _size(avals)
+
+
+def _largest(pieces: Pieces, parameters: int) -> tuple[Equation, ShapedArray] | None:
+    """The largest value outside the layers that follows from the batch."""
+    flat = pieces.flat
+    needed = [x for x in flat.outputs if not isinstance(x, Constant)]
+    producer = {x: e for e in flat.equations for x in e.outputs}
+    live = set[int]()
+    while needed:
+        x = needed.pop()
+        if x not in live and x in producer:
+            live.add(x)
+            needed += values_in(producer[x])
+    fixed = {*range(parameters), *flat.constants}
+    best = None
+    for equation in flat.equations:
+        if fixed.issuperset(values_in(equation)):
+            fixed.update(equation.outputs)
+            continue
+        for x in equation.outputs:
+            aval = flat.avals[x]
+            larger = best is None or _bytes(aval) > _bytes(best[1])
+            if x in live and x not in pieces.inside and larger:
+                best = equation, aval
+    return best
+
+
+def _are_logits(pieces: Pieces, aval: ShapedArray, parameters: int) -> bool:
+    """Whether a product with parameters, and its softmax, are as large.
+
+    What is made of logits, such as their exponentials, is as large as they are.
+    """
+    flat, shape = pieces.flat, sorted(aval.shape)
+    fixed = {*range(parameters), *flat.constants}
+    product, softmax = False, False
+    for e in flat.equations:
+        if fixed.issuperset(values_in(e)):
+            fixed.update(e.outputs)
+        elif all(x not in pieces.inside for x in e.outputs):
+            large = any(sorted(flat.avals[x].shape) == shape for x in e.outputs)
+            name, given = e.primitive.name, fixed.intersection(values_in(e))
+            product |= large and name == "dot_general" and bool(given)
+            softmax |= large and name == "exp"
+    return product and softmax
 
 
 def _bytes(aval: ShapedArray) -> int:
@@ -78,6 +162,9 @@ def _size(avals: Iterable[ShapedArray]) -> str:
 
 
 def _types(avals: Iterable[ShapedArray]) -> str:
-    texts = [f"{x.dtype}{list(x.shape)}" for x in avals]
-    more = f", {len(texts) - 3} more" if len(texts) > 3 else ""
-    return ", ".join(texts[:3]) + more
+    return _some([f"{x.dtype}{list(x.shape)}" for x in avals], 3)
+
+
+def _some(texts: Sequence[str], most: int) -> str:
+    more = f", {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more

@@ -208,7 +208,8 @@ def _refused(draw: random.Random) -> Recipe:
     recipe = _any(draw)
     stacked = recipe["container"] in STACKED
     how = draw.choice(REFUSED_SCANS if stacked else REFUSED_LISTS)
-    count = draw.choice([8, 10]) if how == "skips" else draw.choice([3, 4, 5])
+    # Of fewer layers no more than two values skip layers, which is not refused.
+    count = draw.choice([10, 12]) if how == "skips" else draw.choice([3, 4, 5])
     kinds = [0] * count
     recipe |= {"kinds": kinds, "changes": [], "which": draw.randrange(count)}
     if how in ("elsewhere", "returned", "neighbour"):

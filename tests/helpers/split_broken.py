@@ -1,0 +1,77 @@
+"""Random models, taken apart by code that is broken on purpose, as `BROKEN` says."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jax import lax
+
+from helpers import split_fuzz
+from paged_optax.analysis.flat import Flat
+from paged_optax.splitting.build import Functions
+from paged_optax.splitting.scanned import _Prepared
+
+
+def _first_row(layer: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, kind, weights, x, context, i: layer(
+        self, kind, weights, x, context, 0 * i
+    )
+
+
+def _one_kind(layer: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(self: Functions, *given: Any) -> Any:
+        pieces = dataclasses.replace(self.pieces, kinds=self.pieces.kinds[:1])
+        return layer(dataclasses.replace(self, pieces=pieces), *given)
+
+    return wrong
+
+
+def _first_kept(epilogue: Callable[..., Any]) -> Callable[..., Any]:
+    first = lambda kept: [0 * x + x[:1] for x in kept]
+    return lambda self, given, x, kept: epilogue(self, given, x, first(kept))
+
+
+def _derivatives_lost(init: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *given, **how: init(
+        self, *given, **how | ({"derivatives": True} if "derivatives" in how else {})
+    )
+
+
+def _second_stays(layer: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(self: Functions, kind: Any, *given: Any) -> Any:
+        first, *others = kind.carried
+        stays = dataclasses.replace(kind, carried=(first, *(None for _ in others)))
+        return layer(self, stays, *given)
+
+    return wrong
+
+
+def _nothing_learned(prologue: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(self: Functions, given: Any) -> Any:
+        x, context = prologue(self, given)
+        return x, lax.stop_gradient(context)
+
+    return wrong
+
+
+def _not_prepared(call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, x: call(dataclasses.replace(self, steps=()), x)
+
+
+#: What is broken, by name: a class, its function, and what takes that one's place.
+BREAKAGES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "always the first row": (Functions, "_layer", _first_row),
+    "layers of one kind": (Functions, "layer", _one_kind),
+    "what the first layer kept": (Functions, "epilogue", _first_kept),
+    "derivatives are lost": (Flat, "__init__", _derivatives_lost),
+    "the second value stays": (Functions, "_layer", _second_stays),
+    "what all see has no gradient": (Functions, "prologue", _nothing_learned),
+    "stacks are not prepared": (_Prepared, "__call__", _not_prepared),
+}
+
+if __name__ == "__main__":
+    owner, method, broken = BREAKAGES[os.environ["BROKEN"]]
+    setattr(owner, method, broken(getattr(owner, method)))
+    sys.exit(split_fuzz.serve())

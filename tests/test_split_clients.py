@@ -1,0 +1,120 @@
+"""Models of other people's libraries, none of them changed, trained layer by layer.
+
+The oracle is `jax.grad` of the same loss and Optax. Needs `.[clients]` and `.[tunix]`.
+"""
+
+import importlib
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import paged_optax as po
+from paged_optax.backend.memory import on_host
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Tunix's, and Qwix's
+]
+
+#: Each script in `clients`, the package that it is written for, and its models.
+MODELS = {
+    ("split_haiku", "haiku"): (
+        "by_name",
+        "by_name_dropout",
+        "by_name_remat_dropout",
+        "layer_stack",
+        "layer_stack_dropout",
+    ),
+    ("split_equinox", "equinox"): (
+        "list",
+        "list_remat_dropout",
+        "stacked",
+        "stacked_remat_dropout",
+    ),
+    ("split_tunix", "tunix"): (
+        "qwen3",
+        "qwen3_tied",
+        "qwen3_experts",
+        "qwen3_block_remat",
+        "qwen3_experts_decoder_remat",
+        "qwen2",
+        "qwen2_block_remat",
+        "llama3",
+        "llama3_tied",
+        "llama3_decoder_remat",
+        "gemma2",
+        "gemma3",
+        "gemma3_block_remat",
+        "gemma3_decoder_remat",
+        "gemma4",
+        "gemma4_layer_inputs",
+        "gemma4_experts",
+        "llama3_lora",
+        "llama3_qlora_nf4",
+        "llama3_qlora_int8",
+        "llama3_qlora_remat",
+        "qwen3_lora",
+        "qwen3_qlora_int8",
+    ),
+}
+CASES = [(*script, name) for script, names in MODELS.items() for name in names]
+
+#: Some biases of keys have no gradient but roundings, of which Adam makes steps; no
+#: longer if it adds this to their size.
+RATE, EPS, STEPS = 1e-3, 1e-4, 5
+
+
+def by_optax(loss, params, frozen, batch):
+    """Parameters and losses, by `jax.grad`."""
+    tx = optax.adamw(RATE, eps=EPS)
+    state, losses = tx.init(params), []
+
+    @jax.jit
+    def step(params, state, frozen):
+        run = lambda params: loss(params, *frozen, batch)
+        value, gradients = jax.value_and_grad(run)(params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    for _ in range(STEPS):
+        params, state, value = step(params, state, frozen)
+        losses.append(value)
+    return params, losses
+
+
+@pytest.mark.parametrize(("script", "package", "name"), CASES)
+def test_trains_as_optax(script, package, name):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip('not installed: pip install ".[clients,tunix]"')
+    made = importlib.import_module(f"clients.{script}").MODELS[name]
+    loss, params, batch, *frozen = made()
+    wanted, theirs = by_optax(loss, params, frozen, batch)
+    given = {"frozen": frozen[0]} if frozen else {}
+    model = po.split_layers(loss, params, batch, **given)
+    stacked = model.stack(params)
+    base = [model.stack_frozen(x, on_host=True, min_size=0) for x in frozen]
+    fetched = [x for x in jax.tree.leaves(base) if on_host(x)]
+    assert bool(fetched) == bool(frozen)
+    before = jax.device_get(base)
+    tx = po.paged_adamw(RATE, eps=EPS, page_size=4096, min_paged_size=0)
+    state, workspace = tx.init(stacked), model.workspace(stacked)
+    args = stacked, state, workspace, batch, *base
+    step = po.layerwise_step(model, tx)
+    step, losses = po.jit_step(step, *args, donate_argnums=(0, 1, 2)), []
+    for _ in range(STEPS):
+        stacked, state, workspace, output = step(
+            stacked, state, workspace, batch, *base
+        )
+        losses.append(output.loss)
+    np.testing.assert_allclose(losses, theirs, rtol=1e-5)
+    assert theirs[-1] < theirs[0]
+    ours = model.unstack(stacked)
+    assert jax.tree.structure(ours) == jax.tree.structure(wanted)
+    scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(wanted))
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * scale)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(base), before)
