@@ -167,9 +167,9 @@ class _Search:
         """Places where the first layer may begin, the last first."""
         cuts, flat = self.cuts, self.flat
         stop = cuts.cuts[0] if cuts.cuts else cuts.end
+        goes_on = lambda x: any(stop <= place < cuts.end for place in cuts.uses[x])
         region = cuts.regions[-1]
-        on = self._goes_on(stop)
-        own = {x: cuts.uses[x] for x in cuts.made_in(region) if x not in on}
+        own = {x: cuts.uses[x] for x in cuts.made_in(region) if not goes_on(x)}
         wanted = sorted(map(str, (aval_of(flat, x) for x in self._handed_on())))
         found = []
         made = {x: k for k in region for x in cuts.made_in([k])}
@@ -181,17 +181,6 @@ class _Search:
             ]
             if sorted(str(aval_of(flat, x)) for x in alive) == wanted:
                 found.append(place)
-        return found
-
-    def _goes_on(self, stop: int) -> set[int]:
-        """What is made before the layers and needed after the first, by any way."""
-        cuts, equations = self.cuts, self.flat.equations
-        found = set[int]()
-        for place in reversed(cuts.regions[-1]):
-            outputs = equations[cuts.order[place]].outputs
-            used = any(stop <= k < cuts.end for x in outputs for k in cuts.uses[x])
-            if used or not found.isdisjoint(outputs):
-                found.update(outputs, values_in(equations[cuts.order[place]]))
         return found
 
     def _handed_on(self) -> list[int]:

@@ -79,15 +79,8 @@ def _lm1b(dropout: float):
         "key": jax.random.key(5),
     }
     given = batch["inputs"], batch["positions"], batch["segments"]
-    variables = (
-        module.init({"params": jax.random.key(0)}, *given)
-        if not dropout
-        else (
-            module.init(
-                {"params": jax.random.key(0), "dropout": jax.random.key(1)}, *given
-            )
-        )
-    )
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = module.init(keys, *given)
 
     def loss(params, batch):
         given = batch["inputs"], batch["positions"], batch["segments"]
