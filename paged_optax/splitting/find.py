@@ -41,6 +41,11 @@ class Layers:
         return len(self.members)
 
     @property
+    def shown(self) -> str:
+        """What the paths of each layer begin with."""
+        return f"{self.name}*"
+
+    @property
     def leaves(self) -> set[int]:
         """The numbers of their parameters."""
         return {n for each in self.members for n in each.values()}

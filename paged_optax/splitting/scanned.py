@@ -96,6 +96,11 @@ class Scan:
         return self._traced["length"]
 
     @property
+    def shown(self) -> str:
+        """What the paths of the stacks begin with."""
+        return f"{self.name or 'all parameters'}, a scan"
+
+    @property
     def leaves(self) -> set[int]:
         """The numbers of their parameters."""
         return {n for stack in self.stacks.values() for n in stack.leaves}

@@ -24,8 +24,12 @@ from paged_optax.splitting.find import (
 from paged_optax.splitting.lines import line_of
 from paged_optax.splitting.pieces import Pieces
 from paged_optax.splitting.scanned import Scan, scans
+from paged_optax.splitting.sliced import Sliced, slices
 from paged_optax.splitting.stacking import Stack
 from paged_optax.splitting.stages import Stages
+
+#: Layers that may be taken apart.
+Candidate = Layers | Scan | Sliced
 
 _BY_HAND = "Or write the model by hand: LayerwiseModel(prologue, layer, epilogue)."
 
@@ -36,6 +40,7 @@ class Found:
 
     Attributes:
       name: What their paths begin with.
+      shown: The same in words.
       pieces: The loss, cut.
       stacks: Their parameters, by what they are within a layer.
       output: The structure of what the loss returns.
@@ -44,11 +49,12 @@ class Found:
     """
 
     name: str
+    shown: str
     pieces: Pieces
     stacks: Mapping[Member, Stack]
     output: PyTreeDef
-    others: tuple[Layers | Scan, ...] = ()
-    refused: tuple[tuple[Layers | Scan, SplitError], ...] = ()
+    others: tuple[Candidate, ...] = ()
+    refused: tuple[tuple[Candidate, SplitError], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,8 +87,8 @@ class Loss:
         Args:
           batch: A batch, or its shapes.
           layers: The path or prefix of the layers; None: the largest.
-          stacked: Whether they are a scan over stacked parameters; None: whichever are
-            larger.
+          stacked: Whether their parameters are stacked, and scanned over or taken by
+            their numbers; None: whichever are larger.
 
         Raises:
           SplitError: If there are none, or if they cannot be cut.
@@ -93,9 +99,14 @@ class Loss:
         leaves = self.leaves
         avals = [x.aval for x in closed.jaxpr.invars[: len(leaves)]]
         flat = _constants_first(Flat(closed, checkpoints=False, derivatives=False))
-        lists = [] if stacked else numbered(leaves, avals)
-        over = [] if stacked is False else scans(flat, leaves)
-        candidates = sorted([*over, *lists], key=lambda x: -x.nbytes)
+        lists = numbered(leaves, avals)
+        found: list[Candidate] = []
+        if stacked is not False:
+            listed = set[int]().union(*(x.leaves for x in lists))
+            found += [*scans(flat, leaves), *slices(closed, leaves, listed)]
+        found += [] if stacked else lists
+        found.sort(key=lambda x: -x.nbytes)
+        candidates = found
         if layers is not None:
             names = [x.name for x in candidates]
             chosen = named(layers, names)
@@ -112,25 +123,32 @@ class Loss:
                 " two layers or more. Give the layers a list of their own, or scan over"
                 f" their stack by jax.lax.scan. {_BY_HAND}"
             )
-        refused: list[tuple[Layers | Scan, SplitError]] = []
+        refused: list[tuple[Candidate, SplitError]] = []
         output = jax.tree.structure(shapes)
         for candidate in candidates:
             try:
                 if isinstance(candidate, Scan):
                     pieces, stacks = candidate.pieces(), candidate.stacks
                 else:
-                    pieces, stacks = _cut(closed, flat, leaves, candidate)
+                    pieces, stacks = _cut(closed, flat, len(leaves), candidate)
             except SplitError as error:
                 refused.append((candidate, error))
                 continue
             taken = {n for stack in stacks.values() for n in stack.leaves}
-            others: list[Layers | Scan] = []
-            for other in sorted([*over, *lists], key=lambda x: -x.nbytes):
+            others: list[Candidate] = []
+            for other in found:
                 if taken.isdisjoint(other.leaves):
                     others.append(other)
                     taken |= other.leaves
-            found = candidate.name, pieces, stacks, output
-            return Found(*found, tuple(others), tuple(refused))
+            return Found(
+                candidate.name,
+                candidate.shown,
+                pieces,
+                stacks,
+                output,
+                tuple(others),
+                tuple(refused),
+            )
         raise refused[0][1]
 
 
@@ -164,32 +182,36 @@ class _WithoutOuterCheckpoints(Flat):
 
 
 def _cut(
-    closed: core.ClosedJaxpr,
-    flat: Flat,
-    leaves: Sequence[tuple[bool, Names]],
-    layers: Layers,
-) -> tuple[Pieces, dict[Member, Stack]]:
+    closed: core.ClosedJaxpr, flat: Flat, count: int, layers: Layers | Sliced
+) -> tuple[Pieces, Mapping[Member, Stack]]:
     """A loss, cut between layers that have parameters of their own.
 
     Where a layer ends or begins with what keeps its size, either may be cut: the cut
     that leaves fewer kinds of layers is taken.
     """
-    if any(e.primitive.name == "remat2" for e in flat.equations):
-        flat = _constants_first(_WithoutOuterCheckpoints(closed, layers))
-    members = [list(each.values()) for each in layers.members]
-    depends = Depends.of(flat, range(len(leaves)), members)
-    member = {n: name for each in layers.members for name, n in each.items()}
+    if isinstance(layers, Sliced):
+        flat, each = layers.apart(closed)
+        flat = _constants_first(flat)
+    else:
+        each = layers.members
+        if any(e.primitive.name == "remat2" for e in flat.equations):
+            flat = _constants_first(_WithoutOuterCheckpoints(closed, layers))
+    members = [list(x.values()) for x in each]
+    weights = {*range(count), *(n for x in members for n in x)}
+    depends = Depends.of(flat, sorted(weights), members)
+    member = {n: name for x in each for name, n in x.items()}
     both = [
         assembled(Stages.found(Cuts.of(depends, latest=latest), member))
         for latest in (True, False)
     ]
     saved = lambda pieces: sum(x.size * x.dtype.itemsize for x in pieces.carried)
     best = min(both, key=lambda pieces: (len(pieces.kinds), saved(pieces)))
-    turns = sorted(layers.members, key=lambda each: depends.layer[min(each.values())])
-    stacks = {
-        name: Stack(tuple(each[name] for each in turns)) for name in layers.members[0]
-    }
-    return best, stacks
+    turn = lambda x: depends.layer[min(x.values())]
+    if isinstance(layers, Sliced):
+        layers.refuse_other_order([turn(x) for x in each])
+        return best, layers.stacks
+    turns = sorted(each, key=turn)
+    return best, {name: Stack(tuple(x[name] for x in turns)) for name in each[0]}
 
 
 def _refuse_effects(jaxpr: core.Jaxpr) -> None:

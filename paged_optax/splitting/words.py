@@ -11,7 +11,6 @@ from paged_optax.analysis.flat import Flat
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.text_table import table
 from paged_optax.splitting.depends import values_in
-from paged_optax.splitting.find import Layers
 from paged_optax.splitting.lines import line_of
 from paged_optax.splitting.pieces import Pieces, Seen
 from paged_optax.splitting.traced import Found, Loss
@@ -26,8 +25,7 @@ def described(loss: Loss, found: Found) -> str:
     """The table that `print(model)` shows, and what can be done better."""
     pieces, flat = found.pieces, found.pieces.flat
     count = len(pieces.kind_of)
-    listed = all(stack.axis is None for stack in found.stacks.values())
-    rows = [("layers", _shown(found.name, listed=listed), f"{count}")]
+    rows = [("layers", found.shown, f"{count}")]
     if len(pieces.kinds) > 1:
         rows.append(("kinds", _order(pieces.kind_of), f"{len(pieces.kinds)}"))
     rows += _parameters(loss, found)
@@ -46,8 +44,7 @@ def described(loss: Loss, found: Found) -> str:
         kept = f"{count} x {_size(pieces.kept)}"
         rows.append(("kept of each layer", _types(pieces.kept), kept))
     for other in found.others:
-        name = _shown(other.name, listed=isinstance(other, Layers))
-        words = f"{name}, {other.length} layers, with their gradients"
+        words = f"{other.shown}, {other.length} layers, with their gradients"
         rows.append(("held whole", words, readable_bytes(other.nbytes)))
     activation = _largest(pieces, len(loss.leaves))
     if activation is not None:
@@ -59,15 +56,9 @@ def described(loss: Loss, found: Found) -> str:
     if activation is not None and _are_logits(pieces, activation[1], len(loss.leaves)):
         lines.append(_LOGITS)
     for layers, error in found.refused:
-        name = _shown(layers.name, listed=isinstance(layers, Layers))
         size = readable_bytes(layers.nbytes)
-        lines.append(f"{name}, {size}, is not taken apart: {error}")
+        lines.append(f"{layers.shown}, {size}, is not taken apart: {error}")
     return "\n".join(lines)
-
-
-def _shown(name: str, *, listed: bool) -> str:
-    """What the paths of layers begin with: each layer's, or that of stacks."""
-    return f"{name}*" if listed else f"{name or 'all parameters'}, a scan"
 
 
 def _parameters(loss: Loss, found: Found) -> Iterator[tuple[str, str, str]]:
