@@ -25,7 +25,7 @@ QUICK = (
 
 
 #: Not numbered by layer, nor scanned over.
-REFUSED = ("lists_by_kind_of_parameter", "layers_seen_by_slices")
+REFUSED = ("lists_by_kind_of_parameter",)
 #: One gradient of this model is 1e-8 at first, which is Adam's own eps, and float32 has
 #: a tenth of it wrong: Adam would make a step of the rounding.
 EPS = {"gemma_3_pattern": 1e-6}

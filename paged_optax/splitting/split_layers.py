@@ -40,8 +40,9 @@ def split_layers(
         \mathrm{loss} = \mathrm{epilogue}(\theta, x_L, b).
 
     Layers are subtrees of the parameters that are numbered and alike (a list of
-    modules, Linen's `Block_0`, Haiku's `h_0`), or a `jax.lax.scan` over stacked
-    parameters (`nn.scan`, `nnx.scan`). Layers of several kinds become the branches of a
+    modules, Linen's `Block_0`, Haiku's `h_0`), or stacked parameters that a
+    `jax.lax.scan` goes over (`nn.scan`, `nnx.scan`) or that a loop of Python indexes by
+    the layers' numbers (`stack[n]`). Layers of several kinds become the branches of a
     `jax.lax.switch`. What differs between layers of one kind (literals, keys, masks) is
     looked up in a table. The first or last ones that are unlike stay outside.
     `print(model)` is a table of what was found.

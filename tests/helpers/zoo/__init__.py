@@ -17,6 +17,7 @@ from helpers.zoo.plain import (
     mlp,
     normal,
     parameters,
+    rms,
 )
 
 MODELS = {
@@ -40,4 +41,5 @@ __all__ = [
     "mlp",
     "normal",
     "parameters",
+    "rms",
 ]
