@@ -11,48 +11,28 @@ from flax import nnx
 
 import paged_optax as po
 from helpers import zoo
+from helpers.split_trained import RATE, STEPS, close, split, trained, value_of
 
-RATE, STEPS = 1e-3, 3
-QUICK = ("a_list", "a_scan", "two_kinds_and_a_literal", "lora", "nnx_list", "dropout")
-
-
-def value_of(made):
-    return made[0] if isinstance(made, tuple) else made
-
-
-def close(ours, theirs, tolerance=1e-5):
-    """To a part of the largest parameter."""
-    scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(theirs))
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * scale)
+QUICK = (
+    "a_list",
+    "a_scan",
+    "dropout",
+    "frozen_base_closed_over",
+    "lora",
+    "nnx_list",
+    "two_kinds_and_a_literal",
+)
 
 
-def trained(loss, params, frozen, batches, tx):
-    """By `jax.grad`: parameters and losses."""
-    state, losses = tx.init(params), []
-
-    @jax.jit
-    def step(params, state, batch):
-        run = lambda params: value_of(loss(params, *frozen, batch))
-        value, gradients = jax.value_and_grad(run)(params)
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    for batch in batches:
-        params, state, value = step(params, state, batch)
-        losses.append(value)
-    return params, losses
-
-
-def split(loss, params, batch, *frozen):
-    given = {"frozen": frozen[0]} if frozen else {}
-    return po.split_layers(loss, params, batch, **given)
-
-
+#: Not numbered by layer, nor scanned over.
+REFUSED = ("lists_by_kind_of_parameter", "layers_seen_by_slices")
+#: One gradient of this model is 1e-8 at first, which is Adam's own eps, and float32 has
+#: a tenth of it wrong: Adam would make a step of the rounding.
+EPS = {"gemma_3_pattern": 1e-6}
 SOME = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name in zoo.MODELS
+    if name not in REFUSED
 ]
 
 
@@ -62,7 +42,8 @@ def test_trains_as_optax(name):
     model = split(loss, params, batch, *frozen)
     stacked, fixed = model.stack(params), [model.stack_frozen(x) for x in frozen]
     jax.tree.map(np.testing.assert_array_equal, model.unstack(stacked), params)
-    tx = po.paged_adamw(RATE, page_size=4096, min_paged_size=0)
+    eps = EPS.get(name, 1e-8)
+    tx = po.paged_adamw(RATE, eps=eps, page_size=4096, min_paged_size=0)
     step = jax.jit(po.layerwise_step(model, tx))
     state, workspace = tx.init(stacked), model.workspace(stacked)
     losses = []
@@ -71,7 +52,8 @@ def test_trains_as_optax(name):
             stacked, state, workspace, batch, *fixed
         )
         losses.append(output.loss)
-    wanted, theirs = trained(loss, params, frozen, [batch] * STEPS, optax.adamw(RATE))
+    plain = optax.adamw(RATE, eps=eps)
+    wanted, theirs = trained(loss, params, frozen, [batch] * STEPS, plain)
     np.testing.assert_allclose(losses, theirs, rtol=1e-5)
     close(model.unstack(stacked), wanted)
 
@@ -87,43 +69,6 @@ def test_the_same_loss_of_the_stacked_tree(name):
     wanted, theirs = jax.jit(plain)(params)
     np.testing.assert_allclose(value, wanted, rtol=1e-6)
     close(model.unstack(gradients), theirs)
-
-
-WAYS = {
-    "clipped": {"max_norm": 0.05},
-    "gradients on the host": {"host_dtype": "float32", "max_norm": 0.05},
-    "deferred": {"host_dtype": "float32", "rest": True},
-    "weights on the host": {"on_host": True},
-    "accumulated": {"accumulate": True},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["a_scan", "router_losses_added", "nnx_list"])
-def test_ways(name, way):
-    loss, params, batch = zoo.MODELS[name]()
-    how = dict(WAYS[way])
-    many = how.get("accumulate", False)
-    model = po.split_layers(loss, params, batch)
-    placed = {"on_host": how.pop("on_host", False), "min_size": 0}
-    stacked = model.stack(params, **placed)
-    room = {key: how.pop(key) for key in ("host_dtype", "rest") if key in how}
-    tx = po.paged_adamw(RATE, page_size=4096, min_paged_size=0)
-    one = po.layerwise_step(model, tx, **how)
-    step, finish = jax.jit(one), jax.jit(one.finish)
-    carry = stacked, tx.init(stacked), model.workspace(stacked, **room)
-    given = np.stack([batch, batch[::-1]]) if many else batch
-    for _ in range(STEPS):
-        *carry, _ = step(*carry, given)
-    if "rest" in room:
-        carry = finish(*carry)
-    norm = how.get("max_norm")
-    plain = optax.adamw(RATE)
-    if norm:
-        plain = optax.chain(optax.clip_by_global_norm(norm), plain)
-    wanted, _ = trained(loss, params, (), [batch] * STEPS, plain)
-    close(model.unstack(carry[0]), wanted)
 
 
 def test_a_batch_of_another_shape():
@@ -169,7 +114,7 @@ def test_what_was_found_is_printed():
         assert part in text
     assert "float32[2, 8, 24]" in text and "carried, saved for each layer" in text
     assert "for each layer another" in text and "linear_cross_entropy" in text
-    assert re.search(r"outside +float32\[2, 8, 48\] at zoo.py:\d+", text)
+    assert re.search(r"outside +float32\[2, 8, 48\] at plain.py:\d+", text)
 
 
 PRINTED = {
@@ -182,7 +127,7 @@ PRINTED = {
     "lora": ["parameters, of each layer +2 arrays", "frozen, of no layer +embed, norm"],
     # The activation once: a sum of norms does not move where a layer ends.
     "norms_of_all_weights": [r"carried.* float32\[\], float32\[\], .* 4 x 1.5 KiB"],
-    "nnx_list": [r"blocks/\*", r"at zoo.py:\d+ \(Decoder.__call__\)"],
+    "nnx_list": [r"blocks/\*", r"at plain.py:\d+ \(Decoder.__call__\)"],
 }
 
 
@@ -255,13 +200,13 @@ def together(params, x, batch):
 @pytest.mark.parametrize(
     ("run", "count", "says"),
     [
-        (twice, 3, r"after all layers, at \S*zoo.py:\d+.*Move parameters"),
+        (twice, 3, r"after all layers, at \S*plain.py:\d+.*Move parameters"),
         (
             again,
             3,
-            r"layer 0 is used at \S*zoo.py:\d+.* after layer 1.*Move parameters",
+            r"layer 0 is used at \S*plain.py:\d+.* after layer 1.*Move parameters",
         ),
-        (skips, 8, r"zoo.py:\d+.* skips layers.*Give the layers before"),
+        (skips, 8, r"plain.py:\d+.* skips layers.*Give the layers before"),
         (prints, 3, r"debug_print` at \S*test_split_models.py:\d+.*Leave it out"),
         (prints_within, 3, r"debug_print` at .*:\d+:\d+ \(prints_within.*turn\)"),
         (together, 3, r"together at \S*test_split_models.py:\d+.*stack them before"),
@@ -280,7 +225,7 @@ def test_the_line_is_the_models_and_not_flaxs():
         model.blocks.append(model.blocks[0])
         return zoo.cross_entropy(model(batch[:, :-1]), batch)
 
-    wanted = r"at \S*zoo.py:\d+ \(Block.__call__\), which calls .*linear.py"
+    wanted = r"at \S*plain.py:\d+ \(Block.__call__\), which calls .*linear.py"
     with pytest.raises(po.SplitError, match=wanted):
         po.split_layers(loss, params, zoo.TOKENS)
 
@@ -314,6 +259,13 @@ def test_parts_that_are_numbered_are_no_layers():
     assert model.workspace(stacked)
     assert stacked["layers"]["layer"]["part_0"]["scale"].shape == (3, 4)
     close(model.unstack(stacked), params)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_that_are_not_found(name):
+    loss, params, batch = zoo.MODELS[name]()
+    with pytest.raises(po.SplitError, match="no layers are found"):
+        po.split_layers(loss, params, batch)
 
 
 def test_other_mistakes():

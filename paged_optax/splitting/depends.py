@@ -101,8 +101,8 @@ class Depends:
         return bool(self.pure.get(self.flat.equations[n].outputs[0]))
 
     def turn(self, n: int) -> int:
-        """The last layer that a learned equation depends on."""
-        return self.after[self.flat.equations[n].outputs[0]]
+        """The last layer that an equation depends on; -1: none."""
+        return self.after.get(self.flat.equations[n].outputs[0], -1)
 
     def uses(self, n: int) -> set[int]:
         """The layers whose parameters an equation takes, as they are or prepared."""

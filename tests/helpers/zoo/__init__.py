@@ -1,0 +1,43 @@
+"""Losses of small models, as their libraries' users write them: `zoo.MODELS[name]()`.
+
+Each gives `(loss, params, batch)`, and what is frozen where the loss takes that.
+"""
+
+from helpers.zoo import families, flax_examples, habits, scans
+from helpers.zoo.plain import MODELS as PLAIN
+from helpers.zoo.plain import (
+    TOKENS,
+    VOCAB,
+    WIDTH,
+    Decoder,
+    around,
+    cross_entropy,
+    in_turn,
+    layer,
+    mlp,
+    normal,
+    parameters,
+)
+
+MODELS = {
+    **PLAIN,
+    **families.MODELS,
+    **flax_examples.MODELS,
+    **habits.MODELS,
+    **scans.MODELS,
+}
+
+__all__ = [
+    "MODELS",
+    "TOKENS",
+    "VOCAB",
+    "WIDTH",
+    "Decoder",
+    "around",
+    "cross_entropy",
+    "in_turn",
+    "layer",
+    "mlp",
+    "normal",
+    "parameters",
+]
