@@ -56,9 +56,7 @@ MODELS = {
         "llama3_lora",
         "llama3_qlora_nf4",
         "llama3_qlora_int8",
-        "llama3_qlora_remat",
         "qwen3_lora",
-        "qwen3_qlora_int8",
     ),
 }
 CASES = [(*script, name) for script, names in MODELS.items() for name in names]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import paged_optax as po
 from helpers.reference import SMALL_PAGES, assert_equal, kinds
@@ -311,6 +311,30 @@ def test_wrapped_steps_and_methods():
             return self.rate * x
 
     np.testing.assert_array_equal(Trainer(2.0).step(jnp.ones(2)), [2, 2])
+
+
+def test_values_of_half_a_byte():
+    """A frozen base of four bits, on the host too; jax 0.10.2 refuses it compiled."""
+    codes = jnp.arange(64 * 64, dtype=jnp.uint8).reshape(64, 64).astype(jnp.uint4)
+    host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    traced = []
+
+    def step(params, codes, key):
+        traced.append(1)
+        scale = jax.device_put(codes, jax.memory.Space.Device).astype(jnp.float32)
+        return params + scale + jax.random.normal(key, params.shape)
+
+    compiled, key = po.jit_step(step, donate_argnums=0), jax.random.key(0)
+    for placed in (codes, jax.device_put(codes, host)):
+        wanted = step(jnp.zeros((64, 64)), placed, key)
+        counts = []
+        for _ in range(2):
+            params = jnp.zeros((64, 64))
+            found = compiled(params, placed, key)
+            np.testing.assert_allclose(found, wanted, rtol=1e-6)
+            assert params.is_deleted()
+            counts.append(len(traced))
+        assert counts[0] == counts[1]
 
 
 def test_no_step():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple, overload
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from paged_optax.compiling.arguments import (
@@ -37,13 +38,27 @@ class _Program(NamedTuple):
 
     Attributes:
       compiled: What XLA made of it.
+      jitted: The function that it was made of, which JAX does not compile again.
       kind: The kind.
       donated: Positions, among the arguments, of those that are donated.
     """
 
     compiled: jax.stages.Compiled
+    jitted: Callable[..., PyTree]
     kind: Kind
     donated: tuple[int, ...]
+
+    def run(self, values: tuple[PyTree, ...]) -> PyTree:
+        """Runs it."""
+        try:
+            return self.compiled(*values)
+        except ValueError:
+            packed = any(map(_is_packed, jax.tree.leaves(values)))
+            if not packed or are_elsewhere(values, self.compiled):
+                raise
+            # jax 0.10.2 mistakes the layouts of such arrays for other ones, but not
+            # where the function is called.
+            return self.jitted(*values)
 
 
 class Step:
@@ -87,13 +102,13 @@ class Step:
         program = program or self._program(call)
         try:
             try:
-                return program.compiled(*call.values)
+                return program.run(call.values)
             except ValueError:
                 # JAX looks where the arrays are before it runs a program.
                 if not are_elsewhere(call.values, program.compiled):
                     raise
             program = self._program(call)
-            return program.compiled(*call.values)
+            return program.run(call.values)
         except BaseException as error:
             say_what_is_left(error, call.values, call.keys, program.donated)
             raise
@@ -177,7 +192,7 @@ class Step:
             compiled = jitted.lower(*call.values).compile()
         check_donations(compiled, call.values, call.keys, donated)
         self._hosted = belonging
-        return _Program(compiled, call.kind, donated)
+        return _Program(compiled, jitted, call.kind, donated)
 
     def _positions(self, keys: Keys) -> tuple[int, ...]:
         """Where the donated arguments stand among all."""
@@ -311,3 +326,11 @@ def jit_step(
     if examples:
         made.compile(*example_args, **example_kwargs)
     return made
+
+
+def _is_packed(x: object) -> bool:
+    """Whether an array's values are smaller than a byte, as NF4's codes are."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    return jax.dtypes.itemsize_bits(dtype) < 8

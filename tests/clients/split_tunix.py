@@ -135,9 +135,6 @@ MODELS = {
     "llama3_lora": functools.partial(adapters, *LLAMA3, **QWEN),
     "llama3_qlora_nf4": functools.partial(adapters, *LLAMA3, qtype="nf4", **QWEN),
     "llama3_qlora_int8": functools.partial(adapters, *LLAMA3, qtype="int8", **QWEN),
-    "llama3_qlora_remat": functools.partial(
-        adapters, *LLAMA3, "DECODER", qtype="nf4", **QWEN
-    ),
     "qwen3_lora": functools.partial(adapters, *QWEN3, **QWEN),
-    "qwen3_qlora_int8": functools.partial(adapters, *QWEN3, qtype="int8", **QWEN),
+    # By `jax.grad` too, Qwix 0.1.8 fails on its remat, and on Qwen3 in eight bits.
 }
