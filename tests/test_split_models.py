@@ -24,15 +24,12 @@ QUICK = (
 )
 
 
-#: Not numbered by layer, nor scanned over.
-REFUSED = ("lists_by_kind_of_parameter",)
 #: One gradient of this model is 1e-8 at first, which is Adam's own eps, and float32 has
 #: a tenth of it wrong: Adam would make a step of the rounding.
 EPS = {"gemma_3_pattern": 1e-6}
 SOME = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name in zoo.MODELS
-    if name not in REFUSED
 ]
 
 
@@ -230,6 +227,39 @@ def test_the_line_is_the_models_and_not_flaxs():
         po.split_layers(loss, params, zoo.TOKENS)
 
 
+def norms(params, x, batch):
+    """A list of modules, and a list of arrays beside it."""
+    for each, scale in zip(params["layers"], params["norms"], strict=True):
+        x = zoo.mlp(each, x) * scale
+    return x
+
+
+def encoded(params, x, batch):
+    """Two lists of the same length, one after the other."""
+    seen = x
+    for scale in params["norms"]:
+        seen = jnp.tanh(seen * scale)
+    for each in params["layers"]:
+        x = zoo.mlp(each, x + seen)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("run", "shown"), [(norms, "all lists"), (encoded, r"layers/\*")]
+)
+def test_lists_of_the_same_length(run, shown):
+    """They are layers' together where the loss takes them so."""
+    scales = [jnp.full(zoo.WIDTH, 1.0 + n) for n in range(3)]
+    params = zoo.parameters(3) | {"norms": scales}
+    loss = zoo.around(run)
+    model = po.split_layers(loss, params, zoo.TOKENS)
+    assert re.search(f"layers +{shown} +3", str(model))
+    stacked = model.stack(params)
+    jax.tree.map(np.testing.assert_array_equal, model.unstack(stacked), params)
+    value = jax.jit(model.loss)(stacked, zoo.TOKENS)
+    np.testing.assert_allclose(value, loss(params, zoo.TOKENS), rtol=1e-6)
+
+
 def test_what_is_named_is_not_looked_for_in_one_layer():
     """Its refusal would be lost."""
     square = jnp.eye(4)
@@ -259,13 +289,6 @@ def test_parts_that_are_numbered_are_no_layers():
     assert model.workspace(stacked)
     assert stacked["layers"]["layer"]["part_0"]["scale"].shape == (3, 4)
     close(model.unstack(stacked), params)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_layers_that_are_not_found(name):
-    loss, params, batch = zoo.MODELS[name]()
-    with pytest.raises(po.SplitError, match="no layers are found"):
-        po.split_layers(loss, params, batch)
 
 
 def test_other_mistakes():

@@ -26,7 +26,7 @@ class Layers:
     """Layers whose parameters are subtrees of their own.
 
     Attributes:
-      name: What the paths of all of them begin with.
+      name: What the paths of all of them begin with; "*": nothing in common.
       members: For each layer its parameters: the number of each leaf.
       nbytes: Their bytes.
     """
@@ -43,7 +43,7 @@ class Layers:
     @property
     def shown(self) -> str:
         """What the paths of each layer begin with."""
-        return f"{self.name}*"
+        return "all lists" if self.name == "*" else f"{self.name}*"
 
     @property
     def leaves(self) -> set[int]:
@@ -86,7 +86,60 @@ def numbered(
             found = [one_layer(each, lambda n: avals[n].ndim) for each in found]
             size = sum(_nbytes(avals[n]) for each in found for n in each.values())
             lists.append(Layers("/".join((*before, stem)), tuple(found), size))
+    lists += _by_kind(leaves, avals, [x.leaves for x in lists])
     return sorted(lists, key=lambda found: -found.nbytes)
+
+
+def _by_kind(
+    leaves: Sequence[tuple[bool, Names]],
+    avals: Sequence[ShapedArray],
+    known: Sequence[set[int]],
+) -> list[Layers]:
+    """Layers whose parameters are in several lists, such as `params["mlp"][n]`.
+
+    Also those of one array each, as `params["up"][n]`. Of the layers with the same
+    parameters as others those are left out whose lists have less in common.
+
+    Args:
+      leaves: For each leaf whether it is frozen, and its names.
+      avals: Their shapes and dtypes.
+      known: The parameters of other lists.
+    """
+    groups: dict[Names, dict[Names, dict[int, dict[Member, int]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(dict))
+    )
+    for number, (frozen, names) in enumerate(leaves):
+        for k, name in enumerate(names):
+            if not (found := _numbered(name)):
+                continue
+            for start in range(k, -1, -1):
+                if start < k and _numbered(names[start]):
+                    break
+                kind = (*names[start:k], *filter(None, found[:1]))
+                own = groups[names[:start]][kind][found[1]]
+                own[frozen, names[k + 1 :]] = number
+    lists: dict[frozenset[int], Layers] = {}
+    for before in sorted(groups, key=len):
+        by_length: dict[int, list[dict[Member, int]]] = {}
+        for kind, by_number in groups[before].items():
+            members = _alike([by_number[n] for n in sorted(by_number)], avals)
+            each = by_length.setdefault(len(members), [{} for _ in members])
+            for layer, own in zip(each, members, strict=True):
+                layer |= {(f, (*kind, *names)): n for (f, names), n in own.items()}
+        for members in by_length.values():
+            chosen = frozenset(n for each in members for n in each.values())
+            if members and set(chosen) not in known and all(x[1] for x in members[0]):
+                members = [one_layer(x, lambda n: avals[n].ndim) for x in members]
+                size = sum(_nbytes(avals[n]) for n in chosen)
+                name = "/".join((*before, "")) or "*"
+                lists[chosen] = Layers(name, tuple(members), size)
+    return list(lists.values())
+
+
+def _numbered(name: str) -> tuple[str, int] | None:
+    """What a name's number stands behind, and the number."""
+    found = re.fullmatch(r"(.*?)_?(\d+)", name)
+    return found and (found[1], int(found[2]))
 
 
 def one_layer(

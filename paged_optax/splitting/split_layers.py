@@ -40,11 +40,12 @@ def split_layers(
         \mathrm{loss} = \mathrm{epilogue}(\theta, x_L, b).
 
     Layers are subtrees of the parameters that are numbered and alike (a list of
-    modules, Linen's `Block_0`, Haiku's `h_0`), or stacked parameters that a
-    `jax.lax.scan` goes over (`nn.scan`, `nnx.scan`) or that a loop of Python indexes by
-    the layers' numbers (`stack[n]`). Layers of several kinds become the branches of a
-    `jax.lax.switch`. What differs between layers of one kind (literals, keys, masks) is
-    looked up in a table. The first or last ones that are unlike stay outside.
+    modules, Linen's `Block_0`, Haiku's `h_0`); lists by kind, such as
+    `params["mlp"][n]`; or stacked parameters that a `jax.lax.scan` goes over
+    (`nn.scan`, `nnx.scan`), or that a loop of Python indexes by the layers' numbers
+    (`stack[n]`). Layers of several kinds become the branches of a `jax.lax.switch`.
+    What differs between layers of one kind (literals, keys, masks) is looked up in a
+    table. The first or last ones that are unlike stay outside.
     `print(model)` is a table of what was found.
 
     A `jax.checkpoint` around a whole layer is left out: the step computes each layer

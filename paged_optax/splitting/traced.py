@@ -114,14 +114,16 @@ class Loss:
             if not candidates:
                 raise SplitError(
                     f"layers={layers!r} names no layers of these parameters: those that"
-                    f" are numbered and alike, or scanned over, are {names}. {_BY_HAND}"
+                    f" are numbered and alike, scanned over, or indexed are {names}."
+                    f" {_BY_HAND}"
                 )
         if not candidates:
             raise SplitError(
                 "no layers are found: neither are there subtrees of the parameters that"
-                " are numbered and alike, nor does the loss scan over stacked ones, of"
-                " two layers or more. Give the layers a list of their own, or scan over"
-                f" their stack by jax.lax.scan. {_BY_HAND}"
+                " are numbered and alike, nor does the loss scan over stacked ones, or"
+                " index them by numbers of the program, of two layers or more. Give the"
+                " layers a list of their own, or scan over their stack itself, as in"
+                f" jax.lax.scan(layer, x, stack). {_BY_HAND}"
             )
         refused: list[tuple[Candidate, SplitError]] = []
         output = jax.tree.structure(shapes)
