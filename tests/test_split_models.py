@@ -254,6 +254,7 @@ def test_lists_of_the_same_length(run, shown):
     loss = zoo.around(run)
     model = po.split_layers(loss, params, zoo.TOKENS)
     assert re.search(f"layers +{shown} +3", str(model))
+    assert "is not taken apart" not in str(model)
     stacked = model.stack(params)
     jax.tree.map(np.testing.assert_array_equal, model.unstack(stacked), params)
     value = jax.jit(model.loss)(stacked, zoo.TOKENS)

@@ -117,6 +117,32 @@ def test_part_of_an_index():
     same(zoo.around(run), stacked())
 
 
+def test_stacks_with_numbered_names():
+    """`w_0` and `w_1` are two matrices of each layer, and no layers."""
+    w = zoo.normal(COUNT, zoo.WIDTH, zoo.WIDTH)
+    params = zoo.parameters(0) | {"layers": {"w_0": w, "w_1": 2 * w}}
+
+    def layer(w, x):
+        return x + jnp.tanh(jnp.tanh(x @ w["w_0"]) @ w["w_1"])
+
+    same(loop(lambda w, n: w[n], layer), params)
+
+
+def test_what_is_indexed_within_a_layer():
+    """Queries, keys and values of a layer of a list are no three layers."""
+    params = zoo.parameters(0)
+    params["layers"] = [{"qkv": zoo.normal(3, zoo.WIDTH, zoo.WIDTH)}] * COUNT
+
+    def run(params, x, batch):
+        for each in params["layers"]:
+            q, k, v = (x @ each["qkv"][n] for n in range(3))
+            x = x + jax.nn.softmax(q @ jnp.swapaxes(k, -1, -2)) @ v
+        return x
+
+    model = same(zoo.around(run), params)
+    assert "layers/*" in str(model) and "by their numbers" not in str(model)
+
+
 def test_another_batch():
     params = stacked()
     model = po.split_layers(LOSSES["take"], params, zoo.TOKENS)

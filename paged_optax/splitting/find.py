@@ -1,5 +1,6 @@
 """Which parameters belong to which layer: like subtrees of the parameters, numbered."""
 
+import collections
 import dataclasses
 import re
 from collections import defaultdict
@@ -29,11 +30,14 @@ class Layers:
       name: What the paths of all of them begin with; "*": nothing in common.
       members: For each layer its parameters: the number of each leaf.
       nbytes: Their bytes.
+      guess: Whether each layer has parameters in several lists, as if these were of
+        the same layers.
     """
 
     name: str
     members: tuple[Mapping[Member, int], ...]
     nbytes: int
+    guess: bool = False
 
     @property
     def length(self) -> int:
@@ -121,9 +125,11 @@ def _by_kind(
     lists: dict[frozenset[int], Layers] = {}
     for before in sorted(groups, key=len):
         by_length: dict[int, list[dict[Member, int]]] = {}
+        kinds = collections.Counter[int]()
         for kind, by_number in groups[before].items():
             members = _alike([by_number[n] for n in sorted(by_number)], avals)
             each = by_length.setdefault(len(members), [{} for _ in members])
+            kinds[len(members)] += 1
             for layer, own in zip(each, members, strict=True):
                 layer |= {(f, (*kind, *names)): n for (f, names), n in own.items()}
         for members in by_length.values():
@@ -132,7 +138,8 @@ def _by_kind(
                 members = [one_layer(x, lambda n: avals[n].ndim) for x in members]
                 size = sum(_nbytes(avals[n]) for n in chosen)
                 name = "/".join((*before, "")) or "*"
-                lists[chosen] = Layers(name, tuple(members), size)
+                several = kinds[len(members)] > 1
+                lists[chosen] = Layers(name, tuple(members), size, several)
     return list(lists.values())
 
 

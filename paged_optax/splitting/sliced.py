@@ -16,7 +16,7 @@ from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import ELEMENTWISE, Flat, trace
 from paged_optax.splitting.cut import nbytes_of
 from paged_optax.splitting.depends import SplitError, values_in, values_of
-from paged_optax.splitting.find import Member, Names, one_layer
+from paged_optax.splitting.find import Layers, Member, Names, one_layer
 from paged_optax.splitting.lines import line_of
 from paged_optax.splitting.stacking import Stack
 from paged_optax.splitting.whole import Whole, Wholes
@@ -32,6 +32,7 @@ class Sliced:
       axes: For each stack the axis that is the layers'.
       length: How many layers there are.
       nbytes: Their bytes.
+      guess: Whether all stacks are in one list, whose layers may have stacks.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Sliced:
     axes: Mapping[int, int]
     length: int
     nbytes: int
+    guess: bool
 
     @property
     def shown(self) -> str:
@@ -220,18 +222,19 @@ class _Apart:
 
 
 def slices(
-    closed: core.ClosedJaxpr, leaves: Sequence[tuple[bool, Names]], lists: set[int]
+    closed: core.ClosedJaxpr,
+    leaves: Sequence[tuple[bool, Names]],
+    lists: Sequence[Layers],
 ) -> list[Sliced]:
     """All layers that are taken from stacks by their numbers, the largest first.
 
     Args:
       closed: The loss.
       leaves: For each parameter whether it is frozen, and its names.
-      lists: The parameters of layers that are numbered: what is indexed there are parts
-        of one layer.
+      lists: Layers that are numbered: what is indexed in one alone are its parts.
     """
     flat = Flat(closed, derivatives=False)
-    axes = _axes(flat, [n for n in range(len(leaves)) if n not in lists])
+    axes = _axes(flat, range(len(leaves)))
     groups: dict[tuple[Names, int], list[int]] = defaultdict(list)
     for n, axis in axes.items():
         names = leaves[n][1]
@@ -241,7 +244,9 @@ def slices(
     chosen = {tuple(own): (names, n) for (names, n), own in groups.items()}
     found: list[Sliced] = []
     for own, (common, length) in chosen.items():
-        if all(leaves[n][0] for n in own):
+        within = [x.members for x in lists if x.leaves.issuperset(own)]
+        parts = any({*own} <= {*one.values()} for each in within for one in each)
+        if parts or all(leaves[n][0] for n in own):
             continue
         stacks = {
             (leaves[n][0], leaves[n][1][len(common) :]): Stack((n,), axes[n])
@@ -250,7 +255,7 @@ def slices(
         stacks = one_layer(stacks, lambda x: len(flat.shape(x.leaves[0])) - 1)
         size = sum(nbytes_of(flat, n) for n in own)
         name, along = "/".join(common), {n: axes[n] for n in own}
-        found.append(Sliced(name, stacks, along, length, size))
+        found.append(Sliced(name, stacks, along, length, size, bool(within)))
     return sorted(found, key=lambda each: -each.nbytes)
 
 

@@ -102,8 +102,7 @@ class Loss:
         lists = numbered(leaves, avals)
         found: list[Candidate] = []
         if stacked is not False:
-            listed = set[int]().union(*(x.leaves for x in lists))
-            found += [*scans(flat, leaves), *slices(closed, leaves, listed)]
+            found += [*scans(flat, leaves), *slices(closed, leaves, lists)]
         found += [] if stacked else lists
         found.sort(key=lambda x: -x.nbytes)
         candidates = found
@@ -149,9 +148,15 @@ class Loss:
                 stacks,
                 output,
                 tuple(others),
-                tuple(refused),
+                tuple(x for x in refused if not _is_guess(x[0])),
             )
-        raise refused[0][1]
+        meant = (error for x, error in refused if not _is_guess(x))
+        raise next(meant, refused[0][1])
+
+
+def _is_guess(candidate: Candidate) -> bool:
+    """Whether other layers are more likely to be meant."""
+    return not isinstance(candidate, Scan) and candidate.guess
 
 
 def _constants_first(flat: Flat) -> Flat:
