@@ -292,6 +292,14 @@ def test_parts_that_are_numbered_are_no_layers():
     close(model.unstack(stacked), params)
 
 
+def test_layers_without_anything_to_train():
+    """The head alone is trained; adapters would be numbered as the layers are."""
+    loss, params, batch = zoo.MODELS["a_list"]()
+    layers = {"layers": params.pop("layers")}
+    with pytest.raises(po.SplitError, match="no parameters that are trained"):
+        po.split_layers(lambda p, f, b: loss(p | f, b), params, batch, frozen=layers)
+
+
 def test_other_mistakes():
     loss, params, batch = zoo.MODELS["a_list"]()
     with pytest.raises(po.SplitError, match="layers='blocks' names no layers"):

@@ -120,5 +120,6 @@ def refuse_one_by_one(layers: PyTree) -> None:
         " one layer: stack them, so that every leaf has all layers on its leading axis,"
         " by layers = jax.tree.map(lambda *x: jnp.stack(x),"
         f" {'*layers' if key is None else every}). Parts of a layer that are stacked"
-        " already need other names than numbers."
+        " already need other names than numbers. model.stack(params) stacks what"
+        " split_layers took apart."
     )

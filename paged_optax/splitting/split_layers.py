@@ -213,6 +213,9 @@ class SplitModel(LayerwiseModel):
     ) -> dict[str, PyTree]:
         """The parameters with those of the layers stacked, leaf by leaf.
 
+        What is outside the layers is not copied: a step that donates what it is given
+        deletes these arrays of `params` too.
+
         Args:
           params: The parameters, as the loss takes them, or their shapes. NumPy arrays
             go to the host without a detour.

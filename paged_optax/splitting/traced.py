@@ -132,6 +132,7 @@ class Loss:
                     pieces, stacks = candidate.pieces(), candidate.stacks
                 else:
                     pieces, stacks = _cut(closed, flat, len(leaves), candidate)
+                _refuse_untrained(candidate, stacks)
             except SplitError as error:
                 refused.append((candidate, error))
                 continue
@@ -157,6 +158,17 @@ class Loss:
 def _is_guess(candidate: Candidate) -> bool:
     """Whether other layers are more likely to be meant."""
     return not isinstance(candidate, Scan) and candidate.guess
+
+
+def _refuse_untrained(layers: Candidate, stacks: Mapping[Member, Stack]) -> None:
+    """Refuses layers all of whose parameters are frozen."""
+    if all(frozen for frozen, _ in stacks):
+        raise SplitError(
+            f"the layers of {layers.shown} have no parameters that are trained, so that"
+            " there is nothing to do layer by layer. If they have adapters, number"
+            " these as the layers are, such as params['layers'][i]['lora_a'];"
+            " otherwise train by jax.grad."
+        )
 
 
 def _constants_first(flat: Flat) -> Flat:
