@@ -1,7 +1,7 @@
 """One primitive applied to numbered values: equal where they do the same."""
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import jax
 import numpy as np
@@ -61,6 +61,18 @@ class Equation:
         """The line of the user's code that it was traced from."""
         known = self.traced and source_info_util.summarize(self.traced.source_info)
         return known or f"a `{self.primitive.name}` of no known line"
+
+    def of(
+        self,
+        inputs: Iterable[Operand],
+        outputs: Iterable[int],
+        traced: "Equation | None" = None,
+    ) -> "Equation":
+        """The same of other values; `traced` is one from whose line it is."""
+        where = self.traced if traced is None else traced.traced
+        return dataclasses.replace(
+            self, inputs=tuple(inputs), outputs=tuple(outputs), traced=where
+        )
 
     def bind(
         self, operands: Sequence[ArrayLike], shape: tuple[int, ...] | None

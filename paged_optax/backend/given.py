@@ -3,13 +3,17 @@
 Only what is public calls these; what is inside trusts what it gets.
 """
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.types import KeyPath
 
 
 def shown(value: object) -> str:
@@ -59,6 +63,14 @@ def refuse_no_arrays(name: str, tree: PyTree) -> None:
                 f"{name}{keystr(path)} is of type {type(x).__name__}: {name} is a tree"
                 " of arrays, or of their ShapeDtypeStructs."
             )
+
+
+def without_gradient(tree: PyTree) -> Iterator[tuple[KeyPath, Array]]:
+    """The leaves of a tree that have no gradient, and their paths."""
+    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        dtype = x.dtype if hasattr(x, "dtype") else jax.typeof(x).dtype
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            yield path, x
 
 
 def floating_dtype(name: str, dtype: DTypeLike | None) -> np.dtype:

@@ -8,6 +8,7 @@ import optax
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import abstract
+from paged_optax.backend.given import without_gradient
 from paged_optax.backend.key_paths import keystr, names_of
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.backend.sizes import readable_bytes
@@ -100,13 +101,12 @@ def _moved(workspace: GradientWorkspace) -> str:
 
 def refuse_integers(params: PyTree) -> None:
     """Refuses what has no gradient."""
-    for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
-        if not jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact):
-            raise ValueError(
-                f"params{keystr(path)} is {jax.typeof(x)} and has no"
-                " gradient: leave it out of params. Tables and keys go to the model"
-                " with the batch, and to its layers as the prologue's context."
-            )
+    for path, x in without_gradient(params):
+        raise ValueError(
+            f"params{keystr(path)} is {jax.typeof(x)} and has no"
+            " gradient: leave it out of params. Tables and keys go to the model"
+            " with the batch, and to its layers as the prologue's context."
+        )
 
 
 def refuse_other_counts(batch: PyTree) -> None:

@@ -11,7 +11,12 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
-from paged_optax.backend.given import checked_dtype, refuse_no_arrays, shown
+from paged_optax.backend.given import (
+    checked_dtype,
+    refuse_no_arrays,
+    shown,
+    without_gradient,
+)
 from paged_optax.backend.key_paths import chosen, keystr, slashed
 from paged_optax.backend.types import KeyPath
 from paged_optax.layerwise.buffers import Shaped, placed_shape, zeros
@@ -338,12 +343,11 @@ def _nothing_pending(
 ) -> Pending:
     """Room for the gradients of the other parameters, and a norm beside the layers."""
     refuse_no_arrays("rest", rest)
-    for path, x in jax.tree_util.tree_flatten_with_path(rest)[0]:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            raise ValueError(
-                f"rest{keystr(path)} is {x.dtype}{list(x.shape)} and has no gradient:"
-                " leave it out of params, and of rest."
-            )
+    for path, x in without_gradient(rest):
+        raise ValueError(
+            f"rest{keystr(path)} is {x.dtype}{list(x.shape)} and has no gradient:"
+            " leave it out of params, and of rest."
+        )
     named = by_name(rest)
     if named is None:
         raise TypeError(

@@ -5,8 +5,8 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from paged_optax.analysis.flat import Flat
 from paged_optax.splitting.depends import Depends, SplitError, values_in, values_of
+from paged_optax.splitting.find import nbytes_of
 from paged_optax.splitting.lines import line_of
 
 
@@ -141,7 +141,7 @@ class Cuts:
         ]
         made = self.made_in(range(self.regions[0].start, first))
         alive = {
-            x: nbytes_of(flat, x)
+            x: nbytes_of(flat.avals[x])
             for x in (*(before if turn == 0 else ()), *made)
             if until(x) >= first
         }
@@ -150,7 +150,7 @@ class Cuts:
         for place in range(first, region.stop):
             for x in self.made_in([place]):
                 if until(x) > place:
-                    alive[x] = nbytes_of(flat, x)
+                    alive[x] = nbytes_of(flat.avals[x])
                     total += alive[x]
             for x in set(values_in(flat.equations[self.order[place]])) & set(alive):
                 if until(x) == place:
@@ -158,12 +158,6 @@ class Cuts:
             if total < best or (latest and total == best):
                 best, at = total, place + 1
         return at
-
-
-def nbytes_of(flat: Flat, value: int) -> int:
-    """Bytes of a value; of a key, about what its words take."""
-    aval = flat.avals[value]
-    return flat.size(value) * getattr(aval.dtype, "itemsize", 8)
 
 
 def _ordered(depends: Depends) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ class Depends:
           SplitError: If a layer is not used.
         """
         producer = {x: n for n, e in enumerate(flat.equations) for x in e.outputs}
-        live = _live(flat, producer)
+        live = live_of(flat, producer)
         owner = {leaf: n for n, leaves in enumerate(members) for leaf in leaves}
         pure, first = _pure(flat, live, owner, set(flat.constants))
         turns = {n: k for k, n in enumerate(sorted(first, key=lambda n: first[n]))}
@@ -135,7 +135,7 @@ def _refuse_together(
             )
 
 
-def _live(flat: Flat, producer: Mapping[int, int]) -> tuple[int, ...]:
+def live_of(flat: Flat, producer: Mapping[int, int]) -> tuple[int, ...]:
     """The equations that the outputs need."""
     needed: set[int] = set()
     stack = values_of(flat.outputs)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -77,8 +78,9 @@ def numbered(
         for k, name in enumerate(names[:-1] if len(names) > 1 else ()):
             member = frozen, names[k + 1 :]
             unnumbered[names[:k], name][member] = number
-            if found := re.fullmatch(r"(.*?)_?(\d+)", name):
-                groups[names[:k], found[1]][int(found[2])][member] = number
+            if found := _numbered(name):
+                stem, n = found
+                groups[names[:k], stem][n][member] = number
     lists: list[Layers] = []
     for (before, stem), by_number in groups.items():
         # Haiku's names begin with one that has no number.
@@ -88,7 +90,7 @@ def numbered(
         members = [by_number[n] for n in sorted(by_number)]
         if found := _alike(members, avals):
             found = [one_layer(each, lambda n: avals[n].ndim) for each in found]
-            size = sum(_nbytes(avals[n]) for each in found for n in each.values())
+            size = sum(nbytes_of(avals[n]) for each in found for n in each.values())
             lists.append(Layers("/".join((*before, stem)), tuple(found), size))
     lists += _by_kind(leaves, avals, [x.leaves for x in lists])
     return sorted(lists, key=lambda found: -found.nbytes)
@@ -136,7 +138,7 @@ def _by_kind(
             chosen = frozenset(n for each in members for n in each.values())
             if members and set(chosen) not in known and all(x[1] for x in members[0]):
                 members = [one_layer(x, lambda n: avals[n].ndim) for x in members]
-                size = sum(_nbytes(avals[n]) for n in chosen)
+                size = sum(nbytes_of(avals[n]) for n in chosen)
                 name = "/".join((*before, "")) or "*"
                 several = kinds[len(members)] > 1
                 lists[chosen] = Layers(name, tuple(members), size, several)
@@ -161,11 +163,10 @@ def one_layer(
       members: The parameters of a layer, or their stacks.
       ndim: How many axes one has in one layer.
     """
-    numbers = lambda name: re.fullmatch(r".*\d", name) is not None
     renamed: dict[Member, Numbered] = {}
     for frozen in (False, True):
         own = {names: x for (kind, names), x in members.items() if kind == frozen}
-        mistaken = all(numbers(names[0]) and ndim(x) < 2 for names, x in own.items())
+        mistaken = all(_numbered(names[0]) and ndim(x) < 2 for names, x in own.items())
         for names, x in own.items():
             renamed[frozen, ("layer", *names) if mistaken else names] = x
     return renamed
@@ -183,8 +184,10 @@ def named(layers: str, names: Sequence[str]) -> list[str]:
     return exact or [name for name in names if name.startswith(f"{wanted}/")]
 
 
-def _nbytes(aval: ShapedArray) -> int:
-    return aval.size * aval.dtype.itemsize
+def nbytes_of(aval: ShapedArray) -> int:
+    """Bytes of a value; of a key, about what its words take."""
+    shape = getattr(aval, "shape", ())
+    return math.prod(shape) * getattr(aval.dtype, "itemsize", 8)
 
 
 def _alike(

@@ -44,13 +44,7 @@ class Straight(NamedTuple):
         constants = iter(k for k, x in enumerate(arguments) if isinstance(x, Constant))
         rename = lambda x: next(constants) if isinstance(x, Constant) else names[x]
         equations = tuple(
-            Equation(
-                e.primitive,
-                e.params,
-                tuple(map(rename, e.inputs)),
-                tuple(names[x] for x in e.outputs),
-                traced=e.traced,
-            )
+            e.of(map(rename, e.inputs), map(names.__getitem__, e.outputs))
             for e in chosen
         )
         avals = tuple(aval_of(flat, x) for x in arguments)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from jax import lax
 from jax.core import ShapedArray
@@ -12,9 +13,8 @@ from jaxtyping import PyTree
 from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import ELEMENTWISE, Flat, closed_of
 from paged_optax.analysis.program import Program
-from paged_optax.splitting.cut import nbytes_of
 from paged_optax.splitting.depends import SplitError
-from paged_optax.splitting.find import Member, Names, one_layer
+from paged_optax.splitting.find import Member, Names, nbytes_of, one_layer
 from paged_optax.splitting.lines import line_of
 from paged_optax.splitting.pieces import (
     Carried,
@@ -81,7 +81,10 @@ class Scan:
       name: What the paths of the parameters begin with.
       stacks: The parameters, by what they are within a layer.
       nbytes: Their bytes.
+      guess: Whether other layers are more likely to be meant: never.
     """
+
+    guess: ClassVar[bool] = False
 
     flat: Flat
     equation: Equation
@@ -262,7 +265,7 @@ def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
             frozen, names = leaves[n]
             stacks[frozen, names[len(common) :]] = Stack((n,), x.axis)
         stacks = one_layer(stacks, lambda x: len(flat.shape(x.leaves[0])) - 1)
-        size = sum(nbytes_of(flat, n) for n in chosen)
+        size = sum(nbytes_of(flat.avals[n]) for n in chosen)
         found.append(Scan(flat, equation, tuple(over), "/".join(common), stacks, size))
     return sorted(found, key=lambda scan: -scan.nbytes)
 

@@ -14,9 +14,8 @@ from jax.typing import ArrayLike
 
 from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import ELEMENTWISE, Flat, trace
-from paged_optax.splitting.cut import nbytes_of
 from paged_optax.splitting.depends import SplitError, values_in, values_of
-from paged_optax.splitting.find import Layers, Member, Names, one_layer
+from paged_optax.splitting.find import Layers, Member, Names, nbytes_of, one_layer
 from paged_optax.splitting.lines import line_of
 from paged_optax.splitting.stacking import Stack
 from paged_optax.splitting.whole import Whole, Wholes
@@ -99,12 +98,14 @@ class _WithoutCheckpoints(Flat):
     def __init__(self, closed: core.ClosedJaxpr, leaves: set[int]):
         self.leaves = leaves
         self.producer: dict[int, Equation] = {}
+        self.known = 0
         super().__init__(closed, checkpoints=False, derivatives=False)
 
     def _inlines(self, eqn: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
         if eqn.primitive.name != "remat2" or eqn.params["policy"] is not None:
             return super()._inlines(eqn, operands)
-        for equation in self.equations:
+        new, self.known = self.equations[self.known :], len(self.equations)
+        for equation in new:
             self.producer.update(dict.fromkeys(equation.outputs, equation))
         found = {self._stack_of(x) for x in values_of(operands)} - {None}
         whole = any(x is not None and x[1] for x in found)
@@ -208,13 +209,7 @@ class _Apart:
         read = lambda x: x if isinstance(x, Constant) else names[x]
         for e in body.equations:
             self.flat.equations.append(
-                Equation(
-                    e.primitive,
-                    e.params,
-                    tuple(map(read, e.inputs)),
-                    tuple(names[x] for x in e.outputs),
-                    traced=equation.traced,
-                )
+                e.of(map(read, e.inputs), map(names.__getitem__, e.outputs), equation)
             )
         (made,) = body.outputs
         assert not isinstance(made, Constant)
@@ -253,7 +248,7 @@ def slices(
             for n in own
         }
         stacks = one_layer(stacks, lambda x: len(flat.shape(x.leaves[0])) - 1)
-        size = sum(nbytes_of(flat, n) for n in own)
+        size = sum(nbytes_of(flat.avals[n]) for n in own)
         name, along = "/".join(common), {n: axes[n] for n in own}
         found.append(Sliced(name, stacks, along, length, size, bool(within)))
     return sorted(found, key=lambda each: -each.nbytes)

@@ -5,12 +5,15 @@ import inspect
 from collections.abc import Callable, Hashable, Sequence
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.given import refuse_no_arrays, refuse_no_function
+from paged_optax.backend.given import (
+    refuse_no_arrays,
+    refuse_no_function,
+    without_gradient,
+)
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.manual_axes import abstract
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
@@ -174,7 +177,7 @@ class _Functions:
         key = _key(batch)
         if key not in self.by_shapes:
             stacked = isinstance(next(iter(self.found.stacks.values())).axis, int)
-            found = self.loss.found(batch, self.found.name, stacked)
+            found = self.loss.found(batch, self.found.layers.name, stacked)
             self.by_shapes[key] = Functions.of(found.pieces)
         return self.by_shapes[key]
 
@@ -264,7 +267,7 @@ class SplitModel(LayerwiseModel):
 
     def __repr__(self) -> str:
         found = self._functions.found
-        return f"SplitModel({found.name!r}, {len(found.pieces.kind_of)} layers)"
+        return f"SplitModel({found.layers.name!r}, {len(found.pieces.kind_of)} layers)"
 
     def __str__(self) -> str:
         return described(self._functions.loss, self._functions.found)
@@ -287,12 +290,11 @@ def _refuse_arguments(loss: Callable[..., PyTree], frozen: PyTree | None) -> Non
 
 def _refuse_integers(params: PyTree) -> None:
     """Refuses parameters that have no gradient."""
-    for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            raise TypeError(
-                f"params{keystr(path)} has dtype {x.dtype} and no gradient: pass it in"
-                " frozen=, to loss(params, frozen, batch), or with the batch."
-            )
+    for path, x in without_gradient(params):
+        raise TypeError(
+            f"params{keystr(path)} has dtype {x.dtype} and no gradient: pass it in"
+            " frozen=, to loss(params, frozen, batch), or with the batch."
+        )
 
 
 def _key(batch: PyTree) -> Hashable:

@@ -11,9 +11,9 @@ from collections.abc import (
 )
 
 from paged_optax.analysis.equation import Constant, Operand
-from paged_optax.splitting.cut import Cuts, nbytes_of
+from paged_optax.splitting.cut import Cuts
 from paged_optax.splitting.depends import SplitError, values_in, values_of
-from paged_optax.splitting.find import Member
+from paged_optax.splitting.find import Member, nbytes_of
 from paged_optax.splitting.lines import line_of
 from paged_optax.splitting.match import aval_of, found_after, found_before
 
@@ -282,7 +282,7 @@ def _with_what_layers_make(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
             users.setdefault(x, set()).update(wanted)
     repeated = _repeated(cuts, only)
     stages, inside = dict(of), set[int]()
-    size = lambda xs: sum(nbytes_of(flat, x) for x in xs)
+    size = lambda xs: sum(nbytes_of(flat.avals[x]) for x in xs)
     for n in depends.live:
         if of.get(n, -1) >= 0:
             continue

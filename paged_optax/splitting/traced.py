@@ -18,6 +18,7 @@ from paged_optax.splitting.find import (
     Member,
     Names,
     named,
+    nbytes_of,
     numbered,
     split_names,
 )
@@ -39,8 +40,7 @@ class Found:
     """The layers of a loss.
 
     Attributes:
-      name: What their paths begin with.
-      shown: The same in words.
+      layers: Their parameters in the tree.
       pieces: The loss, cut.
       stacks: Their parameters, by what they are within a layer.
       output: The structure of what the loss returns.
@@ -48,8 +48,7 @@ class Found:
       refused: Larger ones that cannot be cut, and why.
     """
 
-    name: str
-    shown: str
+    layers: Candidate
     pieces: Pieces
     stacks: Mapping[Member, Stack]
     output: PyTreeDef
@@ -143,21 +142,15 @@ class Loss:
                     others.append(other)
                     taken |= other.leaves
             return Found(
-                candidate.name,
-                candidate.shown,
+                candidate,
                 pieces,
                 stacks,
                 output,
                 tuple(others),
-                tuple(x for x in refused if not _is_guess(x[0])),
+                tuple(x for x in refused if not x[0].guess),
             )
-        meant = (error for x, error in refused if not _is_guess(x))
+        meant = (error for x, error in refused if not x.guess)
         raise next(meant, refused[0][1])
-
-
-def _is_guess(candidate: Candidate) -> bool:
-    """Whether other layers are more likely to be meant."""
-    return not isinstance(candidate, Scan) and candidate.guess
 
 
 def _refuse_untrained(layers: Candidate, stacks: Mapping[Member, Stack]) -> None:
@@ -223,7 +216,7 @@ def _cut(
         assembled(Stages.found(Cuts.of(depends, latest=latest), member))
         for latest in (True, False)
     ]
-    saved = lambda pieces: sum(x.size * x.dtype.itemsize for x in pieces.carried)
+    saved = lambda pieces: sum(map(nbytes_of, pieces.carried))
     best = min(both, key=lambda pieces: (len(pieces.kinds), saved(pieces)))
     turn = lambda x: depends.layer[min(x.values())]
     if isinstance(layers, Sliced):

@@ -1,6 +1,5 @@
 """What was found of a loss, as a table."""
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -10,7 +9,8 @@ from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import Flat
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.text_table import table
-from paged_optax.splitting.depends import values_in
+from paged_optax.splitting.depends import live_of, values_in, values_of
+from paged_optax.splitting.find import nbytes_of
 from paged_optax.splitting.lines import line_of
 from paged_optax.splitting.pieces import Pieces, Seen
 from paged_optax.splitting.traced import Found, Loss
@@ -25,7 +25,7 @@ def described(loss: Loss, found: Found) -> str:
     """The table that `print(model)` shows, and what can be done better."""
     pieces, flat = found.pieces, found.pieces.flat
     count = len(pieces.kind_of)
-    rows = [("layers", found.shown, f"{count}")]
+    rows = [("layers", found.layers.shown, f"{count}")]
     if len(pieces.kinds) > 1:
         rows.append(("kinds", _order(pieces.kind_of), f"{len(pieces.kinds)}"))
     rows += _parameters(loss, found)
@@ -70,7 +70,7 @@ def _parameters(loss: Loss, found: Found) -> Iterator[tuple[str, str, str]]:
         word = "frozen" if frozen else "parameters"
         stacks = [stack for (kind, _), stack in found.stacks.items() if kind == frozen]
         if stacks:
-            size = sum(_bytes(avals[n]) for stack in stacks for n in stack.leaves)
+            size = sum(nbytes_of(avals[n]) for stack in stacks for n in stack.leaves)
             each = f"{count} x {readable_bytes(size // count)}"
             yield f"{word}, of each layer", f"{len(stacks)} arrays", each
         rest = [n for n, (kind, _) in enumerate(leaves) if kind == frozen]
@@ -103,26 +103,28 @@ def _row(flat: Flat, each: Sequence[Operand | None] | Operand) -> tuple[str, str
 def _largest(pieces: Pieces, parameters: int) -> tuple[Equation, ShapedArray] | None:
     """The largest value outside the layers that follows from the batch."""
     flat = pieces.flat
-    needed = [x for x in flat.outputs if not isinstance(x, Constant)]
-    producer = {x: e for e in flat.equations for x in e.outputs}
-    live = set[int]()
-    while needed:
-        x = needed.pop()
-        if x not in live and x in producer:
-            live.add(x)
-            needed += values_in(producer[x])
-    fixed = {*range(parameters), *flat.constants}
+    producer = {x: n for n, e in enumerate(flat.equations) for x in e.outputs}
+    needed = set(values_of(flat.outputs))
+    needed.update(*(values_in(flat.equations[n]) for n in live_of(flat, producer)))
     best = None
-    for equation in flat.equations:
-        if fixed.issuperset(values_in(equation)):
-            fixed.update(equation.outputs)
-            continue
+    for equation, _ in _of_the_batch(flat, parameters):
         for x in equation.outputs:
             aval = flat.avals[x]
-            larger = best is None or _bytes(aval) > _bytes(best[1])
-            if x in live and x not in pieces.inside and larger:
+            larger = best is None or nbytes_of(aval) > nbytes_of(best[1])
+            if x in needed and x not in pieces.inside and larger:
                 best = equation, aval
     return best
+
+
+def _of_the_batch(flat: Flat, parameters: int) -> Iterator[tuple[Equation, set[int]]]:
+    """Equations that follow from the batch, and their operands that do not."""
+    fixed = {*range(parameters), *flat.constants}
+    for equation in flat.equations:
+        given = fixed.intersection(values_in(equation))
+        if len(given) == len(set(values_in(equation))):
+            fixed.update(equation.outputs)
+        else:
+            yield equation, given
 
 
 def _are_logits(pieces: Pieces, aval: ShapedArray, parameters: int) -> bool:
@@ -131,25 +133,18 @@ def _are_logits(pieces: Pieces, aval: ShapedArray, parameters: int) -> bool:
     What is made of logits, such as their exponentials, is as large as they are.
     """
     flat, shape = pieces.flat, sorted(aval.shape)
-    fixed = {*range(parameters), *flat.constants}
     product, softmax = False, False
-    for e in flat.equations:
-        if fixed.issuperset(values_in(e)):
-            fixed.update(e.outputs)
-        elif all(x not in pieces.inside for x in e.outputs):
+    for e, given in _of_the_batch(flat, parameters):
+        if all(x not in pieces.inside for x in e.outputs):
             large = any(sorted(flat.avals[x].shape) == shape for x in e.outputs)
-            name, given = e.primitive.name, fixed.intersection(values_in(e))
+            name = e.primitive.name
             product |= large and name == "dot_general" and bool(given)
             softmax |= large and name == "exp"
     return product and softmax
 
 
-def _bytes(aval: ShapedArray) -> int:
-    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)
-
-
 def _size(avals: Iterable[ShapedArray]) -> str:
-    return readable_bytes(sum(map(_bytes, avals)))
+    return readable_bytes(sum(map(nbytes_of, avals)))
 
 
 def _types(avals: Iterable[ShapedArray]) -> str:
