@@ -6,20 +6,12 @@ import time
 import optax
 import pytest
 
-from helpers import aot, real_decoder
+from helpers import aot, decoder, real_decoder
 from helpers.real_decoder import Config
 
 #: Real proportions, as narrow as compiles in seconds.
 SMALL = Config(width=1024, inner=2816, heads=8, grouped=2, layers=8, vocabulary=8192)
-LLAMA3_70B = Config(
-    width=8192,
-    inner=28672,
-    heads=64,
-    layers=80,
-    vocabulary=128256,
-    tied=False,
-    normed=False,
-)
+LLAMA3_70B = Config.of(decoder.LLAMA3_70B, normed=False)
 SIZE = (2, 512)
 
 

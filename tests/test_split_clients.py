@@ -7,12 +7,12 @@ import importlib
 import importlib.util
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import paged_optax as po
+from helpers.split_trained import RATE, STEPS, close, split, trained
 from paged_optax.backend.memory import on_host
 
 pytestmark = [
@@ -63,25 +63,7 @@ CASES = [(*script, name) for script, names in MODELS.items() for name in names]
 
 #: Some biases of keys have no gradient but roundings, of which Adam makes steps; no
 #: longer if it adds this to their size.
-RATE, EPS, STEPS = 1e-3, 1e-4, 5
-
-
-def by_optax(loss, params, frozen, batch):
-    """Parameters and losses, by `jax.grad`."""
-    tx = optax.adamw(RATE, eps=EPS)
-    state, losses = tx.init(params), []
-
-    @jax.jit
-    def step(params, state, frozen):
-        run = lambda params: loss(params, *frozen, batch)
-        value, gradients = jax.value_and_grad(run)(params)
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    for _ in range(STEPS):
-        params, state, value = step(params, state, frozen)
-        losses.append(value)
-    return params, losses
+EPS = 1e-4
 
 
 @pytest.mark.parametrize(("script", "package", "name"), CASES)
@@ -90,9 +72,9 @@ def test_trains_as_optax(script, package, name):
         pytest.skip('not installed: pip install ".[clients,tunix]"')
     made = importlib.import_module(f"clients.{script}").MODELS[name]
     loss, params, batch, *frozen = made()
-    wanted, theirs = by_optax(loss, params, frozen, batch)
-    given = {"frozen": frozen[0]} if frozen else {}
-    model = po.split_layers(loss, params, batch, **given)
+    plain = optax.adamw(RATE, eps=EPS)
+    wanted, theirs = trained(loss, params, frozen, [batch] * STEPS, plain)
+    model = split(loss, params, batch, *frozen)
     stacked = model.stack(params)
     base = [model.stack_frozen(x, on_host=True, min_size=0) for x in frozen]
     fetched = [x for x in jax.tree.leaves(base) if on_host(x)]
@@ -110,9 +92,5 @@ def test_trains_as_optax(script, package, name):
         losses.append(output.loss)
     np.testing.assert_allclose(losses, theirs, rtol=1e-5)
     assert theirs[-1] < theirs[0]
-    ours = model.unstack(stacked)
-    assert jax.tree.structure(ours) == jax.tree.structure(wanted)
-    scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(wanted))
-    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * scale)
+    close(model.unstack(stacked), wanted)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(base), before)

@@ -14,6 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+#: By name a class or a module, its function, and what makes another one of that.
+Breakages = dict[str, tuple[Any, str, Callable[..., Any]]]
+
 
 @contextmanager
 def process(script: str, flags: str) -> Iterator[Callable[[str], Any]]:
@@ -57,3 +60,9 @@ def answer(outcome: Callable[[str], Any]) -> None:
             print(
                 json.dumps(outcome(line.removesuffix("\n"))), file=replies, flush=True
             )
+
+
+def break_by_name(breakages: Breakages) -> None:
+    """Breaks what the variable `BROKEN` names, in this process."""
+    owner, method, broken = breakages[os.environ["BROKEN"]]
+    setattr(owner, method, broken(getattr(owner, method)))

@@ -1,11 +1,10 @@
 """Random transformations by an engine that is broken on purpose, as `BROKEN` says."""
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from helpers import fuzz
+from helpers import apart, fuzz
 from paged_optax.engine.run import Run
 from paged_optax.engine.streamed import Streamed
 from paged_optax.engine.transfer import PagedArray
@@ -37,7 +36,7 @@ def _masters_go_on(beside: Callable[..., Any]) -> Callable[..., Any]:
 
 #: What is broken, by name: a class or a module, its function, and what takes that
 #: one's place.
-BREAKAGES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+BREAKAGES: apart.Breakages = {
     "always the first page": (PagedArray, "write", _always_the_first_page),
     "gates are not read": (Run, "__call__", _gates_not_read),
     "codecs decode too much": (Streamed, "decode", _decoded_too_much),
@@ -45,6 +44,5 @@ BREAKAGES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 
 if __name__ == "__main__":
-    owner, method, broken = BREAKAGES[os.environ["BROKEN"]]
-    setattr(owner, method, broken(getattr(owner, method)))
+    apart.break_by_name(BREAKAGES)
     sys.exit(fuzz.serve())

@@ -20,9 +20,9 @@ class Config:
       inner: Of the hidden layer of the feed-forward part.
       heads: Of queries.
       grouped: Of keys and values.
-      head: Of one head.
       layers: How many.
       vocabulary: How many tokens there are.
+      head: Of one head.
       tied: Whether the output matrix is the embedding.
       normed: Whether queries and keys are normalised, as Qwen 3 does.
       fused: Whether the head is `po.linear_cross_entropy`.
@@ -32,19 +32,34 @@ class Config:
       dtype: Of the parameters.
     """
 
-    width: int = 2560
-    inner: int = 9728
-    heads: int = 32
-    grouped: int = 8
+    width: int
+    inner: int
+    heads: int
+    grouped: int
+    layers: int
+    vocabulary: int
     head: int = 128
-    layers: int = 36
-    vocabulary: int = 151936
     tied: bool = True
     normed: bool = True
     fused: bool = False
     remat: bool = False
     blocks: int = 1
     dtype: type = jnp.bfloat16
+
+    @classmethod
+    def of(cls, sizes, **others):
+        """One with the sizes of a `decoder.Decoder`."""
+        return cls(
+            width=sizes.hidden,
+            inner=sizes.inner,
+            heads=sizes.query // sizes.head,
+            grouped=sizes.key // sizes.head,
+            head=sizes.head,
+            layers=sizes.layers,
+            vocabulary=sizes.vocabulary,
+            tied=sizes.tied,
+            **others,
+        )
 
     def layer_shapes(self):
         """One layer's parameters."""

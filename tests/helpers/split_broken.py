@@ -1,14 +1,13 @@
 """Random models, taken apart by code that is broken on purpose, as `BROKEN` says."""
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from jax import lax
 
-from helpers import split_fuzz
+from helpers import apart, split_fuzz
 from paged_optax.analysis.flat import Flat
 from paged_optax.splitting.build import Functions
 from paged_optax.splitting.scanned import _Prepared
@@ -61,7 +60,7 @@ def _not_prepared(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 #: What is broken, by name: a class, its function, and what takes that one's place.
-BREAKAGES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+BREAKAGES: apart.Breakages = {
     "always the first row": (Functions, "_layer", _first_row),
     "layers of one kind": (Functions, "layer", _one_kind),
     "what the first layer kept": (Functions, "epilogue", _first_kept),
@@ -72,6 +71,5 @@ BREAKAGES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 
 if __name__ == "__main__":
-    owner, method, broken = BREAKAGES[os.environ["BROKEN"]]
-    setattr(owner, method, broken(getattr(owner, method)))
+    apart.break_by_name(BREAKAGES)
     sys.exit(split_fuzz.serve())

@@ -27,14 +27,14 @@ def trained(loss, params, frozen, batches, tx):
     state, losses = tx.init(params), []
 
     @jax.jit
-    def step(params, state, batch):
+    def step(params, state, frozen, batch):
         run = lambda params: value_of(loss(params, *frozen, batch))
         value, gradients = jax.value_and_grad(run)(params)
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, value
 
     for batch in batches:
-        params, state, value = step(params, state, batch)
+        params, state, value = step(params, state, frozen, batch)
         losses.append(value)
     return params, losses
 
