@@ -102,7 +102,9 @@ def _of_leaf(field: str, p: Any, m: Any, u: Any, moved: Any, kept: Any) -> float
             return reference.ulps(u, moved)
         return max(
             _parameters_apart(p, new, moved, wanted),
-            _kept_apart(field, new, wanted, on_one_device(kept)),
+            _kept_apart(
+                field, new, wanted, on_one_device(kept), np.maximum(abs(m), abs(u))
+            ),
         )
 
 
@@ -118,8 +120,8 @@ def _parameters_apart(p: Any, new: Any, moved: Any, wanted: Any) -> float:
     return _WORST if np.any(exact & (now != target)) or np.any(finite & ~near) else 0.0
 
 
-def _kept_apart(field: str, new: Any, wanted: Any, kept: Any) -> float:
-    """How far what is kept is, in units in the last place."""
+def _kept_apart(field: str, new: Any, wanted: Any, kept: Any, terms: Any) -> float:
+    """How far what is kept is, in units in the last place of the larger term."""
     kept = np.asarray(kept)
     if field == "master":
         same = wanted.astype(new.dtype) == new
@@ -131,4 +133,5 @@ def _kept_apart(field: str, new: Any, wanted: Any, kept: Any) -> float:
         kept = np.where(np.isfinite(wanted), _from(first + kept), 0)
     # XLA:CPU takes denormal numbers for zeros.
     flushed = abs(asked - kept) <= np.finfo(np.float32).tiny
-    return reference.ulps(np.where(flushed, kept, asked), kept)
+    scale = np.maximum(np.where(np.isfinite(terms), terms, 0), abs(asked))
+    return reference.ulps(np.where(flushed, kept, asked), kept, scale)
