@@ -6,7 +6,8 @@ are dead code.
 """
 
 import copy
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from itertools import accumulate, compress
 from typing import TypeVar
 
@@ -243,22 +244,39 @@ class Applied(Apart):
             yes and owner in chosen
             for yes, owner in zip(self.stacked, self.owners, strict=True)
         ]
-        state = [
-            x if yes or owner is None else _blank(x)
+        kept = [
+            x if yes or owner is None or not jax.tree.leaves(x)[0].ndim else None
             for x, yes, owner in zip(state, mine, self.owners, strict=True)
         ]
-        tree, updates = (
-            [
-                x if number in chosen else _blank(whole)
-                for number, (x, whole) in enumerate(
-                    zip(leaves, self.params, strict=True)
-                )
-            ]
-            for leaves in (tree, updates)
-        )
-        made, new = self._update(updates, state, tree, i)
+        only = lambda leaves: [
+            x if number in chosen else None for number, x in enumerate(leaves)
+        ]
+        made, new = self._traced_once(only(updates), kept, only(tree), i)
         leaves = [made[self.numbers[leaf]] for leaf in group.leaves]
         return leaves, list(compress(new, mine))
+
+    @functools.cached_property
+    def _traced_once(self) -> Callable[..., tuple[list[Array], list[Stored]]]:
+        """`_update` with blanks for what is None: each group's is traced only once."""
+
+        def update(
+            updates: Sequence[Array | None],
+            state: Sequence[Stored | None],
+            tree: Sequence[Array | None],
+            i: LayerIndex,
+        ) -> tuple[list[Array], list[Stored]]:
+            filled = lambda given, whole: [
+                _blank(x) if one is None else one
+                for one, x in zip(given, whole, strict=True)
+            ]
+            return self._update(
+                filled(updates, self.params),
+                filled(state, self.state),
+                filled(tree, self.params),
+                i,
+            )
+
+        return jax.jit(update, inline=True)
 
     def _update(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Int, PyTree
@@ -66,6 +67,16 @@ class LayerwiseModel:
         """Refuses what is no function."""
         for name in ("prologue", "layer", "epilogue"):
             refuse_no_function(name, getattr(self, name))
+
+    def check(self, tx: optax.GradientTransformation) -> None:
+        """Tells of what `tx` chooses otherwise for a stack than for one layer.
+
+        `layerwise_step` calls it. Of a model by hand nobody knows any parameters but
+        the stacked ones: there is nothing to tell.
+
+        Args:
+          tx: The transformation.
+        """
 
     def workspace(
         self,

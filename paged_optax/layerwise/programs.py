@@ -70,9 +70,14 @@ class Programs:
         return cls(analysis, frozenset(stacks))
 
     @property
+    def whole(self) -> frozenset[int]:
+        """Positions of the stacks that are not updated element by element."""
+        return self.stacks - self.analysis.elementwise
+
+    @property
     def not_elementwise(self) -> int | None:
-        """The position of a stack of which a layer needs the others; None: of none."""
-        return min(self.stacks - self.analysis.elementwise, default=None)
+        """The first of these positions; None: of none."""
+        return min(self.whole, default=None)
 
     def run(
         self,

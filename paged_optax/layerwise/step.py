@@ -142,7 +142,8 @@ def layerwise_step(
       and donate the first three.
 
     Raises:
-      ValueError: When traced, if `tx` needs several elements of a layer or all
+      ValueError: If `tx` is made for single matrices, as Muon is, and `split_layers`
+        stacks them. When traced, if `tx` needs several elements of a layer or all
         gradients first, if the state is another transformation's, if the workspace is
         of another model, or if the layers are not stacked alike.
 
@@ -178,6 +179,7 @@ def layerwise_step(
     refuse_no_transformation("tx", tx)
     if max_norm is not None:
         refuse_no_rate("max_norm", max_norm)
+    model.check(tx)
     engine = Model(model.prologue, model.layer, model.epilogue, activations_on_host)
     return LayerwiseStep(engine, tx, max_norm, clip, accumulate, layers)
 

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Hashable, Sequence
 
 import jax
+import optax
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
@@ -18,6 +19,7 @@ from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.manual_axes import abstract
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
 from paged_optax.splitting.build import Functions
+from paged_optax.splitting.choices import tell_of_choices
 from paged_optax.splitting.find import Member, split_names
 from paged_optax.splitting.stacking import Stack, Stacking, unnested
 from paged_optax.splitting.traced import Found, Loss
@@ -253,6 +255,21 @@ class SplitModel(LayerwiseModel):
         """
         stacking = self._functions.stacking(frozen=True)
         return stacking.stacked(frozen, on_host=on_host, min_size=min_size)
+
+    def check(self, tx: optax.GradientTransformation) -> None:
+        """Tells of what `tx` chooses otherwise for a stack than for one layer.
+
+        A mask or label that is computed from shapes (`x.ndim > 1`) does, as a stack has
+        one axis more: a warning. So does Muon, which is made for matrices: an error.
+        `layerwise_step` calls it.
+
+        Args:
+          tx: The transformation.
+
+        Raises:
+          ValueError: If a layer's update is not element by element, and its stack's is.
+        """
+        tell_of_choices(tx, self.stack(self._functions.loss.params))
 
     def unstack(self, params: PyTree) -> PyTree:
         """The parameters as the loss takes them.

@@ -69,7 +69,17 @@ def current() -> Context:
 @contextlib.contextmanager
 def within(**changes: object) -> Generator[None]:
     """Changes fields of the context around all calls within."""
-    context = dataclasses.replace(current(), **changes)
+    with _entered(dataclasses.replace(current(), **changes)):
+        yield
+
+
+def without() -> contextlib.AbstractContextManager[None]:
+    """Around calls that no context changes: what JAX has traced of them it finds."""
+    return _entered(_NOTHING_SAID)
+
+
+@contextlib.contextmanager
+def _entered(context: Context) -> Generator[None]:
     values = (getattr(context, field.name) for field in dataclasses.fields(context))
     # A traced value, and what records, is equal to itself alone. JAX's caches must not
     # keep it alive.

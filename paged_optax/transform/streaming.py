@@ -19,7 +19,7 @@ from paged_optax.engine.pages import Storage
 from paged_optax.engine.shards import UNSHARDED, Shards, constrained
 from paged_optax.engine.stream import stream
 from paged_optax.transform.checks import refuse_derivatives, refuse_joined
-from paged_optax.transform.context import Gate, current
+from paged_optax.transform.context import Gate, current, without
 from paged_optax.transform.gates import choose_by
 from paged_optax.transform.pager import Pager, divided_as
 from paged_optax.transform.stored_state import Layout
@@ -197,14 +197,16 @@ class Streaming:
             shapes=tuple(first.shapes),
             shards=divided,
         )
-        away = any(map(on_host, first.arrays))
+        away, noise = any(map(on_host, first.arrays)), self._noise(leaf)
         alone = divided is None and leaf.program.elementwise
-        with jax.named_scope(UNSHARDED) if alone else contextlib.nullcontext():
+        named = jax.named_scope(UNSHARDED) if alone else contextlib.nullcontext()
+        # No context changes what streams, so like leaves are traced once.
+        with named, without():
             arrays = [x.arrays for x in found]
             return run(
                 tuple(refuse_derivatives(x) if away else tuple(x) for x in arrays),
                 gate.astype(jnp.int32) if isinstance(gate, Array) else None,
-                self._noise(leaf),
+                noise,
             )
 
     def _noise(self, leaf: LeafUpdate) -> tuple[UInt32[Array, "2"] | None, ...] | None:

@@ -1,0 +1,131 @@
+"""What a transformation chooses of one layer, and otherwise of the stack of all."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import paged_optax as po
+
+LAYER = {
+    "up": jnp.full((60, 90), 0.1),
+    "down": jnp.full((90, 60), 0.2),
+    "scale": jnp.linspace(0.5, 1.5, 60),
+}
+PARAMS = {"embed": jnp.eye(30, 60), "layers": [LAYER] * 3}
+BATCH = jnp.arange(20) % 7
+
+
+def loss(params, batch):
+    x = params["embed"][batch]
+    for layer in params["layers"]:
+        x = x + jnp.tanh(layer["scale"] * x @ layer["up"]) @ layer["down"]
+    return jnp.mean(x**2)
+
+
+def by_shape(params):
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def by_name(params):
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: path[-1].key != "scale", params
+    )
+
+
+def by_layer(updates, params):
+    rates = 0.5 ** jnp.arange(3)
+    scaled = lambda u: u * rates.reshape(-1, *[1] * (u.ndim - 1))
+    return updates | {"layers": jax.tree.map(scaled, updates["layers"])}
+
+
+def labelled(adamw):
+    label = lambda params: jax.tree.map(
+        lambda wide: "wide" if wide else "narrow", by_shape(params)
+    )
+    return optax.partition({"wide": adamw(1e-2), "narrow": optax.sgd(1e-2)}, label)
+
+
+#: How a transformation is made of `optax.adamw`, or of ours.
+TOLD = {
+    "mask": lambda adamw: adamw(1e-2, weight_decay=0.5, mask=by_shape),
+    "masked": lambda adamw: optax.masked(adamw(1e-2), by_shape),
+    "partition": labelled,
+    "freeze": lambda adamw: optax.chain(
+        adamw(1e-2), optax.masked(optax.set_to_zero(), by_shape)
+    ),
+}
+SILENT = {
+    "plain": lambda adamw: adamw(1e-2, weight_decay=0.5),
+    "named": lambda adamw: adamw(1e-2, weight_decay=0.5, mask=by_name),
+    "schedule": lambda adamw: adamw(optax.cosine_decay_schedule(1e-2, 10)),
+    "injected": lambda adamw: optax.inject_hyperparams(adamw)(1e-2),
+    "chained": lambda adamw: optax.chain(optax.add_noise(0.0, 0.0, 0), adamw(1e-2)),
+}
+MODEL = po.split_layers(loss, PARAMS, BATCH)
+
+
+def ours(rate, **settings):
+    return po.paged_adamw(rate, min_paged_size=0, **settings)
+
+
+def eight_bits(rate, **settings):
+    return po.paged_adamw_8bit(rate, min_paged_size=0, **settings)
+
+
+def apart(make):
+    """How far a step of Optax on stacked parameters is from one on the loss's own."""
+    gradients = jax.grad(loss)(PARAMS, BATCH)
+    tx = make(optax.adamw)
+    step = jax.jit(lambda g, p: tx.update(g, tx.init(p), p)[0])
+    stacked = step(MODEL.stack(gradients), MODEL.stack(PARAMS))
+    alone = step(gradients, PARAMS)
+    return max(
+        float(np.max(np.abs(x - y)))
+        for x, y in zip(
+            jax.tree.leaves(MODEL.unstack(stacked)), jax.tree.leaves(alone), strict=True
+        )
+    )
+
+
+@pytest.mark.parametrize("adamw", [optax.adamw, ours, eight_bits])
+@pytest.mark.parametrize("name", TOLD)
+def test_choices_by_shape_are_told(name, adamw):
+    with pytest.warns(
+        UserWarning, match=r"\['layers'\]\['scale'\] of one layer"
+    ) as told:
+        po.layerwise_step(MODEL, TOLD[name](adamw))
+    assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_is_told_is_another_step(name):
+    assert apart(TOLD[name]) > 1e-4
+
+
+@pytest.mark.parametrize("adamw", [optax.adamw, ours, eight_bits])
+@pytest.mark.parametrize("name", SILENT)
+def test_what_chooses_by_no_shape_is_not(name, adamw):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        po.layerwise_step(MODEL, SILENT[name](adamw))
+
+
+@pytest.mark.parametrize("name", sorted({*SILENT} - {"chained"}))
+def test_what_is_not_told_is_the_same_step(name):
+    assert apart(SILENT[name]) < 1e-7
+
+
+def test_what_is_written_for_stacks_is_not_told():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        po.layerwise_step(MODEL, optax.chain(ours(1e-2), optax.stateless(by_layer)))
+
+
+@pytest.mark.parametrize("muon", [po.paged_muon, optax.contrib.muon])
+def test_muon_is_refused(muon):
+    with pytest.raises(ValueError, match="not element by element"):
+        po.layerwise_step(MODEL, muon(1e-3))
