@@ -1,5 +1,6 @@
 """What a transformation chooses of one layer, and otherwise of the stack of all."""
 
+import functools
 import warnings
 
 import jax
@@ -49,11 +50,17 @@ def labelled(adamw):
     return optax.partition({"wide": adamw(1e-2), "narrow": optax.sgd(1e-2)}, label)
 
 
+def rated(adamw):
+    each = {n: optax.inject_hyperparams(adamw)(rate) for n, rate in [(1, 1e-2), (2, 1)]}
+    return optax.partition(each, lambda p: jax.tree.map(lambda x: min(x.ndim, 2), p))
+
+
 #: How a transformation is made of `optax.adamw`, or of ours.
 TOLD = {
     "mask": lambda adamw: adamw(1e-2, weight_decay=0.5, mask=by_shape),
     "masked": lambda adamw: optax.masked(adamw(1e-2), by_shape),
     "partition": labelled,
+    "rates": rated,
     "freeze": lambda adamw: optax.chain(
         adamw(1e-2), optax.masked(optax.set_to_zero(), by_shape)
     ),
@@ -68,12 +75,8 @@ SILENT = {
 MODEL = po.split_layers(loss, PARAMS, BATCH)
 
 
-def ours(rate, **settings):
-    return po.paged_adamw(rate, min_paged_size=0, **settings)
-
-
-def eight_bits(rate, **settings):
-    return po.paged_adamw_8bit(rate, min_paged_size=0, **settings)
+ours = functools.partial(po.paged_adamw, min_paged_size="1B")
+eight_bits = functools.partial(po.paged_adamw_8bit, min_paged_size="1B")
 
 
 def apart(make):
@@ -95,7 +98,7 @@ def apart(make):
 @pytest.mark.parametrize("name", TOLD)
 def test_choices_by_shape_are_told(name, adamw):
     with pytest.warns(
-        UserWarning, match=r"\['layers'\]\['scale'\] of one layer"
+        UserWarning, match="of one layer otherwise than their stack"
     ) as told:
         po.layerwise_step(MODEL, TOLD[name](adamw))
     assert told[0].filename == __file__
@@ -129,3 +132,20 @@ def test_what_is_written_for_stacks_is_not_told():
 def test_muon_is_refused(muon):
     with pytest.raises(ValueError, match="not element by element"):
         po.layerwise_step(MODEL, muon(1e-3))
+
+
+def test_vectors_whose_stack_alone_is_coded_are_not_told():
+    """One layer's are too few for codes; the stack's have them, and remainders."""
+    cast = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+    layer = jax.tree.map(cast, LAYER) | {"scale": cast(jnp.zeros(2000))}
+
+    def loss(layers, x):
+        for each in layers:
+            x = x + jnp.tanh(x @ each["up"]) @ each["down"] * jnp.mean(each["scale"])
+        return jnp.mean(x)
+
+    x = jax.ShapeDtypeStruct((3, 60), jnp.bfloat16)
+    model = po.split_layers(loss, [layer] * 3, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        po.layerwise_step(model, po.paged_adamw_8bit(1e-3, master_remainders=True))

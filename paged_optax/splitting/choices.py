@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import jax
 import optax
+from jax import Array
 from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import keystr
@@ -33,8 +34,7 @@ def tell_of_choices(
     Raises:
       ValueError: If a layer's update is not element by element, and its stack's is.
     """
-    cut = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-    alone = {**stacked, "layers": jax.tree.map(cut, stacked["layers"])}
+    alone = {**stacked, "layers": jax.tree.map(_one_axis_less, stacked["layers"])}
     flat, _ = jax.tree_util.tree_flatten_with_path(stacked)
     numbers = [n for n, (path, _) in enumerate(flat) if path[0].key == "layers"]
     try:
@@ -51,14 +51,22 @@ def tell_of_choices(
         )
     if stack.whole:
         return  # the step refuses it
-    if differ := stack.differences(one):
+    if stack.differences(one):
         warnings.warn(
-            f"tx treats {name(differ[0])} of one layer otherwise than the stack of all"
+            "tx treats parameters of one layer otherwise than their stack of all"
             " layers, which it is given: a mask or label is computed from shapes"
             " (x.ndim > 1), and a stack has one axis more. Compute it from the"
             " parameters' names, or give it as a tree of bools.",
             stacklevel=4,
         )
+
+
+def _one_axis_less(x: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """One layer's axes with all layers' values: as many as those have codes or none."""
+    length, *axes = x.shape
+    if axes:
+        axes[0] *= length
+    return jax.ShapeDtypeStruct(axes, x.dtype)
 
 
 def _look(
