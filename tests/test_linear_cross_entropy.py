@@ -238,13 +238,14 @@ def test_odd_shapes(tokens, width, words, chunk, vocab_axis, how, seed):
     vocab=st.integers(1, 300_000),
     axis=st.integers(0, 1),
     tokens=st.integers(0, 100_000),
+    width=st.integers(0, 20_000),
     chunk=st.none() | st.integers(1, 300_000),
 )
-def test_chunks(vocab, axis, tokens, chunk):
+def test_chunks(vocab, axis, tokens, width, chunk):
     """Of equal blocks, and of no more entries than asked for."""
-    chunks = Chunks.of(vocab, axis, tokens, chunk)
+    chunks = Chunks.of(vocab, axis, tokens, width, chunk)
     assert vocab % chunks.blocks == 0
-    most = chunk or max(2048, 32 * MIB // max(tokens, 1))
+    most = chunk or max(2048, 32 * MIB // max(tokens, width, 1))
     assert min(most, vocab) / 2 < chunks.blocks * chunks.size <= most
 
 

@@ -6,8 +6,10 @@ import time
 import optax
 import pytest
 
+import paged_optax as po
 from helpers import aot, decoder, real_decoder
 from helpers.real_decoder import Config
+from paged_optax.layerwise.slices import FETCHES_AHEAD
 
 #: Real proportions, as narrow as compiles in seconds.
 SMALL = Config(width=1024, inner=2816, heads=8, grouped=2, layers=8, vocabulary=8192)
@@ -43,6 +45,40 @@ def test_bytes_of_a_list_and_a_scan(settings):
         total[written] = lowered(written, settings).compile().device_total
         print(f"{written}: {total[written] / 2**20:.1f} MiB")
     assert max(total.values()) <= 1.02 * total["hand"]
+
+
+@pytest.mark.compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "config", "settings", "most"),
+    [
+        ((1, 512), {}, {}, 2.3 if FETCHES_AHEAD else 2.7),
+        ((1, 512), {}, {"rest_on_host": True}, 2.1),
+        (
+            (4, 2048),
+            {"fused": True, "blocks": 32},
+            {"rest_on_host": True, "activations_on_host": True},
+            2.6,
+        ),
+        (
+            (1, 2048),
+            {"fused": True},
+            {"rest_on_host": True, "activations_on_host": True, "micro": 4}
+            | {"room": {"host_dtype": "bfloat16"}},
+            2.8,
+        ),
+    ],
+    ids=["512", "512, all on the host", "4 x 2048, scores by blocks", "4 of 2048"],
+)
+def test_bytes_of_qwen3_4b(size, config, settings, most):
+    """GiB on an H200: weights on the host, moments in eight bits, remainders."""
+    config = Config.of(decoder.QWEN3_4B, **config)
+    tx = po.paged_adamw_8bit(1e-5, master_remainders=True)
+    model = real_decoder.split(config, size)
+    build = real_decoder.step(config, model, tx, size, on_host=True, **settings)
+    total = aot.h200(build).device_total / 2**30
+    print(f"{total:.3f} GiB")
+    assert total <= most
 
 
 @pytest.mark.slow

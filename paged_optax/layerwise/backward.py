@@ -10,13 +10,16 @@ from jaxtyping import Bool, Float, PyTree
 
 from paged_optax.backend.memory import on_host
 from paged_optax.layerwise.beside import Beside, Flow, Turn
+from paged_optax.layerwise.hosted import fetched, on_device, returned
 from paged_optax.layerwise.loss import WeightedLoss, over
 from paged_optax.layerwise.model import (
     ByPrologue,
     Forward,
+    Head,
     Model,
     Rest,
     parted,
+    used,
 )
 from paged_optax.layerwise.norms import widened
 from paged_optax.layerwise.segments import in_segments
@@ -47,6 +50,11 @@ def written(
         x if made is old else put(x, made, i)
         for x, old, made in zip(stacks, slabs, new, strict=True)
     ]
+
+
+def _of_first(x: Array) -> Array:
+    """What each layer kept of the first micro-batch."""
+    return x[:, 0]
 
 
 def _each_with(
@@ -103,39 +111,75 @@ class Bundle:
         self.dtypes = [x.dtype for x in jax.tree.leaves(workspace.gradients)]
         self.widens = self.dtypes != [x.dtype for x in weights.stacks]
         if forward is None:
-            entered = model.entered(weights, rest, batch, self._each)
+            here = jax.tree.map(on_device, rest)
+            entered = model.entered(weights, here, batch, self._each)
             forward = model.forward(weights, entered)
         x, self.inputs, keep, self.context, self.stacks = forward
         one = jax.tree.map(lambda x: x[0], batch) if several else batch
         self.learned = model.learned(rest, one)
-        if not several:
-            self.loss, self.metrics, self.drest, self.dx, self.dkept = model.head(
-                rest, x, keep, batch, before.dtype, before, last
-            )
-            return
+        model, here, x = model.fetched(rest, x)
+        head = self._heads(model, here, x, keep, before, last)
+        self.loss, self.metrics = head.loss, head.metrics
+        if several:
+            x, keep = jax.tree.map(lambda x: x[0], x), jax.tree.map(_of_first, keep)
+        seen = jax.tree.leaves(used(model.finished, here, x, keep, one))
+        made, structure = jax.tree.flatten(head.by_rest)
+        known, merge = parted(made, seen)
+        known = returned(known, parted(jax.tree.leaves(rest), seen)[0])
+        # What follows the head comes after all of it: a scale's gradient, which is made
+        # of its input, would wait for the update, and the input with it. Zeros are made
+        # where they are added. Weights are not fetched beside what else was fetched.
+        ahead = [] if here is rest else self.stacks
+        known, self.dx, self.dkept, ahead = lax.optimization_barrier(
+            (known, head.by_output, head.by_kept, ahead)
+        )
+        self.stacks = ahead or self.stacks
+        self.drest = structure.unflatten(merge(known))
+
+    def _heads(
+        self,
+        model: Model,
+        rest: Rest,
+        x: PyTree[Array],
+        keep: PyTree[Array],
+        before: Float[Array, ""],
+        last: Bool[Array, ""] | bool,
+    ) -> Head:
+        """The loss, and the gradients by what it is made of, of all micro-batches."""
+        batch, dtype = self.batch, before.dtype
+        if not self.several:
+            return model.head(rest, x, keep, batch, dtype, before, last)
         count = len(jax.tree.leaves(batch)[0])
 
         def head(
             drest: Rest, given: tuple[PyTree, PyTree, PyTree]
-        ) -> tuple[Rest, tuple[PyTree, PyTree, list[Array], list[Array]]]:
-            loss, metrics, dr, dx, dkept = model.head(rest, *given, before.dtype)
-            parts = 1 if isinstance(loss, WeightedLoss) else count
+        ) -> tuple[Rest, Head]:
+            made = model.head(rest, *given, dtype)
+            parts = 1 if isinstance(made.loss, WeightedLoss) else count
             mean = lambda tree: jax.tree.map(lambda g: g / parts, tree)
-            drest = jax.tree.map(lambda s, g: s + g.astype(s.dtype) / parts, drest, dr)
-            return drest, (loss, metrics, mean(dx), mean(dkept))
+            drest = jax.tree.map(
+                lambda s, g: s + g.astype(s.dtype) / parts, drest, made.by_rest
+            )
+            by = mean(made.by_output), mean(made.by_kept)
+            return drest, Head(made.loss, made.metrics, {}, *by)
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, widened(x.dtype)), rest)
-        keep = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), keep)
-        self.drest, (self.loss, self.metrics, self.dx, dkept) = lax.scan(
-            head, zeros, (x, keep, batch)
+        swapped = lambda tree: jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), tree)
+        drest, made = lax.scan(head, zeros, (x, swapped(keep), batch))
+        every = Head(
+            made.loss, made.metrics, drest, made.by_output, swapped(made.by_kept)
         )
-        self.dkept = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), dkept)
-        if isinstance(self.loss, WeightedLoss):
-            weight = jnp.sum(self.loss.weight)
-            self.drest, self.dx, self.dkept = jax.tree.map(
-                lambda g: over(g, weight).astype(g.dtype),
-                (self.drest, self.dx, self.dkept),
-            )
+        if not isinstance(every.loss, WeightedLoss):
+            return every
+        weight = jnp.sum(every.loss.weight)
+        mean = lambda tree: jax.tree.map(
+            lambda g: over(g, weight).astype(g.dtype), tree
+        )
+        return every._replace(
+            by_rest=mean(every.by_rest),
+            by_output=mean(every.by_output),
+            by_kept=mean(every.by_kept),
+        )
 
     def _each(self, function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
         """Calls a function for each micro-batch, one after the other."""
@@ -316,17 +360,17 @@ class Bundle:
 
         They have the parameters' dtypes, unless the workspace adds up in a wider one.
         """
-        first = lambda batch, back: self.model.first(
-            self.rest, batch, self.learned, back
-        )
+        drest, back = fetched(self.drest, back)
+        model, rest, back = self.model.fetched(self.rest, back)
+        first = lambda batch, back: model.first(rest, batch, self.learned, back)
         if not self.several:
-            return jax.tree.map(jnp.add, self.drest, first(self.batch, back))
+            return jax.tree.map(jnp.add, drest, first(self.batch, back))
 
         def one(total: Rest, given: tuple[PyTree, ByPrologue]) -> tuple[Rest, None]:
             made = first(*given)
             return jax.tree.map(lambda s, g: s + g.astype(s.dtype), total, made), None
 
-        total = lax.scan(one, self.drest, (self.batch, back))[0]
+        total = lax.scan(one, drest, (self.batch, back))[0]
         if self.widens:
             return total
-        return jax.tree.map(lambda g, x: g.astype(x.dtype), total, self.rest)
+        return jax.tree.map(lambda g, x: g.astype(x.dtype), total, rest)

@@ -140,7 +140,7 @@ class ByHost(Sweeps):
         if not self.accumulate:
             start = gathering(weights.stacks, workspace, None, zero)
             return one_batch(start, (jnp.int32(0), batch))
-        zeros = jax.tree.map(jnp.zeros_like, rest)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rest)
         gathered, measured = lax.scan(
             one_batch,
             gathering(weights.stacks, workspace, zeros, zero),

@@ -10,13 +10,11 @@ import jax
 from jax import Array
 from jaxtyping import PyTree
 
-from paged_optax.analysis.equation import Constant
-from paged_optax.analysis.flat import Flat
 from paged_optax.backend.arrays import on_one_device
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.variables import bare
 from paged_optax.engine.streamed import Stored
-from paged_optax.layerwise.model import Rest
+from paged_optax.layerwise.model import Rest, used
 from paged_optax.layerwise.parts import Parts
 from paged_optax.layerwise.stacks import length_of
 from paged_optax.state.leaves import is_quantized
@@ -47,9 +45,9 @@ def early_leaves(
     flat, _ = jax.tree_util.tree_flatten_with_path(bare(state), is_leaf=is_quantized)
     owners = parameter_of([path for path, _ in flat], paths)
     length = length_of(parts.layers)
-    used = parts.joined(
+    seen = parts.joined(
         [True] * parts.in_layers.count(True),
-        parts.others(_used(prologue, parts.rest, batch)),
+        parts.others(used(prologue, parts.rest, batch)),
     )
     found: list[int] = []
     for n, x in enumerate(jax.tree.leaves(params)):
@@ -58,21 +56,9 @@ def early_leaves(
             for (_, y), owner in zip(flat, owners, strict=True)
             if owner == n and jax.tree.leaves(y)[0].ndim
         ]
-        if not used[n] and _divide(x, moments, length):
+        if not seen[n] and _divide(x, moments, length):
             found.append(n)
     return found
-
-
-def _used(
-    prologue: Callable[[Rest, PyTree], PyTree], rest: Rest, batch: PyTree
-) -> PyTree[bool]:
-    """Which leaves of `rest` the prologue uses."""
-    flat = Flat(jax.make_jaxpr(prologue)(rest, batch))
-    outputs = {x for x in flat.outputs if not isinstance(x, Constant)}
-    leaves, structure = jax.tree.flatten(rest)
-    return structure.unflatten(
-        [not outputs.isdisjoint(flat.made_of([n])) for n in range(len(leaves))]
-    )
 
 
 def _divide(x: Array, moments: list[Stored], parts: int) -> bool:

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.given import refuse_no_arrays
 from paged_optax.backend.key_paths import keystr
-from paged_optax.backend.memory import DEVICE, nbytes, on_host
+from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.layerwise.groups import grouped
 from paged_optax.layerwise.parts import by_name
 from paged_optax.layerwise.slices import LayerIndex, slab
@@ -26,7 +26,7 @@ class Frozen:
 
     Attributes:
       layers: Those of the layers, stacked; None: there are none.
-      rest: All others, by name, on the device.
+      rest: All others, by name.
     """
 
     layers: PyTree[Array]
@@ -64,7 +64,7 @@ class Frozen:
                     f" of {length}. What all layers share goes into frozen beside"
                     f" {key!r}, and to the layers as the prologue's context."
                 )
-        return cls(layers, jax.tree.map(on_device, given))
+        return cls(layers, given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +102,3 @@ class Shares:
             fetched[n] if n in fetched else slab(x, i)
             for n, x in enumerate(self.stacks)
         ]
-
-
-def on_device(x: Array) -> Array:
-    """An array, fetched if it is on the host."""
-    return jax.device_put(x, DEVICE) if on_host(x) else x

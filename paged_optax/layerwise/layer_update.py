@@ -7,7 +7,7 @@ are dead code.
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, compress
 from typing import TypeVar
 
@@ -17,12 +17,14 @@ import optax
 from jax import Array
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import on_one_device
 from paged_optax.backend.barriers import finished
-from paged_optax.backend.memory import on_host
+from paged_optax.backend.memory import HOST, on_host
 from paged_optax.backend.variables import like
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.apart import Apart, Leaf, scales_to
 from paged_optax.layerwise.groups import Group
+from paged_optax.layerwise.hosted import added, fetched
 from paged_optax.layerwise.slices import (
     LayerIndex,
     put,
@@ -150,35 +152,67 @@ class Applied(Apart):
           The layers' parameters, the others, and the leaves of the state, blank where
           they are stacks; see `state_of`.
         """
-        tree, updates = (
-            [
-                _blank(whole) if slabbed else x
-                for x, whole, slabbed in zip(
-                    self.parts.joined(*given), self.params, self.slabbed, strict=True
-                )
+        params = self.parts.joined(stacks, others)
+        updates: list[Array | None] = self.parts.joined(small, gradients)
+        alone = {n for n, slabbed in enumerate(self.slabbed) if not slabbed}
+        hosted = [n for n in alone if on_host(params[n])]
+        new, state = self._all_but(hosted, params, updates)
+        # Of what is divided, rows are on other devices.
+        whole = on_one_device([params[n] for n in hosted])
+        add = functools.partial(jax.tree.map, added) if whole else optax.apply_updates
+        last: PyTree[Array] = new
+        for n in hosted:  # one after the other: the device holds one of them
+            (params[n], updates[n]), last = fetched((params[n], updates[n]), last)
+            made, moments = self._all_but(alone - {n}, params, updates, add)
+            last = new[n] = jax.device_put(made[n], HOST)
+            state = [
+                one if owner == n else x
+                for x, one, owner in zip(state, moments, self.owners, strict=True)
             ]
-            for given in ((stacks, others), (small, gradients))
-        )
-        state = [
-            _blank(x) if yes else x
-            for x, yes in zip(self.state, self.stacked, strict=True)
-        ]
-        with only_if(self.happens):
-            made, new_state = self._update(updates, state, tree)
-        old = self.parts.joined(stacks, others)
-        new = [
-            before if slabbed else self._if_it_happens(x, before)
-            for before, x, slabbed in zip(old, made, self.slabbed, strict=True)
-        ]
-        # The loops of paged moments have selected already.
-        new_state = [
-            x if yes or on_host(x) else self._if_it_happens(x, before)
-            for before, x, yes in zip(self.state, new_state, self.stacked, strict=True)
-        ]
         others = [
             x for x, yes in zip(new, self.parts.in_layers, strict=True) if not yes
         ]
-        return self.of_layers(new), others, new_state
+        return self.of_layers(new), others, state
+
+    def _all_but(
+        self,
+        left: Collection[int],
+        params: Sequence[Array],
+        updates: Sequence[Array | None],
+        add: Callable[[PyTree, PyTree], PyTree] = optax.apply_updates,
+    ) -> tuple[list[Array], list[Stored]]:
+        """Updates what is not updated layer by layer, but for some parameters.
+
+        Returns:
+          All parameters, and the leaves of the state, blank of those.
+        """
+        taken = [
+            not slabbed and n not in left for n, slabbed in enumerate(self.slabbed)
+        ]
+        filled = lambda leaves: [
+            x if yes else _blank(whole)
+            for x, whole, yes in zip(leaves, self.params, taken, strict=True)
+        ]
+        mine = [
+            not yes and owner not in left
+            for yes, owner in zip(self.stacked, self.owners, strict=True)
+        ]
+        state = [
+            x if yes else _blank(x) for x, yes in zip(self.state, mine, strict=True)
+        ]
+        with only_if(self.happens):
+            made, new_state = self._update(
+                filled(updates), state, filled(params), add=add
+            )
+        new = [
+            self._if_it_happens(x, before) if yes else before
+            for before, x, yes in zip(params, made, taken, strict=True)
+        ]
+        # The loops of paged moments have selected already.
+        return new, [
+            self._if_it_happens(x, before) if yes and not on_host(x) else x
+            for before, x, yes in zip(self.state, new_state, mine, strict=True)
+        ]
 
     def state_of(
         self, slots: Sequence[Stored], leaves: Sequence[Stored]
@@ -284,6 +318,7 @@ class Applied(Apart):
         state: Sequence[Stored],
         params: Sequence[Array | None],
         layer: LayerIndex | None = None,
+        add: Callable[[PyTree, PyTree], PyTree] = optax.apply_updates,
     ) -> tuple[list[Array], list[Stored]]:
         """The leaves of new parameters and of a new state."""
         tree = jax.tree.unflatten(self.parts.structure, params)
@@ -293,7 +328,7 @@ class Applied(Apart):
                 jax.tree.unflatten(self.state_structure, state),
                 tree,
             )
-        tree = optax.apply_updates(tree, made)
+        tree = add(tree, made)
         return jax.tree.leaves(tree), jax.tree.leaves(new, is_leaf=is_quantized)
 
 

@@ -13,7 +13,8 @@ from jaxtyping import Int, PyTree
 
 from paged_optax.backend.explicit_axes import automatically
 from paged_optax.backend.given import refuse_no_function
-from paged_optax.layerwise.frozen import Frozen, on_device
+from paged_optax.layerwise.frozen import Frozen
+from paged_optax.layerwise.hosted import on_device
 from paged_optax.layerwise.loss import WeightedLoss, over, parted_loss
 from paged_optax.layerwise.model import Model, refuse_other_input
 from paged_optax.layerwise.norms import widest

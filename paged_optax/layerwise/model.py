@@ -11,9 +11,12 @@ from jax.custom_derivatives import CustomVJPPrimal
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
+from paged_optax.analysis.equation import Constant
+from paged_optax.analysis.flat import Flat
 from paged_optax.backend.given import shown
 from paged_optax.backend.memory import HOST
 from paged_optax.layerwise.frozen import Frozen
+from paged_optax.layerwise.hosted import Behind, fetched, on_device
 from paged_optax.layerwise.loss import WeightedLoss, over, parted_loss
 from paged_optax.layerwise.slices import LayerIndex, kept, put, upwards
 from paged_optax.layerwise.weights import Fetched, Slabs, Weights
@@ -116,7 +119,16 @@ class Model:
 
     def _all(self, rest: Rest) -> tuple[Rest, ...]:
         """What prologue and epilogue get of parameters."""
-        return (rest,) if self.frozen is None else (rest, self.frozen.rest)
+        every = (rest,) if self.frozen is None else (rest, self.frozen.rest)
+        return jax.tree.map(on_device, every)
+
+    def fetched(self, rest: Rest, behind: Behind) -> tuple["Model", Rest, Behind]:
+        """The model and what is beside its layers, fetched behind something else."""
+        if self.frozen is None:
+            return self, *fetched(rest, behind)
+        (rest, fixed), behind = fetched((rest, self.frozen.rest), behind)
+        frozen = dataclasses.replace(self.frozen, rest=fixed)
+        return dataclasses.replace(self, frozen=frozen), rest, behind
 
     def enter(self, rest: Rest, batch: PyTree) -> tuple[PyTree[Array], PyTree]:
         """The first layer's input, and the context."""
@@ -297,6 +309,18 @@ class Model:
 
         jax.eval_shape(lambda rest: jax.vjp(run, rest)[0], rest)
         return found
+
+
+def used(
+    function: Callable[..., PyTree], rest: Rest, *others: PyTree
+) -> Mapping[Hashable, PyTree[bool]]:
+    """Which leaves of `rest` the results of a function of it depend on."""
+    flat = Flat(jax.make_jaxpr(function)(rest, *others))
+    outputs = {x for x in flat.outputs if not isinstance(x, Constant)}
+    leaves, structure = jax.tree.flatten(rest)
+    return structure.unflatten(
+        [not outputs.isdisjoint(flat.made_of([n])) for n in range(len(leaves))]
+    )
 
 
 def stored(to: PyTree[Array], x: PyTree[Array], i: LayerIndex) -> PyTree[Array]:

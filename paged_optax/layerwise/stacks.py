@@ -20,6 +20,9 @@ from paged_optax.backend.memory import (
 from paged_optax.backend.sizes import parse_bytes
 from paged_optax.layerwise.slices import goes_in_slabs
 
+#: An array, or what says its shape.
+Shaped = Array | np.ndarray | jax.ShapeDtypeStruct
+
 
 def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
     """Puts stacked layers in host memory, from which each layer's weights are fetched.
@@ -45,21 +48,26 @@ def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
     refuse_no_arrays("layers", layers)
     refuse_one_by_one(layers)
 
-    def place(
-        x: Array | np.ndarray | jax.ShapeDtypeStruct,
-    ) -> Array | jax.ShapeDtypeStruct:
+    def place(x: Shaped) -> Array | jax.ShapeDtypeStruct:
         kind = jax.typeof(x)  # of NumPy's float64, what JAX makes of it
         small = not goes_in_slabs(x) or nbytes(kind) // kind.shape[0] < smallest
-        if small or on_host(x):
-            return jnp.asarray(x) if isinstance(x, np.ndarray) else x
-        sharding = typed_by_memory(
-            getattr(x, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
-        ).with_memory_kind(PINNED_HOST)
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        return jax.device_put(x, sharding)
+        return (
+            (jnp.asarray(x) if isinstance(x, np.ndarray) else x) if small else away(x)
+        )
 
     return jax.tree.map(place, layers)
+
+
+def away(x: Shaped) -> Array | jax.ShapeDtypeStruct:
+    """An array in host memory, or its shape; NumPy's goes there without a detour."""
+    if not isinstance(x, np.ndarray) and on_host(x):
+        return x
+    sharding = typed_by_memory(
+        getattr(x, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
+    ).with_memory_kind(PINNED_HOST)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.device_put(x, sharding)
 
 
 def from_numpy(params: PyTree) -> PyTree:

@@ -78,7 +78,9 @@ def layerwise_step(
     there is goes to prologue and epilogue alike, so that embeddings may be tied.
     Stacks in host memory stay there. Each layer's weights are fetched for its forward
     pass, and again for its backward pass. They travel while the layer before computes.
-    Before jax 0.11.2 they travel while other parts of the same layer compute.
+    Before jax 0.11.2 they travel while other parts of the same layer compute. Other
+    parameters may be in host memory too: they are fetched for the prologue, the
+    epilogue and their update, and their gradients wait on the host in between.
 
     What one layer needs of `tx` must be element by element: `paged_adamw` and its like,
     chained, masked, scheduled. Clip by `max_norm` here, not in `tx`.

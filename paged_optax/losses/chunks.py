@@ -11,8 +11,9 @@ from jaxtyping import Integer, PyTree
 
 from paged_optax.backend.barriers import barrier
 
-# Float32 logits of one chunk. Half of it saves 0.1 GiB of 8192 tokens, but an H200 has
-# 132 multiprocessors, which a chunk's part of the head's gradient then fills once.
+# Float32 logits of one chunk, and its rows of the head's gradient. Half of it saves 0.1
+# GiB of 8192 tokens, but an H200 has 132 multiprocessors, which a chunk's part of the
+# head's gradient then fills once.
 _BYTES = 128 * 2**20
 # With fewer entries a chunk adds to the gradients of x too often for what it computes.
 _LEAST = 2048
@@ -44,10 +45,12 @@ class Chunks:
     size: int
 
     @staticmethod
-    def of(vocab: int, axis: int, tokens: int, chunk: int | None) -> "Chunks":
+    def of(
+        vocab: int, axis: int, tokens: int, width: int, chunk: int | None
+    ) -> "Chunks":
         """Chunks of about as many entries as asked for."""
         if chunk is None:
-            chunk = max(_LEAST, _BYTES // (4 * max(tokens, 1)))
+            chunk = max(_LEAST, _BYTES // (4 * max(tokens, width, 1)))
         size, tile, blocks = min(chunk, vocab), _TILES[axis], 1
         while blocks < _MOST_BLOCKS and 2 * blocks * tile <= size:
             if vocab % (2 * blocks * tile):

@@ -92,7 +92,8 @@ def linear_cross_entropy(
       z_loss: The weight of the squared log of the softmax's denominator, such as 1e-4
         in PaLM.
       chunk: At most how many entries of the vocabulary are computed at a time. None:
-        as many as have 128 MiB of logits, and at least 2048.
+        as many as have 128 MiB of logits, or of the head's rows in float32, and at
+        least 2048.
 
     Returns:
       The tokens' losses in float32, or in float64 if `x` or `head` is. The loss is NaN
@@ -132,7 +133,8 @@ def linear_cross_entropy(
         refuse_no_rate("z_loss", z_loss)
     if chunk is not None:
         refuse_no_count("chunk", chunk, 1)
-    chunks = Chunks.of(head.shape[vocab_axis], vocab_axis, labels.size, chunk)
+    vocab, width = head.shape[vocab_axis], head.shape[1 - vocab_axis]
+    chunks = Chunks.of(vocab, vocab_axis, labels.size, width, chunk)
 
     def losses(x: Array, head: Array, labels: Array, bias: Array | None) -> Array:
         # What a cotangent is summed over is then known outside `_scores`.

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Hashable, Sequence
+from typing import Literal
 
 import jax
 import optax
@@ -214,7 +215,11 @@ class SplitModel(LayerwiseModel):
     _functions: _Functions
 
     def stack(
-        self, params: PyTree, *, on_host: bool = False, min_size: int | str = "256KiB"
+        self,
+        params: PyTree,
+        *,
+        on_host: bool | Literal["all"] = False,
+        min_size: int | str = "256KiB",
     ) -> dict[str, PyTree]:
         """The parameters with those of the layers stacked, leaf by leaf.
 
@@ -225,7 +230,11 @@ class SplitModel(LayerwiseModel):
           params: The parameters, as the loss takes them, or their shapes. NumPy arrays
             go to the host without a detour.
           on_host: Whether the layers' parameters go to host memory; see `offload`.
-          min_size: Leaves of fewer bytes a layer stay on the device.
+            `"all"`: the others too, such as embeddings. They are then fetched for the
+            prologue, the epilogue and their update, and their gradients wait on the
+            host in between.
+          min_size: Leaves of fewer bytes, those of layers of fewer a layer, stay on the
+            device.
 
         Returns:
           `{"layers": ..., "rest": ...}`: nested dicts of the paths' names. Each leaf of
@@ -238,7 +247,11 @@ class SplitModel(LayerwiseModel):
         return stacking.stacked(params, on_host=on_host, min_size=min_size)
 
     def stack_frozen(
-        self, frozen: PyTree, *, on_host: bool = False, min_size: int | str = "256KiB"
+        self,
+        frozen: PyTree,
+        *,
+        on_host: bool | Literal["all"] = False,
+        min_size: int | str = "256KiB",
     ) -> dict[str, PyTree]:
         """The frozen parameters, stacked as `stack` does: a step takes them last.
 

@@ -2,24 +2,22 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from paged_optax.backend.arrays import is_traced
-from paged_optax.backend.given import refuse_no_arrays
+from paged_optax.backend.given import refuse_no_arrays, shown
 from paged_optax.backend.key_paths import keystr
-from paged_optax.backend.memory import HOST, on_host
+from paged_optax.backend.memory import HOST, nbytes, on_host
+from paged_optax.backend.sizes import parse_bytes
 from paged_optax.backend.types import KeyPath, PyTreeDef
-from paged_optax.layerwise.stacks import offload
+from paged_optax.layerwise.stacks import Shaped, away, offload
 from paged_optax.splitting.find import Names
-
-#: A leaf, or what says its shape.
-Shaped = Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +54,15 @@ class Stacking:
     rest: Mapping[Names, int]
 
     def stacked(
-        self, tree: PyTree, *, on_host: bool, min_size: int | str
+        self, tree: PyTree, *, on_host: bool | Literal["all"], min_size: int | str
     ) -> dict[str, PyTree]:
         """The tree with the layers' leaves stacked; see `SplitModel.stack`."""
-        leaves = self._leaves(tree)
+        if on_host not in (False, True, "all"):
+            raise ValueError(
+                f"on_host={shown(on_host)}: True puts the layers on the host, 'all' the"
+                " other parameters too."
+            )
+        leaves, smallest = self._leaves(tree), parse_bytes("min_size", min_size)
         layers: dict[Names, Shaped] = {}
         for name, stack in self.layers.items():
             chosen = [leaves[n] for n in stack.leaves]
@@ -67,6 +70,10 @@ class Stacking:
             made = _together(chosen, stack.axis)
             layers[name] = offload([made], min_size)[0] if on_host else made
         rest = {name: leaves[n] for name, n in self.rest.items()}
+        if on_host == "all":
+            rest = {
+                name: x if nbytes(x) < smallest else away(x) for name, x in rest.items()
+            }
         return {"layers": nested(layers), "rest": nested(rest)}
 
     def unstacked(self, stacked: PyTree) -> PyTree:

@@ -232,6 +232,7 @@ def step(
     size,
     *,
     on_host=False,
+    rest_on_host=False,
     micro=None,
     room=None,
     **settings,
@@ -247,6 +248,11 @@ def step(
             params["layers"] = jax.tree.map(
                 lambda x: placed(x, host if len(x.shape) == 3 else device),
                 shapes["layers"],
+            )
+        if rest_on_host:
+            params["rest"] = jax.tree.map(
+                lambda x: placed(x, host if len(x.shape) == 2 else device),
+                shapes["rest"],
             )
         state = state_on(mesh, tx, shapes)
         workspace = model.workspace(params, **(room or {}))
