@@ -78,6 +78,7 @@ def layerwise(
     tx,
     *,
     weights_on_host=False,
+    rest_on_host=False,
     host_dtype=None,
     deferred=False,
     size=None,
@@ -95,6 +96,12 @@ def layerwise(
             params["layers"] = {
                 name: placed(x, host) if len(x.shape) == 3 else x
                 for name, x in params["layers"].items()
+            }
+        if rest_on_host:
+            params |= {
+                name: placed(x, host)
+                for name, x in model.shapes().items()
+                if name != "layers" and len(x.shape) == 2
             }
         state = state_on(mesh, tx, model.shapes())
         rest = {name: x for name, x in params.items() if name != "layers"}
