@@ -15,6 +15,7 @@ LAYER = {
     "up": jnp.full((60, 90), 0.1),
     "down": jnp.full((90, 60), 0.2),
     "scale": jnp.linspace(0.5, 1.5, 60),
+    "gain": jnp.float32(0.9),
 }
 PARAMS = {"embed": jnp.eye(30, 60), "layers": [LAYER] * 3}
 BATCH = jnp.arange(20) % 7
@@ -23,7 +24,10 @@ BATCH = jnp.arange(20) % 7
 def loss(params, batch):
     x = params["embed"][batch]
     for layer in params["layers"]:
-        x = x + jnp.tanh(layer["scale"] * x @ layer["up"]) @ layer["down"]
+        x = (
+            x
+            + jnp.tanh(layer["scale"] * x @ layer["up"]) @ layer["down"] * layer["gain"]
+        )
     return jnp.mean(x**2)
 
 
@@ -52,13 +56,16 @@ def labelled(adamw):
 
 def rated(adamw):
     each = {n: optax.inject_hyperparams(adamw)(rate) for n, rate in [(1, 1e-2), (2, 1)]}
-    return optax.partition(each, lambda p: jax.tree.map(lambda x: min(x.ndim, 2), p))
+    return optax.partition(
+        each, lambda p: jax.tree.map(lambda x: min(max(x.ndim, 1), 2), p)
+    )
 
 
 #: How a transformation is made of `optax.adamw`, or of ours.
 TOLD = {
     "mask": lambda adamw: adamw(1e-2, weight_decay=0.5, mask=by_shape),
     "masked": lambda adamw: optax.masked(adamw(1e-2), by_shape),
+    "guarded": lambda adamw: po.apply_if_finite(TOLD["mask"](adamw), 3),
     "partition": labelled,
     "rates": rated,
     "freeze": lambda adamw: optax.chain(

@@ -20,7 +20,8 @@ def loss(params, frozen, batch):
             x
             + jnp.tanh(layer["scale"] * x @ (fixed["up"] + layer["up"])) @ layer["down"]
         )
-    logits = x[:, :-1] @ params["head"] + x[:, :-1] @ params["embed"].T
+    x = x[:, :-1] * (1 + params["scale"]) + params["offset"].sum(0)
+    logits = x @ params["head"] + x @ params["embed"].T + params["bias"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
     return po.WeightedLoss(losses.sum(), losses.size)
 
@@ -33,6 +34,7 @@ def made(dtype):
         for _ in range(LAYERS)
     ]
     params = {"embed": some(WORDS, WIDTH), "head": some(WIDTH, WORDS), "layers": layers}
+    params |= {"scale": some(), "bias": some(WORDS), "offset": some(3, WIDTH)}
     fixed = [{"up": some(WIDTH, INNER)} for _ in range(LAYERS)]
     frozen = {"positions": some(40, WIDTH), "layers": fixed}
     return params, frozen, jnp.asarray(random.integers(0, WORDS, (2, 20)))
@@ -42,7 +44,7 @@ def trained(on_host, tx, room, dtype, *, jitted=False, accumulate=False, **setti
     """Parameters and state after a few steps, the last loss, and where all was."""
     params, frozen, batch = made(dtype)
     model = po.split_layers(loss, params, batch, frozen=frozen)
-    where = {"on_host": on_host, "min_size": 1000}
+    where = {"on_host": on_host, "min_size": 2}
     params, frozen = model.stack(params, **where), model.stack_frozen(frozen, **where)
     state, workspace = tx.init(params), model.workspace(params, **room)
     step = po.layerwise_step(model, tx, accumulate=accumulate, **settings)
@@ -85,7 +87,7 @@ def test_numbers_are_those_of_the_device(way, bits):
         tx, dtype = po.paged_adamw_8bit(1e-2, master_remainders=True), "bfloat16"
     alone, there, _ = trained(False, tx, room, dtype, **step)
     found, here, kinds = trained("all", tx, room, dtype, **step)
-    assert kinds.count("pinned_host") == 6  # all but the layers' scales
+    assert kinds.count("pinned_host") == 9  # all but the layers' scales
     assert here == there
     reference.assert_equal(alone, found)
 

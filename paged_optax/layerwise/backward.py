@@ -120,20 +120,20 @@ class Bundle:
         model, here, x = model.fetched(rest, x)
         head = self._heads(model, here, x, keep, before, last)
         self.loss, self.metrics = head.loss, head.metrics
+        self.drest, self.dx, self.dkept = head.by_rest, head.by_output, head.by_kept
+        if here is rest:
+            return
         if several:
             x, keep = jax.tree.map(lambda x: x[0], x), jax.tree.map(_of_first, keep)
         seen = jax.tree.leaves(used(model.finished, here, x, keep, one))
         made, structure = jax.tree.flatten(head.by_rest)
         known, merge = parted(made, seen)
         known = returned(known, parted(jax.tree.leaves(rest), seen)[0])
-        # What follows the head comes after all of it: a scale's gradient, which is made
-        # of its input, would wait for the update, and the input with it. Zeros are made
-        # where they are added. Weights are not fetched beside what else was fetched.
-        ahead = [] if here is rest else self.stacks
-        known, self.dx, self.dkept, ahead = lax.optimization_barrier(
-            (known, head.by_output, head.by_kept, ahead)
+        # What follows comes after all of the head: its weights are then given up, and
+        # none are fetched beside them. Zeros are made where they are added.
+        known, self.dx, self.dkept, self.stacks = lax.optimization_barrier(
+            (known, self.dx, self.dkept, self.stacks)
         )
-        self.stacks = ahead or self.stacks
         self.drest = structure.unflatten(merge(known))
 
     def _heads(

@@ -37,8 +37,8 @@ class Guard:
         Raises:
           ValueError: If the state is not the wrapper's.
         """
-        wrapper = getattr(tx.update, "__self__", None)
-        if not isinstance(wrapper, IfFinite):
+        wrapper = wrapper_of(tx)
+        if wrapper is None:
             return cls(tx, state)
         return cls(wrapper.inner, wrapper.inside(state), state, wrapper)
 
@@ -73,3 +73,9 @@ class Guard:
     def _decided(self, measure: Measure) -> tuple[Bool[Array, ""], PyTree]:
         assert self.wrapper is not None and measure.finite is not None
         return self.wrapper.decided(measure.finite, self.outer)
+
+
+def wrapper_of(tx: optax.GradientTransformation) -> IfFinite | None:
+    """The `apply_if_finite` that a transformation is; None if it is none."""
+    wrapper = getattr(tx.update, "__self__", None)
+    return wrapper if isinstance(wrapper, IfFinite) else None

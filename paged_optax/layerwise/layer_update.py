@@ -19,12 +19,12 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.arrays import on_one_device
 from paged_optax.backend.barriers import finished
-from paged_optax.backend.memory import HOST, on_host
+from paged_optax.backend.memory import HOST, nbytes, on_host
 from paged_optax.backend.variables import like
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.apart import Apart, Leaf, scales_to
 from paged_optax.layerwise.groups import Group
-from paged_optax.layerwise.hosted import added, fetched
+from paged_optax.layerwise.hosted import added, fetched, on_device
 from paged_optax.layerwise.slices import (
     LayerIndex,
     put,
@@ -35,6 +35,10 @@ from paged_optax.transform.context import Gate, within
 from paged_optax.transform.gates import only_if
 
 Tree = TypeVar("Tree", bound=PyTree)
+
+# For each turn the whole update is traced. An embedding, a position's, a matrix of
+# outputs: what is large besides is of no layer that was found.
+_ALONE = 3
 
 
 class Applied(Apart):
@@ -161,12 +165,16 @@ class Applied(Apart):
         whole = on_one_device([params[n] for n in hosted])
         add = functools.partial(jax.tree.map, added) if whole else optax.apply_updates
         last: PyTree[Array] = new
-        for n in hosted:  # one after the other: the device holds one of them
-            (params[n], updates[n]), last = fetched((params[n], updates[n]), last)
-            made, moments = self._all_but(alone - {n}, params, updates, add)
-            last = new[n] = jax.device_put(made[n], HOST)
+        for some in _in_turn(hosted, params):
+            given = {n: (params[n], updates[n]) for n in some}
+            given, last = fetched(given, last)
+            for n, here in given.items():
+                params[n], updates[n] = here
+            made, moments = self._all_but(alone.difference(some), params, updates, add)
+            last = {n: jax.device_put(made[n], HOST) for n in some}
+            new = [last.get(n, x) for n, x in enumerate(new)]
             state = [
-                one if owner == n else x
+                one if owner in some else x
                 for x, one, owner in zip(state, moments, self.owners, strict=True)
             ]
         others = [
@@ -332,9 +340,18 @@ class Applied(Apart):
         return jax.tree.leaves(tree), jax.tree.leaves(new, is_leaf=is_quantized)
 
 
+def _in_turn(hosted: Sequence[int], params: Sequence[Array]) -> list[list[int]]:
+    """Which parameters the device holds at a time: the largest ones alone."""
+    large = sorted(hosted, key=lambda n: -nbytes(params[n]))
+    turns = [[n] for n in large[:_ALONE]] + [large[_ALONE:]]
+    return [turn for turn in turns if turn]
+
+
 def _blank(x: Leaf) -> Leaf:
     """What stands for an array whose update nobody takes: zeros, which nobody makes.
 
     A count remains what it is.
     """
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if x.ndim else x, x)
+    return jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype) if x.ndim else on_device(x), x
+    )

@@ -13,6 +13,7 @@ from jax import Array
 from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import keystr
+from paged_optax.layerwise.guard import wrapper_of
 from paged_optax.layerwise.programs import Programs
 from paged_optax.layerwise.slices import LayerIndex
 from paged_optax.transform.context import within
@@ -34,6 +35,8 @@ def tell_of_choices(
     Raises:
       ValueError: If a layer's update is not element by element, and its stack's is.
     """
+    guard = wrapper_of(tx)
+    tx = tx if guard is None else guard.inner
     alone = {**stacked, "layers": jax.tree.map(_one_axis_less, stacked["layers"])}
     flat, _ = jax.tree_util.tree_flatten_with_path(stacked)
     numbers = [n for n, (path, _) in enumerate(flat) if path[0].key == "layers"]
@@ -64,8 +67,7 @@ def tell_of_choices(
 def _one_axis_less(x: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """One layer's axes with all layers' values: as many as those have codes or none."""
     length, *axes = x.shape
-    if axes:
-        axes[0] *= length
+    axes = [length * axes[0], *axes[1:]] if axes else [length]
     return jax.ShapeDtypeStruct(axes, x.dtype)
 
 
