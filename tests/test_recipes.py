@@ -103,6 +103,21 @@ def test_float32_moments_follow_bfloat16_updates_over_explicit_axes(
     assert distances(json.dumps(recipe | chosen)) == {}
 
 
+def test_moments_keep_their_division(distances):
+    """One that only an array which is closed over makes, eagerly, beside masters."""
+    steps = [["tanh", 0, 0], ["mul", 1, 1], ["abs", 1, 4], ["copy", 2, 0]]
+    steps += [["mul", 0, 0], ["is_finite", 2, 3], ["closure", 4, 3], ["sub", 2, 1]]
+    steps += [["exp", 0, 3], ["convert", 4, 2]]
+    chosen = {"before": [], "after": [], "following": [], "mask": "masked"}
+    chosen |= {"shapes": [[300]], "tree": "list", "steps": steps, "eager": True}
+    chosen |= {"dtypes": ["bfloat16"], "gradients": ["float32"], "infinite": []}
+    chosen |= {"page_size": 500, "min_paged_size": 200, "device_budget": 0}
+    chosen |= {"mesh": {"kind": "Auto", "sizes": [4, 2]}, "active": [None] * 3}
+    chosen |= {"traced": False, "traced_init": False, "wrapper": None, "codec": None}
+    chosen |= {"masters": ["master_remainders", True], "shard_map": False}
+    assert distances(json.dumps(chosen | {"platform": "cpu"})) == {}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("breakage", fuzz_broken.BREAKAGES)
 def test_a_broken_engine_shows(breakage, monkeypatch):

@@ -93,12 +93,11 @@ class Streaming:
         return self._kept(position, new)
 
     def _kept(self, position: int, new: ArrayLike) -> ArrayLike:
-        """Chooses the new value or the old by the gate, and keeps the old's memory."""
+        """Chooses the new value or the old by the gate, and keeps the old's place."""
         old = self.arguments[position]
         new = choose_by(self.gate_of(self.analysis.owners[position]), new, old)
-        if on_host(old) and not on_host(new):
-            return jax.device_put(new, HOST)
-        return constrained(jnp.asarray(new), self.layout.shards[position - self.first])
+        new = constrained(jnp.asarray(new), self.layout.shards[position - self.first])
+        return jax.device_put(new, HOST) if on_host(old) and not on_host(new) else new
 
     def run_leaves(
         self, leaves: Sequence[tuple[LeafUpdate, list[Value]]]
