@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, PyTree
 
 from paged_optax.backend.memory import on_host
 from paged_optax.layerwise.beside import Beside, Flow, Turn
-from paged_optax.layerwise.hosted import fetched, on_device, returned
+from paged_optax.layerwise.hosted import fetched, returned
 from paged_optax.layerwise.loss import WeightedLoss, over
 from paged_optax.layerwise.model import (
     ByPrologue,
@@ -111,8 +111,7 @@ class Bundle:
         self.dtypes = [x.dtype for x in jax.tree.leaves(workspace.gradients)]
         self.widens = self.dtypes != [x.dtype for x in weights.stacks]
         if forward is None:
-            here = jax.tree.map(on_device, rest)
-            entered = model.entered(weights, here, batch, self._each)
+            entered = model.entered(weights, rest, batch, self._each)
             forward = model.forward(weights, entered)
         x, self.inputs, keep, self.context, self.stacks = forward
         one = jax.tree.map(lambda x: x[0], batch) if several else batch

@@ -18,7 +18,6 @@ from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.ahead import Ahead
 from paged_optax.layerwise.backward import Bundle
 from paged_optax.layerwise.by_host import ByHost, filled, gathering
-from paged_optax.layerwise.hosted import on_device
 from paged_optax.layerwise.loss import mean_of
 from paged_optax.layerwise.model import Forward
 from paged_optax.layerwise.output import LayerwiseOutput
@@ -135,7 +134,7 @@ class Deferred(ByHost):
         host = jax.tree.leaves(workspace.host)
         entered = self.model.entered(
             weights,
-            jax.tree.map(on_device, self._rest(weights.stacks, others)),
+            self._rest(weights.stacks, others),
             batch,
             lambda function, *arguments: function(*arguments),
         )

@@ -163,6 +163,7 @@ class Model:
         each: Callable[..., PyTree],
     ) -> Entered:
         """Runs the prologue; `each` calls a function for each micro-batch."""
+        rest = jax.tree.map(on_device, rest)  # once for all micro-batches
         x, context = each(lambda b: self.enter(rest, b), batch)
         length = weights.length
         run = lambda i, slabs, x: each(

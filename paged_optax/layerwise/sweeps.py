@@ -8,11 +8,12 @@ import jax
 from jax import Array, lax
 from jaxtyping import Float, PyTree
 
-from paged_optax.backend.memory import DEVICE, HOST, on_host
+from paged_optax.backend.memory import DEVICE, on_host
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.backward import Bundle
 from paged_optax.layerwise.beside import Beside
 from paged_optax.layerwise.guard import Guard
+from paged_optax.layerwise.hosted import returned
 from paged_optax.layerwise.layer_update import Applied
 from paged_optax.layerwise.loss import mean_of
 from paged_optax.layerwise.model import Model, Rest
@@ -114,10 +115,7 @@ class Sweeps:
 
     def _params(self, stacks: Sequence[Array], others: Sequence[Array]) -> PyTree:
         """All parameters, each where it came from."""
-        stacks = [
-            jax.device_put(x, HOST) if on_host(old) and not on_host(x) else x
-            for x, old in zip(stacks, jax.tree.leaves(self.parts.layers), strict=True)
-        ]
+        stacks = returned(list(stacks), jax.tree.leaves(self.parts.layers))
         parts = self.parts
         return jax.tree.unflatten(parts.structure, parts.joined(stacks, others))
 
