@@ -74,10 +74,10 @@ def with_master_weights(
         u \approx \mathrm{round}(m') - \theta,
 
     so that :math:`\theta + u` is the master copy rounded to the parameters' dtype. What
-    else changes the parameter moves the master copy as far: a transformation chained
-    after this one, a wrapper around it, a restore of weights alone. Where no update in
-    the parameters' dtype leads to the rounded master copy, as where a sign changes, it
-    starts again from the parameter. Then it loses at most 1/128 of the step, of
+    else changes the parameter moves the master copy as far, when the next step begins:
+    a transformation chained after this one, a wrapper around it, a restore of weights
+    alone. So does the difference where no update in the parameters' dtype leads to the
+    rounded master copy, as where a sign changes: it is at most 1/128 of the step, of
     parameters in bfloat16.
 
     Args:
@@ -119,12 +119,6 @@ def with_master_weights(
             params,
             master,
         )
-
-        def reached(m: Array, p: Array, u: Array) -> Array:
-            new = rounded(widened(p, m.dtype) + widened(u, m.dtype), p.dtype)
-            return jnp.where(rounded(m, p.dtype) == new, m, new)
-
-        master = jax.tree.map(reached, master, params, moved)
         return moved, MasterWeightsState(master, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

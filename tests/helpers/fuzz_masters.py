@@ -123,10 +123,8 @@ def _parameters_apart(p: Any, new: Any, moved: Any, wanted: Any) -> float:
 def _kept_apart(field: str, new: Any, wanted: Any, kept: Any, terms: Any) -> float:
     """How far what is kept is, in units in the last place of the larger term."""
     kept = np.asarray(kept)
-    if field == "master":
-        same = wanted.astype(new.dtype) == new
-        asked = np.where(same, wanted, new.astype(np.float32))
-    else:
+    asked = wanted
+    if field == "remainder":
         first = _position(new)
         asked = _from(first + np.clip(_position(wanted) - first, -(2**15), 2**15 - 1))
         asked = np.where(np.isfinite(wanted), asked, 0)
