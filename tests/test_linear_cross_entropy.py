@@ -240,10 +240,11 @@ def test_odd_shapes(tokens, width, words, chunk, vocab_axis, how, seed):
     tokens=st.integers(0, 100_000),
     width=st.integers(0, 20_000),
     chunk=st.none() | st.integers(1, 300_000),
+    one_device=st.booleans(),
 )
-def test_chunks(vocab, axis, tokens, width, chunk):
+def test_chunks(vocab, axis, tokens, width, chunk, one_device):
     """Of equal blocks, and of no more entries than asked for."""
-    chunks = Chunks.of(vocab, axis, tokens, width, chunk)
+    chunks = Chunks.of(vocab, axis, tokens, width, chunk, one_device)
     assert vocab % chunks.blocks == 0
     most = chunk or max(2048, 32 * MIB // max(tokens, width, 1))
     assert min(most, vocab) / 2 < chunks.blocks * chunks.size <= most
@@ -394,11 +395,13 @@ def test_in_a_layerwise_step(tied):
     assert far(made[0], made[1]) <= 1e-5
 
 
-TOKENS, WIDTH, VOCABULARY = 8192, 2560, 151936
+TOKENS, WIDTH, VOCABULARY, LLAMA3_WORDS = 8192, 2560, 151936, 128256
 REPLICATED = P()
 
 
-def program(function, vocab_axis=0, tokens=REPLICATED, head=REPLICATED):
+def program(
+    function, vocab_axis=0, tokens=REPLICATED, head=REPLICATED, words=VOCABULARY
+):
     """What `aot` compiles: loss and gradients, in bfloat16."""
 
     def build(mesh):
@@ -406,7 +409,7 @@ def program(function, vocab_axis=0, tokens=REPLICATED, head=REPLICATED):
         make = lambda shape, dtype, spec: jax.ShapeDtypeStruct(
             shape, dtype, sharding=place(spec)
         )
-        shape = (WIDTH, VOCABULARY) if vocab_axis else (VOCABULARY, WIDTH)
+        shape = (WIDTH, words) if vocab_axis else (words, WIDTH)
         args = (
             make((TOKENS, WIDTH), jnp.bfloat16, tokens),
             make(shape, jnp.bfloat16, head),
@@ -423,10 +426,11 @@ def program(function, vocab_axis=0, tokens=REPLICATED, head=REPLICATED):
 @pytest.mark.slow
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
 @pytest.mark.parametrize("vocab_axis", [0, 1])
-def test_bytes(compile_for, vocab_axis):
+@pytest.mark.parametrize("words", [VOCABULARY, LLAMA3_WORDS])
+def test_bytes(compile_for, vocab_axis, words):
     """Few chunks, and the head's gradient is in no other buffer than its own."""
     function = functools.partial(po.linear_cross_entropy, vocab_axis=vocab_axis)
-    report = compile_for(program(function, vocab_axis))
+    report = compile_for(program(function, vocab_axis, words=words))
     assert report.device_temp <= 300 * MIB
 
 

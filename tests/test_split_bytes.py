@@ -14,6 +14,9 @@ from paged_optax.layerwise.slices import FETCHES_AHEAD
 #: Real proportions, as narrow as compiles in seconds.
 SMALL = Config(width=1024, inner=2816, heads=8, grouped=2, layers=8, vocabulary=8192)
 LLAMA3_70B = Config.of(decoder.LLAMA3_70B, normed=False)
+LLAMA3_8B = dataclasses.replace(
+    LLAMA3_70B, width=4096, heads=32, inner=14336, layers=32
+)
 SIZE = (2, 512)
 
 
@@ -79,6 +82,19 @@ def test_bytes_of_qwen3_4b(size, config, settings, most):
     total = aot.h200(build).device_total / 2**30
     print(f"{total:.3f} GiB")
     assert total <= most
+
+
+@pytest.mark.compiler
+@pytest.mark.slow
+def test_bytes_of_an_output_matrix():
+    """GiB on an H200 of 4 layers of Llama 3: the matrix, its gradient, no third."""
+    config = dataclasses.replace(LLAMA3_8B, layers=4, fused=True)
+    model = real_decoder.split(config, (8, 512))
+    tx = po.paged_adamw_8bit(1e-5)
+    build = real_decoder.step(config, model, tx, (8, 512), on_host=True)
+    total = aot.h200(build).device_total / 2**30
+    print(f"{total:.3f} GiB")
+    assert total <= 6.6
 
 
 @pytest.mark.slow

@@ -46,13 +46,23 @@ class Chunks:
 
     @staticmethod
     def of(
-        vocab: int, axis: int, tokens: int, width: int, chunk: int | None
+        vocab: int,
+        axis: int,
+        tokens: int,
+        width: int,
+        chunk: int | None,
+        one_device: bool = False,
     ) -> "Chunks":
-        """Chunks of about as many entries as asked for."""
+        """Chunks of about as many entries as asked for.
+
+        On one device the last axis is one block: for two, XLA:TPU copies the whole head
+        for each chunk.
+        """
         if chunk is None:
             chunk = max(_LEAST, _BYTES // (4 * max(tokens, width, 1)))
         size, tile, blocks = min(chunk, vocab), _TILES[axis], 1
-        while blocks < _MOST_BLOCKS and 2 * blocks * tile <= size:
+        most = 1 if one_device and axis == 1 else _MOST_BLOCKS
+        while blocks < most and 2 * blocks * tile <= size:
             if vocab % (2 * blocks * tile):
                 break
             blocks *= 2

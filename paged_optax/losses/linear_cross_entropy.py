@@ -10,6 +10,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Integer
 
+from paged_optax.backend.arrays import on_one_device
 from paged_optax.backend.explicit_axes import automatically
 from paged_optax.backend.given import refuse_no_count, refuse_no_rate, shown
 from paged_optax.backend.manual_axes import varying, varying_axes
@@ -134,7 +135,8 @@ def linear_cross_entropy(
     if chunk is not None:
         refuse_no_count("chunk", chunk, 1)
     vocab, width = head.shape[vocab_axis], head.shape[1 - vocab_axis]
-    chunks = Chunks.of(vocab, vocab_axis, labels.size, width, chunk)
+    one = on_one_device(head)
+    chunks = Chunks.of(vocab, vocab_axis, labels.size, width, chunk, one)
 
     def losses(x: Array, head: Array, labels: Array, bias: Array | None) -> Array:
         # What a cotangent is summed over is then known outside `_scores`.
