@@ -37,6 +37,9 @@ BUILD = {
     "layerwise, weights on host": lambda: decoder.layerwise(
         MODEL, PAGED, weights_on_host=True
     ),
+    "layerwise, all on host": lambda: decoder.layerwise(
+        MODEL, PAGED, weights_on_host=True, rest_on_host=True
+    ),
 }
 
 
@@ -48,6 +51,7 @@ SHARES = {
     "paged": (0.8, 1.03),
     "layerwise": (0.8, 1.03),
     "layerwise, weights on host": (0.7, 1.03),
+    "layerwise, all on host": (0.7, 1.03),
 }
 
 
@@ -80,6 +84,7 @@ def test_moments_and_link_are_those_of_the_plan():
         "paged, dynamic_int8",
         "layerwise, dynamic_int8",
         "layerwise, dynamic_int8, weights on host",
+        "layerwise, dynamic_int8, all on host",
     ]
     for row, codec in zip(ways[2:4], (None, "dynamic_int8"), strict=True):
         tx = po.paged_lion(1e-4, codec=codec, master_dtype="float32")
@@ -103,15 +108,15 @@ def numbered(form):
 
 @pytest.mark.parametrize("form", ["layers_{}", "model.layers.{}.mlp", "{}"])
 def test_layers_by_number(form):
-    *_, layerwise, _ = po.what_fits(numbered(form), device_memory="1MiB")
+    *_, layerwise, _, on_host = po.what_fits(numbered(form), device_memory="1MiB")
     assert layerwise.gradients == 4 * (64 + 32)
+    assert on_host.gradients == 4 * 64
 
 
 def test_layers_stacked_under_another_key():
     params = {"model": {"blocks": {"kernel": shape(3, 8, 8)}}}
     *_, layerwise, _ = po.what_fits(params, device_memory="1MiB", layers="blocks")
     assert layerwise.gradients == 4 * 64
-
     assert "stacked" not in ways_of(params, layers="blocks")
 
 
@@ -122,9 +127,9 @@ def ways_of(params, *args, **arguments):
 
 
 @pytest.mark.parametrize("form", ["layers_{}", "model.layers.{}.mlp"])
-def test_numbered_layers_are_told_what_layerwise_takes(form):
+def test_numbered_layers_are_told_what_takes_them(form):
     first = form.format(0).removesuffix(".mlp")
-    wanted = f"from '{first}' on. Layerwise takes them stacked on the leading axis"
+    wanted = f"from '{first}' on: split_layers takes a loss of them as it is."
     assert wanted in ways_of(numbered(form))
 
 

@@ -46,9 +46,10 @@ def what_fits(
     | paged | of all parameters | small ones | pages |
     | layerwise | of one layer, and the rest | small ones | one layer's |
 
-    "One layer's" are its moments and its updates. A last row has the layers' weights on
-    the host too. With `codec` there are two rows for paged, without it and with it. The
-    layerwise rows have it too. The names of rows say so.
+    "One layer's" are its moments and its updates. Two more rows have the layers'
+    weights on the host too, and all: `model.stack(params, on_host="all")`. With `codec`
+    there are two rows for paged, without it and with it. Layerwise rows have it too.
+    The names of rows say so.
 
     Bytes of moments, of pages and of the link are `plan`'s. The sums are bounds: XLA's
     own buffer assignment for an H200 is at most 3% above those of paged and layerwise,
@@ -84,10 +85,10 @@ def what_fits(
       >>> import paged_optax as po
       >>> ways = po.what_fits(po.model_shapes("8B"), device_memory="24GiB")
       >>> [way.way for way in ways.fitting]
-      ['layerwise, weights on host']
+      ['layerwise, weights on host', 'layerwise, all on host']
       >>> ways = po.what_fits(po.model_shapes("8B"), device_memory="32GiB")
       >>> [way.way for way in ways.fitting]
-      ['layerwise', 'layerwise, weights on host']
+      ['layerwise', 'layerwise, weights on host', 'layerwise, all on host']
     """
     limit = _limit(device_memory)
     refuse_no_arrays("params", params)
@@ -141,6 +142,9 @@ def what_fits(
         way = _layerwise(f"{_LAYERWISE}{name}", parameters, found, resident, coded)
         way = dataclasses.replace(way, link_seconds=coded.link_bytes / rate)
         rows += [way, _with_weights_on_host(way, found, rate)]
+        rows += [_with_all_on_host(rows[-1], way, found, coded, rate)] * (
+            found.rest > 0
+        )
     remarks = tuple(_remarks(codec is not None, found, by_element, layers))
     if teraflops is not None:
         values = sum(x.size for x in jax.tree.leaves(params))
@@ -190,9 +194,8 @@ def _remarks(
         )
     elif found.numbered:
         yield (
-            f"Layers are numbered here, from {found.numbered!r} on. Layerwise takes"
-            f" them stacked on the leading axis under the key {key!r}, as nnx.vmap,"
-            " nnx.scan and Linen's nn.scan stack them."
+            f"Layers are numbered here, from {found.numbered!r} on: split_layers takes"
+            " a loss of them as it is."
         )
 
 
@@ -261,4 +264,35 @@ def _with_weights_on_host(way: Footprint, layers: Layers, rate: float) -> Footpr
         parameters=layers.rest + layers.largest,
         host=way.host + stacks,
         link_seconds=way.link_seconds + 3 * stacks / rate,
+    )
+
+
+def _with_all_on_host(
+    layers_there: Footprint, way: Footprint, layers: Layers, plan: PagePlan, rate: float
+) -> Footprint:
+    """The same way, what is beside the layers on the host too.
+
+    Each parameter is read twice for the passes, as a tied embedding is, and for its
+    update, and written. The largest one's gradient waits on the host. At its update the
+    device has that parameter, the update and its pages, beside the workspace.
+
+    Args:
+      layers_there: The way with the layers' weights on the host.
+      way: The way with all weights on the device.
+      layers: The layers.
+      plan: How its moments are paged.
+      rate: Bytes a second over the link.
+    """
+    one, other = layers.largest, layers.largest_of_rest
+    # The sum of parameter and update is made in sixteen parts, two of them at a time.
+    at_rest = other, one + other, plan.scratch_bytes + other // 8
+    parameters, gradients, scratch = max((one, one, way.scratch), at_rest, key=sum)
+    return dataclasses.replace(
+        layers_there,
+        way=f"{way.way}, all on host",
+        parameters=parameters,
+        gradients=gradients,
+        scratch=scratch,
+        host=layers_there.host + layers.rest + other,
+        link_seconds=layers_there.link_seconds + (4 * layers.rest + 2 * other) / rate,
     )

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import re
+from collections.abc import Sequence
 
 import jax
 from jaxtyping import PyTree
@@ -18,12 +19,14 @@ class Layers:
     Attributes:
       largest: Bytes of one layer's parameters.
       rest: Bytes of all parameters that are no layer's.
+      largest_of_rest: Bytes of the largest of them.
       numbered: How the first one is named, as in `"model.layers.0"`; empty if they are
         stacked.
     """
 
     largest: int
     rest: int
+    largest_of_rest: int
     numbered: str = ""
 
 
@@ -41,16 +44,17 @@ def find_layers(params: PyTree, key: str) -> Layers | None:
     leaves = [
         (slashed(path), x) for path, x in jax.tree_util.tree_leaves_with_path(params)
     ]
-    total = nbytes(params)
     inside = [x for path, x in leaves if key in path.split("/")]
     lengths = {x.shape[:1] for x in inside}
     if len(lengths) == 1 and lengths != {()}:
         ((length,),) = lengths
-        return Layers(nbytes(inside) // max(1, length), total - nbytes(inside))
+        outside = [x for path, x in leaves if key not in path.split("/")]
+        largest = nbytes(inside) // max(1, length)
+        return Layers(largest, nbytes(outside), _largest(outside))
     numbered: dict[tuple[str, int], dict[str, jax.ShapeDtypeStruct]] = {}
+    of = lambda path: re.match(r"(\D*)(\d+)([^\d].*)", path)  # with something inside
     for path, x in leaves:
-        match = re.match(r"(\D*)(\d+)([^\d].*)", path)  # with something inside it
-        if match:
+        if match := of(path):
             layer = numbered.setdefault((match[1], int(match[2])), {})
             layer[match[3]] = jax.ShapeDtypeStruct(x.shape, x.dtype)
     families: dict[object, list[tuple[str, int]]] = collections.defaultdict(list)
@@ -61,5 +65,12 @@ def find_layers(params: PyTree, key: str) -> Layers | None:
     most = max(several, key=size, default=None)
     if most is None:
         return None
-    first = min(most)
-    return Layers(nbytes(numbered[first]), total - size(most), f"{first[0]}{first[1]}")
+    in_family = lambda match: match and (match[1], int(match[2])) in most
+    outside = [x for path, x in leaves if not in_family(of(path))]
+    (prefix, number), largest = min(most), nbytes(numbered[min(most)])
+    return Layers(largest, nbytes(outside), _largest(outside), f"{prefix}{number}")
+
+
+def _largest(leaves: Sequence[jax.ShapeDtypeStruct]) -> int:
+    """Bytes of the largest of some arrays."""
+    return max(map(nbytes, leaves), default=0)
