@@ -312,8 +312,12 @@ def test_other_mistakes():
     with pytest.raises(po.SplitError, match="of two layers or more. Give the layers"):
         po.split_layers(loss, zoo.parameters(1), batch)
     model = po.split_layers(loss, params, batch)
-    with pytest.raises(ValueError, match="pass the same tree"):
+    with pytest.raises(ValueError, match=r"has no \['embed'\]\. Pass a tree"):
         model.stack({"layers": params["layers"]})
+    with pytest.raises(ValueError, match=r"and has \['layers'\]\['down'\], which that"):
+        model.stack(model.stack(params))
+    with pytest.raises(ValueError, match="it has other containers"):
+        model.stack(params | {"layers": tuple(params["layers"])})
     with pytest.raises(ValueError, match="has shape .* split the model again"):
         model.stack(jax.tree.map(lambda x: x[None], params))
     with pytest.raises(ValueError, match="no 'layers/down': pass the tree that"):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -93,10 +93,7 @@ class Stacking:
         refuse_no_arrays(self.argument, tree)
         flat, structure = jax.tree.flatten(tree)
         if structure != self.structure:
-            raise ValueError(
-                f"{self.argument} has the structure {structure}, and split_layers was"
-                f" given {self.structure}: pass the same tree, or split it again."
-            )
+            _refuse_other_tree(self.argument, tree, self.paths)
         for path, x, shape in zip(self.paths, flat, self.shapes, strict=True):
             if tuple(x.shape) != shape:
                 raise ValueError(
@@ -104,6 +101,26 @@ class Stacking:
                     f" split_layers was given {shape}: split the model again."
                 )
         return flat
+
+
+def _refuse_other_tree(
+    argument: str, tree: PyTree, known: Sequence[KeyPath]
+) -> NoReturn:
+    """Names a leaf that one of two trees of different structures has alone."""
+    names = lambda paths: dict.fromkeys(map(keystr, paths))
+    given = names(path for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+    wanted = names(known)
+    lacks = next((name for name in wanted if name not in given), None)
+    other = next((name for name in given if name not in wanted), None)
+    differs = [
+        f"has no {lacks}" if lacks else "",
+        f"has {other}, which that had not" if other else "",
+    ]
+    raise ValueError(
+        f"{argument} is no tree like that which split_layers was given: it"
+        f" {' and '.join(filter(None, differs)) or 'has other containers'}. Pass a tree"
+        " that the loss takes, as model.unstack returns it, or split it again."
+    )
 
 
 def nested(leaves: Mapping[Names, Shaped]) -> dict[str, PyTree]:
