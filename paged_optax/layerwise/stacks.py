@@ -30,7 +30,8 @@ def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
     Args:
       layers: The layers' parameters, stacked on the leading axis of each leaf, or their
         `ShapeDtypeStruct`s. NumPy arrays go to the host without a detour.
-      min_size: Leaves of fewer bytes a layer stay on the device.
+      min_size: Leaves of fewer bytes a layer stay on the device; so do those of which
+        a layer has a vector or a number.
 
     Returns:
       The layers; the larger leaves in host memory.

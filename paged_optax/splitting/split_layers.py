@@ -234,7 +234,7 @@ class SplitModel(LayerwiseModel):
             prologue, the epilogue and their update, and their gradients wait on the
             host in between.
           min_size: Leaves of fewer bytes, those of layers of fewer a layer, stay on the
-            device.
+            device; so do a layer's vectors.
 
         Returns:
           `{"layers": ..., "rest": ...}`: nested dicts of the paths' names. Each leaf of
