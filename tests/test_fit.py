@@ -1,5 +1,6 @@
 """`what_fits` against XLA's own bytes, for a decoder in miniature."""
 
+import dataclasses
 import inspect
 import re
 
@@ -111,6 +112,28 @@ def test_layers_by_number(form):
     *_, layerwise, _, on_host = po.what_fits(numbered(form), device_memory="1MiB")
     assert layerwise.gradients == 4 * (64 + 32)
     assert on_host.gradients == 4 * 64
+
+
+def test_a_list_of_layers_is_no_stack():
+    """Its matrices and vectors begin with one width; a digit may come before."""
+    layers = [{"w": shape(64, 64), "b": shape(64)}] * 8
+    wanted = po.what_fits({"blocks": layers}, device_memory="1GiB")
+    assert wanted[3].gradients == 4 * 64 * 65
+    for params in (
+        {"layers": layers},
+        {"gpt2": {f"h_{i}": layers[0] for i in range(8)}},
+    ):
+        found = po.what_fits(params, device_memory="1GiB")
+        assert [dataclasses.astuple(x) for x in found] == [
+            dataclasses.astuple(x) for x in wanted
+        ]
+
+
+def test_a_norm_beside_the_layers_takes_no_pages():
+    params = {"layers": {"w": shape(8, 1024, 1024)}, "norm": shape(1024)}
+    *_, there, every = po.what_fits(params, device_memory="1GiB")
+    assert every.way == "layerwise, all on host"
+    assert every.device <= there.device
 
 
 def test_layers_stacked_under_another_key():

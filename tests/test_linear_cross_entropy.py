@@ -338,6 +338,22 @@ def test_on_a_mesh(kind, tokens, head):
     assert found[1]["head"].sharding.is_equivalent_to(there["head"].sharding, 2)
 
 
+def test_a_head_that_its_type_does_not_divide():
+    """Traced by its shape, as `split_layers` does: no device then gathers all of it."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    place = lambda *spec: NamedSharding(mesh, P(*spec))
+    make = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def loss(head, x):
+        labels = jnp.zeros(len(x), jnp.int32)
+        return po.linear_cross_entropy(x, head, labels, vocab_axis=1, chunk=1024).mean()
+
+    given, over = (place(None, "x"), place()), place(None, "x")
+    grad = jax.jit(jax.grad(loss), in_shardings=given, out_shardings=over)
+    text = grad.lower(make(32, 8192), make(16, 32)).compile().as_text()
+    assert "all-gather" not in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_a_shard_map(check_vma):
@@ -427,8 +443,9 @@ def program(
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("words", [VOCABULARY, LLAMA3_WORDS])
-def test_bytes(compile_for, vocab_axis, words):
+def test_bytes(compile_for, vocab_axis, words, monkeypatch):
     """Few chunks, and the head's gradient is in no other buffer than its own."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     function = functools.partial(po.linear_cross_entropy, vocab_axis=vocab_axis)
     report = compile_for(program(function, vocab_axis, words=words))
     assert report.device_temp <= 300 * MIB

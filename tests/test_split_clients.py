@@ -7,13 +7,17 @@ import importlib
 import importlib.util
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import paged_optax as po
+from helpers import aot
+from helpers.programs import placed, shardings, state_on
 from helpers.split_trained import RATE, STEPS, close, split, trained
 from paged_optax.backend.memory import on_host
+from paged_optax.layerwise.slices import FETCHES_AHEAD
 
 pytestmark = [
     pytest.mark.slow,
@@ -66,12 +70,16 @@ CASES = [(*script, name) for script, names in MODELS.items() for name in names]
 EPS = 1e-4
 
 
-@pytest.mark.parametrize(("script", "package", "name"), CASES)
-def test_trains_as_optax(script, package, name):
+def client(script, package):
+    """The module of a package's models."""
     if importlib.util.find_spec(package) is None:
         pytest.skip('not installed: pip install ".[clients,tunix]"')
-    made = importlib.import_module(f"clients.{script}").MODELS[name]
-    loss, params, batch, *frozen = made()
+    return importlib.import_module(f"clients.{script}")
+
+
+@pytest.mark.parametrize(("script", "package", "name"), CASES)
+def test_trains_as_optax(script, package, name):
+    loss, params, batch, *frozen = client(script, package).MODELS[name]()
     plain = optax.adamw(RATE, eps=EPS)
     wanted, theirs = trained(loss, params, frozen, [batch] * STEPS, plain)
     model = split(loss, params, batch, *frozen)
@@ -94,3 +102,42 @@ def test_trains_as_optax(script, package, name):
     assert theirs[-1] < theirs[0]
     close(model.unstack(stacked), wanted)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(base), before)
+
+
+#: Weights of the layers on the host, and a sequence of 512 tokens a step; all on the
+#: host, and four of 2048, one after the other; gradients and activations wait there.
+WAYS = {
+    "1 x 512": (True, None, 513, 2.3 if FETCHES_AHEAD else 2.7),
+    "4 x 2048": ("all", 4, 2049, 3.5),
+}
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("way", WAYS)
+def test_bytes_of_qwen3_4b(way):
+    """GiB of Tunix's own, with all its logits, in eight bits, on an H200."""
+    on_host, parts, tokens, most = WAYS[way]
+    loss, params = client("split_tunix", "tunix").qwen3_4b()
+    batch = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+    model = po.split_layers(loss, params, batch)
+    tx = po.paged_adamw_8bit(1e-5, master_remainders=True)
+    step = po.layerwise_step(
+        model, tx, accumulate=parts is not None, activations_on_host=parts is not None
+    )
+
+    def build(mesh):
+        device, _ = aot.placements(mesh)
+        stacked = model.stack(placed(params, device), on_host=on_host)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), stacked)
+        state = state_on(mesh, tx, shapes)
+        workspace = model.workspace(stacked, host_dtype="bfloat16" if parts else None)
+        shape = batch.shape if parts is None else (parts, *batch.shape)
+        given = placed(jax.ShapeDtypeStruct(shape, batch.dtype), device)
+        args = stacked, state, workspace, given
+        places = *shardings(args[:3]), device
+        how = {"donate_argnums": (0, 1, 2), "keep_unused": True}
+        return jax.jit(step, out_shardings=places, **how), args
+
+    total = aot.h200(build).device_total / 2**30
+    print(f"{total:.3f} GiB")
+    assert total <= most

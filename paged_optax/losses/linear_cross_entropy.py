@@ -135,7 +135,8 @@ def linear_cross_entropy(
     if chunk is not None:
         refuse_no_count("chunk", chunk, 1)
     vocab, width = head.shape[vocab_axis], head.shape[1 - vocab_axis]
-    one = on_one_device(head)
+    # What is traced by its shape, by `split_layers` too, may be divided when it runs.
+    one = jax.device_count() == 1 and on_one_device(head)
     chunks = Chunks.of(vocab, vocab_axis, labels.size, width, chunk, one)
 
     def losses(x: Array, head: Array, labels: Array, bias: Array | None) -> Array:

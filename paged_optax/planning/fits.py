@@ -284,8 +284,9 @@ def _with_all_on_host(
       rate: Bytes a second over the link.
     """
     one, other = layers.largest, layers.largest_of_rest
+    moments = (way.scratch - one) * other // max(1, one)
     # The sum of parameter and update is made in sixteen parts, two of them at a time.
-    at_rest = other, one + other, plan.scratch_bytes + other // 8
+    at_rest = other, one + other, min(plan.scratch_bytes, moments) + other // 8
     parameters, gradients, scratch = max((one, one, way.scratch), at_rest, key=sum)
     return dataclasses.replace(
         layers_there,

@@ -3,13 +3,15 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 from jaxtyping import PyTree
 
 from paged_optax.backend.key_paths import slashed
 from paged_optax.backend.memory import nbytes
+
+_Leaf = tuple[str, jax.ShapeDtypeStruct]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,33 +46,48 @@ def find_layers(params: PyTree, key: str) -> Layers | None:
     leaves = [
         (slashed(path), x) for path, x in jax.tree_util.tree_leaves_with_path(params)
     ]
-    inside = [x for path, x in leaves if key in path.split("/")]
-    lengths = {x.shape[:1] for x in inside}
-    if len(lengths) == 1 and lengths != {()}:
-        ((length,),) = lengths
-        outside = [x for path, x in leaves if key not in path.split("/")]
-        largest = nbytes(inside) // max(1, length)
-        return Layers(largest, nbytes(outside), _largest(outside))
-    numbered: dict[tuple[str, int], dict[str, jax.ShapeDtypeStruct]] = {}
-    of = lambda path: re.match(r"(\D*)(\d+)([^\d].*)", path)  # with something inside
-    for path, x in leaves:
-        if match := of(path):
-            layer = numbered.setdefault((match[1], int(match[2])), {})
-            layer[match[3]] = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    inside = [n for n, (path, _) in enumerate(leaves) if key in path.split("/")]
+    size = lambda chosen: nbytes([leaves[n][1] for n in chosen])
+    if length := _stacked([leaves[n] for n in inside], key):
+        outside = set(range(len(leaves))).difference(inside)
+        return Layers(size(inside) // length, size(outside), _largest(leaves, outside))
+    numbered: dict[tuple[str, int], dict[str, int]] = {}
+    for n, (path, _) in enumerate(leaves):
+        for match in re.finditer(r"\d+(?=[^\d])", path):  # with something inside it
+            layer = numbered.setdefault((path[: match.start()], int(match[0])), {})
+            layer[path[match.end() :]] = n
     families: dict[object, list[tuple[str, int]]] = collections.defaultdict(list)
+    kind = lambda x: (x.shape, x.dtype)
     for (prefix, number), layer in numbered.items():
-        families[prefix, frozenset(layer.items())].append((prefix, number))
-    size = lambda family: sum(nbytes(numbered[layer]) for layer in family)
+        alike = frozenset((name, kind(leaves[n][1])) for name, n in layer.items())
+        families[prefix, alike].append((prefix, number))
+    of = lambda family: {n for layer in family for n in numbered[layer].values()}
     several = (family for family in families.values() if len(family) > 1)
-    most = max(several, key=size, default=None)
+    most = max(several, key=lambda family: size(of(family)), default=None)
     if most is None:
         return None
-    in_family = lambda match: match and (match[1], int(match[2])) in most
-    outside = [x for path, x in leaves if not in_family(of(path))]
-    (prefix, number), largest = min(most), nbytes(numbered[min(most)])
-    return Layers(largest, nbytes(outside), _largest(outside), f"{prefix}{number}")
+    (prefix, number), one = min(most), numbered[min(most)].values()
+    outside = set(range(len(leaves))) - of(most)
+    largest = _largest(leaves, outside)
+    return Layers(size(one), size(outside), largest, f"{prefix}{number}")
 
 
-def _largest(leaves: Sequence[jax.ShapeDtypeStruct]) -> int:
-    """Bytes of the largest of some arrays."""
-    return max(map(nbytes, leaves), default=0)
+def _stacked(inside: Sequence[_Leaf], key: str) -> int | None:
+    """The length of the stacks under a key; None if they are none.
+
+    Arrays of a list of layers, which may begin with one width, have fewer than three
+    axes.
+    """
+    lengths = {x.shape[:1] for _, x in inside}
+    if len(lengths) != 1 or lengths == {()}:
+        return None
+    listed = any(re.search(rf"(^|/){re.escape(key)}/\D*\d+(/|$)", x) for x, _ in inside)
+    if listed and max(len(x.shape) for _, x in inside) < 3:
+        return None
+    ((length,),) = lengths
+    return length
+
+
+def _largest(leaves: Sequence[_Leaf], chosen: Iterable[int]) -> int:
+    """Bytes of the largest of some leaves."""
+    return max((nbytes(leaves[n][1]) for n in chosen), default=0)

@@ -156,9 +156,10 @@ def way(x: Array, master: Array, dtype: DTypeLike) -> Array:
 
     It leads to the rounded master copy, where any update does. One that just moves the
     parameter goes a whole unit in its last place: what is chained after then counts
-    each unit once, and steps below a unit add up to what they are. A larger one is as
-    near to the difference as the dtype allows, so that what is chained after rounds it
-    no worse than an update of parameters without a master copy.
+    each unit once, and steps below a unit add up to what they are. If it halves them,
+    none moves the parameter. A larger one is as near to the difference as the dtype
+    allows, so that what is chained after rounds it no worse than an update of
+    parameters without a master copy.
 
     Args:
       x: The parameter, in the master's dtype.

@@ -71,6 +71,20 @@ def whole(*args, **sizes):
     return loss, params, TOKENS
 
 
+def qwen3_4b():
+    """The loss of Qwen3-4B in bfloat16, and its parameters' shapes."""
+    module, narrow = module_of("qwen3"), jnp.bfloat16
+    config = module.ModelConfig.qwen3_4b()
+    config = dataclasses.replace(config, dtype=narrow, param_dtype=narrow)
+    model = nnx.eval_shape(lambda: module.Qwen3(config, rngs=nnx.Rngs(0)))
+    graphdef, params, others = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, batch):
+        return loss_of(nnx.merge(graphdef, params, others), batch)
+
+    return loss, params
+
+
 def adapters(*args, qtype=None, **sizes):
     """LoRA, or QLoRA: the base is frozen."""
     # Stacks of 4096 values a layer go to the host.
