@@ -142,9 +142,8 @@ def what_fits(
         way = _layerwise(f"{_LAYERWISE}{name}", parameters, found, resident, coded)
         way = dataclasses.replace(way, link_seconds=coded.link_bytes / rate)
         rows += [way, _with_weights_on_host(way, found, rate)]
-        rows += [_with_all_on_host(rows[-1], way, found, coded, rate)] * (
-            found.rest > 0
-        )
+        if found.rest:
+            rows.append(_with_all_on_host(rows[-1], way, found, coded, rate))
     remarks = tuple(_remarks(codec is not None, found, by_element, layers))
     if teraflops is not None:
         values = sum(x.size for x in jax.tree.leaves(params))

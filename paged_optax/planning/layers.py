@@ -81,7 +81,8 @@ def _stacked(inside: Sequence[_Leaf], key: str) -> int | None:
     lengths = {x.shape[:1] for _, x in inside}
     if len(lengths) != 1 or lengths == {()}:
         return None
-    listed = any(re.search(rf"(^|/){re.escape(key)}/\D*\d+(/|$)", x) for x, _ in inside)
+    number = re.compile(rf"(^|/){re.escape(key)}/[^/\d]*\d+(/|$)")
+    listed = any(number.search(path) for path, _ in inside)
     if listed and max(len(x.shape) for _, x in inside) < 3:
         return None
     ((length,),) = lengths
