@@ -143,7 +143,7 @@ def what_fits(
         way = dataclasses.replace(way, link_seconds=coded.link_bytes / rate)
         rows += [way, _with_weights_on_host(way, found, rate)]
         if found.rest:
-            rows.append(_with_all_on_host(rows[-1], way, found, coded, rate))
+            rows.append(_with_all_on_host(rows[-1], way, found, resident, coded, rate))
     remarks = tuple(_remarks(codec is not None, found, by_element, layers))
     if teraflops is not None:
         values = sum(x.size for x in jax.tree.leaves(params))
@@ -240,9 +240,14 @@ def _layerwise(
     """What a layerwise step takes."""
     # The layer's moments travel while its gradients are computed, in float32 or the
     # parameters' dtype.
-    moments = resident.device_bytes * layers.largest // max(1, parameters)
+    moments = _moments_of(layers.largest, parameters, resident)
     gradients, scratch = layers.largest + layers.rest, layers.largest + moments
     return _footprint(parameters, way, gradients, coded, scratch=scratch)
+
+
+def _moments_of(size: int, parameters: int, resident: PagePlan) -> int:
+    """Bytes of the moments of so many bytes of the parameters, as Optax has them."""
+    return resident.device_bytes * size // max(1, parameters)
 
 
 def _with_weights_on_host(way: Footprint, layers: Layers, rate: float) -> Footprint:
@@ -267,7 +272,12 @@ def _with_weights_on_host(way: Footprint, layers: Layers, rate: float) -> Footpr
 
 
 def _with_all_on_host(
-    layers_there: Footprint, way: Footprint, layers: Layers, plan: PagePlan, rate: float
+    layers_there: Footprint,
+    way: Footprint,
+    layers: Layers,
+    resident: PagePlan,
+    coded: PagePlan,
+    rate: float,
 ) -> Footprint:
     """The same way, what is beside the layers on the host too.
 
@@ -279,13 +289,14 @@ def _with_all_on_host(
       layers_there: The way with the layers' weights on the host.
       way: The way with all weights on the device.
       layers: The layers.
-      plan: How its moments are paged.
+      resident: The plan of moments on the device.
+      coded: The plan of the way's.
       rate: Bytes a second over the link.
     """
     one, other = layers.largest, layers.largest_of_rest
-    moments = (way.scratch - one) * other // max(1, one)
+    moments = _moments_of(other, way.parameters, resident)
     # The sum of parameter and update is made in sixteen parts, two of them at a time.
-    at_rest = other, one + other, min(plan.scratch_bytes, moments) + other // 8
+    at_rest = other, one + other, min(coded.scratch_bytes, moments) + other // 8
     parameters, gradients, scratch = max((one, one, way.scratch), at_rest, key=sum)
     return dataclasses.replace(
         layers_there,

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 from jaxtyping import PyTree
@@ -48,9 +48,13 @@ def find_layers(params: PyTree, key: str) -> Layers | None:
     ]
     inside = [n for n, (path, _) in enumerate(leaves) if key in path.split("/")]
     size = lambda chosen: nbytes([leaves[n][1] for n in chosen])
+
+    def beside(largest: int, inside: Collection[int], first: str = "") -> Layers:
+        rest = [nbytes(x) for n, (_, x) in enumerate(leaves) if n not in inside]
+        return Layers(largest, sum(rest), max(rest, default=0), first)
+
     if length := _stacked([leaves[n] for n in inside], key):
-        outside = set(range(len(leaves))).difference(inside)
-        return Layers(size(inside) // length, size(outside), _largest(leaves, outside))
+        return beside(size(inside) // length, set(inside))
     numbered: dict[tuple[str, int], dict[str, int]] = {}
     for n, (path, _) in enumerate(leaves):
         for match in re.finditer(r"\d+(?=[^\d])", path):  # with something inside it
@@ -67,9 +71,7 @@ def find_layers(params: PyTree, key: str) -> Layers | None:
     if most is None:
         return None
     (prefix, number), one = min(most), numbered[min(most)].values()
-    outside = set(range(len(leaves))) - of(most)
-    largest = _largest(leaves, outside)
-    return Layers(size(one), size(outside), largest, f"{prefix}{number}")
+    return beside(size(one), of(most), f"{prefix}{number}")
 
 
 def _stacked(inside: Sequence[_Leaf], key: str) -> int | None:
@@ -87,8 +89,3 @@ def _stacked(inside: Sequence[_Leaf], key: str) -> int | None:
         return None
     ((length,),) = lengths
     return length
-
-
-def _largest(leaves: Sequence[_Leaf], chosen: Iterable[int]) -> int:
-    """Bytes of the largest of some leaves."""
-    return max((nbytes(leaves[n][1]) for n in chosen), default=0)
