@@ -14,7 +14,7 @@ import pytest
 
 import paged_optax as po
 from helpers import aot
-from helpers.programs import placed, shardings, state_on
+from helpers.programs import layerwise, placed
 from helpers.split_trained import RATE, STEPS, close, split, trained
 from paged_optax.backend.memory import on_host
 from paged_optax.layerwise.slices import FETCHES_AHEAD
@@ -128,15 +128,10 @@ def test_bytes_of_qwen3_4b(way):
     def build(mesh):
         device, _ = aot.placements(mesh)
         stacked = model.stack(placed(params, device), on_host=on_host)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), stacked)
-        state = state_on(mesh, tx, shapes)
-        workspace = model.workspace(stacked, host_dtype="bfloat16" if parts else None)
         shape = batch.shape if parts is None else (parts, *batch.shape)
-        given = placed(jax.ShapeDtypeStruct(shape, batch.dtype), device)
-        args = stacked, state, workspace, given
-        places = *shardings(args[:3]), device
-        how = {"donate_argnums": (0, 1, 2), "keep_unused": True}
-        return jax.jit(step, out_shardings=places, **how), args
+        given = jax.ShapeDtypeStruct(shape, batch.dtype)
+        room = {"host_dtype": "bfloat16" if parts else None}
+        return layerwise(mesh, step, model, tx, stacked, given, **room)
 
     total = aot.h200(build).device_total / 2**30
     print(f"{total:.3f} GiB")

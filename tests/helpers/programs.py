@@ -100,6 +100,20 @@ def updating(tx, params):
     return build
 
 
+def layerwise(mesh, run, model, tx, params, batch, **room):
+    """A layerwise step of placed parameters, everything donated, and its arguments."""
+    device, _ = aot.placements(mesh)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    workspace = model.workspace(params, **room)
+    args = params, state_on(mesh, tx, shapes), workspace, placed(batch, device)
+    # A step leaves everything where it was; to trace it once more takes minutes.
+    places = (*shardings(args[:3]), device)
+    jitted = jax.jit(
+        run, donate_argnums=(0, 1, 2), keep_unused=True, out_shardings=places
+    )
+    return jitted, args
+
+
 def transfers(compile_for):
     """Transfers in the program of two moments of many pages: in turn four."""
     if compile_for is aot.v5e:

@@ -8,7 +8,7 @@ import optax
 
 import paged_optax as po
 from helpers import aot
-from helpers.programs import placed, shardings, state_on
+from helpers.programs import layerwise, placed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,15 +254,7 @@ def step(
                 lambda x: placed(x, host if len(x.shape) == 2 else device),
                 shapes["rest"],
             )
-        state = state_on(mesh, tx, shapes)
-        workspace = model.workspace(params, **(room or {}))
         shape = size if micro is None else (micro, *size)
-        args = params, state, workspace, placed(batch_of(shape), device)
-        # A step leaves everything where it was; to trace it once more takes minutes.
-        places = (*shardings(args[:3]), device)
-        jitted = jax.jit(
-            run, donate_argnums=(0, 1, 2), keep_unused=True, out_shardings=places
-        )
-        return jitted, args
+        return layerwise(mesh, run, model, tx, params, batch_of(shape), **(room or {}))
 
     return build
