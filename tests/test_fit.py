@@ -245,7 +245,7 @@ def test_what_the_table_says(monkeypatch):
     assert "3.0 GiB, which JAX takes of a GPU of 4.0 GiB" in text
     assert "8.0 GiB of host memory" not in text  # 2 x 2 bytes of 1 billion are less
     ways = po.what_fits(po.model_shapes("8B"), device_memory="8GiB")
-    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=49" in str(ways)
+    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=52" in str(ways)
 
 
 @pytest.mark.parametrize("argument", ["device_memory", "page_size"])
