@@ -292,6 +292,23 @@ def test_parts_that_are_numbered_are_no_layers():
     close(model.unstack(stacked), params)
 
 
+def test_names_that_are_flat():
+    loss, params, batch = zoo.MODELS["flat_names"]()
+    for layers in (None, "model.layers", "model.layers.*"):
+        stacked = po.split_layers(loss, params, batch, layers=layers).stack(params)
+        assert set(stacked["layers"]["mlp"]) == {"scale", "up", "down"}
+
+
+@pytest.mark.parametrize("other", ["a", "a/b", "a.b"])
+def test_names_that_are_the_same_if_they_are_parted(other):
+    loss, params, batch = zoo.MODELS["a_list"]()
+    params["a/b"], params["a"] = jnp.ones(3), {"b": jnp.zeros(3)}
+    params[other] = jnp.full(3, 2.0)
+    model = po.split_layers(loss, params, batch)
+    stacked = model.stack(params)
+    jax.tree.map(np.testing.assert_array_equal, model.unstack(stacked), params)
+
+
 def test_layers_without_anything_to_train():
     """The head alone is trained; adapters would be numbered as the layers are."""
     loss, params, batch = zoo.MODELS["a_list"]()

@@ -13,7 +13,7 @@ from jax.core import ShapedArray
 from paged_optax.backend.key_paths import names_of
 from paged_optax.backend.types import KeyPath
 
-#: The names of a path's keys; a key such as "decoder/h_0" has two.
+#: The names of a path's keys; a key such as "decoder/h_0" or "layers.0" has two.
 Names = tuple[str, ...]
 
 #: A parameter's number, or its stack.
@@ -56,9 +56,31 @@ class Layers:
         return {n for each in self.members for n in each.values()}
 
 
-def split_names(path: KeyPath) -> Names:
-    """The names of a path, also of what slashes part within a key."""
-    return tuple(part for name in names_of(path) for part in name.split("/"))
+def split_names(paths: Sequence[KeyPath]) -> list[Names]:
+    """The names of a tree's paths, also of what slashes and dots part within a key.
+
+    Where two would then be the same, or one the beginning of another, keys stay whole:
+    no leaf is lost in nested dicts of these names.
+
+    Example:
+      >>> import jax
+      >>> key = jax.tree_util.DictKey
+      >>> split_names([(key("layers.0.up"),), (key("a/b"),), (key("a"),)])
+      [('layers', '0', 'up'), ('a/b',), ('a',)]
+    """
+    whole = [names_of(path) for path in paths]
+    parted = [tuple(part for x in names for part in _parts(x)) for names in whole]
+    times = collections.Counter(parted)
+    inner = {names[:k] for names in times for k in range(len(names))}
+    outer = lambda names: any(names[:k] in times for k in range(len(names)))
+    alone = lambda names: times[names] == 1 and names not in inner and not outer(names)
+    pairs = zip(whole, parted, strict=True)
+    return [names if alone(names) else unparted for unparted, names in pairs]
+
+
+def _parts(name: str) -> list[str]:
+    """What slashes and dots part."""
+    return re.split(r"[/.]", name)
 
 
 def numbered(
@@ -178,7 +200,7 @@ def named(layers: str, names: Sequence[str]) -> list[str]:
     Any part of a path that it begins with will do; but what is a list's whole name is
     no other one's, such as of a list within one of its layers.
     """
-    plain = lambda name: name.removesuffix("*").rstrip("/_")
+    plain = lambda name: "/".join(_parts(name.removesuffix("*"))).rstrip("/_")
     wanted = plain(layers)
     exact = [name for name in names if plain(name) == wanted]
     return exact or [name for name in names if name.startswith(f"{wanted}/")]

@@ -46,12 +46,12 @@ def split_layers(
         \mathrm{loss} = \mathrm{epilogue}(\theta, x_L, b).
 
     Layers are subtrees of the parameters that are numbered and alike (a list of
-    modules, Linen's `Block_0`, Haiku's `h_0`); lists by kind, such as
-    `params["mlp"][n]`; or stacked parameters that a `jax.lax.scan` goes over
-    (`nn.scan`, `nnx.scan`), or that a loop of Python indexes by the layers' numbers
-    (`stack[n]`). Layers of several kinds become the branches of a `jax.lax.switch`.
-    What differs between layers of one kind (literals, keys, masks) is looked up in a
-    table. The first or last ones that are unlike stay outside.
+    modules, Linen's `Block_0`, Haiku's `h_0`, flat names such as `"layers.0.up"`);
+    lists by kind, such as `params["mlp"][n]`; or stacked parameters that a
+    `jax.lax.scan` goes over (`nn.scan`, `nnx.scan`), or that a loop of Python indexes
+    by the layers' numbers (`stack[n]`). Layers of several kinds become the branches of
+    a `jax.lax.switch`. What differs between layers of one kind (literals, keys, masks)
+    is looked up in a table. The first or last ones that are unlike stay outside.
     `print(model)` is a table of what was found.
 
     A `jax.checkpoint` around a whole layer is left out: the step computes each layer
@@ -139,13 +139,13 @@ class _Functions:
             if kind == frozen
         }
         taken = {n for stack in stacks.values() for n in stack.leaves}
-        rest = {
-            split_names(path): n for n, (path, _) in enumerate(flat) if n not in taken
-        }
+        paths = tuple(path for path, _ in flat)
+        names = enumerate(split_names(paths))
+        rest = {name: n for n, name in names if n not in taken}
         return Stacking(
             "frozen" if frozen else "params",
             structure,
-            tuple(path for path, _ in flat),
+            paths,
             tuple(x.shape for _, x in flat),
             stacks,
             rest,

@@ -73,11 +73,11 @@ class Loss:
     @property
     def leaves(self) -> tuple[tuple[bool, Names], ...]:
         """For each parameter whether it is frozen, and its names."""
-        flat = jax.tree_util.tree_flatten_with_path
+        flat = jax.tree_util.tree_leaves_with_path
         return tuple(
-            (frozen, split_names(path))
+            (frozen, names)
             for frozen, tree in ((False, self.params), (True, self.frozen))
-            for path, _ in flat(tree)[0]
+            for names in split_names([path for path, _ in flat(tree)])
         )
 
     def found(self, batch: PyTree, layers: str | None, stacked: bool | None) -> Found:

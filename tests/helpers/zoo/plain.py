@@ -102,6 +102,27 @@ def named_h_0():
 
 
 @model
+def flat_names():
+    """As checkpoints of PyTorch name them."""
+    tree = parameters()
+    layers = tree.pop("layers")
+    params = {f"model.{name}": x for name, x in tree.items()}
+    for n, each in enumerate(layers):
+        params |= {f"model.layers.{n}.mlp.{name}": x for name, x in each.items()}
+
+    def loss(params, batch):
+        prefix = "model.layers.{}.mlp."
+        each = [
+            {name: params[prefix.format(n) + name] for name in layers[0]}
+            for n in range(len(layers))
+        ]
+        others = {name: params[f"model.{name}"] for name in tree}
+        return around(in_turn)(others | {"layers": each}, batch)
+
+    return loss, params, TOKENS
+
+
+@model
 def checkpoints():
     def run(params, x, batch):
         for each in params["layers"]:
