@@ -141,6 +141,60 @@ def test_muon_is_refused(muon):
         po.layerwise_step(MODEL, muon(1e-3))
 
 
+def the_scales(params):
+    return jax.tree.map(lambda named: not named, by_name(params))
+
+
+NORMS = {
+    "lamb": lambda: optax.lamb(1e-1),
+    "paged_lamb": lambda: po.paged_lamb(1e-1, min_paged_size="1B"),
+    "adaptive": lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(1.0)),
+    "of vectors": lambda: optax.chain(
+        optax.masked(optax.clip_by_block_rms(1e-3), the_scales),
+        optax.sgd(1.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_stacks_that_are_updated_whole_are_refused(name):
+    """Those of small layers, and of vectors. The step refuses those of matrices."""
+    model = MODEL
+    if name != "of vectors":
+        small = jax.tree.map(lambda x: x[:8, :8] if x.ndim > 1 else x, PARAMS)
+        small = jax.tree.map(lambda x: x[:8] if x.ndim == 1 else x, small)
+        model = po.split_layers(loss, small, BATCH)
+    with pytest.raises(ValueError, match=r"updates parameter .* norms or factors"):
+        po.layerwise_step(model, NORMS[name]())
+
+
+@pytest.mark.parametrize("name", ["mask", "lamb", "paged_lamb"])
+def test_what_the_loss_has_stacked_is_optaxs(name):
+    """Masks by shape, and norms of small stacks, are those of the loss's own tree."""
+
+    def scanned(params, batch):
+        turn = lambda x, each: (x + jnp.tanh(each["scale"] * x @ each["up"]), None)
+        x, _ = jax.lax.scan(turn, params["embed"][batch], params["layers"])
+        return jnp.mean(x**2)
+
+    layers = {"up": jnp.full((3, 8, 8), 0.1), "scale": jnp.ones((3, 8))}
+    params = {"embed": jnp.eye(30, 8), "layers": layers}
+    tx = TOLD["mask"](optax.adamw) if name == "mask" else NORMS[name]()
+    updates, _ = tx.update(jax.grad(scanned)(params, BATCH), tx.init(params), params)
+    wanted = optax.apply_updates(params, updates)
+    model = po.split_layers(scanned, params, BATCH)
+    stacked = model.stack(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = jax.jit(po.layerwise_step(model, tx))
+    made, *_ = step(stacked, tx.init(stacked), model.workspace(stacked), BATCH)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
+        model.unstack(made),
+        wanted,
+    )
+
+
 def test_vectors_whose_stack_alone_is_coded_are_not_told():
     """One layer's are too few for codes; the stack's have them, and remainders."""
     cast = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)

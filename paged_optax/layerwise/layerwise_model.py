@@ -86,7 +86,7 @@ class LayerwiseModel:
         accumulate: str = "*norm*",
         dtype: DTypeLike | None = None,
         host_dtype: DTypeLike | None = None,
-        rest: PyTree | None = None,
+        rest: PyTree | bool | None = None,
         layers: str = "layers",
     ) -> GradientWorkspace:
         """Allocates the workspace for all parameters.

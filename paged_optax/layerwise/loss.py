@@ -50,28 +50,51 @@ class WeightedLoss(NamedTuple):
     weight: Float[Array, ""]
 
 
-def parted_loss(made: PyTree) -> tuple[ArrayLike | WeightedLoss, PyTree]:
-    """The loss that an epilogue returned, and its metrics or None.
+def parted_loss(
+    made: PyTree, function: str = "epilogue"
+) -> tuple[ArrayLike | WeightedLoss, PyTree]:
+    """The loss that a function returned, and its metrics or None.
+
+    Args:
+      made: What it returned, or the shapes.
+      function: What users call it.
 
     Raises:
       ValueError: If the loss, or its weight, is not one number.
+      TypeError: If it is nothing that can be derived.
     """
     loss, metrics = made, None
     if isinstance(made, tuple) and not isinstance(made, WeightedLoss):
+        if len(made) != 2:
+            raise TypeError(
+                f"{function} returns a tuple of {len(made)}: it returns the loss, or"
+                " (loss, metrics), of which metrics may be any tree."
+            )
         loss, metrics = made
     if isinstance(loss, WeightedLoss):
         for name, x in zip(loss._fields, loss, strict=True):
             if jnp.shape(x):
                 raise ValueError(
-                    f"epilogue returns a WeightedLoss whose {name} has shape"
+                    f"{function} returns a WeightedLoss whose {name} has shape"
                     f" {jnp.shape(x)}: it is one number, such as"
                     f" {'mask' if name == 'weight' else '(losses * mask)'}.sum()."
                 )
-        return loss, metrics
-    if jnp.shape(loss):
+    elif not hasattr(loss, "dtype") and not isinstance(loss, float | int):
+        raise TypeError(
+            f"{function} returns a loss of type {type(loss).__name__}: a loss is one"
+            " number, or a WeightedLoss. What else there is comes second, as in"
+            " (loss, metrics)."
+        )
+    elif jnp.shape(loss):
         raise ValueError(
-            f"epilogue returns a loss of shape {jnp.shape(loss)}: a loss is"
+            f"{function} returns a loss of shape {jnp.shape(loss)}: a loss is"
             " one number, such as its mean."
+        )
+    number = loss.total if isinstance(loss, WeightedLoss) else loss
+    if not jnp.issubdtype(dtype := jnp.result_type(number), jnp.floating):
+        raise TypeError(
+            f"{function} returns a loss of dtype {dtype}: a loss is a floating-point"
+            " number, or it has no gradient."
         )
     return loss, metrics
 

@@ -1,7 +1,8 @@
 """What a transformation makes of a stack of layers, and of one layer by itself.
 
 Masks and labels that are computed from shapes (`x.ndim > 1`) choose otherwise in a
-stack, which has one axis more. So does Muon, which is made for matrices.
+stack, which has one axis more. So does Muon, which is made for matrices. A norm of a
+stack is no layer's.
 """
 
 import warnings
@@ -15,7 +16,7 @@ from jaxtyping import PyTree
 from paged_optax.backend.key_paths import keystr
 from paged_optax.layerwise.guard import wrapper_of
 from paged_optax.layerwise.programs import Programs
-from paged_optax.layerwise.slices import LayerIndex
+from paged_optax.layerwise.slices import LayerIndex, goes_in_slabs
 from paged_optax.transform.context import within
 
 
@@ -26,14 +27,16 @@ class _ForStacksError(Exception):
 def tell_of_choices(
     tx: optax.GradientTransformation, stacked: Mapping[str, PyTree]
 ) -> None:
-    """Warns of choices that differ, and refuses what is made for single matrices.
+    """Warns of choices that differ, and refuses what is not element by element.
 
     Args:
       tx: The transformation.
-      stacked: The shapes of what `SplitModel.stack` returns.
+      stacked: The shapes of what `SplitModel.stack` returns. The loss has each layer's
+        parameters by themselves.
 
     Raises:
-      ValueError: If a layer's update is not element by element, and its stack's is.
+      ValueError: If the update of a layer, or of a stack that is updated whole, is not
+        element by element.
     """
     guard = wrapper_of(tx)
     tx = tx if guard is None else guard.inner
@@ -53,6 +56,14 @@ def tell_of_choices(
             " paged_sgd."
         )
     if stack.whole:
+        for number in sorted(stack.whole):
+            if not goes_in_slabs(flat[number][1]):
+                raise ValueError(
+                    f"tx updates {name(number)} not element by element, but by norms or"
+                    " factors: of the stack of all layers they are not those of each"
+                    " layer. With split_layers use a transformation such as"
+                    " paged_adamw, paged_lion or paged_sgd."
+                )
         return  # the step refuses it
     if stack.differences(one):
         warnings.warn(

@@ -113,15 +113,24 @@ class Cuts:
         for turn in range(depends.count - 1):
             for place in self.regions[turn]:
                 n = self.order[place]
-                again = depends.uses(n) - {turn}
-                if again and not depends.is_pure(n):
+                used, equation = depends.uses(n), depends.flat.equations[n]
+                again = used - {turn}
+                if not again or depends.is_pure(n):
+                    continue
+                where = line_of(equation)
+                if turn in used:
                     raise SplitError(
-                        f"layer {min(again)} is used at"
-                        f" {line_of(depends.flat.equations[n])} after layer {turn}:"
-                        " layers are taken apart that are used once, one after the"
-                        " other. Move parameters that are used twice out of the layers,"
-                        " to a key of their own, or name other layers by layers=."
+                        f"layers {min(again)} and {turn} are computed at {where} by one"
+                        f" `{equation.primitive.name}`: layers are taken apart that are"
+                        " computed one after the other. Give each layer a call of its"
+                        " own, as of jax.checkpoint, or name other layers by layers=."
                     )
+                raise SplitError(
+                    f"layer {min(again)} is used at {where} after layer {turn}: layers"
+                    " are taken apart that are used once, one after the other. Move"
+                    " parameters that are used twice out of the layers, to a key of"
+                    " their own, or name other layers by layers=."
+                )
 
     def _cheapest(self, turn: int, latest: bool) -> int:
         """The place in a layer's region where the fewest bytes are alive."""

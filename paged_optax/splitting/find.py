@@ -5,7 +5,7 @@ import dataclasses
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from jax.core import ShapedArray
@@ -192,6 +192,12 @@ def one_layer(
         for names, x in own.items():
             renamed[frozen, ("layer", *names) if mistaken else names] = x
     return renamed
+
+
+def first_names(members: Iterable[Member]) -> str:
+    """How the paths of parameters begin that are in no dict of their own."""
+    first = sorted({names[0] if names else "" for _, names in members})
+    return ", ".join([*first[:3], *(["..."] if len(first) > 3 else [])])
 
 
 def named(layers: str, names: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import ELEMENTWISE, Flat, closed_of
 from paged_optax.analysis.program import Program
 from paged_optax.splitting.depends import SplitError
-from paged_optax.splitting.find import Member, Names, nbytes_of, one_layer
+from paged_optax.splitting.find import Member, Names, first_names, nbytes_of, one_layer
 from paged_optax.splitting.lines import line_of
 from paged_optax.splitting.pieces import (
     Carried,
@@ -101,7 +101,7 @@ class Scan:
     @property
     def shown(self) -> str:
         """What the paths of the stacks begin with."""
-        return f"{self.name or 'all parameters'}, a scan"
+        return f"{self.name or first_names(self.stacks)}, a scan"
 
     @property
     def leaves(self) -> set[int]:

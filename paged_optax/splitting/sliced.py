@@ -15,7 +15,14 @@ from jax.typing import ArrayLike
 from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import ELEMENTWISE, Flat, trace
 from paged_optax.splitting.depends import SplitError, values_in, values_of
-from paged_optax.splitting.find import Layers, Member, Names, nbytes_of, one_layer
+from paged_optax.splitting.find import (
+    Layers,
+    Member,
+    Names,
+    first_names,
+    nbytes_of,
+    one_layer,
+)
 from paged_optax.splitting.lines import line_of
 from paged_optax.splitting.stacking import Stack
 from paged_optax.splitting.whole import Whole, Wholes
@@ -44,7 +51,7 @@ class Sliced:
     @property
     def shown(self) -> str:
         """What the paths of the stacks begin with."""
-        return f"{self.name or 'all parameters'}, by their numbers"
+        return f"{self.name or first_names(self.stacks)}, by their numbers"
 
     @property
     def leaves(self) -> set[int]:

@@ -273,16 +273,20 @@ class SplitModel(LayerwiseModel):
         """Tells of what `tx` chooses otherwise for a stack than for one layer.
 
         A mask or label that is computed from shapes (`x.ndim > 1`) does, as a stack has
-        one axis more: a warning. So does Muon, which is made for matrices: an error.
-        `layerwise_step` calls it.
+        one axis more: a warning. So does Muon, which is made for matrices, and what
+        takes norms: an error. Parameters that the loss has stacked are what Optax is
+        given, too. `layerwise_step` calls it.
 
         Args:
           tx: The transformation.
 
         Raises:
-          ValueError: If a layer's update is not element by element, and its stack's is.
+          ValueError: If the update of a layer, or of a stack that is updated whole, is
+            not element by element.
         """
-        tell_of_choices(tx, self.stack(self._functions.loss.params))
+        stacks = self._functions.stacking(frozen=False).layers.values()
+        if any(stack.axis is None for stack in stacks):
+            tell_of_choices(tx, self.stack(self._functions.loss.params))
 
     def unstack(self, params: PyTree) -> PyTree:
         """The parameters as the loss takes them.

@@ -154,10 +154,11 @@ def _parameters_named(
         found[key] = None if by_moment else chosen(key, parameters)
         if not by_moment and not found[key] and parameters:
             known = sorted({moment for moment in moments if moment})
+            likely = sorted(parameters, key=lambda x: key.strip("*/") not in x)
             raise ValueError(
                 f"codec has the key {key!r}, and no moment is called so"
                 f" ({', '.join(known)}) nor any parameter matches it"
-                f" ({', '.join(parameters[:3])}, ...)."
+                f" ({', '.join(likely[:3])}, ...)."
             )
     return found
 
