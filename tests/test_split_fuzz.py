@@ -68,6 +68,23 @@ def test_any_model(differing, number):
     assert differing(split_recipes.drawn(number + 1, 0)[number]) == {}
 
 
+#: Recipes that went wrong, as short as they do.
+ONCE = {
+    # All layers' means had the type of what goes on, and were taken for the last one's.
+    "a last kind, means of all": {
+        "kinds": [0, 0, 0, 0, 1],
+        "changes": [[0, 0, "mlp, checkpoint"]],
+        "kept": ["concatenated", "one"],
+        "blocks": [{"ops": [["mlp, checkpoint of dots", 2]]}],
+    }
+}
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_what_went_wrong_once(differing, name):
+    assert differing(json.dumps(ONCE[name])) == {}
+
+
 def uses(*words):
     """Whether a recipe has layers in a list, and equations with one of these names."""
     return lambda recipe: (

@@ -1,6 +1,7 @@
 """Which layer each equation of a loss belongs to."""
 
 import dataclasses
+import itertools
 from collections.abc import (
     Callable,
     Container,
@@ -225,12 +226,22 @@ class _Search:
         cuts, flat = self.cuts, self.flat
         if not cuts.cuts:
             return cuts.end
-        wanted = sorted(str(aval_of(flat, x)) for x in self._results(self.count - 2))
-        for place in range(cuts.end, min(cuts.end + 64, len(cuts.order)) + 1):
-            made = cuts.made_in(range(cuts.cuts[-1], place))
-            alive = [x for x in made if any(use >= place for use in cuts.uses[x])]
-            if sorted(str(aval_of(flat, x)) for x in alive) == wanted:
-                return place
+        types = lambda values: sorted(str(aval_of(flat, x)) for x in values)
+        alive = lambda start, stop: types(
+            x for x in cuts.made_in(range(start, stop)) if max(cuts.uses[x]) >= stop
+        )
+        last = cuts.cuts[-1]
+        begins = cuts.cuts[-2] if self.count > 2 else cuts.regions[0].start
+        earlier = set(cuts.made_in(range(cuts.regions[0].start, begins)))
+        places = range(cuts.end, min(cuts.end + 64, len(cuts.order)) + 1)
+        takes = lambda place: values_in(flat.equations[cuts.order[place - 1]])
+        of_it = lambda place: place == cuts.end or earlier.isdisjoint(takes(place))
+        # With what is kept for the end, such as all layers' means; but what is made of
+        # these may have the type of what goes on.
+        for wanted in (alive(begins, last), types(self._results(self.count - 2))):
+            for place in itertools.takewhile(of_it, places):
+                if alive(last, place) == wanted:
+                    return place
         return cuts.end
 
 
