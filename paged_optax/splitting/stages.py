@@ -228,7 +228,9 @@ class _Search:
             return cuts.end
         types = lambda values: sorted(str(aval_of(flat, x)) for x in values)
         alive = lambda start, stop: types(
-            x for x in cuts.made_in(range(start, stop)) if max(cuts.uses[x]) >= stop
+            x
+            for x in cuts.made_in(range(start, stop))
+            if any(use >= stop for use in cuts.uses[x])
         )
         last = cuts.cuts[-1]
         begins = cuts.cuts[-2] if self.count > 2 else cuts.regions[0].start
