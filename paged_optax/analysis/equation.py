@@ -57,10 +57,16 @@ class Equation:
     )
 
     @property
+    def line(self) -> str | None:
+        """The line of the user's code that it was traced from, if it is known."""
+        if self.traced is None:
+            return None
+        return source_info_util.summarize(self.traced.source_info) or None
+
+    @property
     def where(self) -> str:
-        """The line of the user's code that it was traced from."""
-        known = self.traced and source_info_util.summarize(self.traced.source_info)
-        return known or f"a `{self.primitive.name}` of no known line"
+        """That line, or what it computes."""
+        return self.line or f"a `{self.primitive.name}` of no known line"
 
     def of(
         self,

@@ -50,27 +50,39 @@ class WeightedLoss(NamedTuple):
     weight: Float[Array, ""]
 
 
-def parted_loss(
-    made: PyTree, function: str = "epilogue"
-) -> tuple[ArrayLike | WeightedLoss, PyTree]:
-    """The loss that a function returned, and its metrics or None.
-
-    Args:
-      made: What it returned, or the shapes.
-      function: What users call it.
+def parted_loss(made: PyTree) -> tuple[ArrayLike | WeightedLoss, PyTree]:
+    """The loss that an epilogue returned, and its metrics or None.
 
     Raises:
       ValueError: If the loss, or its weight, is not one number.
-      TypeError: If it is nothing that can be derived.
+      TypeError: If it has no gradient.
     """
-    loss, metrics = made, None
+    refuse_no_loss("epilogue", made)
+    if isinstance(made, tuple) and not isinstance(made, WeightedLoss):
+        loss, metrics = made
+        return loss, metrics
+    return made, None
+
+
+def refuse_no_loss(function: str, made: PyTree) -> None:
+    """Refuses what is no loss.
+
+    Args:
+      function: What users call the function that returned it.
+      made: The loss, or the loss and metrics, or their shapes.
+
+    Raises:
+      ValueError: If the loss, or its weight, is not one number.
+      TypeError: If it has no gradient.
+    """
+    loss = made
     if isinstance(made, tuple) and not isinstance(made, WeightedLoss):
         if len(made) != 2:
             raise TypeError(
                 f"{function} returns a tuple of {len(made)}: it returns the loss, or"
                 " (loss, metrics), of which metrics may be any tree."
             )
-        loss, metrics = made
+        loss = made[0]
     if isinstance(loss, WeightedLoss):
         for name, x in zip(loss._fields, loss, strict=True):
             if jnp.shape(x):
@@ -96,7 +108,6 @@ def parted_loss(
             f"{function} returns a loss of dtype {dtype}: a loss is a floating-point"
             " number, or it has no gradient."
         )
-    return loss, metrics
 
 
 def over(total: Array, weight: Array, last: ArrayLike = True) -> Array:

@@ -104,9 +104,13 @@ class _Handed:
             given = max((flat.size(y) for y in values_in(equation)), default=0)
             if layers and flat.size(x) > 1 and flat.size(x) >= given:
                 by = f"by layer {later[x]}" if x in later else "after all layers"
+                live = [flat.equations[n] for n in depends.live]
+                users = [e for e in live if x in values_in(e)]
+                same = [flat.equations[n] for n in sorted(depends.users[min(layers)])]
+                where = line_of(equation, [*users, *same])
                 raise SplitError(
                     f"parameters of layer {min(layers)} are used {by} too, by way of"
-                    f" {line_of(equation)}: what a layer leaves for others is kept for"
+                    f" {where}: what a layer leaves for others is kept for"
                     " all layers, and would be as large as their parameters. Reduce it"
                     " within the layer, to a norm, or move these parameters out of the"
                     " layers."

@@ -1,6 +1,7 @@
 """Where in a user's code an equation was traced."""
 
 import re
+from collections.abc import Iterable
 
 from paged_optax.analysis.equation import Equation
 
@@ -10,11 +11,17 @@ _LIBRARIES = re.compile(
 )
 
 
-def line_of(equation: Equation) -> str:
+def line_of(equation: Equation, nearby: Iterable[Equation] = ()) -> str:
     """The line of the model that an equation was traced from.
 
     Where a library's module computes it, the model's line that calls the module.
+
+    Args:
+      equation: The equation.
+      nearby: Others, such as those that take its values. If its own line is not known,
+        as within `jnp.clip`, theirs will do.
     """
+    equation = next((e for e in (equation, *nearby) if e.line), equation)
     where, traced = equation.where, equation.traced
     traceback = traced and traced.source_info.traceback
     if not traceback or not _LIBRARIES.search(where):

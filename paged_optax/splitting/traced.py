@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import Flat, trace
 from paged_optax.backend.types import PyTreeDef
-from paged_optax.layerwise.loss import parted_loss
+from paged_optax.layerwise.loss import refuse_no_loss
 from paged_optax.splitting.assemble import assembled
 from paged_optax.splitting.cut import Cuts
 from paged_optax.splitting.depends import Depends, SplitError
@@ -97,7 +97,7 @@ class Loss:
         """
         frozen = () if self.frozen is None else (self.frozen,)
         closed, shapes = trace(self.function, self.params, *frozen, batch)
-        parted_loss(shapes, "loss")
+        refuse_no_loss("loss", shapes)
         _refuse_effects(closed.jaxpr)
         leaves = self.leaves
         avals = [x.aval for x in closed.jaxpr.invars[: len(leaves)]]
