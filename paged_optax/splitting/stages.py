@@ -258,11 +258,12 @@ def _refuse_elsewhere(cuts: Cuts, of: Mapping[int, int]) -> None:
                 after = (
                     "after all layers" if of[n] == depends.count else "in another one"
                 )
+                own = (depends.flat.equations[m] for m in sorted(depends.users[layer]))
                 raise SplitError(
                     f"parameters of layer {layer} are used {after}, at"
-                    f" {line_of(equation)}: a layer's parameters are there in its turn"
-                    " alone. Move parameters that are used twice out of the layers, to"
-                    " a key of their own."
+                    f" {line_of(equation, own)}: a layer's parameters are there in its"
+                    " turn alone. Move parameters that are used twice out of the"
+                    " layers, to a key of their own."
                 )
     for x in values_of(depends.flat.outputs):
         if x in depends.layer:
