@@ -15,7 +15,7 @@ from paged_optax.backend.explicit_axes import automatically
 from paged_optax.backend.given import refuse_no_function
 from paged_optax.layerwise.frozen import Frozen
 from paged_optax.layerwise.hosted import on_device
-from paged_optax.layerwise.loss import WeightedLoss, over, parted_loss
+from paged_optax.layerwise.loss import WeightedLoss, has_metrics, over, parted_loss
 from paged_optax.layerwise.model import Model, refuse_other_input
 from paged_optax.layerwise.norms import widest
 from paged_optax.layerwise.parts import Parts
@@ -170,5 +170,4 @@ class LayerwiseModel:
         if isinstance(value, WeightedLoss):
             total, weight = map(jnp.asarray, value)
             value = over(total, lax.stop_gradient(weight).astype(widest(total)))
-        several = isinstance(made, tuple) and not isinstance(made, WeightedLoss)
-        return (value, metrics) if several else value
+        return (value, metrics) if has_metrics(made) else value

@@ -58,10 +58,13 @@ def parted_loss(made: PyTree) -> tuple[ArrayLike | WeightedLoss, PyTree]:
       TypeError: If it has no gradient.
     """
     refuse_no_loss("epilogue", made)
-    if isinstance(made, tuple) and not isinstance(made, WeightedLoss):
-        loss, metrics = made
-        return loss, metrics
-    return made, None
+    loss, metrics = made if has_metrics(made) else (made, None)
+    return loss, metrics
+
+
+def has_metrics(made: PyTree) -> bool:
+    """Whether a function returned metrics beside the loss; a `WeightedLoss` is one."""
+    return isinstance(made, tuple) and not isinstance(made, WeightedLoss)
 
 
 def refuse_no_loss(function: str, made: PyTree) -> None:
@@ -76,7 +79,7 @@ def refuse_no_loss(function: str, made: PyTree) -> None:
       TypeError: If it has no gradient.
     """
     loss = made
-    if isinstance(made, tuple) and not isinstance(made, WeightedLoss):
+    if has_metrics(made):
         if len(made) != 2:
             raise TypeError(
                 f"{function} returns a tuple of {len(made)}: it returns the loss, or"
