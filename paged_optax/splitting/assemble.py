@@ -6,7 +6,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.program import Program
 from paged_optax.splitting.depends import SplitError, values_in, values_of
-from paged_optax.splitting.lines import line_of
 from paged_optax.splitting.match import Straight, aval_of
 from paged_optax.splitting.pieces import (
     Carried,
@@ -104,16 +103,12 @@ class _Handed:
             given = max((flat.size(y) for y in values_in(equation)), default=0)
             if layers and flat.size(x) > 1 and flat.size(x) >= given:
                 by = f"by layer {later[x]}" if x in later else "after all layers"
-                live = [flat.equations[n] for n in depends.live]
-                users = [e for e in live if x in values_in(e)]
-                same = [flat.equations[n] for n in sorted(depends.users[min(layers)])]
-                where = line_of(equation, [*users, *same])
                 raise SplitError(
                     f"parameters of layer {min(layers)} are used {by} too, by way of"
-                    f" {where}: what a layer leaves for others is kept for"
-                    " all layers, and would be as large as their parameters. Reduce it"
-                    " within the layer, to a norm, or move these parameters out of the"
-                    " layers."
+                    f" {depends.line(depends.producer[x])}: what a layer leaves for"
+                    " others is kept for all layers, and would be as large as their"
+                    " parameters. Reduce it within the layer, to a norm, or move these"
+                    " parameters out of the layers."
                 )
 
     def _refuse_skipping(self, stages: Stages) -> None:
@@ -127,7 +122,7 @@ class _Handed:
         if passing > _PASSING:
             depends = stages.cuts.depends
             x = max(self.goes, key=lambda x: self.goes[x] - self.made[x])
-            where = line_of(depends.flat.equations[depends.producer[x]])
+            where = depends.line(depends.producer[x])
             raise SplitError(
                 f"a value that layer {self.made[x]} makes at {where} skips layers:"
                 f" layer {self.goes[x]} uses it. Each layer's input is saved, and would"

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 
 from paged_optax.splitting.depends import Depends, SplitError, values_in, values_of
 from paged_optax.splitting.find import nbytes_of
-from paged_optax.splitting.lines import line_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,7 +84,7 @@ class Cuts:
         own = depends.users[turn]
         places = [place for place in self.regions[turn] if self.order[place] in own]
         if not places:
-            where = line_of(depends.flat.equations[min(own)])
+            where = depends.line(min(own))
             raise SplitError(
                 f"layer {turn} is used at {where} with other layers: those that are"
                 " taken apart are computed one after the other. Name others by layers=,"
@@ -117,7 +116,7 @@ class Cuts:
                 again = used - {turn}
                 if not again or depends.is_pure(n):
                     continue
-                where = line_of(equation)
+                where = depends.line(n)
                 if turn in used:
                     raise SplitError(
                         f"layers {min(again)} and {turn} are computed at {where} by one"

@@ -109,6 +109,18 @@ class Depends:
         given = values_in(self.flat.equations[n])
         return set().union(*(self.pure.get(x, ()) for x in given))
 
+    def line(self, n: int) -> str:
+        """The line of the model that an equation is from.
+
+        If it has none, that of one that takes its values, or else of one that takes
+        the same layers' parameters.
+        """
+        equations = self.flat.equations
+        made = set(equations[n].outputs)
+        takers = [m for m in self.live if not made.isdisjoint(values_in(equations[m]))]
+        same = [m for layer in sorted(self.uses(n)) for m in sorted(self.users[layer])]
+        return line_of(equations[n], (equations[m] for m in (*takers, *same)))
+
 
 def values_in(equation: Equation) -> list[int]:
     """The values among an equation's operands."""

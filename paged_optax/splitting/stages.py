@@ -15,7 +15,6 @@ from paged_optax.analysis.equation import Constant, Operand
 from paged_optax.splitting.cut import Cuts
 from paged_optax.splitting.depends import SplitError, values_in, values_of
 from paged_optax.splitting.find import Member, nbytes_of
-from paged_optax.splitting.lines import line_of
 from paged_optax.splitting.match import aval_of, found_after, found_before
 
 #: Up to this size what is made before the layers is never made again in them.
@@ -258,10 +257,9 @@ def _refuse_elsewhere(cuts: Cuts, of: Mapping[int, int]) -> None:
                 after = (
                     "after all layers" if of[n] == depends.count else "in another one"
                 )
-                own = (depends.flat.equations[m] for m in sorted(depends.users[layer]))
                 raise SplitError(
                     f"parameters of layer {layer} are used {after}, at"
-                    f" {line_of(equation, own)}: a layer's parameters are there in its"
+                    f" {depends.line(n)}: a layer's parameters are there in its"
                     " turn alone. Move parameters that are used twice out of the"
                     " layers, to a key of their own."
                 )
