@@ -321,10 +321,9 @@ def run(recipe: Recipe) -> Numbers:
         split = case.split()
     except ValueError as error:
         said = str(error)
-        # Of one layer another list may be tried, such as its parts.
-        if (perhaps or case.model.few()) and (
-            _names_a_line(said) or "no layers" in said or "two layers" in said
-        ):
+        # Of one layer another list may be tried, such as its parts, or frozen ones.
+        none = any(x in said for x in ("no layers", "two layers", "are trained"))
+        if (perhaps or case.model.few()) and (_names_a_line(said) or none):
             return {}
         raise
     assert str(split)
