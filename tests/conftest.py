@@ -25,17 +25,17 @@ os.environ["XLA_FLAGS"] = (
 _COMPILED = os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 
-#: Of this many cases of a slow test one runs each day where a fifth is asked for.
-_DAYS = 5
+#: Of this many cases of a slow test one runs each day where a tenth is asked for.
+_DAYS = 10
 
 
 def pytest_addoption(parser):
     """Adds what continuous integration asks for."""
     parser.addoption(
-        "--fifth-of-day",
+        "--tenth-of-day",
         type=int,
         metavar="DAY",
-        help="of a slow test's cases a fifth: in five days in a row all of them",
+        help="of a slow test's cases a tenth: in ten days in a row all of them",
     )
     parser.addoption(
         "--optimized",
@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(config, items):
     compiled in one way is not mixed with the rest, for which JAX forgets all it has.
     """
     _mark_slow(items)
-    day = config.getoption("fifth_of_day")
+    day = config.getoption("tenth_of_day")
     if day is not None:
         others = _of_other_days(items, day)
         items[:] = [item for item in items if item not in others]
