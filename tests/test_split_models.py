@@ -137,6 +137,17 @@ def test_what_each_model_has(name):
     assert len(repr(model)) < 60
 
 
+@pytest.mark.parametrize("name", zoo.TOWERS)
+def test_towers_save_one_activation_each(name):
+    """Not the next layer's beginning of those that are traced first."""
+    text = str(split(*zoo.MODELS[name]()))
+    assert "kinds" not in text and "kept" not in text
+    row = next(x for x in text.splitlines() if x.startswith("carried"))
+    others = re.search(r", (\d+) more", row)
+    found = row.count("float32") + (int(others[1]) if others else 0)
+    assert found == zoo.TOWERS[name]
+
+
 def test_larger_layers_that_cannot_be_cut_are_printed():
     params = zoo.parameters() | {"small": [{"w": jnp.eye(zoo.WIDTH)}] * 3}
 

@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from paged_optax.splitting.depends import Depends, SplitError, values_in, values_of
 from paged_optax.splitting.find import nbytes_of
@@ -34,18 +34,21 @@ class Cuts:
     uses: Mapping[int, list[int]]
 
     @classmethod
-    def of(cls, depends: Depends, *, latest: bool) -> "Cuts":
+    def of(cls, depends: Depends, *, latest: bool, abreast: bool = False) -> "Cuts":
         """Orders the equations, and cuts between the layers.
 
         Args:
           depends: What the equations depend on.
           latest: Whether to cut at the last of several places that are as good; it
             differs where a layer ends or begins with what keeps the size.
+          abreast: Whether to take towers of a layer, as of two inputs, step by step
+            together where they end, and not one after the other.
 
         Raises:
           SplitError: If a layer is used again after another one.
         """
         order = _ordered(depends)
+        order = _abreast(depends, order) if abreast else order
         flat = depends.flat
         uses: dict[int, list[int]] = defaultdict(list)
         for place, n in enumerate(order):
@@ -199,3 +202,29 @@ def _ordered(depends: Depends) -> tuple[int, ...]:
             key = max(own, default=(-1,)) + (n,)
         keys[n] = turn, not pure, key
     return tuple(sorted(live, key=lambda n: keys[n]))
+
+
+def _abreast(depends: Depends, order: Sequence[int]) -> tuple[int, ...]:
+    """The same, where the ends of a layer's towers go step by step together.
+
+    As they are traced, the first tower begins its next layer before the second one has
+    ended this one, and more is alive between the two layers.
+    """
+    equations, own = depends.flat.equations, dict[int, int]()
+    wanted: set[int] = set()
+    ends: set[int] = set()
+    for n in reversed(order):
+        turn, equation = depends.turn(n), equations[n]
+        if not 0 <= turn < depends.count:
+            continue
+        if n in depends.users[turn] or not wanted.isdisjoint(equation.outputs):
+            wanted.update(x for x in values_in(equation) if depends.after.get(x) == turn)
+        else:
+            ends.add(n)
+    for n in order:
+        given = (depends.producer.get(x) for x in values_in(equations[n]))
+        own[n] = n in ends and 1 + max(
+            (own[m] for m in given if m in ends and depends.turn(m) == depends.turn(n)),
+            default=0,
+        )
+    return tuple(sorted(order, key=lambda n: (depends.turn(n), own[n])))

@@ -1,5 +1,6 @@
 """A loss that is traced, and the layers that are found in it."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
@@ -216,12 +217,14 @@ def _cut(
     weights = {*range(count), *(n for x in members for n in x)}
     depends = Depends.of(flat, sorted(weights), members)
     member = {n: name for x in each for name, n in x.items()}
-    both = [
-        assembled(Stages.found(Cuts.of(depends, latest=latest), member))
-        for latest in (True, False)
-    ]
+    cut = lambda **how: assembled(Stages.found(Cuts.of(depends, **how), member))
+    found = [cut(latest=latest) for latest in (True, False)]
+    if all(len(pieces.carried) > 1 for pieces in found):
+        for latest in (True, False):
+            with contextlib.suppress(SplitError):
+                found.append(cut(latest=latest, abreast=True))
     saved = lambda pieces: sum(map(nbytes_of, pieces.carried))
-    best = min(both, key=lambda pieces: (len(pieces.kinds), saved(pieces)))
+    best = min(found, key=lambda pieces: (len(pieces.kinds), saved(pieces)))
     turn = lambda x: depends.layer[min(x.values())]
     if isinstance(layers, Sliced):
         layers.refuse_other_order([turn(x) for x in each])

@@ -3,7 +3,7 @@
 Each gives `(loss, params, batch)`, and what is frozen where the loss takes that.
 """
 
-from helpers.zoo import families, flax_examples, habits, scans
+from helpers.zoo import families, flax_examples, habits, scans, towers
 from helpers.zoo.plain import MODELS as PLAIN
 from helpers.zoo.plain import (
     TOKENS,
@@ -19,6 +19,7 @@ from helpers.zoo.plain import (
     parameters,
     rms,
 )
+from helpers.zoo.towers import TOWERS
 
 MODELS = {
     **PLAIN,
@@ -26,11 +27,13 @@ MODELS = {
     **flax_examples.MODELS,
     **habits.MODELS,
     **scans.MODELS,
+    **towers.MODELS,
 }
 
 __all__ = [
     "MODELS",
     "TOKENS",
+    "TOWERS",
     "VOCAB",
     "WIDTH",
     "Decoder",
