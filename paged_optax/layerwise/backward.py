@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, PyTree
 from paged_optax.backend.memory import on_host
 from paged_optax.layerwise.beside import Beside, Flow, Turn
 from paged_optax.layerwise.hosted import fetched, returned
+from paged_optax.layerwise.learned import learned, used
 from paged_optax.layerwise.loss import WeightedLoss, over
 from paged_optax.layerwise.model import (
     ByPrologue,
@@ -18,8 +19,8 @@ from paged_optax.layerwise.model import (
     Head,
     Model,
     Rest,
+    is_inexact,
     parted,
-    used,
 )
 from paged_optax.layerwise.norms import widened
 from paged_optax.layerwise.segments import in_segments
@@ -115,11 +116,17 @@ class Bundle:
             forward = model.forward(weights, entered)
         x, self.inputs, keep, self.context, self.stacks = forward
         one = jax.tree.map(lambda x: x[0], batch) if several else batch
-        self.learned = model.learned(rest, one)
+        self.learned = learned(model, weights, rest, one)
         model, here, x = model.fetched(rest, x)
         head = self._heads(model, here, x, keep, before, last)
         self.loss, self.metrics = head.loss, head.metrics
-        self.drest, self.dx, self.dkept = head.by_rest, head.by_output, head.by_kept
+        chosen = [
+            yes
+            for yes, leaf in zip(self.learned.x, jax.tree.leaves(x), strict=True)
+            if is_inexact(leaf)
+        ]
+        self.drest, self.dkept = head.by_rest, head.by_kept
+        self.dx, _ = parted(head.by_output, chosen)
         if here is rest:
             return
         if several:
@@ -225,7 +232,8 @@ class Bundle:
             return inner, back, stacks, ahead
 
         ahead = weights.fetched(self.stacks, weights.length - 1)
-        dcontext = jax.tree.map(jnp.zeros_like, parted(self.context, self.learned)[0])
+        seen, _ = parted(self.context, self.learned.context)
+        dcontext = list(map(jnp.zeros_like, seen))
         carry, back, stacks, _ = downwards(
             weights.length,
             body,
@@ -307,7 +315,8 @@ class Bundle:
         held = {n: x for n, x in enumerate(slabs[0]) if on_host(self.stacks[n])}
         flow = update.started([*self.stacks, *others], last)
         x, dkept = at(last)
-        dcontext = jax.tree.map(jnp.zeros_like, parted(self.context, self.learned)[0])
+        seen, _ = parted(self.context, self.learned.context)
+        dcontext = list(map(jnp.zeros_like, seen))
         back = ByPrologue(self.dx, dcontext)
         gradients, back = self._pull(slabs, x, jnp.int32(last), back, dkept)
         flow, (gradients, back) = update.arrived(-1, flow, (gradients, back))

@@ -14,7 +14,8 @@ from paged_optax.backend.arrays import on_one_device
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.variables import bare
 from paged_optax.engine.streamed import Stored
-from paged_optax.layerwise.model import Rest, used
+from paged_optax.layerwise.learned import used
+from paged_optax.layerwise.model import Rest
 from paged_optax.layerwise.parts import Parts
 from paged_optax.layerwise.stacks import length_of
 from paged_optax.state.leaves import is_quantized

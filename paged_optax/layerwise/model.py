@@ -7,12 +7,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.custom_derivatives import CustomVJPPrimal
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
-from paged_optax.analysis.equation import Constant
-from paged_optax.analysis.flat import Flat
 from paged_optax.backend.given import shown
 from paged_optax.backend.memory import HOST
 from paged_optax.layerwise.frozen import Frozen
@@ -87,11 +84,28 @@ class Head(NamedTuple):
     by_kept: list[Array]
 
 
+class Learned(NamedTuple):
+    """Which leaves follow from parameters that are trained.
+
+    Nobody takes the gradients of the others: those of a table would be one more buffer
+    of its size, added to by each layer, and those of a frozen teacher's activations a
+    backward pass through all of its layers.
+
+    Attributes:
+      x: Those of the layers' input.
+      context: Those of what all layers see.
+    """
+
+    x: list[bool]
+    context: list[bool]
+
+
 class ByPrologue(NamedTuple):
     """The gradients by what the prologue made, as far as it can be learned.
 
     Attributes:
-      x: Those by the first layer's input; on the way to it, by a later layer's.
+      x: Those by the learned leaves of the first layer's input; on the way to it, by
+        those of a later layer's.
       context: Those by the learned leaves of the context.
     """
 
@@ -254,74 +268,35 @@ class Model:
         frozen: PyTree[Array],
         x: PyTree[Array],
         context: PyTree,
-        learned: Sequence[bool],
+        learned: Learned,
         i: LayerIndex,
         dx: list[Array],
         dkept: list[Array],
     ) -> tuple[PyTree[Array], list[Array], list[Array]]:
-        """One layer's gradients by its weights, its input, and the learned context."""
-        inputs, merge_x = _inexact(x)
-        seen, merge_context = parted(context, learned)
+        """One layer's gradients by its weights, and what is learned beside them."""
+        inputs, merge_x = parted(x, learned.x)
+        seen, merge_context = parted(context, learned.context)
 
         def run(
             weights: PyTree[Array], inputs: list[Array], seen: list[Array]
         ) -> tuple[list[Array], list[Array]]:
             given = weights, frozen, merge_x(inputs), merge_context(seen)
             x, made = self.through(*given, i)
-            return _inexact(x)[0], _inexact(made)[0]
+            return parted(x, learned.x)[0], _inexact(made)[0]
 
         return jax.vjp(run, weights, inputs, seen)[1]((dx, dkept))
 
     def first(
-        self, rest: Rest, batch: PyTree, learned: Sequence[bool], back: ByPrologue
+        self, rest: Rest, batch: PyTree, learned: Learned, back: ByPrologue
     ) -> Rest:
         """The prologue's gradients by `rest`."""
 
         def run(rest: Rest) -> ByPrologue:
             x, context = self.enter(rest, batch)
-            return ByPrologue(_inexact(x)[0], parted(context, learned)[0])
+            chosen = parted(x, learned.x)[0], parted(context, learned.context)[0]
+            return ByPrologue(*chosen)
 
         return jax.vjp(run, rest)[1](back)[0]
-
-    def learned(self, rest: Rest, batch: PyTree) -> list[bool]:
-        """Which leaves of the context follow from the parameters.
-
-        Nobody takes the gradients of the others: those of a table would be one more
-        buffer of its size, added to by each layer.
-        """
-        found: list[bool] = []
-
-        def watched(number: int, x: ArrayLike) -> ArrayLike:
-            @jax.custom_vjp
-            def watch(x: ArrayLike) -> ArrayLike:
-                return x
-
-            def forward(x: CustomVJPPrimal) -> tuple[ArrayLike, None]:
-                found[number] = x.perturbed
-                return x.value, None
-
-            watch.defvjp(forward, lambda _, dx: (dx,), symbolic_zeros=True)
-            return watch(x)
-
-        def run(rest: Rest) -> list[ArrayLike]:
-            leaves = jax.tree.leaves(self.enter(rest, batch)[1])
-            found.extend([False] * len(leaves))
-            return [watched(i, x) for i, x in enumerate(leaves) if _is_inexact(x)]
-
-        jax.eval_shape(lambda rest: jax.vjp(run, rest)[0], rest)
-        return found
-
-
-def used(
-    function: Callable[..., PyTree], rest: Rest, *others: PyTree
-) -> Mapping[Hashable, PyTree[bool]]:
-    """Which leaves of `rest` the results of a function of it depend on."""
-    flat = Flat(jax.make_jaxpr(function)(rest, *others))
-    outputs = {x for x in flat.outputs if not isinstance(x, Constant)}
-    leaves, structure = jax.tree.flatten(rest)
-    return structure.unflatten(
-        [not outputs.isdisjoint(flat.made_of([n])) for n in range(len(leaves))]
-    )
 
 
 def stored(to: PyTree[Array], x: PyTree[Array], i: LayerIndex) -> PyTree[Array]:
@@ -329,7 +304,7 @@ def stored(to: PyTree[Array], x: PyTree[Array], i: LayerIndex) -> PyTree[Array]:
     return jax.tree.map(lambda to, x: put(to, x[None], i), to, x)
 
 
-def _is_inexact(x: object) -> bool:
+def is_inexact(x: object) -> bool:
     """Whether a leaf is an array that can have a gradient."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
@@ -337,7 +312,7 @@ def _is_inexact(x: object) -> bool:
 
 def _inexact(tree: PyTree) -> tuple[list[Array], Merge]:
     """What is differentiable of a tree, and what puts it back."""
-    return parted(tree, [_is_inexact(x) for x in jax.tree.leaves(tree)])
+    return parted(tree, [is_inexact(x) for x in jax.tree.leaves(tree)])
 
 
 def parted(tree: PyTree, chosen: Sequence[bool]) -> tuple[list[Array], Merge]:

@@ -218,7 +218,9 @@ def _abreast(depends: Depends, order: Sequence[int]) -> tuple[int, ...]:
         if not 0 <= turn < depends.count:
             continue
         if n in depends.users[turn] or not wanted.isdisjoint(equation.outputs):
-            wanted.update(x for x in values_in(equation) if depends.after.get(x) == turn)
+            wanted.update(
+                x for x in values_in(equation) if depends.after.get(x) == turn
+            )
         else:
             ends.add(n)
     for n in order:
