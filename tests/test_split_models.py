@@ -148,6 +148,23 @@ def test_towers_save_one_activation_each(name):
     assert found == zoo.TOWERS[name]
 
 
+def products(name):
+    """How many matrix products XLA:CPU's program of a step has."""
+    loss, params, batch, *frozen = zoo.MODELS[name]()
+    model, tx = split(loss, params, batch, *frozen), optax.sgd(RATE)
+    stacked, fixed = model.stack(params), [model.stack_frozen(x) for x in frozen]
+    given = stacked, tx.init(stacked), model.workspace(stacked), batch, *fixed
+    step = jax.jit(po.layerwise_step(model, tx))
+    return step.lower(*given).compile().as_text().count(" dot(")
+
+
+def test_a_frozen_teacher_has_no_backward_pass():
+    """Two products of each of its layers, and one of its head, are all it has."""
+    alone = products("a_list")
+    assert products("distilled") == alone + 3
+    assert products("preferences") == 2 * (alone + 3)
+
+
 def test_larger_layers_that_cannot_be_cut_are_printed():
     params = zoo.parameters() | {"small": [{"w": jnp.eye(zoo.WIDTH)}] * 3}
 
