@@ -59,9 +59,14 @@ def refuse_no_arrays(name: str, tree: PyTree) -> None:
     """Refuses a tree of which a leaf has no shape and no dtype."""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            way_out = (
+                " Part functions from it, as eqx.partition(model, eqx.is_array) does."
+                if callable(x)
+                else ""
+            )
             raise TypeError(
                 f"{name}{keystr(path)} is of type {type(x).__name__}: {name} is a tree"
-                " of arrays, or of their ShapeDtypeStructs."
+                f" of arrays, or of their ShapeDtypeStructs.{way_out}"
             )
 
 

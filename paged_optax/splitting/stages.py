@@ -261,7 +261,9 @@ def _refuse_elsewhere(cuts: Cuts, of: Mapping[int, int]) -> None:
                     f"parameters of layer {layer} are used {after}, at"
                     f" {depends.line(n)}: a layer's parameters are there in its"
                     " turn alone. Move parameters that are used twice out of the"
-                    " layers, to a key of their own."
+                    " layers, to a key of their own. Where it is a penalty, of several"
+                    " layers or of gradients through them, train by jax.grad and a"
+                    " paged optimizer."
                 )
     for x in values_of(depends.flat.outputs):
         if x in depends.layer:
