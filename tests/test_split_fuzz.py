@@ -76,7 +76,33 @@ ONCE = {
         "changes": [[0, 0, "mlp, checkpoint"]],
         "kept": ["concatenated", "one"],
         "blocks": [{"ops": [["mlp, checkpoint of dots", 2]]}],
-    }
+    },
+    # A sum of norms, in the order of names: Block_1, Block_10, Block_11, Block_2.
+    "norms out of order": {
+        "container": "Block_0",
+        "kinds": [*[0] * 11, 1],
+        "changes": [[0, 2, "add"], [0, 3, "dropout"]],
+        "blocks": [
+            {
+                "ops": [
+                    ["convolution", 0],
+                    ["logsumexp", 1],
+                    ["einsum", 0],
+                    ["concatenate", 2],
+                ],
+                "residual": False,
+            }
+        ],
+        "penalty": "all",
+    },
+    # The same, before the layers.
+    "norms before layers": {
+        "container": "Block_0",
+        "kinds": [*[0] * 9, 1, 0, 0],
+        "blocks": [{"ops": [["mlp, checkpoint of dots", 0]], "wrap": "checkpoint"}],
+        "penalty": "norm",
+        "penalty late": False,
+    },
 }
 
 

@@ -57,7 +57,8 @@ class Depends:
         producer = {x: n for n, e in enumerate(flat.equations) for x in e.outputs}
         live = live_of(flat, producer)
         owner = {leaf: n for n, leaves in enumerate(members) for leaf in leaves}
-        pure, first = _pure(flat, live, owner, set(flat.constants))
+        rest = set(weights) - set(owner)
+        pure, first = _pure(flat, live, owner, set(flat.constants), rest)
         turns = {n: k for k, n in enumerate(sorted(first, key=lambda n: first[n]))}
         if missing := sorted(set(range(len(members))) - set(turns)):
             _refuse_together(flat, live, pure, missing[0])
@@ -78,6 +79,7 @@ class Depends:
             several = [pure[x] for x in equation.outputs if len(pure.get(x, ())) > 1]
             turn = len(members) if several else max(last[x] for x in given)
             last.update(dict.fromkeys(equation.outputs, turn))
+        _sink(flat, live, pure, layer, last, len(members))
         return cls(
             flat, live, producer, layer, len(members), frozenset(learned), last, pure
         )
@@ -160,9 +162,18 @@ def live_of(flat: Flat, producer: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def _pure(
-    flat: Flat, live: Sequence[int], owner: Mapping[int, int], constants: set[int]
+    flat: Flat,
+    live: Sequence[int],
+    owner: Mapping[int, int],
+    constants: set[int],
+    rest: set[int],
 ) -> tuple[dict[int, frozenset[int]], dict[int, int]]:
-    """Values made of layers' parameters alone, and where each layer is first used."""
+    """Values made of layers' parameters alone, and where each layer is first used.
+
+    A scalar of other parameters is no more than a constant beside a layer's scalar: a
+    sum of all norms may begin with an embedding's.
+    """
+    others, single = set(rest), lambda x: flat.size(x) == 1
     pure: dict[int, frozenset[int]] = dict.fromkeys(constants, frozenset())
     pure |= {leaf: frozenset([n]) for leaf, n in owner.items()}
     first: dict[int, int] = {}
@@ -170,11 +181,40 @@ def _pure(
         equation = flat.equations[n]
         given = values_in(equation)
         of = [pure.get(x) for x in given]
-        if all(x is not None for x in of):
+        if all(x in pure or x in others for x in given):
+            beside = others.intersection(given)
             made = frozenset[int]().union(*(x for x in of if x is not None))
-            pure.update(dict.fromkeys(equation.outputs, made))
-            continue
+            if beside and not made:
+                others.update(equation.outputs)
+                continue
+            if not beside or all(map(single, (*beside, *equation.outputs))):
+                pure.update(dict.fromkeys(equation.outputs, made))
+                continue
         for layers in of:
             if layers and len(layers) == 1:
                 first.setdefault(next(iter(layers)), n)
     return {x: of for x, of in pure.items() if of}, first
+
+
+def _sink(
+    flat: Flat,
+    live: Sequence[int],
+    pure: Mapping[int, frozenset[int]],
+    layer: Mapping[int, int],
+    last: dict[int, int],
+    count: int,
+) -> None:
+    """Counts scalars of a layer's norms that only all layers' sums need to these sums.
+
+    Else the first layer, where such a sum begins, would be unlike the others.
+    """
+    users: dict[int, list[int]] = {}
+    for n in reversed(live):
+        equation = flat.equations[n]
+        given, made = values_in(equation), equation.outputs
+        late = [last.get(x) == count for y in made for x in users.get(y, ())]
+        small = all(flat.size(x) == 1 and x not in layer for x in (*given, *made))
+        if pure.get(made[0]) and small and late and all(late):
+            last.update(dict.fromkeys(made, count))
+        for x in given:
+            users.setdefault(x, []).append(made[0])
