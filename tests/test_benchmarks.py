@@ -29,7 +29,8 @@ def test_quick_run(tmp_path):
 
     sections = {row["section"] for row in result["rows"]}
     assert sections == (
-        {"numbers", "update", "eight bits", "layerwise", "tracing", "compiling"}
+        {"numbers", "update", "eight bits", "layerwise", "tracing"}
+        | {"splitting", "compiling"}
     )
     numbers = [row for row in result["rows"] if row["section"] == "numbers"]
     assert all(row["right"] for row in numbers)

@@ -15,7 +15,8 @@ Prints tables and writes them as JSON, with versions and device, to
 - layerwise: seconds of a training step with one layer's gradients alive, beside an
   ordinary one;
 - tracing: at Llama 3 8B's 291 leaves, against `optax.adamw`.
-- compiling: the same for an H200, where XLA's compiler for it is installed.
+- splitting: a loss taken apart, and its step compiled, against the form by hand;
+- compiling: updates for an H200, where XLA's compiler for it is installed.
 
 What could not run is listed with its reason. Needs jax, optax, numpy and jaxtyping;
 runs on the checkout it lies in, installed or not. Each part runs in a process of its
@@ -78,6 +79,10 @@ def work(part: str, arguments: dict[str, Any]) -> Any:
         import layerwise
 
         return layerwise.measure(**arguments)
+    if part == "splitting":
+        import splitting
+
+        return splitting.measure(**arguments)
     if part == "compiling":
         import compiling
 
@@ -220,6 +225,8 @@ class Benchmark:
         self.say("tracing, 291 leaves")
         # Shapes alone: the accelerator is not needed, nor its self-check timed.
         self.collect(self.attempt("tracing", 90, quick=self.quick, env=cpu))
+        self.say("splitting a loss into layers, on the CPU")
+        self.collect(self.attempt("splitting", 240, quick=self.quick, env=cpu))
         self.say("compiling for an H200, up to 291 leaves")
         # No GPU is timed, so none is needed: XLA's compiler, as the tests install it.
         env = cpu | {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}

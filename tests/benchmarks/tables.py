@@ -114,6 +114,17 @@ TABLES: dict[str, tuple[str, dict[str, Callable[[Row], str]]]] = {
             "target": _verdict,
         },
     ),
+    "splitting": (
+        "A loss taken apart, and its step compiled on the CPU (ratio: to that by hand)",
+        {
+            "what": lambda r: r["name"],
+            "CPU seconds": lambda r: f"{r['cpu_seconds']:.2f}",
+            "ratio": lambda r: "-" if r["ratio"] is None else f"{r['ratio']:.2f}",
+            "range": lambda r: _range(r["ratio_range"], ".2f"),
+            "repeats": lambda r: str(r["repeats"]),
+            "target": _verdict,
+        },
+    ),
     "compiling": (
         "Tracing and compiling for an H200, once",
         {
