@@ -210,23 +210,22 @@ def _abreast(depends: Depends, order: Sequence[int]) -> tuple[int, ...]:
     As they are traced, the first tower begins its next layer before the second one has
     ended this one, and more is alive between the two layers.
     """
-    equations, own = depends.flat.equations, dict[int, int]()
-    wanted: set[int] = set()
-    ends: set[int] = set()
+    equations = depends.flat.equations
+    wanted, ends = set[int](), set[int]()
     for n in reversed(order):
-        turn, equation = depends.turn(n), equations[n]
+        turn, given = depends.turn(n), values_in(equations[n])
         if not 0 <= turn < depends.count:
             continue
-        if n in depends.users[turn] or not wanted.isdisjoint(equation.outputs):
-            wanted.update(
-                x for x in values_in(equation) if depends.after.get(x) == turn
-            )
+        needed = not wanted.isdisjoint(equations[n].outputs)
+        if needed or n in depends.users[turn]:
+            wanted.update(x for x in given if depends.after.get(x) == turn)
         else:
             ends.add(n)
+    steps = dict[int, int]()  # behind what parameters are needed for, which has none
     for n in order:
-        given = (depends.producer.get(x) for x in values_in(equations[n]))
-        own[n] = n in ends and 1 + max(
-            (own[m] for m in given if m in ends and depends.turn(m) == depends.turn(n)),
-            default=0,
-        )
-    return tuple(sorted(order, key=lambda n: (depends.turn(n), own[n])))
+        producers = (depends.producer.get(x) for x in values_in(equations[n]))
+        same = [
+            m for m in producers if m in ends and depends.turn(m) == depends.turn(n)
+        ]
+        steps[n] = 1 + max((steps[m] for m in same), default=0) if n in ends else 0
+    return tuple(sorted(order, key=lambda n: (depends.turn(n), steps[n])))
