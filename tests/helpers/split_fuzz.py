@@ -46,6 +46,9 @@ step_module = importlib.import_module("paged_optax.layerwise.step")
 
 Numbers = dict[str, float]
 
+#: What refusals say where there are no layers but other lists.
+NO_LAYERS = ("no layers", "two layers", "are trained", "does not use layer")
+
 #: Of a loss that is finite in one of both.
 NOT_FINITE = {"losses": np.inf}
 
@@ -324,8 +327,8 @@ def run(recipe: Recipe) -> Numbers:
         split = case.split()
     except ValueError as error:
         said = str(error)
-        # Of one layer another list may be tried, such as its parts, or frozen ones.
-        none = any(x in said for x in ("no layers", "two layers", "are trained"))
+        # Of one layer another list may be tried: its parts, frozen or unused ones.
+        none = any(x in said for x in NO_LAYERS)
         if (perhaps or case.model.few()) and (_names_a_line(said) or none):
             return {}
         raise
