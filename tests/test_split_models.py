@@ -121,6 +121,7 @@ PRINTED = {
         "held whole +encoder/., 3 layers, with their gradients +7.0 KiB",
         r"seen by all layers +float32\[2, 8, 24\]",
     ],
+    "judged": [r"held whole +layers/., 4 layers, frozen +36"],
     "lora": ["parameters, of each layer +2 arrays", "frozen, of no layer +embed, norm"],
     # A sum of norms is made after the layers, also where it begins with others.
     "norms_of_all_weights": [

@@ -91,7 +91,7 @@ class Cuts:
             raise SplitError(
                 f"layer {turn} is used at {where} with other layers: those that are"
                 " taken apart are computed one after the other. Name others by layers=,"
-                " or write LayerwiseModel(prologue, layer, epilogue)."
+                " or train by jax.grad and a paged optimizer."
             )
         return 1 + max(places)
 

@@ -55,6 +55,22 @@ class Layers:
         """The numbers of their parameters."""
         return {n for each in self.members for n in each.values()}
 
+    def parts(self, nbytes: Callable[[int], int]) -> tuple["Layers", ...]:
+        """What is trained of them, and what is frozen; nothing if they are alike.
+
+        Args:
+          nbytes: The bytes of a parameter, by its number.
+        """
+        parts: list[Layers] = []
+        for kind in (False, True):
+            chosen = lambda each, kind=kind: {
+                member: n for member, n in each.items() if member[0] == kind
+            }
+            members = tuple(map(chosen, self.members))
+            size = sum(nbytes(n) for each in members for n in each.values())
+            parts.append(dataclasses.replace(self, members=members, nbytes=size))
+        return tuple(parts) if all(part.nbytes for part in parts) else ()
+
 
 def split_names(paths: Sequence[KeyPath]) -> list[Names]:
     """The names of a tree's paths, also of what slashes and dots part within a key.

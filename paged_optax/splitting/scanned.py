@@ -130,6 +130,8 @@ class Scan:
                 f"parameters of layers are used outside of the scan over {self.name},"
                 f" at {line_of(e)}: a layer's parameters are there in its turn alone."
                 " Let each layer return what else is needed of them, such as a norm."
+                " For several inputs, scan once over the layers, with all of them in"
+                " the carry."
             )
         if returned:
             raise SplitError(

@@ -135,14 +135,15 @@ class Loss:
                 if isinstance(candidate, Scan):
                     pieces, stacks = candidate.pieces(), candidate.stacks
                 else:
-                    pieces, stacks = _cut(closed, flat, len(leaves), candidate)
+                    pieces, stacks = _cut_with(closed, flat, len(leaves), candidate)
                 _refuse_untrained(candidate, stacks)
             except SplitError as error:
                 refused.append((candidate, error))
                 continue
             taken = {n for stack in stacks.values() for n in stack.leaves}
             others: list[Candidate] = []
-            for other in found:
+            beside = _parts(flat, candidate)
+            for other in (*found, *beside):
                 if taken.isdisjoint(other.leaves):
                     others.append(other)
                     taken |= other.leaves
@@ -156,6 +157,28 @@ class Loss:
             )
         meant = (error for x, error in refused if not x.guess)
         raise next(meant, refused[0][1])
+
+
+def _cut_with(
+    closed: core.ClosedJaxpr, flat: Flat, count: int, layers: Layers | Sliced
+) -> tuple[Pieces, Mapping[Member, Stack]]:
+    """A loss, cut; without frozen layers of the same names if these run elsewhere.
+
+    So does a frozen model of the same structure that a loss sees the output of.
+    """
+    try:
+        return _cut(closed, flat, count, layers)
+    except SplitError:
+        for trained in _parts(flat, layers)[:1]:
+            with contextlib.suppress(SplitError):
+                return _cut(closed, flat, count, trained)
+        raise
+
+
+def _parts(flat: Flat, layers: Candidate) -> tuple[Layers, ...]:
+    """The trained and the frozen parameters of layers that have both."""
+    size = lambda n: nbytes_of(flat.avals[n])
+    return layers.parts(size) if isinstance(layers, Layers) else ()
 
 
 def _refuse_untrained(layers: Candidate, stacks: Mapping[Member, Stack]) -> None:

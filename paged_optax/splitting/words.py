@@ -44,7 +44,9 @@ def described(loss: Loss, found: Found) -> str:
         kept = f"{count} x {_size(pieces.kept)}"
         rows.append(("kept of each layer", _types(pieces.kept), kept))
     for other in found.others:
-        words = f"{other.shown}, {other.length} layers, with their gradients"
+        frozen = all(loss.leaves[n][0] for n in other.leaves)
+        whole = "frozen" if frozen else "with their gradients"
+        words = f"{other.shown}, {other.length} layers, {whole}"
         rows.append(("held whole", words, readable_bytes(other.nbytes)))
     activation = _largest(pieces, len(loss.leaves))
     if activation is not None:

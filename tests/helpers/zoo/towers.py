@@ -61,6 +61,17 @@ def preferences():
 
 
 @model
+def judged():
+    """A frozen model of the same structure, of what the trained one makes."""
+
+    def loss(params, frozen, batch):
+        x = in_turn(params, params["embed"][batch], batch)
+        return jnp.mean(in_turn(frozen, x, batch) ** 2)
+
+    return loss, parameters(), TOKENS, other()
+
+
+@model
 def siamese():
     """The same layers of two inputs."""
 
