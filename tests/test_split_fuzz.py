@@ -95,7 +95,16 @@ ONCE = {
         ],
         "penalty": "all",
     },
-    # The same, before the layers.
+    # A layer of another kind, before the last one, has less behind its parameters.
+    "another kind before the last": {
+        "container": "tuple",
+        "kinds": [0, 0, 1, 0],
+        "changes": [[0, 0, "experts, sorted"]],
+        "blocks": [{"ops": [["experts", 2]], "end": "rms"}],
+        "router": "sum",
+        "kept": ["mixed", "stacked"],
+    },
+    # A sum of norms, before the layers.
     "norms before layers": {
         "container": "Block_0",
         "kinds": [*[0] * 9, 1, 0, 0],

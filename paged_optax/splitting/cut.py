@@ -71,10 +71,7 @@ class Cuts:
         if count == 2:
             cuts.append(found._cheapest(0, latest))
         elif count > 2:
-            # Where the last layer ends is not known yet, and so not what it needs.
-            behind = cuts[-1] - found.used_until(count - 3)
-            stop = regions[count - 2].stop
-            cuts.append(min(found.used_until(count - 2) + behind, stop))
+            cuts.append(found._last(cuts[-1], latest))
         return dataclasses.replace(found, cuts=tuple(cuts))
 
     def used_until(self, turn: int) -> int:
@@ -134,13 +131,30 @@ class Cuts:
                     " their own, or name other layers by layers=."
                 )
 
+    def _last(self, before: int, latest: bool) -> int:
+        """The cut before the last layer, as far behind parameters as the one before.
+
+        Where the last layer ends is not known yet, and so not what it needs. Layers of
+        another kind may end otherwise: then it is what its parameters are used with.
+        """
+        turn, equations = self.depends.count - 2, self.depends.flat.equations
+        starts = self.used_until(turn - 1), self.used_until(turn)
+        behind = before - starts[0]
+        ends = [
+            [equations[n].primitive for n in self.order[start : start + behind]]
+            for start in starts
+        ]
+        if ends[0] == ends[1]:
+            return min(starts[1] + behind, self.regions[turn].stop)
+        return self._cheapest(turn, latest)
+
     def _cheapest(self, turn: int, latest: bool) -> int:
         """The place in a layer's region where the fewest bytes are alive."""
         flat, region = self.depends.flat, self.regions[turn]
-        first = self.used_until(turn)
+        first, count = self.used_until(turn), self.depends.count
         # What only the last layer or the end needs is kept, wherever the cut is.
-        several = self.depends.count > 2
-        stop = self.regions[self.depends.count - 1].start if several else None
+        last = self.end if turn == count - 2 else self.regions[count - 1].start
+        stop = last if count > 2 else None
         until = lambda x: max(
             (p for p in self.uses[x] if not stop or p < stop), default=-1
         )
