@@ -161,6 +161,7 @@ def test_bytes_by_hand():
     held = Activations.of(found, Given(2, 16))
     assert held.saved == 2 * 32 * 64 * 2
     assert held.layer == 32 * 2 * (1152 + 512 + 8 * 64)
+    assert held.forward == 32 * 2 * 1152
     assert held.scores == 2 * 2 * 16 * 16 * (4 + 3 * 2)
     assert held.head == 32 * 1000 * (4 + 2) + 4 * 32 * 64 * 2
     assert held.waiting == 32 * 1000 * 2

@@ -83,6 +83,7 @@ class Activations:
     Attributes:
       saved: The layers' inputs, from the forward to the backward pass.
       layer: What one layer's backward pass has, without its attention scores.
+      forward: The part of it that comes from the forward pass.
       scores: Its attention scores.
       head: What the loss has, of the last layer's output.
       waiting: What the loss leaves on the device until the layers' backward pass is
@@ -91,6 +92,7 @@ class Activations:
 
     saved: int
     layer: int
+    forward: int
     scores: int
     head: int
     waiting: int
@@ -102,7 +104,8 @@ class Activations:
         .. math::
             \begin{aligned}
             \text{saved} &= L n d b \\
-            \text{layer} &= n b \Bigl(\sum_i m_i + \max_i m_i + 8 d\Bigr) \\
+            \text{layer} &= n b \Bigl(\sum_i m_i + \max_i m_i + 8 d\Bigr), \qquad
+            \text{forward} = n b \sum_i m_i \\
             \text{scores} &= B h t^2 (4 + 3 b) / k \\
             \text{head} &= n V (4 + b) + 4 n d b \\
             \text{waiting} &= d V b, \text{ or } n V b \text{ if tied}
@@ -119,7 +122,8 @@ class Activations:
         # the widest once more, as the gradient on its way through the nonlinearity; and
         # of the stream's width the input, two norms, the sum in the middle, and
         # gradients of the stream and of what attention gives and takes.
-        layer = n * b * (sizes.made + sizes.widest + 8 * width)
+        forward = n * b * sizes.made
+        layer = forward + n * b * (sizes.widest + 8 * width)
         # The gradient of the softmax is computed in float32. Beside it are, in the
         # products' dtype, the scores, the shares and the gradient of the scores, which
         # two products take.
@@ -141,7 +145,8 @@ class Activations:
             # XLA keeps the gradient of the logits.
             waiting = n * sizes.vocabulary * b
         saved = sizes.layers * n * width * b
-        return Activations(saved, layer, scores // given.score_blocks, head, waiting)
+        scores //= given.score_blocks
+        return Activations(saved, layer, forward, scores, head, waiting)
 
 
 def sizes_of(layers: Layers, heads: int | None) -> tuple[Sizes, str]:

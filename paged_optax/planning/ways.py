@@ -133,7 +133,12 @@ class Ways:
             activations=0,
         )
         there = row.parameters + row.moments + layers.largest
-        return self._counted(row, there, there + way.scratch, waits=True)
+        # The last layer's forward pass stands before the loss, apart from the loop over
+        # the others. XLA takes it for the backward pass too, and so keeps what it made;
+        # the layer's moments are already there.
+        early = way.scratch - layers.largest
+        early += 0 if self.activations is None else self.activations.forward
+        return self._counted(row, there + early, there + way.scratch, waits=True)
 
     def _with_all_on_host(
         self, layers_there: Footprint, way: Footprint, layers: Layers
