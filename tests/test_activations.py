@@ -11,6 +11,7 @@ import paged_optax as po
 from helpers import aot, real_decoder
 from helpers.programs import placed, shardings, state_on
 from helpers.real_decoder import Config
+from paged_optax.layerwise.slices import FETCHES_AHEAD
 from paged_optax.planning.activations import Activations, Given, sizes_of
 from paged_optax.planning.layers import find_layers
 from paged_optax.planning.shapes.decoder import DECODERS
@@ -93,8 +94,10 @@ def compared(name, length, way, **settings):
 @pytest.mark.parametrize("length", [512, 2048])
 @pytest.mark.parametrize("name", MODELS)
 def test_against_xla(name, length, way):
+    """Before jax 0.11.2 weights on the host are fetched later, and take less."""
     planned, total = compared(name, length, way)
-    assert planned == pytest.approx(total, rel=0.1)
+    later = way.endswith("on host") and not FETCHES_AHEAD
+    assert 0.9 <= planned / total <= (1.25 if later else 1.1)
 
 
 @pytest.mark.slow
@@ -108,7 +111,8 @@ def test_against_xla(name, length, way):
 )
 def test_without_logits_and_scores_against_xla(name, way):
     planned, total = compared(name, 2048, way, fused=True, blocks=32)
-    assert planned == pytest.approx(total, rel=0.1)
+    later = not FETCHES_AHEAD
+    assert 0.9 <= planned / total <= (1.25 if later else 1.1)
 
 
 def shapes(**matrices):

@@ -11,6 +11,7 @@ import pytest
 import paged_optax as po
 from paged_optax.cli import main
 from paged_optax.planning.cards import CARDS, find_card
+from paged_optax.planning.shapes import config_heads
 
 SHAPES = po.model_shapes("1B")
 
@@ -125,7 +126,8 @@ def test_code_has_what_paging_takes():
     assert ways.arguments == arguments
     found = dataclasses.replace(ways, device_memory=2**30, rows=ways.rows[2:3])
     assert f"tx = po.paged(inner, {arguments})" in found.advice()
-    assert "seconds" not in found.advice()
+    assert "Its seconds need" in found.advice()
+    assert "seconds a step" not in str(found)[: str(found).index("Fits counts")]
 
 
 @pytest.mark.parametrize(
@@ -148,6 +150,24 @@ def test_no_layers_no_activations():
     params = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
     with pytest.raises(ValueError, match="batch=1: activations are counted by layers"):
         po.what_fits(params, device_memory="1GiB", batch=1, length=8)
+
+
+def test_heads_of_a_checkpoint(tmp_path):
+    """Those that its config.json states, also beside weights and an index."""
+    assert config_heads(tmp_path) is None
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 24}')
+    for name in (
+        "",
+        "config.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+    ):
+        assert config_heads(tmp_path / name) == 24
+    (tmp_path / "config.json").write_text("{}")
+    assert config_heads(tmp_path) is None
+    (tmp_path / "config.json").write_text('{"num_attention_heads": "24"}')
+    with pytest.raises(ValueError, match="field 'num_attention_heads' is '24'"):
+        config_heads(tmp_path)
 
 
 def test_the_command_has_the_same_arguments(capsys):

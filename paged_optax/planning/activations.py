@@ -152,6 +152,8 @@ class Activations:
 def sizes_of(layers: Layers, heads: int | None) -> tuple[Sizes, str]:
     """The sizes of a model, by the shapes of its parameters.
 
+    Of a mixture of experts all are counted, as if each token went to each of them.
+
     Args:
       layers: Its layers.
       heads: As in `Given`.

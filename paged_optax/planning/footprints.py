@@ -141,8 +141,9 @@ class Footprints(Sequence[Footprint]):
         ]
         if self.given is not None:
             titles = (f"{self.given.batch} x {self.given.length} tokens", "activations")
-            steps = [(row.way, number(row.activations), _range(row)) for row in self]
-            tables += [((*titles, "seconds a step"), steps)]
+            titles += ("seconds a step",) if self.rows[0].seconds else ()
+            steps = [(row.way, number(row.activations), *_range(row)) for row in self]
+            tables += [(titles, steps)]
         return tables
 
     def notes(self) -> str:
@@ -179,7 +180,9 @@ class Footprints(Sequence[Footprint]):
             )
         size, most = readable_bytes(chosen.device), readable_bytes(self.available)
         text = f"Choose {chosen.way}: the fastest that fits, {size} of {most}"
-        text += f", {_range(chosen)} seconds a step." if chosen.seconds else "."
+        text += "".join(f", {x} seconds a step" for x in _range(chosen)) + "."
+        if not chosen.seconds:
+            text += " Its seconds need the rate of products: a card, or TFLOP/s."
         fused = self.given.fused_head
         code = written(chosen.way, self.inner, self.arguments, fused)
         return f"{_filled(text)}\n\n{code}"
@@ -193,7 +196,8 @@ class Footprints(Sequence[Footprint]):
             f" jax.checkpoint: the layers' inputs have {sizes(self.held.saved)}, one"
             f" layer's backward pass {sizes(self.held.layer)} and"
             f" {sizes(self.held.scores)} of attention scores, the loss"
-            f" {sizes(self.held.head)}."
+            f" {sizes(self.held.head)}. Scores in blocks and linear_cross_entropy take"
+            " less."
         )
 
     def _what_jax_takes(self) -> Iterator[str]:
@@ -226,8 +230,6 @@ def _filled(text: str) -> str:
     return textwrap.fill(text, 80, break_long_words=False, break_on_hyphens=False)
 
 
-def _range(row: Footprint) -> str:
-    """The seconds of its step, at best and at worst."""
-    if row.seconds is None:
-        return "not known"
-    return " to ".join(f"{x:.2g}" for x in row.seconds)
+def _range(row: Footprint) -> tuple[str, ...]:
+    """The seconds of its step, at best and at worst; nothing if they are not known."""
+    return (" to ".join(f"{x:.2g}" for x in row.seconds),) if row.seconds else ()
