@@ -11,6 +11,7 @@ import pytest
 import paged_optax as po
 from paged_optax.cli import main
 from paged_optax.planning.cards import CARDS, find_card
+from paged_optax.planning.code import written
 from paged_optax.planning.shapes import config_heads
 
 SHAPES = po.model_shapes("1B")
@@ -150,6 +151,47 @@ def test_no_layers_no_activations():
     params = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
     with pytest.raises(ValueError, match="batch=1: activations are counted by layers"):
         po.what_fits(params, device_memory="1GiB", batch=1, length=8)
+
+
+def loss(params, batch):
+    x = params["embed"][batch]
+    for layer in params["layers"]:
+        x = x + jax.nn.gelu(x @ layer["up"]) @ layer["down"]
+    logits = x[:-1] @ params["embed"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1:]).mean()
+
+
+@pytest.mark.quick("resident")
+@pytest.mark.parametrize(
+    "way",
+    ["resident", "paged", "layerwise"]
+    + [f"layerwise, dynamic_int8, {x} on host" for x in ("weights", "all")],
+)
+def test_the_code_runs(way):
+    """A loss over a list, and a step where the way takes one's own."""
+    layer = {"up": jnp.ones((64, 128)) / 128, "down": jnp.ones((128, 64)) / 64}
+    layers = [jax.tree.map(jnp.copy, layer) for _ in range(3)]
+    params = {"embed": jnp.eye(256, 64), "layers": layers}
+
+    def step(params, state, batch):
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        updates, state = scope["tx"].update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    scope = {"jax": jax, "optax": optax, "po": po, "loss": loss, "step": step}
+    scope |= {"params": params, "batch": jnp.arange(32)}
+    before = float(loss(params, scope["batch"]))
+    exec(written(way, "optax.adamw(1e-2)", 'min_paged_size="1KiB"'), scope)
+    for _ in range(2):
+        if "model" in scope:
+            step = scope["step"]
+            args = scope["params"], scope["state"], scope["workspace"], scope["batch"]
+            scope["params"], scope["state"], scope["workspace"], output = step(*args)
+            value = output.loss
+        else:
+            args = scope["params"], scope["state"], scope["batch"]
+            scope["params"], scope["state"], value = scope["step"](*args)
+    assert float(value) < before
 
 
 def test_heads_of_a_checkpoint(tmp_path):

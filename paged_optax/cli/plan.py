@@ -184,7 +184,7 @@ def run(given: argparse.Namespace) -> int:
         link_gigabytes_per_second=rate,
         teraflops=products,
         layers=given.layers,
-        heads=given.heads or _heads(given),
+        heads=_heads(given),
         score_blocks=given.score_blocks,
         fused_head=given.fused_head,
     )
@@ -227,7 +227,9 @@ def _memory(given: argparse.Namespace) -> int | None:
 
 
 def _heads(given: argparse.Namespace) -> int | None:
-    """Heads of attention, as the model's name or its `config.json` says."""
+    """Heads of attention, as stated, or as the model's name or `config.json` says."""
+    if given.heads is not None or given.batch is None:
+        return given.heads
     if given.params is not None:
         return decoder_of(given.params).heads
     if given.checkpoint is not None:
