@@ -1,8 +1,10 @@
 """Ways to train a model, the memory of each, and what fits."""
 
 import argparse
+import dataclasses
 import functools
 import math
+import pathlib
 import textwrap
 import warnings
 from collections.abc import Callable
@@ -16,8 +18,15 @@ from paged_optax.backend.memory import nbytes
 from paged_optax.backend.sizes import parse_bytes, readable_bytes
 from paged_optax.backend.text_table import show
 from paged_optax.cli import bandwidth
+from paged_optax.planning.cards import CARDS, find_card
 from paged_optax.planning.fits import what_fits
-from paged_optax.planning.shapes import checkpoint_shapes, model_shapes, module_shapes
+from paged_optax.planning.shapes import (
+    checkpoint_shapes,
+    config_heads,
+    decoder_of,
+    model_shapes,
+    module_shapes,
+)
 from paged_optax.planning.shapes.decoder import DECODERS
 
 #: What follows the program's name.
@@ -42,8 +51,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     _add_models(parser)
     parser.add_argument(
-        "--device-memory", required=True, metavar="BYTES", help="needed: such as 24GiB"
+        "--device-memory",
+        metavar="BYTES",
+        help="such as 24GiB (default: the card's; one of both is needed)",
     )
+    parser.add_argument(
+        "--card",
+        metavar="NAME",
+        help=f"by its data sheet: {', '.join(CARDS)}; the default of --device-memory,"
+        " --link and --teraflops",
+    )
+    _add_batch(parser)
     parser.add_argument(
         "--dtype",
         help="of the parameters (default: bfloat16, or what the model itself has)",
@@ -75,21 +93,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--link",
-        default="25",
         metavar="GB/S",
         help="the link's rate in one direction, in 10^9 bytes a second: about 12 for"
-        " PCIe 3 x16, 25 for 4, 50 for 5 (default: %(default)s); or 'measured'",
+        " PCIe 3 x16, 25 for 4, 50 for 5 (default: the card's, or 25); or 'measured'",
     )
     parser.add_argument(
         "--teraflops",
         metavar="TFLOP/S",
-        help="that training reaches: says from how many tokens a step the link is free",
+        help="that training reaches: says from how many tokens a step the link is free"
+        " (default: 30%% to 60%% of the card's)",
     )
     parser.add_argument(
         "--layers",
         default="layers",
         metavar="KEY",
         help="under which layers are stacked (default: %(default)s)",
+    )
+
+
+def _add_batch(parser: argparse.ArgumentParser) -> None:
+    """Declares those that say what a step is given."""
+    group = parser.add_argument_group("activations, and the way to choose")
+    whole = functools.partial(group.add_argument, type=int, metavar="N")
+    whole("--batch", help="sequences of a step")
+    whole("--length", help="tokens of a sequence")
+    whole("--heads", help="heads of attention (default: the model's, if it says them)")
+    whole(
+        "--score-blocks",
+        default=1,
+        help="blocks of queries whose scores are computed one by one (default: 1)",
+    )
+    group.add_argument(
+        "--fused-head",
+        action="store_true",
+        help="the loss takes linear_cross_entropy, and holds no logits",
     )
 
 
@@ -119,12 +156,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Prints the tables."""
-    memory = parse_bytes("--device-memory", given.device_memory)
-    if memory < 1 << 20:
-        raise ValueError(
-            f"--device-memory {given.device_memory} is {memory} bytes: give the"
-            " device's memory with its unit, such as 24GiB."
-        )
+    memory = _memory(given)
     optimizer, codec = _optimizer(given.optimizer)
     master = given.master_dtype
     if master is not None:
@@ -142,6 +174,9 @@ def run(given: argparse.Namespace) -> int:
         params,
         _OPTIMIZERS[optimizer](1e-3),
         device_memory=memory,
+        card=given.card,
+        batch=given.batch,
+        length=given.length,
         codec=given.codec or codec,
         master_dtype=master,
         master_remainders=given.master_remainders,
@@ -149,7 +184,11 @@ def run(given: argparse.Namespace) -> int:
         link_gigabytes_per_second=rate,
         teraflops=products,
         layers=given.layers,
+        heads=_heads(given),
+        score_blocks=given.score_blocks,
+        fused_head=given.fused_head,
     )
+    found = dataclasses.replace(found, inner=_code(optimizer))
     leaves = jax.tree.leaves(params)
     count = sum(x.size for x in leaves)
     dtypes = ", ".join(sorted({str(x.dtype) for x in leaves}))
@@ -166,7 +205,45 @@ def run(given: argparse.Namespace) -> int:
     print(found.notes())
     for note in left_out:
         print(textwrap.fill(note, 80, break_long_words=False, break_on_hyphens=False))
+    if advice := found.advice():
+        print(f"\n{advice}")
     return 0
+
+
+def _memory(given: argparse.Namespace) -> int | None:
+    """Bytes of the device's memory; None: the card's."""
+    if given.device_memory is None:
+        if given.card is None:
+            raise ValueError("neither --device-memory is given, nor --card: give one.")
+        find_card(given.card, "--card")
+        return None
+    memory = parse_bytes("--device-memory", given.device_memory)
+    if memory < 1 << 20:
+        raise ValueError(
+            f"--device-memory {given.device_memory} is {memory} bytes: give the"
+            " device's memory with its unit, such as 24GiB."
+        )
+    return memory
+
+
+def _heads(given: argparse.Namespace) -> int | None:
+    """Heads of attention, as stated, or as the model's name or `config.json` says."""
+    if given.heads is not None or given.batch is None:
+        return given.heads
+    if given.params is not None:
+        return decoder_of(given.params).heads
+    if given.checkpoint is not None:
+        return config_heads(pathlib.Path(given.checkpoint))
+    return None
+
+
+def _code(optimizer: str) -> str:
+    """The transformation of a name, as code."""
+    made = _OPTIMIZERS[optimizer]
+    if isinstance(made, functools.partial):
+        return "optax.sgd(1e-3, momentum=0.9)"
+    place = "optax.contrib" if ".contrib." in made.__module__ else "optax"
+    return f"{place}.{made.__name__}(1e-3)"
 
 
 def _optimizer(name: str) -> tuple[str, str | None]:
@@ -211,8 +288,10 @@ def _positive(option: str, text: str, otherwise: str) -> float:
     return number
 
 
-def _rate(text: str) -> float:
+def _rate(text: str | None) -> float | None:
     """The rate of the slower direction, in pages, where it is to be measured."""
+    if text is None:
+        return None
     if text != "measured":
         words = "neither a rate in GB/s, such as 25, nor 'measured'"
         return _positive("--link", text, words)

@@ -1,39 +1,48 @@
 """`what_fits`: ways to train a model, and the memory that each of them takes."""
 
-import dataclasses
-import functools
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import optax
 from jax.typing import DTypeLike
 
-from paged_optax.backend.given import refuse_no_arrays, refuse_no_rate, shown
+from paged_optax.backend.given import (
+    refuse_no_arrays,
+    refuse_no_bool,
+    refuse_no_count,
+    shown,
+)
 from paged_optax.backend.memory import device_share, nbytes
 from paged_optax.backend.sizes import parse_bytes
+from paged_optax.planning.activations import Activations, Given, Sizes, sizes_of
+from paged_optax.planning.cards import CARDS, Card, find_card
 from paged_optax.planning.footprints import Footprint, Footprints
 from paged_optax.planning.free_paging import free_from
 from paged_optax.planning.layers import Layers, find_layers
-from paged_optax.planning.page_plan import PagePlan, plan
+from paged_optax.planning.paging import Paging
+from paged_optax.planning.seconds import Rates, operations
+from paged_optax.planning.ways import Ways
 from paged_optax.transform.codec_rules import Rule
-from paged_optax.transform.paged import paged
-
-_LAYERWISE = "layerwise"
 
 
 def what_fits(
     params: optax.Params,
     inner: optax.GradientTransformation | None = None,
     *,
-    device_memory: int | str,
+    device_memory: int | str | None = None,
+    card: str | None = None,
+    batch: int | None = None,
+    length: int | None = None,
     codec: Rule | Mapping[str, Rule] = None,
     master_dtype: DTypeLike | None = None,
     master_remainders: bool = False,
     page_size: int | str = "16MiB",
-    link_gigabytes_per_second: float = 25.0,
+    link_gigabytes_per_second: float | None = None,
     teraflops: float | None = None,
     layers: str = "layers",
+    heads: int | None = None,
+    score_blocks: int = 1,
+    fused_head: bool = False,
 ) -> Footprints:
     """Compares ways to train a model by the memory they take.
 
@@ -56,28 +65,53 @@ def what_fits(
     5% above the resident one, and up to a quarter above that of the whole tree
     (`tests/test_fit.py`).
 
+    With `batch` and `length` activations are counted too, of decoders whose layers are
+    each a `jax.checkpoint`, as a layerwise step computes them: what the layers' inputs
+    take, one layer's backward pass, its attention scores, and the logits
+    (`paged_optax.planning.activations` has the formulas). Of five models, two lengths
+    and four ways the sum is within 10% of XLA's own bytes for an H200
+    (`tests/test_activations.py`). The last lines are then the way to choose: the
+    fastest that fits, with the code for it. If the rate of products is known, there are
+    a step's seconds too, in a range. At best its transfers travel beside products, at
+    60% of a card's stated TFLOP/s, and both ways at once. At worst products reach 30%
+    and nothing travels beside them, one way at a time. What the update itself computes
+    is not counted.
+
     Args:
       params: The parameters, or their `ShapeDtypeStruct`s: `model_shapes("8B")`.
       inner: What to page; None: `optax.adamw`.
-      device_memory: Bytes of the device's memory, as in `"24GiB"`. What fits is counted
-        against what JAX takes of it: on a GPU three quarters, unless
-        `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise.
+      device_memory: Bytes of the device's memory, as in `"24GiB"`; None: the card's.
+        What fits is counted against what JAX takes of it: on a GPU three quarters,
+        unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise.
+      card: The name of a card, such as `"rtx4090"`: what its maker states is taken for
+        the memory, the link and the rate of products, where no argument states them.
+        `paged_optax.planning.cards` has the table.
+      batch: Sequences of a step; None: activations are not counted.
+      length: Tokens of each of them.
       codec: How moments are stored, as in `paged`; None: as Optax has them.
       master_dtype: As in `paged`: a copy of the parameters, beside the moments.
       master_remainders: As in `paged`: 16 bits of each parameter's copy.
       page_size: As in `paged`.
       link_gigabytes_per_second: The rate of the link between host and device in one
-        direction, in 10^9 bytes a second.
+        direction, in 10^9 bytes a second; None: the card's, or 25.
       teraflops: The rate of matrix products that training reaches, in 10^12 operations
-        a second. Then a note says from how many tokens a step the link costs no time.
+        a second; None: from 30% to 60% of the card's. Then a note says from how many
+        tokens a step the link costs no time.
       layers: The key under which the layers' parameters are stacked on the leading
         axis. Layers by number, as in `layers_0` or `model.layers.0`, are found too.
+      heads: Heads of attention; None: as the matrix of queries shows, with 128 values
+        each where it does not.
+      score_blocks: In how many blocks of queries attention scores are computed, one
+        after the other. A kernel that never holds them, such as cuDNN's, is many.
+      fused_head: Whether the loss takes `linear_cross_entropy`, which holds one chunk
+        of the logits.
 
     Returns:
       A sequence of `Footprint`s. It prints as tables.
 
     Raises:
-      ValueError: If an argument is not usable.
+      ValueError: If an argument is not usable, or there is no such card; it names the
+        nearest.
       TypeError: If `params` is no tree of arrays, the rate no number, or
         `layers` no text.
 
@@ -89,72 +123,73 @@ def what_fits(
       >>> ways = po.what_fits(po.model_shapes("8B"), device_memory="32GiB")
       >>> [way.way for way in ways.fitting]
       ['layerwise', 'layerwise, weights on host', 'layerwise, all on host']
+
+      Activations, and the way to choose:
+
+      >>> shapes = po.model_shapes("8B")
+      >>> ways = po.what_fits(shapes, card="rtx4090", batch=4, length=512)
+      >>> ways.choice.way, round(ways.choice.activations / 2**30, 1)
+      ('layerwise, weights on host', 0.2)
     """
-    limit = _limit(device_memory)
+    stated = None if card is None else find_card(card)
+    limit = _limit(device_memory, stated)
     refuse_no_arrays("params", params)
     if not isinstance(layers, str):
         raise TypeError(f"layers={shown(layers)} is not a key, such as 'layers'.")
-    refuse_no_rate("link_gigabytes_per_second", link_gigabytes_per_second)
-    if teraflops is not None:
-        refuse_no_rate("teraflops", teraflops)
-    inner = optax.adamw(1e-3) if inner is None else inner
-    parameters = nbytes(params)
-
-    def planned(
-        codec: Rule | Mapping[str, Rule] = None, device_budget: str | None = "0B"
-    ) -> PagePlan:
-        tx = paged(
-            inner,
-            page_size=page_size,
-            master_dtype=master_dtype,
-            master_remainders=master_remainders,
-            codec=codec,
-            device_budget=device_budget,
-        )
-        with warnings.catch_warnings():
-            # Of the host pool, of which the table says as much.
-            warnings.filterwarnings("ignore", "the moments need", UserWarning)
-            return plan(tx, params, link_gigabytes_per_second=link_gigabytes_per_second)
-
-    footprint = functools.partial(_footprint, parameters)
-    rate = link_gigabytes_per_second * 1e9
-    resident, exact = planned(device_budget=None), planned()
-    rows = [
-        footprint("resident", parameters, resident),
-        # Moments live on the host as if paged, and all come to the device at once.
-        footprint(
-            "whole tree offloaded",
-            parameters,
-            exact,
-            moments=resident.device_bytes,
-            scratch=0,
-            link_seconds=exact.link_bytes / rate,
-        ),
-        footprint("paged", parameters, exact),
-    ]
-    coded, name = exact, ""
-    if codec is not None:
-        coded, name = planned(codec=codec), f", {_name(codec)}"
-        rows.append(footprint(f"paged{name}", parameters, coded))
-    found = find_layers(params, layers)
+    rates = Rates.of(link_gigabytes_per_second, teraflops, stated)
+    given = _given(batch, length, heads, score_blocks, fused_head)
+    paging = Paging(
+        optax.adamw(1e-3) if inner is None else inner,
+        page_size,
+        master_dtype,
+        master_remainders,
+        rates.link,
+    )
+    values = sum(x.size for x in jax.tree.leaves(params))
+    exact, found = paging.planned(params), find_layers(params, layers)
     by_element = all(x.elementwise for x in exact.moments if x.shape)
-    if found is not None and by_element:
-        way = _layerwise(f"{_LAYERWISE}{name}", parameters, found, resident, coded)
-        way = dataclasses.replace(way, link_seconds=coded.link_bytes / rate)
-        rows += [way, _with_weights_on_host(way, found, rate)]
-        if found.rest:
-            rows.append(_with_all_on_host(rows[-1], way, found, resident, coded, rate))
-    remarks = tuple(_remarks(codec is not None, found, by_element, layers))
-    if teraflops is not None:
-        values = sum(x.size for x in jax.tree.leaves(params))
-        remarks += tuple(_free(rows, values, rate, teraflops))
+    remarks = [*_remarks(codec is not None, found, by_element, layers)]
+    held, work = None, 0
+    if given is not None:
+        sizes, assumed = _sizes(found, given)
+        held = Activations.of(sizes, given)
+        work = operations(values, sizes, given)
+        remarks += [assumed] if assumed else []
+    ways = Ways(
+        nbytes(params),
+        paging.planned(params, device_budget=None),
+        exact,
+        exact if codec is None else paging.planned(params, codec),
+        "" if codec is None else f", {_name(codec)}",
+        rates.link * 1e9,
+        found if by_element else None,
+        held,
+    )
+    rows = [rates.timed(row, work) if work else row for row in ways.rows()]
+    if rates.teraflops is not None:
+        remarks += _free(rows, values, rates.link * 1e9, rates.teraflops[1])
     return Footprints(
-        tuple(rows), limit, device_share(), link_gigabytes_per_second, remarks
+        tuple(rows),
+        limit,
+        1.0 if stated is not None and not stated.gpu else device_share(),
+        rates.link,
+        tuple(remarks),
+        given,
+        held,
+        "optax.adamw(1e-3)" if inner is None else "inner",
+        paging.arguments(codec),
     )
 
 
-def _limit(device_memory: int | str) -> int:
+def _limit(device_memory: int | str | None, card: Card | None) -> int:
     """Bytes of the device's memory."""
+    if device_memory is None:
+        if card is None:
+            raise ValueError(
+                f"device_memory=None: pass a device's memory, such as '24GiB', or card="
+                f" with one of {', '.join(CARDS)}."
+            )
+        return card.memory
     limit = parse_bytes("device_memory", device_memory)
     if limit == 0:
         raise ValueError(
@@ -162,6 +197,43 @@ def _limit(device_memory: int | str) -> int:
             " as '24GiB'."
         )
     return limit
+
+
+def _given(
+    batch: int | None,
+    length: int | None,
+    heads: int | None,
+    score_blocks: int,
+    fused_head: bool,
+) -> Given | None:
+    """What a step is given; None if nothing is said of it."""
+    if batch is None and length is None:
+        return None
+    if length is None:
+        raise ValueError(
+            f"batch={shown(batch)} is without length: pass the tokens of a sequence,"
+            " such as length=2048."
+        )
+    if batch is None:
+        raise ValueError(
+            f"length={shown(length)} is without batch: pass the sequences of a step,"
+            " such as batch=4."
+        )
+    counts = {"batch": batch, "length": length, "score_blocks": score_blocks}
+    for name, count in (counts if heads is None else counts | {"heads": heads}).items():
+        refuse_no_count(name, count, 1)
+    refuse_no_bool("fused_head", fused_head)
+    return Given(batch, length, heads, score_blocks, fused_head)
+
+
+def _sizes(found: Layers | None, given: Given) -> tuple[Sizes, str]:
+    """The sizes of a model, and what was assumed."""
+    if found is None:
+        raise ValueError(
+            f"batch={given.batch}: activations are counted by layers that are alike,"
+            " and params has none. Leave batch and length out."
+        )
+    return sizes_of(found, given.heads)
 
 
 def _name(codec: Rule | Mapping[str, Rule]) -> str:
@@ -203,7 +275,7 @@ def _free(
 ) -> Iterator[str]:
     """From how many tokens a step each layerwise way takes no time on the link."""
     for row in rows:
-        if row.way.startswith(_LAYERWISE):
+        if row.by_layers:
             moved = int(row.link_seconds * rate)
             tokens = free_from(
                 parameters,
@@ -216,94 +288,3 @@ def _free(
                 f"{row.way}: the link is free from {tokens:,} tokens a step on, at"
                 f" {teraflops:g} TFLOP/s."
             )
-
-
-def _footprint(
-    parameters: int, way: str, gradients: int, plan: PagePlan, **other: int | float
-) -> Footprint:
-    """What a way takes by its plan; `other` replaces single figures."""
-    found = Footprint(
-        way,
-        parameters,
-        gradients,
-        plan.device_bytes,
-        plan.scratch_bytes,
-        plan.host_bytes,
-        plan.link_seconds,
-    )
-    return dataclasses.replace(found, **other)
-
-
-def _layerwise(
-    way: str, parameters: int, layers: Layers, resident: PagePlan, coded: PagePlan
-) -> Footprint:
-    """What a layerwise step takes."""
-    # The layer's moments travel while its gradients are computed, in float32 or the
-    # parameters' dtype.
-    moments = _moments_of(layers.largest, parameters, resident)
-    gradients, scratch = layers.largest + layers.rest, layers.largest + moments
-    return _footprint(parameters, way, gradients, coded, scratch=scratch)
-
-
-def _moments_of(size: int, parameters: int, resident: PagePlan) -> int:
-    """Bytes of the moments of so many bytes of the parameters, as Optax has them."""
-    return resident.device_bytes * size // max(1, parameters)
-
-
-def _with_weights_on_host(way: Footprint, layers: Layers, rate: float) -> Footprint:
-    """The same way, the layers' weights on the host too.
-
-    Each layer's weights are read for its forward and for its backward pass, and
-    written.
-
-    Args:
-      way: The way with all weights on the device.
-      layers: The layers.
-      rate: Bytes a second over the link.
-    """
-    stacks = way.parameters - layers.rest
-    return dataclasses.replace(
-        way,
-        way=f"{way.way}, weights on host",
-        parameters=layers.rest + layers.largest,
-        host=way.host + stacks,
-        link_seconds=way.link_seconds + 3 * stacks / rate,
-    )
-
-
-def _with_all_on_host(
-    layers_there: Footprint,
-    way: Footprint,
-    layers: Layers,
-    resident: PagePlan,
-    coded: PagePlan,
-    rate: float,
-) -> Footprint:
-    """The same way, what is beside the layers on the host too.
-
-    Each parameter is read twice for the passes, as a tied embedding is, and for its
-    update, and written. The largest one's gradient waits on the host. At its update the
-    device has that parameter, the update and its pages, beside the workspace.
-
-    Args:
-      layers_there: The way with the layers' weights on the host.
-      way: The way with all weights on the device.
-      layers: The layers.
-      resident: The plan of moments on the device.
-      coded: The plan of the way's.
-      rate: Bytes a second over the link.
-    """
-    one, other = layers.largest, layers.largest_of_rest
-    moments = _moments_of(other, way.parameters, resident)
-    # The sum of parameter and update is made in sixteen parts, two of them at a time.
-    at_rest = other, one + other, min(coded.scratch_bytes, moments) + other // 8
-    parameters, gradients, scratch = max((one, one, way.scratch), at_rest, key=sum)
-    return dataclasses.replace(
-        layers_there,
-        way=f"{way.way}, all on host",
-        parameters=parameters,
-        gradients=gradients,
-        scratch=scratch,
-        host=layers_there.host + layers.rest + other,
-        link_seconds=layers_there.link_seconds + (4 * layers.rest + 2 * other) / rate,
-    )

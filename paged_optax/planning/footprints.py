@@ -1,7 +1,6 @@
 """Ways to train a model, as tables."""
 
 import dataclasses
-import functools
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import overload
@@ -9,14 +8,18 @@ from typing import overload
 from paged_optax.backend.memory import host_pool_bytes, host_pool_gigabytes
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.text_table import table
+from paged_optax.planning.activations import Activations, Given
+from paged_optax.planning.code import written
 
 #: The largest share of a GPU that is worth a try: CUDA needs some of it.
 _MOST = 0.95
+#: How the ways that make one layer's gradients at a time begin.
+LAYERWISE = "layerwise"
 
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """What one way to train takes, in bytes; activations come on top.
+    """What one way to train takes, in bytes.
 
     Attributes:
       way: Its name, and the codec if one stores the moments.
@@ -26,6 +29,10 @@ class Footprint:
       scratch: Pages in flight, or the moments and the updates of one layer.
       host: Moments in host memory.
       link_seconds: Seconds a step of transfers.
+      moved: Bytes a step over the link, both ways together.
+      activations: What activations, scores and logits add to the most that the device
+        has at once; 0 where no batch was stated.
+      seconds: Of a whole step, at best and at worst; None where it is not known.
     """
 
     way: str
@@ -35,11 +42,20 @@ class Footprint:
     scratch: int
     host: int
     link_seconds: float
+    moved: int = 0
+    activations: int = 0
+    seconds: tuple[float, float] | None = None
 
     @property
     def device(self) -> int:
         """Bytes on the device, all together."""
-        return self.parameters + self.gradients + self.moments + self.scratch
+        beside = self.gradients + self.moments + self.scratch
+        return self.parameters + beside + self.activations
+
+    @property
+    def by_layers(self) -> bool:
+        """Whether one layer's gradients are made at a time."""
+        return self.way.startswith(LAYERWISE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +68,10 @@ class Footprints(Sequence[Footprint]):
       share: The share of it that JAX takes.
       link_gigabytes_per_second: The stated rate of the link, each way, in 10^9 bytes.
       remarks: What to know of this model and this transformation.
+      given: What a step is given; None where activations are not counted.
+      held: What activations take in the parts of a step, or None.
+      inner: The transformation, as code.
+      arguments: What `paged` takes beside it, as code.
     """
 
     rows: tuple[Footprint, ...]
@@ -59,6 +79,10 @@ class Footprints(Sequence[Footprint]):
     share: float
     link_gigabytes_per_second: float
     remarks: tuple[str, ...] = ()
+    given: Given | None = None
+    held: Activations | None = None
+    inner: str = "inner"
+    arguments: str = ""
 
     @overload
     def __getitem__(self, index: int) -> Footprint: ...
@@ -79,8 +103,22 @@ class Footprints(Sequence[Footprint]):
 
     @property
     def fitting(self) -> tuple[Footprint, ...]:
-        """The ways that leave some of what JAX takes for activations."""
+        """The ways that leave some of what JAX takes."""
         return tuple(row for row in self.rows if row.device < self.available)
+
+    @property
+    def choice(self) -> Footprint | None:
+        """The fastest way that fits, and of equally fast ones the smallest.
+
+        The slower end of its seconds counts, or if they are not known, its link's. None
+        if no way fits.
+        """
+
+        def rank(row: Footprint) -> tuple[float, ...]:
+            best, worst = row.seconds or (0.0, row.link_seconds)
+            return worst, best, row.device
+
+        return min(self.fitting, key=rank, default=None)
 
     def tables(self) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
         """Titles and rows of two tables: what fits, and what is on the device."""
@@ -97,17 +135,23 @@ class Footprints(Sequence[Footprint]):
             fits.append((row.way, device, host, link, yes, number(left)))
             parts.append((row.way, *(number(getattr(row, size)) for size in sizes)))
         way = f"way, in {unit}"
-        return [
+        tables: list[tuple[tuple[str, ...], list[tuple[str, ...]]]] = [
             ((way, "device", "host", "link s", "fits", "left"), fits),
             (("on the device", "weights", *sizes[1:]), parts),
         ]
+        if self.given is not None:
+            titles = (f"{self.given.batch} x {self.given.length} tokens", "activations")
+            titles += ("seconds a step",) if self.rows[0].seconds else ()
+            steps = [(row.way, number(row.activations), *_range(row)) for row in self]
+            tables += [(titles, steps)]
+        return tables
 
     def notes(self) -> str:
         """What to know when reading the tables: a line or two each."""
         notes = [
             *self._what_jax_takes(),
-            "What is left is for activations, which are not counted. Scratch is pages"
-            " in flight, or one layer's moments and updates. Link: seconds a step at"
+            f"{self._of_activations()} Scratch is pages in flight, or one layer's"
+            " moments and updates. Link: seconds a step at"
             f" {self.link_gigabytes_per_second:g} GB/s each way.",
             *self.remarks,
         ]
@@ -119,9 +163,42 @@ class Footprints(Sequence[Footprint]):
                 f"XLA's pool on a GPU hands out {readable_bytes(pool)} of host memory:"
                 f" set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={needed} for all of these."
             )
-        # As wide as a terminal; names of variables stay whole.
-        fill = functools.partial(textwrap.fill, width=80, break_long_words=False)
-        return "\n".join(fill(note, break_on_hyphens=False) for note in notes)
+        return "\n".join(map(_filled, notes))
+
+    def advice(self) -> str:
+        """The way to choose, its seconds and its code; empty without a batch."""
+        if self.given is None:
+            return ""
+        chosen = self.choice
+        if chosen is None:
+            least = min(self.rows, key=lambda row: row.device)
+            missing = readable_bytes(least.device - self.available)
+            return _filled(
+                f"Nothing fits: {least.way} takes the least, and {missing} too much."
+                " Fewer or shorter sequences take less, as micro-batches too. So do"
+                " scores in blocks, and linear_cross_entropy in the place of logits."
+            )
+        size, most = readable_bytes(chosen.device), readable_bytes(self.available)
+        text = f"Choose {chosen.way}: the fastest that fits, {size} of {most}"
+        text += "".join(f", {x} seconds a step" for x in _range(chosen)) + "."
+        if not chosen.seconds:
+            text += " Its seconds need the rate of products: a card, or TFLOP/s."
+        fused = self.given.fused_head
+        code = written(chosen.way, self.inner, self.arguments, fused)
+        return f"{_filled(text)}\n\n{code}"
+
+    def _of_activations(self) -> str:
+        if self.given is None or self.held is None:
+            return "What is left is for activations, which are not counted."
+        sizes = readable_bytes
+        return (
+            "Activations are what a batch adds to the peak, each layer a"
+            f" jax.checkpoint: the layers' inputs have {sizes(self.held.saved)}, one"
+            f" layer's backward pass {sizes(self.held.layer)} and"
+            f" {sizes(self.held.scores)} of attention scores, the loss"
+            f" {sizes(self.held.head)}. Scores in blocks and linear_cross_entropy take"
+            " less."
+        )
 
     def _what_jax_takes(self) -> Iterator[str]:
         memory = readable_bytes(self.device_memory)
@@ -144,4 +221,15 @@ class Footprints(Sequence[Footprint]):
             )
 
     def __str__(self) -> str:
-        return "\n\n".join((*(table(*x) for x in self.tables()), self.notes()))
+        parts = *(table(*x) for x in self.tables()), self.notes(), self.advice()
+        return "\n\n".join(filter(None, parts))
+
+
+def _filled(text: str) -> str:
+    """As wide as a terminal; names of variables stay whole."""
+    return textwrap.fill(text, 80, break_long_words=False, break_on_hyphens=False)
+
+
+def _range(row: Footprint) -> tuple[str, ...]:
+    """The seconds of its step, at best and at worst; nothing if they are not known."""
+    return (" to ".join(f"{x:.2g}" for x in row.seconds),) if row.seconds else ()

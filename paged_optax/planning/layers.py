@@ -22,6 +22,9 @@ class Layers:
       largest: Bytes of one layer's parameters.
       rest: Bytes of all parameters that are no layer's.
       largest_of_rest: Bytes of the largest of them.
+      count: How many there are.
+      one: The arrays of one layer, by path.
+      beside: All arrays that are no layer's, by path.
       numbered: How the first one is named, as in `"model.layers.0"`; empty if they are
         stacked.
     """
@@ -29,6 +32,9 @@ class Layers:
     largest: int
     rest: int
     largest_of_rest: int
+    count: int
+    one: tuple[_Leaf, ...]
+    beside: tuple[_Leaf, ...]
     numbered: str = ""
 
 
@@ -49,12 +55,20 @@ def find_layers(params: PyTree, key: str) -> Layers | None:
     inside = [n for n, (path, _) in enumerate(leaves) if key in path.split("/")]
     size = lambda chosen: nbytes([leaves[n][1] for n in chosen])
 
-    def beside(largest: int, inside: Collection[int], first: str = "") -> Layers:
-        rest = [nbytes(x) for n, (_, x) in enumerate(leaves) if n not in inside]
-        return Layers(largest, sum(rest), max(rest, default=0), first)
+    def found(
+        count: int, one: Sequence[_Leaf], inside: Collection[int], first: str = ""
+    ) -> Layers:
+        beside = tuple(x for n, x in enumerate(leaves) if n not in inside)
+        rest = [nbytes(x) for _, x in beside]
+        largest = nbytes([x for _, x in one])
+        return Layers(
+            largest, sum(rest), max(rest, default=0), count, tuple(one), beside, first
+        )
 
-    if length := _stacked([leaves[n] for n in inside], key):
-        return beside(size(inside) // length, set(inside))
+    stacks = [leaves[n] for n in inside]
+    if length := _stacked(stacks, key):
+        cut = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+        return found(length, [(path, cut(x)) for path, x in stacks], {*inside})
     numbered: dict[tuple[str, int], dict[str, int]] = {}
     for n, (path, _) in enumerate(leaves):
         for match in re.finditer(r"\d+(?=[^\d])", path):  # with something inside it
@@ -71,7 +85,8 @@ def find_layers(params: PyTree, key: str) -> Layers | None:
     if most is None:
         return None
     (prefix, number), one = min(most), numbered[min(most)].values()
-    return beside(size(one), of(most), f"{prefix}{number}")
+    first = [leaves[n] for n in one]
+    return found(len(most), first, of(most), f"{prefix}{number}")
 
 
 def _stacked(inside: Sequence[_Leaf], key: str) -> int | None:

@@ -28,6 +28,7 @@ class Decoder:
       tied: Whether the embedding is the output's matrix too.
       dtype: The parameters' dtype.
       norms: Norms of a layer, of `hidden` values each.
+      head: Values of one head.
     """
 
     hidden: int
@@ -39,6 +40,12 @@ class Decoder:
     tied: bool = True
     dtype: DTypeLike = jnp.bfloat16
     norms: int = 2
+    head: int = 128
+
+    @property
+    def heads(self) -> int:
+        """Heads of queries."""
+        return max(1, self.query // self.head)
 
     def shapes(self) -> dict[str, PyTree[jax.ShapeDtypeStruct]]:
         """The parameters' `ShapeDtypeStruct`s, layers stacked under `"layers"`."""
@@ -73,14 +80,14 @@ class Decoder:
 
 
 # Gemma 2 and 3: a norm before attention and feed-forward layer, and one after.
-_FOUR = functools.partial(Decoder, norms=4)
+_FOUR = functools.partial(Decoder, norms=4, head=256)
 
 #: From the models' published configurations, without the norms of queries and keys that
 #: Qwen3 and Gemma 3 have. Of Gemma 3, the larger ones are text decoders beside a vision
 #: tower: "text" says that this is left out.
 DECODERS = {
     "llama2-7b": Decoder(4096, 4096, 4096, 11008, 32, 32000, tied=False),
-    "llama3.2-1b": Decoder(2048, 2048, 512, 8192, 16, 128256),
+    "llama3.2-1b": Decoder(2048, 2048, 512, 8192, 16, 128256, head=64),
     "llama3.2-3b": Decoder(3072, 3072, 1024, 8192, 28, 128256),
     "llama3-8b": Decoder(4096, 4096, 1024, 14336, 32, 128256, tied=False),
     "llama3-70b": Decoder(8192, 8192, 1024, 28672, 80, 128256, tied=False),
@@ -89,16 +96,16 @@ DECODERS = {
     "qwen3-4b": Decoder(2560, 4096, 1024, 9728, 36, 151936),
     "qwen3-8b": Decoder(4096, 4096, 1024, 12288, 36, 151936, tied=False),
     "qwen3-32b": Decoder(5120, 8192, 1024, 25600, 64, 151936, tied=False),
-    "gemma-2b": Decoder(2048, 2048, 256, 16384, 18, 256000),
-    "gemma-7b": Decoder(3072, 4096, 4096, 24576, 28, 256000),
+    "gemma-2b": Decoder(2048, 2048, 256, 16384, 18, 256000, head=256),
+    "gemma-7b": Decoder(3072, 4096, 4096, 24576, 28, 256000, head=256),
     "gemma2-2b": _FOUR(2304, 2048, 1024, 9216, 26, 256000),
     "gemma2-9b": _FOUR(3584, 4096, 2048, 14336, 42, 256000),
-    "gemma2-27b": _FOUR(4608, 4096, 2048, 36864, 46, 256000),
+    "gemma2-27b": _FOUR(4608, 4096, 2048, 36864, 46, 256000, head=128),
     "gemma3-270m": _FOUR(640, 1024, 256, 2048, 18, 262144),
     "gemma3-1b": _FOUR(1152, 1024, 256, 6912, 26, 262144),
     "gemma3-4b-text": _FOUR(2560, 2048, 1024, 10240, 34, 262208),
     "gemma3-12b-text": _FOUR(3840, 4096, 2048, 15360, 48, 262208),
-    "gemma3-27b-text": _FOUR(5376, 4096, 2048, 21504, 62, 262208),
+    "gemma3-27b-text": _FOUR(5376, 4096, 2048, 21504, 62, 262208, head=128),
 }
 
 
@@ -171,11 +178,21 @@ def model_shapes(
       >>> po.model_shapes("qwen3-4b")["embed"].shape
       (151936, 2560)
     """
-    if not isinstance(name, str):
-        raise ValueError(f"model {name!r} is no text: pass one such as '8B'.")
-    decoder = _named(name) or of_size(_count(name))
+    decoder = decoder_of(name)
     dtype = floating_dtype("dtype", dtype)
     return dataclasses.replace(decoder, dtype=dtype).shapes()
+
+
+def decoder_of(name: str) -> Decoder:
+    """The decoder of a name or a size, as `model_shapes` takes it.
+
+    Example:
+      >>> decoder_of("llama3.2-1b").heads
+      32
+    """
+    if not isinstance(name, str):
+        raise ValueError(f"model {name!r} is no text: pass one such as '8B'.")
+    return _named(name) or of_size(_count(name))
 
 
 def _named(name: str) -> Decoder | None:

@@ -47,6 +47,28 @@ _DEFAULTS = {
 }
 
 
+def config_heads(path: pathlib.Path) -> int | None:
+    """Heads of queries by the `config.json` of a checkpoint.
+
+    Args:
+      path: The file, another one beside it, or the folder of both.
+
+    Returns:
+      The number; None if there is no such file, or it states none.
+
+    Raises:
+      ValueError: If the field is not usable.
+    """
+    config = path
+    if path.is_dir() or not path.name.endswith("config.json"):
+        config = (path if path.is_dir() else path.parent) / "config.json"
+    if not config.is_file():
+        return None
+    fields = Fields.of_file(config)
+    stated = fields.given.get("num_attention_heads") is not None
+    return fields.number("num_attention_heads") if stated else None
+
+
 def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]:
     """Shapes of the model that a `config.json` describes.
 

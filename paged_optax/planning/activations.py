@@ -1,0 +1,215 @@
+"""What a training step holds beside parameters: activations, scores, logits.
+
+Each constant is a count of buffers that XLA:GPU has alive at once, read off its buffer
+assignment for an H200 of decoders whose layers are each a `jax.checkpoint` (jax
+0.12.0.1). `tests/test_activations.py` holds the sums against it.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+
+import jax
+
+from paged_optax.losses.chunks import Chunks
+from paged_optax.planning.layers import Layers
+
+_Leaf = tuple[str, jax.ShapeDtypeStruct]
+_FLOAT32 = 4
+# The matrix of queries, as decoders name it: `q`, `q_proj`, `wq`, `query/kernel`.
+_QUERY = re.compile(r"(^|[/._])(q|wq|q_einsum|query)([/._]|$)")
+# Values of a head where the shapes do not say: of Llama 3 and Qwen 3.
+_HEAD = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a step is given, and how its loss is written.
+
+    Attributes:
+      batch: Sequences of a step.
+      length: Tokens of a sequence.
+      heads: Heads of queries, or None: by the shape of the matrix of queries. If that
+        has two axes, a head has 128 values.
+      score_blocks: Blocks of queries whose scores are computed one after the other.
+      fused_head: Whether the loss takes `linear_cross_entropy`.
+    """
+
+    batch: int
+    length: int
+    heads: int | None = None
+    score_blocks: int = 1
+    fused_head: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch * self.length
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model that its activations depend on.
+
+    Attributes:
+      layers: How many layers there are.
+      width: Values of a token between two layers.
+      made: Values of a token on the other sides of one layer's matrices, all together.
+      widest: Values of a token on the largest of these sides.
+      query: Values of a token's queries; 0 if no matrix of queries is known.
+      heads: Heads of queries; 0 if there is no attention, or none is known.
+      vocabulary: Entries of the output; 0 if there is no matrix for it.
+      tied: Whether that matrix is the embedding.
+      itemsize: Bytes of a value of the matrices, which products are computed in.
+    """
+
+    layers: int
+    width: int
+    made: int
+    widest: int
+    query: int
+    heads: int
+    vocabulary: int
+    tied: bool
+    itemsize: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Activations:
+    """Bytes that are alive at once in the parts of a step.
+
+    Attributes:
+      saved: The layers' inputs, from the forward to the backward pass.
+      layer: What one layer's backward pass has, without its attention scores.
+      forward: The part of it that comes from the forward pass.
+      scores: Its attention scores.
+      head: What the loss has, of the last layer's output.
+      waiting: What the loss leaves on the device until the layers' backward pass is
+        over: the output matrix's gradient, or what that is made of.
+    """
+
+    saved: int
+    layer: int
+    forward: int
+    scores: int
+    head: int
+    waiting: int
+
+    @staticmethod
+    def of(sizes: Sizes, given: Given) -> "Activations":
+        r"""The sums, of tokens :math:`n`, bytes of a value :math:`b` and width `d`.
+
+        .. math::
+            \begin{aligned}
+            \text{saved} &= L n d b \\
+            \text{layer} &= n b \Bigl(\sum_i m_i + \max_i m_i + 8 d\Bigr), \qquad
+            \text{forward} = n b \sum_i m_i \\
+            \text{scores} &= B h t^2 (4 + 3 b) / k \\
+            \text{head} &= n V (4 + b) + 4 n d b \\
+            \text{waiting} &= d V b, \text{ or } n V b \text{ if tied}
+            \end{aligned}
+
+        with :math:`L` layers, :math:`m_i` values of a token on the other side of a
+        layer's i-th matrix, :math:`B` sequences of :math:`t` tokens, :math:`h` heads,
+        :math:`k` blocks of queries and :math:`V` entries of the vocabulary. With a
+        fused head one chunk of the vocabulary is in the place of :math:`V` in "head",
+        which has :math:`4 n d` more, and nothing depends on tied embeddings.
+        """
+        n, b, width = given.tokens, sizes.itemsize, sizes.width
+        # What goes into each product or comes out of it, for the gradients of weights;
+        # the widest once more, as the gradient on its way through the nonlinearity; and
+        # of the stream's width the input, two norms, the sum in the middle, and
+        # gradients of the stream and of what attention gives and takes.
+        forward = n * b * sizes.made
+        layer = forward + n * b * (sizes.widest + 8 * width)
+        # The gradient of the softmax is computed in float32. Beside it are, in the
+        # products' dtype, the scores, the shares and the gradient of the scores, which
+        # two products take.
+        scores = given.batch * sizes.heads * given.length**2 * (_FLOAT32 + 3 * b)
+        stream = 4 * n * width * b  # the output, normalised, and their gradients
+        if given.fused_head:
+            # A chunk of logits in float32 and its gradient for the products, and the
+            # gradient of x, a sum in float32.
+            chunks = Chunks.of(sizes.vocabulary, 0, n, width, None)
+            chunk = n * chunks.blocks * chunks.size
+            head = chunk * (_FLOAT32 + b) + _FLOAT32 * n * width + stream
+        else:
+            # Logits in float32, which their gradient overwrites, and this in the
+            # products' dtype.
+            head = n * sizes.vocabulary * (_FLOAT32 + b) + stream
+        waiting = width * sizes.vocabulary * b
+        if sizes.tied and not given.fused_head:
+            # It is one with the embedding's gradient, which is made last: until then
+            # XLA keeps the gradient of the logits.
+            waiting = n * sizes.vocabulary * b
+        saved = sizes.layers * n * width * b
+        scores //= given.score_blocks
+        return Activations(saved, layer, forward, scores, head, waiting)
+
+
+def sizes_of(layers: Layers, heads: int | None) -> tuple[Sizes, str]:
+    """The sizes of a model, by the shapes of its parameters.
+
+    Of a mixture of experts all are counted, as if each token went to each of them.
+
+    Args:
+      layers: Its layers.
+      heads: As in `Given`.
+
+    Returns:
+      The sizes, and what was assumed of the heads; empty if nothing was.
+    """
+    matrices = [(path, x) for path, x in layers.one if len(x.shape) > 1]
+    width = _width([x for _, x in matrices])
+    made = [max(1, math.prod(x.shape) // width) for _, x in matrices]
+    query, found = _queries(matrices, width)
+    beside = [x for _, x in layers.beside if width in x.shape]
+    outputs = [n for x in beside if (n := math.prod(x.shape) // width) > 1]
+    largest = max((x for _, x in layers.one), key=lambda x: math.prod(x.shape))
+    sizes = Sizes(
+        layers.count,
+        width,
+        sum(made),
+        max(made, default=0),
+        query,
+        found if heads is None else heads,
+        max(outputs, default=0),
+        outputs.count(max(outputs, default=0)) < 2,
+        largest.dtype.itemsize,
+    )
+    return sizes, _assumed(sizes, heads, matrices)
+
+
+def _width(matrices: Sequence[jax.ShapeDtypeStruct]) -> int:
+    """The width of the residual stream: the axis that most matrices of a layer have."""
+    counts = collections.Counter(n for x in matrices for n in {*x.shape})
+    return max(counts, key=lambda n: (counts[n], n), default=1)
+
+
+def _queries(matrices: Sequence[_Leaf], width: int) -> tuple[int, int]:
+    """Values of a token's queries, and their heads."""
+    for path, x in matrices:
+        if _QUERY.search(path):
+            query = math.prod(x.shape) // width
+            # [width, heads, head], as Flax has it; [heads, width, head] of Gemma.
+            axes = [n for n in x.shape if n != width]
+            return query, axes[0] if len(x.shape) == 3 and axes else query // _HEAD
+    return 0, 0
+
+
+def _assumed(sizes: Sizes, heads: int | None, matrices: Sequence[_Leaf]) -> str:
+    if heads is not None or any(
+        len(x.shape) == 3 for path, x in matrices if _QUERY.search(path)
+    ):
+        return ""
+    if not sizes.heads:
+        return (
+            "No matrix of queries is known by its name, so that no attention scores are"
+            " counted: heads= states how many heads there are."
+        )
+    return (
+        f"{sizes.heads} heads of {_HEAD} values are assumed: heads= states another"
+        " number."
+    )

@@ -1,0 +1,228 @@
+"""Cards by name, a step's seconds, and the way to choose with its code."""
+
+import ast
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import paged_optax as po
+from paged_optax.cli import main
+from paged_optax.planning.cards import CARDS, find_card
+from paged_optax.planning.code import written
+from paged_optax.planning.shapes import config_heads
+
+SHAPES = po.model_shapes("1B")
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_card_by_name(name):
+    card = find_card(name)
+    assert 8 << 30 < card.memory < 200 << 30
+    assert card.link < card.both_ways <= 2 * card.link
+    assert 50 < card.teraflops < 1000
+    assert find_card(f" {name.upper()} ") == card
+
+
+@pytest.mark.parametrize(
+    ("name", "guess"),
+    [("rtx490", "rtx4090"), ("A100", "a100-40"), ("h20", "h200"), ("NVIDIA T5", "t4")],
+)
+def test_another_card_gets_the_nearest(name, guess):
+    with pytest.raises(ValueError, match=f"card='{name}' is none of t4.*{guess}"):
+        po.what_fits(SHAPES, card=name)
+
+
+def test_a_card_states_what_no_argument_does():
+    card = CARDS["l4"]
+    found = po.what_fits(SHAPES, card="L4", batch=1, length=512)
+    assert found.device_memory == card.memory
+    assert found.link_gigabytes_per_second == card.link
+    own = po.what_fits(
+        SHAPES,
+        card="L4",
+        device_memory="1GiB",
+        link_gigabytes_per_second=10.0,
+        teraflops=50,
+        batch=1,
+        length=512,
+    )
+    assert (own.device_memory, own.link_gigabytes_per_second) == (2**30, 10.0)
+    # Between 30% and 60% of 121 TFLOP/s, and at 50.
+    best, worst = found[0].seconds
+    assert worst == pytest.approx(2 * best)
+    assert own[0].seconds == pytest.approx((best * 121 * 0.6 / 50,) * 2)
+
+
+def test_a_tpu_is_taken_whole():
+    assert po.what_fits(SHAPES, card="v5e").share == 1
+
+
+def test_seconds_of_a_step():
+    """Eight operations a parameter and token; what travels is beside them or not."""
+    leaf = jax.ShapeDtypeStruct((4, 512, 512), jnp.float32)
+    step = {"batch": 1, "length": 1000, "teraflops": 1.0}
+    rates = {"device_memory": "1GiB", "link_gigabytes_per_second": 1.0}
+    ways = po.what_fits({"layers": {"w": leaf}}, **step, **rates)
+    work = 8 * leaf.size * 1000 / 1e12
+    resident, _, paged, layerwise, *_ = ways
+    assert resident.seconds == pytest.approx((work, work))
+    moved = 4 * 4 * leaf.size / 1e9
+    assert paged.moved == pytest.approx(moved * 1e9, rel=1e-3)
+    for way, least in ((paged, work + moved / 2), (layerwise, max(work, moved / 2))):
+        assert way.seconds == pytest.approx((least, work + moved), rel=1e-3)
+    assert po.what_fits({"layers": {"w": leaf}}, **rates)[0].seconds is None
+
+
+@pytest.fixture(scope="module")
+def ways():
+    arguments = {"card": "rtx4090", "codec": "dynamic_int8"}
+    return po.what_fits(SHAPES, batch=4, length=512, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("memory", "way"),
+    [
+        (24.0, "resident"),
+        (7.0, "layerwise, dynamic_int8"),
+        (4.0, "layerwise, dynamic_int8, weights on host"),
+        (3.0, "layerwise, dynamic_int8, all on host"),
+    ],
+)
+def test_the_last_lines_are_the_choice_and_its_code(memory, way, ways):
+    ways = dataclasses.replace(ways, device_memory=int(memory * 2**30))
+    assert ways.choice.way == way
+    words, code = str(ways).rsplit("\n\n", 1)
+    assert f"Choose {way}: the fastest that fits" in words.splitlines()[-2:][0]
+    assert "seconds a step." in words
+    ast.parse(code)
+    assert ("split_layers" in code) == ("layerwise" in way)
+    assert ("on_host" in code) == ("on host" in way)
+    assert ('codec="dynamic_int8"' in code) == (way != "resident")
+
+
+def test_nothing_fits(ways):
+    ways = dataclasses.replace(ways, device_memory=2**30)
+    assert ways.choice is None
+    least = "Nothing fits: layerwise, dynamic_int8, all on host takes the least"
+    assert least in ways.advice()
+    assert dataclasses.replace(ways, given=None).advice() == ""
+
+
+def test_code_has_what_paging_takes():
+    inner, params = optax.lion(1e-3), {"layers": {"w": jnp.ones((2, 512, 512))}}
+    ways = po.what_fits(
+        params,
+        inner,
+        device_memory="1MiB",
+        page_size="8MiB",
+        master_dtype=jnp.float32,
+        codec={"*": "bfloat16"},
+        batch=1,
+        length=8,
+    )
+    arguments = 'page_size="8MiB", master_dtype="float32", codec=codec'
+    assert ways.arguments == arguments
+    found = dataclasses.replace(ways, device_memory=2**30, rows=ways.rows[2:3])
+    assert f"tx = po.paged(inner, {arguments})" in found.advice()
+    assert "Its seconds need" in found.advice()
+    assert "seconds a step" not in str(found)[: str(found).index("Fits counts")]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"batch": 0, "length": 8}, "batch=0 is less than 1"),
+        ({"batch": 4}, "batch=4 is without length"),
+        ({"batch": 4, "length": 8, "device_memory": None}, "device_memory=None: pass"),
+        ({"length": 512}, "length=512 is without batch"),
+        ({"batch": 1, "length": 8, "heads": 0}, "heads=0 is less than 1"),
+        ({"batch": 1, "length": 8, "score_blocks": 0}, "score_blocks=0 is less"),
+    ],
+)
+def test_a_step_that_is_none(given, words):
+    with pytest.raises(ValueError, match=words):
+        po.what_fits(SHAPES, **({"device_memory": "1GiB"} | given))
+
+
+def test_no_layers_no_activations():
+    params = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+    with pytest.raises(ValueError, match="batch=1: activations are counted by layers"):
+        po.what_fits(params, device_memory="1GiB", batch=1, length=8)
+
+
+def loss(params, batch):
+    x = params["embed"][batch]
+    for layer in params["layers"]:
+        x = x + jax.nn.gelu(x @ layer["up"]) @ layer["down"]
+    logits = x[:-1] @ params["embed"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1:]).mean()
+
+
+@pytest.mark.quick("resident")
+@pytest.mark.parametrize(
+    "way",
+    ["resident", "paged", "layerwise"]
+    + [f"layerwise, dynamic_int8, {x} on host" for x in ("weights", "all")],
+)
+def test_the_code_runs(way):
+    """A loss over a list, and a step where the way takes one's own."""
+    layer = {"up": jnp.ones((64, 128)) / 128, "down": jnp.ones((128, 64)) / 64}
+    layers = [jax.tree.map(jnp.copy, layer) for _ in range(3)]
+    params = {"embed": jnp.eye(256, 64), "layers": layers}
+
+    def step(params, state, batch):
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        updates, state = scope["tx"].update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    scope = {"jax": jax, "optax": optax, "po": po, "loss": loss, "step": step}
+    scope |= {"params": params, "batch": jnp.arange(32)}
+    before = float(loss(params, scope["batch"]))
+    exec(written(way, "optax.adamw(1e-2)", 'min_paged_size="1KiB"'), scope)
+    for _ in range(2):
+        if "model" in scope:
+            step = scope["step"]
+            args = scope["params"], scope["state"], scope["workspace"], scope["batch"]
+            scope["params"], scope["state"], scope["workspace"], output = step(*args)
+            value = output.loss
+        else:
+            args = scope["params"], scope["state"], scope["batch"]
+            scope["params"], scope["state"], value = scope["step"](*args)
+    assert float(value) < before
+
+
+def test_heads_of_a_checkpoint(tmp_path):
+    """Those that its config.json states, also beside weights and an index."""
+    assert config_heads(tmp_path) is None
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 24}')
+    for name in (
+        "",
+        "config.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+    ):
+        assert config_heads(tmp_path / name) == 24
+    (tmp_path / "config.json").write_text("{}")
+    assert config_heads(tmp_path) is None
+    (tmp_path / "config.json").write_text('{"num_attention_heads": "24"}')
+    with pytest.raises(ValueError, match="field 'num_attention_heads' is '24'"):
+        config_heads(tmp_path)
+
+
+def test_the_command_has_the_same_arguments(capsys):
+    """Heads are those of the model's name, and the code has the optimizer."""
+    step = "--batch 4 --length 512 --score-blocks 8 --fused-head"
+    device = "--card t4 --device-memory 6GiB"
+    command = f"plan --params llama3.2-1b {device} {step} --optimizer lion"
+    assert main(command.split()) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "4 x 512 tokens" in printed
+    assert "tx = po.paged(optax.lion(1e-3))\n" in printed
+    assert "# The loss ends with po.linear_cross_entropy" in printed
+    assert "are assumed" not in printed
+    assert main("plan --params 1B --card t5".split()) == 1
+    assert "--card='t5' is none of t4" in capsys.readouterr().err
