@@ -24,7 +24,7 @@ DEEPER = sorted((ROOT / "paged_optax").rglob("*.md"))
 TROUBLESHOOTING = ROOT / "paged_optax" / "transform" / "troubleshooting.md"
 RELEASE = ROOT / ".ci" / "release.md"
 #: Blocks that make an environment, which `.ci/run` runs.
-ENVIRONMENTS = {"test", "example", "tunix"}
+ENVIRONMENTS = {"test", "example", "tunix", "hf"}
 
 
 def section(title):

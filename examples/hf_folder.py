@@ -1,0 +1,189 @@
+"""A Hugging Face folder: its configuration, and its weights, read and written in place.
+
+Weights are mapped into memory and read when they are used. They are written back into
+files that begin with the same headers: what was not trained comes out bit for bit.
+"""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+#: By the format's documentation: https://huggingface.co/docs/safetensors
+DTYPES = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16}
+#: Files that a new folder takes over as they are.
+BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")
+
+
+class FolderError(ValueError):
+    """A folder that cannot be used: one sentence says why, and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """Where a tensor is.
+
+    Attributes:
+      file: The name of its file.
+      start: Its first byte there.
+      dtype: Its dtype.
+      shape: Its shape.
+    """
+
+    file: str
+    start: int
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """A folder with `config.json` and `.safetensors` files.
+
+    Attributes:
+      path: Where it is.
+      config: What `config.json` says.
+      tensors: Where each tensor is, by its name.
+      headers: What each file begins with.
+    """
+
+    path: pathlib.Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    headers: Mapping[str, bytes]
+
+    @classmethod
+    def open(cls, path: pathlib.Path) -> "Folder":
+        """Reads the configuration and the files' headers.
+
+        Raises:
+          FolderError: If something is missing, or not whole.
+        """
+        if not path.is_dir():
+            raise FolderError(f"{path} is no folder: pass one with a config.json.")
+        config = _json(path / "config.json")
+        index = path / "model.safetensors.index.json"
+        if index.exists():
+            files = sorted(set(_json(index).get("weight_map", {}).values()))
+        else:
+            files = sorted(x.name for x in path.glob("*.safetensors"))
+        if not files:
+            raise FolderError(f"{path} has no .safetensors files: download it again.")
+        tensors, headers = dict[str, Tensor](), dict[str, bytes]()
+        for name in files:
+            headers[name], found = _read_header(path / name)
+            tensors |= found
+        return cls(path, config, tensors, headers)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of most of the weights."""
+        sizes = dict[np.dtype, int]()
+        for x in self.tensors.values():
+            sizes[x.dtype] = sizes.get(x.dtype, 0) + x.nbytes
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """A tensor, mapped into memory."""
+        where = self.tensors[name]
+        return np.memmap(
+            self.path / where.file, where.dtype, "r", where.start, where.shape
+        )
+
+    def write(
+        self, path: pathlib.Path, values: Iterator[tuple[str, np.ndarray]]
+    ) -> None:
+        """Writes a folder like this one with other weights.
+
+        It has another name until it is whole.
+
+        Args:
+          path: The new folder, which does not exist.
+          values: Names and weights, one after the other; each is converted to the dtype
+            that it has here.
+
+        Raises:
+          FolderError: If `path` exists, or if the weights are not those of this folder.
+        """
+        refuse_existing(path)
+        partial = path.with_name(f"{path.name}.writing")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for pattern in BESIDE:
+            for file in self.path.glob(pattern):
+                shutil.copy(file, partial)
+        for name, header in self.headers.items():
+            (partial / name).write_bytes(header)
+        missing = dict(self.tensors)
+        for name, value in values:
+            where = missing.pop(name)
+            if value.shape != where.shape:
+                raise FolderError(f"{name} has shape {value.shape}, not {where.shape}.")
+            with (partial / where.file).open("r+b") as file:
+                file.seek(where.start)
+                file.write(np.ascontiguousarray(value, where.dtype).tobytes())
+        if missing:
+            raise FolderError(f"{min(missing)} was not written: {path} is not whole.")
+        partial.rename(path)
+
+
+def refuse_existing(path: pathlib.Path) -> None:
+    """Refuses to overwrite."""
+    if path.exists():
+        raise FolderError(f"{path} exists: name another output, or remove it.")
+
+
+def _json(path: pathlib.Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise FolderError(f"{path} is missing: download the folder again.") from None
+    except ValueError as error:
+        raise FolderError(f"{path} is no JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise FolderError(f"{path} is no JSON object.")
+    return found
+
+
+def _read_header(path: pathlib.Path) -> tuple[bytes, dict[str, Tensor]]:
+    """What a file begins with, and where its tensors are."""
+    if not path.exists():
+        raise FolderError(f"{path} is missing: the index names it. Download it again.")
+    size = path.stat().st_size
+    broken = FolderError(
+        f"{path} is not whole: it has {size:,} bytes. Download it again."
+    )
+    with path.open("rb") as file:
+        first = file.read(8)
+        length = int.from_bytes(first, "little")
+        if len(first) < 8 or length > size - 8:
+            raise broken
+        text = file.read(length)
+    try:
+        entries = json.loads(text)
+        entries.pop("__metadata__", None)
+        start = 8 + length
+        tensors = {}
+        for name, entry in entries.items():
+            if entry["dtype"] not in DTYPES:
+                raise FolderError(
+                    f"{name} in {path} has dtype {entry['dtype']}: weights are in"
+                    f" {', '.join(DTYPES)}."
+                )
+            dtype, begin = np.dtype(DTYPES[entry["dtype"]]), entry["data_offsets"][0]
+            where = Tensor(path.name, start + begin, dtype, tuple(entry["shape"]))
+            tensors[name] = where
+    except (KeyError, TypeError, ValueError) as error:
+        raise error if isinstance(error, FolderError) else broken from None
+    if any(x.start + x.nbytes > size for x in tensors.values()):
+        raise broken
+    return first + text, tensors

@@ -1,0 +1,111 @@
+"""Tiny folders of random weights in each family's structure.
+
+`python tests/helpers/hf_folders.py FOLDER TEXT` writes one, and a text. What the
+example's own packages are needed for is imported where it is used: they are optional.
+"""
+
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
+
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+#: As Llama 3.2 has it, for texts that are longer than 32 tokens.
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
+#: For each family the class of its configuration, and what differs.
+FAMILIES = {
+    "qwen3": ("Qwen3Config", {"rope_parameters": PLAIN, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2Config", {"rope_parameters": PLAIN, "tie_word_embeddings": True}),
+    "llama": ("LlamaConfig", {"rope_parameters": SCALED}),
+    "mistral": ("MistralConfig", {"rope_parameters": PLAIN, "sliding_window": None}),
+    "qwen3_moe": ("Qwen3MoeConfig", {"rope_parameters": PLAIN, **EXPERTS}),
+}
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write(family: str, path: pathlib.Path, *, dtype: str = "float32") -> None:
+    """A folder with a model of random weights and a tokenizer."""
+    import transformers
+    from hf_model import Model
+    from safetensors.numpy import save_file
+
+    kind, others = FAMILIES[family]
+    config = getattr(transformers, kind)(**SIZES | others, dtype=dtype)
+    config.architectures = [kind.replace("Config", "ForCausalLM")]
+    config.save_pretrained(path)
+    model = Model.of(json.loads((path / "config.json").read_text()), dtype)
+    draw, tensors = np.random.default_rng(0), {}
+    for keys, x in jax.tree_util.tree_leaves_with_path(model.shapes):
+        names = model.names(keys)
+        for name in names:
+            shape = x.shape[len(names) > 1 :]
+            # No norm is one, and layers do something.
+            value = draw.normal(size=shape) * (0.06 if len(shape) > 1 else 0.1)
+            tensors[name] = (value + ("norm" in name)).astype(x.dtype)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    write_tokenizer(path)
+
+
+def write_tokenizer(path: pathlib.Path) -> None:
+    """A tokenizer of bytes, and a few special tokens."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=SIZES["vocab_size"],
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the quick brown fox"], trainer)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        **{"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"},
+    )
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(path)
+
+
+#: What the tiny models learn.
+TEXT = "".join(f"{n}: the quick brown fox and {n * n}\n" for n in range(150))
+
+if __name__ == "__main__":
+    write("qwen3", pathlib.Path(sys.argv[1]), dtype="bfloat16")
+    pathlib.Path(sys.argv[2]).write_text(TEXT)
