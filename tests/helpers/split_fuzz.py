@@ -223,17 +223,28 @@ class Case:
             args = jax.jit(step.finish)(*args)
         return losses, said, split.unstack(args[0])
 
+    def one(self) -> Any:
+        """The first batch, or its first micro-batch."""
+        batch = self.batches[0]
+        first = self.recipe["accumulate"]
+        return jax.tree.map(lambda x: x[0], batch) if first else batch
+
+    def gradients(self, moved: int = 0) -> tuple[Array, Any]:
+        """The loss of one batch, and its gradients; `moved` as for `expected`."""
+        params, frozen = self.model.params(0)
+        if moved:
+            draw = np.random.default_rng(moved)
+            params = jax.tree.map(functools.partial(_moved, draw), params)
+        given = () if frozen is None else (frozen,)
+        plain = lambda p: _parted(self.model.loss(p, *given, self.one()))[0]
+        return jax.jit(jax.value_and_grad(plain))(params)
+
     def alone(self, split: Any) -> None:
         """Compares the loss of stacked parameters, and its gradients, of one batch."""
         params, frozen = self.model.params(0)
-        batch = self.batches[0]
-        if self.recipe["accumulate"]:
-            batch = jax.tree.map(lambda x: x[0], batch)
-        given = () if frozen is None else (frozen,)
         stacked = () if frozen is None else (split.stack_frozen(frozen),)
-        plain = lambda p: _parted(self.model.loss(p, *given, batch))[0]
-        alone = lambda p: _parted(split.loss(split.stack(p), *stacked, batch))[0]
-        wanted, theirs = jax.jit(jax.value_and_grad(plain))(params)
+        alone = lambda p: _parted(split.loss(split.stack(p), *stacked, self.one()))[0]
+        wanted, theirs = self.gradients()
         loss, ours = jax.jit(jax.value_and_grad(alone))(params)
         self.compare("gradients", theirs, ours, 10 * self.tolerance)
         self.compare("loss", wanted, loss, self.tolerance)
@@ -243,7 +254,8 @@ class Case:
 
         Where an `abs` or a `relu` turns, or a `max` chooses, a last bit decides; and so
         many layers enlarge it. A hundredth is no rounding of any model. Some last bits
-        matter less than others: several are tried.
+        matter less than others: several are tried; and twice as much is allowed, as
+        each operation rounds, not the parameters alone.
         """
         differs, self.found = self.found, Numbers()
         losses, said, params = self.expected()
@@ -253,9 +265,13 @@ class Case:
             self.compare("losses", losses, others[0], 0)
             self.compare("metrics", said, others[1], 0)
             self.compare("parameters", params, others[2], 0)
+            if any(name.startswith(("gradients", "loss ")) for name in differs):
+                (loss, by), (other, moved) = self.gradients(), self.gradients(seed)
+                self.compare("gradients", by, moved, 0)
+                self.compare("loss", loss, other, 0)
             for name, x in known.items():
                 self.found[name] = max(x, self.found.get(name, 0))
-        most = lambda name: min(self.found.get(name, 0), 1e-2)
+        most = lambda name: min(2 * self.found.get(name, 0), 1e-2)
         return {name: x for name, x in differs.items() if x > most(name)}
 
     def compare(self, name: str, wanted: Any, found: Any, most: float) -> None:
@@ -318,7 +334,8 @@ def run(recipe: Recipe) -> Numbers:
     case = Case(recipe)
     outside = recipe["penalty"] and case.model.tree.axis is not None
     # Few layers side by side may be taken apart: their input goes through all of them.
-    perhaps = recipe["refused"] == "side by side"
+    # So may layers that are used twice, if what they make depends on the batch alone.
+    perhaps = recipe["refused"] in ("side by side", "twice")
     if (recipe["refused"] or outside) and not perhaps:
         return _refused(case)
     ahead = recipe["ahead"] and layer_by_layer.FETCHES_AHEAD
