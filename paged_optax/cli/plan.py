@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import math
 import pathlib
-import textwrap
 import warnings
 from collections.abc import Callable
 
@@ -20,6 +19,7 @@ from paged_optax.backend.text_table import show
 from paged_optax.cli import bandwidth
 from paged_optax.planning.cards import CARDS, find_card
 from paged_optax.planning.fits import what_fits
+from paged_optax.planning.footprints import filled
 from paged_optax.planning.shapes import (
     checkpoint_shapes,
     config_heads,
@@ -204,7 +204,7 @@ def run(given: argparse.Namespace) -> int:
         print()
     print(found.notes())
     for note in left_out:
-        print(textwrap.fill(note, 80, break_long_words=False, break_on_hyphens=False))
+        print(filled(note))
     if advice := found.advice():
         print(f"\n{advice}")
     return 0

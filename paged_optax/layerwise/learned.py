@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from paged_optax.analysis.equation import Constant
 from paged_optax.analysis.flat import Flat
+from paged_optax.backend.manual_axes import abstract
 from paged_optax.layerwise.model import Learned, Model, Rest, is_inexact
 from paged_optax.layerwise.weights import Weights
 
@@ -70,18 +71,13 @@ def _entering(
 
     def run(rest: Rest) -> list[ArrayLike]:
         made = model.enter(rest, batch)
-        shapes.append(jax.tree.map(_shape, made))
+        shapes.append(jax.tree.map(abstract, made))
         leaves = jax.tree.leaves(made)
         found.extend([False] * len(leaves))
         return [watched(i, x) for i, x in enumerate(leaves) if is_inexact(x)]
 
     jax.eval_shape(lambda rest: jax.vjp(run, rest)[0], rest)
     return found, shapes[0]
-
-
-def _shape(x: ArrayLike) -> jax.ShapeDtypeStruct:
-    aval = jax.typeof(x)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def used(

@@ -163,7 +163,7 @@ class Footprints(Sequence[Footprint]):
                 f"XLA's pool on a GPU hands out {readable_bytes(pool)} of host memory:"
                 f" set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={needed} for all of these."
             )
-        return "\n".join(map(_filled, notes))
+        return "\n".join(map(filled, notes))
 
     def advice(self) -> str:
         """The way to choose, its seconds and its code; empty without a batch."""
@@ -173,7 +173,7 @@ class Footprints(Sequence[Footprint]):
         if chosen is None:
             least = min(self.rows, key=lambda row: row.device)
             missing = readable_bytes(least.device - self.available)
-            return _filled(
+            return filled(
                 f"Nothing fits: {least.way} takes the least, and {missing} too much."
                 " Fewer or shorter sequences take less, as micro-batches too. So do"
                 " scores in blocks, and linear_cross_entropy in the place of logits."
@@ -185,7 +185,7 @@ class Footprints(Sequence[Footprint]):
             text += " Its seconds need the rate of products: a card, or TFLOP/s."
         fused = self.given.fused_head
         code = written(chosen.way, self.inner, self.arguments, fused)
-        return f"{_filled(text)}\n\n{code}"
+        return f"{filled(text)}\n\n{code}"
 
     def _of_activations(self) -> str:
         if self.given is None or self.held is None:
@@ -225,7 +225,7 @@ class Footprints(Sequence[Footprint]):
         return "\n\n".join(filter(None, parts))
 
 
-def _filled(text: str) -> str:
+def filled(text: str) -> str:
     """As wide as a terminal; names of variables stay whole."""
     return textwrap.fill(text, 80, break_long_words=False, break_on_hyphens=False)
 
