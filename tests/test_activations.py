@@ -9,7 +9,7 @@ import pytest
 
 import paged_optax as po
 from helpers import aot, real_decoder
-from helpers.programs import placed, shardings, state_on
+from helpers.programs import ordinary_step, placed, shardings, state_on
 from helpers.real_decoder import Config
 from paged_optax.layerwise.slices import FETCHES_AHEAD
 from paged_optax.planning.activations import Activations, Given, sizes_of
@@ -47,12 +47,8 @@ def config_of(name, **settings):
 
 def ordinary(config, size):
     """What `aot` compiles: all gradients at once, of a scan, and plain Optax."""
-    tx, loss = optax.adamw(1e-4), real_decoder.scanned(config)
-
-    def step(params, state, batch):
-        loss_of, gradients = jax.value_and_grad(loss)(params, batch)
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss_of
+    tx = optax.adamw(1e-4)
+    step = ordinary_step(real_decoder.scanned(config), tx)
 
     def build(mesh):
         device, _ = aot.placements(mesh)

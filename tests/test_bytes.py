@@ -18,6 +18,7 @@ from helpers.programs import (
     assert_in_place,
     llama,
     on_device,
+    ordinary_step,
     shapes_of,
     shardings,
     square,
@@ -175,10 +176,7 @@ def training_step(tx, params):
             x = jnp.tanh(x @ w)
         return jnp.mean(x**2)
 
-    def step(params, state, x):
-        value, gradients = jax.value_and_grad(loss)(params, x)
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
+    step = ordinary_step(loss, tx)
 
     def build(mesh):
         device, _ = aot.placements(mesh)

@@ -10,7 +10,13 @@ import optax
 
 import paged_optax as po
 from helpers import aot
-from helpers.programs import placed, placed_by_type, shardings, state_on
+from helpers.programs import (
+    ordinary_step,
+    placed,
+    placed_by_type,
+    shardings,
+    state_on,
+)
 from paged_optax.planning import shapes
 
 
@@ -124,12 +130,8 @@ def layerwise(
 
 
 def ordinary(model, tx):
-    """The step that Optax's users write: all gradients are there at once."""
-
-    def step(params, state, batch):
-        loss, gradients = jax.value_and_grad(model.loss)(params, batch)
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
+    """What a compiler compiles: the ordinary step."""
+    step = ordinary_step(model.loss, tx)
 
     def build(mesh):
         device, _ = aot.placements(mesh)

@@ -100,6 +100,17 @@ def updating(tx, params):
     return build
 
 
+def ordinary_step(loss, tx):
+    """The step that Optax's users write: all gradients are there at once."""
+
+    def step(params, state, batch):
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
 def layerwise(mesh, run, model, tx, params, batch, **room):
     """A layerwise step of placed parameters, everything donated, and its arguments."""
     device, _ = aot.placements(mesh)
