@@ -4,21 +4,20 @@
     python examples/finetune_hf.py --checkpoint Qwen3-4B --text mine.txt --output mine
     python examples/finetune_hf.py --help
 
-All parameters are trained. The moments are in host memory, in eight bits where the
-weights are in bfloat16, and with `--way host` or `all` the weights too. What comes out
-is a folder like the one that went in, for all that read its format.
+All parameters are trained, and what comes out is a folder like the one that went in.
+`--method lora` trains adapters beside frozen weights, and writes them as PEFT does;
+`--method qlora` has these weights in four bits. The moments are in host memory, in
+eight bits where the weights are in bfloat16, and with `--way host` or `all` the weights
+too.
 
 Ctrl-C and SIGTERM save what has been done, and say how to go on: `--resume` continues
 bit for bit.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
-import json
 import pathlib
 import shutil
 import signal
@@ -28,12 +27,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from hf_folder import Folder, FolderError, refuse_existing
-from hf_model import Model
+from hf_methods import Full, Lora, Method
+from hf_model import Decoder
 from hf_shown import picture, progress
+from hf_store import Store
 from hf_text import Row, batches, documents, rows
 
 import paged_optax as po
@@ -46,8 +47,8 @@ WAYS = {
     "all": ("all", "layerwise, all on host"),
 }
 LENGTH = 2048
-#: Arguments that may differ when a run goes on: the others decide its numbers.
-FREE = ("resume", "save_every", "stop_after", "way", "device_memory", "checkpoint")
+#: The highest learning rate, if none is given: of the QLoRA paper for adapters.
+RATES = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}
 
 
 # --- Training ------------------------------------------------------------------
@@ -60,8 +61,9 @@ class Run:
     Attributes:
       args: The command line.
       folder: The folder that is trained.
-      model: Its model.
-      split: The model's loss, taken apart.
+      decoder: Its decoder.
+      method: What of it is trained.
+      split: The method's loss, taken apart.
       tx: The optimizer.
       train: Rows to train on.
       held_out: Rows to evaluate on.
@@ -70,7 +72,8 @@ class Run:
 
     args: argparse.Namespace
     folder: Folder
-    model: Model
+    decoder: Decoder
+    method: Method
     split: po.SplitModel
     tx: optax.GradientTransformation
     train: Sequence[Row]
@@ -81,36 +84,39 @@ class Run:
     def of(cls, args: argparse.Namespace) -> "Run":
         """Reads all that is asked for, but the weights."""
         folder = Folder.open(args.checkpoint)
-        longest = folder.config.get("max_position_embeddings", LENGTH)
+        dtype = args.dtype or folder.dtype
+        decoder = Decoder.of(folder, dtype)
+        longest = decoder.config.get("max_position_embeddings", LENGTH)
         args.length = args.length or min(LENGTH, longest)
         if args.length > longest:
             raise FolderError(
                 f"--length {args.length} is more than the model's {longest} positions"
                 " (max_position_embeddings)."
             )
-        dtype = args.dtype or folder.dtype
-        model = Model.of(folder.config, dtype)
+        method = Full(decoder)
+        if args.method != "full":
+            in_four_bits = args.method == "qlora"
+            method = Lora(decoder, args.rank, args.alpha, in_four_bits, args.seed)
         found = rows(documents(args.text, tokenizer_of(args.checkpoint)), args.length)
         aside = round(args.held_out * len(found))
         train, held_out = found[: len(found) - aside], found[len(found) - aside :]
         if len(train) == 0:
             raise FolderError(f"{args.text} has no row to train on: give more text.")
         steps = args.steps or -(-args.epochs * len(train) // args.batch)
+        rate = args.learning_rate or RATES[args.method]
         schedule = optax.warmup_cosine_decay_schedule(
-            0.0, args.learning_rate, max(1, round(args.warmup * steps)), steps + 1
+            0.0, rate, max(1, round(args.warmup * steps)), steps + 1
         )
         how = {"b2": 0.95, "weight_decay": args.weight_decay}
         if np.dtype(dtype).itemsize == 4:
             tx = po.paged_adamw(schedule, **how)
         else:
-            tx = po.paged_adamw_8bit(schedule, master_remainders=True, **how)
-        split = po.split_layers(model.loss, model.shapes, train[0])
-        return cls(args, folder, model, split, tx, train, held_out, steps)
-
-    @property
-    def working(self) -> pathlib.Path:
-        """Where the unfinished run is."""
-        return self.args.output.with_name(f"{self.args.output.name}.run")
+            how["master_remainders"] = method.frozen is None
+            tx = po.paged_adamw_8bit(schedule, **how)
+        split = po.split_layers(
+            method.loss, method.params, train[0], frozen=method.frozen
+        )
+        return cls(args, folder, decoder, method, split, tx, train, held_out, steps)
 
     @functools.cached_property
     def way(self) -> str:
@@ -120,47 +126,79 @@ class Run:
         memory = self.args.device_memory or device_memory()
         if memory is None:
             return "device"
-        config = self.folder.config
-        # Rows go through a layer one by one, and all their inputs are kept.
-        row = self.args.length * config["hidden_size"] * self.folder.dtype.itemsize
-        kept = (self.args.batch - 1) * config["num_hidden_layers"] * row
+        config, shapes = self.decoder.config, self.decoder.shapes
+        narrow = self.folder.dtype.itemsize == 2
         fits = po.what_fits(
-            self.split.stack(self.model.shapes),
+            shapes,
+            None if self.method.frozen is None else optax.sgd(1.0),
             device_memory=memory,
-            codec="dynamic_int8" if self.folder.dtype.itemsize == 2 else None,
+            codec="dynamic_int8" if narrow else None,
             batch=1,
             length=self.args.length,
             heads=config["num_attention_heads"],
             fused_head=True,
         )
+        # Rows go through a layer one by one, and all their inputs are kept.
+        row = self.args.length * config["hidden_size"] * self.folder.dtype.itemsize
+        kept = (self.args.batch - 1) * config["num_hidden_layers"] * row
         for way, (_, name) in WAYS.items():
-            for found in fits:
-                named = found.way.replace(", dynamic_int8", "") == name
-                if named and found.device + kept < fits.available:
-                    return way
+            found = next(x for x in fits if without_codec(x.way) == name)
+            needed = found.device + kept
+            if self.method.frozen is not None:
+                # Its weights may be codes, and its head has no gradient.
+                head = (shapes.lm_head or shapes.model.embed_tokens).weight
+                there = device_bytes(self.placed(way, self.method.frozen))
+                needed += there - found.parameters - device_bytes(head)
+            if needed < fits.available:
+                return way
         raise FolderError("no way fits this device: give less --batch or --length.")
 
-    def stacked(self, params: PyTree) -> PyTree:
-        """The parameters, or their shapes, where the way has them."""
-        where = {"on_host": WAYS[self.way][0], "min_size": self.args.min_size}
-        return self.split.stack(params, **where)
+    def placed(self, way: str, weights: PyTree) -> PyTree:
+        """The decoder's weights, or their shapes, stacked where a way has them."""
+        is_full = self.method.frozen is None
+        stack = self.split.stack if is_full else self.split.stack_frozen
+        found = stack(weights, on_host=WAYS[way][0], min_size=self.args.min_size)
+        array = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
+        return jax.tree.map(array, found)
+
+    def trained(self, params: PyTree) -> PyTree:
+        """What is trained, or its shapes; adapters are on the device."""
+        if self.method.frozen is None:
+            return self.placed(self.way, params)
+        return jax.tree.map(jnp.asarray, self.split.stack(params))
+
+    @functools.cached_property
+    def frozen(self) -> tuple[PyTree, ...]:
+        """What is not trained, as a step takes it: nothing if everything is."""
+        if self.method.frozen is None:
+            return ()
+        return (self.placed(self.way, self.method.read_frozen(self.folder)),)
 
     def workspace(self, params: PyTree) -> po.GradientWorkspace:
         return self.split.workspace(params, host_dtype="float32")
 
     def carry(self) -> tuple[PyTree, ...]:
         """Parameters, moments and workspace, from the folder's weights."""
-        params = self.stacked(self.model.read(self.folder))
-        params = jax.tree.map(jax.numpy.asarray, params)
+        params = self.trained(self.method.first(self.folder))
         return params, self.tx.init(params), self.workspace(params)
+
+    def target(self) -> tuple[PyTree, ...]:
+        """The shapes of `carry`, and where its arrays belong."""
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        placed = lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=getattr(x, "sharding", None) or device
+        )
+        params = jax.tree.map(placed, self.trained(self.method.params))
+        states = self.tx, self.workspace(params)
+        return params, *(po.abstract_state(x, params) for x in states)
 
     def step(self, carry: tuple[PyTree, ...]) -> Callable[..., Any]:
         """The compiled step: carry and batch to the next carry and its output."""
         run = po.layerwise_step(
             self.split, self.tx, max_norm=self.args.max_norm, accumulate=True
         )
-        batch = next(self.batches())
-        return po.jit_step(run, *carry, batch, donate_argnums=(0, 1, 2))
+        given = next(self.batches()), *self.frozen
+        return po.jit_step(run, *carry, *given, donate_argnums=(0, 1, 2))
 
     def batches(self) -> Iterator[Row]:
         return batches(self.train, self.args.batch, self.args.seed)
@@ -168,16 +206,17 @@ class Run:
 
 def train(run: Run) -> None:
     """Trains, from the start or from where the last command stopped."""
-    store = Store.of(run)
+    store = Store.of(run.args)
     print(f"way: {run.way} ({WAYS[run.way][1]})")
-    start, carry = store.restored(run) or (0, run.carry())
+    start = store.latest() or 0
+    carry = store.restore(start, run.target()) if start else run.carry()
     store.begin()
     step, asked = run.step(carry), asked_to_stop()
     given = itertools.islice(run.batches(), start, run.steps)
     with store.losses(start) as note, progress(run.steps, start) as shown:
         for number, batch in enumerate(given, start + 1):
             began = time.perf_counter()
-            *carry, output = step(*carry, batch)
+            *carry, output = step(*carry, batch, *run.frozen)
             loss = float(output.loss)
             rate = batch["tokens"].size / (time.perf_counter() - began)
             held = evaluated(run, carry[0]) if due(run, number) else ""
@@ -191,11 +230,30 @@ def train(run: Run) -> None:
                 print(f"stopped after step {number}. To go on: python {again}")
                 sys.exit(128 + asked[0] if asked else 0)
     store.manager.close()
-    values = run.model.tensors(run.folder, run.split, carry[0])
-    run.folder.write(run.args.output, values)
+    run.method.write(run.folder, run.args.output, run.split, carry[0])
     picture(store.path / "losses.csv", run.args.output / "losses.png")
     shutil.rmtree(store.path)
     print(f"wrote {run.args.output}")
+
+
+def asked_to_stop() -> list[int]:
+    """The signals that will have asked to; the step that runs comes to its end."""
+    asked = list[int]()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: asked.append(number))
+    return asked
+
+
+def without_codec(way: str) -> str:
+    """The name of a way of `what_fits`, whatever stores the moments."""
+    return way.replace(", dynamic_int8", "")
+
+
+def device_bytes(tree: PyTree) -> int:
+    """Bytes of the leaves, or shapes, that are on the device."""
+    away = lambda x: getattr(x.sharding, "memory_kind", "") == "pinned_host"
+    there = (x for x in jax.tree.leaves(tree) if not away(x))
+    return sum(x.size * x.dtype.itemsize for x in there)
 
 
 def due(run: Run, number: int) -> bool:
@@ -208,96 +266,8 @@ def evaluated(run: Run, params: PyTree) -> float:
     """The held-out loss: the mean over tokens."""
     loss = jax.jit(run.split.loss)
     weights = [float(row["weights"].sum()) for row in run.held_out]
-    losses = [float(loss(params, row)) for row in run.held_out]
+    losses = [float(loss(params, *run.frozen, row)) for row in run.held_out]
     return float(np.average(losses, weights=weights))
-
-
-# --- Stop and go on --------------------------------------------------------------
-
-
-def asked_to_stop() -> list[int]:
-    """The signals that will have asked to; the step that runs comes to its end."""
-    asked = list[int]()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: asked.append(number))
-    return asked
-
-
-@dataclasses.dataclass
-class Store:
-    """An unfinished run's folder: checkpoints, losses, and what decides its numbers."""
-
-    path: pathlib.Path
-    decides: dict[str, str]
-
-    @classmethod
-    def of(cls, run: Run) -> "Store":
-        """What is there.
-
-        Raises:
-          FolderError: If there is one of another run, or none to go on with.
-        """
-        path, decides = run.working.absolute(), vars(run.args)
-        refuse_existing(run.args.output)
-        decides = {n: str(x) for n, x in decides.items() if n not in FREE}
-        decides["text"] = hashlib.sha256(run.args.text.read_bytes()).hexdigest()
-        known = path / "run.json"
-        if run.args.resume:
-            if not known.exists():
-                raise FolderError(f"{path} has no run to go on with: leave --resume.")
-            before = json.loads(known.read_text())
-            for name, value in decides.items():
-                if before.get(name) != value:
-                    raise FolderError(
-                        f"--{name.replace('_', '-')} was {before.get(name)} as the run"
-                        f" began, and is {value}: give the same, or another --output."
-                    )
-        elif path.exists():
-            raise FolderError(
-                f"{path} has an unfinished run: --resume goes on with it, another"
-                " --output begins anew."
-            )
-        return cls(path, decides)
-
-    @functools.cached_property
-    def manager(self) -> ocp.CheckpointManager:
-        options = ocp.CheckpointManagerOptions(max_to_keep=1, create=True)
-        return ocp.CheckpointManager(self.path / "steps", options=options)
-
-    def begin(self) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "run.json").write_text(json.dumps(self.decides, indent=2))
-
-    def save(self, number: int, carry: Sequence[PyTree]) -> None:
-        self.manager.save(number, args=ocp.args.StandardSave(list(carry)))
-        self.manager.wait_until_finished()
-
-    def restored(self, run: Run) -> tuple[int, tuple[PyTree, ...]] | None:
-        """The last whole checkpoint: its step, and what was saved; None: none."""
-        if not self.path.exists() or (number := self.manager.latest_step()) is None:
-            return None
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        placed = lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=getattr(x, "sharding", None) or device
-        )
-        params = jax.tree.map(placed, run.stacked(run.model.shapes))
-        workspace = run.workspace(params)
-        target = [
-            params,
-            po.abstract_state(run.tx, params),
-            po.abstract_state(workspace, params),
-        ]
-        found = self.manager.restore(number, args=ocp.args.StandardRestore(target))
-        return number, tuple(found)
-
-    @contextlib.contextmanager
-    def losses(self, start: int) -> Iterator[Callable[..., None]]:
-        """Notes losses in a file, behind those of the steps before."""
-        path = self.path / "losses.csv"
-        lines = path.read_text().splitlines()[: start + 1] if start else []
-        path.write_text("\n".join([*(lines or ["step,loss,held out"]), ""]))
-        with path.open("a", buffering=1) as file:
-            yield lambda *values: print(*values, sep=",", file=file)
 
 
 # --- The command -------------------------------------------------------------------
@@ -341,7 +311,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--length", type=int, help=f"tokens a row; {LENGTH}, or what the model has")
     add("--steps", type=int, default=0, help="0: as many as --epochs has")
     add("--epochs", type=int, default=1, help="how often the text is read")
-    add("--learning-rate", type=float, default=1e-5, help="the highest")
+    add("--method", default="full", choices=[*RATES], help="what is trained")
+    add("--rank", type=int, default=16, help="of adapters")
+    add("--alpha", type=float, default=32.0, help="of adapters: their scale is /rank")
+    add("--learning-rate", type=float, help=f"the highest; {RATES}")
     add("--warmup", type=float, default=0.03, help="share of the steps")
     add("--weight-decay", type=float, default=0.0, help="as in AdamW")
     add("--max-norm", type=float, default=1.0, help="of all gradients together")

@@ -4,15 +4,17 @@ Weights are mapped into memory and read when they are used. They are written bac
 files that begin with the same headers: what was not trained comes out bit for bit.
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 #: By the format's documentation: https://huggingface.co/docs/safetensors
 DTYPES = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16}
@@ -104,8 +106,6 @@ class Folder:
     ) -> None:
         """Writes a folder like this one with other weights.
 
-        It has another name until it is whole.
-
         Args:
           path: The new folder, which does not exist.
           values: Names and weights, one after the other; each is converted to the dtype
@@ -114,26 +114,69 @@ class Folder:
         Raises:
           FolderError: If `path` exists, or if the weights are not those of this folder.
         """
-        refuse_existing(path)
-        partial = path.with_name(f"{path.name}.writing")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        for pattern in BESIDE:
+        with new_folder(path) as partial:
+            self.copy(partial, BESIDE)
+            for name, header in self.headers.items():
+                (partial / name).write_bytes(header)
+            missing = dict(self.tensors)
+            for name, value in values:
+                where = missing.pop(name)
+                if value.shape != where.shape:
+                    raise FolderError(
+                        f"{name} has shape {value.shape}, not {where.shape}."
+                    )
+                with (partial / where.file).open("r+b") as file:
+                    file.seek(where.start)
+                    file.write(np.ascontiguousarray(value, where.dtype).tobytes())
+            if missing:
+                raise FolderError(
+                    f"{min(missing)} was not written: {path} is not whole."
+                )
+
+    def copy(self, path: pathlib.Path, patterns: Iterable[str]) -> None:
+        """Copies the files that have such names into another folder."""
+        for pattern in patterns:
             for file in self.path.glob(pattern):
-                shutil.copy(file, partial)
-        for name, header in self.headers.items():
-            (partial / name).write_bytes(header)
-        missing = dict(self.tensors)
-        for name, value in values:
-            where = missing.pop(name)
-            if value.shape != where.shape:
-                raise FolderError(f"{name} has shape {value.shape}, not {where.shape}.")
-            with (partial / where.file).open("r+b") as file:
-                file.seek(where.start)
-                file.write(np.ascontiguousarray(value, where.dtype).tobytes())
-        if missing:
-            raise FolderError(f"{min(missing)} was not written: {path} is not whole.")
-        partial.rename(path)
+                shutil.copy(file, path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+    """An array that is read when it is used: a tensor, or several stacked.
+
+    Attributes:
+      folder: Where they are.
+      names: Their names.
+      shape: The array's shape.
+      dtype: Its dtype, to which they are converted.
+    """
+
+    folder: Folder
+    names: Sequence[str]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __array__(
+        self, dtype: DTypeLike | None = None, copy: bool | None = None
+    ) -> np.ndarray:
+        parts = [self.folder[name] for name in self.names]
+        x = np.asarray(parts[0]) if len(parts) == 1 else np.stack(parts)
+        return x.astype(dtype or self.dtype, copy=bool(copy))
+
+
+@contextlib.contextmanager
+def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A new folder, which has another name until it is whole.
+
+    Raises:
+      FolderError: If there is one of its name.
+    """
+    refuse_existing(path)
+    partial = path.with_name(f"{path.name}.writing")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    partial.rename(path)
 
 
 def refuse_existing(path: pathlib.Path) -> None:

@@ -1,6 +1,6 @@
 """Decoders of `eqx-zoo`, for what a folder's `config.json` says.
 
-Its parameters have the tensors' own names and shapes. What it does not compute as the
+Their parameters have the tensors' own names and shapes. What they do not compute as the
 configuration says is refused by field and value.
 """
 
@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from eqx_zoo import CausalLM
 from eqx_zoo.models.causal_lm.config import Config
-from hf_folder import Folder, FolderError
+from hf_folder import Folder, FolderError, Tensors
+from hf_gemma import Gemma, completed
 from jax.typing import DTypeLike
 
 import paged_optax as po
@@ -24,101 +25,130 @@ PyTree = Any
 #: What transformers would compute otherwise, unless the field is one of these.
 PLAIN = {
     "attention_dropout": (0, 0.0),
-    "hidden_act": ("silu",),
     "mlp_bias": (False,),
     "output_router_logits": (False,),
     "partial_rotary_factor": (1.0,),
     "pretraining_tp": (1,),
     "quantization_config": (),
-    "use_sliding_window": (False,),
 }
-#: Those of which eqx-zoo has the biases of queries, keys and values, and no others.
-NO_BIAS = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-FAMILIES = (*NO_BIAS, "Qwen2ForCausalLM", "MistralForCausalLM")
+SILU = {"hidden_act": ("silu",), "use_sliding_window": (False,)}
+NO_BIAS = {"attention_bias": (False,)}
+GEMMA = NO_BIAS | {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "tie_word_embeddings": (True,),
+    "use_bidirectional_attention": (False,),
+}
+#: The families, and which of their fields have but one value here.
+FAMILIES = {
+    "LlamaForCausalLM": SILU | NO_BIAS,
+    "MistralForCausalLM": SILU | NO_BIAS | {"sliding_window": ()},
+    "Qwen2ForCausalLM": SILU,
+    "Qwen3ForCausalLM": SILU | NO_BIAS,
+    "Qwen3MoeForCausalLM": SILU | NO_BIAS,
+    "Gemma3ForCausalLM": GEMMA,
+    "Gemma3ForConditionalGeneration": GEMMA,
+}
 #: Fields whose meaning is theirs, under the name that eqx-zoo knows.
 SAME = {"MistralForCausalLM": "LlamaForCausalLM"}
+#: What the decoder's names begin with where a model sees pictures too: in files of the
+#: hub, and in transformers.
+PREFIXES = ("language_model.model.", "model.language_model.")
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class Decoder:
     """A decoder.
 
     Attributes:
+      config: What `config.json` says of it.
       static: What of it is no parameter.
       shapes: Its parameters' shapes.
       experts: How many experts layers have.
+      prefix: What its tensors' names begin with.
+      module: The same in transformers.
     """
 
+    config: Mapping[str, Any]
     static: PyTree
     shapes: PyTree
     experts: int
+    prefix: str
+    module: str
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], dtype: DTypeLike) -> "Model":
-        """The decoder that a configuration describes.
+    def of(cls, folder: Folder, dtype: DTypeLike) -> "Decoder":
+        """The decoder that a folder has.
 
         Raises:
-          FolderError: If it is of another family, or says what is not computed so.
+          FolderError: If it is of another family, or its configuration says what is not
+            computed so.
         """
-        refuse(config)
-        family = config["architectures"][0]
-        known = {**config, "architectures": [SAME.get(family, family)]}
-        try:
-            sizes = Config.from_hf(known)
-        except (KeyError, NotImplementedError, ValueError) as error:
-            raise FolderError(f"config.json: {error}.") from None
-        key = jax.random.key(0)
-        decoder = eqx.filter_eval_shape(CausalLM, sizes, key=key, dtype=dtype)
+        config, experts = folder.config, 0
+        family = (config.get("architectures") or [None])[0]
+        config = config.get("text_config") or config
+        refuse(family, config)
+        config = completed(config) if FAMILIES[family] is GEMMA else config
+        how = {"key": jax.random.key(0), "dtype": dtype}
+        if FAMILIES[family] is GEMMA:
+            decoder = eqx.filter_eval_shape(Gemma, config, **how)
+        else:
+            known = {**config, "architectures": [SAME.get(family, family)]}
+            try:
+                sizes = Config.from_hf(known)
+            except (KeyError, NotImplementedError, ValueError) as error:
+                raise FolderError(f"config.json: {error}.") from None
+            decoder = eqx.filter_eval_shape(CausalLM, sizes, **how)
+            experts = sizes.num_experts
         is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)
         shapes, static = eqx.partition(decoder, is_shape)
-        return cls(static, shapes, sizes.num_experts)
+        prefixes = (x for x in PREFIXES if any(n.startswith(x) for n in folder.tensors))
+        prefix = next(prefixes, "model.")
+        module = "model." if prefix == "model." else PREFIXES[1]
+        return cls(config, static, shapes, experts, prefix, module)
 
-    def loss(self, params: PyTree, row: Mapping[str, jax.Array]) -> po.WeightedLoss:
-        """The sum of a row's losses, and how many of its tokens count.
-
-        Tokens see those before them in their own document, `row["segments"]`.
-        """
-        decoder = eqx.combine(params, self.static)
-        segments = row["segments"]
-        mask = jnp.tril(segments[:, None] == segments[None, :])
-        x, _ = decoder.model(row["tokens"], row["positions"], mask)
-        head = decoder.lm_head or decoder.model.embed_tokens
-        losses = po.linear_cross_entropy(x, head.weight, row["labels"])
-        return po.WeightedLoss(jnp.sum(losses * row["weights"]), row["weights"].sum())
+    def __call__(self, params: PyTree, row: Mapping[str, jax.Array]) -> po.WeightedLoss:
+        """The loss of a row; see `loss_of`."""
+        return loss_of(eqx.combine(params, self.static), row)
 
     def read(self, folder: Folder) -> PyTree:
-        """A folder's weights, as the parameters are named.
+        """A folder's weights, as the parameters are named; they are read when used.
 
         Raises:
           FolderError: If a tensor is missing, of another shape, or is left over.
         """
         used: set[str] = set()
 
-        def value(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> np.ndarray:
+        def value(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Tensors:
             names = self.names(path)
             used.update(names)
             for name in names:
                 _refuse_other(folder, name, shape.shape[len(names) > 1 :])
-            if len(names) == 1:
-                return np.asarray(folder[names[0]]).astype(shape.dtype, copy=False)
-            return np.stack([folder[name] for name in names]).astype(shape.dtype)
+            return Tensors(folder, names, shape.shape, shape.dtype)
 
         params = jax.tree_util.tree_map_with_path(value, self.shapes)
         tied = {"lm_head.weight"} if self.static.lm_head is None else set()
-        if left := set(folder.tensors) - used - tied:
+        if left := [x for x in self.own(folder) if x not in used | tied]:
             raise FolderError(
                 f"{min(left)} in {folder.path} is no parameter of this model."
             )
         return params
 
+    def own(self, folder: Folder) -> list[str]:
+        """The tensors that are the decoder's; others see pictures."""
+        if self.prefix == "model.":
+            return [*folder.tensors]
+        return [name for name in folder.tensors if name.startswith(self.prefix)]
+
     def names(self, path: tuple[Any, ...]) -> list[str]:
         """The tensors that a parameter is made of: one, or one of each expert."""
-        parts = [str(getattr(key, "name", getattr(key, "idx", None))) for key in path]
-        if "experts" not in parts:
-            return [".".join(parts)]
-        at = parts.index("experts") + 1
-        numbered = ([*parts[:at], str(n), *parts[at:]] for n in range(self.experts))
-        return [".".join(each) for each in numbered]
+        name = self.prefix + dotted(path).removeprefix("model.")
+        name = name if path[0].name == "model" else dotted(path)
+        if "experts" not in name:
+            return [name]
+        before, _, after = name.partition("experts.")
+        return [f"{before}experts.{n}.{after}" for n in range(self.experts)]
 
     def tensors(
         self, folder: Folder, split: po.SplitModel, params: PyTree
@@ -134,31 +164,43 @@ class Model:
                     continue
                 names = self.names(path)
                 yield from zip(names, x if len(names) > 1 else [x], strict=True)
-                if (
-                    names == ["model.embed_tokens.weight"]
-                    and self.static.lm_head is None
-                ):
+                is_head = dotted(path) == "model.embed_tokens.weight"
+                if is_head and self.static.lm_head is None:
                     if "lm_head.weight" in folder.tensors:
                         yield "lm_head.weight", x
+        for name in {*folder.tensors} - {*self.own(folder)}:
+            yield name, folder[name]
 
 
-def refuse(config: Mapping[str, Any]) -> None:
-    """Refuses what eqx-zoo would not compute as transformers does."""
-    family = (config.get("architectures") or [None])[0]
+def loss_of(decoder: PyTree, row: Mapping[str, jax.Array]) -> po.WeightedLoss:
+    """The sum of a row's losses, and how many of its tokens count.
+
+    Tokens see those before them in their own document, `row["segments"]`.
+    """
+    segments = row["segments"]
+    mask = jnp.tril(segments[:, None] == segments[None, :])
+    x, _ = decoder.model(row["tokens"], row["positions"], mask)
+    head = decoder.lm_head or decoder.model.embed_tokens
+    losses = po.linear_cross_entropy(x, head.weight, row["labels"])
+    return po.WeightedLoss(jnp.sum(losses * row["weights"]), row["weights"].sum())
+
+
+def dotted(path: tuple[Any, ...]) -> str:
+    """A path of attributes and numbers, as tensors are named."""
+    return ".".join(str(getattr(x, "name", getattr(x, "idx", x))) for x in path)
+
+
+def refuse(family: str | None, config: Mapping[str, Any]) -> None:
+    """Refuses what would not be computed as transformers does."""
     if family not in FAMILIES:
         raise FolderError(
             f"config.json: architectures={[family]} is none of {', '.join(FAMILIES)}."
         )
-    plain = dict(PLAIN)
-    if family in NO_BIAS or family in SAME:
-        plain["attention_bias"] = (False,)
-    if family in SAME:
-        plain["sliding_window"] = ()
-    for field, values in plain.items():
+    for field, values in (PLAIN | FAMILIES[family]).items():
         value = config.get(field)
         if value is not None and value not in values:
             raise FolderError(
-                f"config.json: {field}={value!r} is not computed by eqx-zoo, only"
+                f"config.json: {field}={value!r} is not computed here, only"
                 f" {' or '.join(map(repr, values)) or 'none'}."
             )
 

@@ -1,5 +1,7 @@
 """`examples/finetune_hf.py` on folders that transformers makes, which is the oracle."""
 
+import importlib
+import itertools
 import json
 import os
 import pathlib
@@ -8,20 +10,26 @@ import subprocess
 import sys
 import time
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import paged_optax as po
 from helpers import hf_folders
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
-why = 'not installed: pip install ".[hf]" torch, from Python 3.12 on'
+why = 'not installed: pip install ".[hf]" peft torch, from Python 3.12 on'
 pytest.importorskip("eqx_zoo", reason=why)
 torch = pytest.importorskip("torch", reason=why)
 transformers = pytest.importorskip("transformers", reason=why)
+pytest.importorskip("peft", reason=why)
+load_file = pytest.importorskip("safetensors.numpy", reason=why).load_file
+hf_pair = importlib.import_module("helpers.hf_pair")
 
 pytestmark = pytest.mark.slow
 TEXT = hf_folders.TEXT
-RATE, LENGTH = 1e-3, 64
+LENGTH = 64
 COMMAND = ["--length", str(LENGTH), "--batch", "2", "--min-size", "1KiB"]
 COMMAND += ["--learning-rate", "1e-3", "--steps", "8", "--held-out", "0.1"]
 
@@ -29,12 +37,7 @@ COMMAND += ["--learning-rate", "1e-3", "--steps", "8", "--held-out", "0.1"]
 @pytest.fixture(scope="module")
 def example():
     """The example's modules."""
-    import finetune_hf
-    import hf_folder
-    import hf_model
-    import hf_text
-
-    return finetune_hf, hf_folder, hf_model, hf_text
+    return hf_pair.example()
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,10 @@ def folders(tmp_path_factory):
         key = family, *sorted(how.items())
         if key not in made:
             made[key] = tmp_path_factory.mktemp(family)
-            hf_folders.write(family, made[key], **how)
+            if family == "gemma3_pictures":
+                hf_folders.write_pictures(made[key])
+            else:
+                hf_folders.write(family, made[key], **how)
         return made[key]
 
     return folder
@@ -65,114 +71,103 @@ def run(*given, **how):
     )
 
 
-def torch_mask(segments):
-    """As transformers adds it to the scores."""
-    seen = np.tril(segments[:, :, None] == segments[:, None, :])
-    least = torch.finfo(torch.float32).min
-    return torch.where(torch.tensor(seen)[:, None], 0.0, least)
+FAMILIES = [*hf_folders.FAMILIES, "gemma3_pictures"]
 
 
-def torch_loss(model, batch):
-    given = {n: torch.tensor(np.asarray(x)).long() for n, x in batch.items()}
-    logits = model(
-        input_ids=given["tokens"],
-        position_ids=given["positions"],
-        attention_mask=torch_mask(batch["segments"]),
-    ).logits
-    each = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), given["labels"].flatten(), reduction="none"
-    )
-    weights = torch.tensor(batch["weights"]).flatten()
-    return (each * weights).sum() / weights.sum()
+def batches_of(example):
+    found = hf_pair.rows(example.text)
+    return found[0], list(itertools.islice(example.text.batches(found, 2, 0), 20))
 
 
-@pytest.mark.parametrize("family", hf_folders.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_trains_as_transformers(example, folders, family):
     """20 steps: losses, and weights over the way they went."""
-    import jax
-    import optax
+    row, batches = batches_of(example)
+    here = hf_pair.Here.of(example, folders(family), "full", row)
+    there = hf_pair.there(here.folder.path)
+    start = hf_pair.parameters(there)
+    wanted = hf_pair.train_there(there, batches)
+    np.testing.assert_allclose(here.train(batches), wanted, rtol=1e-5)
+    decoder = here.method.decoder
+    ours = decoder.tensors(here.folder, here.split, here.params)
+    ours = hf_pair.in_transformers(dict(ours))
+    apart = hf_pair.way_apart(ours, hf_pair.parameters(there), start)
+    print(f"{family}: weights {apart:.1e} of their way apart")
+    assert apart <= 1e-4
 
-    import paged_optax as po
 
-    _, hf_folder, hf_model, hf_text = example
-    folder = hf_folder.Folder.open(folders(family))
-    model = hf_model.Model.of(folder.config, np.float32)
-    draw = np.random.default_rng(0)
-    tokens = lambda n: draw.integers(5, 320, n).tolist()
-    found = [
-        hf_text.Document(tokens(n), (draw.random(n) < 0.7).tolist())
-        for n in (40, 90, 200, 30, 150)
-    ]
-    rows = hf_text.rows(found, 2 * LENGTH)
-    params = model.read(folder)
-    split = po.split_layers(model.loss, params, rows[0])
-    params = split.stack(params, on_host=True, min_size="1KiB")
-    how = {"b1": 0.9, "b2": 0.95, "eps": 1e-4, "weight_decay": 0.01}
-    tx = po.paged_adamw(optax.constant_schedule(RATE), **how)
-    args = params, tx.init(params), split.workspace(params, host_dtype="float32")
-    step = po.layerwise_step(split, tx, max_norm=1.0, accumulate=True)
-    step = jax.jit(step)
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_train_as_peft(example, folders, family, method, tmp_path):
+    """PEFT loads what is written, and trains it to the same; nothing else moves."""
+    row, batches = batches_of(example)
+    here = hf_pair.Here.of(example, folders(family), method, row)
+    written = lambda path: here.method.write(here.folder, path, here.split, here.params)
+    written(tmp_path / "before")
+    there = hf_pair.there(here.folder.path)
+    if method == "qlora":
+        rounded = hf_pair.in_transformers(unpacked(example, here))
+        for name, x in there.named_parameters():
+            if name in rounded:
+                x.data = torch.tensor(rounded[name])
+    there = hf_pair.with_adapters(there, tmp_path / "before")
+    start, frozen = hf_pair.parameters(there), jax.tree.map(np.asarray, here.frozen)
+    wanted = hf_pair.train_there(there, batches)
+    np.testing.assert_allclose(here.train(batches), wanted, rtol=1e-5)
+    written(tmp_path / "after")
+    ours = load_file(tmp_path / "after" / "adapter_model.safetensors")
+    ours = {name.replace(".weight", ".default.weight"): x for name, x in ours.items()}
+    trained = hf_pair.parameters(there)
+    assert ours.keys() == trained.keys()
+    apart = hf_pair.way_apart(ours, trained, start)
+    print(f"{family}, {method}: adapters {apart:.1e} of their way apart")
+    assert apart <= 1e-4
+    jax.tree.map(np.testing.assert_array_equal, frozen, here.frozen)
 
-    theirs, loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        folder.path,
-        attn_implementation="eager",
-        dtype=torch.float32,
-        output_loading_info=True,
+
+def unpacked(example, here):
+    """The folder's tensors as the method rounds them."""
+    is_packed = lambda x: isinstance(x, example.methods.Packed)
+    flat = jax.tree_util.tree_leaves_with_path(
+        here.method.read_frozen(here.folder), is_leaf=is_packed
     )
-    assert not loaded["missing_keys"] and not loaded["unexpected_keys"]
-    adamw = torch.optim.AdamW(
-        theirs.parameters(), RATE, (0.9, 0.95), how["eps"], how["weight_decay"]
+    found = {}
+    for path, x in flat:
+        names = here.method.decoder.names(path)
+        value = x.unpacked() if is_packed(x) else x
+        value = np.asarray(value)
+        found |= zip(names, value if len(names) > 1 else [value], strict=True)
+    return found
+
+
+def test_four_bits_are_those_of_bitsandbytes(example):
+    """The same numbers, but for those in the middle between two."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    x = np.random.default_rng(0).standard_normal((96, 320)).astype(np.float32)
+    packed, state = functional.quantize_4bit(
+        torch.tensor(x), blocksize=64, quant_type="nf4"
     )
-    start = {n: x.detach().clone() for n, x in theirs.named_parameters()}
-    for _, batch in zip(range(20), hf_text.batches(rows, 2, 0), strict=False):
-        *args, output = step(*args, batch)
-        loss = torch_loss(theirs, batch)
-        adamw.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
-        adamw.step()
-        np.testing.assert_allclose(output.loss, loss.item(), rtol=1e-5)
-    ours = dict(model.tensors(folder, split, args[0]))
-    apart = way = 0.0
-    for name, x in theirs.named_parameters():
-        value = ours.pop(name) if name in ours else fused(ours, name)
-        apart += float(np.sum((value - x.detach().numpy()) ** 2))
-        way += float(torch.sum((x.detach() - start[name]) ** 2))
-    print(f"{family}: weights {np.sqrt(apart / way):.1e} of their way apart")
-    assert np.sqrt(apart / way) <= 1e-4
+    theirs = functional.dequantize_4bit(packed, state).numpy()
+    ours = np.asarray(example.methods.Packed.of(jnp.asarray(x)).unpacked())
+    differs = np.abs(ours - theirs) > 1e-6 * np.abs(x).max()
+    assert differs.mean() < 1e-3
+    np.testing.assert_allclose(ours[~differs], theirs[~differs], rtol=1e-5)
 
 
-def fused(ours, name):
-    """Experts, as transformers 5 holds them: all in one, gate and up in another."""
-    before, _, kind = name.rpartition(".")
-    count = hf_folders.EXPERTS["num_experts"]
-    each = lambda part: np.stack(
-        [ours.pop(f"{before}.{n}.{part}.weight") for n in range(count)]
-    )
-    if kind == "down_proj":
-        return each("down_proj")
-    return np.concatenate([each("gate_proj"), each("up_proj")], 1)
-
-
-@pytest.mark.parametrize("family", hf_folders.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_load_and_save(example, folders, family, tmp_path):
     """The same bytes of a folder that transformers saved, sharded or not."""
-    import paged_optax as po
-
-    _, hf_folder, hf_model, hf_text = example
-    shard = "40KB" if family in ("qwen3", "llama") else "5GB"
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        folders(family), dtype=torch.bfloat16
-    )
+    shard = "40KB" if family in ("qwen3", "llama", "gemma3") else "5GB"
+    theirs = hf_pair.there(folders(family)).to(torch.bfloat16)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shard)
-    folder = hf_folder.Folder.open(tmp_path / "theirs")
+    folder = example.folder.Folder.open(tmp_path / "theirs")
     assert (len(folder.headers) > 1) == (shard == "40KB")
-    model = hf_model.Model.of(folder.config, folder.dtype)
-    (row,) = hf_text.rows([hf_text.Document(range(9), [True] * 9)], 8)
-    split = po.split_layers(model.loss, model.shapes, row)
-    params = split.stack(model.read(folder), on_host="all", min_size=0)
+    decoder = example.model.Decoder.of(folder, folder.dtype)
+    (row,) = example.text.rows([example.text.Document(range(9), [True] * 9)], 8)
+    split = po.split_layers(decoder, decoder.shapes, row)
+    params = split.stack(decoder.read(folder), on_host="all", min_size=0)
     output = tmp_path / "copy"
-    folder.write(output, model.tensors(folder, split, params))
+    folder.write(output, decoder.tensors(folder, split, params))
     files = sorted(x.name for x in folder.path.iterdir())
     assert files == sorted(x.name for x in output.iterdir())
     for name in files:
@@ -196,21 +191,19 @@ def trained(folders, tmp_path_factory):
 
 def test_what_comes_out(example, trained):
     """transformers loads it, has its loss, which is lower, and generates."""
-    _, hf_folder, hf_model, hf_text = example
     folder, text, tuned = trained
     assert (tuned / "losses.png").exists()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tuned)
-    (row, *_) = hf_text.rows(hf_text.documents(text, tokenizer), 4 * LENGTH)
+    found = example.text.documents(text, tokenizer)
+    (row, *_) = example.text.rows(found, 4 * LENGTH)
     batch = {name: x[None] for name, x in row.items()}
     losses = []
     for path in (folder, tuned):
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager"
-        )
-        ours = hf_folder.Folder.open(path)
-        model = hf_model.Model.of(ours.config, np.float32)
-        total, weight = model.loss(model.read(ours), row)
-        losses.append(torch_loss(theirs, batch).item())
+        theirs, ours = hf_pair.there(path), example.folder.Folder.open(path)
+        decoder = example.model.Decoder.of(ours, np.float32)
+        params = jax.tree.map(jnp.asarray, jax.tree.map(np.asarray, decoder.read(ours)))
+        total, weight = decoder(params, row)
+        losses.append(hf_pair.loss_there(theirs, batch).item())
         np.testing.assert_allclose(total / weight, losses[-1], rtol=1e-5)
     assert losses[1] < losses[0]
     tokens = tokenizer("the quick", return_tensors="pt")
@@ -311,7 +304,7 @@ def test_broken_folder(example, folders, name, tmp_path, capsys):
     """One sentence, exit status 1, and nothing written."""
     import shutil
 
-    (finetune_hf, *_), (change, says) = example, BROKEN[name]
+    finetune_hf, (change, says) = example.command, BROKEN[name]
     folder, text = tmp_path / "folder", tmp_path / "text.txt"
     shutil.copytree(folders("qwen3", dtype="bfloat16"), folder)
     text.write_text(TEXT)
@@ -338,7 +331,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_bad_text(example, folders, name, tmp_path, capsys):
-    (finetune_hf, *_), (file, text, says) = example, TEXTS[name]
+    finetune_hf, (file, text, says) = example.command, TEXTS[name]
     (tmp_path / file).write_text(text)
     given = folders("qwen3", dtype="bfloat16"), tmp_path / file, tmp_path / "out"
     assert finetune_hf.main(_arguments(*given)) == 1
@@ -347,10 +340,9 @@ def test_bad_text(example, folders, name, tmp_path, capsys):
 
 def test_a_chat_learns_its_answers(example, folders):
     """The prompt is seen, and not learned."""
-    *_, hf_text = example
     folder = folders("qwen3", dtype="bfloat16")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    turn = hf_text._line(
+    turn = example.text._line(
         pathlib.Path("x"), 1, json.dumps({"messages": CHAT}), tokenizer
     )
     learned = [t for t, yes in zip(turn.tokens, turn.learned, strict=True) if yes]

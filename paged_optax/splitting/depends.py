@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import Flat
@@ -114,14 +114,26 @@ class Depends:
     def line(self, n: int) -> str:
         """The line of the model that an equation is from.
 
-        If it has none, that of one that takes its values, or else of one that takes
-        the same layers' parameters.
+        If it has none, that of one that takes its values, or theirs in turn; or else of
+        one that it takes a value of; or of one that takes the same layers' parameters.
         """
+        return line_of(self.flat.equations[n], self._near(n))
+
+    def _near(self, n: int) -> Iterator[Equation]:
+        """Equations after this one, then before it, and beside it."""
         equations = self.flat.equations
-        made = set(equations[n].outputs)
-        takers = [m for m in self.live if not made.isdisjoint(values_in(equations[m]))]
-        same = [m for layer in sorted(self.uses(n)) for m in sorted(self.users[layer])]
-        return line_of(equations[n], (equations[m] for m in (*takers, *same)))
+        made, later = set(equations[n].outputs), sorted(x for x in self.live if x > n)
+        for m in later:
+            if not made.isdisjoint(values_in(equations[m])):
+                made.update(equations[m].outputs)
+                yield equations[m]
+        taken = set(values_in(equations[n]))
+        for m in sorted((x for x in self.live if x < n), reverse=True):
+            if not taken.isdisjoint(equations[m].outputs):
+                taken.update(values_in(equations[m]))
+                yield equations[m]
+        for layer in sorted(self.uses(n)):
+            yield from (equations[m] for m in sorted(self.users[layer]))
 
 
 def values_in(equation: Equation) -> list[int]:

@@ -228,7 +228,8 @@ class SplitModel(LayerwiseModel):
 
         Args:
           params: The parameters, as the loss takes them, or their shapes. NumPy arrays
-            go to the host without a detour.
+            go to the host without a detour, a stack at a time; so does what NumPy makes
+            an array of (`shape`, `dtype` and `__array__`), which is read only then.
           on_host: Whether the layers' parameters go to host memory; see `offload`.
             `"all"`: the others too, such as embeddings. They are then fetched for the
             prologue, the epilogue and their update, and their gradients wait on the

@@ -1,12 +1,14 @@
 """The parameters of a model, each layer's by itself or all layers' stacked."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -64,12 +66,15 @@ class Stacking:
             )
         leaves, smallest = self._leaves(tree), parse_bytes("min_size", min_size)
         layers: dict[Names, Shaped] = {}
-        for name, stack in self.layers.items():
-            chosen = [leaves[n] for n in stack.leaves]
+        size = lambda n: math.prod(leaves[n].shape) * leaves[n].dtype.itemsize
+        # The largest first: beside a stack on the host there is a copy as it is made.
+        order = sorted(self.layers, key=lambda name: -size(self.layers[name].leaves[0]))
+        for name in order:
+            stack = self.layers[name]
             # Given up as they are stacked: the caller may have given them up too.
-            made = _together(chosen, stack.axis)
+            made = _together([leaves[n] for n in stack.leaves], stack.axis)
             layers[name] = offload([made], min_size)[0] if on_host else made
-        rest = {name: leaves[n] for name, n in self.rest.items()}
+        rest = {name: _read(leaves[n]) for name, n in self.rest.items()}
         if on_host == "all":
             rest = {
                 name: x if nbytes(x) < smallest else away(x) for name, x in rest.items()
@@ -150,6 +155,12 @@ def unnested(tree: PyTree, names: Iterable[Names]) -> list[PyTree]:
     return found
 
 
+def _read(x: Shaped) -> Shaped:
+    """An array, where something is given that NumPy makes one of."""
+    known = Array, np.ndarray, jax.ShapeDtypeStruct
+    return x if isinstance(x, known) else np.asarray(x)
+
+
 def _together(leaves: Sequence[Shaped], axis: int | None) -> Shaped:
     """Leaves of all layers on one leading axis."""
     first = leaves[0]
@@ -160,10 +171,13 @@ def _together(leaves: Sequence[Shaped], axis: int | None) -> Shaped:
         made = jax.eval_shape(make, *leaves)
         sharding = _sharding(first, axis)
         return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=sharding)
-    if all(isinstance(x, np.ndarray) for x in leaves):
-        if axis is None:
-            return np.stack([np.asarray(x) for x in leaves])
-        return np.moveaxis(np.asarray(first), axis, 0)
+    if not any(isinstance(x, Array) for x in leaves):
+        if axis is not None:
+            return np.moveaxis(np.asarray(first), axis, 0)
+        made = np.empty((len(leaves), *first.shape), first.dtype)
+        for n, x in enumerate(leaves):
+            made[n] = np.asarray(x)  # one at a time: some are read as they are used
+        return made
     if axis == 0:
         return first
     if any(on_host(x) for x in leaves):

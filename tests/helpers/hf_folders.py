@@ -42,12 +42,32 @@ EXPERTS = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
 }
+#: Seven layers: five that see a window, one that sees all, one more.
+GEMMA = {
+    "num_hidden_layers": 7,
+    "sliding_window": 16,
+    "query_pre_attn_scalar": 24,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+#: What sees pictures beside it.
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 #: For each family the class of its configuration, and what differs.
 FAMILIES = {
     "qwen3": ("Qwen3Config", {"rope_parameters": PLAIN, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2Config", {"rope_parameters": PLAIN, "tie_word_embeddings": True}),
     "llama": ("LlamaConfig", {"rope_parameters": SCALED}),
     "mistral": ("MistralConfig", {"rope_parameters": PLAIN, "sliding_window": None}),
+    "gemma3": ("Gemma3TextConfig", GEMMA),
     "qwen3_moe": ("Qwen3MoeConfig", {"rope_parameters": PLAIN, **EXPERTS}),
 }
 TEMPLATE = (
@@ -59,23 +79,44 @@ TEMPLATE = (
 def write(family: str, path: pathlib.Path, *, dtype: str = "float32") -> None:
     """A folder with a model of random weights and a tokenizer."""
     import transformers
-    from hf_model import Model
+    from hf_folder import Folder
+    from hf_model import Decoder
     from safetensors.numpy import save_file
 
     kind, others = FAMILIES[family]
     config = getattr(transformers, kind)(**SIZES | others, dtype=dtype)
-    config.architectures = [kind.replace("Config", "ForCausalLM")]
+    name = kind.replace("TextConfig", "Config").replace("Config", "ForCausalLM")
+    config.architectures = [name]
     config.save_pretrained(path)
-    model = Model.of(json.loads((path / "config.json").read_text()), dtype)
+    config = json.loads((path / "config.json").read_text())
+    decoder = Decoder.of(Folder(path, config, {}, {}), dtype)
     draw, tensors = np.random.default_rng(0), {}
-    for keys, x in jax.tree_util.tree_leaves_with_path(model.shapes):
-        names = model.names(keys)
+    for keys, x in jax.tree_util.tree_leaves_with_path(decoder.shapes):
+        names = decoder.names(keys)
         for name in names:
             shape = x.shape[len(names) > 1 :]
             # No norm is one, and layers do something.
             value = draw.normal(size=shape) * (0.06 if len(shape) > 1 else 0.1)
-            tensors[name] = (value + ("norm" in name)).astype(x.dtype)
+            one = "norm" in name and family != "gemma3"  # it adds one itself
+            tensors[name] = (value + one).astype(x.dtype)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    write_tokenizer(path)
+
+
+def write_pictures(path: pathlib.Path) -> None:
+    """A folder of a Gemma 3 that sees pictures too, as transformers makes it."""
+    import torch
+    import transformers
+
+    text = SIZES | GEMMA
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=VISION, mm_tokens_per_image=4
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    for name, x in model.named_parameters():
+        x.data += 0.05 * torch.randn_like(x) * ("language" in name)
+    model.save_pretrained(path)
     write_tokenizer(path)
 
 

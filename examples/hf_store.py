@@ -1,0 +1,86 @@
+"""An unfinished run of `finetune_hf.py`: stopped, and gone on with."""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import orbax.checkpoint as ocp
+from hf_folder import FolderError, refuse_existing
+
+PyTree = Any
+#: Arguments that may differ when a run goes on: the others decide its numbers.
+FREE = ("resume", "save_every", "stop_after", "way", "device_memory", "checkpoint")
+
+
+@dataclasses.dataclass
+class Store:
+    """An unfinished run's folder: checkpoints, losses, and what decides its numbers."""
+
+    path: pathlib.Path
+    decides: dict[str, str]
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "Store":
+        """What is there.
+
+        Raises:
+          FolderError: If there is one of another run, or none to go on with.
+        """
+        path = args.output.with_name(f"{args.output.name}.run").absolute()
+        decides = vars(args)
+        refuse_existing(args.output)
+        decides = {n: str(x) for n, x in decides.items() if n not in FREE}
+        decides["text"] = hashlib.sha256(args.text.read_bytes()).hexdigest()
+        known = path / "run.json"
+        if args.resume:
+            if not known.exists():
+                raise FolderError(f"{path} has no run to go on with: leave --resume.")
+            before = json.loads(known.read_text())
+            for name, value in decides.items():
+                if before.get(name) != value:
+                    raise FolderError(
+                        f"--{name.replace('_', '-')} was {before.get(name)} as the run"
+                        f" began, and is {value}: give the same, or another --output."
+                    )
+        elif path.exists():
+            raise FolderError(
+                f"{path} has an unfinished run: --resume goes on with it, another"
+                " --output begins anew."
+            )
+        return cls(path, decides)
+
+    @functools.cached_property
+    def manager(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(max_to_keep=1, create=True)
+        return ocp.CheckpointManager(self.path / "steps", options=options)
+
+    def begin(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "run.json").write_text(json.dumps(self.decides, indent=2))
+
+    def save(self, number: int, carry: Sequence[PyTree]) -> None:
+        self.manager.save(number, args=ocp.args.StandardSave(list(carry)))
+        self.manager.wait_until_finished()
+
+    def latest(self) -> int | None:
+        """The step of the last whole checkpoint; None: there is none."""
+        return self.manager.latest_step() if self.path.exists() else None
+
+    def restore(self, number: int, target: Sequence[PyTree]) -> list[PyTree]:
+        """A checkpoint, where shapes say that it belongs."""
+        return self.manager.restore(number, args=ocp.args.StandardRestore(list(target)))
+
+    @contextlib.contextmanager
+    def losses(self, start: int) -> Iterator[Callable[..., None]]:
+        """Notes losses in a file, behind those of the steps before."""
+        path = self.path / "losses.csv"
+        lines = path.read_text().splitlines()[: start + 1] if start else []
+        path.write_text("\n".join([*(lines or ["step,loss,held out"]), ""]))
+        with path.open("a", buffering=1) as file:
+            yield lambda *values: print(*values, sep=",", file=file)
