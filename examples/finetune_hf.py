@@ -126,32 +126,44 @@ class Run:
         memory = self.args.device_memory or device_memory()
         if memory is None:
             return "device"
-        config, shapes = self.decoder.config, self.decoder.shapes
-        narrow = self.folder.dtype.itemsize == 2
-        fits = po.what_fits(
-            shapes,
+        fits = self.fits(memory)
+        needed = {way: self.needed(fits, way) for way in WAYS}
+        for way, size in needed.items():
+            if size < fits.available:
+                return way
+        least, most = min(needed.values()), fits.available
+        raise FolderError(
+            f"no way fits: the least takes {least / 2**30:.1f} GiB of the device, and"
+            f" JAX takes {most / 2**30:.1f}. Give less --batch or --length, or --method"
+            " qlora."
+        )
+
+    def fits(self, memory: int | str) -> po.Footprints:
+        """What the decoder's ways take, trained whole, or without moments."""
+        return po.what_fits(
+            self.decoder.shapes,
             None if self.method.frozen is None else optax.sgd(1.0),
             device_memory=memory,
-            codec="dynamic_int8" if narrow else None,
+            codec="dynamic_int8" if self.folder.dtype.itemsize == 2 else None,
             batch=1,
             length=self.args.length,
-            heads=config["num_attention_heads"],
+            heads=self.decoder.config["num_attention_heads"],
             fused_head=True,
         )
+
+    def needed(self, fits: po.Footprints, way: str) -> int:
+        """Bytes of the device that a way takes."""
+        config, shapes = self.decoder.config, self.decoder.shapes
         # Rows go through a layer one by one, and all their inputs are kept.
         row = self.args.length * config["hidden_size"] * self.folder.dtype.itemsize
         kept = (self.args.batch - 1) * config["num_hidden_layers"] * row
-        for way, (_, name) in WAYS.items():
-            found = next(x for x in fits if without_codec(x.way) == name)
-            needed = found.device + kept
-            if self.method.frozen is not None:
-                # Its weights may be codes, and its head has no gradient.
-                head = (shapes.lm_head or shapes.model.embed_tokens).weight
-                there = device_bytes(self.placed(way, self.method.frozen))
-                needed += there - found.parameters - device_bytes(head)
-            if needed < fits.available:
-                return way
-        raise FolderError("no way fits this device: give less --batch or --length.")
+        found = next(x for x in fits if without_codec(x.way) == WAYS[way][1])
+        if self.method.frozen is None:
+            return found.device + kept
+        # Its weights may be codes, and its head has no gradient.
+        head = (shapes.lm_head or shapes.model.embed_tokens).weight
+        there = device_bytes(self.placed(way, self.method.frozen))
+        return found.device + kept + there - found.parameters - device_bytes(head)
 
     def placed(self, way: str, weights: PyTree) -> PyTree:
         """The decoder's weights, or their shapes, stacked where a way has them."""

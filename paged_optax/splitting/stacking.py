@@ -1,7 +1,6 @@
 """The parameters of a model, each layer's by itself or all layers' stacked."""
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NoReturn
 
@@ -18,6 +17,7 @@ from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import HOST, nbytes, on_host
 from paged_optax.backend.sizes import parse_bytes
 from paged_optax.backend.types import KeyPath, PyTreeDef
+from paged_optax.layerwise.slices import put
 from paged_optax.layerwise.stacks import Shaped, away, offload
 from paged_optax.splitting.find import Names
 
@@ -66,14 +66,13 @@ class Stacking:
             )
         leaves, smallest = self._leaves(tree), parse_bytes("min_size", min_size)
         layers: dict[Names, Shaped] = {}
-        size = lambda n: math.prod(leaves[n].shape) * leaves[n].dtype.itemsize
-        # The largest first: beside a stack on the host there is a copy as it is made.
-        order = sorted(self.layers, key=lambda name: -size(self.layers[name].leaves[0]))
-        for name in order:
-            stack = self.layers[name]
+        for name, stack in self.layers.items():
+            chosen = [leaves[n] for n in stack.leaves]
             # Given up as they are stacked: the caller may have given them up too.
-            made = _together([leaves[n] for n in stack.leaves], stack.axis)
-            layers[name] = offload([made], min_size)[0] if on_host else made
+            if on_host:
+                layers[name] = _away(chosen, stack.axis, min_size)
+            else:
+                layers[name] = _together(chosen, stack.axis)
         rest = {name: _read(leaves[n]) for name, n in self.rest.items()}
         if on_host == "all":
             rest = {
@@ -153,6 +152,23 @@ def unnested(tree: PyTree, names: Iterable[Names]) -> list[PyTree]:
             at = at[part]
         found.append(at)
     return found
+
+
+def _away(leaves: Sequence[Shaped], axis: int | None, min_size: int | str) -> Shaped:
+    """Leaves of all layers on one leading axis, in host memory if they are large.
+
+    What NumPy reads goes there layer by layer: never is a second stack in memory.
+    """
+    first = leaves[0]
+    kind = jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
+    given = any(isinstance(x, Array | jax.ShapeDtypeStruct) for x in leaves)
+    if given or axis is not None or not on_host(offload([kind], min_size)):
+        return offload([_together(leaves, axis)], min_size)[0]
+    stack = away(np.zeros(kind.shape, kind.dtype))
+    write = jax.jit(put, donate_argnums=0)
+    for n, x in enumerate(leaves):
+        stack = jax.block_until_ready(write(stack, np.asarray(x)[None], n))
+    return stack
 
 
 def _read(x: Shaped) -> Shaped:
