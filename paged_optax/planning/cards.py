@@ -1,4 +1,4 @@
-"""Cards by name: memory, link and rate of products, as their makers state them."""
+"""Cards by name: their memory, link and rate of products."""
 
 import dataclasses
 import difflib
@@ -8,7 +8,7 @@ from paged_optax.backend.given import shown
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """What the data sheet of an accelerator says.
+    """What an accelerator has.
 
     Attributes:
       memory: Bytes of its memory.
@@ -26,34 +26,50 @@ class Card:
     gpu: bool = True
 
 
-_GIB = 1 << 30
 # Sixteen lanes of PCI Express 3, 4 and 5, one way and both: data sheets round to these.
 _PCIE3, _PCIE4, _PCIE5 = (16.0, 32.0), (32.0, 64.0), (64.0, 128.0)
 
-#: Memory is what the driver shows. A maker's GB is a GiB here; on cards with GDDR6 that
-#: correct errors a sixteenth is taken for that. Where a document states products of
-#: sparse matrices, dense ones are half.
+
+def _gib(number: float) -> int:
+    """Bytes of so many GiB."""
+    return int(number * (1 << 30))
+
+
+#: Memory is what CUDA has on Linux, the least that public logs of PyTorch show;
+#: `nvidia-smi` shows up to 0.9 GiB more. NVIDIA's documents were read as public notes
+#: quote them. Where one states only products of sparse matrices, dense ones are half.
 CARDS = {
     # "NVIDIA T4 Tensor Core GPU", data sheet: 16 GB, 32 GB/s both ways, 65 TFLOPS.
-    "t4": Card(15 * _GIB, *_PCIE3, 65.0),
-    # "NVIDIA L4 Tensor Core GPU", data sheet: 24 GB, 64 GB/s both ways, 242 sparse.
-    "l4": Card(45 * _GIB // 2, *_PCIE4, 121.0),
-    # "NVIDIA Ampere GA102 GPU Architecture", whitepaper, the table of the RTX 3090.
-    "rtx3090": Card(24 * _GIB, *_PCIE4, 71.0),
-    # "NVIDIA Ada GPU Architecture", whitepaper, the table of the RTX 4090.
-    "rtx4090": Card(24 * _GIB, *_PCIE4, 165.2),
-    # "NVIDIA RTX Blackwell GPU Architecture", whitepaper, the table of the RTX 5090.
-    "rtx5090": Card(32 * _GIB, *_PCIE5, 209.5),
-    # "NVIDIA A100 Tensor Core GPU", data sheet: 64 GB/s both ways, 312 TFLOPS.
-    "a100-40": Card(40 * _GIB, *_PCIE4, 312.0),
-    "a100-80": Card(80 * _GIB, *_PCIE4, 312.0),
+    # Logs have 14.56 to 14.76 GiB, `nvidia-smi` 15360 MiB.
+    "t4": Card(_gib(14.56), *_PCIE3, 65.0),
+    # "NVIDIA L4", product page: 24 GB, PCI Express 4 with 64 GB/s. "NVIDIA Ada GPU
+    # Architecture", whitepaper: 121 dense and 242 sparse. Logs have 22.03 to 22.16 GiB,
+    # `nvidia-smi` 23034 MiB.
+    "l4": Card(_gib(22.03), *_PCIE4, 121.0),
+    # "NVIDIA Ampere GA102 GPU Architecture", whitepaper: 64 GB/s both ways, and 71 for
+    # the RTX 3090; the one of RTX Blackwell has 71.2. Logs have 23.56 to 23.69 GiB,
+    # `nvidia-smi` 24576 MiB.
+    "rtx3090": Card(_gib(23.56), *_PCIE4, 71.0),
+    # "NVIDIA Ada GPU Architecture", whitepaper: 165.2 dense and 330.4 sparse. Logs have
+    # 23.51 to 23.68 GiB, `nvidia-smi` 24564 MiB.
+    "rtx4090": Card(_gib(23.51), *_PCIE4, 165.2),
+    # "NVIDIA RTX Blackwell GPU Architecture", whitepaper: 209.5 dense and 419 sparse.
+    # Logs have 31.34 to 31.37 GiB, `nvidia-smi` 32607 MiB.
+    "rtx5090": Card(_gib(31.34), *_PCIE5, 209.5),
+    # "NVIDIA A100 Tensor Core GPU", data sheet: 64 GB/s both ways, 312 TFLOPS. Logs
+    # have 39.38 to 39.59 GiB and 79.15 GiB, `nvidia-smi` 40960 and 81920 MiB.
+    "a100-40": Card(_gib(39.38), *_PCIE4, 312.0),
+    "a100-80": Card(_gib(79.15), *_PCIE4, 312.0),
     # "NVIDIA H100 Tensor Core GPU", data sheet, SXM: 128 GB/s both ways, 1979 sparse.
-    "h100": Card(80 * _GIB, *_PCIE5, 989.5),
-    # "NVIDIA H200 Tensor Core GPU", data sheet, SXM: 141 GB, of which 140.4 GiB show.
-    "h200": Card(140 * _GIB, *_PCIE5, 989.5),
-    # "TPU v5e", Google Cloud's documentation: 16 GB, 197 TFLOPS. It states no link: PCI
-    # Express 3 is assumed.
-    "v5e": Card(16 * _GIB, *_PCIE3, 197.0, gpu=False),
+    # Logs have 79.09 to 79.19 GiB, `nvidia-smi` 81559 MiB.
+    "h100": Card(_gib(79.09), *_PCIE5, 989.5),
+    # "NVIDIA H200 Tensor Core GPU", data sheet, SXM: 141 GB, 128 GB/s both ways, 1979
+    # sparse. Logs have 139.7 to 139.81 GiB, `nvidia-smi` 143771 MiB.
+    "h200": Card(_gib(139.7), *_PCIE5, 989.5),
+    # "TPU v5e", Google Cloud's documentation: 16 GB, 197 TFLOPS. It states no link. PCI
+    # Express 3 is assumed and not confirmed: "How to Scale Your Model" (Austin et al.,
+    # 2025) takes 15 GB/s. XLA's messages have 15.75 GiB.
+    "v5e": Card(_gib(15.75), *_PCIE3, 197.0, gpu=False),
 }
 
 
