@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import os
 import pathlib
 import shutil
 import signal
@@ -162,22 +163,27 @@ class Run:
             return found.device + kept
         # Its weights may be codes, and its head has no gradient.
         head = (shapes.lm_head or shapes.model.embed_tokens).weight
-        there = device_bytes(self.placed(way, self.method.frozen))
-        return found.device + kept + there - found.parameters - device_bytes(head)
+        frozen = self.placed(way, self.method.frozen)
+        there = placed_bytes(frozen, on_host=False) - head.size * head.dtype.itemsize
+        return found.device + kept + there - found.parameters
 
     def placed(self, way: str, weights: PyTree) -> PyTree:
         """The decoder's weights, or their shapes, stacked where a way has them."""
         is_full = self.method.frozen is None
         stack = self.split.stack if is_full else self.split.stack_frozen
-        found = stack(weights, on_host=WAYS[way][0], min_size=self.args.min_size)
-        array = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
-        return jax.tree.map(array, found)
+        where = {"on_host": WAYS[way][0], "min_size": self.args.min_size}
+        return from_numpy(stack(weights, **where))
 
     def trained(self, params: PyTree) -> PyTree:
         """What is trained, or its shapes; adapters are on the device."""
         if self.method.frozen is None:
             return self.placed(self.way, params)
-        return jax.tree.map(jnp.asarray, self.split.stack(params))
+        return from_numpy(self.split.stack(params))
+
+    def frozen_shapes(self) -> tuple[PyTree, ...]:
+        """The shapes of what is not trained, as a step takes it."""
+        frozen = self.method.frozen
+        return () if frozen is None else (self.placed(self.way, frozen),)
 
     @functools.cached_property
     def frozen(self) -> tuple[PyTree, ...]:
@@ -204,6 +210,19 @@ class Run:
         states = self.tx, self.workspace(params)
         return params, *(po.abstract_state(x, params) for x in states)
 
+    def host_bytes(self) -> int:
+        """Bytes of host memory that a step has."""
+        return placed_bytes((self.target(), self.frozen_shapes()), on_host=True)
+
+    def refuse_small_host(self) -> None:
+        """Refuses what is more than this machine has."""
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if (needed := self.host_bytes()) > memory:
+            raise FolderError(
+                f"--way {self.way} takes {needed / 2**30:.0f} GiB of host memory, and"
+                f" there are {memory / 2**30:.0f}: try --method lora, or qlora."
+            )
+
     def step(self, carry: tuple[PyTree, ...]) -> Callable[..., Any]:
         """The compiled step: carry and batch to the next carry and its output."""
         run = po.layerwise_step(
@@ -219,7 +238,9 @@ class Run:
 def train(run: Run) -> None:
     """Trains, from the start or from where the last command stopped."""
     store = Store.of(run.args)
-    print(f"way: {run.way} ({WAYS[run.way][1]})")
+    run.refuse_small_host()
+    host = run.host_bytes() / 2**30
+    print(f"way: {run.way} ({WAYS[run.way][1]}), {host:.1f} GiB of host memory")
     start = store.latest() or 0
     carry = store.restore(start, run.target()) if start else run.carry()
     store.begin()
@@ -256,15 +277,21 @@ def asked_to_stop() -> list[int]:
     return asked
 
 
+def from_numpy(tree: PyTree) -> PyTree:
+    """A tree, or its shapes, with JAX's arrays for NumPy's."""
+    array = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
+    return jax.tree.map(array, tree)
+
+
 def without_codec(way: str) -> str:
     """The name of a way of `what_fits`, whatever stores the moments."""
     return way.replace(", dynamic_int8", "")
 
 
-def device_bytes(tree: PyTree) -> int:
-    """Bytes of the leaves, or shapes, that are on the device."""
+def placed_bytes(tree: PyTree, *, on_host: bool) -> int:
+    """Bytes of the leaves, or shapes, that are on the host, or on the device."""
     away = lambda x: getattr(x.sharding, "memory_kind", "") == "pinned_host"
-    there = (x for x in jax.tree.leaves(tree) if not away(x))
+    there = (x for x in jax.tree.leaves(tree) if away(x) == on_host)
     return sum(x.size * x.dtype.itemsize for x in there)
 
 

@@ -57,7 +57,7 @@ SAME = {"MistralForCausalLM": "LlamaForCausalLM"}
 PREFIXES = ("language_model.model.", "model.language_model.")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Decoder:
     """A decoder.
 

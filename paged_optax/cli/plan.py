@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--card",
         metavar="NAME",
-        help=f"by its data sheet: {', '.join(CARDS)}; the default of --device-memory,"
-        " --link and --teraflops",
+        help=f"one of {', '.join(CARDS)}: the default of --device-memory, --link and"
+        " --teraflops",
     )
     _add_batch(parser)
     parser.add_argument(

@@ -83,8 +83,8 @@ def what_fits(
       device_memory: Bytes of the device's memory, as in `"24GiB"`; None: the card's.
         What fits is counted against what JAX takes of it: on a GPU three quarters,
         unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise.
-      card: The name of a card, such as `"rtx4090"`: what its maker states is taken for
-        the memory, the link and the rate of products, where no argument states them.
+      card: The name of a card, such as `"rtx4090"`: its memory as CUDA shows it, and
+        its maker's figures for link and products, where no argument states them.
         `paged_optax.planning.cards` has the table.
       batch: Sequences of a step; None: activations are not counted.
       length: Tokens of each of them.

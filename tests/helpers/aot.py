@@ -30,7 +30,10 @@ from paged_optax.compiling.memory_report import MemoryReport
 
 Build = Callable[[Mesh], tuple[Any, tuple[Any, ...]]]
 
-_H200 = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
+
+def _target(card: str) -> str:
+    """What XLA is told of a card, of which `helpers` has a file."""
+    return pathlib.Path(__file__).with_name(f"{card}.txtpb").read_text()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +49,9 @@ class Program:
     compile: Callable[[], MemoryReport]
 
 
-def h200(build: Build, devices: int = 1) -> MemoryReport:
-    """Compiles `build(mesh)` for `devices` H200s of one host."""
-    return lowered_for_h200(build, devices).compile()
+def h200(build: Build, devices: int = 1, card: str = "h200") -> MemoryReport:
+    """Compiles `build(mesh)` for `devices` H200s of one host, or other cards."""
+    return lowered_for_h200(build, devices, card).compile()
 
 
 def v5e(build: Build, devices: int = 1, topology: str = "v5e:2x2") -> MemoryReport:
@@ -56,10 +59,10 @@ def v5e(build: Build, devices: int = 1, topology: str = "v5e:2x2") -> MemoryRepo
     return lowered_for_v5e(build, devices, topology).compile()
 
 
-def lowered_for_h200(build: Build, devices: int = 1) -> Program:
-    """Lowers `build(mesh)` for `devices` H200s of one host."""
+def lowered_for_h200(build: Build, devices: int = 1, card: str = "h200") -> Program:
+    """Lowers `build(mesh)` for `devices` H200s of one host, or other cards."""
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=_H200, topology=f"1x{devices}x1"
+        platform="cuda", target_config=_target(card), topology=f"1x{devices}x1"
     )
     jitted, args = build(Mesh(np.array(jax.devices()[:devices]), ("x",)))
     lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))

@@ -7,6 +7,8 @@ example's own packages are needed for is imported where it is used: they are opt
 import json
 import pathlib
 import sys
+import types
+from typing import Any
 
 import jax
 import numpy as np
@@ -74,6 +76,55 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+#: Tokens of a text's row; of random documents' twice as many.
+LENGTH = 64
+
+
+def modules() -> types.SimpleNamespace:
+    """The example's modules."""
+    import finetune_hf
+    import hf_folder
+    import hf_methods
+    import hf_model
+    import hf_text
+
+    return types.SimpleNamespace(
+        command=finetune_hf,
+        folder=hf_folder,
+        methods=hf_methods,
+        model=hf_model,
+        text=hf_text,
+    )
+
+
+def rows(text: Any) -> list[Any]:
+    """Random documents, packed; not all of their tokens are learned."""
+    draw = np.random.default_rng(0)
+    found = [
+        text.Document(
+            draw.integers(5, 320, n).tolist(), (draw.random(n) < 0.7).tolist()
+        )
+        for n in (40, 90, 200, 30, 150)
+    ]
+    return text.rows(found, 2 * LENGTH)
+
+
+class Made:
+    """Folders in a folder, each made when it is first asked for."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+
+    def __call__(self, family: str, dtype: str = "float32") -> pathlib.Path:
+        path = self.path / f"{family}_{dtype}"
+        if not path.exists():
+            if family == "gemma3_pictures":
+                write_pictures(path)
+            else:
+                write(family, path, dtype=dtype)
+        return path
 
 
 def write(family: str, path: pathlib.Path, *, dtype: str = "float32") -> None:

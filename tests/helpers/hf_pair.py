@@ -1,10 +1,14 @@
 """A folder's model, trained here and by transformers and PEFT on the same batches.
 
 Torch and transformers are optional: only slow tests import this.
+`python tests/helpers/hf_pair.py` records transformers' losses for where they are not.
 """
 
 import dataclasses
-import types
+import json
+import pathlib
+import sys
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,39 +20,13 @@ import optax
 import torch
 import transformers
 
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+
 import paged_optax as po
+from helpers import hf_folders
 
-RATE, LENGTH, STEPS, MOST = 1e-3, 64, 20, 1.0
+RATE, MOST = 1e-3, 1.0
 HOW = {"b1": 0.9, "b2": 0.95, "eps": 1e-4, "weight_decay": 0.01}
-
-
-def example() -> types.SimpleNamespace:
-    """The example's modules."""
-    import finetune_hf
-    import hf_folder
-    import hf_methods
-    import hf_model
-    import hf_text
-
-    return types.SimpleNamespace(
-        command=finetune_hf,
-        folder=hf_folder,
-        methods=hf_methods,
-        model=hf_model,
-        text=hf_text,
-    )
-
-
-def rows(text: Any) -> list[Any]:
-    """Random documents, packed; not all of their tokens are learned."""
-    draw = np.random.default_rng(0)
-    found = [
-        text.Document(
-            draw.integers(5, 320, n).tolist(), (draw.random(n) < 0.7).tolist()
-        )
-        for n in (40, 90, 200, 30, 150)
-    ]
-    return text.rows(found, 2 * LENGTH)
 
 
 @dataclasses.dataclass
@@ -197,3 +175,24 @@ def parameters(model: torch.nn.Module) -> dict[str, np.ndarray]:
     """Copies of those that are trained."""
     named = ((n, x) for n, x in model.named_parameters() if x.requires_grad)
     return {name: x.detach().numpy().copy() for name, x in named}
+
+
+def main() -> None:
+    """Records the losses of each family's folder, row by row."""
+    modules, losses = hf_folders.modules(), {}
+    with tempfile.TemporaryDirectory() as path:
+        made = hf_folders.Made(pathlib.Path(path))
+        for family in hf_folders.FAMILIES:
+            model = there(made(family))
+            rows = (
+                {n: x[None] for n, x in row.items()}
+                for row in hf_folders.rows(modules.text)
+            )
+            losses[family] = [loss_there(model, row).item() for row in rows]
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    record = pathlib.Path(__file__).parents[1] / "data" / "hf_losses.json"
+    record.write_text(json.dumps(versions | {"losses": losses}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

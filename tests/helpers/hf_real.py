@@ -1,0 +1,118 @@
+"""Runs of `examples/finetune_hf.py` on models of real sizes, of which only shapes are.
+
+The example's own packages are optional: only slow tests import this.
+"""
+
+import argparse
+import pathlib
+from typing import Any
+
+import finetune_hf
+import jax
+import numpy as np
+from hf_folder import Folder
+from hf_methods import Full, Lora
+from hf_model import Decoder
+from jax.sharding import NamedSharding, PartitionSpec
+
+import paged_optax as po
+from helpers import aot
+from paged_optax.backend.memory import PINNED_HOST
+
+BATCH, LENGTH = 4, 2048
+SCALED = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+#: What the models' `config.json` say, as far as shapes and programs depend on it.
+CONFIGS = {
+    "Qwen3-4B": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 151_936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
+    "Llama-3.1-8B": {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "rope_scaling": SCALED,
+        "tie_word_embeddings": False,
+    },
+    "gemma-3-4b": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": {
+            "vocab_size": 262_208,
+            "hidden_size": 2560,
+            "intermediate_size": 10_240,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 1024,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    },
+}
+
+
+class Shapes(Folder):
+    """A folder of which there is only the configuration."""
+
+    dtype = np.dtype(jax.numpy.bfloat16)
+
+
+def run_of(name: str, method: str) -> finetune_hf.Run:
+    """A run with the command's defaults, that reads nothing."""
+    config = CONFIGS[name]
+    names = {"language_model.model.": None} if "text_config" in config else {}
+    folder = Shapes(pathlib.Path(name), config, names, {})  # pyright: ignore
+    decoder = Decoder.of(folder, folder.dtype)
+    made = Full(decoder)
+    if method != "full":
+        made = Lora(decoder, 16, 32.0, method == "qlora", seed=0)
+    tokens = np.zeros(LENGTH, np.int32)
+    row = dict.fromkeys(("tokens", "labels", "positions", "segments"), tokens)
+    row["weights"] = np.zeros(LENGTH, np.float32)
+    tx = po.paged_adamw_8bit(1e-5, b2=0.95, master_remainders=method == "full")
+    split = po.split_layers(made.loss, made.params, row, frozen=made.frozen)
+    args = argparse.Namespace(
+        batch=BATCH, length=LENGTH, way="auto", min_size="256KiB", max_norm=1.0, seed=0
+    )
+    return finetune_hf.Run(args, folder, decoder, made, split, tx, [row], [], steps=1)
+
+
+def compiled(run: finetune_hf.Run, card: str) -> Any:
+    """What XLA makes of the run's step for a card, by its way."""
+
+    def build(mesh):
+        def placed(x):
+            kind = getattr(getattr(x, "sharding", None), "memory_kind", None)
+            kind = kind if kind == PINNED_HOST else "device"
+            place = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+        carry = jax.tree.map(placed, tuple(run.target()))
+        given = next(run.batches()), *run.frozen_shapes()
+        step = po.layerwise_step(run.split, run.tx, max_norm=1.0, accumulate=True)
+        places = *jax.tree.map(lambda x: x.sharding, carry), aot.placements(mesh)[0]
+        jitted = jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=places)
+        return jitted, (*carry, *jax.tree.map(placed, given))
+
+    return aot.h200(build, card=card)

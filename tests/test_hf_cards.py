@@ -1,0 +1,35 @@
+"""The way that `examples/finetune_hf.py` chooses for a card: XLA's own bytes fit."""
+
+import importlib
+
+import pytest
+
+from paged_optax.planning.cards import CARDS
+
+pytest.importorskip("eqx_zoo", reason='pip install ".[hf]", from Python 3.12 on')
+
+pytestmark = [pytest.mark.slow, pytest.mark.compiler]
+MODELS = "Qwen3-4B", "Llama-3.1-8B", "gemma-3-4b"
+
+
+@pytest.fixture(scope="module")
+def real():
+    importlib.import_module("helpers.hf_folders")  # where the example is
+    return importlib.import_module("helpers.hf_real")
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("card", ["rtx4090", "t4"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_chosen_way_fits(real, name, card, method):
+    """Four sequences of 2048 tokens, on 24 GB and on 16 GB."""
+    run = real.run_of(name, method)
+    run.args.device_memory = CARDS[card].memory
+    fits = run.fits(CARDS[card].memory)
+    planned = run.needed(fits, run.way)
+    total = real.compiled(run, card).device_total
+    print(
+        f"{name}, {card}, {method}: {run.way}, {planned / 2**30:.2f} GiB planned,"
+        f" {total / 2**30:.2f} of XLA, of {fits.available / 2**30:.2f}"
+    )
+    assert total < fits.available
