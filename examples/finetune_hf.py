@@ -18,8 +18,10 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import pathlib
+import shlex
 import shutil
 import signal
 import sys
@@ -31,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from hf_arguments import LENGTH, RATES, WAYS, parse_arguments
 from hf_folder import Folder, FolderError, refuse_existing
 from hf_methods import Full, Lora, Method
 from hf_model import Decoder
@@ -41,16 +44,6 @@ from hf_text import Row, batches, documents, rows
 import paged_optax as po
 
 PyTree = Any
-#: What `model.stack(on_host=...)` takes, and the row of `what_fits`, by way.
-WAYS = {
-    "device": (False, "layerwise"),
-    "host": (True, "layerwise, weights on host"),
-    "all": ("all", "layerwise, all on host"),
-}
-LENGTH = 2048
-#: The highest learning rate, if none is given: of the QLoRA paper for adapters.
-RATES = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}
-
 
 # --- Training ------------------------------------------------------------------
 
@@ -85,31 +78,28 @@ class Run:
     def of(cls, args: argparse.Namespace) -> "Run":
         """Reads all that is asked for, but the weights."""
         folder = Folder.open(args.checkpoint)
-        dtype = args.dtype or folder.dtype
-        decoder = Decoder.of(folder, dtype)
-        longest = decoder.config.get("max_position_embeddings", LENGTH)
-        args.length = args.length or min(LENGTH, longest)
-        if args.length > longest:
-            raise FolderError(
-                f"--length {args.length} is more than the model's {longest} positions"
-                " (max_position_embeddings)."
-            )
+        decoder = Decoder.of(folder, args.dtype or folder.dtype)
+        args.length = decoder.length(args.length, LENGTH)
         method = Full(decoder)
         if args.method != "full":
             in_four_bits = args.method == "qlora"
             method = Lora(decoder, args.rank, args.alpha, in_four_bits, args.seed)
         found = rows(documents(args.text, tokenizer_of(args.checkpoint)), args.length)
-        aside = round(args.held_out * len(found))
+        decoder.refuse_tokens(found)
+        aside = math.ceil(args.held_out * len(found))
         train, held_out = found[: len(found) - aside], found[len(found) - aside :]
         if len(train) == 0:
-            raise FolderError(f"{args.text} has no row to train on: give more text.")
+            raise FolderError(
+                f"{args.text} has {len(found)} rows of {args.length} tokens, and none"
+                " to train on: give more text, or less --held-out."
+            )
         steps = args.steps or -(-args.epochs * len(train) // args.batch)
         rate = args.learning_rate or RATES[args.method]
         schedule = optax.warmup_cosine_decay_schedule(
             0.0, rate, max(1, round(args.warmup * steps)), steps + 1
         )
         how = {"b2": 0.95, "weight_decay": args.weight_decay}
-        if np.dtype(dtype).itemsize == 4:
+        if decoder.dtype.itemsize == 4:
             tx = po.paged_adamw(schedule, **how)
         else:
             how["master_remainders"] = method.frozen is None
@@ -124,15 +114,17 @@ class Run:
         """Where the weights are: the first way that fits, unless one is asked for."""
         if self.args.way != "auto":
             return self.args.way
-        memory = self.args.device_memory or device_memory()
-        if memory is None:
-            return "device"
+        limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+        if (memory := self.args.device_memory or limit) is None:
+            return "device"  # a CPU, that does not say
         fits = self.fits(memory)
+        # Of what the device says JAX has taken its share already.
+        most = fits.available if self.args.device_memory else limit
         needed = {way: self.needed(fits, way) for way in WAYS}
         for way, size in needed.items():
-            if size < fits.available:
+            if size < most:
                 return way
-        least, most = min(needed.values()), fits.available
+        least = min(needed.values())
         raise FolderError(
             f"no way fits: the least takes {least / 2**30:.1f} GiB of the device, and"
             f" JAX takes {most / 2**30:.1f}. Give less --batch or --length, or --method"
@@ -145,7 +137,7 @@ class Run:
             self.decoder.shapes,
             None if self.method.frozen is None else optax.sgd(1.0),
             device_memory=memory,
-            codec="dynamic_int8" if self.folder.dtype.itemsize == 2 else None,
+            codec="dynamic_int8" if self.decoder.dtype.itemsize == 2 else None,
             batch=1,
             length=self.args.length,
             heads=self.decoder.config["num_attention_heads"],
@@ -156,7 +148,7 @@ class Run:
         """Bytes of the device that a way takes."""
         config, shapes = self.decoder.config, self.decoder.shapes
         # Rows go through a layer one by one, and all their inputs are kept.
-        row = self.args.length * config["hidden_size"] * self.folder.dtype.itemsize
+        row = self.args.length * config["hidden_size"] * self.decoder.dtype.itemsize
         kept = (self.args.batch - 1) * config["num_hidden_layers"] * row
         found = next(x for x in fits if without_codec(x.way) == WAYS[way][1])
         if self.method.frozen is None:
@@ -237,20 +229,24 @@ class Run:
 
 def train(run: Run) -> None:
     """Trains, from the start or from where the last command stopped."""
-    store = Store.of(run.args)
+    store = Store.of(run.args, run.folder)
     run.refuse_small_host()
     host = run.host_bytes() / 2**30
     print(f"way: {run.way} ({WAYS[run.way][1]}), {host:.1f} GiB of host memory")
     start = store.latest() or 0
     carry = store.restore(start, run.target()) if start else run.carry()
     store.begin()
-    step, asked = run.step(carry), asked_to_stop()
+    asked, step = asked_to_stop(), run.step(carry)
     given = itertools.islice(run.batches(), start, run.steps)
     with store.losses(start) as note, progress(run.steps, start) as shown:
         for number, batch in enumerate(given, start + 1):
             began = time.perf_counter()
             *carry, output = step(*carry, batch, *run.frozen)
             loss = float(output.loss)
+            if not math.isfinite(loss):
+                raise FolderError(
+                    f"the loss of step {number} is {loss}: give less --learning-rate."
+                )
             rate = batch["tokens"].size / (time.perf_counter() - began)
             held = evaluated(run, carry[0]) if due(run, number) else ""
             note(number, loss, held)
@@ -259,7 +255,7 @@ def train(run: Run) -> None:
             if last or number % run.args.save_every == 0 or number == run.steps:
                 store.save(number, carry)
             if last:
-                again = " ".join([*sys.argv, *["--resume"] * (not run.args.resume)])
+                again = shlex.join([*sys.argv, *["--resume"] * (not run.args.resume)])
                 print(f"stopped after step {number}. To go on: python {again}")
                 sys.exit(128 + asked[0] if asked else 0)
     store.manager.close()
@@ -326,46 +322,6 @@ def tokenizer_of(path: pathlib.Path) -> Any:
         raise FolderError(
             f"{path} has no tokenizer that can be read: {first}"
         ) from None
-
-
-def device_memory() -> int | None:
-    """Bytes of the device's memory; None: the device does not say, as a CPU."""
-    found = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    share = 0.75 if jax.default_backend() == "gpu" else 1.0
-    return None if found is None else int(found / share)
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description="Fine-tune the model of a Hugging Face folder, layer by layer.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add, path = parser.add_argument, pathlib.Path
-    add("--checkpoint", type=path, required=True, help="the folder")
-    add("--text", type=path, required=True, help="text, or .jsonl of chats or texts")
-    add("--output", type=path, required=True, help="the new folder")
-    add("--resume", action="store_true", help="go on with an unfinished run")
-    add("--batch", type=int, default=4, help="rows a step")
-    add("--length", type=int, help=f"tokens a row; {LENGTH}, or what the model has")
-    add("--steps", type=int, default=0, help="0: as many as --epochs has")
-    add("--epochs", type=int, default=1, help="how often the text is read")
-    add("--method", default="full", choices=[*RATES], help="what is trained")
-    add("--rank", type=int, default=16, help="of adapters")
-    add("--alpha", type=float, default=32.0, help="of adapters: their scale is /rank")
-    add("--learning-rate", type=float, help=f"the highest; {RATES}")
-    add("--warmup", type=float, default=0.03, help="share of the steps")
-    add("--weight-decay", type=float, default=0.0, help="as in AdamW")
-    add("--max-norm", type=float, default=1.0, help="of all gradients together")
-    add("--held-out", type=float, default=0.0, help="share of rows to evaluate on")
-    add("--seed", type=int, default=0, help="of the rows' order")
-    add("--dtype", help="of the weights in training; the folder keeps its own")
-    add("--way", default="auto", choices=["auto", *WAYS], help="where the weights are")
-    add("--device-memory", help="such as 24GiB; the device's own if not given")
-    add("--min-size", default="256KiB", help="smaller weights stay on the device")
-    add("--save-every", type=int, default=200, help="steps between checkpoints")
-    add("--stop-after", type=int, default=0, help="save after this step, and stop")
-    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 #: By the format's documentation: https://huggingface.co/docs/safetensors
 DTYPES = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16}
 #: Files that a new folder takes over as they are.
-BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")
+BESIDE = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates")
 
 
 class FolderError(ValueError):
@@ -74,8 +74,13 @@ class Folder:
             raise FolderError(f"{path} is no folder: pass one with a config.json.")
         config = _json(path / "config.json")
         index = path / "model.safetensors.index.json"
-        if index.exists():
-            files = sorted(set(_json(index).get("weight_map", {}).values()))
+        if (path / "model.safetensors").exists():  # first, as for transformers
+            files = ["model.safetensors"]
+        elif index.exists():
+            named = _json(index).get("weight_map")
+            if not isinstance(named, dict):
+                raise FolderError(f"{index} has no weight_map: download it again.")
+            files = sorted(set(named.values()))
         else:
             files = sorted(x.name for x in path.glob("*.safetensors"))
         if not files:
@@ -137,7 +142,10 @@ class Folder:
         """Copies the files that have such names into another folder."""
         for pattern in patterns:
             for file in self.path.glob(pattern):
-                shutil.copy(file, path)
+                if file.is_dir():
+                    shutil.copytree(file, path / file.name)
+                else:
+                    shutil.copy(file, path)
 
 
 @dataclasses.dataclass(frozen=True)

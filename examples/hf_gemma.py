@@ -29,10 +29,9 @@ DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
 }
 ATTENTION = ("full_attention", "sliding_attention")
+THETA = {"full_attention": 1e6, "sliding_attention": 1e4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +53,12 @@ class Rope:
         given = config.get("rope_parameters") or {}
         if kind in given:
             said = given[kind]
-            theta = said["rope_theta"]
+            theta = said.get("rope_theta", THETA[kind])
         elif kind == "full_attention":
-            said, theta = config.get("rope_scaling") or {}, config["rope_theta"]
+            said = config.get("rope_scaling") or {}
+            theta = config.get("rope_theta", THETA[kind])
         else:
-            said, theta = {}, config["rope_local_base_freq"]
+            said, theta = {}, config.get("rope_local_base_freq", THETA[kind])
         how = said.get("rope_type", said.get("type", "default"))
         if how not in ("default", "linear"):
             raise FolderError(f"config.json: rope_type={how!r} is not computed.")

@@ -5,7 +5,7 @@ configuration says is refused by field and value.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -43,18 +43,30 @@ GEMMA = NO_BIAS | {
 #: The families, and which of their fields have but one value here.
 FAMILIES = {
     "LlamaForCausalLM": SILU | NO_BIAS,
-    "MistralForCausalLM": SILU | NO_BIAS | {"sliding_window": ()},
+    "MistralForCausalLM": SILU | NO_BIAS,
     "Qwen2ForCausalLM": SILU,
     "Qwen3ForCausalLM": SILU | NO_BIAS,
     "Qwen3MoeForCausalLM": SILU | NO_BIAS,
     "Gemma3ForCausalLM": GEMMA,
     "Gemma3ForConditionalGeneration": GEMMA,
 }
+#: What transformers takes if a configuration does not say.
+UNSAID = {
+    "MistralForCausalLM": {"sliding_window": 4096},
+    "Qwen3ForCausalLM": {"head_dim": 128},
+    "Qwen3MoeForCausalLM": {"head_dim": 128},
+}
 #: Fields whose meaning is theirs, under the name that eqx-zoo knows.
 SAME = {"MistralForCausalLM": "LlamaForCausalLM"}
 #: What the decoder's names begin with where a model sees pictures too: in files of the
 #: hub, and in transformers.
 PREFIXES = ("language_model.model.", "model.language_model.")
+PICTURES = tuple(
+    f"{start}{part}."
+    for start in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector")
+)
+HEAD = "lm_head.weight"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +74,9 @@ class Decoder:
     """A decoder.
 
     Attributes:
+      family: Its class in transformers.
       config: What `config.json` says of it.
+      dtype: Of its parameters.
       static: What of it is no parameter.
       shapes: Its parameters' shapes.
       experts: How many experts layers have.
@@ -70,7 +84,9 @@ class Decoder:
       module: The same in transformers.
     """
 
+    family: str
     config: Mapping[str, Any]
+    dtype: np.dtype
     static: PyTree
     shapes: PyTree
     experts: int
@@ -85,28 +101,26 @@ class Decoder:
           FolderError: If it is of another family, or its configuration says what is not
             computed so.
         """
-        config, experts = folder.config, 0
-        family = (config.get("architectures") or [None])[0]
-        config = config.get("text_config") or config
-        refuse(family, config)
+        (family, *_) = folder.config.get("architectures") or [None]
+        config = folder.config.get("text_config") or folder.config
+        for part in (folder.config, config):
+            refuse(family, part)
+        config = UNSAID.get(family, {}) | dict(config)
+        config = {name: x for name, x in config.items() if x is not None}
         config = completed(config) if FAMILIES[family] is GEMMA else config
-        how = {"key": jax.random.key(0), "dtype": dtype}
-        if FAMILIES[family] is GEMMA:
-            decoder = eqx.filter_eval_shape(Gemma, config, **how)
-        else:
-            known = {**config, "architectures": [SAME.get(family, family)]}
-            try:
-                sizes = Config.from_hf(known)
-            except (KeyError, NotImplementedError, ValueError) as error:
-                raise FolderError(f"config.json: {error}.") from None
-            decoder = eqx.filter_eval_shape(CausalLM, sizes, **how)
-            experts = sizes.num_experts
+        try:
+            decoder, experts = _shapes(family, config, dtype)
+        except KeyError as error:
+            raise FolderError(f"config.json has no {error.args[0]}.") from None
+        except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+            raise FolderError(f"config.json cannot be used: {error}.") from None
         is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)
         shapes, static = eqx.partition(decoder, is_shape)
         prefixes = (x for x in PREFIXES if any(n.startswith(x) for n in folder.tensors))
         prefix = next(prefixes, "model.")
         module = "model." if prefix == "model." else PREFIXES[1]
-        return cls(config, static, shapes, experts, prefix, module)
+        read = np.dtype(dtype), static, shapes, experts, prefix, module
+        return cls(family, config, *read)
 
     def __call__(self, params: PyTree, row: Mapping[str, jax.Array]) -> po.WeightedLoss:
         """The loss of a row; see `loss_of`."""
@@ -128,18 +142,52 @@ class Decoder:
             return Tensors(folder, names, shape.shape, shape.dtype)
 
         params = jax.tree_util.tree_map_with_path(value, self.shapes)
-        tied = {"lm_head.weight"} if self.static.lm_head is None else set()
-        if left := [x for x in self.own(folder) if x not in used | tied]:
+        if HEAD in folder.tensors and self.static.lm_head is None:
+            (embedding,) = (x for x in used if x.endswith("embed_tokens.weight"))
+            if not np.array_equal(folder[HEAD], folder[embedding]):
+                raise FolderError(
+                    f"config.json says tie_word_embeddings, and {HEAD} in {folder.path}"
+                    " is not the embedding: say false there, or remove the tensor."
+                )
+            used.add(HEAD)
+        if left := {*self.own(folder)} - used:
             raise FolderError(
                 f"{min(left)} in {folder.path} is no parameter of this model."
             )
         return params
 
+    def length(self, asked: int | None, usual: int) -> int:
+        """Tokens of a row: as asked, or as usual if the model has so many positions.
+
+        Raises:
+          FolderError: If it has fewer, or if it would see a window of them.
+        """
+        fields = ["max_position_embeddings"]
+        if self.family in UNSAID and "sliding_window" in UNSAID[self.family]:
+            fields.append("sliding_window")
+        most = {x: self.config[x] for x in fields if x in self.config}
+        length = asked or min(usual, *most.values(), usual)
+        for field, x in most.items():
+            if length > x:
+                raise FolderError(
+                    f"--length {length} is more than the model's {field}={x}."
+                )
+        return length
+
+    def refuse_tokens(self, rows: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Refuses tokens that have no embedding."""
+        most = max((int(row["tokens"].max()) for row in rows), default=0)
+        if most >= (entries := self.config["vocab_size"]):
+            raise FolderError(
+                f"the tokenizer makes token {most}, and config.json says"
+                f" vocab_size={entries}: resize the embedding first."
+            )
+
     def own(self, folder: Folder) -> list[str]:
-        """The tensors that are the decoder's; others see pictures."""
-        if self.prefix == "model.":
-            return [*folder.tensors]
-        return [name for name in folder.tensors if name.startswith(self.prefix)]
+        """The tensors that are the decoder's; others see pictures, or are constants."""
+        names = (x for x in folder.tensors if not x.endswith("rotary_emb.inv_freq"))
+        others = () if self.prefix == "model." else PICTURES
+        return [name for name in names if not name.startswith(others)]
 
     def names(self, path: tuple[Any, ...]) -> list[str]:
         """The tensors that a parameter is made of: one, or one of each expert."""
@@ -165,9 +213,8 @@ class Decoder:
                 names = self.names(path)
                 yield from zip(names, x if len(names) > 1 else [x], strict=True)
                 is_head = dotted(path) == "model.embed_tokens.weight"
-                if is_head and self.static.lm_head is None:
-                    if "lm_head.weight" in folder.tensors:
-                        yield "lm_head.weight", x
+                if is_head and self.static.lm_head is None and HEAD in folder.tensors:
+                    yield HEAD, x
         for name in {*folder.tensors} - {*self.own(folder)}:
             yield name, folder[name]
 
@@ -190,6 +237,17 @@ def dotted(path: tuple[Any, ...]) -> str:
     return ".".join(str(getattr(x, "name", getattr(x, "idx", x))) for x in path)
 
 
+def _shapes(
+    family: str, config: Mapping[str, Any], dtype: DTypeLike
+) -> tuple[PyTree, int]:
+    """A decoder of shapes, and how many experts its layers have."""
+    how = {"key": jax.random.key(0), "dtype": dtype}
+    if FAMILIES[family] is GEMMA:
+        return eqx.filter_eval_shape(Gemma, config, **how), 0
+    sizes = Config.from_hf({**config, "architectures": [SAME.get(family, family)]})
+    return eqx.filter_eval_shape(CausalLM, sizes, **how), sizes.num_experts
+
+
 def refuse(family: str | None, config: Mapping[str, Any]) -> None:
     """Refuses what would not be computed as transformers does."""
     if family not in FAMILIES:
@@ -203,6 +261,15 @@ def refuse(family: str | None, config: Mapping[str, Any]) -> None:
                 f"config.json: {field}={value!r} is not computed here, only"
                 f" {' or '.join(map(repr, values)) or 'none'}."
             )
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if config.get("rope_parameters") and config.get("rope_scaling"):
+        raise FolderError(
+            "config.json has rope_parameters and rope_scaling: leave one of them."
+        )
+    for field in ("rope_theta", "original_max_position_embeddings"):
+        said = {x for x in (config.get(field), rope.get(field)) if x is not None}
+        if len(said) > 1:
+            raise FolderError(f"config.json has two values of {field}: leave one.")
 
 
 def _refuse_other(folder: Folder, name: str, shape: tuple[int, ...]) -> None:

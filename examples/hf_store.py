@@ -7,11 +7,12 @@ import functools
 import hashlib
 import json
 import pathlib
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
-from hf_folder import FolderError, refuse_existing
+from hf_folder import Folder, FolderError, refuse_existing
 
 PyTree = Any
 #: Arguments that may differ when a run goes on: the others decide its numbers.
@@ -26,8 +27,12 @@ class Store:
     decides: dict[str, str]
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> "Store":
+    def of(cls, args: argparse.Namespace, folder: Folder) -> "Store":
         """What is there.
+
+        Args:
+          args: The command line.
+          folder: The folder that is trained; it may have been moved since.
 
         Raises:
           FolderError: If there is one of another run, or none to go on with.
@@ -37,6 +42,8 @@ class Store:
         refuse_existing(args.output)
         decides = {n: str(x) for n, x in decides.items() if n not in FREE}
         decides["text"] = hashlib.sha256(args.text.read_bytes()).hexdigest()
+        known_by = json.dumps(dict(folder.config)).encode(), *folder.headers.values()
+        decides["checkpoint"] = hashlib.sha256(b"".join(known_by)).hexdigest()
         known = path / "run.json"
         if args.resume:
             if not known.exists():
@@ -48,7 +55,7 @@ class Store:
                         f"--{name.replace('_', '-')} was {before.get(name)} as the run"
                         f" began, and is {value}: give the same, or another --output."
                     )
-        elif path.exists():
+        elif known.exists():
             raise FolderError(
                 f"{path} has an unfinished run: --resume goes on with it, another"
                 " --output begins anew."
@@ -62,11 +69,27 @@ class Store:
 
     def begin(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "run.json").write_text(json.dumps(self.decides, indent=2))
+        partial = self.path / "run.json.writing"
+        partial.write_text(json.dumps(self.decides, indent=2))
+        partial.rename(self.path / "run.json")
 
     def save(self, number: int, carry: Sequence[PyTree]) -> None:
-        self.manager.save(number, args=ocp.args.StandardSave(list(carry)))
-        self.manager.wait_until_finished()
+        """Saves a checkpoint, and only then removes the one before.
+
+        Raises:
+          FolderError: If there is no space for it.
+        """
+        try:
+            self.manager.save(number, args=ocp.args.StandardSave(list(carry)))
+            self.manager.wait_until_finished()
+        except (OSError, ValueError) as error:  # of a full disk orbax raises the second
+            for partial in (self.path / "steps").glob("*tmp*"):
+                shutil.rmtree(partial, ignore_errors=True)
+            first = str(error).strip().splitlines()[0][:200]
+            raise FolderError(
+                f"step {number} could not be saved: {first}. Make space in {self.path},"
+                " and give --resume."
+            ) from None
 
     def latest(self) -> int | None:
         """The step of the last whole checkpoint; None: there is none."""

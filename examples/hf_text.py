@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from hf_folder import FolderError
+from jinja2 import TemplateError
 
 #: A row's arrays, see `rows`.
 Row = dict[str, np.ndarray]
@@ -24,20 +26,24 @@ class Document:
 def documents(path: pathlib.Path, tokenizer: Any) -> list[Document]:
     """A file's documents: of `.jsonl` a chat or a text a line, else the whole file.
 
+    Of a chat the tokens of the assistant's turns are learned, and what ends them.
+
     A line is `{"messages": [{"role": ..., "content": ...}]}`, of which the assistant's
     turns are learned, or `{"text": ...}`.
 
     Raises:
       FolderError: If it is empty, or if a line is neither.
     """
+    if path.suffix == ".json":
+        raise FolderError(f"{path} is one JSON: give .jsonl, a chat or text a line.")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise FolderError(f"{path} cannot be read as text: {error}.") from None
     if path.suffix != ".jsonl":
         found = [_text(text, tokenizer)]
     else:
-        lines = enumerate(text.splitlines(), 1)
+        lines = enumerate(text.split("\n"), 1)  # strings may have other line ends
         found = [_line(path, n, line, tokenizer) for n, line in lines if line.strip()]
     if not any(any(each.learned) for each in found):
         raise FolderError(f"{path} has nothing to learn: it is empty.")
@@ -45,9 +51,14 @@ def documents(path: pathlib.Path, tokenizer: Any) -> list[Document]:
 
 
 def _text(text: str, tokenizer: Any) -> Document:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise FolderError(f"a text is no Unicode: {error}.") from None
     tokens = tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
-    if text.strip() and tokenizer.eos_token_id is not None:
-        tokens = [*tokens, tokenizer.eos_token_id]
+    last = tokenizer.eos_token_id
+    if text.strip() and last is not None and tokens[-1] != last:
+        tokens = [*tokens, last]
     return Document(tokens, [bool(text.strip())] * len(tokens))
 
 
@@ -68,30 +79,63 @@ def _line(path: pathlib.Path, number: int, line: str, tokenizer: Any) -> Documen
         )
     if tokenizer.chat_template is None:
         raise FolderError("the tokenizer has no chat template: give plain text.")
-    tokens: list[int] = []
-    learned: list[bool] = []
-    for n, message in enumerate(messages, 1):
-        # A turn is what the template adds to the turns before it.
-        if message["role"] == "assistant":
-            prompt = _tokens(tokenizer, messages[: n - 1], add_generation_prompt=True)
-            learned += [False] * (len(prompt) - len(tokens))
-        whole = _tokens(tokenizer, messages[:n])
-        answer = message["role"] == "assistant"
-        learned += [answer] * (len(whole) - len(learned))
-        tokens = whole
-    return Document(tokens, learned[: len(tokens)])
+    whole, spans = _rendered(where, messages, tokenizer)
+    made = tokenizer(
+        whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
+    starts = [start for start, _ in made["offset_mapping"]]
+    learned = [any(a <= start < b for a, b in spans) for start in starts]
+    return Document(made["input_ids"], learned)
+
+
+def _rendered(
+    where: str, messages: Sequence[Any], tokenizer: Any
+) -> tuple[str, list[tuple[int, int]]]:
+    """A chat in the template, and from where to where the assistant speaks.
+
+    Templates may show a turn otherwise as soon as another one follows, as those do that
+    leave thoughts out. So each turn is looked for in the whole.
+    """
+
+    def render(count: int, **how: bool) -> str:
+        if count == 0:
+            return ""
+        given = list(messages[:count])
+        try:
+            return tokenizer.apply_chat_template(given, tokenize=False, **how)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise FolderError(f"{where}: the chat template says: {error}.") from None
+
+    whole, at = render(len(messages)), 0
+    spans = list[tuple[int, int]]()
+    for n, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, prompt = render(n), render(n, add_generation_prompt=True)
+        # What the template has the model go on from, such as "<|im_start|>assistant".
+        header = prompt.removeprefix(before) if prompt.startswith(before) else prompt
+        if whole.startswith(prompt):
+            begin = len(prompt)
+        else:
+            header, _, _ = header.partition("<think>")
+            begin = whole.find(header, at) + len(header)
+        content, turn = message["content"].strip(), render(n + 1)
+        found = whole.find(content, begin) if begin >= at + len(header) else -1
+        if found < 0 or not content or content not in turn:
+            raise FolderError(
+                f"{where}: the chat template does not show turn {n + 1} as it is"
+                " written. Give plain text."
+            )
+        at = found + len(content)
+        end = turn[turn.rindex(content) + len(content) :]
+        at += len(os.path.commonprefix([end, whole[at:]]))
+        spans.append((begin, at))
+    return whole, spans
 
 
 def _is_message(x: Any) -> bool:
     known = isinstance(x, Mapping) and isinstance(x.get("role"), str)
     return known and isinstance(x.get("content"), str)
-
-
-def _tokens(tokenizer: Any, messages: Sequence[Any], **how: bool) -> list[int]:
-    if not messages:
-        return []
-    made = tokenizer.apply_chat_template(messages, tokenize=False, **how)
-    return tokenizer(made, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def rows(found: Sequence[Document], length: int) -> list[Row]:

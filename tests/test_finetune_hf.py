@@ -4,6 +4,8 @@ import json
 import os
 import pathlib
 import random
+import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -20,6 +22,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 why = 'not installed: pip install ".[hf]", from Python 3.12 on'
 pytest.importorskip("eqx_zoo", reason=why)
 transformers = pytest.importorskip("transformers", reason=why)
+save_file = pytest.importorskip("safetensors.numpy", reason=why).save_file
+load_file = pytest.importorskip("safetensors.numpy", reason=why).load_file
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +148,27 @@ def _renamed(folder):
     path.write_bytes(path.read_bytes().replace(b"layers.0.mlp.up", b"layers.0.mlp.op"))
 
 
+def _tensors(change):
+    def changed(folder):
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, {"format": "pt"})
+
+    return changed
+
+
+def _another_head(folder):
+    embedding = "model.embed_tokens.weight"
+    _tensors(lambda x: x.update({"lm_head.weight": x[embedding] + 1}))(folder)
+
+
+def _fewer_tokens(folder):
+    embedding = "model.embed_tokens.weight"
+    _tensors(lambda x: x.update({embedding: x[embedding][:50].copy()}))(folder)
+    _config(vocab_size=50)(folder)
+
+
 ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
 BROKEN = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
@@ -156,6 +181,14 @@ BROKEN = {
     "rope": (_config(rope_parameters=ROPE), "yarn"),
     "bias": (_config(attention_bias=True), "attention_bias=True"),
     "sizes": (_config(hidden_size=48), "and config.json says"),
+    "heads": (_config(num_attention_heads=3), "config.json cannot be used"),
+    "no norm": (_config(rms_norm_eps=None), "config.json has no rms_norm_eps"),
+    "two ropes": (_config(rope_scaling={"rope_type": "linear"}), "leave one of them"),
+    "two bases": (_config(rope_theta=10.0), "two values of rope_theta"),
+    "few tokens": (_config(max_position_embeddings=32), "max_position_embeddings=32"),
+    "quantized": (_config(quantization_config={"bits": 4}), "quantization_config"),
+    "a head that differs": (_another_head, "is not the embedding"),
+    "a tokenizer of more": (_fewer_tokens, "resize the embedding"),
     "no tokenizer": (
         lambda f: [x.unlink() for x in f.glob("tokenizer*")],
         "no tokenizer",
@@ -166,8 +199,6 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_folder(example, folders, name, tmp_path, capsys):
     """One sentence, exit status 1, and nothing written."""
-    import shutil
-
     finetune_hf, (change, says) = example.command, BROKEN[name]
     folder, text = tmp_path / "folder", tmp_path / "text.txt"
     shutil.copytree(folders("qwen3", dtype="bfloat16"), folder)
@@ -200,6 +231,141 @@ def test_bad_text(example, folders, name, tmp_path, capsys):
     given = folders("qwen3", dtype="bfloat16"), tmp_path / file, tmp_path / "out"
     assert finetune_hf.main(_arguments(*given)) == 1
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "--batch 0",
+        "--length 0",
+        "--steps -1",
+        "--epochs 0",
+        "--rank 0",
+        "--alpha nan",
+        "--learning-rate 0",
+        "--learning-rate inf",
+        "--warmup 1",
+        "--held-out 1.5",
+        "--max-norm -1",
+        "--dtype int8",
+        "--save-every 0",
+        "--device-memory much",
+        "--seed -1",
+    ],
+)
+def test_wrong_arguments(example, wrong, tmp_path, capsys):
+    given = ["--checkpoint", "a", "--text", "b", "--output", str(tmp_path / "c")]
+    with pytest.raises(SystemExit, match="2"):
+        example.command.main([*given, *wrong.split()])
+    assert f"argument {wrong.split()[0]}: " in capsys.readouterr().err
+
+
+#: Templates in the manner of some families, and what is learned of `TURNS`.
+THINKING = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
+    "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.index0 > ns.last %}"
+    "<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+REASONED = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
+    "{% else %}<|Assistant|>{{ m.content }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+)
+BRACKETS = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'assistant' %} {{ m.content }}</s>"
+    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
+)
+TURNS = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "a s"},
+    {"role": "user", "content": "assistant a"},
+    {"role": "assistant", "content": "end a "},
+]
+TEMPLATES = {
+    "plain": (None, "a s<|im_end|>\nend a <|im_end|>\n"),
+    "thinking": (
+        THINKING,
+        "a s<|im_end|>\n<think>\n\n</think>\n\nend a <|im_end|>\n",
+    ),
+    "reasoned": (REASONED, "a s</s>end a </s>"),
+    "brackets": (BRACKETS, " a s</s> end a </s>"),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_all_turns_of_a_chat(example, folders, name):
+    """Also where a turn is shown otherwise as soon as another one follows."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders("qwen3"))
+    template, wanted = TEMPLATES[name]
+    tokenizer.chat_template = template or tokenizer.chat_template
+    line = json.dumps({"messages": TURNS})
+    found = example.text._line(pathlib.Path("x"), 1, line, tokenizer)
+    learned = [t for t, yes in zip(found.tokens, found.learned, strict=True) if yes]
+    assert tokenizer.decode(learned) == wanted
+
+
+def test_a_template_that_refuses(example, folders):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders("qwen3"))
+    tokenizer.chat_template = BRACKETS
+    line = json.dumps({"messages": [{"role": "system", "content": "x"}, *TURNS]})
+    says = "x, line 7: the chat template says: only user and assistant"
+    with pytest.raises(example.folder.FolderError, match=says):
+        example.text._line(pathlib.Path("x"), 7, line, tokenizer)
+
+
+def test_text_of_other_line_ends(example, folders, tmp_path):
+    """Within a string of JSON, and a mark at the beginning."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders("qwen3"))
+    path = tmp_path / "a.jsonl"
+    path.write_text("\ufeff" + json.dumps({"text": "a\u2028b"}, ensure_ascii=False))
+    (found,) = example.text.documents(path, tokenizer)
+    assert tokenizer.decode(found.tokens) == "a\u2028b</s>"
+
+
+@pytest.mark.slow
+def test_a_full_disk(trained, tmp_path):
+    """A checkpoint that does not fit: one sentence, and it goes on with space."""
+    folder, text, tuned = trained
+    out, often = tmp_path / "tuned", ["--save-every", "1"]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    process = subprocess.Popen(
+        command(folder, text, out, *often), env=env, text=True, stderr=subprocess.PIPE
+    )
+    losses = tmp_path / "tuned.run" / "losses.csv"
+    while process.poll() is None and not _lines(losses) > 2:
+        time.sleep(0.02)
+    limit = resource.RLIMIT_FSIZE
+    resource.prlimit(process.pid, limit, (4096, resource.RLIM_INFINITY))
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 1 and "could not be saved" in said, said
+    assert said.count("Traceback") == 0
+    done = run(folder, text, out, *often, "--resume")
+    assert not done.returncode, done.stderr
+    assert weights_of(out) == weights_of(tuned)
+
+
+def test_a_write_that_fails_leaves_nothing(example, folders, tmp_path):
+    folder = example.folder.Folder.open(folders("qwen3"))
+
+    def values():
+        yield next(iter(folder.tensors)), folder[next(iter(folder.tensors))]
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        folder.write(tmp_path / "out", values())
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_file_goes_before_an_index(example, folders, tmp_path):
+    """As for transformers, whatever the index names."""
+    path = tmp_path / "folder"
+    shutil.copytree(folders("qwen3"), path)
+    index = {"weight_map": {"model.norm.weight": "other.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert [*example.folder.Folder.open(path).headers] == ["model.safetensors"]
 
 
 def test_a_chat_learns_its_answers(example, folders):
