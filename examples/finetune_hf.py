@@ -80,10 +80,6 @@ class Run:
         folder = Folder.open(args.checkpoint)
         decoder = Decoder.of(folder, args.dtype or folder.dtype)
         args.length = decoder.length(args.length, LENGTH)
-        method = Full(decoder)
-        if args.method != "full":
-            in_four_bits = args.method == "qlora"
-            method = Lora(decoder, args.rank, args.alpha, in_four_bits, args.seed)
         found = rows(documents(args.text, tokenizer_of(args.checkpoint)), args.length)
         decoder.refuse_tokens(found)
         aside = math.ceil(args.held_out * len(found))
@@ -93,6 +89,22 @@ class Run:
                 f"{args.text} has {len(found)} rows of {args.length} tokens, and none"
                 " to train on: give more text, or less --held-out."
             )
+        return cls.on(args, folder, decoder, train, held_out)
+
+    @classmethod
+    def on(
+        cls,
+        args: argparse.Namespace,
+        folder: Folder,
+        decoder: Decoder,
+        train: Sequence[Row],
+        held_out: Sequence[Row] = (),
+    ) -> "Run":
+        """A run on rows, which has read no weights yet."""
+        method = Full(decoder)
+        if args.method != "full":
+            in_four_bits = args.method == "qlora"
+            method = Lora(decoder, args.rank, args.alpha, in_four_bits, args.seed)
         steps = args.steps or -(-args.epochs * len(train) // args.batch)
         rate = args.learning_rate or RATES[args.method]
         schedule = optax.warmup_cosine_decay_schedule(
@@ -153,11 +165,12 @@ class Run:
         found = next(x for x in fits if without_codec(x.way) == WAYS[way][1])
         if self.method.frozen is None:
             return found.device + kept
-        # Its weights may be codes, and its head has no gradient.
+        # Its weights may be codes, its head has no gradient, and there are adapters.
         head = (shapes.lm_head or shapes.model.embed_tokens).weight
         frozen = self.placed(way, self.method.frozen)
         there = placed_bytes(frozen, on_host=False) - head.size * head.dtype.itemsize
-        return found.device + kept + there - found.parameters
+        adapters = placed_bytes(self.trained(self.method.params), on_host=False)
+        return found.device + kept + there + adapters - found.parameters
 
     def placed(self, way: str, weights: PyTree) -> PyTree:
         """The decoder's weights, or their shapes, stacked where a way has them."""

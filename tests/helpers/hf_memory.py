@@ -5,7 +5,6 @@ prints, for each method and way, the memory of the process over the weights. Fil
 are mapped into memory do not count: the kernel takes their pages back.
 """
 
-import argparse
 import ctypes
 import json
 import pathlib
@@ -65,22 +64,17 @@ def run_of(path: pathlib.Path, method: str, way: str) -> Any:
     """A run that has read nothing yet."""
     import finetune_hf
     from hf_folder import Folder
-    from hf_methods import Full, Lora
     from hf_model import Decoder
-
-    import paged_optax as po
 
     folder = Folder.open(path)
     decoder = Decoder.of(folder, folder.dtype)
-    made = Full(decoder)
-    if method != "full":
-        made = Lora(decoder, 16, 32.0, method == "qlora", seed=0)
     tokens = np.zeros(16, np.int32)
     row = dict.fromkeys(("tokens", "labels", "positions", "segments"), tokens)
     row["weights"] = np.zeros(16, np.float32)
-    split = po.split_layers(made.loss, made.params, row, frozen=made.frozen)
-    args = argparse.Namespace(way=way, min_size="256KiB")
-    return finetune_hf.Run(args, folder, decoder, made, split, None, [row], [], 1)
+    needed = ["--checkpoint", str(path), "--text", "", "--output", ""]
+    chosen = ["--method", method, "--way", way]
+    args = finetune_hf.parse_arguments([*needed, *chosen])
+    return finetune_hf.Run.on(args, folder, decoder, [row])
 
 
 def anonymous() -> int:

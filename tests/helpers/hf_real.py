@@ -3,7 +3,6 @@
 The example's own packages are optional: only slow tests import this.
 """
 
-import argparse
 import pathlib
 from typing import Any
 
@@ -11,7 +10,6 @@ import finetune_hf
 import jax
 import numpy as np
 from hf_folder import Folder
-from hf_methods import Full, Lora
 from hf_model import Decoder
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -84,18 +82,13 @@ def run_of(name: str, method: str) -> finetune_hf.Run:
     names = {"language_model.model.": None} if "text_config" in config else {}
     folder = Shapes(pathlib.Path(name), config, names, {})  # pyright: ignore
     decoder = Decoder.of(folder, folder.dtype)
-    made = Full(decoder)
-    if method != "full":
-        made = Lora(decoder, 16, 32.0, method == "qlora", seed=0)
     tokens = np.zeros(LENGTH, np.int32)
     row = dict.fromkeys(("tokens", "labels", "positions", "segments"), tokens)
     row["weights"] = np.zeros(LENGTH, np.float32)
-    tx = po.paged_adamw_8bit(1e-5, b2=0.95, master_remainders=method == "full")
-    split = po.split_layers(made.loss, made.params, row, frozen=made.frozen)
-    args = argparse.Namespace(
-        batch=BATCH, length=LENGTH, way="auto", min_size="256KiB", max_norm=1.0, seed=0
-    )
-    return finetune_hf.Run(args, folder, decoder, made, split, tx, [row], [], steps=1)
+    needed = "--checkpoint", name, "--text", "", "--output", "", "--method", method
+    sizes = "--batch", str(BATCH), "--length", str(LENGTH)
+    args = finetune_hf.parse_arguments([*needed, *sizes])
+    return finetune_hf.Run.on(args, folder, decoder, [row])
 
 
 def compiled(run: finetune_hf.Run, card: str) -> Any:
