@@ -1,8 +1,12 @@
 """`config.json` of Hugging Face as transformers reads it, and Gemma's names."""
 
+import importlib
 import itertools
 import json
 import math
+import pathlib
+import shlex
+import sys
 
 import jax
 import numpy as np
@@ -207,6 +211,23 @@ def test_what_is_left_out_is_said(field, value, why, read, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config | {field: None}))
     assert main(command) == 0
     assert field not in capsys.readouterr().out
+
+
+def test_the_command_for_a_folder(read, tmp_path, capsys):
+    """With a batch: the example takes what is printed."""
+    read(TINY | {"model_type": "llama"})
+    command = ["plan", "--checkpoint", str(tmp_path), "--device-memory", "1GiB"]
+    assert main([*command, "--batch", "2", "--length", "16"]) == 0
+    *_, line = capsys.readouterr().out.strip().splitlines()
+    assert main(command) == 0
+    assert "finetune_hf.py" not in capsys.readouterr().out
+    sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+    arguments = importlib.import_module("hf_arguments").parse_arguments
+    python, program, *given = shlex.split(line)
+    assert (python, program) == ("python", "examples/finetune_hf.py")
+    found = arguments(given)
+    assert (found.checkpoint, found.device_memory) == (tmp_path, "1GiB")
+    assert (found.batch, found.length) == (2, 16)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32])

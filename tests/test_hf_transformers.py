@@ -137,6 +137,23 @@ def test_load_and_save(example, folders, family, tmp_path):
         assert (output / name).read_bytes() == (folder.path / name).read_bytes(), name
 
 
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_command(folders, family, method, tmp_path):
+    """Of each family and method: what it writes is loaded whole, and generates."""
+    folder, text = folders(family), tmp_path / "text.txt"
+    text.write_text(hf_folders.TEXT)
+    out, few = tmp_path / "out", ["--steps", "3", "--method", method]
+    done = hf_command.run(folder, text, out, *few)
+    assert not done.returncode, done.stderr
+    model = hf_pair.there(out if method == "full" else folder)
+    if method != "full":
+        model = hf_pair.with_adapters(model, out)
+    tokens = transformers.AutoTokenizer.from_pretrained(out)("the", return_tensors="pt")
+    made = model.generate(**tokens, max_new_tokens=2, min_new_tokens=2, do_sample=False)
+    assert made.shape[1] == tokens["input_ids"].shape[1] + 2
+
+
 @pytest.fixture(scope="module")
 def trained(folders, tmp_path_factory):
     """A folder, a text, and the folder that the command makes of it in one go."""

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import pathlib
+import shlex
 import warnings
 from collections.abc import Callable
 
@@ -207,7 +208,21 @@ def run(given: argparse.Namespace) -> int:
         print(filled(note))
     if advice := found.advice():
         print(f"\n{advice}")
+        if command := _command(given):
+            print(f"\nOr all of it, which chooses for itself:\n{command}")
     return 0
+
+
+def _command(given: argparse.Namespace) -> str:
+    """What fine-tunes a Hugging Face folder; empty if there is none."""
+    folder = pathlib.Path(given.checkpoint or "")
+    if given.checkpoint is None or not (folder / "config.json").is_file():
+        return ""
+    memory = ["--device-memory", given.device_memory] * bool(given.device_memory)
+    sizes = ["--batch", given.batch, "--length", given.length, *memory]
+    paths = ["--checkpoint", folder, "--text", "mine.txt", "--output", "mine"]
+    program = "python", "examples/finetune_hf.py"
+    return shlex.join(map(str, [*program, *paths, *sizes]))
 
 
 def _memory(given: argparse.Namespace) -> int | None:
