@@ -15,8 +15,9 @@ byte. With a folder of Hugging Face it is the model that its `config.json` descr
 
     python examples/finetune_tunix.py --checkpoint Qwen3-0.6B
 
-What Tunix does not compute is refused: Tunix 0.1.7 leaves out `rope_theta` and scaled
-rotary embeddings of Llama 3, whose checkpoints would be other models.
+What Tunix does not compute is refused. Tunix 0.1.7 takes a `rope_theta` of 1e6 for
+Llama 3, Mistral and Qwen 3, and does not scale rotary embeddings: checkpoints of Llama 3
+would be other models. `finetune_hf.py` computes them as transformers does.
 """
 
 import argparse

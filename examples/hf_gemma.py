@@ -152,13 +152,17 @@ class Model(eqx.Module):
     embed_tokens: eqx.nn.Embedding
     layers: list[Layer]
     norm: Norm
+    pad: int | None = eqx.field(static=True)
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, mask: jax.Array
     ) -> tuple[jax.Array, None]:
         table = self.embed_tokens.weight
         # The factor is rounded as the table's numbers are, as in transformers.
-        x = table[tokens] * jnp.asarray(table.shape[1] ** 0.5, table.dtype)
+        x = table[tokens]
+        # As torch's `padding_idx`: this token's embedding learns as an output alone.
+        x = jnp.where((tokens == self.pad)[:, None], jax.lax.stop_gradient(x), x)
+        x = x * jnp.asarray(table.shape[1] ** 0.5, table.dtype)
         for layer in self.layers:
             x = layer(x, positions, mask)
         return self.norm(x), None
@@ -178,6 +182,7 @@ class Gemma(eqx.Module):
             eqx.nn.Embedding(config["vocab_size"], width, key=key, dtype=dtype),
             [Layer(config, x, key=key, dtype=dtype) for x in kinds(config, count)],
             Norm(width, eps=config["rms_norm_eps"], dtype=dtype),
+            config.get("pad_token_id", 0),
         )
         self.lm_head = None
 

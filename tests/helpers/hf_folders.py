@@ -26,6 +26,7 @@ SIZES = {
     "max_position_embeddings": 512,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "pad_token_id": 7,  # which texts have: its embedding learns as an output alone
 }
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 #: As Llama 3.2 has it, for texts that are longer than 32 tokens.
