@@ -16,7 +16,7 @@ byte. With a folder of Hugging Face it is the model that its `config.json` descr
     python examples/finetune_tunix.py --checkpoint Qwen3-0.6B
 
 What Tunix does not compute is refused. Tunix 0.1.7 takes a `rope_theta` of 1e6 for
-Llama 3, Mistral and Qwen 3, and does not scale rotary embeddings: checkpoints of Llama 3
+Llama 3, Mistral and Qwen 3, and does not scale rotary embeddings: Llama 3's checkpoints
 would be other models. `finetune_hf.py` computes them as transformers does.
 """
 
