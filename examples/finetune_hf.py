@@ -346,6 +346,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (FolderError, po.SplitError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped before the first step: nothing was trained", file=sys.stderr)
+        return 130
     return 0
 
 

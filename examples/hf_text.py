@@ -114,17 +114,19 @@ def _rendered(
         before, prompt = render(n), render(n, add_generation_prompt=True)
         # What the template has the model go on from, such as "<|im_start|>assistant".
         header = prompt.removeprefix(before) if prompt.startswith(before) else prompt
-        if whole.startswith(prompt):
+        content, turn = message["content"].strip(), render(n + 1)
+        if n == 0:
+            begin = whole.find(content)
+        elif whole.startswith(prompt):
             begin = len(prompt)
         else:
             header, _, _ = header.partition("<think>")
             begin = whole.find(header, at) + len(header)
-        content, turn = message["content"].strip(), render(n + 1)
         found = whole.find(content, begin) if begin >= at + len(header) else -1
         if found < 0 or not content or content not in turn:
             raise FolderError(
                 f"{where}: the chat template does not show turn {n + 1} as it is"
-                " written. Give plain text."
+                " written. If it leaves earlier thoughts out, end the chat there."
             )
         at = found + len(content)
         end = turn[turn.rindex(content) + len(content) :]

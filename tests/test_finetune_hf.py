@@ -295,6 +295,26 @@ TEMPLATES = {
 }
 
 
+def test_a_chat_may_begin_with_an_answer(example, folders):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders("qwen3"))
+    line = json.dumps({"messages": TURNS[1:]})
+    found = example.text._line(pathlib.Path("x"), 1, line, tokenizer)
+    learned = [t for t, yes in zip(found.tokens, found.learned, strict=True) if yes]
+    assert tokenizer.decode(learned) == TEMPLATES["plain"][1]
+
+
+def test_thoughts_that_are_left_out(example, folders):
+    """Of an earlier turn: a sentence, and nothing is learned as something else."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders("qwen3"))
+    tokenizer.chat_template = REASONED.replace(
+        "m.content }}</s>", "m.content.split('</think>')[-1] }}</s>"
+    )
+    turns = [*TURNS[:1], {"role": "assistant", "content": "<think>b</think>c"}]
+    with pytest.raises(example.folder.FolderError, match="turn 2 as it is written"):
+        line = json.dumps({"messages": turns})
+        example.text._line(pathlib.Path("x"), 1, line, tokenizer)
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_all_turns_of_a_chat(example, folders, name):
     """Also where a turn is shown otherwise as soon as another one follows."""
