@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
-from hf_folder import Folder, FolderError, refuse_existing
+from hf_folder import Folder, FolderError
 
 PyTree = Any
 #: Arguments that may differ when a run goes on: the others decide its numbers.
@@ -39,7 +39,6 @@ class Store:
         """
         path = args.output.with_name(f"{args.output.name}.run").absolute()
         decides = vars(args)
-        refuse_existing(args.output)
         decides = {n: str(x) for n, x in decides.items() if n not in FREE}
         decides["text"] = hashlib.sha256(args.text.read_bytes()).hexdigest()
         known_by = json.dumps(dict(folder.config)).encode(), *folder.headers.values()
