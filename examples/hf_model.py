@@ -12,13 +12,18 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from eqx_zoo import CausalLM
-from eqx_zoo.models.causal_lm.config import Config
 from hf_folder import Folder, FolderError, Tensors
-from hf_gemma import Gemma, completed
 from jax.typing import DTypeLike
 
 import paged_optax as po
+
+try:
+    from eqx_zoo import CausalLM
+    from eqx_zoo.models.causal_lm.config import Config
+    from hf_gemma import Gemma, completed
+except ModuleNotFoundError as error:
+    why = f'{error}: pip install ".[hf]" with Python 3.12 or newer'
+    raise SystemExit(f"error: {why}") from None
 
 PyTree = Any
 

@@ -1,6 +1,5 @@
 """Runs the suite on eight CPU devices, with both accelerator compilers at hand."""
 
-import collections
 import gc
 import importlib.metadata
 import os
@@ -25,7 +24,7 @@ os.environ["XLA_FLAGS"] = (
 _COMPILED = os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 
-#: Of this many cases of a slow test one runs each day where a tenth is asked for.
+#: Of so many slow tests one runs each day where a tenth is asked for.
 _DAYS = 10
 
 
@@ -35,7 +34,7 @@ def pytest_addoption(parser):
         "--tenth-of-day",
         type=int,
         metavar="DAY",
-        help="of a slow test's cases a tenth: in ten days in a row all of them",
+        help="a tenth of the slow tests: in ten days in a row all of them",
     )
     parser.addoption(
         "--optimized",
@@ -101,17 +100,9 @@ def pytest_collection_finish(session):
 
 
 def _of_other_days(items, day):
-    """Of each slow test the cases that run on other days; one runs on every day."""
-    cases = collections.defaultdict(list)
-    for item in items:
-        if _has(item, "slow"):
-            cases[item.nodeid.partition("[")[0]].append(item)
-    return {
-        item
-        for found in cases.values()
-        for turn, item in enumerate(found)
-        if (turn - day) % min(_DAYS, len(found))
-    }
+    """The slow ones that run on other days: of a test's cases others each day."""
+    slow = [item for item in items if _has(item, "slow")]
+    return {item for turn, item in enumerate(slow) if (turn - day) % _DAYS}
 
 
 def _mark_slow(items):
