@@ -1,5 +1,7 @@
 """What is not of the layers, in host memory too: embeddings, the output matrix."""
 
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,3 +128,42 @@ def test_nothing_else_is_understood():
 @pytest.mark.slow
 def test_bytes():
     """Of the embedding and its gradient one is on the device as layers run: neither."""
+
+
+class Read:
+    """What NumPy makes an array of; it counts how many are in memory."""
+
+    there, most = 0, 0
+
+    def __init__(self, x):
+        self.x, self.shape, self.dtype = np.asarray(x), x.shape, x.dtype
+
+    def __array__(self, dtype=None, copy=None):
+        made = np.array(self.x, dtype)
+        Read.there += 1
+        Read.most = max(Read.most, Read.there)
+        weakref.finalize(made, self.gone)
+        return made
+
+    @staticmethod
+    def gone():
+        Read.there -= 1
+
+
+@pytest.mark.parametrize("on_host", [False, True, "all"])
+def test_leaves_that_are_read_as_they_are_stacked(on_host):
+    """The same stacks, and no more than two leaves in memory beside them."""
+    params, frozen, batch = made(jnp.float32)
+    model = po.split_layers(loss, params, batch, frozen=frozen)
+    where = {"on_host": on_host, "min_size": 2}
+    wanted = model.stack(params, **where)
+    layers, rest = params["layers"], {n: x for n, x in params.items() if n != "layers"}
+    Read.most = 0
+    read = jax.tree.map(Read, layers)
+    found = model.stack(rest | {"layers": read}, **where)
+    assert Read.most <= 2
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    if on_host:
+        assert reference.kinds(found["layers"]) == reference.kinds(wanted["layers"])
+    both = model.stack(jax.tree.map(Read, params), **where)
+    jax.tree.map(np.testing.assert_array_equal, both, wanted)
