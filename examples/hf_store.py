@@ -6,8 +6,10 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import pathlib
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -79,8 +81,9 @@ class Store:
           FolderError: If there is no space for it.
         """
         try:
-            self.manager.save(number, args=ocp.args.StandardSave(list(carry)))
-            self.manager.wait_until_finished()
+            with _quiet():
+                self.manager.save(number, args=ocp.args.StandardSave(list(carry)))
+                self.manager.wait_until_finished()
         except (OSError, ValueError) as error:  # of a full disk orbax raises the second
             for partial in (self.path / "steps").glob("*tmp*"):
                 shutil.rmtree(partial, ignore_errors=True)
@@ -106,3 +109,16 @@ class Store:
         path.write_text("\n".join([*(lines or ["step,loss,held out"]), ""]))
         with path.open("a", buffering=1) as file:
             yield lambda *values: print(*values, sep=",", file=file)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Has no thread print a traceback of a write that fails; nor later, if one does."""
+    loud = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    for logger in loud:
+        logger.disabled = True
+    yield
+    sys.unraisablehook = hook
+    for logger in loud:
+        logger.disabled = False
