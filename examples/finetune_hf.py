@@ -38,7 +38,7 @@ from hf_folder import Folder, FolderError, refuse_existing
 from hf_methods import Full, Lora, Method
 from hf_model import Decoder
 from hf_shown import picture, progress
-from hf_store import Store
+from hf_store import Store, working
 from hf_text import Row, batches, documents, rows
 
 import paged_optax as po
@@ -106,9 +106,9 @@ class Run:
             in_four_bits = args.method == "qlora"
             method = Lora(decoder, args.rank, args.alpha, in_four_bits, args.seed)
         steps = args.steps or -(-args.epochs * len(train) // args.batch)
-        rate = args.learning_rate or RATES[args.method]
+        args.learning_rate = args.learning_rate or RATES[args.method]
         schedule = optax.warmup_cosine_decay_schedule(
-            0.0, rate, max(1, round(args.warmup * steps)), steps + 1
+            0.0, args.learning_rate, max(1, round(args.warmup * steps)), steps + 1
         )
         how = {"b2": 0.95, "weight_decay": args.weight_decay}
         if decoder.dtype.itemsize == 4:
@@ -242,8 +242,12 @@ class Run:
 
 def train(run: Run) -> None:
     """Trains, from the start or from where the last command stopped."""
-    store = Store.of(run.args, run.folder)
+    store = Store.of(run.args, run.folder, [*run.train, *run.held_out])
     run.refuse_small_host()
+    store.take(anew=not run.args.resume)
+    learned = sum(int(row["weights"].sum()) for row in run.train)
+    count, length = len(run.train), run.args.length
+    print(f"text: {count} rows of {length} tokens, of which {learned} are learned")
     host = run.host_bytes() / 2**30
     print(f"way: {run.way} ({WAYS[run.way][1]}), {host:.1f} GiB of host memory")
     start = store.latest() or 0
@@ -268,10 +272,12 @@ def train(run: Run) -> None:
             if last or number % run.args.save_every == 0 or number == run.steps:
                 store.save(number, carry)
             if last:
-                again = shlex.join([*sys.argv, *["--resume"] * (not run.args.resume)])
-                print(f"stopped after step {number}. To go on: python {again}")
-                sys.exit(128 + asked[0] if asked else 0)
+                break
     store.manager.close()
+    if start < run.steps and last:
+        again = shlex.join([*sys.argv, *["--resume"] * (not run.args.resume)])
+        print(f"stopped after step {number}. To go on: python {again}")
+        sys.exit(128 + asked[0] if asked else 0)
     run.method.write(run.folder, run.args.output, run.split, carry[0])
     picture(store.path / "losses.csv", run.args.output / "losses.png")
     shutil.rmtree(store.path)
@@ -341,13 +347,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
     args = parse_arguments(argv)
     try:
+        if args.resume and args.output.exists():
+            raise FolderError(
+                f"{args.output} exists: the run is complete, and"
+                f" {working(args.output)} can be removed."
+            )
         refuse_existing(args.output)
         train(Run.of(args))
     except (FolderError, po.SplitError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped before the first step: nothing was trained", file=sys.stderr)
+        print("stopped before a step: nothing new was trained", file=sys.stderr)
         return 130
     return 0
 

@@ -13,6 +13,11 @@ WAYS = {
     "all": ("all", "layerwise, all on host"),
 }
 LENGTH = 2048
+TEXT = (
+    'text; or .jsonl, of lines {"messages": [{"role": "user", "content": "..."}, ...]},'
+    ' of which what the assistant says is learned, or {"text": "..."}'
+)
+SMALL = "matrices of fewer bytes a layer stay on the device"
 #: The highest learning rate, if none is given: of the QLoRA paper for adapters.
 RATES = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}
 
@@ -27,7 +32,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     some, count, share = above(0, int), at_least(0, int), at_least(0, float, below=1)
     positive, dtypes = above(0, float), ["float32", "bfloat16", "float16"]
     add("--checkpoint", type=path, required=True, help="the folder")
-    add("--text", type=path, required=True, help="text, or .jsonl of chats or texts")
+    add("--text", type=path, required=True, help=TEXT)
     add("--output", type=path, required=True, help="the new folder")
     add("--resume", action="store_true", help="go on with an unfinished run")
     add("--batch", type=some, default=4, help="rows a step")
@@ -46,7 +51,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=dtypes, help="in training; the folder keeps its own")
     add("--way", default="auto", choices=["auto", *WAYS], help="where the weights are")
     add("--device-memory", type=size, help="such as 24GiB; None: the device's own")
-    add("--min-size", type=size, default="256KiB", help="less stays on the device")
+    add("--min-size", type=size, default="256KiB", help=SMALL)
     add("--save-every", type=some, default=200, help="steps between checkpoints")
     add("--stop-after", type=count, default=0, help="save after this step, and stop")
     return parser.parse_args(argv)

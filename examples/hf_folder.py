@@ -6,6 +6,7 @@ files that begin with the same headers: what was not trained comes out bit for b
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import pathlib
 import shutil
@@ -18,6 +19,8 @@ from jax.typing import DTypeLike
 
 #: By the format's documentation: https://huggingface.co/docs/safetensors
 DTYPES = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16}
+#: Bytes of a file's beginning and end by which it is known again.
+SAMPLE = 1 << 20
 #: Files that a new folder takes over as they are.
 BESIDE = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates")
 
@@ -72,7 +75,10 @@ class Folder:
         """
         if not path.is_dir():
             raise FolderError(f"{path} is no folder: pass one with a config.json.")
-        config = _json(path / "config.json")
+        there = path / "config.json"
+        if (path / "adapter_config.json").exists() and not there.exists():
+            raise FolderError(f"{path} has adapters alone: give their model's folder.")
+        config = _json(there)
         index = path / "model.safetensors.index.json"
         if (path / "model.safetensors").exists():  # first, as for transformers
             files = ["model.safetensors"]
@@ -98,6 +104,17 @@ class Folder:
         for x in self.tensors.values():
             sizes[x.dtype] = sizes.get(x.dtype, 0) + x.nbytes
         return max(sizes, key=lambda dtype: sizes[dtype])
+
+    def fingerprint(self) -> str:
+        """A hash of the configuration, and of the beginning and end of each file."""
+        found = hashlib.sha256(json.dumps(dict(self.config)).encode())
+        for name, header in self.headers.items():
+            found.update(header)
+            with (self.path / name).open("rb") as file:
+                for start in (len(header), -min(SAMPLE, file.seek(0, 2))):
+                    file.seek(start, 0 if start >= 0 else 2)
+                    found.update(file.read(SAMPLE))
+        return found.hexdigest()
 
     def __getitem__(self, name: str) -> np.ndarray:
         """A tensor, mapped into memory."""

@@ -28,11 +28,12 @@ def progress(steps: int, start: int) -> Iterator[Callable[[float, float], None]]
 
 def picture(losses: pathlib.Path, path: pathlib.Path) -> None:
     """Draws the losses."""
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     with losses.open() as file:
         found = list(csv.DictReader(file))
-    figure, axes = plt.subplots(figsize=(6, 4))
+    figure = Figure(figsize=(6, 4))
+    axes = figure.subplots()
     for name in ("loss", "held out"):
         points = [(int(x["step"]), float(x[name])) for x in found if x[name]]
         if points:
@@ -40,4 +41,3 @@ def picture(losses: pathlib.Path, path: pathlib.Path) -> None:
     axes.set(xlabel="step", ylabel="nats a token")
     axes.legend()
     figure.savefig(path, bbox_inches="tight")
-    plt.close(figure)

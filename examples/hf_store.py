@@ -3,10 +3,12 @@
 import argparse
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import json
 import logging
+import os
 import pathlib
 import shutil
 import sys
@@ -15,10 +17,16 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 from hf_folder import Folder, FolderError
+from hf_text import Row
 
 PyTree = Any
 #: Arguments that may differ when a run goes on: the others decide its numbers.
-FREE = ("resume", "save_every", "stop_after", "way", "device_memory", "checkpoint")
+FREE = ("resume", "save_every", "stop_after", "way", "device_memory", "output")
+#: Of these the content does, wherever it is.
+HASHED = {
+    "text": "what is read of --text, or its tokenizer, has",
+    "checkpoint": "the weights or the configuration of --checkpoint have",
+}
 
 
 @dataclasses.dataclass
@@ -29,28 +37,35 @@ class Store:
     decides: dict[str, str]
 
     @classmethod
-    def of(cls, args: argparse.Namespace, folder: Folder) -> "Store":
+    def of(
+        cls, args: argparse.Namespace, folder: Folder, rows: Sequence[Row]
+    ) -> "Store":
         """What is there.
 
         Args:
           args: The command line.
           folder: The folder that is trained; it may have been moved since.
+          rows: What is read of the text.
 
         Raises:
           FolderError: If there is one of another run, or none to go on with.
         """
-        path = args.output.with_name(f"{args.output.name}.run").absolute()
-        decides = vars(args)
+        path, decides = working(args.output), vars(args)
         decides = {n: str(x) for n, x in decides.items() if n not in FREE}
-        decides["text"] = hashlib.sha256(args.text.read_bytes()).hexdigest()
-        known_by = json.dumps(dict(folder.config)).encode(), *folder.headers.values()
-        decides["checkpoint"] = hashlib.sha256(b"".join(known_by)).hexdigest()
+        tokens = (x.tobytes() for row in rows for x in row.values())
+        decides["text"] = hashlib.sha256(b"".join(tokens)).hexdigest()
+        decides["checkpoint"] = folder.fingerprint()
         known = path / "run.json"
         if args.resume:
             if not known.exists():
                 raise FolderError(f"{path} has no run to go on with: leave --resume.")
             before = json.loads(known.read_text())
             for name, value in decides.items():
+                if before.get(name) != value and name in HASHED:
+                    raise FolderError(
+                        f"{HASHED[name]} changed since the run began: give the same, or"
+                        " another --output."
+                    )
                 if before.get(name) != value:
                     raise FolderError(
                         f"--{name.replace('_', '-')} was {before.get(name)} as the run"
@@ -68,8 +83,23 @@ class Store:
         options = ocp.CheckpointManagerOptions(max_to_keep=1, create=True)
         return ocp.CheckpointManager(self.path / "steps", options=options)
 
-    def begin(self) -> None:
+    def take(self, *, anew: bool) -> None:
+        """Makes the folder this command's own, until it ends; empty, if anew.
+
+        Raises:
+          FolderError: If another command has it.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
+        self.lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FolderError(f"another command is at work in {self.path}.") from None
+        for file in self.path.iterdir() if anew else ():
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+
+    def begin(self) -> None:
+        """Notes what decides the run's numbers."""
         partial = self.path / "run.json.writing"
         partial.write_text(json.dumps(self.decides, indent=2))
         partial.rename(self.path / "run.json")
@@ -95,7 +125,7 @@ class Store:
 
     def latest(self) -> int | None:
         """The step of the last whole checkpoint; None: there is none."""
-        return self.manager.latest_step() if self.path.exists() else None
+        return self.manager.latest_step()
 
     def restore(self, number: int, target: Sequence[PyTree]) -> list[PyTree]:
         """A checkpoint, where shapes say that it belongs."""
@@ -109,6 +139,11 @@ class Store:
         path.write_text("\n".join([*(lines or ["step,loss,held out"]), ""]))
         with path.open("a", buffering=1) as file:
             yield lambda *values: print(*values, sep=",", file=file)
+
+
+def working(output: pathlib.Path) -> pathlib.Path:
+    """Where an unfinished run is."""
+    return output.with_name(f"{output.name}.run").absolute()
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Text, and chats in the folder's own template, as rows of tokens."""
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -79,7 +80,7 @@ def _line(path: pathlib.Path, number: int, line: str, tokenizer: Any) -> Documen
         )
     if tokenizer.chat_template is None:
         raise FolderError("the tokenizer has no chat template: give plain text.")
-    whole, spans = _rendered(where, messages, tokenizer)
+    whole, spans = _rendered(where, messages, tokenizer, given.get("tools"))
     made = tokenizer(
         whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )
@@ -89,55 +90,70 @@ def _line(path: pathlib.Path, number: int, line: str, tokenizer: Any) -> Documen
 
 
 def _rendered(
-    where: str, messages: Sequence[Any], tokenizer: Any
+    where: str, messages: Sequence[Any], tokenizer: Any, tools: Any = None
 ) -> tuple[str, list[tuple[int, int]]]:
     """A chat in the template, and from where to where the assistant speaks.
 
     Templates may show a turn otherwise as soon as another one follows, as those do that
-    leave thoughts out. So each turn is looked for in the whole.
+    leave thoughts out. So each turn is looked for in the whole: a mark stands for what
+    the assistant says, which no other text has.
     """
+    said = {
+        n: message.get("content") or ""
+        for n, message in enumerate(messages)
+        if message["role"] == "assistant"
+    }
+    marks = {n: f"\ue000{n}\ue001" for n in said}
+    marked = [
+        {**message, "content": marks.get(n, message.get("content"))}
+        for n, message in enumerate(messages)
+    ]
 
-    def render(count: int, **how: bool) -> str:
-        if count == 0:
+    def render(turns: Sequence[Any], **how: bool) -> str:
+        if not turns:
             return ""
-        given = list(messages[:count])
+        how = how if tools is None else {"tools": tools, **how}
         try:
-            return tokenizer.apply_chat_template(given, tokenize=False, **how)
+            return tokenizer.apply_chat_template(list(turns), tokenize=False, **how)
         except (TemplateError, TypeError, ValueError) as error:
             raise FolderError(f"{where}: the chat template says: {error}.") from None
 
-    whole, at = render(len(messages)), 0
-    spans = list[tuple[int, int]]()
-    for n, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before, prompt = render(n), render(n, add_generation_prompt=True)
+    whole, at = render(marked), 0
+    pieces = list[str]()
+    for n, mark in marks.items():
+        before = render(marked[:n])
+        prompt = render(marked[:n], add_generation_prompt=True)
         # What the template has the model go on from, such as "<|im_start|>assistant".
         header = prompt.removeprefix(before) if prompt.startswith(before) else prompt
-        content, turn = message["content"].strip(), render(n + 1)
-        if n == 0:
-            begin = whole.find(content)
-        elif whole.startswith(prompt):
+        begin = spot = whole.find(mark, at)
+        if spot < 0:
+            break
+        if prompt and whole.startswith(prompt):
             begin = len(prompt)
-        else:
-            header, _, _ = header.partition("<think>")
-            begin = whole.find(header, at) + len(header)
-        found = whole.find(content, begin) if begin >= at + len(header) else -1
-        if found < 0 or not content or content not in turn:
-            raise FolderError(
-                f"{where}: the chat template does not show turn {n + 1} as it is"
-                " written. If it leaves earlier thoughts out, end the chat there."
-            )
-        at = found + len(content)
-        end = turn[turn.rindex(content) + len(content) :]
-        at += len(os.path.commonprefix([end, whole[at:]]))
-        spans.append((begin, at))
-    return whole, spans
+        elif header := header.partition("<think>")[0]:
+            found = whole.rfind(header, at, max(spot, 0))
+            begin = spot if found < 0 else found + len(header)
+        end = render(marked[: n + 1]).partition(mark)[2]
+        end = os.path.commonprefix([end, whole[spot + len(mark) :]])
+        pieces += [whole[at:begin], whole[begin:spot], said[n], end]
+        at = spot + len(mark) + len(end)
+    shown = render(messages)
+    for kept in (str, str.strip):  # some templates strip what is said
+        parts = [kept(x) if n % 4 == 2 else x for n, x in enumerate(pieces)]
+        if "".join([*parts, whole[at:]]) == shown:
+            ends = [*itertools.accumulate(map(len, parts), initial=0)]
+            spans = [(ends[n + 1], ends[n + 4]) for n in range(0, len(parts), 4)]
+            return shown, spans
+    raise FolderError(
+        f"{where}: the chat template does not show all that the assistant says as it is"
+        " written. If it leaves earlier thoughts out, end the chat there."
+    )
 
 
 def _is_message(x: Any) -> bool:
     known = isinstance(x, Mapping) and isinstance(x.get("role"), str)
-    return known and isinstance(x.get("content"), str)
+    content = x.get("content") if known else None
+    return known and (isinstance(content, str) or bool(x.get("tool_calls")))
 
 
 def rows(found: Sequence[Document], length: int) -> list[Row]:

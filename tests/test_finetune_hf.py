@@ -310,7 +310,7 @@ def test_thoughts_that_are_left_out(example, folders):
         "m.content }}</s>", "m.content.split('</think>')[-1] }}</s>"
     )
     turns = [*TURNS[:1], {"role": "assistant", "content": "<think>b</think>c"}]
-    with pytest.raises(example.folder.FolderError, match="turn 2 as it is written"):
+    with pytest.raises(example.folder.FolderError, match="end the chat there"):
         line = json.dumps({"messages": turns})
         example.text._line(pathlib.Path("x"), 1, line, tokenizer)
 
@@ -325,6 +325,82 @@ def test_all_turns_of_a_chat(example, folders, name):
     found = example.text._line(pathlib.Path("x"), 1, line, tokenizer)
     learned = [t for t, yes in zip(found.tokens, found.learned, strict=True) if yes]
     assert tokenizer.decode(learned) == wanted
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("answer", ["d", "end", "<", "|", "think", "s", "/s", "a", ""])
+def test_short_answers(example, folders, name, answer):
+    """What else the template writes has them too."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders("qwen3"))
+    tokenizer.chat_template = TEMPLATES[name][0] or tokenizer.chat_template
+    turns = [*TURNS[:3], {"role": "assistant", "content": answer}]
+    wanted = TEMPLATES[name][1].replace("end a ", answer)
+    line = json.dumps({"messages": turns})
+    found = example.text._line(pathlib.Path("x"), 1, line, tokenizer)
+    learned = [t for t, yes in zip(found.tokens, found.learned, strict=True) if yes]
+    assert tokenizer.decode(learned) == wanted
+
+
+def test_a_call_of_a_tool(example, folders):
+    """Is learned with what ends the turn; templates are told of the tools."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders("qwen3"))
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}!{{ c.function.name }}{% endfor %}"
+        "<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    chat = {"messages": [*TURNS[:1], turn], "tools": [tool]}
+    found = example.text._line(pathlib.Path("x"), 1, json.dumps(chat), tokenizer)
+    learned = [t for t, yes in zip(found.tokens, found.learned, strict=True) if yes]
+    assert tokenizer.decode(learned) == "!f<|im_end|>\n"
+    assert tokenizer.decode(found.tokens).startswith("f;<|im_start|>user")
+
+
+def _store(example, folder, tmp_path, *more):
+    """Of a run that has begun, and another command's arguments."""
+    paths = ["--checkpoint", folder, "--text", "t", "--output", tmp_path / "o"]
+    args = example.command.parse_arguments([*map(str, paths), *more])
+    opened = example.folder.Folder.open(folder)
+    return example.command.Store.of(args, opened, hf_folders.rows(example.text))
+
+
+def test_one_command_at_a_time(example, folders, tmp_path):
+    first = _store(example, folders("qwen3"), tmp_path)
+    first.take(anew=True)
+    first.begin()
+    second = _store(example, folders("qwen3"), tmp_path, "--resume")
+    with pytest.raises(example.folder.FolderError, match="another command is at work"):
+        second.take(anew=False)
+
+
+def test_another_base_is_not_gone_on_with(example, folders, tmp_path):
+    """The same configuration, other weights."""
+    folder = tmp_path / "folder"
+    shutil.copytree(folders("qwen3"), folder)
+    first = _store(example, folder, tmp_path)
+    first.take(anew=True)
+    first.begin()
+    _store(example, folder, tmp_path, "--resume")
+    _tensors(lambda x: x.update({"model.norm.weight": -x["model.norm.weight"]}))(folder)
+    with pytest.raises(
+        example.folder.FolderError, match="of --checkpoint have changed"
+    ):
+        _store(example, folder, tmp_path, "--resume")
+
+
+def test_what_has_no_arguments_is_begun_anew(example, folders, tmp_path):
+    """A folder that a kill left while it was removed."""
+    left = tmp_path / "o.run" / "steps" / "4"
+    left.mkdir(parents=True)
+    (left / "x").write_text("x")
+    store = _store(example, folders("qwen3"), tmp_path)
+    store.take(anew=True)
+    assert store.latest() is None and not left.exists()
 
 
 def test_a_template_that_refuses(example, folders):

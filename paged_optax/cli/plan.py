@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import json
 import math
 import pathlib
 import shlex
@@ -30,6 +31,8 @@ from paged_optax.planning.shapes import (
 )
 from paged_optax.planning.shapes.decoder import DECODERS
 
+# What `examples/finetune_hf.py` trains, with an optimizer of its own.
+_TRAINED = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 #: What follows the program's name.
 EXAMPLE = "plan --params 8B --device-memory 24GiB"
 
@@ -217,6 +220,12 @@ def _command(given: argparse.Namespace) -> str:
     """What fine-tunes a Hugging Face folder; empty if there is none."""
     folder = pathlib.Path(given.checkpoint or "")
     if given.checkpoint is None or not (folder / "config.json").is_file():
+        return ""
+    config = json.loads((folder / "config.json").read_text())
+    config = config.get("text_config") or config
+    chosen = given.optimizer != "adamw" or given.dtype or given.codec
+    longest = config.get("max_position_embeddings") or given.length
+    if config.get("model_type") not in _TRAINED or chosen or given.length > longest:
         return ""
     memory = ["--device-memory", given.device_memory] * bool(given.device_memory)
     sizes = ["--batch", given.batch, "--length", given.length, *memory]
