@@ -1,16 +1,18 @@
 """A loss that is taken apart takes the bytes of three functions by hand."""
 
 import dataclasses
+import math
 import time
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
 import paged_optax as po
 from helpers import aot, decoder, real_decoder
 from helpers.real_decoder import Config
-from paged_optax.layerwise.slices import FETCHES_AHEAD
+from paged_optax.layerwise.slices import FETCHES_AHEAD, put
 
 #: Real proportions, as narrow as compiles in seconds.
 SMALL = Config(width=1024, inner=2816, heads=8, grouped=2, layers=8, vocabulary=8192)
@@ -112,3 +114,22 @@ def test_80_layers_are_taken_apart_in_seconds():
     print(f"taken apart in {seconds:.1f} seconds")
     assert str(model).splitlines()[2].split()[-1] == "80"
     assert seconds <= 10
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("compiler", [aot.h200, aot.v5e], ids=["h200", "v5e"])
+def test_a_stack_is_written_where_it_is(compiler):
+    """`model.stack` of NumPy's leaves: one layer at a time is on the device."""
+    shape, layer = (36, 2560, 1024), (1, 2560, 1024)
+
+    def build(mesh):
+        device, host = aot.placements(mesh)
+        given = (shape, jnp.bfloat16, host), (layer, jnp.bfloat16, device)
+        args = [jax.ShapeDtypeStruct(s, d, sharding=p) for s, d, p in given]
+        number = jax.ShapeDtypeStruct((), jnp.int32, sharding=device)
+        return jax.jit(put, donate_argnums=0), (*args, number)
+
+    report = compiler(build)
+    one = math.prod(layer) * 2
+    assert report.host_aliased == report.host_arguments == 36 * one
+    assert report.device_total <= 1.01 * one + 1024
