@@ -23,7 +23,7 @@ try:
     from hf_gemma import Gemma, completed
 except ModuleNotFoundError as error:
     why = f'{error}: pip install ".[hf]" with Python 3.12 or newer'
-    raise SystemExit(f"error: {why}") from None
+    raise ModuleNotFoundError(why, name=error.name) from None
 
 PyTree = Any
 

@@ -2,6 +2,7 @@
 
 import gc
 import importlib.metadata
+import importlib.util
 import os
 import sys
 import tempfile
@@ -23,6 +24,14 @@ os.environ["XLA_FLAGS"] = (
 # Where runs of tests keep what they compile. Programs that they start keep nothing.
 _COMPILED = os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
+
+#: These import what is optional; without it they are not looked through for doctests.
+_OPTIONAL = {"helpers/hf_real.py": ["eqx_zoo"], "helpers/hf_pair.py": ["torch"]}
+collect_ignore = [
+    path
+    for path, modules in _OPTIONAL.items()
+    if not all(map(importlib.util.find_spec, ["transformers", *modules]))
+]
 
 #: Of so many slow tests one runs each day where a tenth is asked for.
 _DAYS = 10
