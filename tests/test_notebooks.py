@@ -140,5 +140,7 @@ def test_notebook(path, monkeypatch):
     ).execute()
     first, second, *_, last = (x for x in notebook.cells if x.cell_type == "code")
     installing = [first, second] if path.stem == "finetune_hf" else [first]
-    assert all("installed just now: nothing" in x.outputs[0].text for x in installing)
+    for cell in installing:  # without torch, transformers says so first
+        said = "".join(out.get("text", "") for out in cell.outputs)
+        assert "installed just now: nothing" in said
     assert last.outputs[0].text == f"{ROOT / 'paged_optax' / '__init__.py'}\n"
