@@ -219,10 +219,10 @@ class Run:
         """Bytes of host memory that a step has."""
         return placed_bytes((self.target(), self.frozen_shapes()), on_host=True)
 
-    def refuse_small_host(self) -> None:
-        """Refuses what is more than this machine has."""
+    def refuse_small_host(self, needed: int) -> None:
+        """Refuses bytes of host memory that are more than this machine has."""
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if (needed := self.host_bytes()) > memory:
+        if needed > memory:
             raise FolderError(
                 f"--way {self.way} takes {needed / 2**30:.0f} GiB of host memory, and"
                 f" there are {memory / 2**30:.0f}: try --method lora, or qlora."
@@ -243,13 +243,14 @@ class Run:
 def train(run: Run) -> None:
     """Trains, from the start or from where the last command stopped."""
     store = Store.of(run.args, run.folder, [*run.train, *run.held_out])
-    run.refuse_small_host()
+    host = run.host_bytes()
+    run.refuse_small_host(host)
     store.take(anew=not run.args.resume)
     learned = sum(int(row["weights"].sum()) for row in run.train)
     count, length = len(run.train), run.args.length
     print(f"text: {count} rows of {length} tokens, of which {learned} are learned")
-    host = run.host_bytes() / 2**30
-    print(f"way: {run.way} ({WAYS[run.way][1]}), {host:.1f} GiB of host memory")
+    there = f"{host / 2**30:.1f} GiB of host memory"
+    print(f"way: {run.way} ({WAYS[run.way][1]}), {there}")
     start = store.latest() or 0
     carry = store.restore(start, run.target()) if start else run.carry()
     store.begin()

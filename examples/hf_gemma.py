@@ -187,11 +187,6 @@ class Gemma(eqx.Module):
         self.lm_head = None
 
 
-def completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with what transformers takes for what it does not say."""
-    return DEFAULTS | {name: x for name, x in config.items() if x is not None}
-
-
 def kinds(config: Mapping[str, Any], count: int) -> list[str]:
     """What each layer's attention sees.
 

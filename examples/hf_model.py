@@ -20,7 +20,7 @@ import paged_optax as po
 try:
     from eqx_zoo import CausalLM
     from eqx_zoo.models.causal_lm.config import Config
-    from hf_gemma import Gemma, completed
+    from hf_gemma import DEFAULTS, Gemma
 except ModuleNotFoundError as error:
     why = f'{error}: pip install ".[hf]" with Python 3.12 or newer'
     raise ModuleNotFoundError(why, name=error.name) from None
@@ -112,7 +112,7 @@ class Decoder:
             refuse(family, part)
         config = UNSAID.get(family, {}) | dict(config)
         config = {name: x for name, x in config.items() if x is not None}
-        config = completed(config) if FAMILIES[family] is GEMMA else config
+        config = DEFAULTS | config if FAMILIES[family] is GEMMA else config
         try:
             decoder, experts = _shapes(family, config, dtype)
         except KeyError as error:
@@ -168,10 +168,10 @@ class Decoder:
           FolderError: If it has fewer, or if it would see a window of them.
         """
         fields = ["max_position_embeddings"]
-        if self.family in UNSAID and "sliding_window" in UNSAID[self.family]:
+        if "sliding_window" in UNSAID.get(self.family, {}):
             fields.append("sliding_window")
         most = {x: self.config[x] for x in fields if x in self.config}
-        length = asked or min(usual, *most.values(), usual)
+        length = asked or min([usual, *most.values()])
         for field, x in most.items():
             if length > x:
                 raise FolderError(

@@ -131,7 +131,7 @@ def _rendered(
         if prompt and whole.startswith(prompt):
             begin = len(prompt)
         elif header := header.partition("<think>")[0]:
-            found = whole.rfind(header, at, max(spot, 0))
+            found = whole.rfind(header, at, spot)
             begin = spot if found < 0 else found + len(header)
         end = render(marked[: n + 1]).partition(mark)[2]
         end = os.path.commonprefix([end, whole[spot + len(mark) :]])
