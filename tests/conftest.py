@@ -173,3 +173,19 @@ def platform(request, monkeypatch):
     jax.clear_caches()
     yield request.param
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def example():
+    """The modules of `examples/finetune_hf.py`."""
+    from helpers import hf_folders
+
+    return hf_folders.modules()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Makes a tiny Hugging Face folder of a family, once."""
+    from helpers import hf_folders
+
+    return hf_folders.Made(tmp_path_factory.mktemp("folders"))

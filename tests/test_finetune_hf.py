@@ -27,18 +27,6 @@ load_file = pytest.importorskip("safetensors.numpy", reason=why).load_file
 
 
 @pytest.fixture(scope="module")
-def example():
-    """The example's modules."""
-    return hf_folders.modules()
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Makes a folder, once."""
-    return hf_folders.Made(tmp_path_factory.mktemp("folders"))
-
-
-@pytest.fixture(scope="module")
 def trained(folders, tmp_path_factory):
     """A folder, a text, and the folder that the command makes of it in one go."""
     return hf_command.trained(folders, tmp_path_factory.mktemp("whole"))

@@ -22,18 +22,6 @@ hf_pair = importlib.import_module("helpers.hf_pair")
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def example():
-    """The example's modules."""
-    return hf_folders.modules()
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Makes a folder, once."""
-    return hf_folders.Made(tmp_path_factory.mktemp("folders"))
-
-
 FAMILIES = [*hf_folders.FAMILIES, "gemma3_pictures"]
 
 
