@@ -161,6 +161,14 @@ def strict(strict_ranks):
         yield
 
 
+@pytest.fixture
+def one_device(monkeypatch):
+    """What is traced is for a machine of one device, though this process has eight."""
+    import jax
+
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
 @pytest.fixture(params=["cpu", "tpu"])
 def platform(request, monkeypatch):
     """What a TPU would compute, computed here too; nothing jitted is kept from one."""

@@ -86,6 +86,7 @@ def compared(name, length, way, **settings):
 
 @pytest.mark.slow
 @pytest.mark.compiler
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("length", [512, 2048])
 @pytest.mark.parametrize("name", MODELS)
@@ -98,20 +99,12 @@ def test_against_xla(name, length, way):
 
 @pytest.mark.slow
 @pytest.mark.compiler
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize(
     ("name", "way"),
     [
         ("qwen3-4b", "layerwise, all on host"),
-        pytest.param(
-            *("llama3-8b", "layerwise, weights on host"),
-            marks=pytest.mark.xfail(
-                FETCHES_AHEAD,
-                strict=True,
-                reason="8.65 GiB planned, 9.96 of XLA, which has 27 matrices of 112 MiB"
-                " of a layer's weights, gradients and moments where 15 are counted: the"
-                " next layer's moments, and those on their way back",
-            ),
-        ),
+        ("llama3-8b", "layerwise, weights on host"),
     ],
 )
 def test_without_logits_and_scores_against_xla(name, way):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import subprocess
@@ -16,7 +17,7 @@ import safetensors.numpy
 
 import paged_optax as po
 from paged_optax.backend import text_table
-from paged_optax.cli import bandwidth, doctor, main, plan
+from paged_optax.cli import bandwidth, doctor, main, plan, this_card
 from paged_optax.engine import backend_check
 from paged_optax.transform import init
 
@@ -163,6 +164,25 @@ def test_rates_of_a_link_that_is_there(monkeypatch):
         assert len(rate.gigabytes_per_second) == 2 and rate.median > 0
         assert rate.directions == 1 + rate.name.startswith("both")
         assert ("pages" in rate.name) == (rate.page_bytes == 16 << 20)
+
+
+def test_plan_takes_this_machine_as_a_card(monkeypatch, capsys):
+    """The CPU's own rates, which say nothing: plan has them as those of a card."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(bandwidth, "SIZE", 16 << 20)
+    monkeypatch.setattr(this_card, "device_memory", lambda: (18 << 30, 0))
+    monkeypatch.setattr(this_card.teraflops, "__defaults__", (64, 1))
+    card = this_card.measured_card()
+    assert (card.memory, card.gpu) == (24 << 30, True)
+    assert 0 < card.link < math.inf
+    assert 0 < card.both_ways < math.inf
+    assert 0 < card.teraflops < math.inf
+    monkeypatch.setattr(plan, "measured_card", lambda: card)
+    step = "--batch 1 --length 512".split()
+    assert main(["plan", "--params", "1B", "--card", "measured", *step]) == 0
+    shown = capsys.readouterr().out
+    assert "18.0 GiB, which JAX takes of a GPU of 24.0 GiB" in shown
+    assert "seconds" in shown
 
 
 def test_a_link_that_loses_values_is_reported(monkeypatch):

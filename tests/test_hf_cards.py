@@ -8,7 +8,11 @@ from paged_optax.planning.cards import CARDS
 
 pytest.importorskip("eqx_zoo", reason='pip install ".[hf]", from Python 3.12 on')
 
-pytestmark = [pytest.mark.slow, pytest.mark.compiler]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.compiler,
+    pytest.mark.usefixtures("one_device"),
+]
 MODELS = "Qwen3-4B", "Llama-3.1-8B", "gemma-3-4b"
 
 

@@ -440,12 +440,12 @@ def program(
 
 @pytest.mark.compiler
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("words", [VOCABULARY, LLAMA3_WORDS])
-def test_bytes(compile_for, vocab_axis, words, monkeypatch):
+def test_bytes(compile_for, vocab_axis, words):
     """Few chunks, and the head's gradient is in no other buffer than its own."""
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
     function = functools.partial(po.linear_cross_entropy, vocab_axis=vocab_axis)
     report = compile_for(program(function, vocab_axis, words=words))
     assert report.device_temp <= 300 * MIB

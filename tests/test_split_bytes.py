@@ -93,9 +93,9 @@ def test_bytes_of_qwen3_4b(size, config, settings, most):
 
 @pytest.mark.compiler
 @pytest.mark.slow
-def test_bytes_of_an_output_matrix(monkeypatch):
+@pytest.mark.usefixtures("one_device")
+def test_bytes_of_an_output_matrix():
     """GiB on an H200 of 4 layers of Llama 3: the matrix, its gradient, no third."""
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
     config = dataclasses.replace(LLAMA3_8B, layers=4, fused=True)
     model = real_decoder.split(config, (8, 512))
     tx = po.paged_adamw_8bit(1e-5)

@@ -11,7 +11,7 @@ from paged_optax.backend.progress import track
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.text_table import show
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
-from paged_optax.cli import bandwidth, machine
+from paged_optax.cli import bandwidth, machine, this_card
 from paged_optax.cli.comparison import Difference, compare
 from paged_optax.engine import backend_check
 
@@ -42,6 +42,8 @@ def run(given: argparse.Namespace) -> int:
     rates = bandwidth.measure(bandwidth.SIZE, 3)
     count = len(bandwidth.programs())
     show(("link", "GB/s"), map(_rate, track(rates, "measuring the link", count)))
+    print()
+    show(("products", "TFLOP/s"), [("bfloat16", _products())])
     print()
     right, rows = _self_test()
     show(("self-test", "", ""), rows)
@@ -81,6 +83,13 @@ def _machine() -> Iterator[tuple[str, str]]:
 
 def _rate(rate: bandwidth.Rate) -> tuple[str, str]:
     return rate.name, rate.reason or f"{rate.median:.1f}"
+
+
+def _products() -> str:
+    if jax.default_backend() == "cpu":
+        return "not measured: no accelerator"
+    reason = machine.shortage(4 * 2 * this_card.SIDE**2, 0)
+    return reason or f"{this_card.teraflops():.1f}"
 
 
 def _self_test() -> tuple[bool, list[tuple[str, str, str]]]:

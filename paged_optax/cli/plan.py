@@ -18,7 +18,7 @@ from paged_optax.backend.given import floating_dtype
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.sizes import parse_bytes, readable_bytes
 from paged_optax.backend.text_table import show
-from paged_optax.cli import bandwidth
+from paged_optax.cli.this_card import measured_card
 from paged_optax.planning.cards import CARDS, find_card
 from paged_optax.planning.fits import what_fits
 from paged_optax.planning.footprints import filled
@@ -31,6 +31,8 @@ from paged_optax.planning.shapes import (
 )
 from paged_optax.planning.shapes.decoder import DECODERS
 
+# The card's name for this machine's own.
+_MEASURED = "measured"
 # What `examples/finetune_hf.py` trains, with an optimizer of its own.
 _TRAINED = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 #: What follows the program's name.
@@ -62,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--card",
         metavar="NAME",
-        help=f"one of {', '.join(CARDS)}: the default of --device-memory, --link and"
-        " --teraflops",
+        help=f"one of {', '.join(CARDS)}, or 'measured', which is this machine's: the"
+        " default of --device-memory, --link and --teraflops",
     )
     _add_batch(parser)
     parser.add_argument(
@@ -99,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--link",
         metavar="GB/S",
         help="the link's rate in one direction, in 10^9 bytes a second: about 12 for"
-        " PCIe 3 x16, 25 for 4, 50 for 5 (default: the card's, or 25); or 'measured'",
+        " PCIe 3 x16, 25 for 4, 50 for 5 (default: the card's, or 25)",
     )
     parser.add_argument(
         "--teraflops",
@@ -160,6 +162,9 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Prints the tables."""
+    rate = given.link
+    if rate is not None:
+        rate = _positive("--link", rate, "GB/s, such as 25")
     memory = _memory(given)
     optimizer, codec = _optimizer(given.optimizer)
     master = given.master_dtype
@@ -167,10 +172,11 @@ def run(given: argparse.Namespace) -> int:
         master = floating_dtype("--master-dtype", master)
     products = given.teraflops
     if products is not None:
-        words = "no rate in TFLOP/s, such as 600"
-        products = _positive("--teraflops", products, words)
-    rate = _rate(given.link)  # Before the rest: it needs the accelerator.
-    if given.link != "measured":
+        products = _positive("--teraflops", products, "TFLOP/s, such as 600")
+    card = given.card
+    if card == _MEASURED:
+        card = measured_card()
+    else:
         # Shapes alone: no accelerator's memory is to be taken for them.
         jax.config.update("jax_platforms", "cpu")
     params, left_out = _shapes(given)
@@ -178,7 +184,7 @@ def run(given: argparse.Namespace) -> int:
         params,
         _OPTIMIZERS[optimizer](1e-3),
         device_memory=memory,
-        card=given.card,
+        card=card,
         batch=given.batch,
         length=given.length,
         codec=given.codec or codec,
@@ -239,7 +245,8 @@ def _memory(given: argparse.Namespace) -> int | None:
     if given.device_memory is None:
         if given.card is None:
             raise ValueError("neither --device-memory is given, nor --card: give one.")
-        find_card(given.card, "--card")
+        if given.card != _MEASURED:
+            find_card(given.card, "--card")
         return None
     memory = parse_bytes("--device-memory", given.device_memory)
     if memory < 1 << 20:
@@ -301,26 +308,12 @@ def _shapes(
     ), [str(warning.message) for warning in warned]
 
 
-def _positive(option: str, text: str, otherwise: str) -> float:
-    """A positive number; `otherwise` says what else the option takes."""
+def _positive(option: str, text: str, unit: str) -> float:
+    """A positive number of a unit, of which an example is named too."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise ValueError(f"{option} {text!r} is {otherwise}.")
+        raise ValueError(f"{option} {text!r} is no rate in {unit}.")
     return number
-
-
-def _rate(text: str | None) -> float | None:
-    """The rate of the slower direction, in pages, where it is to be measured."""
-    if text is None:
-        return None
-    if text != "measured":
-        words = "neither a rate in GB/s, such as 25, nor 'measured'"
-        return _positive("--link", text, words)
-    rates = [r for r in bandwidth.measure(bandwidth.SIZE, 3) if r.directions == 1]
-    for rate in rates:
-        if rate.reason:
-            raise ValueError(f"--link measured: {rate.reason}; pass a rate in GB/s.")
-    return min(rate.median for rate in rates if "pages" in rate.name)

@@ -73,11 +73,12 @@ CARDS = {
 }
 
 
-def find_card(name: str, argument: str = "card") -> Card:
+def find_card(name: str | Card, argument: str = "card") -> Card:
     """The card of a name.
 
     Args:
-      name: One of `CARDS`, however it is spelled: `"RTX 4090"`, `"nvidia-l4"`.
+      name: One of `CARDS`, however it is spelled: `"RTX 4090"`, `"nvidia-l4"`; or a
+        card itself.
       argument: What the name is an argument of, for the message.
 
     Raises:
@@ -87,6 +88,8 @@ def find_card(name: str, argument: str = "card") -> Card:
       >>> find_card("RTX 4090").teraflops
       165.2
     """
+    if isinstance(name, Card):
+        return name
     known = {_letters(x): x for x in CARDS}
     written = _letters(name) if isinstance(name, str) else ""
     if written in known:

@@ -30,7 +30,7 @@ def what_fits(
     inner: optax.GradientTransformation | None = None,
     *,
     device_memory: int | str | None = None,
-    card: str | None = None,
+    card: str | Card | None = None,
     batch: int | None = None,
     length: int | None = None,
     codec: Rule | Mapping[str, Rule] = None,
@@ -68,12 +68,9 @@ def what_fits(
     With `batch` and `length` activations are counted too, of decoders whose layers are
     each a `jax.checkpoint`, as a layerwise step computes them: what the layers' inputs
     take, one layer's backward pass, its attention scores, and the logits
-    (`paged_optax.planning.activations` has the formulas). Of 40 programs for an H200,
+    (`paged_optax.planning.activations` has the formulas). Of 42 programs for an H200,
     of five models, the sum is within 7.1% of XLA's own bytes
-    (`tests/test_activations.py` bounds it). Where layers decide, and not the logits, it
-    can be too small: 13% of Llama-3-8B with its weights on the host, 8192 tokens, a
-    fused head and scores in blocks, as jax 0.12 also has the next layer's moments on
-    the device. The last lines are then the way to choose:
+    (`tests/test_activations.py` bounds it). The last lines are then the way to choose:
     the fastest that fits, with the code for it. If the rate of products is known, there
     are a step's seconds too, in a range. At best its transfers travel beside products,
     at 60% of a card's stated TFLOP/s, and both ways at once. At worst products reach
@@ -87,8 +84,8 @@ def what_fits(
         What fits is counted against what JAX takes of it: on a GPU three quarters,
         unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise.
       card: The name of a card, such as `"rtx4090"`: its memory as CUDA shows it, and
-        its maker's figures for link and products, where no argument states them.
-        `paged_optax.planning.cards` has the table.
+        its maker's figures for link and products, where no argument states them; or a
+        `Card`. `paged_optax.planning.cards` has both.
       batch: Sequences of a step; None: activations are not counted.
       length: Tokens of each of them.
       codec: How moments are stored, as in `paged`; None: as Optax has them.
