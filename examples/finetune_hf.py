@@ -6,7 +6,9 @@
 
 All parameters are trained, and what comes out is a folder like the one that went in.
 `--method lora` trains adapters beside frozen weights, and writes them as PEFT does;
-`--method qlora` has these weights in four bits. The moments are in host memory, in
+`--method qlora` has these weights in four bits. Its adapters are learned beside what
+four bits keep of the weights: beside the weights themselves, as in the folder, their
+loss is a little higher. The moments are in host memory, in
 eight bits where the weights are in bfloat16, and with `--way host` or `all` the weights
 too.
 

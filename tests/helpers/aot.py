@@ -32,8 +32,8 @@ Build = Callable[[Mesh], tuple[Any, tuple[Any, ...]]]
 
 
 def _target(card: str) -> str:
-    """What XLA is told of a card, of which `helpers` has a file."""
-    return pathlib.Path(__file__).with_name(f"{card}.txtpb").read_text()
+    """What XLA is told of a card, of which `targets` has a file."""
+    return (pathlib.Path(__file__).parent / "targets" / f"{card}.txtpb").read_text()
 
 
 @dataclasses.dataclass(frozen=True)
