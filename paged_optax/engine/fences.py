@@ -1,18 +1,21 @@
 """What is kept apart, so that no compiler moves more than pages."""
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from jax import lax
 
 from paged_optax.backend.barriers import barrier
 from paged_optax.engine.streamed import LeafBuffers
 
+Value = TypeVar("Value")
+
 
 def each(
-    function: Callable[[list[LeafBuffers]], Sequence[LeafBuffers]],
-    values: Sequence[LeafBuffers],
+    function: Callable[[list[Value]], Sequence[Value]],
+    values: Sequence[Value],
     chosen: Sequence[bool],
-) -> list[LeafBuffers]:
+) -> list[Value]:
     """Applies a function to the chosen values together."""
     found = [x for x, yes in zip(values, chosen, strict=True) if yes]
     made = iter(function(found))

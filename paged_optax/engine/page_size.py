@@ -57,6 +57,15 @@ _WHOLE_ON_CPU_IF_CONVERTED = 16 * 2**20
 _CODED_PAGES = 16 * 2**20
 _CODED_LEAVES = 7
 
+# A page costs XLA:GPU about ten kernels, however large it is, and where moments are on
+# the device nothing travels beside them. There pages may be larger. Beside layers there
+# is room: a layer's weights, gradients and moments have been on the device. So there
+# moments that travel have larger pages too, and those on the device such as hold most
+# leaves whole, of so many times the size that was asked for.
+_CODED_PAGES_HERE = 32 * 2**20
+_CODED_PAGES_BESIDE_LAYERS = 64 * 2**20
+_PAGES_IN_LEAF = 16
+
 
 def uncut(shape: tuple[int, ...]) -> Geometry:
     """A leaf that is updated whole on every backend."""
@@ -66,7 +75,11 @@ def uncut(shape: tuple[int, ...]) -> Geometry:
 
 @functools.cache
 def cut(
-    shape: tuple[int, ...], moments: tuple[Storage, ...], page_size: int, like: int = 1
+    shape: tuple[int, ...],
+    moments: tuple[Storage, ...],
+    page_size: int,
+    like: int = 1,
+    beside_layers: bool = False,
 ) -> Geometry:
     """Cuts leaves into pages of at most `page_size` bytes, if their layout allows it.
 
@@ -80,6 +93,7 @@ def cut(
       moments: The moments that share the leaf's pages.
       page_size: The most bytes of one moment's page, as the transformation sees it.
       like: So many leaves are like this one, and may share pages.
+      beside_layers: Whether the leaf is updated in a layerwise step.
 
     Returns:
       The geometry.
@@ -109,18 +123,32 @@ def cut(
     at_least = lambda leaves: _even(like, max(1, like // leaves))
     tiles = find(page_size, in_tiles, at_least(alternate))
     if coded:
-        page_size = min(page_size, _CODED_PAGES // max(2, len(moments)))
         leaves = _even(like, -(-like // _CODED_LEAVES))
+        rows = find(_coded_page(moments, page_size, beside_layers), in_rows, leaves)
+        page_size = _coded_page(moments, page_size)
     else:
         # Where pages go in turn, no leaf need alternate with another.
         leaves = at_least(1 if GPU_NEEDS_RAW_INDEX else alternate)
-    rows = find(page_size, in_rows, leaves)
+        rows = find(page_size, in_rows, leaves)
     # Remainders have fewer bits than the moments beside them.
     converted = any(x.codec for x in moments) or len({x.itemsize for x in moments}) > 1
     least = _WHOLE_ON_CPU_IF_CONVERTED if converted else _WHOLE_ON_CPU
     whole = page_size >= least and not coded and not rows.refused
     alone = single(shape) if whole else in_rows(shape, moments, page_size)
     return Geometry(rows, tiles, alone)
+
+
+def _coded_page(
+    moments: tuple[Storage, ...], page_size: int, beside_layers: bool = False
+) -> int:
+    """Bytes of one moment's page on a GPU, where a codec stores moments in blocks."""
+    travels = any(x.on_host for x in moments)
+    if beside_layers and not travels:
+        return _PAGES_IN_LEAF * page_size
+    together = _CODED_PAGES if travels else _CODED_PAGES_HERE
+    if beside_layers:
+        together = _CODED_PAGES_BESIDE_LAYERS
+    return min(page_size, together // max(2, len(moments)))
 
 
 def _stored_bytes(storage: Storage, shape: tuple[int, ...]) -> int:

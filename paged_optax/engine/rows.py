@@ -26,7 +26,8 @@ def in_rows(
     """Cuts the flattened leaf, at rows where a page holds one."""
     itemsize = max(x.itemsize for x in moments)
     values = math.prod(shape)
-    page_size = many_pages(values * itemsize, page_size)
+    if any(x.on_host for x in moments):
+        page_size = many_pages(values * itemsize, page_size)
     if values * itemsize <= page_size:
         return single(shape)
     columns = shape[-1] if len(shape) > 1 else 1

@@ -99,6 +99,16 @@ class Run:
         return any(leaf.codec is not None for leaf in self.leaves)
 
     @property
+    def here(self) -> bool:
+        """Whether all is on the device, in rows: then no gate keeps a leaf apart.
+
+        On a GPU it would wait for the host twice.
+        """
+        return self.coded and not (
+            self.pages.tiled or any(leaf.travels for leaf in self.leaves)
+        )
+
+    @property
     def streams(self) -> tuple[int, ...]:
         """The arrays whose pages travel both ways."""
         return tuple(
@@ -125,6 +135,11 @@ class Run:
         """
         buffers = tuple(views[position] for position in self.targets)
         run = functools.partial(self._all_pages, views)
+        if self.here:
+            made = run(buffers)
+            if gate is None:
+                return made
+            return jax.tree.map(lambda x, y: jnp.where(gate > 0, x, y), made, buffers)
         kept_together = len(page_loops(self.pages)) == 1 and self.pages.count > 1
         if gate is None and kept_together and not self.coded and not self.duplex:
             return run(buffers)  # its own loop keeps it together
@@ -309,8 +324,8 @@ class Run:
         elementwise = self.program.elementwise
         whole = self.pages.page(at.size, together) if elementwise else None
         results = self.program(inputs, whole)
-        if self.coded:
-            results = barrier(results)
+        coded = [self.leaves[p].codec is not None for p in self.overwrites]
+        results = each(barrier, results, coded)
         return tuple(
             self._encoded(
                 self.leaves[position],

@@ -22,6 +22,7 @@ from paged_optax.engine.shards import Shards
 from paged_optax.transform.checks import refuse_changes, refuse_state
 from paged_optax.transform.codec_rules import Rule, choose
 from paged_optax.transform.configuration import Configuration
+from paged_optax.transform.context import current
 from paged_optax.transform.manual import arranged_as, held_parts
 from paged_optax.transform.owners import parameter_of
 from paged_optax.transform.parameter_shardings import ParameterShardings
@@ -116,7 +117,8 @@ class Pager:
         shape = shards.local(leaf.shape) if shards else leaf.shape
         if not leaf.program.elementwise or not moments:
             return uncut(shape)
-        return cut(shape, tuple(moments), self.configuration.page_size, like)
+        page_size, beside = self.configuration.page_size, current().fetched
+        return cut(shape, tuple(moments), page_size, like, beside)
 
     def refused(self, layout: Layout, position: int) -> str:
         """Tells why a moment cannot be sliced in host memory; empty if it can."""
