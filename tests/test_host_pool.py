@@ -1,0 +1,128 @@
+"""What XLA's pool of pinned host memory takes, against a model of it in the test."""
+
+import math
+
+import pytest
+
+from paged_optax.backend.host_pool import limit_gigabytes, pinned_bytes
+
+MIB, GIB = 2**20, 2**30
+#: GiB that are needed.
+NEEDED = [0.3, 4.6, 12, 42.9, 90]
+
+
+class Allocator:
+    """XLA's `BFCAllocator`, of regions with chunks by address; nothing is freed."""
+
+    def __init__(self, limit):
+        self.limit, self.next_region = limit, min(limit, 2 * MIB)
+        self.regions = []  # of lists of [bytes, whether in use]
+
+    @property
+    def taken(self):
+        return sum(size for region in self.regions for size, _ in region)
+
+    def extend(self, rounded):
+        available = self.limit - self.taken
+        if rounded > available:
+            return False
+        grew = False
+        while rounded > self.next_region:
+            self.next_region, grew = self.next_region * 2, True
+        self.regions.append([[min(self.next_region, available), False]])
+        if not grew:
+            self.next_region *= 2
+        return True
+
+    def find(self, rounded):
+        fitting = [
+            (size, n, place)
+            for n, region in enumerate(self.regions)
+            for place, (size, used) in enumerate(region)
+            if not used and size >= rounded
+        ]
+        if not fitting:
+            return False
+        size, n, place = min(fitting)
+        chunk = self.regions[n][place]
+        if size >= 2 * rounded or size - rounded >= 128 * MIB:
+            self.regions[n].insert(place + 1, [size - rounded, False])
+            chunk[0] = rounded
+        chunk[1] = True
+        return True
+
+    def allocate(self, size):
+        rounded = (size + 255) // 256 * 256
+        return self.find(rounded) or (self.extend(rounded) and self.find(rounded))
+
+
+def simulated(arrays, limit):
+    """Bytes that are taken; None where an array finds no room."""
+    allocator = Allocator(limit)
+    return allocator.taken if all(map(allocator.allocate, arrays)) else None
+
+
+def arrays_of(needed, largest):
+    """Arrays of unequal sizes: a large one, then ever smaller ones, again and again."""
+    left, size, found = int(needed * GIB), largest, []
+    while left > 0:
+        found += [min(left, size)]
+        left, size = left - found[-1], max(80 * MIB, size * 5 // 7) + 12345
+        size = largest if size < 81 * MIB else size
+    return found
+
+
+@pytest.mark.parametrize("largest", [200 * MIB, 700 * MIB])
+@pytest.mark.parametrize("needed", NEEDED)
+def test_against_a_simulation(needed, largest):
+    arrays = arrays_of(needed, largest)
+    wanted = limit_gigabytes(arrays)
+    for gigabytes in (64, 1000, wanted, wanted - 1, math.floor(needed)):
+        limit = gigabytes * GIB
+        assert pinned_bytes(arrays, limit) == simulated(arrays, limit)
+
+
+@pytest.mark.parametrize(
+    ("needed", "without", "gigabytes", "taken"),
+    [
+        (0.3, 0.5, 1, 0.5),
+        (4.6, 8, 5, 5),
+        (12, 16, 13, 13),
+        (42.9, 64, 49, 49),
+        (90, None, 103, 103),
+    ],
+)
+def test_bytes_of_which_nothing_else_is_known(needed, without, gigabytes, taken):
+    """The figures are those of the simulation, of small arrays."""
+    size = int(needed * GIB)
+    small = [128 * MIB] * (size // (128 * MIB)) + [size % (128 * MIB)]
+    found = pinned_bytes(size, 64 * GIB)
+    assert found == simulated(small, 64 * GIB)
+    assert without == (found and pytest.approx(found / GIB, abs=0.01))
+    assert limit_gigabytes(size) == gigabytes
+    found = pinned_bytes(size, gigabytes * GIB)
+    assert found == simulated(small, gigabytes * GIB)
+    assert found / GIB == pytest.approx(taken, abs=0.01)
+
+
+@pytest.mark.parametrize("needed", [4.6, 12, 42.9, 90])
+def test_the_limit_keeps_the_pool_near_what_is_needed(needed):
+    for arrays in (int(needed * GIB), arrays_of(needed, 300 * MIB)):
+        limit = limit_gigabytes(arrays) * GIB
+        assert needed * 33 / 32 * GIB <= limit
+        assert needed * GIB <= pinned_bytes(arrays, limit) <= 1.15 * needed * GIB
+
+
+def test_the_limit_grows_until_all_arrays_find_room():
+    """Two regions of 4 GiB hold one of these arrays each, and a last one two."""
+    arrays = [3 * GIB] * 4
+    assert limit_gigabytes(arrays) == 14
+    assert simulated(arrays, 14 * GIB) and not simulated(arrays, 13 * GIB)
+
+
+def test_the_variable_is_the_limit(monkeypatch):
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
+    assert pinned_bytes(65 * GIB) is None
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "66")
+    assert pinned_bytes(65 * GIB) == 66 * GIB
+    assert pinned_bytes(0) == 0
