@@ -10,7 +10,7 @@ import pytest
 
 import paged_optax as po
 from paged_optax.cli import main
-from paged_optax.planning.cards import CARDS, find_card
+from paged_optax.planning.cards import CARDS, card_name, find_card
 from paged_optax.planning.code import written
 from paged_optax.planning.shapes import config_heads
 
@@ -24,6 +24,60 @@ def test_a_card_by_name(name):
     assert card.link < card.both_ways <= 2 * card.link
     assert 50 < card.teraflops < 1000
     assert find_card(f" {name.upper()} ") == card
+
+
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        ("Tesla T4", "t4"),
+        ("NVIDIA T4", "t4"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100 80GB PCIe", "a100-80"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5e", "v5e"),
+        ("NVIDIA H100 PCIe", None),  # a slower one
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("cpu", None),
+    ],
+)
+def test_a_card_as_jax_reports_it(reported, name):
+    assert card_name(reported) == name
+    if name:
+        assert find_card(reported) == CARDS[name]
+
+
+def t4(dtype, **arguments):
+    shapes = po.model_shapes("1B", dtype)
+    return po.what_fits(shapes, batch=1, length=512, **{"card": "t4"} | arguments)
+
+
+def test_seconds_on_a_t4():
+    """Tensor cores of compute capability 7.5 know no bfloat16."""
+    bfloat16, float16 = t4("bfloat16")[0].seconds, t4("float16")[0].seconds
+    assert bfloat16 == pytest.approx([65 / 8.1 * x for x in float16])
+    assert t4("float32")[0].seconds == pytest.approx(bfloat16)
+    assert t4("bfloat16").link_gigabytes_per_second == 16
+    assert (
+        t4("bfloat16", teraflops=10)[0].seconds
+        == t4("float16", teraflops=10)[0].seconds
+    )
+    other = {"card": "l4"}
+    assert t4("bfloat16", **other)[0].seconds == t4("float16", **other)[0].seconds
+
+
+def test_a_t4_is_told_to_train_in_float16():
+    words = 'train in float16, with master_dtype="float32" and a scaled loss.'
+    for dtype, card in (("float16", "t4"), ("float32", "t4"), ("bfloat16", "l4")):
+        assert "float16" not in " ".join(t4(dtype, card=card).remarks)
+    (told,) = [x for x in t4("bfloat16").remarks if "float16" in x]
+    assert "bfloat16 at 8.1 instead of 65 TFLOP/s" in told and told.endswith(words)
 
 
 @pytest.mark.parametrize(

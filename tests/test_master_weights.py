@@ -54,3 +54,37 @@ def test_master_weights_learn_what_bfloat16_forgets():
     plain, bare = optax.sgd(1e-4), {"w": jnp.ones((64, 128), jnp.bfloat16)}
     updates, _ = plain.update(bare, plain.init(bare), bare)
     assert float(optax.apply_updates(bare, updates)["w"][0, 0]) == 1.0
+
+
+def regression(dtype, tx, scale=1024.0):
+    """The losses of twenty steps; the loss that is differentiated is scaled."""
+    random = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(random.normal(size=shape), dtype)
+    x, y, params = draw(64, 128), draw(64, 64), {"w": draw(128, 64) / 8}
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        def loss(params):
+            return scale * jnp.mean((x @ params["w"] - y).astype(jnp.float32) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value / scale
+
+    losses = []
+    for _ in range(20):
+        params, state, value = step(params, state)
+        losses.append(float(value))
+    return losses
+
+
+def test_float16_needs_master_weights():
+    """As a T4 is told to train: squares of gradients leave what float16 has."""
+    wanted = regression(jnp.float32, po.paged_adamw(3e-3, **ALL_PAGED))
+    masters = po.paged_adamw(3e-3, master_dtype="float32", **ALL_PAGED)
+    found = regression(jnp.float16, masters)
+    assert found[-1] < 0.9 * found[0]
+    np.testing.assert_allclose(found, wanted, rtol=2e-3)
+    alone = regression(jnp.float16, po.paged_adamw(3e-3, **ALL_PAGED))
+    assert not np.isfinite(alone[-1])

@@ -3,6 +3,9 @@
 import dataclasses
 import difflib
 
+import numpy as np
+from jax.typing import DTypeLike
+
 from paged_optax.backend.given import shown
 
 
@@ -17,6 +20,9 @@ class Card:
       teraflops: Dense products in bfloat16 that are summed in float32, in 10^12
         operations a second; of a T4, which has no bfloat16, in float16.
       gpu: Whether it is one, of which JAX takes a share, and no TPU.
+      bfloat16: Products in bfloat16, and in float32, of a card whose tensor cores know
+        float16 alone. None: `teraflops` stands for all.
+      host_memory: Bytes of the machine's memory that are free, or None: not known.
     """
 
     memory: int
@@ -24,6 +30,25 @@ class Card:
     both_ways: float
     teraflops: float
     gpu: bool = True
+    bfloat16: float | None = None
+    host_memory: int | None = None
+
+    def products(self, dtype: DTypeLike) -> float:
+        """The rate of products in a dtype, in 10^12 operations a second."""
+        if self.bfloat16 is None or np.dtype(dtype) == np.float16:
+            return self.teraflops
+        return self.bfloat16
+
+    @property
+    def advice(self) -> str:
+        """What to train in where the tensor cores know no bfloat16; empty elsewhere."""
+        if self.bfloat16 is None:
+            return ""
+        return (
+            f"This card computes bfloat16 at {self.bfloat16:.2g} instead of"
+            f" {self.teraflops:.2g} TFLOP/s, as its tensor cores know float16 alone:"
+            ' train in float16, with master_dtype="float32" and a scaled loss.'
+        )
 
 
 # Sixteen lanes of PCI Express 3, 4 and 5, one way and both: data sheets round to these.
@@ -40,8 +65,10 @@ def _gib(number: float) -> int:
 #: quote them. Where one states only products of sparse matrices, dense ones are half.
 CARDS = {
     # "NVIDIA T4 Tensor Core GPU", data sheet: 16 GB, 32 GB/s both ways, 65 TFLOPS.
-    # Logs have 14.56 to 14.76 GiB, `nvidia-smi` 15360 MiB.
-    "t4": Card(_gib(14.56), *_PCIE3, 65.0),
+    # Logs have 14.56 to 14.76 GiB, `nvidia-smi` 15360 MiB. Single precision: 8.1. Its
+    # tensor cores, of compute capability 7.5, know float16 and no bfloat16 ("CUDA C++
+    # Programming Guide", arithmetic by compute capability: from 8.0 on).
+    "t4": Card(_gib(14.56), *_PCIE3, 65.0, bfloat16=8.1),
     # "NVIDIA L4", product page: 24 GB, PCI Express 4 with 64 GB/s. "NVIDIA Ada GPU
     # Architecture", whitepaper: 121 dense and 242 sparse. Logs have 22.03 to 22.16 GiB,
     # `nvidia-smi` 23034 MiB.
@@ -72,13 +99,41 @@ CARDS = {
     "v5e": Card(_gib(15.75), *_PCIE3, 197.0, gpu=False),
 }
 
+# As JAX's `device_kind` has them, of devices whose name is not simply the card's. An
+# "NVIDIA H100 PCIe" is another card, as those of laptops are.
+_REPORTED = {
+    "Tesla T4": "t4",
+    "NVIDIA A100-SXM4-40GB": "a100-40",
+    "NVIDIA A100-PCIE-40GB": "a100-40",
+    "NVIDIA A100-SXM4-80GB": "a100-80",
+    "NVIDIA A100 80GB PCIe": "a100-80",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+}
+
+
+def card_name(name: str) -> str | None:
+    """The name in `CARDS` of a card, however it is spelled; None if it is not there.
+
+    Args:
+      name: A name, or what JAX reports as a device's `device_kind`.
+
+    Example:
+      >>> card_name("NVIDIA A100-SXM4-40GB"), card_name("cpu")
+      ('a100-40', None)
+    """
+    known = {_letters(x): x for x in CARDS}
+    known |= {_letters(x): own for x, own in _REPORTED.items()}
+    return known.get(_letters(name))
+
 
 def find_card(name: str | Card, argument: str = "card") -> Card:
     """The card of a name.
 
     Args:
-      name: One of `CARDS`, however it is spelled: `"RTX 4090"`, `"nvidia-l4"`; or a
-        card itself.
+      name: One of `CARDS`, however it is spelled: `"RTX 4090"`, `"nvidia-l4"`, or as
+        JAX reports it, `"Tesla T4"`; or a card itself.
       argument: What the name is an argument of, for the message.
 
     Raises:
@@ -90,10 +145,10 @@ def find_card(name: str | Card, argument: str = "card") -> Card:
     """
     if isinstance(name, Card):
         return name
+    if isinstance(name, str) and (found := card_name(name)):
+        return CARDS[found]
     known = {_letters(x): x for x in CARDS}
     written = _letters(name) if isinstance(name, str) else ""
-    if written in known:
-        return CARDS[known[written]]
     close = difflib.get_close_matches(written, known, n=2, cutoff=0.5)
     guess = f" Did you mean {' or '.join(known[x] for x in close)}?" if close else ""
     raise ValueError(

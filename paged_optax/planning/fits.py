@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
@@ -136,7 +137,10 @@ def what_fits(
     refuse_no_arrays("params", params)
     if not isinstance(layers, str):
         raise TypeError(f"layers={shown(layers)} is not a key, such as 'layers'.")
-    rates = Rates.of(link_gigabytes_per_second, teraflops, stated)
+    # Products are in the dtype of the matrices, of which the largest leaf is one.
+    leaves = jax.tree.leaves(params)
+    dtype = max(leaves, key=lambda x: x.size).dtype if leaves else jnp.float32
+    rates = Rates.of(link_gigabytes_per_second, teraflops, stated, dtype)
     given = _given(batch, length, heads, score_blocks, fused_head)
     paging = Paging(
         optax.adamw(1e-3) if inner is None else inner,
@@ -145,10 +149,12 @@ def what_fits(
         master_remainders,
         rates.link,
     )
-    values = sum(x.size for x in jax.tree.leaves(params))
+    values = sum(x.size for x in leaves)
     exact, found = paging.planned(params), find_layers(params, layers)
     by_element = all(x.elementwise for x in exact.moments if x.shape)
     remarks = [*_remarks(codec is not None, found, by_element, layers)]
+    if stated is not None and stated.advice and dtype == jnp.bfloat16:
+        remarks += [stated.advice]
     held, work = None, 0
     if given is not None:
         sizes, assumed = _sizes(found, given)

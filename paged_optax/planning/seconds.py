@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jax.typing import DTypeLike
+
 from paged_optax.backend.given import refuse_no_rate
 from paged_optax.planning.activations import Given, Sizes
 from paged_optax.planning.cards import Card
@@ -32,10 +34,21 @@ class Rates:
     teraflops: tuple[float, float] | None = None
 
     @staticmethod
-    def of(link: float | None, teraflops: float | None, card: Card | None) -> "Rates":
+    def of(
+        link: float | None,
+        teraflops: float | None,
+        card: Card | None,
+        dtype: DTypeLike,
+    ) -> "Rates":
         """The rates that are stated, or a card's, or 25 GB/s.
 
         Both directions of PCI Express carry twice what one does.
+
+        Args:
+          link: The stated rate of the link in one direction, or None.
+          teraflops: The stated rate of products, or None.
+          card: The card, or None.
+          dtype: Of the products.
 
         Raises:
           ValueError: If a rate is not positive.
@@ -50,7 +63,8 @@ class Rates:
             refuse_no_rate("teraflops", teraflops)
             reached = teraflops, teraflops
         elif card is not None:
-            reached = LEAST * card.teraflops, MOST * card.teraflops
+            products = card.products(dtype)
+            reached = LEAST * products, MOST * products
         return Rates(link, both or 2 * link, reached)
 
     def timed(self, row: Footprint, work: int) -> Footprint:
