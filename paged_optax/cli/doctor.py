@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import jax
 import optax
 
-from paged_optax.backend.memory import PINNED_HOST, host_pool_bytes, memory_kinds
+from paged_optax.backend.host_pool import LIMIT, pool_limit
+from paged_optax.backend.memory import PINNED_HOST, memory_kinds
 from paged_optax.backend.progress import track
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.text_table import show
@@ -14,10 +15,14 @@ from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.cli import bandwidth, machine, this_card
 from paged_optax.cli.comparison import Difference, compare
 from paged_optax.engine import backend_check
+from paged_optax.planning.cards import CARDS, Card, card_name
+from paged_optax.planning.footprints import filled
 
 #: What follows the program's name.
 EXAMPLE = "doctor"
 
+# The share of the machine's free memory that XLA's pool may grow to.
+_POOL_SHARE = 7 / 8
 # Relative to a leaf's largest value: rows that went to a wrong place are wrong by
 # about 1; one compiler's fused multiply-add is another's two roundings.
 _TOLERANCE = 1e-5
@@ -38,12 +43,24 @@ def run(given: argparse.Namespace) -> int:
         return 1
     if jax.default_backend() == "cpu":
         print("\nNo accelerator: for a GPU install jax[cuda13], for a TPU jax[tpu].")
+    if jax.default_backend() == "gpu" and (note := _of_the_pool()):
+        print(f"\n{note}")
     print()
+    card = _known()
     rates = bandwidth.measure(bandwidth.SIZE, 3)
     count = len(bandwidth.programs())
-    show(("link", "GB/s"), map(_rate, track(rates, "measuring the link", count)))
+    rows = (_rate(x, card) for x in track(rates, "measuring the link", count))
+    stated = ("stated",) if card else ()
+    show(("link", "GB/s", *stated), rows)
     print()
-    show(("products", "TFLOP/s"), [("bfloat16", _products())])
+    dtypes = ("bfloat16",) if this_card.knows_bfloat16() else ("float16", "bfloat16")
+    rows = (
+        (dtype, _products(dtype), *_stated(card and card.products(dtype)))
+        for dtype in dtypes
+    )
+    show(("products", "TFLOP/s", *stated), rows)
+    if card and card.advice:
+        print(f"\n{filled(card.advice)}")
     print()
     right, rows = _self_test()
     show(("self-test", "", ""), rows)
@@ -60,7 +77,9 @@ _WRONG = (
 def _machine() -> Iterator[tuple[str, str]]:
     found = machine.describe()
     yield "platform", found["backend"]
-    yield "device", f"{found['devices']} x {found['device_kind']}"
+    known = card_name(found["device_kind"])
+    name = f", known as {known}" if known else ""
+    yield "device", f"{found['devices']} x {found['device_kind']}{name}"
     yield "driver", found["platform_version"]
     yield from found["versions"].items()
     kinds = memory_kinds()
@@ -72,24 +91,48 @@ def _machine() -> Iterator[tuple[str, str]]:
     )
     yield "memory free on the host", readable_bytes(found["host_bytes_available"])
     if jax.default_backend() == "gpu":
-        pool = (
-            f"{readable_bytes(host_pool_bytes())} (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB)"
-        )
+        pool = f"{readable_bytes(pool_limit())} ({LIMIT})"
         yield "pinned memory XLA hands out", pool
         in_turn = "in turn, in twice the time: install jax 0.11.2 or newer"
         both = "both at once"
         yield "reads and writes", in_turn if GPU_NEEDS_RAW_INDEX else both
 
 
-def _rate(rate: bandwidth.Rate) -> tuple[str, str]:
-    return rate.name, rate.reason or f"{rate.median:.1f}"
+def _of_the_pool() -> str:
+    """How to keep XLA's pool within the memory that is free; empty if it is."""
+    pool, free = pool_limit(), machine.host_available()
+    if pool <= free:
+        return ""
+    text = (
+        "XLA's pool of pinned memory grows by doubling, to twice what is needed and to"
+        f" {readable_bytes(pool)}. {readable_bytes(free)} are free. Before JAX starts:"
+    )
+    gigabytes = max(1, int(_POOL_SHARE * free) >> 30)
+    return f"{filled(text)}\nexport {LIMIT}={gigabytes}"
 
 
-def _products() -> str:
+def _known() -> Card | None:
+    """What is stated of this machine's card, if it is one of those known by name."""
+    name = card_name(jax.devices()[0].device_kind)
+    return CARDS[name] if name else None
+
+
+def _rate(rate: bandwidth.Rate, card: Card | None) -> tuple[str, ...]:
+    both = rate.name.startswith("both")
+    stated = card and (card.both_ways if both else card.link)
+    return rate.name, rate.reason or f"{rate.median:.1f}", *_stated(stated)
+
+
+def _stated(rate: float | None) -> tuple[str, ...]:
+    """The cell of a column that is there if a card is known."""
+    return () if rate is None else (f"{rate:g}",)
+
+
+def _products(dtype: str) -> str:
     if jax.default_backend() == "cpu":
         return "not measured: no accelerator"
     reason = machine.shortage(4 * 2 * this_card.SIDE**2, 0)
-    return reason or f"{this_card.teraflops():.1f}"
+    return reason or f"{this_card.teraflops(dtype=dtype):.1f}"
 
 
 def _self_test() -> tuple[bool, list[tuple[str, str, str]]]:

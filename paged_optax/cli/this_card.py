@@ -6,10 +6,12 @@ import time
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from paged_optax.backend.memory import device_memory, device_share
 from paged_optax.cli import bandwidth
+from paged_optax.cli.machine import host_available
 from paged_optax.planning.cards import Card
 
 #: Rows and columns of the matrices: large enough for a card's own rate.
@@ -25,14 +27,23 @@ def products(x: Square, w: Square) -> Square:
     return lax.fori_loop(0, _PRODUCTS, lambda _, x: x @ w, x)
 
 
-def teraflops(side: int = SIDE, repeats: int = 3) -> float:
-    """Products in bfloat16, in 10^12 operations a second.
+def knows_bfloat16() -> bool:
+    """Whether the tensor cores do: on a GPU of compute capability 8.0 or more."""
+    capability = getattr(jax.local_devices()[0], "compute_capability", None)
+    return capability is None or float(capability) >= 8
+
+
+def teraflops(
+    side: int = SIDE, repeats: int = 3, *, dtype: DTypeLike = jnp.bfloat16
+) -> float:
+    """The rate of products, in 10^12 operations a second.
 
     Args:
       side: Rows and columns of a matrix.
       repeats: Calls timed, after one that is not.
+      dtype: Of the matrices.
     """
-    w = jnp.full((side, side), 1 / side, jnp.bfloat16)
+    w = jnp.full((side, side), 1 / side, dtype)
     x, jitted, seconds = jnp.ones_like(w), jax.jit(products), []
     for _ in range(repeats + 1):
         started = time.perf_counter()
@@ -59,10 +70,13 @@ def measured_card() -> Card:
     paged = [rate for name, rate in rates.items() if name.endswith("in pages")]
     gpu = jax.default_backend() == "gpu"
     limit, _ = device_memory()
+    fast = jnp.bfloat16 if knows_bfloat16() else jnp.float16
     return Card(
         int(limit / device_share()) if gpu else limit,
         min(rate.median for rate in paged if rate.directions == 1),
         max(rate.median for rate in paged if rate.directions == 2),
-        teraflops(),
+        teraflops(dtype=fast),
         gpu,
+        None if knows_bfloat16() else teraflops(),
+        host_available(),
     )
