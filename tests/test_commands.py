@@ -17,7 +17,7 @@ import safetensors.numpy
 
 import paged_optax as po
 from paged_optax.backend import text_table
-from paged_optax.cli import bandwidth, doctor, main, plan, this_card
+from paged_optax.cli import bandwidth, doctor, machine, main, plan, this_card
 from paged_optax.engine import backend_check
 from paged_optax.transform import init
 
@@ -129,6 +129,55 @@ def test_doctor_on_a_gpu(before, monkeypatch):
     assert ("jax 0.11.2" in rows["reads and writes"]) is before
 
 
+class Tesla:
+    """What JAX reports of a T4."""
+
+    device_kind = "Tesla T4"
+    compute_capability = "7.5"
+
+
+def test_doctor_on_a_t4(monkeypatch, capsys):
+    """What is stated of it stands beside what was measured; and how to train."""
+    found = machine.describe() | {"device_kind": "Tesla T4"}
+    rates = [
+        bandwidth.Rate("host to device, in pages", (6.1,)),
+        bandwidth.Rate("both at once, in pages", (9.9,), 2),
+    ]
+    monkeypatch.setattr(jax, "devices", lambda: [Tesla])
+    monkeypatch.setattr(jax, "local_devices", lambda: [Tesla])
+    monkeypatch.setattr(bandwidth, "measure", lambda size, repeats: iter(rates))
+    monkeypatch.setattr(machine, "describe", lambda: found)
+    monkeypatch.setattr(doctor, "memory_kinds", lambda: ("device", "pinned_host"))
+    monkeypatch.setattr(machine, "host_available", lambda: int(11.6 * 2**30))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(doctor, "_products", lambda dtype: f"{len(dtype)}.0")
+    monkeypatch.setattr(doctor, "_self_test", lambda: (True, [("all", "", "passed")]))
+    assert main(["doctor"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for words in (
+        " x Tesla T4, known as t4 driver ",
+        "export XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=10 ",
+        "link GB/s stated ",
+        "host to device, in pages 6.1 16 ",
+        "both at once, in pages 9.9 32 ",
+        "products TFLOP/s stated ",
+        " float16 7.0 65 bfloat16 8.0 8.1 ",
+        'know float16 alone: train in float16, with master_dtype="float32" and',
+    ):
+        assert words in printed
+
+
+@pytest.mark.parametrize(("limit", "told"), [("64", True), ("10", False)])
+def test_doctor_keeps_the_pool_within_the_machine(limit, told, monkeypatch):
+    """As on a Colab machine; what is advised is not told again."""
+    monkeypatch.setattr(machine, "host_available", lambda: int(11.6 * 2**30))
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", limit)
+    note = doctor._of_the_pool()
+    line = "export XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=10"
+    assert note.splitlines()[-1:] == [line] * told
+    assert ("11.6 GiB are free" in " ".join(note.split())) is told
+
+
 @pytest.mark.parametrize("what", ["numbers", "pages", "crash", "no host memory"])
 def test_doctor_of_a_sick_backend(what, monkeypatch, capsys):
     if what == "numbers":
@@ -177,12 +226,16 @@ def test_plan_takes_this_machine_as_a_card(monkeypatch, capsys):
     assert 0 < card.link < math.inf
     assert 0 < card.both_ways < math.inf
     assert 0 < card.teraflops < math.inf
+    assert card.bfloat16 is None
+    monkeypatch.setattr(this_card, "knows_bfloat16", lambda: False)
+    assert 0 < this_card.measured_card().bfloat16 < math.inf
     monkeypatch.setattr(plan, "measured_card", lambda: card)
     step = "--batch 1 --length 512".split()
     assert main(["plan", "--params", "1B", "--card", "measured", *step]) == 0
     shown = capsys.readouterr().out
     assert "18.0 GiB, which JAX takes of a GPU of 24.0 GiB" in shown
     assert "seconds" in shown
+    assert "This machine has" in shown
 
 
 def test_a_link_that_loses_values_is_reported(monkeypatch):

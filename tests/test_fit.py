@@ -243,9 +243,89 @@ def test_what_the_table_says(monkeypatch):
     ways = po.what_fits(po.model_shapes("1B"), device_memory="4GiB")
     text = str(ways)
     assert "3.0 GiB, which JAX takes of a GPU of 4.0 GiB" in text
-    assert "8.0 GiB of host memory" not in text  # 2 x 2 bytes of 1 billion are less
+    assert "does not hand out" not in text  # 2 x 2 bytes of 1 billion are less
     ways = po.what_fits(po.model_shapes("8B"), device_memory="8GiB")
-    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=52" in str(ways)
+    assert "does not hand out so much" in " ".join(str(ways).split())
+    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=49" in str(ways)
+
+
+@pytest.mark.parametrize("codec", [None, "dynamic_int8"])
+@pytest.mark.parametrize("form", ["layers_{}", "stacked"])
+def test_arrays_in_host_memory_are_all_of_a_way(form, codec):
+    layer = {"w": shape(256, 512), "b": shape(512)}
+    params = {"layers": jax.tree.map(lambda x: shape(6, *x.shape), layer)}
+    if form != "stacked":
+        params = {form.format(i): layer for i in range(6)}
+    params |= {"embed": shape(4096, 256), "head": shape(256, 4096)}
+    ways = po.what_fits(params, device_memory="1GiB", codec=codec)
+    assert sum(row.host for row in ways) > 0
+    for row in ways:
+        assert sum(row.arrays) == row.host
+    # Stacks are made before moments, and the gradient that waits comes last.
+    *_, there, every = ways
+    assert 6 * 4 * 256 * 512 in there.arrays[:2]
+    assert every.arrays[-1] == 4 * 4096 * 256
+
+
+LIMIT = "export XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="
+
+
+@pytest.fixture
+def needs_the_host(monkeypatch):
+    """One way, with 4.6 GiB of small arrays in host memory; XLA's pool as it is."""
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
+    ways = po.what_fits({"w": shape(1024, 1024)}, device_memory="1GiB")
+    arrays = (47 << 20,) * 100
+    row = dataclasses.replace(ways[2], host=sum(arrays), arrays=arrays)
+    return dataclasses.replace(ways, rows=(row,))
+
+
+def notes_of(ways):
+    """The notes, in one line."""
+    return " ".join(ways.notes().split())
+
+
+def test_what_the_pool_takes_of_the_host(needs_the_host):
+    text = notes_of(needs_the_host)
+    assert "paged needs 4.6 GiB pinned, and XLA's pool on a GPU takes 8.0 GiB" in text
+    assert text.endswith(f"It takes 5.0 GiB with this, before JAX starts: {LIMIT}5")
+    assert f"{LIMIT}5" in needs_the_host.notes().splitlines()
+    assert "This machine" not in text
+    tpu = dataclasses.replace(needs_the_host, gpu=False)
+    assert "pool" not in notes_of(tpu) and "LIMIT_GB" not in notes_of(tpu)
+
+
+@pytest.mark.parametrize(("free", "little"), [(12.7, False), (5.1, False), (4.8, True)])
+def test_the_pool_against_a_machine(free, little, needs_the_host):
+    size = int(free * 2**30)
+    text = notes_of(dataclasses.replace(needs_the_host, host_memory=size))
+    assert f"This machine has {free} GiB free" in text
+    assert ("too little" in text) is little
+
+
+def test_no_limit_is_named_where_none_helps(needs_the_host, monkeypatch):
+    """The variable is set, or the pool takes no more than it must."""
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "5")
+    assert "takes 5.0 GiB for it." in notes_of(needs_the_host)
+    assert LIMIT not in notes_of(needs_the_host)
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
+    row = dataclasses.replace(needs_the_host[0], arrays=(2**30,) * 4, host=2**32)
+    ways = dataclasses.replace(needs_the_host, rows=(row,))
+    assert "takes 4.0 GiB for it." in notes_of(ways)
+    assert LIMIT not in notes_of(ways)
+    nothing = dataclasses.replace(row, arrays=(), host=0)
+    assert "pool" not in notes_of(dataclasses.replace(ways, rows=(nothing,)))
+
+
+def test_the_pool_of_the_way_to_choose(monkeypatch):
+    """It needs less than the one that needs most."""
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
+    shapes = po.model_shapes("8B")
+    chosen = "layerwise, weights on host needs 42.9 GiB"
+    assert chosen in notes_of(po.what_fits(shapes, device_memory="24GiB"))
+    most = "layerwise, all on host needs 45.9 GiB"
+    assert most in notes_of(po.what_fits(shapes, device_memory="99GiB"))
+    assert "pool" not in notes_of(po.what_fits(shapes, card="v5e"))
 
 
 @pytest.mark.parametrize("argument", ["device_memory", "page_size"])

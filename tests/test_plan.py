@@ -99,6 +99,19 @@ def test_plan_needs_the_extra_arguments_of_update():
     assert plan.host_bytes == 2**14 + 70 * 128 * 4
 
 
+class Tesla:
+    device_kind = "Tesla T4"
+
+
+def test_the_link_is_that_of_this_machines_card(monkeypatch):
+    tx, params = po.paged_adamw(1e-3), {"w": jax.ShapeDtypeStruct((512, 512), "f4")}
+    assert po.plan(tx, params).link_gigabytes_per_second == 25
+    monkeypatch.setattr(jax, "local_devices", lambda: [Tesla])
+    assert po.plan(tx, params).link_gigabytes_per_second == 16
+    slow = po.plan(tx, params, link_gigabytes_per_second=12)
+    assert slow.link_gigabytes_per_second == 12
+
+
 def test_plan_warns_where_the_host_pool_is_too_small(monkeypatch):
     name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
     params = {"w": jax.ShapeDtypeStruct((1 << 20, 1 << 13), jnp.float32)}  # 32 GiB

@@ -215,20 +215,3 @@ def device_share() -> float:
                 raise ValueError(f"{name}={text!r} is no share: set one such as 0.9.")
             return min(1.0, share)
     return 0.75
-
-
-def host_pool_gigabytes(size: int) -> int:
-    """The `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` that so many bytes of moments need.
-
-    An eighth is for what else the pool holds.
-    """
-    return -(-size * 9 // (8 * 2**30))
-
-
-def host_pool_bytes() -> int:
-    """Bytes of pinned host memory that XLA:GPU will hand out.
-
-    64 GB unless `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` says otherwise (XLA's
-    `pjrt/gpu/gpu_helpers.h`).
-    """
-    return int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")) << 30

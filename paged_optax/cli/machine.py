@@ -14,12 +14,8 @@ from jax import Array
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
-from paged_optax.backend.memory import (
-    PINNED_HOST,
-    device_memory,
-    host_pool_bytes,
-    typed_by_memory,
-)
+from paged_optax.backend.host_pool import LIMIT, pool_limit
+from paged_optax.backend.memory import PINNED_HOST, device_memory, typed_by_memory
 
 #: Most of the free memory that a measurement takes. On the CPU backend the device's
 #: memory is the machine's own, which others may be using too.
@@ -119,11 +115,11 @@ def shortage(device_bytes: int, host_bytes: int) -> str | None:
             f"{free / HOST_SHARE / 1e9:.1f} GB are free, of which at most "
             f"{HOST_SHARE:.0%} are used here"
         )
-    pool = host_pool_bytes()
+    pool = pool_limit()
     if jax.default_backend() == "gpu" and host_bytes > pool:
         return (
             f"needs {host_bytes / 1e9:.1f} GB of pinned memory; XLA's pool holds "
-            f"{pool / 1e9:.1f} (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB)"
+            f"{pool / 1e9:.1f} ({LIMIT})"
         )
     return None
 

@@ -13,7 +13,7 @@ from paged_optax.backend.given import (
     refuse_no_count,
     shown,
 )
-from paged_optax.backend.memory import device_share, nbytes
+from paged_optax.backend.memory import device_share, nbytes, platform
 from paged_optax.backend.sizes import parse_bytes
 from paged_optax.planning.activations import Activations, Given, Sizes, sizes_of
 from paged_optax.planning.cards import CARDS, Card, find_card
@@ -77,6 +77,9 @@ def what_fits(
     at 60% of a card's stated TFLOP/s, and both ways at once. At worst products reach
     30% and nothing travels beside them, one way at a time. What the update itself
     computes is not counted.
+
+    On a GPU the last note is what XLA's pool pins of the host's memory for the way to
+    choose, which may be twice what is needed, and the limit that keeps it near that.
 
     Args:
       params: The parameters, or their `ShapeDtypeStruct`s: `model_shapes("8B")`.
@@ -184,6 +187,8 @@ def what_fits(
         held,
         "optax.adamw(1e-3)" if inner is None else "inner",
         paging.arguments(codec),
+        gpu=platform() != "tpu" if stated is None else stated.gpu,
+        host_memory=None if stated is None else stated.host_memory,
     )
 
 

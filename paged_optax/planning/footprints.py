@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import overload
 
-from paged_optax.backend.memory import host_pool_bytes, host_pool_gigabytes
+from paged_optax.backend import host_pool
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.text_table import table
 from paged_optax.planning.activations import Activations, Given
@@ -33,6 +33,7 @@ class Footprint:
       activations: What activations, scores and logits add to the most that the device
         has at once; 0 where no batch was stated.
       seconds: Of a whole step, at best and at worst; None where it is not known.
+      arrays: Bytes of each array in host memory, in the order in which they are made.
     """
 
     way: str
@@ -45,6 +46,7 @@ class Footprint:
     moved: int = 0
     activations: int = 0
     seconds: tuple[float, float] | None = None
+    arrays: tuple[int, ...] = ()
 
     @property
     def device(self) -> int:
@@ -72,6 +74,8 @@ class Footprints(Sequence[Footprint]):
       held: What activations take in the parts of a step, or None.
       inner: The transformation, as code.
       arguments: What `paged` takes beside it, as code.
+      gpu: Whether it is for a GPU, whose host memory XLA's pool pins, and no TPU.
+      host_memory: Bytes of the machine's memory that are free, or None: not known.
     """
 
     rows: tuple[Footprint, ...]
@@ -83,6 +87,8 @@ class Footprints(Sequence[Footprint]):
     held: Activations | None = None
     inner: str = "inner"
     arguments: str = ""
+    gpu: bool = True
+    host_memory: int | None = None
 
     @overload
     def __getitem__(self, index: int) -> Footprint: ...
@@ -154,15 +160,8 @@ class Footprints(Sequence[Footprint]):
             " moments and updates. Link: seconds a step at"
             f" {self.link_gigabytes_per_second:g} GB/s each way.",
             *self.remarks,
+            *(self._of_the_pool() if self.gpu else ()),
         ]
-        pool = host_pool_bytes()
-        most = max((row.host for row in self.rows), default=0)
-        if most > pool:
-            needed = host_pool_gigabytes(most)
-            notes.append(
-                f"XLA's pool on a GPU hands out {readable_bytes(pool)} of host memory:"
-                f" set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={needed} for all of these."
-            )
         return "\n".join(map(filled, notes))
 
     def advice(self) -> str:
@@ -199,6 +198,35 @@ class Footprints(Sequence[Footprint]):
             f" {sizes(self.held.head)}. Scores in blocks and linear_cross_entropy take"
             " less."
         )
+
+    def _of_the_pool(self) -> Iterator[str]:
+        """What XLA's pool pins for the way to choose; else for what needs most."""
+        row = self.choice
+        if row is None or not row.host:
+            row = max(self.rows, key=lambda row: row.host)
+        if not row.host:
+            return
+        taken = host_pool.pinned_bytes(row.arrays)
+        gigabytes = host_pool.limit_gigabytes(row.arrays)
+        limited = host_pool.pinned_bytes(row.arrays, gigabytes << 30) or 0
+        takes = "does not hand out so much"
+        if taken is not None:
+            takes = f"takes {readable_bytes(taken)} for it"
+        text = (
+            f"Host memory: {row.way} needs {readable_bytes(row.host)} pinned, and XLA's"
+            f" pool on a GPU {takes}."
+        )
+        helps = taken is None or limited < taken
+        if self.host_memory is not None:
+            least = limited if helps else taken or 0
+            little = least > self.host_memory
+            free = readable_bytes(self.host_memory)
+            text += f" This machine has {free} free{': too little' * little}."
+        if helps:
+            text += f" It takes {readable_bytes(limited)} with this, before JAX starts:"
+        yield text
+        if helps:
+            yield f"export {host_pool.LIMIT}={gigabytes}"
 
     def _what_jax_takes(self) -> Iterator[str]:
         memory = readable_bytes(self.device_memory)

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
+from paged_optax.backend import host_pool
 from paged_optax.backend.given import (
     refuse_no_arrays,
     refuse_no_count,
@@ -15,11 +16,11 @@ from paged_optax.backend.given import (
     refuse_no_transformation,
     shown,
 )
-from paged_optax.backend.memory import host_pool_bytes, host_pool_gigabytes
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.text_table import table
 from paged_optax.backend.types import Transformation
 from paged_optax.engine.shards import Shards
+from paged_optax.planning.cards import CARDS, card_name
 from paged_optax.planning.free_paging import free_from
 from paged_optax.planning.fully_sharded import fully_sharded
 from paged_optax.transform.parameter_shardings import refuse_uneven
@@ -55,6 +56,11 @@ class PagePlan:
     def host_bytes(self) -> int:
         """Bytes of moments in host memory."""
         return sum(x.bytes for x in self.moments if x.on_host)
+
+    @property
+    def arrays_on_host(self) -> tuple[int, ...]:
+        """Bytes of each array of moments in host memory, as `init` makes them."""
+        return tuple(x.bytes for x in self.moments if x.on_host)
 
     @property
     def bytes_per_host(self) -> int:
@@ -165,7 +171,7 @@ def plan(
     tx: Transformation,
     params: PyTree,
     *,
-    link_gigabytes_per_second: int | float = 25.0,
+    link_gigabytes_per_second: int | float | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     devices_per_host: int = 8,
     extra_args: Mapping[str, PyTree] | None = None,
@@ -181,7 +187,8 @@ def plan(
       tx: A transformation with `paged(...)` somewhere inside.
       params: The parameters, or their `ShapeDtypeStruct`s.
       link_gigabytes_per_second: The rate of the link between host and device in one
-        direction, in 10^9 bytes a second (PCIe 3 x16: about 12; 4: 25; 5: 50).
+        direction, in 10^9 bytes a second (PCIe 3 x16: about 12; 4: 25; 5: 50). None:
+        what is stated of this machine's card if its name is known, or 25.
       mesh: Devices to divide the parameters over. They need not be there:
         `jax.sharding.AbstractMesh((64,), ("data",))`.
       devices_per_host: Devices that share one host's memory.
@@ -213,6 +220,9 @@ def plan(
     """
     refuse_no_transformation("tx", tx)
     refuse_no_arrays("params", params)
+    if link_gigabytes_per_second is None:
+        here = card_name(jax.local_devices()[0].device_kind)
+        link_gigabytes_per_second = CARDS[here].link if here else 25.0
     refuse_no_rate("link_gigabytes_per_second", link_gigabytes_per_second)
     refuse_no_count("devices_per_host", devices_per_host, 1)
     if not isinstance(extra_args or {}, Mapping):
@@ -243,13 +253,14 @@ def plan(
         teraflops,
     )
     # Planning for a GPU is mostly done elsewhere; only a TPU has no such pool.
-    if jax.default_backend() != "tpu" and result.bytes_per_host > host_pool_bytes():
+    arrays = result.arrays_on_host * min(devices, devices_per_host)
+    if jax.default_backend() != "tpu" and host_pool.pinned_bytes(arrays) is None:
         warnings.warn(
             f"the moments need {readable_bytes(result.bytes_per_host)} of pinned host"
             f" memory, and XLA's pool on a GPU holds"
-            f" {readable_bytes(host_pool_bytes())}: set"
-            " XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="
-            f"{host_pool_gigabytes(result.bytes_per_host)} before JAX starts.",
+            f" {readable_bytes(host_pool.pool_limit())}: set"
+            f" {host_pool.LIMIT}={host_pool.limit_gigabytes(arrays)} before JAX"
+            " starts.",
             stacklevel=2,
         )
     return result

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
+from paged_optax.backend.memory import nbytes
 from paged_optax.planning.activations import Activations
 from paged_optax.planning.footprints import LAYERWISE, Footprint
 from paged_optax.planning.layers import Layers
@@ -68,6 +69,7 @@ class Ways:
             plan.host_bytes,
             plan.link_seconds,
             moved=plan.link_bytes,
+            arrays=plan.arrays_on_host,
         )
         return dataclasses.replace(found, **other)
 
@@ -123,11 +125,14 @@ class Ways:
         written.
         """
         stacks = way.parameters - layers.rest
+        # They are stacked before moments are made.
+        arrays = *(layers.count * nbytes(x) for _, x in layers.one), *way.arrays
         row = dataclasses.replace(
             way,
             way=f"{way.way}, weights on host",
             parameters=layers.rest + layers.largest,
             host=way.host + stacks,
+            arrays=arrays,
             link_seconds=way.link_seconds + 3 * stacks / self.rate,
             moved=way.moved + 3 * stacks,
             activations=0,
@@ -164,6 +169,11 @@ class Ways:
             gradients=gradients,
             scratch=scratch,
             host=layers_there.host + layers.rest + other,
+            arrays=(
+                *(nbytes(x) for _, x in layers.beside),
+                *layers_there.arrays,
+                other,
+            ),
             link_seconds=layers_there.link_seconds + moved / self.rate,
             moved=layers_there.moved + moved,
             activations=0,
