@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from paged_optax.backend.host_pool import limit_gigabytes, pinned_bytes
@@ -23,7 +24,7 @@ class Allocator:
         return sum(size for region in self.regions for size, _ in region)
 
     def extend(self, rounded):
-        available = self.limit - self.taken
+        available = (self.limit - self.taken) // 256 * 256
         if rounded > available:
             return False
         grew = False
@@ -82,6 +83,21 @@ def test_against_a_simulation(needed, largest):
         assert pinned_bytes(arrays, limit) == simulated(arrays, limit)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_against_a_simulation_of_arrays_of_any_size(seed):
+    random = np.random.default_rng(seed)
+    arrays = [int(2**x) for x in random.uniform(8, 30, 150)]
+    for limit in (2**45, int(1.1 * sum(arrays)), int(0.9 * sum(arrays))):
+        assert pinned_bytes(arrays, limit) == simulated(arrays, limit)
+
+
+def test_chunks_are_multiples_of_256_bytes():
+    """5000 of 257 bytes have 2.4 MiB, more than the first region; 3 x 512 fill 1536."""
+    assert pinned_bytes([257] * 5000, GIB) == 6 * MIB
+    assert pinned_bytes([257] * 3, 1535) is None
+    assert pinned_bytes([257] * 3, 1536) == 1536
+
+
 @pytest.mark.parametrize(
     ("needed", "without", "gigabytes", "taken"),
     [
@@ -115,6 +131,7 @@ def test_the_limit_keeps_the_pool_near_what_is_needed(needed):
 
 def test_the_limit_grows_until_all_arrays_find_room():
     """Two regions of 4 GiB hold one of these arrays each, and a last one two."""
+    assert limit_gigabytes(5 * GIB) == 6  # 5 would leave nothing for transfers
     arrays = [3 * GIB] * 4
     assert limit_gigabytes(arrays) == 14
     assert simulated(arrays, 14 * GIB) and not simulated(arrays, 13 * GIB)
