@@ -288,7 +288,7 @@ def notes_of(ways):
 def test_what_the_pool_takes_of_the_host(needs_the_host):
     text = notes_of(needs_the_host)
     assert "paged needs 4.6 GiB pinned, and XLA's pool on a GPU takes 8.0 GiB" in text
-    assert text.endswith(f"It takes 5.0 GiB with this, before JAX starts: {LIMIT}5")
+    assert text.endswith(f"before JAX starts, the pool takes 5.0 GiB: {LIMIT}5")
     assert f"{LIMIT}5" in needs_the_host.notes().splitlines()
     assert "This machine" not in text
     tpu = dataclasses.replace(needs_the_host, gpu=False)

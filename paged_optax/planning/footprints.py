@@ -218,12 +218,12 @@ class Footprints(Sequence[Footprint]):
         )
         helps = taken is None or limited < taken
         if self.host_memory is not None:
-            least = limited if helps else taken or 0
-            little = least > self.host_memory
+            little = (limited if helps else taken or 0) > self.host_memory
             free = readable_bytes(self.host_memory)
             text += f" This machine has {free} free{': too little' * little}."
         if helps:
-            text += f" It takes {readable_bytes(limited)} with this, before JAX starts:"
+            least = readable_bytes(limited)
+            text += f" With this, before JAX starts, the pool takes {least}:"
         yield text
         if helps:
             yield f"export {host_pool.LIMIT}={gigabytes}"
