@@ -156,6 +156,19 @@ def test_pages_of_eight_bits_hold_a_mebibyte_of_values():
     assert pages == {64}
 
 
+def test_pages_of_codes_on_the_device():
+    """A page's size, where nothing travels, and beside layers that take more anyway."""
+    codec = arranged(named("dynamic_int8", True), (4096, 14336))
+    counts = [
+        cut((4096, 14336), (Storage(4, codec, host),) * 2, 2**24, 1, beside).rows.count
+        for host in (True, False)
+        for beside in (False, True)
+    ]
+    assert counts == [32, 16, 16, 1]
+    fewer = cut((4096, 14336), (Storage(4, codec, False),) * 2, 2**20, 1, True).rows
+    assert 4 * fewer.entries <= 2**24  # who asks for smaller pages gets them
+
+
 @pytest.mark.quick("(64, 12, 64)-dynamic_int4")
 @in_turn(*CODECS)
 def test_arranged_codes_are_the_codecs_own(shape, codec):

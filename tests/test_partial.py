@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import paged_optax as po
+from helpers import small as trees
 from helpers.activity import (
     WAYS,
     adam,
@@ -161,3 +163,22 @@ def test_a_bare_array():
     updates, new = tx.update(params, state, params, active=flag(True))
     assert updates.any()
     assert int(new[0].count) == 1
+
+
+@pytest.mark.parametrize("budget", [None, 0], ids=["on the device", "on the host"])
+def test_codes_wherever_they_are(budget):
+    """Known only on the device, a gate leaves codes, or gives what is always given."""
+    tx = po.paged_adamw_8bit(1e-2, device_budget=budget, min_paged_size=0)
+    shapes = {"a": (70, 256), "b": (40, 512)}
+    params, gradients, more = (trees.small(n, shapes=shapes) for n in range(3))
+    update = jax.jit(lambda g, s, active: tx.update(g, s, params, active=active))
+    state = jax.jit(tx.update)(gradients, tx.init(params), params)[1]
+    always = update(more, state, True)
+    updates, new = update(more, state, {"a": flag(True), "b": flag(False)})
+    assert_equal(updates["a"], always[0]["a"])
+    assert not np.asarray(updates["b"]).any()
+    for name in ("mu", "nu"):
+        before, after, wanted = (getattr(x[0], name) for x in (state, new, always[1]))
+        jax.tree.map(assert_equal, after["a"], wanted["a"])
+        jax.tree.map(assert_equal, after["b"], before["b"])
+        assert np.any(np.asarray(before["a"].codes) != np.asarray(after["a"].codes))
