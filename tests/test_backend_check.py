@@ -6,7 +6,7 @@ import pytest
 
 import paged_optax as po
 from paged_optax.backend import memory
-from paged_optax.engine import backend_check, run
+from paged_optax.engine import backend_check, page_loops
 from paged_optax.engine.exchange import Exchange
 from paged_optax.engine.page_size import Storage, cut
 from paged_optax.engine.run import Run
@@ -81,7 +81,7 @@ def in_turn(monkeypatch):
 
 def both_ways_on_a_gpu(monkeypatch):
     """The next page is read while one is written; the last is computed apart."""
-    monkeypatch.setattr(run, "GPU_NEEDS_RAW_INDEX", False)
+    monkeypatch.setattr(page_loops, "GPU_NEEDS_RAW_INDEX", False)
     monkeypatch.setattr(Run, "_swept", Run._duplex)
 
 

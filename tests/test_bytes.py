@@ -75,8 +75,8 @@ def test_scratch_is_flat_in_leaves_on_h200(many):
     few, large = (
         aot.h200(updating(tx, square(n, (1024, 4096)))).device_temp for n in (16, many)
     )
-    # Beside the pages, what loops count: at most 6 KiB a leaf.
-    assert large - few <= (many - 16) * 6 * 2**10
+    # Beside the pages, what loops count: at most 8 KiB a leaf.
+    assert large - few <= (many - 16) * 8 * 2**10
 
 
 @pytest.mark.slow
@@ -227,14 +227,19 @@ def test_addresses(shape, page_size):
     found = aot.descriptors(report.hlo)
     first = 0 if GPU_NEEDS_RAW_INDEX else page_bytes  # a page is read ahead
     places = {(kind, start, step) for kind, _, start, step in found}
-    assert places == {("read", first, page_bytes), ("write", 0, page_bytes)}
+    assert places == {
+        ("read", first, page_bytes),
+        ("write", 0, page_bytes),
+        *aot.ends(pages, 4),
+    }
+    loops = 1 if GPU_NEEDS_RAW_INDEX else 2
     by_kind = {kind: 0 for kind in ("read", "write")}
-    for (kind, sizes, _, _), count in found.items():
+    for (kind, sizes, _, step), count in found.items():
         by_kind[kind] += count
         if kind == "read":
             extents = [int(x) for x in sizes.split(",")]
-            assert 4 * jnp.prod(jnp.array(extents)) == page_bytes
-    assert by_kind == {"read": 2 * leaves, "write": 2 * leaves}
+            assert 4 * jnp.prod(jnp.array(extents)) == step
+    assert by_kind == {"read": 2 * loops * leaves, "write": 2 * loops * leaves}
 
 
 def test_addresses_of_init():

@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int
 
+from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.engine.pages import Pages
 from paged_optax.engine.streamed import LeafBuffers
 from paged_optax.engine.transfer import Index, PageAddress
@@ -30,11 +31,31 @@ class PageLoop(NamedTuple):
       stop: Where the loop's variable ends; it begins at 0.
       step: By how much it grows.
       at: The page of each of its values.
+      piece: Of the page of a value one of so many pieces, all of a size:
+        `piece(turn, value, pieces)`. Of a loop of one turn None.
     """
 
     stop: int
     step: int
     at: Callable[[Index], PageAddress]
+    piece: Callable[[Index, int, int], PageAddress] | None = None
+
+
+def both_ways(pages: Pages, travelling: int) -> bool:
+    """Whether pages travel both ways at once.
+
+    Args:
+      pages: How a leaf is cut.
+      travelling: How many moments live on the host, of all leaves that share pages.
+    """
+    if travelling < 2 or pages.count < 2:
+        return False
+    if pages.tiled:
+        return True
+    # XLA:GPU unrolls a loop of a single turn, and transfers without a loop differ.
+    # Strips are transferred by kernels, which wait for each other.
+    looped = pages.extent // pages.size > 2 and not pages.axis
+    return looped and not GPU_NEEDS_RAW_INDEX
 
 
 def page_loops(pages: Pages) -> list[PageLoop]:
@@ -48,7 +69,12 @@ def page_loops(pages: Pages) -> list[PageLoop]:
     found: list[PageLoop] = []
     if full:
         every = lambda number: PageAddress(start(number), size, number)
-        found.append(PageLoop(full * step, step, every))
+
+        def piece(turn: Index, value: int, pieces: int) -> PageAddress:
+            number = np.int32(value) + turn * np.int32(step // pieces)
+            return PageAddress(start(number), size // pieces, number)
+
+        found.append(PageLoop(full * step, step, every, piece))
     if left:
         last = PageAddress(np.int32(full * size), left, np.int32(full * step))
         found.append(PageLoop(1, 1, lambda _: last))

@@ -70,7 +70,16 @@ _PAGES_IN_LEAF = 16
 def uncut(shape: tuple[int, ...]) -> Geometry:
     """A leaf that is updated whole on every backend."""
     pages = Pages(shape, shape, 0, 1, 0)
-    return Geometry(pages, dataclasses.replace(pages, tiled=len(shape) > 1), pages)
+    return _gated(pages, dataclasses.replace(pages, tiled=len(shape) > 1), pages)
+
+
+def _gated(rows: Pages, tiles: Pages, alone: Pages, travels: bool = True) -> Geometry:
+    """The geometry, with gates where leaves are not kept `behind` each other."""
+    gate = functools.partial(dataclasses.replace, gated=True)
+    if travels:
+        alone = gate(alone)
+        rows = gate(rows) if GPU_NEEDS_RAW_INDEX else rows
+    return Geometry(rows, gate(tiles), alone)
 
 
 @functools.cache
@@ -135,7 +144,7 @@ def cut(
     least = _WHOLE_ON_CPU_IF_CONVERTED if converted else _WHOLE_ON_CPU
     whole = page_size >= least and not coded and not rows.refused
     alone = single(shape) if whole else in_rows(shape, moments, page_size)
-    return Geometry(rows, tiles, alone)
+    return _gated(rows, tiles, alone, any(x.on_host for x in moments))
 
 
 def _coded_page(

@@ -12,9 +12,9 @@ it, and give the same numbers:
 
 After the last page nothing is left to read. On a TPU a branch skips that read while the
 last page is written. On a GPU the last page is computed apart: a transfer's address
-is known there only where it is linear in the loop's variable, and a branch would wait
-for the host. XLA:GPU before openxla/xla#46308 does not know the address of the page
-ahead either: there pages go in turn. On a CPU nothing travels.
+is known there only where it is linear in a loop's variable, and a branch would wait
+for the host (`paged_optax.engine.ends`). XLA:GPU before openxla/xla#46308 does not know
+the address of the page ahead either: there pages go in turn. On a CPU nothing travels.
 """
 
 import dataclasses
@@ -30,12 +30,18 @@ from jaxtyping import Int, UInt32
 from paged_optax.analysis.program import Program
 from paged_optax.backend.barriers import apart, barrier, on_cpu
 from paged_optax.backend.manual_axes import varying, varying_axes
-from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Codec, Noise, Quantized
 from paged_optax.codecs.codec import strides_of
+from paged_optax.engine.ends import read_first, write_last
 from paged_optax.engine.exchange import Exchange
 from paged_optax.engine.fences import each, fetched
-from paged_optax.engine.page_loops import PageLoop, open_gate, page_loops, run_page_loop
+from paged_optax.engine.page_loops import (
+    PageLoop,
+    both_ways,
+    open_gate,
+    page_loops,
+    run_page_loop,
+)
 from paged_optax.engine.page_size import cut
 from paged_optax.engine.pages import Pages, Storage
 from paged_optax.engine.streamed import Buffers, LeafBuffers, Streamed
@@ -44,23 +50,6 @@ from paged_optax.engine.transfer import PageAddress
 
 #: The loop's variable, the arrays that change, and the page that has been read.
 Carry = tuple[Int[Array, ""], dict[int, LeafBuffers], dict[int, LeafBuffers]]
-
-
-def both_ways(pages: Pages, travelling: int) -> bool:
-    """Whether pages travel both ways at once.
-
-    Args:
-      pages: How a leaf is cut.
-      travelling: How many moments live on the host, of all leaves that share pages.
-    """
-    if travelling < 2 or pages.count < 2:
-        return False
-    if pages.tiled:
-        return True
-    # XLA:GPU unrolls a loop of a single turn, and transfers without a loop differ.
-    # Strips are transferred by kernels, which wait for each other.
-    looped = pages.extent // pages.size > 2 and not pages.axis
-    return looped and not GPU_NEEDS_RAW_INDEX
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -104,9 +93,8 @@ class Run:
 
         On a GPU it would wait for the host twice.
         """
-        return self.coded and not (
-            self.pages.tiled or any(leaf.travels for leaf in self.leaves)
-        )
+        travels = any(leaf.travels for leaf in self.leaves)
+        return self.coded and not self.pages.gated and not travels
 
     @property
     def streams(self) -> tuple[int, ...]:
@@ -131,7 +119,8 @@ class Run:
 
         Args:
           views: The view of each array, of each leaf that has its own.
-          gate: How often to run; None: once.
+          gate: How often to run; None: once. On a GPU the leaf must then be
+            `behind` others, see `paged_optax.engine.fences`.
         """
         buffers = tuple(views[position] for position in self.targets)
         run = functools.partial(self._all_pages, views)
@@ -140,15 +129,23 @@ class Run:
             if gate is None:
                 return made
             return jax.tree.map(lambda x, y: jnp.where(gate > 0, x, y), made, buffers)
-        kept_together = len(page_loops(self.pages)) == 1 and self.pages.count > 1
-        if gate is None and kept_together and not self.coded and not self.duplex:
-            return run(buffers)  # its own loop keeps it together
+        if gate is None and self._is_kept_apart:
+            return run(buffers)
         trips = open_gate() if gate is None else gate
         return lax.while_loop(
             lambda carry: carry[0] < trips,
             lambda carry: (carry[0] + 1, run(carry[1])),
             (jnp.int32(0), buffers),
         )[1]
+
+    @property
+    def _is_kept_apart(self) -> bool:
+        """Whether no gate need keep this leaf apart from others."""
+        if not self.pages.gated:
+            return True
+        # Its own loop keeps it together.
+        looped = len(page_loops(self.pages)) == 1 and self.pages.count > 1
+        return looped and not self.coded and not self.duplex
 
     def _all_pages(
         self, views: Sequence[LeafBuffers], buffers: tuple[LeafBuffers, ...]
@@ -229,6 +226,7 @@ class Run:
             return number + step, {p: changed[p] for p in self.targets}, page
 
         stop = loop.stop if once else last
+        read = lambda at: {p: self._read(p, at, current) for p in self.streams}
         first = loop.at(np.int32(0))
         _, changing, page = lax.while_loop(
             lambda carry: carry[0] < stop,
@@ -236,15 +234,15 @@ class Run:
             (
                 jnp.int32(0),
                 {p: current[p] for p in self.targets},
-                {p: self._read(p, first, current) for p in self.streams},
+                read(first) if once else read_first(loop, read),
             ),
         )
         current = constant | changing
         if once:
             return current
-        at = loop.at(last)
-        current, results = self._computed(at, current, page)
-        return self._written(at, current, results)
+        current, results = self._computed(loop.at(last), current, page)
+        held = {p: current[p] for p in results}
+        return current | write_last(loop, self._written, held, results)
 
     def _computed(
         self,

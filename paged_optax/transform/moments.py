@@ -10,9 +10,9 @@ from paged_optax.analysis.program import LeafUpdate
 from paged_optax.backend import memory, tiling
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import laid_out
+from paged_optax.engine.page_loops import both_ways
 from paged_optax.engine.page_size import sharing, uncut
 from paged_optax.engine.pages import Pages, Storage
-from paged_optax.engine.run import both_ways
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.streamed import Streamed
 from paged_optax.transform.pager import Pager, divided_as

@@ -26,7 +26,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
 
+from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.compiling.memory_report import MemoryReport
+from paged_optax.engine.pages import Pages
 
 Build = Callable[[Mesh], tuple[Any, tuple[Any, ...]]]
 
@@ -217,6 +219,24 @@ def placements(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
     """Replicated over the mesh: in device memory, and in pinned host memory."""
     device = NamedSharding(mesh, PartitionSpec(), memory_kind="device")
     return device, device.with_memory_kind("pinned_host")
+
+
+def ends(pages: Pages, itemsize: int) -> set[tuple[str, int, int]]:
+    """What `descriptors` has of the first page read and the last full one written.
+
+    Each goes in as few pieces as divide its rows.
+
+    Returns:
+      (operation, first byte, bytes from piece to piece) of both; nothing where pages go
+      in turn.
+    """
+    if GPU_NEEDS_RAW_INDEX:
+        return set()
+    rows = pages.size
+    pieces = next(n for n in range(2, rows + 1) if rows % n == 0)
+    page = itemsize * pages.entries
+    last = (pages.extent // rows - 1) * page
+    return {("read", 0, page // pieces), ("write", last, page // pieces)}
 
 
 def descriptors(hlo: str) -> collections.Counter[tuple[str, str, int, int]]:

@@ -268,8 +268,7 @@ def _misplaced(found: Any, pages: Any, kept: Sequence[Any]) -> str:
     """What differs between a program's transfers in loops, and the plan's pages."""
     import jax
 
-    from paged_optax.engine.page_loops import page_loops
-    from paged_optax.engine.run import both_ways
+    from paged_optax.engine.page_loops import both_ways, page_loops
     from paged_optax.engine.streamed import Streamed
 
     ahead = both_ways(pages, sum(x.on_host for x in kept))
