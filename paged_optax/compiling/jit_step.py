@@ -26,11 +26,13 @@ from paged_optax.compiling.donation_check import check_donations, say_what_is_le
 from paged_optax.compiling.placements import (
     Described,
     are_elsewhere,
+    device_of,
     hosted,
     placements,
     refuse_moved,
     typed,
 )
+from paged_optax.compiling.schedules import compile_overlapping
 
 
 class _Program(NamedTuple):
@@ -189,7 +191,8 @@ class Step:
         with warnings.catch_warnings():
             # JAX only warns of what is an error here, and names no leaf.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            compiled = jitted.lower(*call.values).compile()
+            lowered = jitted.lower(*call.values)
+            compiled = compile_overlapping(lowered, device_of((inputs, outputs)))
         check_donations(compiled, call.values, call.keys, donated)
         self._hosted = belonging
         return _Program(compiled, jitted, call.kind, donated)

@@ -14,7 +14,7 @@ from paged_optax.backend.memory import (
     on_host,
     typed_by_memory,
 )
-from paged_optax.backend.types import KeyPath
+from paged_optax.backend.types import Device, KeyPath
 from paged_optax.compiling.arguments import Call, place_of
 from paged_optax.compiling.host_arithmetic import warn_of_host_compute
 
@@ -77,6 +77,12 @@ def typed(x: ArrayLike | jax.ShapeDtypeStruct) -> ArrayLike | jax.ShapeDtypeStru
     if not isinstance(x, jax.ShapeDtypeStruct) or x.sharding is None:
         return x
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=typed_by_memory(x.sharding))
+
+
+def device_of(places: PyTree[Sharding]) -> Device:
+    """A device of a program, given where its arguments and results are."""
+    found = (device for x in jax.tree.leaves(places) for device in x.device_set)
+    return next(found, jax.devices()[0])
 
 
 def placements(

@@ -15,7 +15,7 @@ import dataclasses
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,9 +51,21 @@ class Program:
     compile: Callable[[], MemoryReport]
 
 
-def h200(build: Build, devices: int = 1, card: str = "h200") -> MemoryReport:
-    """Compiles `build(mesh)` for `devices` H200s of one host, or other cards."""
-    return lowered_for_h200(build, devices, card).compile()
+def h200(
+    build: Build,
+    devices: int = 1,
+    card: str = "h200",
+    options: Mapping[str, bool | int] | None = None,
+) -> MemoryReport:
+    """Compiles `build(mesh)` for `devices` H200s of one host, or other cards.
+
+    Args:
+      build: Makes the program.
+      devices: How many cards there are.
+      card: Which, of those in `targets`.
+      options: XLA's compiler options.
+    """
+    return lowered_for_h200(build, devices, card, options).compile()
 
 
 def v5e(build: Build, devices: int = 1, topology: str = "v5e:2x2") -> MemoryReport:
@@ -61,24 +73,30 @@ def v5e(build: Build, devices: int = 1, topology: str = "v5e:2x2") -> MemoryRepo
     return lowered_for_v5e(build, devices, topology).compile()
 
 
-def lowered_for_h200(build: Build, devices: int = 1, card: str = "h200") -> Program:
-    """Lowers `build(mesh)` for `devices` H200s of one host, or other cards."""
+def lowered_for_h200(
+    build: Build,
+    devices: int = 1,
+    card: str = "h200",
+    options: Mapping[str, bool | int] | None = None,
+) -> Program:
+    """Lowers what `h200` compiles."""
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=_target(card), topology=f"1x{devices}x1"
     )
     jitted, args = build(Mesh(np.array(jax.devices()[:devices]), ("x",)))
     lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
-    options = compiler.get_compile_options(
+    how = compiler.get_compile_options(
         num_replicas=1,
         num_partitions=devices,
         device_assignment=np.array([[d.id for d in topology.devices]]),
+        env_options_overrides=dict(options or {}),
     )
-    options.executable_build_options.use_spmd_partitioning = True
-    options.executable_build_options.use_shardy_partitioner = True
+    how.executable_build_options.use_spmd_partitioning = True
+    how.executable_build_options.use_shardy_partitioner = True
 
     def compile() -> MemoryReport:
         compiled = topology.devices[0].client.compile(
-            lowered.compiler_ir(), _jax.DeviceList(tuple(topology.devices)), options
+            lowered.compiler_ir(), _jax.DeviceList(tuple(topology.devices)), how
         )
         return MemoryReport.of(
             compiled.get_compiled_memory_stats(), compiled.hlo_modules()[0].to_string()
