@@ -1,22 +1,25 @@
 """What a layerwise step of Llama 3 8B costs, by the step model. Nothing is run.
 
-    python tests/steps.py            # ten to fifteen minutes
-    python tests/steps.py 16384      # tokens a step; only these
+    python tests/steps.py                               # ten to fifteen minutes
+    python tests/steps.py 16384                         # tokens a step; only these
+    python tests/steps.py 4096 --ways layerwise         # writes no results
 
 Compiles each way to train for an H200 and runs through its schedule, see
-`tests/helpers/step_model.py`: at 55 GB/s each way, 600 TFLOP/s and 3.5 TB/s. Parameters
-are bfloat16, with float32 master weights and moments in eight bits on the host; where a
-way says so, of the masters the remainders alone. A sequence has 512 tokens. Ratios are
-to the resident step of the same batch, with the same rematerialisation and without
-clipping. Writes `tests/benchmarks/results/steps-h200-jax<version>.json`.
+`tests/helpers/step_model.py`: at 55 GB/s each way, 600 TFLOP/s and 3.5 TB/s, and, in
+brackets, with overheads that are assumed, low and high. Parameters are bfloat16, with
+float32 master weights and moments in eight bits on the host; where a way says so, of
+the masters the remainders alone. A sequence has 512 tokens. Ratios are to the resident
+step of the same batch, with the same rematerialisation and without clipping. Counts are
+those of `RuntimeCounts`. Writes
+`tests/benchmarks/results/steps-h200-jax<version>.json`.
 """
 
+import argparse
 import dataclasses
 import json
 import pathlib
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +28,7 @@ import jax.numpy as jnp
 import paged_optax as po
 from helpers import aot, decoder, step_model
 from paged_optax.cli.machine import describe
+from paged_optax.compiling.runtime_counts import RuntimeCounts
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "benchmarks" / "results"
 TOKENS = (16384, 65536)
@@ -60,44 +64,65 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def measure(tokens: int) -> Iterator[dict[str, Any]]:
+def measure(tokens: int, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
     """A row for each way, at `tokens` tokens a step."""
-    resident = 0.0
-    for name, (settings, how) in WAYS.items():
+    resident = None
+    for name in ways:
+        settings, how = WAYS[name]
         tx = po.paged_adamw_8bit(1e-4, **settings)
         began = time.perf_counter()
         build = decoder.layerwise(LLAMA_3_8B, tx, size=(tokens // 512, 512), **how)
         report = aot.h200(build)
         compiled = time.perf_counter() - began
-        cost = step_model.cost(report.hlo, step_model.H200, LLAMA_3_8B.layers)
-        resident = resident or cost.seconds
+        machine, layers = step_model.H200, LLAMA_3_8B.layers
+        cost = step_model.cost(report.hlo, machine, layers)
+        low, high = step_model.between(report.hlo, machine, layers)
+        if name == "resident":
+            resident = cost.seconds
         yield {
             "way": name,
             "tokens": tokens,
-            "over_resident": cost.seconds / resident,
+            "over_resident": resident and cost.seconds / resident,
             "device_gib": report.device_total / 2**30,
             "host_gib": report.host_total / 2**30,
             "host_scratch": report.host_temp,
             "compile_seconds": compiled,
             **dataclasses.asdict(cost),
+            "low_seconds": low,
+            "high_seconds": high,
+            "counts": dataclasses.asdict(RuntimeCounts.of(report.hlo)),
         }
 
 
+def line(row: dict[str, Any]) -> str:
+    """A row, to be read."""
+    ratio = row["over_resident"]
+    counts = row["counts"]
+    return (
+        f"{row['tokens']:6} tokens, {row['way']}: {row['seconds']:.3f} s"
+        f" ({row['low_seconds']:.3f} to {row['high_seconds']:.3f}),"
+        + (f" {ratio:.3f} of resident;" if ratio else "")
+        + f" device {row['device_gib']:.1f} GiB, host {row['host_gib']:.1f} GiB;"
+        f" {counts['kernels']:,} kernels, {counts['host_syncs']:,} waits of the host,"
+        f" {counts['loop_turns']:,} turns;"
+        f" compiled in {row['compile_seconds']:.0f} s"
+    )
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tokens", nargs="*", type=int, default=TOKENS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY")
+    given = parser.parse_args()
     rows = []
-    for tokens in map(int, sys.argv[1:] or TOKENS):
-        for row in measure(tokens):
+    for tokens in given.tokens:
+        for row in measure(tokens, given.ways or list(WAYS)):
             rows.append(row)
-            print(
-                f"{row['tokens']:6} tokens, {row['way']}: {row['seconds']:.3f} s,"
-                f" {row['over_resident']:.3f} of resident; device"
-                f" {row['device_gib']:.1f} GiB, host {row['host_gib']:.1f} GiB;"
-                f" compiled in {row['compile_seconds']:.0f} s",
-                flush=True,
-            )
-    where = RESULTS / f"steps-h200-jax{jax.__version__}.json"
-    made = {"machine": describe(), "rows": rows}
-    where.write_text(json.dumps(made, indent=1, default=str) + "\n")
+            print(line(row), flush=True)
+    if given.ways is None:
+        where = RESULTS / f"steps-h200-jax{jax.__version__}.json"
+        made = {"machine": describe(), "rows": rows}
+        where.write_text(json.dumps(made, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import jax
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.text_table import table
 from paged_optax.compiling.hlo import is_partitioned, transfers
+from paged_optax.compiling.runtime_counts import RuntimeCounts
 from paged_optax.engine.shards import UNSHARDED
 
 
@@ -29,6 +30,7 @@ class MemoryReport:
       unsharded: Whether it is a program of several devices that pages leaves whose
         shardings were not known: XLA then gathers pages from all devices.
       hlo: The optimized program.
+      platform: Whose program it is: `"cpu"`, `"gpu"` or `"tpu"`.
     """
 
     device_arguments: int
@@ -43,6 +45,7 @@ class MemoryReport:
     host_known: bool = True
     unsharded: bool = False
     hlo: str = dataclasses.field(default="", repr=False)
+    platform: str = ""
 
     @property
     def device_total(self) -> int:
@@ -61,9 +64,15 @@ class MemoryReport:
             self.host_arguments + self.host_outputs - self.host_aliased + self.host_temp
         )
 
+    @property
+    def runtime_counts(self) -> RuntimeCounts | None:
+        """What XLA:GPU's runtime does in one call, or None on another backend."""
+        on_gpu = self.platform in ("gpu", "cuda", "rocm")
+        return RuntimeCounts.of(self.hlo) if on_gpu and self.hlo else None
+
     @classmethod
-    def of(cls, stats: object, hlo: str, host_known: bool = True) -> "MemoryReport":
-        """Reads XLA's `CompiledMemoryStats` and the program's text."""
+    def of(cls, stats: object, hlo: str, platform: str) -> "MemoryReport":
+        """Reads XLA's `CompiledMemoryStats` and the text of a platform's program."""
         read = lambda name: int(getattr(stats, f"{name}_size_in_bytes"))
         return cls(
             read("argument"),
@@ -75,9 +84,10 @@ class MemoryReport:
             read("host_alias"),
             read("host_temp"),
             transfers(hlo),
-            host_known,
+            platform != "cpu",
             is_partitioned(hlo) and UNSHARDED in hlo,
             hlo,
+            platform,
         )
 
     def __str__(self) -> str:
@@ -94,6 +104,8 @@ class MemoryReport:
         notes = [f"transfers in the program: {self.transfers}"]
         if not self.host_known:
             notes = ["This backend does not tell host from device memory."]
+        if (counts := self.runtime_counts) is not None:
+            notes.append(str(counts))
         if self.unsharded:
             notes.append(
                 "Paging fell back: the shardings of some parameters are not known here,"
@@ -132,10 +144,9 @@ def memory_report(compiled: jax.stages.Compiled) -> MemoryReport:
     if stats is None:
         raise RuntimeError("this backend gives no memory analysis.")
     text = compiled.as_text() or ""
-    devices = {
-        device
+    platforms = {
+        device.platform
         for sharding in jax.tree.leaves(compiled.output_shardings)
         for device in sharding.device_set
     }
-    on_cpu = any(device.platform == "cpu" for device in devices)
-    return MemoryReport.of(stats, text, host_known=not on_cpu)
+    return MemoryReport.of(stats, text, min(platforms, default=""))

@@ -12,7 +12,6 @@ not there has no memories to name, and handed to the compile-only client.
 import collections
 import contextlib
 import dataclasses
-import math
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
 
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
+from paged_optax.compiling.computations import Computations, Kind
 from paged_optax.compiling.memory_report import MemoryReport
 from paged_optax.engine.pages import Pages
 
@@ -98,9 +98,8 @@ def lowered_for_h200(
         compiled = topology.devices[0].client.compile(
             lowered.compiler_ir(), _jax.DeviceList(tuple(topology.devices)), how
         )
-        return MemoryReport.of(
-            compiled.get_compiled_memory_stats(), compiled.hlo_modules()[0].to_string()
-        )
+        hlo = compiled.hlo_modules()[0].to_string()
+        return MemoryReport.of(compiled.get_compiled_memory_stats(), hlo, "gpu")
 
     return Program(lowered, compile)
 
@@ -118,7 +117,7 @@ def lowered_for_v5e(
     def compile() -> MemoryReport:
         with _nothing_kept():
             compiled = lowered.compile()
-        return MemoryReport.of(compiled.memory_analysis(), compiled.as_text())
+        return MemoryReport.of(compiled.memory_analysis(), compiled.as_text(), "tpu")
 
     return Program(lowered, compile)
 
@@ -136,64 +135,6 @@ def _nothing_kept() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "s16": 2}
-_BYTES |= {"u8": 1, "s8": 1, "f8e4m3fn": 1}
-
-
-class Computations:
-    """The computations of a scheduled program.
-
-    Attributes:
-      lines: The lines of each, by its name.
-      entry: The name of the one that a call runs.
-    """
-
-    def __init__(self, hlo: str, trips: Sequence[int] = ()) -> None:
-        """Takes a program apart.
-
-        Args:
-          hlo: The program.
-          trips: Turns of the innermost loops of which the compiler states none, in the
-            order of the program: XLA:TPU states none.
-        """
-        self.lines: dict[str, list[str]] = {}
-        self.entry = ""
-        self._turns: dict[str, int] = {}
-        self._stated = iter(trips)
-        for text in hlo.split("\n\n"):
-            name = re.match(r"\s*(ENTRY )?%?([\w.\-]+) ", text)
-            if name and "{" in text:
-                self.lines[name[2]] = text.splitlines()
-                self.entry = name[2] if name[1] else self.entry
-
-    def called(self, code: str, last: bool) -> list[str]:
-        """The computations that a line calls, or may call.
-
-        Args:
-          code: The line.
-          last: Whether it is in the last turn of a loop, where nothing is left to do
-            under a condition.
-        """
-        found = re.search(r"\b(call|conditional)\((.*)", code)
-        if not found or (last and found[1] == "conditional"):
-            return []
-        names = re.findall(r"%?([\w.\-]+)", found[2].partition(")")[2])
-        return [name for name in names if name in self.lines]
-
-    def loop(self, line: str) -> tuple[str, int]:
-        """The body of the loop in a line, and how many turns it takes."""
-        found = re.search(r"body=%?([\w.\-]+)", line)
-        assert found is not None
-        body = found[1]
-        if known := re.search(r'known_trip_count[^}]*"n":"?(\d+)', line):
-            return body, int(known[1])
-        if body not in self._turns:
-            inner = any(" while(" in x for x in self.lines[body])
-            moves = any("S(5)" in x and "-start(" in x for x in self.lines[body])
-            self._turns[body] = next(self._stated, 1) if moves and not inner else 1
-        return body, self._turns[body]
-
-
 def traffic(hlo: str, trips: Sequence[int] = ()) -> int:
     """Bytes that a scheduled program moves between host and device, both ways.
 
@@ -205,32 +146,20 @@ def traffic(hlo: str, trips: Sequence[int] = ()) -> int:
 
     def moved(name: str, last: bool = False) -> int:
         total = 0
-        for line in program.lines[name]:
-            code = line.split(", metadata=")[0]
-            if " while(" in code:
-                body, turns = program.loop(line)
+        for instruction in program.instructions[name]:
+            if instruction.operation == "while":
+                loop = program.loop(instruction)
+                body, turns = loop.body, loop.turns
                 total += (turns - 1) * moved(body) + moved(body, turns > 1)
-            elif called := program.called(code, last):
-                total += sum(map(moved, called))
-            elif re.search(r"-start\(|\bcopy\(", code) and "S(5)" in code:
-                total += moved_by(code)
+            elif called := program.branches(instruction):
+                # In a loop's last turn nothing is left to do under a condition.
+                if not (last and instruction.operation == "conditional"):
+                    total += sum(map(moved, called))
+            elif program.kind(instruction) in (Kind.ENGINE, Kind.ZERO_COPY):
+                total += program.moved_by(instruction)
         return total
 
     return moved(program.entry)
-
-
-def moved_by(code: str) -> int:
-    """Bytes of one transfer: of its part on the device. 0 for host to host."""
-    text = code.partition(" = ")[2] if "-start(" in code else code
-    operation = re.search(r" [\w\-]+\(", text)
-    assert operation is not None
-    types = text[: operation.start()] if "-start(" in code else text
-    sizes = []
-    for dtype, dims, layout in re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", types):
-        if dtype in _BYTES and "S(5)" not in layout:
-            values = math.prod(int(n) for n in dims.split(",") if n)
-            sizes.append(_BYTES[dtype] * values)
-    return min((size for size in sizes if size > 64), default=0)
 
 
 def placements(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:

@@ -8,14 +8,25 @@ hides it.
 
 A kernel takes twice its results' bytes at the memory's rate, or, where it changes a
 part of an array in place, twice that part's; one with products takes their time.
+
+`cost` gives the time of an ideal runtime, which adds nothing to that. `between` gives a
+range for XLA:GPU's: it adds stated overheads, low and high, and runs transfers on the
+streams of the jax at hand. The overheads are assumptions. None has been measured.
 """
 
+import collections
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
-from helpers import aot
+from helpers import streams
+from paged_optax.compiling.computations import (
+    Computations,
+    Instruction,
+    Kind,
+    buffers,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +47,58 @@ class Machine:
 #: Round figures of data sheets, for comparing schedules: PCIe 5 x16, dense bfloat16.
 H200 = Machine(link=55e9, flops=600e12, memory=3.5e12)
 V5E = Machine(link=16e9, flops=150e12, memory=0.8e12)
+
+
+@dataclasses.dataclass(frozen=True)
+class Overheads:
+    """What a runtime adds. Without arguments: nothing.
+
+    Attributes:
+      kernel: The least seconds that a kernel takes.
+      gap: Seconds between two kernels.
+      copy: Seconds that a transfer or a slice takes beyond its bytes' time.
+      sync: Seconds of one wait of the host, which finds the device idle after it.
+      graph: Seconds that a turn of a counted loop takes, to update its graph.
+      one_way: The part of the link's rate that a copy engine reaches.
+      both_ways: The part of that which is left for each direction while both are busy.
+      zero_copy: The part of the link's rate that a kernel reaches over it.
+      slices: How often a slice copied on the device crosses its memory.
+    """
+
+    kernel: float = 0.0
+    gap: float = 0.0
+    copy: float = 0.0
+    sync: float = 0.0
+    graph: float = 0.0
+    one_way: float = 1.0
+    both_ways: float = 1.0
+    zero_copy: float = 1.0
+    slices: float = 0.0
+
+
+#: Assumptions, from what such machines are known for. They are no measurements.
+LOW = Overheads(
+    kernel=2e-6,
+    gap=1e-6,
+    copy=4e-6,
+    sync=20e-6,
+    graph=15e-6,
+    one_way=0.95,
+    both_ways=0.95,
+    zero_copy=0.8,
+    slices=2.0,
+)
+HIGH = Overheads(
+    kernel=3e-6,
+    gap=2e-6,
+    copy=12e-6,
+    sync=50e-6,
+    graph=60e-6,
+    one_way=0.85,
+    both_ways=0.7,
+    zero_copy=0.5,
+    slices=2.0,
+)
 
 
 @dataclasses.dataclass
@@ -61,7 +124,12 @@ class Cost:
 
 
 def cost(
-    hlo: str, machine: Machine, layers: int = 1, trips: Sequence[int] = ()
+    hlo: str,
+    machine: Machine,
+    layers: int = 1,
+    trips: Sequence[int] = (),
+    overheads: Overheads = Overheads(),  # noqa: B008
+    in_turn: int | None = None,
 ) -> Cost:
     """Runs through a scheduled program.
 
@@ -71,10 +139,22 @@ def cost(
       layers: Turns of the loops over layers where the compiler states none: XLA:TPU
         states none, and the last layer or the first may have a turn of its own.
       trips: Turns of the innermost loops of which it states none, in their order.
+      overheads: What the runtime adds.
+      in_turn: Streams to which transfers and slices are dealt, see `streams.IN_TURN`.
     """
-    run = _Run(machine, layers, aot.Computations(hlo, trips), hlo)
-    run.cost.seconds = run.computation(run.program.entry, 0.0)
+    program = Computations(hlo, trips)
+    run = _Run(machine, layers, program, overheads, streams.dealt(program, in_turn))
+    run.cost.seconds = run.computation(program.entry, 0.0)
     return run.cost
+
+
+def between(hlo: str, machine: Machine, layers: int = 1) -> tuple[float, float]:
+    """The least and the most seconds of a program of XLA:GPU, see `LOW` and `HIGH`."""
+    low, high = (
+        cost(hlo, machine, layers, overheads=overheads, in_turn=streams.IN_TURN).seconds
+        for overheads in (LOW, HIGH)
+    )
+    return low, high
 
 
 def over_floor(hlo: str, least: int, trips: Sequence[int] = ()) -> float:
@@ -94,153 +174,183 @@ class _Run:
     """One pass over a program, at a time that goes on."""
 
     def __init__(
-        self, machine: Machine, layers: int, program: aot.Computations, hlo: str
+        self,
+        machine: Machine,
+        layers: int,
+        program: Computations,
+        overheads: Overheads,
+        streams: Mapping[str, int],
     ) -> None:
         self.machine, self.layers, self.cost = machine, layers, Cost()
-        self.program = program
-        self.free = {"up": 0.0, "down": 0.0}
+        self.program, self.overheads, self.streams = program, overheads, streams
+        self.free: dict[Hashable, float] = collections.defaultdict(float)
         self.kernels: dict[str, float] = {}
-        self.types = dict(re.findall(r"^\s*(?:ROOT )?%([\w.\-]+) = (\S+)", hlo, re.M))
 
     def computation(self, name: str, now: float, last: bool = False) -> float:
         """The time at which a computation that begins now has ended."""
         flying: dict[str, float] = {}
-        for line in self.program.lines[name]:
-            found = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = ", line)
-            code = line.split(", metadata=")[0]
-            if found is None:
-                continue
-            if " while(" in code:
-                now = self.loop(line, now)
-            elif called := self.program.called(code, last):
-                for branch in called:
-                    now = self.computation(branch, now)
-            elif "-start(" in code and "S(5)" in code:
-                way = _direction(code)
-                flying[found[1]] = self.transfer(way, aot.moved_by(code), now)
-            elif started := re.search(r"-done\([^%]*%?([\w.\-]+)\)", code):
-                now = max(now, flying.pop(started[1], now))
-            else:
-                seconds = self.kernel(found[1], code)
-                self.cost.compute += seconds
-                now += seconds
+        for instruction in self.program.instructions[name]:
+            kind = self.program.kind(instruction)
+            if instruction.operation == "while":
+                now = self.loop(instruction, now)
+            elif called := self.program.branches(instruction):
+                now = self.called(instruction, called, now, last)
+            elif instruction.operation.endswith("-done"):
+                now = max(now, flying.pop(instruction.operands[0], now))
+            elif kind is Kind.KERNEL:
+                now = self.kernel(instruction, now)
+            elif kind in (Kind.ENGINE, Kind.ZERO_COPY, Kind.SLICE):
+                ended = self.transfer(instruction, kind, now)
+                if instruction.started:
+                    flying[instruction.name] = ended
+                else:
+                    now = ended
         return max([now, *flying.values()])
 
-    def loop(self, line: str, now: float) -> float:
+    def called(
+        self, instruction: Instruction, called: Sequence[str], now: float, last: bool
+    ) -> float:
+        """The time at which a call has ended, or a conditional of which all may run.
+
+        In a loop's last turn nothing is left to do under a condition.
+        """
+        if instruction.operation == "conditional":
+            now += self.overheads.sync
+            called = () if last else called
+        for branch in called:
+            now = self.computation(branch, now)
+        return now
+
+    def loop(self, instruction: Instruction, now: float) -> float:
         """As `computation`; the third turn of a loop stands for all that follow."""
-        body, turns = self.program.loop(line)
-        if "known_trip_count" not in line and self.of_layers(body):
-            turns = self.layers
+        loop = self.program.loop(instruction)
+        turns = loop.turns
+        if not loop.counted:
+            if self.of_layers(loop.body):
+                turns = self.layers
+            now = self.asked(loop.condition, now)
+
+        def turn_from(now: float, last: bool) -> float:
+            now = self.computation(loop.body, now, last)
+            if loop.counted:
+                return now + self.overheads.graph
+            return self.asked(loop.condition, now)
+
         for turn in range(1, turns + 1):
             before, began = dataclasses.replace(self.cost), now
-            now = self.computation(body, now, 1 < turn == turns)
+            now = turn_from(now, 1 < turn == turns)
             left = turns - 1 - turn
             if turn == 3 and left > 0:
                 longer = left * (now - began)
                 for field in ("up", "down", "compute"):
                     each = getattr(self.cost, field) - getattr(before, field)
                     setattr(self.cost, field, getattr(self.cost, field) + left * each)
-                self.free = {way: free + longer for way, free in self.free.items()}
-                return self.computation(body, now + longer, True)
+                return turn_from(now + longer, True)
         return now
+
+    def asked(self, condition: str, now: float) -> float:
+        """The time at which the host knows whether a loop takes another turn."""
+        return self.computation(condition, now) + self.overheads.sync
 
     def of_layers(self, body: str) -> bool:
         """Whether products are computed in a loop's body."""
         return any(
-            self.products(line)
-            for caller in self.program.lines[body]
-            for line in (caller, *self.program.lines.get(_called(caller), []))
+            self.products(inner)
+            for caller in self.program.instructions[body]
+            for inner in (caller, *self.inside(caller))
         )
 
-    def transfer(self, way: str, size: int, now: float) -> float:
-        """The time at which a transfer that is issued now has ended."""
-        self.free[way] = max(now, self.free[way]) + size / self.machine.link
+    def inside(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions of a fusion."""
+        return self.program.instructions.get(instruction.calls, [])
+
+    def transfer(self, instruction: Instruction, kind: Kind, now: float) -> float:
+        """The time at which a transfer or a slice that is issued now has ended."""
+        stream = self.streams.get(instruction.name)
+        if stream is not None:
+            now = max(now, self.free[stream])
+        size = self.program.moved_by(instruction)
+        if kind is Kind.SLICE:
+            seconds = self.overheads.slices * size / self.machine.memory
+            ended = now + self.overheads.copy + seconds
+        else:
+            up = self.program.goes_up(instruction)
+            ended = self.over_link("up" if up else "down", kind, size, now)
+        if stream is not None:
+            self.free[stream] = ended
+        return ended
+
+    def over_link(self, way: str, kind: Kind, size: int, now: float) -> float:
+        """The time at which a transfer has ended that begins now, or when it can.
+
+        While the other way is busy, both together have `both_ways` of twice one way's
+        rate. What was issued first keeps its own rate, and this transfer has the rest.
+        """
         setattr(self.cost, way, getattr(self.cost, way) + size)
+        over = self.overheads
+        part = over.one_way if kind is Kind.ENGINE else over.zero_copy
+        seconds = size / (part * self.machine.link)
+        begun = max(now, self.free[way]) + over.copy
+        rest = 2 * over.both_ways - 1
+        busy = max(0.0, self.free["down" if way == "up" else "up"] - begun)
+        beside = min(busy, seconds / rest if rest else math.inf)
+        self.free[way] = begun + seconds + (1 - rest) * beside
         return self.free[way]
 
-    def kernel(self, name: str, code: str) -> float:
-        """Seconds of one instruction."""
-        if name not in self.kernels:
-            self.kernels[name] = self._kernel(code)
-        return self.kernels[name]
+    def kernel(self, instruction: Instruction, now: float) -> float:
+        """The time at which a kernel that begins now has ended."""
+        if instruction.name not in self.kernels:
+            least = max(self._kernel(instruction), self.overheads.kernel)
+            self.kernels[instruction.name] = least + self.overheads.gap
+        seconds = self.kernels[instruction.name]
+        self.cost.compute += seconds
+        return now + seconds
 
-    def _kernel(self, code: str) -> float:
-        operation = re.search(
-            r" (fusion|copy|reduce|custom-call|dot|convolution)\(", code
-        )
-        if operation is None or "S(5)" in code:
+    def _kernel(self, instruction: Instruction) -> float:
+        """Seconds that the machine's rates allow for."""
+        timed = ("fusion", "copy", "reduce", "custom-call", "dot", "convolution")
+        if instruction.operation not in timed:
             return 0.0
-        lines = self.program.lines.get(_called(code), [])
-        if products := sum(map(self.products, [code, *lines])):
+        lines = self.inside(instruction)
+        if products := sum(map(self.products, [instruction, *lines])):
             return products / self.machine.flops
-        types = code[: operation.start()].partition(" = ")[2]
-        size = sum(_sizes(types))
+        size = sum(x.bytes for x in buffers(instruction.types))
         for line in lines:
-            changed = re.search(
-                r" = (\S+) dynamic-update-slice\(%?[\w.\-]+, %?([\w.\-]+)", line
-            )
-            if changed:  # in place
-                part = _sizes(self.types.get(changed[2], ""))
-                size += sum(part) - sum(_sizes(changed[1]))
+            if line.operation == "dynamic-update-slice":  # in place
+                part = buffers(self.program.types.get(line.operands[1], ""))
+                size += sum(x.bytes for x in part)
+                size -= sum(x.bytes for x in buffers(line.types))
         return 2 * max(size, 0) / self.machine.memory
 
-    def products(self, code: str) -> int:
+    def products(self, instruction: Instruction) -> int:
         """Operations of the products in one line."""
-        operation = re.search(r" (dot|convolution|custom-call)\(%?([\w.\-]+)", code)
-        if operation is None:
+        operations = ("dot", "convolution", "custom-call")
+        if instruction.operation not in operations or not instruction.operands:
             return 0
-        left = _dimensions(self.types.get(operation[2], ""))
-        result = _dimensions(code.partition(" = ")[2])
-        if operation[1] == "convolution":
-            return 2 * math.prod(result) * self._summed(code, result)
-        axes = re.search(r'lhs_contracting_dim\w*"?[=:]\s*[\[{]([\d", ]+)', code)
+        result = _shape(instruction.types)
+        if instruction.operation == "convolution":
+            return 2 * math.prod(result) * self._summed(instruction, result)
+        left = _shape(self.program.types.get(instruction.operands[0], ""))
+        axes = re.search(
+            r'lhs_contracting_dim\w*"?[=:]\s*[\[{]([\d", ]+)', instruction.code
+        )
         if axes is None or not left:
             return 0
         summed = [left[int(i)] for i in re.findall(r"\d+", axes[1])]
         return 2 * math.prod(result) * math.prod(summed)
 
-    def _summed(self, code: str, result: Sequence[int]) -> int:
+    def _summed(self, instruction: Instruction, result: Sequence[int]) -> int:
         """Entries that a TPU's product sums: its axes are those of a convolution."""
-        labels = re.search(r"dim_labels=\w+_(\w+)->(\w+)", code)
-        right = re.search(r" convolution\(%?[\w.\-]+, %?([\w.\-]+)", code)
+        labels = re.search(r"dim_labels=\w+_(\w+)->(\w+)", instruction.code)
         assert labels is not None
-        assert right is not None
-        axes = dict(zip(labels[1], _dimensions(self.types[right[1]]), strict=True))
+        right = _shape(self.program.types[instruction.operands[1]])
+        axes = dict(zip(labels[1], right, strict=True))
         made = dict(zip(labels[2], result, strict=True))
         return math.prod(
             n for axis, n in axes.items() if axis != "o" and made.get(axis, 1) == 1
         )
 
 
-def _called(code: str) -> str:
-    found = re.search(r"calls=%?([\w.\-]+)", code)
-    return found[1] if found else ""
-
-
-def _direction(code: str) -> str:
-    operation = re.search(r"([\w\-]+)-start\(", code)
-    assert operation is not None
-    what = (operation[1] + _called(code)).replace("_", "-")
-    if "update-slice" in what:
-        return "down"
-    if "dynamic-slice" in what:
-        return "up"
-    # copy-start: (destination, source, ...)
-    first = re.search(r"\w+\[[\d,]*\](\{[^}]*\})?", code.partition(" = ")[2])
-    return "down" if first and "S(5)" in first[0] else "up"
-
-
-_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "s16": 2}
-_BYTES |= {"u8": 1, "s8": 1, "pred": 1}
-
-
-def _sizes(types: str) -> list[int]:
-    return [
-        _BYTES.get(dtype, 4) * math.prod(int(n) for n in dims.split(",") if n)
-        for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", types)
-    ]
-
-
-def _dimensions(types: str) -> list[int]:
-    found = re.search(r"\w+\[([\d,]*)\]", types)
-    return [int(n) for n in found[1].split(",") if n] if found else []
+def _shape(types: str) -> tuple[int, ...]:
+    """The first array's dimensions."""
+    return next((buffer.shape for buffer in buffers(types)), ())
