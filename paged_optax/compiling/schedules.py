@@ -7,8 +7,8 @@ would take 1.04 s at the rates at which it takes 0.76 with these options (jax 0.
 by the model of its schedule in `tests/steps.py`).
 
 The scheduler keeps within a limit of memory, and so does rematerialization. XLA counts
-arrays on the host against it. So the limit is lifted here, and what the compiled program
-takes is looked at instead.
+arrays on the host against it. So the limit is lifted here, and what the compiled
+program takes is looked at instead.
 """
 
 import os
