@@ -322,8 +322,10 @@ class Run:
         elementwise = self.program.elementwise
         whole = self.pages.page(at.size, together) if elementwise else None
         results = self.program(inputs, whole)
-        coded = [self.leaves[p].codec is not None for p in self.overwrites]
-        results = each(barrier, results, coded)
+        if self.coded:
+            results = on_cpu(barrier, results)
+            coded = [self.leaves[p].codec is not None for p in self.overwrites]
+            results = each(barrier, results, coded)
         return tuple(
             self._encoded(
                 self.leaves[position],
