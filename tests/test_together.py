@@ -15,7 +15,7 @@ from helpers import aot, reference, step_model
 from helpers.programs import MIB, assert_in_place, bfloat16, square, updating
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import arranged, named
-from paged_optax.engine import run, stream
+from paged_optax.engine import page_loops, run, stream
 from paged_optax.engine.page_size import cut
 from paged_optax.engine.pages import Storage
 from paged_optax.engine.run import Run
@@ -35,7 +35,7 @@ def together(monkeypatch, request):
         as_a_gpu = lambda run, geometry, *arrays: run(geometry.rows, *arrays)
         monkeypatch.setattr(stream, "_by_backend", as_a_gpu)
         if request.param == "both ways":
-            monkeypatch.setattr(run, "GPU_NEEDS_RAW_INDEX", False)
+            monkeypatch.setattr(page_loops, "GPU_NEEDS_RAW_INDEX", False)
             monkeypatch.setattr(Run, "_swept", Run._duplex)
         jax.clear_caches()
 

@@ -14,6 +14,7 @@ from paged_optax.backend.text_table import show
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.cli import bandwidth, machine, this_card
 from paged_optax.cli.comparison import Difference, compare
+from paged_optax.compiling.schedules import OVERLAPPING, needs_options
 from paged_optax.engine import backend_check
 from paged_optax.planning.cards import CARDS, Card, card_name
 from paged_optax.planning.footprints import filled
@@ -96,6 +97,9 @@ def _machine() -> Iterator[tuple[str, str]]:
         in_turn = "in turn, in twice the time: install jax 0.11.2 or newer"
         both = "both at once"
         yield "reads and writes", in_turn if GPU_NEEDS_RAW_INDEX else both
+        if needs_options(jax.local_devices()[0]):
+            told = ", ".join(f"{name}={x}" for name, x in OVERLAPPING.items())
+            yield "compiler_options= of your own jax.jit", told
 
 
 def _of_the_pool() -> str:

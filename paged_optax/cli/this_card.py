@@ -9,6 +9,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
+from paged_optax.backend.capability import compute_capability
 from paged_optax.backend.memory import device_memory, device_share
 from paged_optax.cli import bandwidth
 from paged_optax.cli.machine import host_available
@@ -29,8 +30,8 @@ def products(x: Square, w: Square) -> Square:
 
 def knows_bfloat16() -> bool:
     """Whether the tensor cores do: on a GPU of compute capability 8.0 or more."""
-    capability = getattr(jax.local_devices()[0], "compute_capability", None)
-    return capability is None or float(capability) >= 8
+    capability = compute_capability(jax.local_devices()[0])
+    return capability is None or capability >= 8
 
 
 def teraflops(

@@ -19,9 +19,11 @@ from typing import Any
 
 import jax
 
+from paged_optax.backend.capability import compute_capability
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.compiling.memory_report import memory_report
 
+_HOPPER = 9
 _SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 
 #: What to give `jax.jit(..., compiler_options=...)` on a GPU that is no Hopper.
@@ -35,11 +37,9 @@ def needs_options(device: Any) -> bool:
 
     Nothing is told where `XLA_FLAGS` say something of the scheduler.
     """
-    capability = getattr(device, "compute_capability", None)
-    if device.platform != "gpu" or capability is None:
-        return False
+    capability = compute_capability(device)
     told = _SCHEDULER in os.environ.get("XLA_FLAGS", "")
-    return not told and not str(capability).startswith("9.")
+    return capability is not None and int(capability) != _HOPPER and not told
 
 
 def compile_overlapping(
