@@ -221,6 +221,22 @@ def test_bad_text(example, folders, name, tmp_path, capsys):
     assert says in capsys.readouterr().err
 
 
+def test_a_machine_of_little_memory(example, folders, tmp_path, monkeypatch, capsys):
+    """What XLA may pin is nine tenths of it, or what the user says."""
+    main = example.command
+    monkeypatch.delenv(main.POOL, raising=False)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < main.pinned_gigabytes() << 30 <= 0.9 * memory
+    monkeypatch.setenv(main.POOL, "0")
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    given = _arguments(folders("qwen3"), text, tmp_path / "tuned")
+    assert main.main([*given, "--way", "all", "--min-size", "1KiB"]) == 1
+    said = capsys.readouterr().err
+    assert "GiB of host memory, and 0 may be pinned here: try --method lora" in said
+    assert not (tmp_path / "tuned").exists()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
