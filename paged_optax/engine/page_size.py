@@ -57,29 +57,16 @@ _WHOLE_ON_CPU_IF_CONVERTED = 16 * 2**20
 _CODED_PAGES = 16 * 2**20
 _CODED_LEAVES = 7
 
-# A page costs XLA:GPU about ten kernels, however large it is, and where moments are on
-# the device nothing travels beside them. There pages may be larger. Beside layers there
-# is room: a layer's weights, gradients and moments have been on the device. So there
-# moments that travel have larger pages too, and those on the device such as hold most
-# leaves whole, of so many times the size that was asked for.
-_CODED_PAGES_HERE = 32 * 2**20
-_CODED_PAGES_BESIDE_LAYERS = 64 * 2**20
-_PAGES_IN_LEAF = 16
+# A page costs XLA:GPU about ten kernels, however large it is. Beside layers' weights
+# that are on the device a larger one is little: see `paged_optax.layerwise.apart`. If
+# nothing of it travels, it may have so many times the size that was asked for.
+_LARGER_HERE = 16
 
 
 def uncut(shape: tuple[int, ...]) -> Geometry:
     """A leaf that is updated whole on every backend."""
     pages = Pages(shape, shape, 0, 1, 0)
-    return _gated(pages, dataclasses.replace(pages, tiled=len(shape) > 1), pages)
-
-
-def _gated(rows: Pages, tiles: Pages, alone: Pages, travels: bool = True) -> Geometry:
-    """The geometry, with gates where leaves are not kept `behind` each other."""
-    gate = functools.partial(dataclasses.replace, gated=True)
-    if travels:
-        alone = gate(alone)
-        rows = gate(rows) if GPU_NEEDS_RAW_INDEX else rows
-    return Geometry(rows, gate(tiles), alone)
+    return Geometry(pages, dataclasses.replace(pages, tiled=len(shape) > 1), pages)
 
 
 @functools.cache
@@ -88,7 +75,7 @@ def cut(
     moments: tuple[Storage, ...],
     page_size: int,
     like: int = 1,
-    beside_layers: bool = False,
+    room: int = 0,
 ) -> Geometry:
     """Cuts leaves into pages of at most `page_size` bytes, if their layout allows it.
 
@@ -102,7 +89,7 @@ def cut(
       moments: The moments that share the leaf's pages.
       page_size: The most bytes of one moment's page, as the transformation sees it.
       like: So many leaves are like this one, and may share pages.
-      beside_layers: Whether the leaf is updated in a layerwise step.
+      room: Bytes of one moment's page for which there is room anyway.
 
     Returns:
       The geometry.
@@ -133,8 +120,8 @@ def cut(
     tiles = find(page_size, in_tiles, at_least(alternate))
     if coded:
         leaves = _even(like, -(-like // _CODED_LEAVES))
-        rows = find(_coded_page(moments, page_size, beside_layers), in_rows, leaves)
-        page_size = _coded_page(moments, page_size)
+        rows = find(_coded_page(moments, page_size, room), in_rows, leaves)
+        page_size = _coded_page(moments, page_size, 0)
     else:
         # Where pages go in turn, no leaf need alternate with another.
         leaves = at_least(1 if GPU_NEEDS_RAW_INDEX else alternate)
@@ -144,20 +131,15 @@ def cut(
     least = _WHOLE_ON_CPU_IF_CONVERTED if converted else _WHOLE_ON_CPU
     whole = page_size >= least and not coded and not rows.refused
     alone = single(shape) if whole else in_rows(shape, moments, page_size)
-    return _gated(rows, tiles, alone, any(x.on_host for x in moments))
+    return Geometry(rows, tiles, alone)
 
 
-def _coded_page(
-    moments: tuple[Storage, ...], page_size: int, beside_layers: bool = False
-) -> int:
+def _coded_page(moments: tuple[Storage, ...], page_size: int, room: int) -> int:
     """Bytes of one moment's page on a GPU, where a codec stores moments in blocks."""
     travels = any(x.on_host for x in moments)
-    if beside_layers and not travels:
-        return _PAGES_IN_LEAF * page_size
-    together = _CODED_PAGES if travels else _CODED_PAGES_HERE
-    if beside_layers:
-        together = _CODED_PAGES_BESIDE_LAYERS
-    return min(page_size, together // max(2, len(moments)))
+    least = min(page_size, _CODED_PAGES // max(2, len(moments)))
+    most = page_size if travels else _LARGER_HERE * page_size
+    return max(least, min(most, room))
 
 
 def _stored_bytes(storage: Storage, shape: tuple[int, ...]) -> int:

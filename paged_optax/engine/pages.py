@@ -51,8 +51,8 @@ class Pages:
       unit: Entries along `axis` that a loop's own variable counts as one. A page is a
         multiple of them.
       tiled: Whether arrays lie in a TPU's tiles.
-      gated: Whether a leaf sits behind a gate, see `paged_optax.engine.stream`; else
-        the leaves before it keep it apart.
+      ungated: Whether a leaf needs no gate to keep it apart from all else, see
+        `paged_optax.engine.stream`.
       leaves: How many like leaves share pages. The last group may have fewer.
       refused: Why the leaf cannot be cut although it is larger than a page; else empty.
     """
@@ -64,7 +64,7 @@ class Pages:
     count: int
     unit: int = 1
     tiled: bool = False
-    gated: bool = False
+    ungated: bool = False
     leaves: int = 1
     refused: str = ""
 

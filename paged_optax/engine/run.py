@@ -88,15 +88,6 @@ class Run:
         return any(leaf.codec is not None for leaf in self.leaves)
 
     @property
-    def here(self) -> bool:
-        """Whether all is on the device, in rows: then no gate keeps a leaf apart.
-
-        On a GPU it would wait for the host twice.
-        """
-        travels = any(leaf.travels for leaf in self.leaves)
-        return self.coded and not self.pages.gated and not travels
-
-    @property
     def streams(self) -> tuple[int, ...]:
         """The arrays whose pages travel both ways."""
         return tuple(
@@ -119,17 +110,14 @@ class Run:
 
         Args:
           views: The view of each array, of each leaf that has its own.
-          gate: How often to run; None: once. On a GPU the leaf must then be
-            `behind` others, see `paged_optax.engine.fences`.
+          gate: How often to run; None: once.
         """
         buffers = tuple(views[position] for position in self.targets)
         run = functools.partial(self._all_pages, views)
-        if self.here:
-            made = run(buffers)
-            if gate is None:
-                return made
-            return jax.tree.map(lambda x, y: jnp.where(gate > 0, x, y), made, buffers)
-        if gate is None and self._is_kept_apart:
+        kept_together = len(page_loops(self.pages)) == 1 and self.pages.count > 1
+        if gate is None and kept_together and not self.coded and not self.duplex:
+            return run(buffers)  # its own loop keeps it together
+        if gate is None and self.pages.ungated:
             return run(buffers)
         trips = open_gate() if gate is None else gate
         return lax.while_loop(
@@ -137,15 +125,6 @@ class Run:
             lambda carry: (carry[0] + 1, run(carry[1])),
             (jnp.int32(0), buffers),
         )[1]
-
-    @property
-    def _is_kept_apart(self) -> bool:
-        """Whether no gate need keep this leaf apart from others."""
-        if not self.pages.gated:
-            return True
-        # Its own loop keeps it together.
-        looped = len(page_loops(self.pages)) == 1 and self.pages.count > 1
-        return looped and not self.coded and not self.duplex
 
     def _all_pages(
         self, views: Sequence[LeafBuffers], buffers: tuple[LeafBuffers, ...]

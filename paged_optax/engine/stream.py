@@ -10,12 +10,11 @@ keep this right and small on every compiler at hand:
   induction variable alone and ignores what is computed from it; with this form its
   transfer descriptors cover exactly the page in jax 0.10.2 and in 0.12.0.1. A last page
   of fewer rows is one more access at a fixed row.
-- **A leaf is behind the one before it**: what it is given waits for what that one came
-  to, so that leaves stay one at a time (16 leaves of 64 MiB in one page each: 256 MiB
-  of scratch on H200 and v5e instead of 2176). On a TPU, and on a GPU before jax 0.11.2,
-  it sits behind a gate instead: a loop whose trip count the compiler cannot see, out of
-  which nothing is hoisted, neither its only page nor the first one. A gate given from
-  outside as 0 moves no byte.
+- **A leaf sits behind a gate**: a loop whose trip count the compiler cannot see.
+  Nothing of the leaf is hoisted out of it, neither its only page nor the first one, so
+  that leaves stay one at a time (16 leaves of 64 MiB in one page each: 256 MiB of
+  scratch on H200 and v5e instead of 2176). A gate given from outside as 0 moves no
+  byte.
 
 How an array lies in its pages is in `paged_optax.engine.streamed`. This module knows
 nothing of Optax.
@@ -35,8 +34,6 @@ from paged_optax.analysis.program import Program
 from paged_optax.backend.manual_axes import varying
 from paged_optax.backend.memory import HOST, on_host
 from paged_optax.codecs import Codec
-from paged_optax.engine.fences import behind
-from paged_optax.engine.page_loops import open_gate
 from paged_optax.engine.page_size import sharing
 from paged_optax.engine.pages import Geometry, Pages
 from paged_optax.engine.run import Run
@@ -68,7 +65,7 @@ def stream(
         further buffers to overwrite. Arrays of the leaf's shape are paged; others
         (scalars) are the same for all leaves, and given to every page whole.
       gate: 1 to update the leaves; 0 to leave them, moving nothing. None always
-        updates, and leaves it to the caller to keep them `behind` others.
+        updates.
       noise: For each result the random words that its codec rounds by, or None.
       program: What to compute on a page; see `paged_optax.analysis.program`.
       overwrites: For each of its results, the position of the array it replaces,
@@ -86,18 +83,9 @@ def stream(
     """
     how = _How(program, overwrites, codecs or (None,) * len(leaves[0]), shapes, shards)
 
-    def run(
-        pages: Pages,
-        leaves: tuple[Arrays, ...],
-        gate: Int[Array, ""] | None,
-        noise: PyTree[Array],
-    ) -> list[Arrays]:
-        made: list[list[Arrays]] = []
-        for part in sharing(pages, len(leaves)):
-            given = leaves[part]
-            if made and gate is None and not pages.gated:
-                made[-1], given = behind(made[-1], given)
-            made.append(_stream(given, gate, noise, how=how, pages=pages))
+    def run(pages: Pages, leaves: tuple[Arrays, ...], *others: PyTree) -> list[Arrays]:
+        parts = sharing(pages, len(leaves))
+        made = [_stream(leaves[part], *others, how=how, pages=pages) for part in parts]
         return [arrays for each in made for arrays in each]
 
     return _by_backend(run, geometry, leaves, gate, noise)
@@ -268,6 +256,6 @@ def _fill(
     made = Streamed.of(stored, pages, codec, host).staged()
     run = Run(program, (len(arrays),), pages, [*leaves, made], [noise], place)
     blank = varying(made.blank(), axes)
-    ((new,),) = run([*views, (blank,)], open_gate())
+    ((new,),) = run([*views, (blank,)], None)
     leaf = made.restore(new)
     return (jax.device_put(leaf, HOST) if host else leaf,)

@@ -40,6 +40,9 @@ Tree = TypeVar("Tree", bound=PyTree)
 # outputs: what is large besides is of no layer that was found.
 _ALONE = 3
 
+# A page of one moment may be so large a part of the layers that are on the device.
+_PAGES = 32
+
 
 class Applied(Apart):
     """Updates layers, and the rest."""
@@ -90,7 +93,8 @@ class Applied(Apart):
         """
         (every,) = self.grouped(1)
         state = [slab(x, i, self.length) for x in slots]
-        made, new = self.part(every, state, weights, gradients, i)
+        with within(in_turn=True):
+            made, new = self.part(every, state, weights, gradients, i)
         slots = [put(x, new, i) for x, new in zip(slots, made, strict=True)]
         done = dict(zip(every.leaves, new, strict=True))
         return slots, [done.get(leaf, w) for leaf, w in enumerate(weights)]
@@ -330,7 +334,9 @@ class Applied(Apart):
     ) -> tuple[list[Array], list[Stored]]:
         """The leaves of new parameters and of a new state."""
         tree = jax.tree.unflatten(self.parts.structure, params)
-        with within(fetched=True, layer=layer):
+        layers = self.of_layers(self.params)
+        weights = sum(nbytes(x) for x in layers if not on_host(x))
+        with within(fetched=True, layer=layer, room=weights // _PAGES):
             made, new = self.tx.update(
                 jax.tree.unflatten(self.parts.structure, updates),
                 jax.tree.unflatten(self.state_structure, state),

@@ -28,6 +28,9 @@ class Context:
       gate: Whether updates happen.
       restart: Whether an update ends with the state that `init` makes.
       fetched: Whether the moments of an update are on the device on purpose.
+      room: Bytes of a page for which there is room beside what the device has anyway.
+      in_turn: Whether a layer's moments come and go with nothing beside. Then a leaf's
+        go while another one's come, if each leaf has a gate.
       layer: The number of the layer that the moments belong to; None if they belong to
         no layer of a stack.
       seen_through: Whether a trace only looks at what a chain of transformations
@@ -47,6 +50,8 @@ class Context:
     gate: Gate = True
     restart: Gate = False
     fetched: bool = False
+    room: int = 0
+    in_turn: bool = False
     layer: ArrayLike | None = None
     seen_through: bool = False
     types_only: bool = False

@@ -117,8 +117,14 @@ class Pager:
         shape = shards.local(leaf.shape) if shards else leaf.shape
         if not leaf.program.elementwise or not moments:
             return uncut(shape)
-        page_size, beside = self.configuration.page_size, current().fetched
-        return cut(shape, tuple(moments), page_size, like, beside)
+        page_size, room = self.configuration.page_size, current().room
+        room = room if room >= page_size else 0
+        found = cut(shape, tuple(moments), page_size, like, room)
+        here = not any(x.on_host for x in moments)
+        if room and here and not current().in_turn:
+            rows = dataclasses.replace(found.rows, ungated=True)
+            return dataclasses.replace(found, rows=rows)
+        return found
 
     def refused(self, layout: Layout, position: int) -> str:
         """Tells why a moment cannot be sliced in host memory; empty if it can."""

@@ -15,8 +15,6 @@ from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.backend.manual_axes import varying, varying_axes
 from paged_optax.backend.memory import HOST, on_host
 from paged_optax.codecs import Codec, draw
-from paged_optax.engine.fences import behind
-from paged_optax.engine.page_loops import open_gate
 from paged_optax.engine.pages import Storage
 from paged_optax.engine.shards import UNSHARDED, Shards, constrained
 from paged_optax.engine.stream import stream
@@ -120,21 +118,10 @@ class Streaming:
                 alike.setdefault(self._kind(leaf, found), {})[number] = found
             else:
                 made[number] = self._whole(leaf, inputs, olds)
-        last: Sequence[int] = ()
         for group in alike.values():
-            first, found = leaves[next(iter(group))][0], list(group.values())
-            if last and not current().fetched:
-                before, arrays = behind(
-                    [made[number] for number in last], [x.arrays for x in found]
-                )
-                made.update(zip(last, before, strict=True))
-                found = [
-                    dataclasses.replace(x, arrays=y)
-                    for x, y in zip(found, arrays, strict=True)
-                ]
-            new = self._paged(first, found)
+            first = leaves[next(iter(group))][0]
+            new = self._paged(first, list(group.values()))
             made.update(zip(group, new, strict=True))
-            last = [*group]
         return [made[number] for number in range(len(leaves))]
 
     def _whole(
@@ -210,11 +197,6 @@ class Streaming:
             shards=divided,
         )
         away, noise = any(map(on_host, first.arrays)), self._noise(leaf)
-        if isinstance(gate, Array):
-            gate = gate.astype(jnp.int32)
-        else:
-            # What is beside layers is computed of each leaf alone, to be taken apart.
-            gate = open_gate() if away and current().fetched else None
         alone = divided is None and leaf.program.elementwise
         named = jax.named_scope(UNSHARDED) if alone else contextlib.nullcontext()
         # No context changes what streams, so like leaves are traced once.
@@ -222,7 +204,7 @@ class Streaming:
             arrays = [x.arrays for x in found]
             return run(
                 tuple(refuse_derivatives(x) if away else tuple(x) for x in arrays),
-                gate,
+                gate.astype(jnp.int32) if isinstance(gate, Array) else None,
                 noise,
             )
 
