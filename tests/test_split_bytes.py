@@ -43,7 +43,16 @@ def compiled(written, settings, compiler):
     ("settings", "compiler"),
     [
         ({}, aot.h200),
-        ({"tied": False, "normed": False, "remat": True}, aot.h200),
+        pytest.param(
+            {"tied": False, "normed": False, "remat": True},
+            aot.h200,
+            marks=pytest.mark.xfail(
+                FETCHES_AHEAD,
+                strict=True,
+                reason="1.023: on a target with driver and toolkit XLA takes 8 MiB more"
+                " for a list, and 8 MiB less for that of the case above",
+            ),
+        ),
         ({}, aot.v5e),
     ],
     ids=["plain", "untied and computed again", "v5e"],
