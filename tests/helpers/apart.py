@@ -43,8 +43,8 @@ def process(script: str, flags: str) -> Iterator[Callable[[str], Any]]:
             print(case, file=running.stdin, flush=True)
             reply = running.stdout.readline()
             if not reply:
-                errors.seek(0)
                 code = running.wait()
+                errors.seek(0)  # its own place in the file is this one
                 raise RuntimeError(f"{script} ended by {code}:\n{errors.read()}")
             return json.loads(reply)
 

@@ -145,8 +145,8 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
     alone: list[geometry.Geometry] = []
     kept: list[geometry.Storage] = []
 
-    def cut(shape, moments, page_size, like=1):
-        cuts.append(geometry.cut(shape, moments, page_size))
+    def cut(shape, moments, page_size, like=1, room=0):
+        cuts.append(geometry.cut(shape, moments, page_size, like, room))
         kept[:] = moments
         alone[:] = [geometry.cut(shape, (x,), page_size) for x in moments]
         return cuts[-1]
