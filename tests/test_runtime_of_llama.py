@@ -59,7 +59,7 @@ def shapes(layers):
 
 @pytest.mark.parametrize("make", [po.paged_adamw, po.paged_adamw_8bit])
 def test_an_update_of_many_leaves(make):
-    """No kernel reads or writes host memory."""
+    """No kernel reads or writes host memory, and the host is waited for at the end."""
     tx, params = make(1e-4), shapes(8)
 
     def build(mesh):
@@ -78,4 +78,6 @@ def test_an_update_of_many_leaves(make):
     print(counts)
     assert counts.zero_copy_bytes == counts.host_copies == 0
     assert counts.zero_copy_up == counts.zero_copy_down == report.host_temp == 0
+    assert counts.host_syncs <= 4
+    assert report.device_temp <= 64 * 2**20
     assert report.host_aliased == report.host_arguments

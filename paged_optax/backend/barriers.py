@@ -6,11 +6,18 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import xla_metadata
 
 from paged_optax.backend.manual_axes import varying, varying_axes
 from paged_optax.backend.versions import CPU_DROPS_BARRIERS
 
+# jax 0.10.2 has none, 0.12.0.1 has it.
+_call = getattr(xla_metadata, "xla_metadata_call", None)
+
 Tree = TypeVar("Tree")
+
+#: Whether XLA:GPU can be told to keep a call.
+KEEPS_CALLS = _call is not None
 
 
 def barrier(values: Tree) -> Tree:
@@ -50,6 +57,18 @@ def finished(compute: Callable[[], Tree]) -> Tree:
     if CPU_DROPS_BARRIERS:
         return _conditional(compute)
     return lax.platform_dependent(cpu=lambda: barrier(compute()), default=compute)
+
+
+def kept_call(compute: Callable[..., Tree]) -> Callable[..., Tree]:
+    """A function that XLA:GPU does not inline, where `KEEPS_CALLS`.
+
+    So nothing is hoisted out of it, and it is never begun before another such call
+    has ended. At run time there is nothing around it: its kernels follow those before
+    (openxla/xla, `call_inliner.cc` and `ThunkEmitter::EmitCall`). But XLA:GPU fuses
+    nothing in it outside of loops.
+    """
+    assert _call is not None
+    return _call(compute, inlineable="false")
 
 
 def _conditional(compute: Callable[[], Tree]) -> Tree:

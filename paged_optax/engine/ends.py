@@ -1,11 +1,11 @@
 """The first page of a leaf that is read, and the last one that is written, on a GPU.
 
 While a loop works on a page it reads the next one. So the first page is read before the
-loop, and the last one is written after it. XLA:GPU knows the address of a transfer only
-where it is linear in the variable of a loop whose turns it can count. Anywhere else a
-kernel reads or writes host memory over the link, which is slower, and keeps other
-kernels waiting. So each of the two pages has a loop of its own, which moves it in a few
-pieces. (A loop of one turn would be none: XLA unrolls it.)
+loop, and the last one is computed and written after it. XLA:GPU knows the address of a
+transfer only where it is linear in the variable of a loop whose turns it can count.
+Anywhere else a kernel reads or writes host memory over the link, which is slower, and
+keeps other kernels waiting. So each of the two pages has a loop of its own, which moves
+it in a few pieces. (A loop of one turn would be none: XLA unrolls it.)
 """
 
 from collections.abc import Callable
@@ -67,17 +67,17 @@ def read_first(loop: PageLoop, read: Callable[[PageAddress], Page]) -> Page:
     return lax.while_loop(lambda carry: carry[0] < pieces, turn, start)[1]
 
 
-def write_last(
+def update_last(
     loop: PageLoop,
-    write: Callable[[PageAddress, Held, Page], Held],
+    update: Callable[[PageAddress, Held, Page], Held],
     held: Held,
     page: Page,
 ) -> Held:
-    """Writes the last page of a loop.
+    """Updates the last page of a loop.
 
     Args:
       loop: The loop.
-      write: Writes what is at an address into what is held.
+      update: Computes what is at an address, given it, and writes it into what is held.
       held: What is held.
       page: The page. Arrays are cut along their first axis.
 
@@ -86,7 +86,7 @@ def write_last(
     """
     pieces, address, last = pieces_of(loop), loop.piece, loop.stop - loop.step
     if pieces == 1 or address is None:
-        return write(loop.at(np.int32(last)), held, page)
+        return update(loop.at(np.int32(last)), held, page)
 
     def turn(carry: tuple[Int[Array, ""], Held]) -> tuple[Int[Array, ""], Held]:
         number, held = carry
@@ -96,8 +96,7 @@ def write_last(
             return lax.dynamic_slice_in_dim(x, number * size, size)
 
         at = address(number, last, pieces)
-        return number + 1, write(at, held, jax.tree.map(cut, page))
+        return number + 1, update(at, held, jax.tree.map(cut, page))
 
-    return lax.while_loop(lambda carry: carry[0] < pieces, turn, (jnp.int32(0), held))[
-        1
-    ]
+    start = jnp.int32(0), held
+    return lax.while_loop(lambda carry: carry[0] < pieces, turn, start)[1]

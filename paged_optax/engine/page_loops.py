@@ -16,14 +16,6 @@ from paged_optax.engine.transfer import Index, PageAddress
 Carry = tuple[Int[Array, ""], dict[int, LeafBuffers]]
 
 
-def open_gate() -> Int[Array, ""]:
-    """A trip count of 1. XLA:CPU sees it, which does no harm; others cannot see it."""
-    return lax.platform_dependent(
-        cpu=lambda: jnp.int32(1),
-        default=lambda: lax.optimization_barrier(jnp.int32(1)),
-    )
-
-
 class PageLoop(NamedTuple):
     """A loop over pages.
 

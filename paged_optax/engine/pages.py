@@ -51,8 +51,8 @@ class Pages:
       unit: Entries along `axis` that a loop's own variable counts as one. A page is a
         multiple of them.
       tiled: Whether arrays lie in a TPU's tiles.
-      ungated: Whether a leaf needs no gate to keep it apart from all else, see
-        `paged_optax.engine.stream`.
+      ungated: Whether nothing need keep a leaf apart from all else, see
+        `paged_optax.engine.kept_apart`.
       leaves: How many like leaves share pages. The last group may have fewer.
       refused: Why the leaf cannot be cut although it is larger than a page; else empty.
     """

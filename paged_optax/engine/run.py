@@ -32,13 +32,13 @@ from paged_optax.backend.barriers import apart, barrier, on_cpu
 from paged_optax.backend.manual_axes import varying, varying_axes
 from paged_optax.codecs import Codec, Noise, Quantized
 from paged_optax.codecs.codec import strides_of
-from paged_optax.engine.ends import read_first, write_last
+from paged_optax.engine.ends import pieces_of, read_first, update_last
 from paged_optax.engine.exchange import Exchange
 from paged_optax.engine.fences import each, fetched
+from paged_optax.engine.kept_apart import kept_apart
 from paged_optax.engine.page_loops import (
     PageLoop,
     both_ways,
-    open_gate,
     page_loops,
     run_page_loop,
 )
@@ -112,22 +112,27 @@ class Run:
           views: The view of each array, of each leaf that has its own.
           gate: How often to run; None: once.
         """
-        buffers = tuple(views[position] for position in self.targets)
-        run = functools.partial(self._all_pages, views)
-        kept_together = len(page_loops(self.pages)) == 1 and self.pages.count > 1
-        if gate is None and kept_together and not self.coded and not self.duplex:
-            return run(buffers)  # its own loop keeps it together
-        if gate is None and self.pages.ungated:
-            return run(buffers)
-        trips = open_gate() if gate is None else gate
-        return lax.while_loop(
-            lambda carry: carry[0] < trips,
-            lambda carry: (carry[0] + 1, run(carry[1])),
-            (jnp.int32(0), buffers),
-        )[1]
+        given = tuple(views), tuple(views[position] for position in self.targets)
+        if gate is None and (self._one_loop or self.pages.ungated):
+            return self._all_pages(*given)
+        return kept_apart(self._all_pages, given, gate, self._loops)
+
+    @property
+    def _one_loop(self) -> bool:
+        """Whether one loop does all, and keeps the leaf together by itself."""
+        looped = len(page_loops(self.pages)) == 1 and self.pages.count > 1
+        return looped and not self.coded and not self.duplex
+
+    @property
+    def _loops(self) -> bool:
+        """Whether a GPU computes every page in a loop: outside, it fuses nothing."""
+        loops = page_loops(self.pages)
+        divided = not self.duplex or all(pieces_of(loop) > 1 for loop in loops)
+        looped = divided and all(loop.stop > loop.step for loop in loops)
+        return looped and not self.pages.tiled
 
     def _all_pages(
-        self, views: Sequence[LeafBuffers], buffers: tuple[LeafBuffers, ...]
+        self, views: tuple[LeafBuffers, ...], buffers: tuple[LeafBuffers, ...]
     ) -> tuple[LeafBuffers, ...]:
         targets, leaves = self.targets, self.leaves
         current = dict(enumerate(views)) | dict(zip(targets, buffers, strict=True))
@@ -216,12 +221,19 @@ class Run:
                 read(first) if once else read_first(loop, read),
             ),
         )
-        current = constant | changing
         if once:
-            return current
-        current, results = self._computed(loop.at(last), current, page)
-        held = {p: current[p] for p in results}
-        return current | write_last(loop, self._written, held, results)
+            return constant | changing
+
+        def update(
+            at: PageAddress,
+            changing: dict[int, LeafBuffers],
+            page: dict[int, LeafBuffers],
+        ) -> dict[int, LeafBuffers]:
+            changed, results = self._computed(at, constant | changing, page)
+            changed = self._written(at, changed, results)
+            return {p: changed[p] for p in self.targets}
+
+        return constant | update_last(loop, update, changing, page)
 
     def _computed(
         self,

@@ -10,11 +10,8 @@ keep this right and small on every compiler at hand:
   induction variable alone and ignores what is computed from it; with this form its
   transfer descriptors cover exactly the page in jax 0.10.2 and in 0.12.0.1. A last page
   of fewer rows is one more access at a fixed row.
-- **A leaf sits behind a gate**: a loop whose trip count the compiler cannot see.
-  Nothing of the leaf is hoisted out of it, neither its only page nor the first one, so
-  that leaves stay one at a time (16 leaves of 64 MiB in one page each: 256 MiB of
-  scratch on H200 and v5e instead of 2176). A gate given from outside as 0 moves no
-  byte.
+- **A leaf is kept apart from all else** (`paged_optax.engine.kept_apart`), so that
+  leaves take memory one at a time.
 
 How an array lies in its pages is in `paged_optax.engine.streamed`. This module knows
 nothing of Optax.
