@@ -255,5 +255,25 @@ def test_seconds_of_a_step():
     assert file.stem.removeprefix("steps-h200-jax") in page
 
 
+#: Code with what it prints, in the block right after it.
+PRINTING = [
+    pytest.param(*found, id=path.stem)
+    for path in DEEPER
+    for found in re.findall(
+        r"^```python\n([^`]*)```\n\n```text\n([^`]*)```", path.read_text(), re.M
+    )
+]
+
+
+def test_where_paging_loses_is_computed():
+    assert "paging" in [x.id for x in PRINTING]
+
+
+@pytest.mark.parametrize(("code", "shown"), PRINTING)
+def test_code_prints_what_is_shown(code, shown, capsys):
+    exec(code, {})
+    assert capsys.readouterr().out == shown
+
+
 def test_contributing_is_last():
     assert re.findall(r"^## (.*)$", README, re.M)[-1] == "Contribute"
