@@ -17,7 +17,15 @@ import safetensors.numpy
 
 import paged_optax as po
 from paged_optax.backend import text_table
-from paged_optax.cli import bandwidth, doctor, machine, main, plan, this_card
+from paged_optax.cli import (
+    bandwidth,
+    doctor,
+    graphs,
+    machine,
+    main,
+    plan,
+    this_card,
+)
 from paged_optax.engine import backend_check
 from paged_optax.transform import init
 
@@ -136,8 +144,8 @@ class Tesla:
     compute_capability = "7.5"
 
 
-def test_doctor_on_a_t4(monkeypatch, capsys):
-    """What is stated of it stands beside what was measured; and how to train."""
+def on_a_t4(monkeypatch):
+    """This machine, as if it had one; what is slow is left out."""
     found = machine.describe() | {"device_kind": "Tesla T4"}
     rates = [
         bandwidth.Rate("host to device, in pages", (6.1,)),
@@ -152,6 +160,12 @@ def test_doctor_on_a_t4(monkeypatch, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(doctor, "_products", lambda dtype: f"{len(dtype)}.0")
     monkeypatch.setattr(doctor, "_self_test", lambda: (True, [("all", "", "passed")]))
+
+
+def test_doctor_on_a_t4(monkeypatch, capsys):
+    """What is stated of it stands beside what was measured; and how to train."""
+    on_a_t4(monkeypatch)
+    monkeypatch.setattr(graphs, "trained", lambda *run: {"w": np.ones(3, np.float32)})
     assert main(["doctor"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     for words in (
@@ -163,8 +177,41 @@ def test_doctor_on_a_t4(monkeypatch, capsys):
         "products TFLOP/s stated ",
         " float16 7.0 65 bfloat16 8.0 8.1 ",
         'know float16 alone: train in float16, with master_dtype="float32" and',
+        "20 steps, ordinary and layerwise those without graphs bit for bit passed",
     ):
         assert words in printed
+    assert "export XLA_FLAGS" not in printed
+
+
+@pytest.mark.parametrize("what", ["numbers", "crash", "time"])
+def test_doctor_where_graphs_are_wrong(what, monkeypatch, capsys):
+    """It says how to do without them."""
+    ones = {"numbers": np.ones(3, np.float32)}
+    if what == "numbers":
+        wrong = {"numbers": np.full(3, 1.01, np.float32)}
+        trained = lambda flag, steps, limit: ones if flag else wrong
+        monkeypatch.setattr(graphs, "trained", trained)
+    elif what == "crash":
+        monkeypatch.setattr(graphs, "OFF", "--xla_gpu_no_such_flag=")
+    else:
+        monkeypatch.setattr(graphs.compare, "__defaults__", (1, 0.01))
+    on_a_t4(monkeypatch)
+    assert main(["doctor"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    found = {
+        "numbers": "within 83886 ulp (3 of 3 values differ) FAILED",
+        "crash": "no_such_flag",
+        "time": "over 0.01 s FAILED",
+    }
+    assert found[what] in printed
+    assert "export XLA_FLAGS=--xla_gpu_enable_command_buffer=" in printed
+
+
+@pytest.mark.slow
+def test_steps_with_graphs_and_without():
+    """In two processes; a CPU has no graphs, and computes the same twice."""
+    found = graphs.compare(steps=2)
+    assert found.values > 100_000 and found.differing == 0
 
 
 @pytest.mark.parametrize(("limit", "told"), [("64", True), ("10", False)])

@@ -91,8 +91,8 @@ def compare(inner: optax.GradientTransformation, steps: int) -> Comparison:
     params, state = _train(tx, start, gradients)
     return Comparison(
         plan(tx, start).moments,
-        _difference(state, wanted_state),
-        _difference(params, wanted_params),
+        difference(state, wanted_state),
+        difference(params, wanted_params),
     )
 
 
@@ -117,13 +117,20 @@ def _train(
     return jax.tree.map(np.asarray, (params, state))
 
 
-def _difference(found: PyTree[np.ndarray], wanted: PyTree[np.ndarray]) -> Difference:
+def difference(found: PyTree[np.ndarray], wanted: PyTree[np.ndarray]) -> Difference:
+    """How far arrays are apart.
+
+    Args:
+      found: The ones.
+      wanted: The others, which errors are relative to.
+
+    Raises:
+      AssertionError: If their shapes or dtypes differ.
+    """
     different, ulps, error = 0, 0, 0.0
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         if x.shape != y.shape or x.dtype != y.dtype:
-            raise AssertionError(
-                f"{x.dtype}{x.shape} where Optax has {y.dtype}{y.shape}"
-            )
+            raise AssertionError(f"{x.dtype}{x.shape}, wanted {y.dtype}{y.shape}")
         steps = np.abs(_ordered(x) - _ordered(y))
         different += int(np.count_nonzero(steps))
         ulps = max(ulps, int(steps.max(initial=0)))

@@ -12,7 +12,7 @@ from paged_optax.backend.progress import track
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.text_table import show
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
-from paged_optax.cli import bandwidth, machine, this_card
+from paged_optax.cli import bandwidth, graphs, machine, this_card
 from paged_optax.cli.comparison import Difference, compare
 from paged_optax.compiling.schedules import OVERLAPPING, needs_options
 from paged_optax.engine import backend_check
@@ -66,12 +66,23 @@ def run(given: argparse.Namespace) -> int:
     right, rows = _self_test()
     show(("self-test", "", ""), rows)
     print("\nPaging is right on this backend." if right else f"\n{_WRONG}")
+    if jax.default_backend() == "gpu":
+        print()
+        same, row = _with_graphs()
+        show(("CUDA graphs", "", ""), [row])
+        if not same:
+            print(f"\n{_WITHOUT_GRAPHS}")
+        right = right and same
     return 0 if right else 1
 
 
 _WRONG = (
     "Do not train with paged moments here. Install jax 0.11.2 or newer, and open an"
     " issue with this page."
+)
+_WITHOUT_GRAPHS = (
+    "Train without CUDA graphs, and open an issue with this page. Before JAX starts:\n"
+    f"export XLA_FLAGS={graphs.OFF}"
 )
 
 
@@ -164,9 +175,21 @@ def _self_test() -> tuple[bool, list[tuple[str, str, str]]]:
     return all(row[-1] == "passed" for row in rows), rows
 
 
-def _apart(difference: Difference) -> str:
+def _with_graphs() -> tuple[bool, tuple[str, str, str]]:
+    """Whether steps compute the same with graphs and without, and what was found."""
+    name = f"{graphs.STEPS} steps, ordinary and layerwise"
+    try:
+        found = graphs.compare()
+    except Exception as error:  # Whatever breaks is the finding.
+        return False, (name, f"{type(error).__name__}: {error}", "FAILED")
+    same = found.error <= _TOLERANCE
+    verdict = "passed" if same else "FAILED"
+    return same, (name, _apart(found, "those without graphs"), verdict)
+
+
+def _apart(difference: Difference, others: str = "Optax's") -> str:
     if difference.differing == 0:
-        return "Optax's bit for bit"
+        return f"{others} bit for bit"
     return (
         f"within {difference.ulps} ulp ({difference.differing} of"
         f" {difference.values} values differ)"
