@@ -183,7 +183,7 @@ def test_doctor_on_a_t4(monkeypatch, capsys):
     assert "export XLA_FLAGS" not in printed
 
 
-@pytest.mark.parametrize("what", ["numbers", "crash", "time"])
+@pytest.mark.parametrize("what", ["numbers", "NaN", "crash", "time"])
 def test_doctor_where_graphs_are_wrong(what, monkeypatch, capsys):
     """It says how to do without them."""
     ones = {"numbers": np.ones(3, np.float32)}
@@ -191,6 +191,9 @@ def test_doctor_where_graphs_are_wrong(what, monkeypatch, capsys):
         wrong = {"numbers": np.full(3, 1.01, np.float32)}
         trained = lambda flag, steps, limit: ones if flag else wrong
         monkeypatch.setattr(graphs, "trained", trained)
+    elif what == "NaN":
+        gone = {"numbers": np.full(3, np.nan, np.float32)}
+        monkeypatch.setattr(graphs, "trained", lambda *run: gone)
     elif what == "crash":
         monkeypatch.setattr(graphs, "OFF", "--xla_gpu_no_such_flag=")
     else:
@@ -200,6 +203,7 @@ def test_doctor_where_graphs_are_wrong(what, monkeypatch, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     found = {
         "numbers": "within 83886 ulp (3 of 3 values differ) FAILED",
+        "NaN": "values are not finite FAILED",
         "crash": "no_such_flag",
         "time": "over 0.01 s FAILED",
     }

@@ -143,6 +143,16 @@ def difference(found: PyTree[np.ndarray], wanted: PyTree[np.ndarray]) -> Differe
     return Difference(values, different, ulps, error)
 
 
+def refuse_not_finite(found: PyTree[np.ndarray]) -> None:
+    """Refuses what is alike although it says nothing.
+
+    Raises:
+      ArithmeticError: If a value is NaN or infinite.
+    """
+    if not all(np.isfinite(x).all() for x in jax.tree.leaves(found)):
+        raise ArithmeticError("values are not finite")
+
+
 def _ordered(x: np.ndarray) -> np.ndarray:
     """Integers in the order of the floats: neighbours are one apart."""
     bits = x.view(f"i{x.dtype.itemsize}").astype(np.int64)

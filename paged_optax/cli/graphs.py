@@ -19,7 +19,7 @@ from jax import Array, lax
 from jaxtyping import Float, PyTree
 
 from paged_optax.backend.progress import track
-from paged_optax.cli.comparison import Difference, difference
+from paged_optax.cli.comparison import Difference, difference, refuse_not_finite
 from paged_optax.compiling.jit_step import jit_step
 from paged_optax.layerwise import GradientWorkspace, LayerwiseModel, layerwise_step
 from paged_optax.transform.aliases import paged_adamw, paged_adamw_8bit
@@ -53,9 +53,11 @@ def compare(steps: int = STEPS, limit: float = LIMIT) -> Difference:
 
     Raises:
       RuntimeError: If a process fails or takes too long.
+      ArithmeticError: If what is trained without graphs is not finite.
     """
     runs = track((OFF, ""), "with CUDA graphs and without", 2)
     without, with_graphs = (trained(flag, steps, limit) for flag in runs)
+    refuse_not_finite(without)
     return difference(with_graphs, without)
 
 

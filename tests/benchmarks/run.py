@@ -10,13 +10,15 @@ Prints tables and writes them as JSON, with versions and device, to
 - link: its rate to the device, to the host, and both at once;
 - update: seconds and peak device bytes of `optax.adamw` resident, offloaded as a
   whole tree, and paged;
-- eight bits: seconds of `paged_adamw_8bit` on the CPU, beside bitsandbytes' and
-  torchao's AdamW8bit where they are installed (`pip install ".[oracle]"`);
 - layerwise: seconds of a training step with one layer's gradients alive, beside an
   ordinary one;
+- eight bits: seconds of `paged_adamw_8bit` on the CPU, beside bitsandbytes' and
+  torchao's AdamW8bit where they are installed (`pip install ".[oracle]"`);
 - tracing: at Llama 3 8B's 291 leaves, against `optax.adamw`.
 - splitting: a loss taken apart, and its step compiled, against the form by hand;
 - compiling: updates for an H200, where XLA's compiler for it is installed.
+
+On a GPU that this has not run on, `first_minutes.py` comes first.
 
 What could not run is listed with its reason. Needs jax, optax, numpy and jaxtyping;
 runs on the checkout it lies in, installed or not. Each part runs in a process of its
@@ -42,7 +44,7 @@ from tables import Row, show
 FOLDER = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parents[1]))  # this checkout, installed or not
 
-#: Seconds after which no further part is started.
+#: Seconds after which no further part is started, unless told.
 BUDGET = 480
 
 
@@ -55,6 +57,10 @@ def work(part: str, arguments: dict[str, Any]) -> Any:
         from paged_optax.cli import machine
 
         return machine.describe()
+    if part == "first minutes":
+        import first_minutes
+
+        return first_minutes.CHECKS[arguments.pop("name")](**arguments)
     if part == "numbers":
         import checks
 
@@ -144,8 +150,10 @@ def run_part(
 class Benchmark:
     """Runs the parts one after the other and collects their rows."""
 
-    def __init__(self, quick: bool):
+    def __init__(self, quick: bool, budget: float = BUDGET, device_only: bool = False):
         self.quick = quick
+        self.budget = budget
+        self.device_only = device_only
         self.started = time.monotonic()
         self.rows: list[Row] = []
         self.not_run: list[Row] = []
@@ -159,10 +167,10 @@ class Benchmark:
         """Runs a part within the time left; None, and a row, if it does not end."""
         env = arguments.pop("env", None)
         label = " ".join([part, *(x for x in arguments.values() if type(x) is str)])
-        left = BUDGET - (time.monotonic() - self.started)
+        left = self.budget - (time.monotonic() - self.started)
         try:
             if left < 5:
-                raise PartError(f"no time left: {BUDGET} s for all")
+                raise PartError(f"no time left: {self.budget:.0f} s for all")
             return run_part(part, timeout=min(limit, left), env=env, **arguments)
         except PartError as error:
             self.say(f"{label}: could not run: {error}")
@@ -211,17 +219,31 @@ class Benchmark:
                 if "reason" not in row:
                     self.peak(row, counted=machine["device_bytes"] is not None)
             self.collect(rows)
+        self.say("layerwise: a training step")
+        size = {"hidden": 128, "layers": 2, "rounds": 2}
+        if not self.quick:
+            size = {"hidden": 1024, "layers": 8, "rounds": 9}
+        self.collect(self.attempt("layerwise", 150, **size))
+        if not self.device_only:
+            self.on_the_cpu()
+        flags = [" --quick"] * self.quick + [" --device-only"] * self.device_only
+        return {
+            "program": "".join(["tests/benchmarks/run.py", *flags]),
+            **machine,
+            "load_average_after": list(os.getloadavg()),
+            "seconds": round(time.monotonic() - self.started, 1),
+            "rows": self.rows,
+            "not_run": self.not_run,
+        }
+
+    def on_the_cpu(self) -> None:
+        """What is not of the accelerator."""
         cpu = {"JAX_PLATFORMS": "cpu"}
         width, rounds = (512, 2) if self.quick else (4096, 9)
         self.say(f"eight bits on the CPU, one leaf of {width}x{width}")
         self.collect(
             self.attempt("eight bits", 150, width=width, rounds=rounds, env=cpu)
         )
-        self.say("layerwise: a training step")
-        size = {"hidden": 128, "layers": 2, "rounds": 2}
-        if not self.quick:
-            size = {"hidden": 1024, "layers": 8, "rounds": 9}
-        self.collect(self.attempt("layerwise", 150, **size))
         self.say("tracing, 291 leaves")
         # Shapes alone: the accelerator is not needed, nor its self-check timed.
         self.collect(self.attempt("tracing", 90, quick=self.quick, env=cpu))
@@ -231,14 +253,6 @@ class Benchmark:
         # No GPU is timed, so none is needed: XLA's compiler, as the tests install it.
         env = cpu | {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}
         self.collect(self.attempt("compiling", 300, quick=self.quick, env=env))
-        return {
-            "program": "tests/benchmarks/run.py" + (" --quick" if self.quick else ""),
-            **machine,
-            "load_average_after": list(os.getloadavg()),
-            "seconds": round(time.monotonic() - self.started, 1),
-            "rows": self.rows,
-            "not_run": self.not_run,
-        }
 
     def peak(self, row: Row, counted: bool) -> None:
         """Adds a contestant's peak device bytes, and where the figure comes from.
@@ -287,6 +301,18 @@ def parse_arguments() -> argparse.Namespace:
         metavar="FOLDER",
         help="where the JSON goes (default: results/ beside this file)",
     )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=BUDGET,
+        metavar="SECONDS",
+        help="after which no further part is started (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device-only",
+        action="store_true",
+        help="leaves out what is measured on the CPU in any case",
+    )
     for name in ("--part", "--arguments", "--result"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -299,7 +325,7 @@ def main() -> int:
         found = work(args.part, json.loads(args.arguments))
         pathlib.Path(args.result).write_text(json.dumps(found))
         return 0
-    benchmark = Benchmark(args.quick)
+    benchmark = Benchmark(args.quick, args.budget, args.device_only)
     result = benchmark.run()
     print(f"\n{show(result)}\n\n{result['seconds']:.0f} s", flush=True)
     folder = args.out or (None if args.quick else FOLDER / "results")

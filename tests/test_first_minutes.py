@@ -1,0 +1,155 @@
+"""What is run first on a GPU: each check passes here, and each can fail."""
+
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_optax.cli import bandwidth, graphs
+
+BENCHMARKS = pathlib.Path(__file__).parent / "benchmarks"
+NAMES = ["graphs", "link", "large leaves", "activations"]
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """The command's module; its parts, which are modules too, are imported as it is."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    # Where steps are compared, each process would compile them once more.
+    made = {"w": np.ones(3, np.float32)}
+    monkeypatch.setattr(graphs, "trained", lambda flag, steps, limit: made)
+    return importlib.import_module("first_minutes")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_check(name, program):
+    found = program.CHECKS[name](True)
+    wanted = {"link": program.NOT_RUN}  # a CPU has none
+    assert found["outcome"] == wanted.get(name, program.PASSED)
+
+
+def break_graphs(monkeypatch):
+    trained = lambda flag, steps, limit: {"w": np.full(3, 2.0 if flag else 1.9)}
+    monkeypatch.setattr(graphs, "trained", trained)
+
+
+def break_link(monkeypatch):
+    """Nothing is sent."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "an accelerator")
+    monkeypatch.setattr(bandwidth, "whole", lambda source, target, to: target)
+
+
+def break_large_leaves(monkeypatch):
+    """A moment comes back a row from its place."""
+    module = importlib.import_module("large_leaves")
+    jit_step = module.po.jit_step
+
+    def shifted(step, *args, **settings):
+        compiled = jit_step(step, *args, **settings)
+
+        def run(*args):
+            updates, state = compiled(*args)
+            second = np.roll(np.asarray(state["second"]), 1, 0)
+            return updates, state | {"second": jnp.asarray(second)}
+
+        return run
+
+    monkeypatch.setattr(module.po, "jit_step", shifted)
+
+
+def break_activations(monkeypatch):
+    """A layer is given another one's input."""
+    module = importlib.import_module("activations")
+    train = module._train
+    other = lambda *args: train(*args[:2], args[2] + args[3], args[3])
+    monkeypatch.setattr(module, "_train", other)
+
+
+BREAKING = {
+    "graphs": break_graphs,
+    "link": break_link,
+    "large leaves": break_large_leaves,
+    "activations": break_activations,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_check_can_fail(name, program, monkeypatch):
+    BREAKING[name](monkeypatch)
+    found = program.CHECKS[name](True)
+    assert found["outcome"] == program.FAILED, found
+
+
+@pytest.fixture
+def without_work(program, monkeypatch):
+    """Parts that do nothing, and what was run of the benchmark; the graphs crash."""
+    described = {"backend": "gpu", "device_kind": "A Card", "versions": {"jax": "1.2"}}
+    asked = []
+
+    def run_part(part, timeout, name="", small=False):
+        asked.append((part, name, small))
+        assert timeout > 0
+        if name == "graphs":
+            raise program.PartError("killed by signal 11")
+        return described if part == "machine" else {"outcome": program.PASSED}
+
+    def run(command):
+        asked.append(command[2:])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(program, "run_part", run_part)
+    monkeypatch.setattr(program.subprocess, "run", run)
+    return asked
+
+
+def test_a_failure_stops_nothing(program, without_work, monkeypatch, tmp_path, capsys):
+    """The file has all outcomes, and the exit status tells."""
+    monkeypatch.setattr(sys, "argv", ["first_minutes.py", "--out", str(tmp_path)])
+    assert program.main() == 1
+    (path,) = tmp_path.iterdir()
+    assert path.name == "first-minutes-gpu-a-card-jax1.2.json"
+    written = json.loads(path.read_text())
+    assert written["sizes"] == "full"
+    outcomes = {name: found["outcome"] for name, found in written["checks"].items()}
+    assert outcomes == {name: "passed" for name in [*NAMES, "benchmark"]} | {
+        "graphs": "FAILED"
+    }
+    assert "graphs: FAILED: killed by signal 11" in capsys.readouterr().out
+    machine, *parts, (flag, seconds, *flags) = without_work
+    assert machine == ("machine", "", False)
+    assert parts == [("first minutes", name, False) for name in NAMES]
+    assert flag == "--budget" and 500 < float(seconds) < program.BUDGET
+    assert flags == ["--device-only", "--out", str(tmp_path)]
+
+
+def test_all_is_well(program, without_work, monkeypatch, tmp_path):
+    monkeypatch.setattr(program, "CHECKS", {"link": None, "large leaves": None})
+    monkeypatch.setattr(sys, "argv", ["first_minutes.py", "--out", str(tmp_path)])
+    assert program.main() == 0
+
+
+@pytest.mark.slow
+def test_as_a_command(tmp_path):
+    """On a CPU, with small sizes, which the file says."""
+    program = str(BENCHMARKS / "first_minutes.py")
+    done = subprocess.run(
+        [sys.executable, program, "--without-benchmark", "--out", str(tmp_path)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.iterdir()
+    assert path.name == f"first-minutes-cpu-cpu-jax{jax.__version__}.json"
+    result = json.loads(path.read_text())
+    assert result["sizes"] == "small: there is no GPU"
+    outcomes = {name: found["outcome"] for name, found in result["checks"].items()}
+    assert outcomes == dict.fromkeys(NAMES, "passed") | {"link": "not run"}
+    assert result["checks"]["graphs"]["differing"] == 0
