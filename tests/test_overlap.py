@@ -12,7 +12,7 @@ import paged_optax as po
 from helpers import aot, decoder, step_model
 from helpers.layered import far
 from helpers.stacked import SETTINGS, both, same
-from paged_optax.compiling.schedules import OVERLAPPING
+from paged_optax.backend.overlap import OVERLAPPING
 from paged_optax.layerwise import apart, beside
 
 step_module = importlib.import_module("paged_optax.layerwise.step")

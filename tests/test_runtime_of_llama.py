@@ -8,9 +8,9 @@ import pytest
 import paged_optax as po
 from helpers import aot, decoder, step_model
 from helpers.programs import placed, shardings, state_on
+from paged_optax.backend.overlap import OVERLAPPING
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.compiling.runtime_counts import RuntimeCounts
-from paged_optax.compiling.schedules import OVERLAPPING
 from steps import LLAMA_3_8B
 
 pytestmark = [

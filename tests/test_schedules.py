@@ -1,5 +1,6 @@
 """Programs whose transfers overlap with products on any GPU."""
 
+import re
 import types
 import warnings
 
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import paged_optax as po
+from paged_optax.backend import overlap
+from paged_optax.backend.overlap import OVERLAPPING
 from paged_optax.compiling import schedules
-from paged_optax.compiling.schedules import OVERLAPPING, compile_overlapping
+from paged_optax.compiling.schedules import compile_overlapping
 
 GIB = 2**30
 
@@ -86,3 +89,108 @@ def test_jit_step_compiles_so(monkeypatch):
         step = po.jit_step(lambda x: x + 1, jnp.ones(3), donate_argnums=0)
     assert asked == [jax.devices()[0]]
     assert step(jnp.ones(3)).tolist() == [2, 2, 2]
+
+
+# -- programs that others compile ---------------------------------------------------
+
+
+LAYERS = {"layers": {"w": jnp.full((3, 64, 64), 0.01)}}
+
+
+def on_a_gpu(monkeypatch, capability):
+    monkeypatch.setattr(overlap, "compute_capability", lambda device: capability)
+
+
+def traced(compiled=jax.jit, tx=None):
+    """Traces an update of moments on the host, by a function that is new each time."""
+    tx = tx or po.paged_adamw(1e-3, min_paged_size=0)
+    step = compiled(lambda gradients, state: tx.update(gradients, state, gradients))
+    step(LAYERS, tx.init(LAYERS))
+
+
+def traced_by_layers(compiled):
+    model = po.LayerwiseModel(
+        lambda rest, batch: (batch, None),
+        lambda weights, x, context, i: (x @ weights["w"], None),
+        lambda rest, x, kept, batch: jnp.mean(x),
+    )
+    tx = po.paged_adamw(1e-3, min_paged_size=0)
+    workspace = po.GradientWorkspace.allocate(LAYERS["layers"])
+    step = compiled(lambda *args: po.layerwise_step(model, tx)(*args))
+    step(LAYERS, tx.init(LAYERS), workspace, jnp.ones((8, 64)))
+
+
+def finished(compiled):
+    tx = po.paged_adamw(1e-3, min_paged_size=0)
+    workspace = po.GradientWorkspace.allocate(
+        LAYERS["layers"], host_dtype="float32", rest={}
+    )
+    step = po.layerwise_step(po.LayerwiseModel(*[lambda *args: None] * 3), tx)
+    compiled(lambda *args: step.finish(*args))(LAYERS, tx.init(LAYERS), workspace)
+
+
+WAYS = [traced, traced_by_layers, finished]
+
+
+@pytest.mark.parametrize("capability", [7.5, 8.9, 10.0, 12.0])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_jit_of_ones_own_is_told(way, capability, monkeypatch):
+    on_a_gpu(monkeypatch, capability)
+    with pytest.warns(UserWarning, match=overlap.UNTOLD):
+        way(jax.jit)
+
+
+def donating_nothing(step):
+    """`jit_step`, whose other warning is not looked at here."""
+    warnings.filterwarnings("ignore", "nothing is donated")
+    return po.jit_step(step)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_who_tells_is_not_told(way, monkeypatch):
+    """`jit_step` gives XLA the options; warnings are errors here."""
+    on_a_gpu(monkeypatch, 8.9)
+    way(donating_nothing)
+
+
+@pytest.mark.parametrize("way", [traced, traced_by_layers])
+def test_who_compiles_nothing_is_not_told(way, monkeypatch):
+    on_a_gpu(monkeypatch, 8.9)
+    way(lambda step: step)
+
+
+@pytest.mark.parametrize("case", ["Hopper", "no GPU", "flags", "resident"])
+def test_where_nothing_is_to_be_told(case, monkeypatch):
+    on_a_gpu(monkeypatch, {"Hopper": 9.0, "no GPU": None}.get(case, 8.9))
+    if case == "flags":
+        monkeypatch.setenv("XLA_FLAGS", f"--{overlap._SCHEDULER}=false")
+    resident = po.paged_adamw(1e-3, device_budget=None) if case == "resident" else None
+    traced(jax.jit, resident)
+
+
+def test_one_is_told_once(monkeypatch):
+    """And not for each program."""
+    on_a_gpu(monkeypatch, 8.9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for way in [traced, *WAYS]:
+            way(jax.jit)
+    assert [str(x.message)[: len(overlap.UNTOLD)] for x in caught] == [overlap.UNTOLD]
+
+
+def test_what_to_copy(monkeypatch):
+    """Options and flags are those that `jit_step` gives; the filter silences it."""
+    on_a_gpu(monkeypatch, 8.9)
+    with pytest.warns(UserWarning, match=overlap.UNTOLD) as caught:
+        traced()
+    text = str(caught[0].message)
+    (options,) = re.findall(r"compiler_options=(\{.*?\})", text)
+    assert eval(options) == dict(OVERLAPPING)
+    traced(lambda step: step)
+    (flags,) = re.findall(r"XLA_FLAGS='(.*?)'", text)
+    assert flags.split() == [
+        "--xla_gpu_enable_latency_hiding_scheduler=true",
+        "--xla_gpu_memory_limit_slop_factor=1000",
+    ]
+    exec(re.findall(r"warnings\.filterwarnings\(.*?\)", text)[0])
+    traced()

@@ -8,13 +8,13 @@ import optax
 
 from paged_optax.backend.host_pool import LIMIT, pool_limit
 from paged_optax.backend.memory import PINNED_HOST, memory_kinds
+from paged_optax.backend.overlap import OVERLAPPING, needs_options
 from paged_optax.backend.progress import track
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.text_table import show
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.cli import bandwidth, graphs, machine, this_card
 from paged_optax.cli.comparison import Difference, compare
-from paged_optax.compiling.schedules import OVERLAPPING, needs_options
 from paged_optax.engine import backend_check
 from paged_optax.planning.cards import CARDS, Card, card_name
 from paged_optax.planning.footprints import filled

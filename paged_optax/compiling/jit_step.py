@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from paged_optax.backend.overlap import UNTOLD
 from paged_optax.compiling.arguments import (
     Call,
     Key,
@@ -179,18 +180,20 @@ class Step:
             named = {key: x for key, x in given.items() if isinstance(key, str)}
             return self._step(*(given[key] for key in positions), **named)
 
-        inputs, outputs = placements(run, call.values, donated)
-        # Unused arguments stay, so that a parameter's number is its leaf's.
-        jitted = jax.jit(
-            run,
-            donate_argnums=donated,
-            in_shardings=inputs,
-            out_shardings=outputs,
-            keep_unused=True,
-        )
         with warnings.catch_warnings():
             # JAX only warns of what is an error here, and names no leaf.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            # XLA is told here.
+            warnings.filterwarnings("ignore", UNTOLD)
+            inputs, outputs = placements(run, call.values, donated)
+            # Unused arguments stay, so that a parameter's number is its leaf's.
+            jitted = jax.jit(
+                run,
+                donate_argnums=donated,
+                in_shardings=inputs,
+                out_shardings=outputs,
+                keep_unused=True,
+            )
             lowered = jitted.lower(*call.values)
             compiled = compile_overlapping(lowered, device_of((inputs, outputs)))
         check_donations(compiled, call.values, call.keys, donated)

@@ -1,45 +1,13 @@
-"""The compiler's options for a schedule that overlaps transfers and products.
+"""A program compiled so that its transfers overlap with its products, if it fits."""
 
-XLA:GPU begins a transfer long before its result is needed if its latency-hiding
-scheduler is on. By default that is so on a Hopper GPU alone. On others most transfers
-begin right before they are waited for: a layerwise step of Llama-3-8B on an RTX 4090
-would take 1.04 s at the rates at which it takes 0.76 with these options (jax 0.12.0.1,
-by the model of its schedule in `tests/steps.py`).
-
-The scheduler keeps within a limit of memory, and so does rematerialization. XLA counts
-arrays on the host against it. So the limit is lifted here, and what the compiled
-program takes is looked at instead.
-"""
-
-import os
 import warnings
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
 
-from paged_optax.backend.capability import compute_capability
+from paged_optax.backend.overlap import OVERLAPPING, needs_options
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.compiling.memory_report import memory_report
-
-_HOPPER = 9
-_SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
-
-#: What to give `jax.jit(..., compiler_options=...)` on a GPU that is no Hopper.
-OVERLAPPING: Mapping[str, Any] = MappingProxyType(
-    {_SCHEDULER: True, "xla_gpu_memory_limit_slop_factor": 1000}
-)
-
-
-def needs_options(device: Any) -> bool:
-    """Whether XLA overlaps transfers on a device only if it is told to.
-
-    Nothing is told where `XLA_FLAGS` say something of the scheduler.
-    """
-    capability = compute_capability(device)
-    told = _SCHEDULER in os.environ.get("XLA_FLAGS", "")
-    return capability is not None and int(capability) != _HOPPER and not told
 
 
 def compile_overlapping(

@@ -15,6 +15,7 @@ from paged_optax.backend.given import (
     refuse_no_transformation,
     shown,
 )
+from paged_optax.backend.overlap import warn_if_untold
 from paged_optax.layerwise.by_host import ByHost
 from paged_optax.layerwise.checks import (
     refuse_integers,
@@ -223,6 +224,7 @@ class LayerwiseStep:
           are deferred, parameters and state are those before this step's own update.
         """
         params, frozen = from_numpy((params, frozen))
+        warn_if_untold((params, state, workspace, frozen))
         given = params, state, workspace, batch, frozen
         return automatically(self._run, given, (params, state, workspace, None))
 
@@ -272,6 +274,7 @@ class LayerwiseStep:
           False
         """
         given = from_numpy(params), state, workspace
+        warn_if_untold(given)
         return automatically(self._finish, given, given)
 
     def _run(

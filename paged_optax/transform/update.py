@@ -20,6 +20,7 @@ from paged_optax.backend.memory import (
     on_host,
     resolve_host_memory_kind,
 )
+from paged_optax.backend.overlap import warn_if_untold
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.variables import bare, like
 from paged_optax.engine.backend_check import check_backend
@@ -134,6 +135,7 @@ class Update:
             traced, constants, layout = trace(*trees)
         arguments = (*trees, extras, open_gates, constants)
         if is_traced(arguments):
+            warn_if_untold(state)
             return self._stream(*arguments, traced=traced, shards=shards)
         return self._eager(*arguments, traced=traced, shards=shards)
 
