@@ -57,12 +57,13 @@ def warn_if_untold(tree: PyTree) -> None:
     if not needs_options(jax.local_devices()[0]):
         return
     flags = " ".join(f"--{name}={str(x).lower()}" for name, x in OVERLAPPING.items())
-    # One text at one place, which Python shows once a process.
+    # One text at one place: Python shows it once, and again after filters changed.
     warnings.warn(
         f"{UNTOLD}, and what is compiled by another than paged_optax.jit_step does not"
         " tell it. Copy this into your jax.jit, or eqx.filter_jit:"
-        f" compiler_options={dict(OVERLAPPING)!r}. Or set this before JAX starts, as"
-        f" for nnx.jit, which takes no options: XLA_FLAGS='{flags}'. If you did the"
-        " former: warnings.filterwarnings('ignore', 'XLA overlaps transfers').",
+        f" compiler_options={dict(OVERLAPPING)!r}. If it is there, silence this:"
+        " warnings.filterwarnings('ignore', 'XLA overlaps transfers'). Or set this"
+        " before JAX starts, as for nnx.jit, which takes no options:"
+        f" XLA_FLAGS='{flags}'.",
         stacklevel=1,
     )
