@@ -1,11 +1,12 @@
-"""The first page of a leaf that is read, and the last one that is written, on a GPU.
+"""What is read first and what is written last, on a GPU, outside of the loop between.
 
 While a loop works on a page it reads the next one. So the first page is read before the
-loop, and the last one is computed and written after it. XLA:GPU knows the address of a
-transfer only where it is linear in the variable of a loop whose turns it can count.
-Anywhere else a kernel reads or writes host memory over the link, which is slower, and
-keeps other kernels waiting. So each of the two pages has a loop of its own, which moves
-it in a few pieces. (A loop of one turn would be none: XLA unrolls it.)
+loop, and the last one is computed and written after it. So it is with layers. XLA:GPU
+knows the address of a transfer only where it is linear in the variable of a loop whose
+turns it can count, along the first axis. Anywhere else a kernel reads or writes host
+memory over the link, which is slower, and keeps other kernels waiting. So what is moved
+outside of a loop has one of its own, and is moved in a few pieces. (A loop of one turn
+would be none: XLA unrolls it.)
 """
 
 from collections.abc import Callable
@@ -24,15 +25,16 @@ from paged_optax.engine.transfer import PageAddress
 Page = TypeVar("Page", bound=PyTree)
 Held = TypeVar("Held", bound=PyTree)
 
-# A page has so many pieces, as few as divide it.
+#: The number of a piece.
+Turn = Int[Array, ""]
+
+# As few pieces as divide what is moved.
 _PIECES = (2, 3, 5, 7)
 
 
-def pieces_of(loop: PageLoop) -> int:
-    """In how many pieces a page is moved; 1 if no small number divides it."""
-    if loop.piece is None:
-        return 1
-    return next((n for n in _PIECES if loop.step % n == 0), 1)
+def pieces_of(size: int) -> int:
+    """In how many pieces so much is moved; 1 if no small number divides it."""
+    return next((n for n in _PIECES if size % n == 0), 1)
 
 
 def read_first(loop: PageLoop, read: Callable[[PageAddress], Page]) -> Page:
@@ -45,26 +47,10 @@ def read_first(loop: PageLoop, read: Callable[[PageAddress], Page]) -> Page:
     Returns:
       The page.
     """
-    pieces, address = pieces_of(loop), loop.piece
-    if pieces == 1 or address is None:
+    pieces = pieces_of(loop.step)
+    if pieces == 1:
         return read(loop.at(np.int32(0)))
-    piece = lambda turn: read(address(turn, 0, pieces))
-    shapes = jax.eval_shape(piece, jnp.int32(0))
-
-    def put(page: Array, new: Array, turn: Int[Array, ""]) -> Array:
-        return lax.dynamic_update_slice_in_dim(page, new, turn * new.shape[0], 0)
-
-    def turn(carry: tuple[Int[Array, ""], Page]) -> tuple[Int[Array, ""], Page]:
-        number, page = carry
-        new = piece(number)
-        page = jax.tree.map(lambda page, new: put(page, new, number), page, new)
-        return number + 1, page
-
-    empty = lambda x: varying(
-        lax.empty((pieces * x.shape[0], *x.shape[1:]), x.dtype), varying_axes(x)
-    )
-    start = jnp.int32(0), jax.tree.map(empty, shapes)
-    return lax.while_loop(lambda carry: carry[0] < pieces, turn, start)[1]
+    return read_in_pieces(pieces, lambda turn: read(loop.piece(turn, 0, pieces)))
 
 
 def update_last(
@@ -84,19 +70,47 @@ def update_last(
     Returns:
       What is held with the page in it.
     """
-    pieces, address, last = pieces_of(loop), loop.piece, loop.stop - loop.step
-    if pieces == 1 or address is None:
+    pieces, last = pieces_of(loop.step), loop.stop - loop.step
+    if pieces == 1:
         return update(loop.at(np.int32(last)), held, page)
+    at = lambda turn: loop.piece(turn, last, pieces)
+    write = lambda turn, held, piece: update(at(turn), held, piece)
+    return write_in_pieces(pieces, write, held, page)
 
-    def turn(carry: tuple[Int[Array, ""], Held]) -> tuple[Int[Array, ""], Held]:
+
+def read_in_pieces(pieces: int, read: Callable[[Turn], Page]) -> Page:
+    """Reads pieces, and joins them along the first axis of each array."""
+    shapes = jax.eval_shape(read, jnp.int32(0))
+
+    def put(page: Array, new: Array, number: Turn) -> Array:
+        return lax.dynamic_update_slice_in_dim(page, new, number * new.shape[0], 0)
+
+    def turn(carry: tuple[Turn, Page]) -> tuple[Turn, Page]:
+        number, page = carry
+        new = read(number)
+        page = jax.tree.map(lambda page, new: put(page, new, number), page, new)
+        return number + 1, page
+
+    empty = lambda x: varying(
+        lax.empty((pieces * x.shape[0], *x.shape[1:]), x.dtype), varying_axes(x)
+    )
+    start = jnp.int32(0), jax.tree.map(empty, shapes)
+    return lax.while_loop(lambda carry: carry[0] < pieces, turn, start)[1]
+
+
+def write_in_pieces(
+    pieces: int, write: Callable[[Turn, Held, Page], Held], held: Held, page: Page
+) -> Held:
+    """Cuts what is to be written along the first axis of each array, and writes it."""
+
+    def turn(carry: tuple[Turn, Held]) -> tuple[Turn, Held]:
         number, held = carry
 
         def cut(x: Array) -> Array:
             size = x.shape[0] // pieces
             return lax.dynamic_slice_in_dim(x, number * size, size)
 
-        at = address(number, last, pieces)
-        return number + 1, update(at, held, jax.tree.map(cut, page))
+        return number + 1, write(number, held, jax.tree.map(cut, page))
 
     start = jnp.int32(0), held
     return lax.while_loop(lambda carry: carry[0] < pieces, turn, start)[1]

@@ -21,16 +21,21 @@ class PageLoop(NamedTuple):
 
     Attributes:
       stop: Where the loop's variable ends; it begins at 0.
-      step: By how much it grows.
+      step: By how much it grows; 1 in a loop of one turn.
       at: The page of each of its values.
       piece: Of the page of a value one of so many pieces, all of a size:
-        `piece(turn, value, pieces)`. Of a loop of one turn None.
+        `piece(turn, value, pieces)`, of pieces that divide `step`.
     """
 
     stop: int
     step: int
     at: Callable[[Index], PageAddress]
-    piece: Callable[[Index, int, int], PageAddress] | None = None
+    piece: Callable[[Index, int, int], PageAddress]
+
+
+def _once(page: PageAddress) -> PageLoop:
+    """A loop of one turn, whose page is in one piece."""
+    return PageLoop(1, 1, lambda _: page, lambda *_: page)
 
 
 def both_ways(pages: Pages, travelling: int) -> bool:
@@ -53,7 +58,7 @@ def both_ways(pages: Pages, travelling: int) -> bool:
 def page_loops(pages: Pages) -> list[PageLoop]:
     """The loops over full pages, and over the smaller last ones."""
     if pages.count <= 1:
-        return [PageLoop(1, 1, lambda _: PageAddress(np.int32(0), pages.extent))]
+        return [_once(PageAddress(np.int32(0), pages.extent))]
     size, unit = pages.size, pages.unit
     full, left = divmod(pages.extent, size)
     step = size // unit
@@ -68,8 +73,8 @@ def page_loops(pages: Pages) -> list[PageLoop]:
 
         found.append(PageLoop(full * step, step, every, piece))
     if left:
-        last = PageAddress(np.int32(full * size), left, np.int32(full * step))
-        found.append(PageLoop(1, 1, lambda _: last))
+        end = np.int32(full * step)
+        found.append(_once(PageAddress(np.int32(full * size), left, end)))
     return found
 
 

@@ -127,7 +127,7 @@ class Run:
     def _loops(self) -> bool:
         """Whether a GPU computes every page in a loop: outside, it fuses nothing."""
         loops = page_loops(self.pages)
-        divided = not self.duplex or all(pieces_of(loop) > 1 for loop in loops)
+        divided = not self.duplex or all(pieces_of(loop.step) > 1 for loop in loops)
         looped = divided and all(loop.stop > loop.step for loop in loops)
         return looped and not self.pages.tiled
 

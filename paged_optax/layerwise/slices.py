@@ -10,10 +10,12 @@ from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Int
 
+from paged_optax.backend.arrays import is_traced
 from paged_optax.backend.memory import DEVICE, HOST, on_host
 from paged_optax.backend.tiling import minor_to_major
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Quantized
+from paged_optax.engine.ends import pieces_of, read_in_pieces, write_in_pieces
 from paged_optax.engine.streamed import Stored
 from paged_optax.transform.codec_rules import SMALLEST_CODED
 
@@ -21,7 +23,7 @@ from paged_optax.transform.codec_rules import SMALLEST_CODED
 FETCHES_AHEAD = not GPU_NEEDS_RAW_INDEX
 
 #: A layer's number: known when traced, or on the device.
-LayerIndex = Int[Array, ""] | int
+LayerIndex = Int[Array, ""] | np.int32 | int
 
 Carry = TypeVar("Carry")
 
@@ -55,8 +57,29 @@ def slab(x: Stored | np.ndarray, i: LayerIndex, parts: int | None = None) -> Sto
         scales = lax.dynamic_slice_in_dim(x.scales, _first(i, blocks), blocks)
         return Quantized(slab(x.codes, i, parts), scales)
     size = 1 if parts is None else x.shape[0] // parts
-    found = lax.dynamic_slice_in_dim(x, _first(i, size), size)
-    return jax.device_put(_laid_out(found), DEVICE) if on_host(x) else found
+    if not on_host(x):
+        return lax.dynamic_slice_in_dim(x, _first(i, size), size)
+    assert isinstance(x, Array)
+
+    def fetched(x: Array) -> Array:
+        part = lax.dynamic_slice_in_dim(x, _first(i, size), size)
+        return jax.device_put(_laid_out(part), DEVICE)
+
+    def in_pieces(x: Array) -> Array:
+        rows = _by_rows(x)
+        address, length = _address(x, i, size)
+        piece = lambda turn: jax.device_put(
+            lax.dynamic_slice_in_dim(
+                rows, address(turn), length, allow_negative_indices=False
+            ),
+            DEVICE,
+        )
+        made = read_in_pieces(_pieces(x, size), piece)
+        return made.reshape(size, *x.shape[1:])
+
+    if _in_loop(i) or _pieces(x, size) == 1:
+        return fetched(x)
+    return lax.platform_dependent(x, cpu=fetched, tpu=fetched, default=in_pieces)
 
 
 @overload
@@ -71,9 +94,53 @@ def put(x: Stored, new: Stored, i: LayerIndex) -> Stored:
         scales = lax.dynamic_update_slice_in_dim(x.scales, new.scales, first, 0)
         return Quantized(put(x.codes, new.codes, i), scales)
     assert not isinstance(new, Quantized)
-    placed = _laid_out(jax.device_put(new, HOST)) if on_host(x) else new
-    first = _first(i, new.shape[0])
-    return lax.dynamic_update_slice_in_dim(x, placed, first, 0)
+    size = new.shape[0]
+    if not on_host(x):
+        return lax.dynamic_update_slice_in_dim(x, new, _first(i, size), 0)
+
+    def written(x: Array, new: Array) -> Array:
+        placed = _laid_out(jax.device_put(new, HOST))
+        return lax.dynamic_update_slice_in_dim(x, placed, _first(i, size), 0)
+
+    def in_pieces(x: Array, new: Array) -> Array:
+        address, _ = _address(x, i, size)
+
+        def write(turn: Int[Array, ""], rows: Array, piece: Array) -> Array:
+            placed = jax.device_put(piece, HOST)
+            return lax.dynamic_update_slice_in_dim(
+                rows, placed, address(turn), 0, allow_negative_indices=False
+            )
+
+        made = write_in_pieces(_pieces(x, size), write, _by_rows(x), _by_rows(new))
+        return made.reshape(x.shape)
+
+    if _in_loop(i) or _pieces(x, size) == 1:
+        return written(x, new)
+    return lax.platform_dependent(x, new, cpu=written, tpu=written, default=in_pieces)
+
+
+def _in_loop(i: LayerIndex) -> bool:
+    """Whether a transfer of part i is in a loop, as far as a GPU need know."""
+    return is_traced(i) or not FETCHES_AHEAD
+
+
+def _by_rows(x: Array) -> Array:
+    """A stack whose parts are cut along its first axis: XLA:GPU follows no other."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _pieces(x: Array | np.ndarray, size: int) -> int:
+    """In how many pieces a part of a stack is moved; 1: as it is."""
+    return pieces_of(size * x.shape[1]) if x.ndim > 1 else 1
+
+
+def _address(
+    x: Array | np.ndarray, i: LayerIndex, size: int
+) -> tuple[Callable[[Int[Array, ""]], Int[Array, ""]], int]:
+    """Where each piece of part i begins, in rows, and how many rows it has."""
+    rows = size * x.shape[1]
+    length = rows // _pieces(x, size)
+    return lambda turn: np.int32(i * rows) + turn * np.int32(length), length
 
 
 def _laid_out(part: Array) -> Array:
@@ -176,7 +243,7 @@ def _visited(
     )[1]
     for k in left:
         after = layer(k + 1) if k + 1 < length else None
-        carry = body(jnp.int32(layer(k)), after, carry)
+        carry = body(np.int32(layer(k)), after, carry)
     return carry
 
 
