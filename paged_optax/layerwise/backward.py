@@ -311,13 +311,15 @@ class Bundle:
             flow, (gradients, back) = update.arrived(k, flow, results)
             return visit(inner, i, gradients), back, flow, fetched
 
-        slabs = self.weights.slabs(self.stacks, last)
+        # What the last layer needs waits for the loss. XLA fetched some of it before.
+        stacks, dx = lax.optimization_barrier((self.stacks, self.dx))
+        slabs = self.weights.slabs(stacks, last)
         held = {n: x for n, x in enumerate(slabs[0]) if on_host(self.stacks[n])}
-        flow = update.started([*self.stacks, *others], last)
+        flow, dx = update.started([*stacks, *others], last, dx)
         x, dkept = at(last)
         seen, _ = parted(self.context, self.learned.context)
         dcontext = list(map(jnp.zeros_like, seen))
-        back = ByPrologue(self.dx, dcontext)
+        back = ByPrologue(dx, dcontext)
         gradients, back = self._pull(slabs, x, jnp.int32(last), back, dkept)
         flow, (gradients, back) = update.arrived(-1, flow, (gradients, back))
         carry = visit(start, last, gradients), back, flow, held

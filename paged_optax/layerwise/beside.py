@@ -104,18 +104,26 @@ class Beside:
         size = moving(self.applied.slots, self.groups)
         return ends_of(size, size, self.shares.sizes)
 
-    def started(self, stacks: list[Array], i: LayerIndex) -> Flow:
+    def started(
+        self, stacks: list[Array], i: LayerIndex, living: Living
+    ) -> tuple[Flow, Living]:
         """Fetches what the first turn needs.
 
         Args:
           stacks: The parameters.
           i: The layer that is updated first.
+          living: What has been computed before: else XLA fetches earlier.
+
+        Returns:
+          What arrives, and what has been computed.
         """
-        slots, parts = self.applied.slots, self.applied.length
+        given = self.applied.slots, stacks, living
+        slots, stacks, living = lax.optimization_barrier(given)
+        parts = self.applied.length
         moments = [slab(slots[n], i, parts) for n in self.groups[0].slots]
         weights = {n: slab(x, i - 1) for n, x in enumerate(stacks) if on_host(x)}
         frozen = {n: slab(x, i - 1) for n, x in enumerate(self.frozen) if on_host(x)}
-        return Flow(slots, stacks, moments, weights, frozen)
+        return Flow(slots, stacks, moments, weights, frozen), living
 
     def begun(
         self, k: int, flow: Flow, turn: Turn, living: Living
