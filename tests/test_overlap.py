@@ -12,7 +12,6 @@ import paged_optax as po
 from helpers import aot, decoder, step_model
 from helpers.layered import far
 from helpers.stacked import SETTINGS, both, same
-from paged_optax.backend.overlap import OVERLAPPING
 from paged_optax.layerwise import apart, beside
 
 step_module = importlib.import_module("paged_optax.layerwise.step")
@@ -44,8 +43,7 @@ def test_transfers_are_hidden(weights_on_host, card):
         weights_on_host=weights_on_host,
         size=(8, 512),
     )
-    options = {} if card == "h200" else OVERLAPPING
-    report = aot.h200(build, card=card, options=options)
+    report = aot.h200(build, card=card, options=aot.options_on(card))
     assert report.host_temp == 0
     hlo = report.hlo
     assert ".remat" not in hlo

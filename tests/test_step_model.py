@@ -137,3 +137,28 @@ def test_a_range():
     machine = Machine(link=1e6, memory=1e9, flops=1e12)
     low, high = step_model.between(NESTED, machine)
     assert step_model.cost(NESTED, machine).seconds < low < high
+
+
+#: A product as XLA:GPU hands it to cuBLAS, as it does on a T4.
+PRODUCT = """HloModule product, is_scheduled=true
+
+ENTRY %main (a: f32[8,32], b: f32[32,4]) -> (f32[8,4], s8[64]) {
+  %a = f32[8,32]{1,0} parameter(0)
+  %b = f32[32,4]{1,0} parameter(1)
+  ROOT %c = (f32[8,4]{1,0}, s8[64]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", metadata={op_name="dot_general"}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+}
+"""  # noqa: E501
+
+
+def test_products_of_cublas():
+    assert seconds(PRODUCT, Machine(link=1.0, flops=1.0)) == 2 * 8 * 32 * 4
+
+
+def test_rates_of_a_card():
+    """As large a part of its data sheet as of an H200's; a T4 has its float32 units."""
+    assert step_model.machine_of("h200") == step_model.H200
+    l4, t4 = map(step_model.machine_of, ("l4", "t4"))
+    assert math.isclose(l4.link, step_model.H200.link / 2)
+    assert math.isclose(l4.flops / step_model.H200.flops, 121 / 989.5)
+    assert math.isclose(l4.memory / step_model.H200.memory, 0.3 / 4.8)
+    assert math.isclose(t4.flops / step_model.H200.flops, 8.1 / 989.5)

@@ -25,6 +25,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
 
+from paged_optax.backend.overlap import OVERLAPPING
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.compiling.computations import Computations, Kind
 from paged_optax.compiling.memory_report import MemoryReport
@@ -33,9 +34,20 @@ from paged_optax.engine.pages import Pages
 Build = Callable[[Mesh], tuple[Any, tuple[Any, ...]]]
 
 
-def _target(card: str) -> str:
+_TARGETS = pathlib.Path(__file__).parent / "targets"
+#: The cards of `targets`.
+TARGETS = tuple(sorted(path.stem for path in _TARGETS.glob("*.txtpb")))
+
+
+def target(card: str) -> str:
     """What XLA is told of a card, of which `targets` has a file."""
-    return (pathlib.Path(__file__).parent / "targets" / f"{card}.txtpb").read_text()
+    return (_TARGETS / f"{card}.txtpb").read_text()
+
+
+def options_on(card: str) -> Mapping[str, Any]:
+    """The compiler options that `jit_step` has on a card."""
+    hopper = "cuda_compute_capability { major: 9 " in target(card)
+    return {} if hopper else OVERLAPPING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +93,7 @@ def lowered_for_h200(
 ) -> Program:
     """Lowers what `h200` compiles."""
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=_target(card), topology=f"1x{devices}x1"
+        platform="cuda", target_config=target(card), topology=f"1x{devices}x1"
     )
     jitted, args = build(Mesh(np.array(jax.devices()[:devices]), ("x",)))
     lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
