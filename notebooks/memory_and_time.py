@@ -3,17 +3,23 @@
     python notebooks/memory_and_time.py            # draws the PNG from the JSON
     python notebooks/memory_and_time.py --measure  # asks XLA for the figures first
 
-`memory_and_time.json` has a row for each way: bytes on the device and on the host, and
-seconds of a step, at least and at most. XLA's compiler for an H200 says the bytes. It
-runs on any machine with the packages of `pip install ".[test]"`, and needs no
-accelerator. The seconds are those of a model of the compiled schedule, at stated rates
-and with overheads that are assumed (`tests/helpers/step_model.py`). Nobody measured
+`memory_and_time.json` has a row for each way and batch, of the smallest card that holds
+the program compiled for it: bytes on the device and on the host, and seconds of a step,
+at least and at most. XLA's compiler says the bytes, with the options that `jit_step`
+gives it. It runs on any machine with the packages of `pip install ".[test]"`, and needs
+no accelerator. No card holds a program that computes something again to save memory
+(`.remat`). A T4 has rows of its own: it has no tensor cores for bfloat16.
+
+The seconds are those of a model of the compiled schedule, at stated parts of the card's
+data sheet and with assumed overheads (`tests/helpers/step_model.py`). Nobody measured
 them.
 """
 
 import argparse
 import functools
+import itertools
 import json
+import math
 import os
 import pathlib
 import sys
@@ -22,8 +28,10 @@ HERE = pathlib.Path(__file__).resolve().parent
 FIGURES = HERE / "memory_and_time.json"
 PICTURE = HERE / "memory_and_time.png"
 GIB = 2**30
-#: Memory of cards that people have, in GiB.
-CARDS = (8, 16, 24, 48, 80)
+#: Sequences, and tokens of each. The README and the picture have the first.
+BATCHES = ((8, 512), (4, 2048))
+#: What a program may take of a card's memory: more JAX cannot be given.
+MOST = 0.95
 WAYS = (
     "resident",
     "whole tree offloaded",
@@ -33,6 +41,8 @@ WAYS = (
     "layerwise, 8 bits, weights on host",
     "the same, embeddings on host too",
 )
+#: Cards without tensor cores for bfloat16.
+SLOW = ("t4",)
 #: Those without this package: they are hatched.
 OTHERS = WAYS[:2]
 
@@ -52,7 +62,7 @@ def draw(figures, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = figures["rows"]
+    rows = shown(figures)
     figure, axes = pyplot.subplots(figsize=(4, 5.2), layout="constrained")
     write = functools.partial(
         axes.text,
@@ -73,19 +83,21 @@ def draw(figures, path):
             hatch="///" if other else "",
             zorder=2,
         )
-        write(0.8, i - 0.38, row["way"])
+        write(0.8, i - 0.38, f"{row['way']}: {name(row['card'])}")
         text = f"{size:.1f} GiB, {span(row)} s"
         write(size + 1.5, i, text, weight="bold")
     most = max(row["device_bytes"] for row in rows) / GIB
-    for card in CARDS:
-        axes.axvline(card, color="0.5", linestyle=(0, (4, 2)), linewidth=1, zorder=1)
-    axes.set_xlim(0, 1.3 * max(most, CARDS[-1]))
+    cards = {row["card"]: row["card_bytes"] / GIB for row in rows}
+    for memory in cards.values():
+        axes.axvline(memory, color="0.5", linestyle=(0, (4, 2)), linewidth=1, zorder=1)
+    axes.set_xlim(0, 1.3 * max(most, *cards.values()))
     axes.set_ylim(len(rows) - 0.6, -0.75)
     axes.set_yticks([])
-    axes.set_xticks(CARDS, [str(card) for card in CARDS], fontsize=10)
+    ticks = [f"{name(card)}\n{memory:.0f}" for card, memory in cards.items()]
+    axes.set_xticks([*cards.values()], ticks, fontsize=10)
     axes.set_xlabel(
         "GiB of device memory; lines: cards\n"
-        "hatched: Optax alone\ntime: by a model, not measured",
+        "hatched: Optax alone\ntime: on its card, by a model, not measured",
         fontsize=10,
     )
     axes.set_title("A step of a full fine-tune of Llama-3-8B", fontsize=11)
@@ -94,13 +106,32 @@ def draw(figures, path):
     pyplot.close(figure)
 
 
+def shown(figures):
+    """The README's rows: one for each way."""
+    first = [x for x in figures["rows"] if tuple(x["batch"]) == BATCHES[0]]
+    return [x for x in first if x["card"] not in SLOW]
+
+
+def name(card):
+    """A card's name as people write it."""
+    return card.upper().replace("RTX", "RTX ").replace("-40", " 40 GB")
+
+
 def span(row):
     """The seconds of a row, at least and at most."""
     return "{:.2f}-{:.2f}".format(*row["seconds"])
 
 
-def programs():
-    """What each way compiles: batches of 8 sequences of 512 tokens, in bfloat16.
+def share(row):
+    """Hundredths of the card's memory that a row takes."""
+    return math.ceil(100 * row["device_bytes"] / row["card_bytes"])
+
+
+def programs(shape):
+    """What each way compiles, in bfloat16.
+
+    Args:
+      shape: Sequences, and tokens of each.
 
     Returns:
       Functions without arguments, by way; each gives what `helpers.aot` compiles.
@@ -114,7 +145,7 @@ def programs():
     from paged_optax.planning.shapes.decoder import DECODERS
 
     class Llama(decoder.Decoder):
-        def batch(self, sharding, size=(8, 512)):
+        def batch(self, sharding, size=shape):
             return super().batch(sharding, size)
 
     sizes = DECODERS["llama3-8b"]
@@ -144,24 +175,76 @@ def programs():
     return dict(zip(WAYS, makers, strict=True))
 
 
-def measured(way):
-    """One row, from XLA's compiler for an H200."""
+def measured(way, batch, card):
+    """One row, from XLA's compiler for a card."""
     import importlib.metadata
 
     import jax
 
     from helpers import aot, step_model
+    from paged_optax.planning.cards import CARDS
 
-    report = aot.h200(programs()[way]())
+    build = programs(batch)[way]()
+    report = aot.h200(build, card=card, options=aot.options_on(card))
     plugin = importlib.metadata.version("jax-cuda13-plugin")
     return {
         "way": way,
+        "batch": list(batch),
+        "card": card,
+        "card_bytes": CARDS[card].memory,
         "device_bytes": report.device_total,
         "host_bytes": report.host_total,
-        "seconds": step_model.between(report.hlo, step_model.H200),
-        "source": f"XLA:GPU for an H200, jax {jax.__version__},"
-        f" jax-cuda13-plugin {plugin}",
+        "rematerialized": report.hlo.count(".remat"),
+        "seconds": step_model.between(report.hlo, step_model.machine_of(card)),
+        "source": f"jax {jax.__version__}, jax-cuda13-plugin {plugin}",
     }
+
+
+def holds(row):
+    """Whether the card holds its program, and nothing is computed again for that."""
+    fits = row["device_bytes"] <= MOST * row["card_bytes"]
+    return fits and row["rematerialized"] == 0
+
+
+def held(way, batch, rows):
+    """The row of the smallest card, and before it those of slow ones that are smaller.
+
+    Cards that cannot hold it are not tried: those without room for what stays on the
+    device, and those that do not hold a smaller batch.
+
+    Args:
+      way: What is compiled.
+      batch: Sequences, and tokens of each.
+      rows: Those known.
+    """
+    import jax
+    import numpy as np
+
+    from helpers import aot
+    from paged_optax.planning.cards import CARDS
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    _, arguments = programs(batch)[way]()(mesh)
+    stays = sum(
+        x.size * x.dtype.itemsize
+        for x in jax.tree.leaves(arguments)
+        if x.sharding.memory_kind == "device"
+    )
+    of_less = [
+        row["card_bytes"]
+        for row in rows
+        if row["way"] == way and math.prod(row["batch"]) < math.prod(batch)
+    ]
+    least = max(stays / MOST, min(of_less, default=0))
+    memory = {card: CARDS[card].memory for card in aot.TARGETS}
+    for card in sorted(memory, key=lambda card: memory[card]):
+        if memory[card] >= least:
+            row = measured(way, batch, card)
+            print(json.dumps(row), flush=True)
+            if holds(row):
+                yield row
+                if card not in SLOW:
+                    return
 
 
 def measure(path, ways):
@@ -176,12 +259,12 @@ def measure(path, ways):
     os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
     root = HERE.parent
     sys.path[:0] = [str(root), str(root / "tests")]
-    for way in ways:
-        row = measured(way)
-        print(json.dumps(row))
+    for batch, way in itertools.product(BATCHES, ways):
         figures = json.loads(path.read_text())
-        known = {x["way"]: x for x in figures["rows"]} | {way: row}
-        figures["rows"] = [known[x] for x in WAYS if x in known]
+        new = list(held(way, batch, figures["rows"]))
+        old = (x for x in figures["rows"] if (x["way"], x["batch"]) != (way, [*batch]))
+        order = lambda row: (BATCHES.index((*row["batch"],)), WAYS.index(row["way"]))
+        figures["rows"] = sorted([*old, *new], key=order)
         path.write_text(json.dumps(figures, indent=2) + "\n")
 
 
@@ -202,10 +285,12 @@ def main():
         measure(asked.figures, asked.measure or WAYS)
     figures = json.loads(asked.figures.read_text())
     draw(figures, asked.picture)
-    print("Device GiB, host GiB, seconds:")
+    print("Device GiB, host GiB, seconds, the smallest card and its share:")
     for row in figures["rows"]:
         device, host = (row[f"{x}_bytes"] / GIB for x in ("device", "host"))
-        print(f"{row['way']}: {device:.1f}, {host:.1f}, {span(row)}")
+        batch = "{} x {}".format(*row["batch"])
+        card = f"{name(row['card'])}, {share(row)}%"
+        print(f"{row['way']}, {batch}: {device:.1f}, {host:.1f}, {span(row)}, {card}")
     print(f"Wrote {asked.picture}")
 
 

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -15,7 +16,10 @@ import pytest
 from flax import nnx
 
 import paged_optax as po
+from helpers import step_model
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
+from paged_optax.planning.cards import find_card
+from paged_optax.planning.shapes.decoder import DECODERS
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -193,52 +197,78 @@ def test_length():
     assert len(README.splitlines()) <= 300
 
 
-def test_figures_are_those_of_the_compiler():
-    """Of the table and of the first number, from what `--measure` wrote."""
-    figures = json.loads((ROOT / "notebooks" / "memory_and_time.json").read_text())
-    shown = [x for x in rows(README[: README.index("\n## ")]) if len(x) == 6]
-    assert [x[0] for x in shown] == [x["way"] for x in figures["rows"]]
-    for (*_, device, host, seconds, card), row in zip(
-        shown, figures["rows"], strict=True
-    ):
-        size = row["device_bytes"] / 2**30
-        assert float(device) == pytest.approx(size, abs=0.05)
-        assert float(host) == pytest.approx(row["host_bytes"] / 2**30, abs=0.05)
-        assert seconds == "{:.2f}-{:.2f}".format(*row["seconds"])
-        assert int(card) == min(x for x in (8, 16, 24, 48, 80) if size <= x)
-    # Each computes the same products at least.
-    for seconds in zip(*(row["seconds"] for row in figures["rows"]), strict=True):
-        assert min(seconds) >= 0.9 * seconds[0]
+@pytest.fixture
+def program(monkeypatch):
+    """What computes and draws the first table."""
+    monkeypatch.syspath_prepend(str(ROOT / "notebooks"))
+    return importlib.import_module("memory_and_time")
+
+
+def cells_of(program, row):
+    """What a table says of a row: bytes, the card and its share, seconds."""
+    gib = (f"{row[f'{space}_bytes'] / 2**30:.1f}" for space in ("device", "host"))
+    card = f"{program.name(row['card'])}, {program.share(row)}%"
+    return [*gib, card, program.span(row)]
+
+
+def test_figures_are_those_of_the_compiler(program):
+    """Of the tables and of the first number, from what `--measure` wrote."""
+    figures = json.loads(program.FIGURES.read_text())
+    first = program.shown(figures)
+    table = [x for x in rows(README[: README.index("\n## ")]) if len(x) == 6]
+    wanted = [[row["way"], *cells_of(program, row)] for row in first]
+    assert [[way, *cells] for way, _, *cells in table] == wanted
+    assert [row["way"] for row in first] == list(program.WAYS)
     claim = re.search(
         r"takes ([\d.]+) GiB of device memory instead of (\d+\.\d)", README
     )
-    assert claim and list(claim.groups()) == [shown[-1][2], shown[0][2]]
+    assert claim and list(claim.groups()) == [table[-1][2], table[0][2]]
+    deeper = [row for row in figures["rows"] if row not in first]
+    page = (ROOT / "paged_optax" / "planning" / "cards.md").read_text()
+    found = [x for x in rows(page) if len(x) == 6]
+    assert found == [
+        [row["way"], "{} x {}".format(*row["batch"]), *cells_of(program, row)]
+        for row in deeper
+    ]
 
 
-def test_picture_of_the_figures(monkeypatch, tmp_path, capsys):
+def test_the_cards_hold_what_is_said(program):
+    """By the memory that CUDA has of each; and none computes faster than it can."""
+    figures = json.loads(program.FIGURES.read_text())["rows"]
+    sizes = DECODERS["llama3-8b"]
+    multiplied = sizes.size - sizes.vocabulary * sizes.hidden  # embeddings are not
+    for row in figures:
+        card = find_card(program.name(row["card"]))
+        assert row["card_bytes"] == card.memory
+        assert row["rematerialized"] == 0 and program.holds(row)
+        tokens = math.prod(row["batch"])
+        least = 6 * multiplied * tokens / step_model.machine_of(row["card"]).flops
+        assert least <= row["seconds"][0] <= row["seconds"][1]
+
+
+def test_picture_of_the_figures(program, monkeypatch, tmp_path, capsys):
     """Drawn as its command draws it; the README shows it."""
-    monkeypatch.syspath_prepend(str(ROOT / "notebooks"))
-    program = importlib.import_module("memory_and_time")
     picture = tmp_path / "picture.png"
     monkeypatch.setattr(sys, "argv", ["memory_and_time.py", "--picture", str(picture)])
     program.main()
     assert picture.read_bytes()[:4] == program.PICTURE.read_bytes()[:4] == b"\x89PNG"
     assert f"]({program.PICTURE.relative_to(ROOT).as_posix()})" in README
-    assert "resident: 6" in capsys.readouterr().out
+    assert "resident, 8 x 512: 6" in capsys.readouterr().out
 
 
 @pytest.mark.compiler
 @pytest.mark.slow
 @pytest.mark.skipif(GPU_NEEDS_RAW_INDEX, reason="the figures are those of a newer JAX")
-def test_figures_again(monkeypatch):
-    """The compiler still says what the file says, of one row."""
-    monkeypatch.syspath_prepend(str(ROOT / "notebooks"))
-    program = importlib.import_module("memory_and_time")
-    rows = json.loads(program.FIGURES.read_text())["rows"]
+def test_figures_again(program):
+    """The compiler still says what the file says, of one row and its card."""
+    rows = program.shown(json.loads(program.FIGURES.read_text()))
     (row,) = (x for x in rows if x["way"] == "layerwise")
-    again = program.measured("layerwise")
+    again = program.measured("layerwise", row["batch"], row["card"])
+    assert program.holds(again)
+    assert again["rematerialized"] == 0
     assert again["device_bytes"] == pytest.approx(row["device_bytes"], rel=0.03)
     assert again["host_bytes"] == row["host_bytes"]
+    assert again["seconds"] == pytest.approx(row["seconds"], rel=0.05)
 
 
 def test_seconds_of_a_step():
