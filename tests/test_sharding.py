@@ -223,13 +223,104 @@ def test_fallback_is_reported():
     params = divided(reference.arrays(jnp.float32, 0, SHAPES), mesh)
     known, unknown = (po.paged_adamw(1e-2, **PAGED) for _ in range(2))
     state = known.init(params)
-    compiled = jax.jit(unknown.update).lower(params, state, params).compile()
+    with pytest.warns(UserWarning, match="nothing else in this jax.jit") as told:
+        compiled = jax.jit(unknown.update).lower(params, state, params).compile()
+    assert len(told) == 1
     report = po.memory_report(compiled)
     assert report.unsharded
     assert "Paging fell back" in str(report)
     assert "shardings=" in str(report)
     _, wanted = known.update(params, state, params)
     reference.assert_equal(compiled(params, state, params)[1], wanted)
+
+
+def injected(around, shardings=None):
+    """AdamW of a rate in its state, which forgets its shardings if that is around."""
+    if not around:
+        return po.paged(optax.inject_hyperparams(optax.adamw)(1e-2), **PAGED)
+    build = lambda rate, shardings: po.paged_adamw(rate, shardings=shardings, **PAGED)
+    return optax.inject_hyperparams(build)(1e-2, shardings)
+
+
+def stepping(tx):
+    def step(params, state, gradients):
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+FORGETFUL = {
+    "alone": lambda: injected(True),
+    "chain": lambda: optax.chain(optax.clip(1.0), injected(True)),
+    "masked": lambda: optax.masked(injected(True), dict.fromkeys(SHAPES, True)),
+    "MultiSteps": lambda: po.MultiSteps(injected(True), 2).gradient_transformation(),
+    "int8": lambda: optax.inject_hyperparams(
+        lambda rate: po.paged_adamw_8bit(rate, **PAGED)
+    )(1e-2),
+}
+
+
+@pytest.mark.parametrize("described", [False, True], ids=["init", "abstract_state"])
+@pytest.mark.parametrize("kind", FORGETFUL)
+def test_jit_step_tells_what_a_transformation_forgets(kind, described):
+    """The arguments say how they are divided, so that nothing is gathered."""
+    mesh, tx = mesh_of(), FORGETFUL[kind]()
+    params = divided(reference.arrays(jnp.float32, 0, SHAPES), mesh)
+    state = tx.init(params)
+    moments = lambda state: [x for x in jax.tree.leaves(state) if x.ndim]
+    _, wanted = stepping(tx)(params, state, params)
+    where, wanted = specs_of(moments(wanted)), jax.device_get(wanted)
+    given = po.abstract_state(tx, params) if described else state
+    step = po.jit_step(stepping(tx), params, given, params, donate_argnums=1)
+    assert step.compiled is not None
+    assert not po.memory_report(step.compiled).unsharded
+    _, found = step(params, state, params)
+    assert specs_of(moments(found)) == where
+    reference.assert_equal(found, wanted)
+
+
+def test_a_step_on_two_meshes():
+    """The arguments of each program tell, and not what was there before."""
+    mesh, other = mesh_of(), jax.make_mesh((4,), ("z",), (AxisType.Auto,))
+    params, tx = {"w": jnp.ones((64, 64))}, injected(True)
+    step = po.jit_step(stepping(tx), donate_argnums=1)
+    for place in (NamedSharding(mesh, P("x")), NamedSharding(other, P(None, "z"))):
+        given = jax.device_put(params, place)
+        state = tx.init(given)
+        compiled = step.compile(given, state, given)
+        assert not po.memory_report(compiled).unsharded
+        assert "all-gather" not in compiled.as_text()
+
+
+def test_a_jit_of_a_transformation_that_forgets():
+    """It warns of what was divided, once, and not where it knows."""
+    mesh = mesh_of()
+    params = divided(reference.arrays(jnp.float32, 0, SHAPES), mesh)
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    for tx in (injected(False), injected(True, shardings)):
+        compiled = jax.jit(tx.update).lower(params, tx.init(params), params).compile()
+        assert not po.memory_report(compiled).unsharded
+    tx = injected(True)
+    for state in (tx.init(params), po.abstract_state(tx, params)):
+        po.abstract_state(tx, params)
+        with pytest.warns(UserWarning, match="around paged") as told:
+            jax.jit(lambda *args: tx.update(*args)).lower(params, state, params)
+        jax.jit(lambda *args: tx.update(*args)).lower(params, state, params)
+        assert len(told) == 1
+
+
+@pytest.mark.parametrize("kind", ["one device", "whole", "explicit", "by leaf"])
+def test_what_is_not_divided_is_not_told_of(kind):
+    """Nor what types tell, nor where a page is a whole leaf anyway."""
+    types = (AxisType.Explicit if kind == "explicit" else AxisType.Auto,)
+    mesh = jax.make_mesh((1 if kind == "one device" else 8,), ("x",), types)
+    place = NamedSharding(mesh, P(None) if kind == "whole" else P("x"))
+    params = {f"of {kind}": jax.device_put(jnp.ones((64, 128)), place)}
+    build = po.paged_lamb if kind == "by leaf" else po.paged_adamw
+    tx = optax.inject_hyperparams(lambda rate: build(rate, **PAGED))(1e-2)
+    po.abstract_state(tx, params)
+    jax.jit(tx.update).lower(params, tx.init(params), params)
 
 
 def test_one_device_does_not_fall_back():

@@ -3,6 +3,7 @@
 import collections
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +128,51 @@ def test_a_restored_state(compile_for):
     assert not collectives(report.hlo)
     assert report.host_temp == 0
     assert report.device_temp <= 12 * MIB
+
+
+AROUND = optax.inject_hyperparams(po.paged_adamw)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda shardings: AROUND(1e-3, shardings=shardings),
+        lambda _: po.paged(optax.inject_hyperparams(optax.adamw)(1e-3)),
+    ],
+    ids=["told", "inside"],
+)
+@pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e], ids=["h200", "v5e"])
+def test_injected_hyperparameters(compile_for, make):
+    """The ways out of the warning that the next test has."""
+    report = compile_for(sharded_update(make, P("x"), (4,), ("x",), 3), 4)
+    assert not report.unsharded
+    assert not collectives(report.hlo)
+    assert report.host_temp == 0
+    assert report.device_temp <= 12 * MIB
+
+
+@pytest.mark.compiler
+def test_injected_around():
+    """What is made anew at each call learns from `jit_step` alone what is divided."""
+
+    def by_jit_step(mesh):
+        jitted, args = build(mesh)
+        step = lambda *args: jitted.__wrapped__(*args)
+        compiled = lambda: po.jit_step(step, *args, donate_argnums=(0, 1)).compiled
+        compiling = types.SimpleNamespace(compile=compiled)
+        return types.SimpleNamespace(lower=lambda *args: compiling), args
+
+    build = sharded_update(lambda _: AROUND(1e-3), P("x"), (4,), ("x",), 3)
+    report = aot.v5e(by_jit_step, 4)
+    assert not report.unsharded
+    assert not collectives(report.hlo)
+    assert report.host_temp == 0
+    assert report.device_temp <= 12 * MIB
+    with pytest.warns(UserWarning, match="Compile the step by jit_step"):
+        forgotten = aot.v5e(build, 4)
+    assert forgotten.unsharded
+    assert forgotten.host_temp >= 4 * 4096 * 4096
 
 
 def within_shard_map(make):

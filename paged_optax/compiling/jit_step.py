@@ -31,6 +31,7 @@ from paged_optax.compiling.placements import (
     hosted,
     placements,
     refuse_moved,
+    telling,
     typed,
 )
 from paged_optax.compiling.schedules import compile_overlapping
@@ -178,7 +179,8 @@ class Step:
             given = call.static | dict(zip(call.keys, values, strict=True))
             positions = sorted(key for key in given if isinstance(key, int))
             named = {key: x for key, x in given.items() if isinstance(key, str)}
-            return self._step(*(given[key] for key in positions), **named)
+            with telling(values, call.values):
+                return self._step(*(given[key] for key in positions), **named)
 
         with warnings.catch_warnings():
             # JAX only warns of what is an error here, and names no leaf.

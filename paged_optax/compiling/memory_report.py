@@ -109,9 +109,9 @@ class MemoryReport:
         if self.unsharded:
             notes.append(
                 "Paging fell back: the shardings of some parameters are not known here,"
-                " and XLA gathers\ntheir pages. Pass paged(..., shardings=...), make"
-                " the state with tx.init on the sharded\nparameters, or use a mesh of"
-                " explicit axes."
+                " and XLA gathers\ntheir pages. Compile the step by jit_step, pass"
+                " paged(..., shardings=...), make the state\nwith tx.init on the"
+                " sharded parameters, or use a mesh of explicit axes."
             )
         return "\n\n".join((text, *notes))
 

@@ -44,7 +44,9 @@ def abstract_state(
 
     Where the parameters say how they are divided over devices, `tx` remembers it in
     place of what `tx.init` saw: in a `jax.jit` over automatic axes `update` needs to
-    know, and a function that is traced already still has what was there before. If the
+    know, and a function that is traced already still has what was there before. What is
+    made anew at each call, as by `optax.inject_hyperparams` around `paged`, remembers
+    nothing: `jit_step` tells its `update`, and a `jax.jit` warns. If the
     parameters are Flax's variables with metadata `optimizer_sharding`, moments are
     divided by that.
 

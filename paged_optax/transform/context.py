@@ -2,18 +2,18 @@
 
 Optax's wrappers do not forward every argument. A wrapper or a trace that has something
 to say to the paged transformations inside sets it in a context around the call. There
-is one context in one variable, and all of it is part of the key of JAX's trace caches:
-an inner `jax.jit` traces again in another context.
+is one context in one variable, and all of it but `given` is part of the key of JAX's
+trace caches: an inner `jax.jit` traces again in another context.
 """
 
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 
 import jax
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 from jax.typing import ArrayLike
 
 #: A bool known when traced, or one known on the device.
@@ -45,6 +45,9 @@ class Context:
         tell of moments that are not where they belong; empty if they all are.
       record: Every paged `init` calls it with its `Configuration`, and with a function
         that describes its moments, a `recorded.Describe`.
+      given: How the arguments of a step that is traced are divided, by the `id` of the
+        tracer of each. It is no part of JAX's keys: only in the step's own trace, which
+        is not kept, are these tracers met.
     """
 
     gate: Gate = True
@@ -59,6 +62,7 @@ class Context:
     paged: bool = False
     asked: Callable[..., None] | None = None
     record: Callable[..., None] | None = None
+    given: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
 
 
 _NOTHING_SAID = Context()
@@ -85,7 +89,8 @@ def without() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _entered(context: Context) -> Generator[None]:
-    values = (getattr(context, field.name) for field in dataclasses.fields(context))
+    names = (field.name for field in dataclasses.fields(context))
+    values = (getattr(context, name) for name in names if name != "given")
     # A traced value, and what records, is equal to itself alone. JAX's caches must not
     # keep it alive.
     alone = lambda x: isinstance(x, Array) or callable(x)

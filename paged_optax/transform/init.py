@@ -96,10 +96,10 @@ def _made(
     if not is_traced(leaves):
         with without_explicit_axes():
             made = tied(making.leaves(leaves), leaves)
-        pager.known.seen |= said
+        pager.known.learn(said)
         return making.layout.build(made)
     if current().mesh is not None:
-        pager.known.seen |= said
+        pager.known.learn(said)
     beside = making.beside(leaves)
     types = [
         making.layout.types(i, None if owner is None else beside[owner])

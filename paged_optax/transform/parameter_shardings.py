@@ -1,7 +1,8 @@
 """How the parameters are divided over a mesh, from all sources that tell."""
 
 import contextlib
-from collections.abc import Generator, Sequence
+import warnings
+from collections.abc import Generator, Mapping, Sequence
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -17,6 +18,10 @@ from paged_optax.transform.context import current
 from paged_optax.transform.trees import Leaf, Parameter
 
 _Key = tuple[str, tuple[int, ...]]
+
+#: What any `init` or `abstract_state` saw divided: each parameter, and the mesh's axes.
+#: A warning alone depends on it, and no program.
+_divided: set[tuple[_Key, tuple[tuple[str, int], ...]]] = set()
 
 
 def refuse_uneven(params: PyTree) -> None:
@@ -63,9 +68,9 @@ class ParameterShardings:
     The first of these sources that knows wins: what Flax's variables told `init` of
     moments that are divided otherwise than their parameters; the type of an array on a
     mesh of explicit axes; the `shardings` that were asked for; the sharding of a
-    concrete array; the sharding that `init` or `abstract_state` saw of a parameter of
-    this path and shape. In a `jit` over automatic axes the type and the array say
-    nothing.
+    concrete array; that of an argument of `jit_step`; the sharding that `init` or
+    `abstract_state` saw of a parameter of this path and shape. In a `jit` over
+    automatic axes the type and the array say nothing.
 
     Args:
       asked: A pytree of `NamedSharding` or `PartitionSpec` of the parameters'
@@ -121,6 +126,36 @@ class ParameterShardings:
             if here != before and not is_traced(x):
                 raise _otherwise(f"parameter {key[0]}", x.shape, here, before)
         return said
+
+    def learn(self, said: Mapping[_Key, Shards | None]) -> None:
+        """Remembers the shardings of parameters."""
+        self.seen |= said
+        for key, shards in said.items():
+            if shards is not None and any(n > 1 for n in shards.divisions):
+                _divided.add((key, tuple(shards.mesh.shape.items())))
+
+    def tell_of_unknown(self, path: KeyPath, x: Leaf) -> None:
+        """Warns, once, of a parameter that was divided, which an update cannot know.
+
+        Args:
+          path: The parameter's path.
+          x: The parameter, or its gradient.
+        """
+        mesh = jax.typeof(x).sharding.mesh
+        key = (keystr(path), x.shape), tuple(mesh.shape.items())
+        if AxisType.Manual in mesh.axis_types or key not in _divided:
+            return
+        _divided.clear()
+        warnings.warn(
+            f"shardings=None, and nothing else in this jax.jit says how {keystr(path)}"
+            f" of shape {x.shape} is divided over the mesh {dict(mesh.shape)}, so that"
+            " XLA gathers its moments from all devices. A transformation forgets what"
+            " its init saw if each call makes it anew, as optax.inject_hyperparams"
+            " around paged(...) does. Compile the step by jit_step, whose arguments"
+            " tell; put inject_hyperparams inside paged(...); or pass paged(...,"
+            " shardings=...).",
+            stacklevel=2,
+        )
 
     def told_by(
         self,
@@ -203,7 +238,10 @@ class ParameterShardings:
         concrete = [x for x in arrays if not is_traced(x)]
         own = map(Shards.of_array, concrete)
         found = next((shards for shards in own if shards is not None), None)
-        return found if concrete else self.seen.get((keystr(path), shape))
+        if concrete:
+            return found
+        given = (Shards.of(current().given.get(id(x)), shape) for x in arrays)
+        return next(filter(None, given), None) or self.seen.get((keystr(path), shape))
 
     def _told(self, path: KeyPath, shape: tuple[int, ...]) -> Shards | None:
         told = self.told.get((keystr(path), shape))

@@ -23,7 +23,7 @@ from paged_optax.transform.context import Gate, current, without
 from paged_optax.transform.gates import choose_by
 from paged_optax.transform.pager import Pager, divided_as
 from paged_optax.transform.stored_state import Layout
-from paged_optax.transform.trees import Stored, Value
+from paged_optax.transform.trees import Stored, Value, paths_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -199,6 +199,11 @@ class Streaming:
         away, noise = any(map(on_host, first.arrays)), self._noise(leaf)
         alone = divided is None and leaf.program.elementwise
         named = jax.named_scope(UNSHARDED) if alone else contextlib.nullcontext()
+        if alone and away and leaf.owner is not None:
+            paths, gradients = paths_of(
+                jax.tree.unflatten(self.layout.parameters, self.arguments[: self.first])
+            )
+            self.pager.known.tell_of_unknown(paths[leaf.owner], gradients[leaf.owner])
         # No context changes what streams, so like leaves are traced once.
         with named, without():
             arrays = [x.arrays for x in found]
