@@ -253,6 +253,28 @@ ENTRY %main (t: f32[8,64,128], u: f32[64,128]) -> f32[64,128] {
 """  # noqa: E501
 
 
+def test_copies_without_a_start():
+    """A copy, and a slice at a stated address: nothing else runs meanwhile."""
+    wanted = RuntimeCounts.of(WRITTEN)
+    # The same copies begun ahead of what waits for them.
+    ahead = WRITTEN
+    for name, operand in [("ac", "ab"), ("ae", "ad")]:
+        line = next(x for x in WRITTEN.splitlines() if f"%{name} =" in x)
+        types = line.partition(" = ")[2].partition(" copy(")[0]
+        other = "f32[64,128]{1,0}" if "S(5)" in types else "f32[64,128]{1,0:S(5)}"
+        start = f"  %{name}s = ({types}, {other}, u32[]) copy-start(%{operand})"
+        done = line.replace(f"copy(%{operand})", f"copy-done(%{name}s)")
+        ahead = ahead.replace(line, f"{start}\n{done}")
+    assert RuntimeCounts.of(ahead) == dataclasses.replace(wanted, sync_transfers=0)
+    assert "of these, without a start" in str(wanted)
+    config = 'backend_config={"dynamic_slice_config":{"byte_stride":"4"}}'
+    part = "dynamic-slice(%d), dynamic_slice_sizes={1,64,128}"
+    stated = WRITTEN.replace(part, f"{part}, {config}")
+    found = RuntimeCounts.of(stated)
+    assert found.zero_copy_up == 0
+    assert found.sync_transfers == wanted.sync_transfers + 1
+
+
 def test_a_written_program():
     """Each line counts once where it runs once, and as often as its loops turn."""
     assert RuntimeCounts.of(WRITTEN) == RuntimeCounts(
@@ -263,6 +285,7 @@ def test_a_written_program():
         loop_turns=4 + 6,
         transfers_up=1,
         transfers_down=1,
+        sync_transfers=2,
         transfer_bytes=2 * 4 * 64 * 128,
         zero_copy_up=1,
         zero_copy_bytes=4 * 64 * 128,

@@ -30,6 +30,8 @@ class RuntimeCounts:
       loop_turns: Turns of loops whose count the compiler states.
       transfers_up: Copies from host to device by the copy engine.
       transfers_down: Copies from device to host by the copy engine.
+      sync_transfers: Of both, those without a start of their own. What comes after one
+        waits until it ends.
       zero_copy_up: Kernels that read pinned memory over the link. XLA makes one where
         the address is not linear in the variable of a counted loop, or where a slice is
         not contiguous.
@@ -47,6 +49,7 @@ class RuntimeCounts:
     loop_turns: int = 0
     transfers_up: int = 0
     transfers_down: int = 0
+    sync_transfers: int = 0
     zero_copy_up: int = 0
     zero_copy_down: int = 0
     transfer_bytes: int = 0
@@ -85,6 +88,7 @@ class RuntimeCounts:
             ("waits of the host", f"{self.host_syncs:,}"),
             ("turns of counted loops", f"{self.loop_turns:,}"),
             ("transfers by copy engine", transfers(*engine)),
+            ("of these, without a start", f"{self.sync_transfers:,}"),
             ("transfers by kernel", transfers(*kernels)),
             ("slices copied on the device", f"{self.device_slices:,}"),
             ("copies within host memory", f"{self.host_copies:,}"),
@@ -141,7 +145,9 @@ def _transfer(program: Computations, instruction: Instruction, kind: Kind) -> _C
     way = "up" if program.goes_up(instruction) else "down"
     size = program.moved_by(instruction)
     if kind is Kind.ENGINE:
-        return collections.Counter({f"transfers_{way}": 1, "transfer_bytes": size})
+        found = collections.Counter({f"transfers_{way}": 1, "transfer_bytes": size})
+        found["sync_transfers"] = int(not instruction.started)
+        return found
     found = collections.Counter({f"zero_copy_{way}": 1, "zero_copy_bytes": size})
     if not instruction.started:
         found["kernels"] = 1  # in its turn among the others
