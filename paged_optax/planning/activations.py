@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import jax
 
+from paged_optax.backend.sizes import readable_bytes
 from paged_optax.losses.chunks import Chunks
 from paged_optax.planning.layers import Layers
 
@@ -63,6 +64,7 @@ class Sizes:
       vocabulary: Entries of the output; 0 if there is no matrix for it.
       tied: Whether that matrix is the embedding.
       itemsize: Bytes of a value of the matrices, which products are computed in.
+      experts: Experts of a layer; 0 if it has none.
     """
 
     layers: int
@@ -74,6 +76,20 @@ class Sizes:
     vocabulary: int
     tied: bool
     itemsize: int
+    experts: int = 0
+
+    def of_experts(self, given: Given) -> str:
+        """What is not counted of experts; empty if there are none."""
+        if not self.experts:
+            return ""
+        # Rows of the tokens, once for each expert: of what goes in, and comes out.
+        rows = 4 * self.experts * given.tokens * self.width * self.itemsize
+        return (
+            f"{self.experts} experts: activations are those of a layer in which all of"
+            " them compute each token. jax.lax.ragged_dot takes more on a GPU, where"
+            " JAX makes it a product of every row with every expert: up to"
+            f" {readable_bytes(rows)} for each expert that a token is sent to."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +194,7 @@ def sizes_of(layers: Layers, heads: int | None) -> tuple[Sizes, str]:
         max(outputs, default=0),
         outputs.count(max(outputs, default=0)) < 2,
         largest.dtype.itemsize,
+        _experts([x for _, x in matrices], width),
     )
     return sizes, _assumed(sizes, heads, matrices)
 
@@ -186,6 +203,16 @@ def _width(matrices: Sequence[jax.ShapeDtypeStruct]) -> int:
     """The width of the residual stream: the axis that most matrices of a layer have."""
     counts = collections.Counter(n for x in matrices for n in {*x.shape})
     return max(counts, key=lambda n: (counts[n], n), default=1)
+
+
+def _experts(matrices: Sequence[jax.ShapeDtypeStruct], width: int) -> int:
+    """Experts: stacks of matrices, of as many as a router has scores for."""
+    stacks = [x.shape[0] for x in matrices if len(x.shape) == 3 and width in x.shape]
+    scores = {
+        n for x in matrices if len(x.shape) == 2 and width in x.shape for n in x.shape
+    }
+    routed = [n for n in stacks if n in scores and n != width]
+    return max(routed, default=0) if len(routed) > 1 else 0
 
 
 def _queries(matrices: Sequence[_Leaf], width: int) -> tuple[int, int]:

@@ -163,7 +163,7 @@ def what_fits(
         sizes, assumed = _sizes(found, given)
         held = Activations.of(sizes, given)
         work = operations(values, sizes, given)
-        remarks += [assumed] if assumed else []
+        remarks += filter(None, (assumed, sizes.of_experts(given)))
     ways = Ways(
         nbytes(params),
         paging.planned(params, device_budget=None),

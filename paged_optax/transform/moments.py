@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
 from paged_optax.analysis.program import LeafUpdate
@@ -61,14 +63,14 @@ def planned_moments(
     shape_of = dict(enumerate(x.shape for x in (*parameters, *avals, *parameters)))
     for leaf in analysis.leaves:
         divided = divided_as(leaf, parameters, shards)
-        each = _Leaf.of(leaf, layout, stays, first, divided)
+        dtype = None if leaf.owner is None else parameters[leaf.owner].dtype
+        each = _Leaf.of(leaf, layout, stays, first, divided, dtype)
         shared = [
             analysis.same.get(i, i)
             for i in leaf.inputs
             if shape_of.get(i) != leaf.shape
         ]
         own = each.owner_of_its_own(pager.per_parameter_steps)
-        dtype = None if leaf.owner is None else parameters[leaf.owner].dtype
         alike.setdefault((each.kind, dtype, own, *shared), []).append(each)
     geometry, number = _geometry(pager, alike, platform)
     elementwise = analysis.elementwise
@@ -133,6 +135,8 @@ def _geometry(
             for each in group[part]:
                 found = (number, pages, both, flying)
                 geometry.update((i, found) for i in each.inside)
+                if pages.leaves == 1 < pages.count and each.converts:
+                    geometry[each.widest] = (number, pages, both, flying + 1)
             number += 1
     return geometry, number
 
@@ -146,12 +150,14 @@ class _Leaf:
       inside: The numbers of its moments that are streamed, among the state's leaves.
       storage: How each of these is kept.
       divided: How they are divided, or None.
+      dtype: Its parameter's dtype; None if it has none.
     """
 
     leaf: LeafUpdate
     inside: tuple[int, ...]
     storage: tuple[Storage, ...]
     divided: Shards | None
+    dtype: np.dtype | None
 
     @classmethod
     def of(
@@ -161,6 +167,7 @@ class _Leaf:
         stays: Sequence[bool],
         first: int,
         divided: Shards | None,
+        dtype: np.dtype | None,
     ) -> "_Leaf":
         """Finds the moments of a leaf; the state's first is the argument `first`."""
         avals, codecs = layout.avals, layout.codecs
@@ -170,12 +177,36 @@ class _Leaf:
         storage = [
             Storage(avals[i].dtype.itemsize, codecs[i], not stays[i]) for i in inside
         ]
-        return cls(leaf, inside, tuple(storage), divided)
+        return cls(leaf, inside, tuple(storage), divided, dtype)
 
     @property
     def kind(self) -> Hashable:
         """What like leaves have in common, if all are updated; see `Streaming`."""
         return self.leaf.program, self.leaf.shape, self.storage, self.divided
+
+    @property
+    def converts(self) -> bool:
+        """Whether XLA keeps a page more, of what narrower moments are converted to.
+
+        So it does of remainders, with the bits of the parameter beside them, and of
+        moments of fewer bits than the parameter (H200, jax 0.10.2 and 0.12.0.1; v5e).
+        It has pages of another size in which nothing else fits.
+        """
+        sizes = {x.itemsize for x in self.storage if x.on_host}
+        if len(sizes) < 2 or self.dtype is None or any(x.codec for x in self.storage):
+            return False
+        remainders = any(x.dtype == jnp.int16 for x in self.leaf.avals)
+        return remainders or self.dtype.itemsize > min(sizes)
+
+    @property
+    def widest(self) -> int:
+        """The number of its widest moment on the host."""
+        there = (
+            (x.itemsize, i)
+            for i, x in zip(self.inside, self.storage, strict=True)
+            if x.on_host
+        )
+        return max(there)[1]
 
     def owner_of_its_own(self, own_steps: bool) -> int | None:
         """The parameter, if it counts its own steps or draws its own noise."""

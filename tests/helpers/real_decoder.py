@@ -72,6 +72,11 @@ class Config:
             "norms": norms | {"attention": (d,), "mlp": (d,)},
         }
 
+    def feed_forward(self, weights, y):
+        """What a layer adds after attention."""
+        hidden = jax.nn.silu(y @ weights["gate"]) * (y @ weights["up"])
+        return hidden @ weights["down"]
+
     def params(self, *, stacked=False):
         """Shapes of all parameters."""
         one = self.layer_shapes()
@@ -145,8 +150,7 @@ def block(config, weights, x, cos, sin, mask):
     norms = weights["norms"]
     y = rms(x, norms["attention"])
     x = x + attention(config, weights["attention"], norms, y, cos, sin, mask)
-    y, mlp = rms(x, norms["mlp"]), weights["mlp"]
-    return x + (jax.nn.silu(y @ mlp["gate"]) * (y @ mlp["up"])) @ mlp["down"]
+    return x + config.feed_forward(weights["mlp"], rms(x, norms["mlp"]))
 
 
 def before(config, rest, batch):
@@ -246,7 +250,7 @@ def step(
         params = placed(shapes, device)
         if on_host:
             params["layers"] = jax.tree.map(
-                lambda x: placed(x, host if len(x.shape) == 3 else device),
+                lambda x: placed(x, host if len(x.shape) > 2 else device),
                 shapes["layers"],
             )
         if rest_on_host:
