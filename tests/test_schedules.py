@@ -41,8 +41,7 @@ class Lowered:
 @pytest.fixture
 def needs(monkeypatch):
     """Each program takes 12 GiB."""
-    found = types.SimpleNamespace(device_total=12 * GIB)
-    monkeypatch.setattr(schedules, "memory_report", lambda compiled: found)
+    monkeypatch.setattr(schedules, "device_total", lambda compiled: 12 * GIB)
     monkeypatch.delenv("XLA_FLAGS")
 
 
@@ -73,6 +72,14 @@ def test_too_large_for_the_device(needs):
     with pytest.warns(UserWarning, match=r"12.0 GiB of the device, and JAX has 11.0"):
         assert compile_overlapping(lowered, gpu("7.5", 11 * GIB)) is None
     assert lowered.compiled == [dict(OVERLAPPING), None]
+
+
+def test_the_text_is_not_read_to_know_what_a_program_takes():
+    """It has no text here."""
+    compiled = jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((64, 64))).compile()
+    without = types.SimpleNamespace(memory_analysis=compiled.memory_analysis)
+    wanted = po.memory_report(compiled).device_total
+    assert schedules.device_total(without) == wanted > 0
 
 
 def test_unknown_options(needs):

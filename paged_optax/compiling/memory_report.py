@@ -140,9 +140,7 @@ def memory_report(compiled: jax.stages.Compiled) -> MemoryReport:
             f"memory_report takes a compiled step, not {type(compiled).__name__}: pass"
             " jax.jit(step).lower(...).compile(), or jit_step(...).compiled."
         )
-    stats = compiled.memory_analysis()
-    if stats is None:
-        raise RuntimeError("this backend gives no memory analysis.")
+    stats = _stats(compiled)
     text = compiled.as_text() or ""
     platforms = {
         device.platform
@@ -150,3 +148,19 @@ def memory_report(compiled: jax.stages.Compiled) -> MemoryReport:
         for device in sharding.device_set
     }
     return MemoryReport.of(stats, text, min(platforms, default=""))
+
+
+def device_total(compiled: jax.stages.Compiled) -> int:
+    """Peak device bytes, as `memory_report` has them; the program's text is not read.
+
+    Of a large program that takes seconds.
+    """
+    return MemoryReport.of(_stats(compiled), "", "").device_total
+
+
+def _stats(compiled: jax.stages.Compiled) -> object:
+    """XLA's `CompiledMemoryStats`."""
+    stats = compiled.memory_analysis()
+    if stats is None:
+        raise RuntimeError("this backend gives no memory analysis.")
+    return stats

@@ -7,7 +7,7 @@ import jax
 
 from paged_optax.backend.overlap import OVERLAPPING, needs_options
 from paged_optax.backend.sizes import readable_bytes
-from paged_optax.compiling.memory_report import memory_report
+from paged_optax.compiling.memory_report import device_total
 
 
 def compile_overlapping(
@@ -36,7 +36,7 @@ def compile_overlapping(
         )
         return lowered.compile()
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    needed = memory_report(compiled).device_total
+    needed = device_total(compiled)
     if limit is None or needed <= limit:
         return compiled
     warnings.warn(
