@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -278,6 +279,18 @@ def test_jit_step_tells_what_a_transformation_forgets(kind, described):
     _, found = step(params, state, params)
     assert specs_of(moments(found)) == where
     reference.assert_equal(found, wanted)
+
+
+def test_a_train_state_of_what_forgets():
+    """Also with its first count of steps, which is a Python number."""
+    params = divided(reference.arrays(jnp.float32, 0, SHAPES), mesh_of())
+    state = TrainState.create(apply_fn=None, params=params, tx=injected(True))
+    step = po.jit_step(
+        lambda s, grads: s.apply_gradients(grads=grads), donate_argnums=0
+    )
+    gradients = jax.tree.map(jnp.copy, params)
+    assert not po.memory_report(step.compile(state, gradients)).unsharded
+    assert step(state, gradients).step == 1
 
 
 def test_a_step_on_two_meshes():

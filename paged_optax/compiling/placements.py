@@ -143,7 +143,7 @@ def _given_back(
     """
     describe = lambda tree: (
         jax.tree.structure(tree),
-        [(x.shape, x.dtype) for x in jax.tree.leaves(tree)],
+        [(x.shape, x.dtype) for x in map(jax.typeof, jax.tree.leaves(tree))],
     )
     left = [(describe(args[i]), inputs[i]) for i in donated]
 
