@@ -71,6 +71,7 @@ class PagePlan:
     def scratch_bytes(self) -> int:
         """Device bytes of pages in flight: each page read, and each written.
 
+        Where moments have several widths XLA may keep a page more of the widest.
         The engine keeps to this bound. XLA takes up to 8 MiB more, for itself and for
         scales; `memory_report` says what it assigned. What XLA takes to move
         gradients that are divided otherwise than their parameters is not in it.

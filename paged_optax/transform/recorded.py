@@ -29,7 +29,8 @@ class Moment:
       in_flight: Pages of it that may be on the device at once. Two are read and
         written; a third is computed in between if a codec stores the moment, or if the
         page is a whole leaf. On a GPU the only moment of a parameter has three, or four
-        if it travels both ways.
+        if it travels both ways. The widest has one more where narrower ones are
+        converted to what it holds.
       beside: Bytes of its scales or codes, if these travel whole and not in pages.
       refused: Why it cannot be paged on this backend although it is larger than a
         page, and what to do; empty if it can.
