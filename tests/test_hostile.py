@@ -129,7 +129,7 @@ def test_a_header_that_is_wrong(name, tmp_path):
 
 
 def test_only_module_runs_what_is_named():
-    """Nothing unpickles, evaluates, or starts a program."""
+    """Nothing unpickles or evaluates; `doctor` alone starts a program, Python itself."""
     package = pathlib.Path(po.__file__).parent
     dangerous = {"pickle", "marshal", "shelve", "subprocess", "ctypes", "runpy"}
     dangerous |= {"eval", "exec", "compile", "__import__", "import_module"}
@@ -145,7 +145,7 @@ def test_only_module_runs_what_is_named():
                 case ast.Call(func=ast.Attribute(ast.Name("importlib"), name)):
                     names.add(name)
             found |= {(path.name, x) for x in names & dangerous}
-    assert found == {("module.py", "import_module")}
+    assert found == {("module.py", "import_module"), ("graphs.py", "subprocess")}
 
 
 def test_what_has_no_end_is_not_read(tmp_path):

@@ -74,10 +74,10 @@ def test_other_cards_overlap_as_an_h200(make, card):
     assert report.device_total <= 0.95 * CARDS[card].memory
 
 
-def shapes(layers):
+def shapes(layers, words=128256):
     """Llama-3-8B of so many layers, each by itself: 9 leaves a layer, and 3."""
     leaf = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    wide, key, inner, words = 4096, 1024, 14336, 128256
+    wide, key, inner = 4096, 1024, 14336
     layer = {
         **{name: leaf(wide, wide) for name in "qo"},
         **{name: leaf(wide, key) for name in "kv"},
@@ -113,3 +113,57 @@ def test_an_update_of_many_leaves(make):
     assert counts.host_syncs <= 4
     assert report.device_temp <= 64 * 2**20
     assert report.host_aliased == report.host_arguments
+
+
+def loss_of(params, tokens):
+    """Of a Llama whose layers are leaves of their own; each is computed again."""
+
+    def normed(x, scale):
+        squares = jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)
+        return (x * jax.lax.rsqrt(squares + 1e-5)).astype(x.dtype) * scale
+
+    @jax.checkpoint
+    def layer(x, weights):
+        h = normed(x, weights["before"])
+        heads = lambda name: (h @ weights[name]).reshape(*h.shape[:2], -1, 128)
+        seen = jax.nn.dot_product_attention(*map(heads, "qkv"), is_causal=True)
+        x = x + seen.reshape(x.shape) @ weights["o"]
+        h = normed(x, weights["between"])
+        inner = jax.nn.silu(h @ weights["gate"]) * (h @ weights["up"])
+        return x + inner @ weights["down"]
+
+    x = params["embed"][tokens]
+    for i in range(len(params) - 3):
+        x = layer(x, params[f"layer{i}"])
+    logits = (normed(x, params["norm"]) @ params["head"])[:, :-1].astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.mean()
+
+
+@pytest.mark.parametrize(("clip", "gibibytes"), [(False, 4.6), (True, 7.6)])
+def test_gradients_go_one_by_one(clip, gibibytes):
+    """Each leaf is updated when its gradient is there, unless a norm needs all."""
+    tx, params = po.paged_adamw(1e-4), shapes(8, words=32000)
+    if clip:
+        tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
+
+    def build(mesh):
+        device, _ = aot.placements(mesh)
+        given = placed(params, device), state_on(mesh, tx, params)
+
+        def step(params, state, tokens):
+            gradients = jax.grad(loss_of)(params, tokens)
+            updates, state = tx.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings(given))
+        return jitted, (
+            *given,
+            jax.ShapeDtypeStruct((2, 512), "int32", sharding=device),
+        )
+
+    report = aot.h200(build)
+    print(f"{report.device_total / 2**30:.2f} GiB")
+    assert 0.95 * gibibytes <= report.device_total / 2**30 <= gibibytes
+    assert RuntimeCounts.of(report.hlo).host_syncs <= 4
+    assert report.host_temp == 0

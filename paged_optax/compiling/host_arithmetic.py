@@ -28,7 +28,7 @@ _HARMLESS = frozenset(
 #: Primitives that only hold jaxprs, which are searched.
 _SEARCHED = frozenset(
     """checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vmap_call
-    jit pjit remat2 run_state scan shard_map while""".split()
+    jit pjit remat2 run_state scan shard_map while xla_metadata_call""".split()
 )
 
 #: By the file of Optax that an equation was traced from.
