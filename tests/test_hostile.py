@@ -129,7 +129,7 @@ def test_a_header_that_is_wrong(name, tmp_path):
 
 
 def test_only_module_runs_what_is_named():
-    """Nothing unpickles or evaluates; `doctor` alone starts a program, Python itself."""
+    """Nothing unpickles or evaluates, and `doctor` alone starts a program: Python."""
     package = pathlib.Path(po.__file__).parent
     dangerous = {"pickle", "marshal", "shelve", "subprocess", "ctypes", "runpy"}
     dangerous |= {"eval", "exec", "compile", "__import__", "import_module"}
