@@ -176,3 +176,24 @@ def test_a_page_that_is_read_too_early_shows(both_ways, monkeypatch):
     monkeypatch.setattr(Exchange, "__call__", early)
     with pytest.raises(AssertionError, match="Mismatched elements"):
         assert_as_in_one_page("adamw", (257, 96))
+
+
+@pytest.mark.parametrize(
+    ("codec", "settings", "shape"),
+    [
+        ({"mu": "bfloat16", "nu": "dynamic_int8"}, {}, (4099, 1023)),
+        ({"mu": "bfloat16", "nu": "dynamic_int8"}, {}, (50257, 1600)),
+        ("dynamic_int8", {"master_remainders": True}, (50257, 1600)),
+        ("dynamic_int8", {"master_remainders": True}, (51865, 384)),
+        ("dynamic_int8", {"master_dtype": "float32"}, (30522, 768)),
+        ("dynamic_int4", {"master_remainders": True, "page_size": 2**14}, (1023, 129)),
+        ("float8_e4m3", {"master_remainders": True, "page_size": 2**14}, (1023, 129)),
+    ],
+)
+def test_pieces_hold_whole_blocks(codec, settings, shape):
+    """Half a page may end within a block of one of several moments."""
+    tx = po.paged_adamw(1e-3, codec=codec, **settings)
+    dtype = jnp.bfloat16 if settings else jnp.float32
+    params = {"w": jax.ShapeDtypeStruct(shape, dtype)}
+    state = po.abstract_state(tx, params)
+    jax.jit(tx.update).trace(params, state, params)

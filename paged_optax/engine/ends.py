@@ -32,22 +32,29 @@ Turn = Int[Array, ""]
 _PIECES = (2, 3, 5, 7)
 
 
-def pieces_of(size: int) -> int:
-    """In how many pieces so much is moved; 1 if no small number divides it."""
-    return next((n for n in _PIECES if size % n == 0), 1)
+def pieces_of(size: int, whole: Callable[[int], bool] = lambda size: True) -> int:
+    """In how many pieces so much is moved; 1 if no small number divides it.
+
+    Args:
+      size: How much.
+      whole: Whether so much can be a piece.
+    """
+    return next((n for n in _PIECES if size % n == 0 and whole(size // n)), 1)
 
 
-def read_first(loop: PageLoop, read: Callable[[PageAddress], Page]) -> Page:
+def read_first(
+    loop: PageLoop, pieces: int, read: Callable[[PageAddress], Page]
+) -> Page:
     """Reads the first page of a loop.
 
     Args:
       loop: The loop.
+      pieces: In how many pieces; 1: outside of a loop.
       read: Reads what is at an address. Arrays are cut along their first axis.
 
     Returns:
       The page.
     """
-    pieces = pieces_of(loop.step)
     if pieces == 1:
         return read(loop.at(np.int32(0)))
     return read_in_pieces(pieces, lambda turn: read(loop.piece(turn, 0, pieces)))
@@ -55,6 +62,7 @@ def read_first(loop: PageLoop, read: Callable[[PageAddress], Page]) -> Page:
 
 def update_last(
     loop: PageLoop,
+    pieces: int,
     update: Callable[[PageAddress, Held, Page], Held],
     held: Held,
     page: Page,
@@ -63,6 +71,7 @@ def update_last(
 
     Args:
       loop: The loop.
+      pieces: In how many pieces; 1: outside of a loop.
       update: Computes what is at an address, given it, and writes it into what is held.
       held: What is held.
       page: The page. Arrays are cut along their first axis.
@@ -70,7 +79,7 @@ def update_last(
     Returns:
       What is held with the page in it.
     """
-    pieces, last = pieces_of(loop.step), loop.stop - loop.step
+    last = loop.stop - loop.step
     if pieces == 1:
         return update(loop.at(np.int32(last)), held, page)
     at = lambda turn: loop.piece(turn, last, pieces)

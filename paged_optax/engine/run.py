@@ -127,9 +127,15 @@ class Run:
     def _loops(self) -> bool:
         """Whether a GPU computes every page in a loop: outside, it fuses nothing."""
         loops = page_loops(self.pages)
-        divided = not self.duplex or all(pieces_of(loop.step) > 1 for loop in loops)
+        divided = not self.duplex or all(self._pieces_of(loop) > 1 for loop in loops)
         looped = divided and all(loop.stop > loop.step for loop in loops)
         return looped and not self.pages.tiled
+
+    def _pieces_of(self, loop: PageLoop) -> int:
+        """In how many pieces the first and the last page of a loop are moved."""
+        unit = loop.at(np.int32(0)).size // loop.step
+        whole = lambda size: all(leaf.divides(size * unit) for leaf in self.leaves)
+        return pieces_of(loop.step, whole)
 
     def _all_pages(
         self, views: tuple[LeafBuffers, ...], buffers: tuple[LeafBuffers, ...]
@@ -218,7 +224,7 @@ class Run:
             (
                 jnp.int32(0),
                 {p: current[p] for p in self.targets},
-                read(first) if once else read_first(loop, read),
+                read(first) if once else read_first(loop, self._pieces_of(loop), read),
             ),
         )
         if once:
@@ -233,7 +239,9 @@ class Run:
             changed = self._written(at, changed, results)
             return {p: changed[p] for p in self.targets}
 
-        return constant | update_last(loop, update, changing, page)
+        return constant | update_last(
+            loop, self._pieces_of(loop), update, changing, page
+        )
 
     def _computed(
         self,

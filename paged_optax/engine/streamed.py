@@ -116,6 +116,11 @@ class Streamed:
         """Whether its pages come from host memory."""
         return self.codes.travels
 
+    def divides(self, entries: int) -> bool:
+        """Whether so many entries along the axis that is cut can go by themselves."""
+        parts = (self.codes, self.scales)
+        return all(part is None or part.divides(entries) for part in parts)
+
     @property
     def paged(self) -> bool:
         """Whether each leaf has its own; else all share it."""

@@ -82,6 +82,17 @@ class PagedArray:
         """Whether all of it travels, before the first page and after the last."""
         return self.on_host and not self.travels
 
+    def divides(self, entries: int) -> bool:
+        """Whether so many entries of the leaf have blocks and words of their own.
+
+        Args:
+          entries: Entries of the leaf's view along the axis that is cut.
+        """
+        if self.view is None:
+            return True
+        number, of = self.ratios[self.pages.axis]
+        return entries * number % of == 0
+
     def ahead(self, x: Array) -> Array:
         """Brings what does not travel in pages to the device."""
         if self.whole:

@@ -133,7 +133,8 @@ def _by_rows(x: Array) -> Array:
 
 def _pieces(x: Array | np.ndarray, size: int) -> int:
     """In how many pieces a part of a stack is moved; 1: as it is."""
-    return pieces_of(size * x.shape[1]) if x.ndim > 1 else 1
+    numbered = x.ndim > 1 and x.shape[0] * x.shape[1] < 2**31
+    return pieces_of(size * x.shape[1]) if numbered else 1
 
 
 def _address(

@@ -68,9 +68,9 @@ class ParameterShardings:
     The first of these sources that knows wins: what Flax's variables told `init` of
     moments that are divided otherwise than their parameters; the type of an array on a
     mesh of explicit axes; the `shardings` that were asked for; the sharding of a
-    concrete array; that of an argument of `jit_step`; the sharding that `init` or
-    `abstract_state` saw of a parameter of this path and shape. In a `jit` over
-    automatic axes the type and the array say nothing.
+    concrete array; the sharding that `init` or `abstract_state` saw of a parameter of
+    this path and shape; that of an argument of `jit_step`. In a `jit` over automatic
+    axes the type and the array say nothing.
 
     Args:
       asked: A pytree of `NamedSharding` or `PartitionSpec` of the parameters'
@@ -240,8 +240,10 @@ class ParameterShardings:
         found = next((shards for shards in own if shards is not None), None)
         if concrete:
             return found
+        if (key := (keystr(path), shape)) in self.seen:
+            return self.seen[key]
         given = (Shards.of(current().given.get(id(x)), shape) for x in arrays)
-        return next(filter(None, given), None) or self.seen.get((keystr(path), shape))
+        return next(filter(None, given), None)
 
     def _told(self, path: KeyPath, shape: tuple[int, ...]) -> Shards | None:
         told = self.told.get((keystr(path), shape))
