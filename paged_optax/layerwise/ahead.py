@@ -209,7 +209,7 @@ class Ahead:
         (moments, new), living = together((made, living))
         slots, stacks, updated = list(flow.slots), list(flow.stacks), dict(flow.updated)
         for n, moment in zip(group.slots, moments, strict=True):
-            slots[n] = put(slots[n], moment, i)
+            slots[n] = put(slots[n], moment, i, parts)
         for n, leaf in zip(group.leaves, new, strict=True):
             if n in waiting:
                 updated[n] = leaf

@@ -145,7 +145,7 @@ class Beside:
         (moments, leaves), living = together((made, living))
         slots, stacks = list(flow.slots), list(flow.stacks)
         for n, moment in zip(group.slots, moments, strict=True):
-            slots[n] = put(slots[n], moment, i)
+            slots[n] = put(slots[n], moment, i, parts)
         for n, leaf in zip(group.leaves, leaves, strict=True):
             stacks[n] = put(stacks[n], leaf, i)
         last = k + 1 == len(self.groups)

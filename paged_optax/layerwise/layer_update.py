@@ -95,7 +95,9 @@ class Applied(Apart):
         state = [slab(x, i, self.length) for x in slots]
         with within(in_turn=True):
             made, new = self.part(every, state, weights, gradients, i)
-        slots = [put(x, new, i) for x, new in zip(slots, made, strict=True)]
+        slots = [
+            put(x, new, i, self.length) for x, new in zip(slots, made, strict=True)
+        ]
         done = dict(zip(every.leaves, new, strict=True))
         return slots, [done.get(leaf, w) for leaf, w in enumerate(weights)]
 

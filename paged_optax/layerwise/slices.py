@@ -85,16 +85,16 @@ def slab(x: Stored | np.ndarray, i: LayerIndex, parts: int | None = None) -> Sto
 
 
 @overload
-def put(x: Array, new: Array, i: LayerIndex) -> Array: ...
+def put(x: Array, new: Array, i: LayerIndex, parts: int | None = None) -> Array: ...
 @overload
-def put(x: Stored, new: Stored, i: LayerIndex) -> Stored: ...
-def put(x: Stored, new: Stored, i: LayerIndex) -> Stored:
+def put(x: Stored, new: Stored, i: LayerIndex, parts: int | None = None) -> Stored: ...
+def put(x: Stored, new: Stored, i: LayerIndex, parts: int | None = None) -> Stored:
     """An array with part i of its leading axis replaced, as `slab` gives it."""
     if isinstance(x, Quantized):
         assert isinstance(new, Quantized)
         first = _first(i, new.scales.shape[0])
         scales = lax.dynamic_update_slice_in_dim(x.scales, new.scales, first, 0)
-        return Quantized(put(x.codes, new.codes, i), scales)
+        return Quantized(put(x.codes, new.codes, i, parts), scales)
     assert not isinstance(new, Quantized)
     size = new.shape[0]
     if not on_host(x):
@@ -116,7 +116,7 @@ def put(x: Stored, new: Stored, i: LayerIndex) -> Stored:
         made = write_in_pieces(_pieces(x, size), write, _by_rows(x), _by_rows(new))
         return made.reshape(x.shape)
 
-    if _in_loop(i) or _pieces(x, size) == 1:
+    if parts is None or _in_loop(i) or _pieces(x, size) == 1:
         return written(x, new)
     return lax.platform_dependent(x, new, cpu=written, tpu=written, default=in_pieces)
 
