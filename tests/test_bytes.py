@@ -230,7 +230,7 @@ def test_addresses(shape, page_size):
     assert places == {
         ("read", first, page_bytes),
         ("write", 0, page_bytes),
-        *aot.ends(pages, 4),
+        *aot.ends(pages, page_bytes),
     }
     loops = 1 if GPU_NEEDS_RAW_INDEX else 2
     by_kind = {kind: 0 for kind in ("read", "write")}

@@ -77,7 +77,7 @@ def test_a_smaller_last_page_is_read_and_written_exactly():
     assert pages.extent % pages.size
     page = 4 * pages.entries
     places = {place[:1] + place[2:] for place in aot.descriptors(report.hlo)}
-    ends = aot.ends(pages, 4)
+    ends = aot.ends(pages, page)
     assert places == {("read", page, page), ("write", 0, page), *ends}
 
 

@@ -253,7 +253,7 @@ def test_addresses_under_flags(page_size):
     assert places == {
         ("read", first, page_bytes),
         ("write", 0, page_bytes),
-        *aot.ends(pages, 4),
+        *aot.ends(pages, page_bytes),
     }
     loops = 1 if GPU_NEEDS_RAW_INDEX else 2
     for kind in ("read", "write"):

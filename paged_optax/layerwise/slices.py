@@ -89,7 +89,14 @@ def put(x: Array, new: Array, i: LayerIndex, parts: int | None = None) -> Array:
 @overload
 def put(x: Stored, new: Stored, i: LayerIndex, parts: int | None = None) -> Stored: ...
 def put(x: Stored, new: Stored, i: LayerIndex, parts: int | None = None) -> Stored:
-    """An array with part i of its leading axis replaced, as `slab` gives it."""
+    """An array with part i of its leading axis replaced, as `slab` gives it.
+
+    Args:
+      x: The array.
+      new: The part.
+      i: Its number.
+      parts: As for `slab`; None: of weights, which travel beside products.
+    """
     if isinstance(x, Quantized):
         assert isinstance(new, Quantized)
         first = _first(i, new.scales.shape[0])

@@ -180,10 +180,14 @@ def placements(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
     return device, device.with_memory_kind("pinned_host")
 
 
-def ends(pages: Pages, itemsize: int) -> set[tuple[str, int, int]]:
+def ends(pages: Pages, page_bytes: int) -> set[tuple[str, int, int]]:
     """What `descriptors` has of the first page read and the last full one written.
 
-    Each goes in as few pieces as divide its rows.
+    Each goes in as few pieces as divide its units.
+
+    Args:
+      pages: How a leaf is cut.
+      page_bytes: Bytes of a page of what is transferred.
 
     Returns:
       (operation, first byte, bytes from piece to piece) of both; nothing where pages go
@@ -191,11 +195,11 @@ def ends(pages: Pages, itemsize: int) -> set[tuple[str, int, int]]:
     """
     if GPU_NEEDS_RAW_INDEX:
         return set()
-    rows = pages.size
-    pieces = next(n for n in range(2, rows + 1) if rows % n == 0)
-    page = itemsize * pages.entries
-    last = (pages.extent // rows - 1) * page
-    return {("read", 0, page // pieces), ("write", last, page // pieces)}
+    units = pages.size // pages.unit
+    pieces = next(n for n in range(2, units + 1) if units % n == 0)
+    last = (pages.extent // pages.size - 1) * page_bytes
+    size = page_bytes // pieces
+    return {("read", 0, size), ("write", last, size)}
 
 
 def descriptors(hlo: str) -> collections.Counter[tuple[str, str, int, int]]:

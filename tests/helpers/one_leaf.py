@@ -268,7 +268,7 @@ def _misplaced(found: Any, pages: Any, kept: Sequence[Any]) -> str:
     """What differs between a program's transfers in loops, and the plan's pages."""
     import jax
 
-    from paged_optax.engine.ends import pieces_of
+    from helpers import aot
     from paged_optax.engine.page_loops import both_ways, page_loops
     from paged_optax.engine.streamed import Streamed
 
@@ -287,11 +287,7 @@ def _misplaced(found: Any, pages: Any, kept: Sequence[Any]) -> str:
             step = math.prod(sizes) * part.dtype.itemsize
             first = step if ahead else 0
             wanted.update({("read", first, step): 1, ("write", 0, step): 1})
-            pieces = pieces_of(loops[0].step)
-            if ahead and pieces > 1:
-                last = (loops[0].stop // loops[0].step - 1) * step
-                size = step // pieces
-                wanted.update({("read", 0, size): 1, ("write", last, size): 1})
+            wanted.update(aot.ends(pages, step) if ahead else ())
     placed: collections.Counter[tuple[str, int, int]] = collections.Counter()
     for (kind, _, first, step), count in found.items():
         placed[kind, first, step] += count
