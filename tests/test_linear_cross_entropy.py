@@ -392,7 +392,8 @@ def test_in_a_layerwise_step(tied):
 
     batch = layered.batch(shape=(2, 4, 8))
     batch["mask"] = (jnp.arange(64).reshape(2, 4, 8) < 41).astype(jnp.float32)
-    tx = po.paged_adamw(1e-2, **SETTINGS)
+    # Of gradients near 0 Adam makes steps of a sign that rounding decides, without eps.
+    tx = po.paged_adamw(1e-2, eps=1e-5, **SETTINGS)
     made = []
     for function in (chunked, whole):
         params = layered.parameters(3, tied)
@@ -408,7 +409,7 @@ def test_in_a_layerwise_step(tied):
         args = params, tx.init(params), workspace
         params, _, _, output = layered.run(step, *args, [batch] * 3)
         made.append((params, output.loss, output.gradient_norm))
-    assert far(made[0], made[1]) <= 1e-5
+    assert far(made[0], made[1]) <= 5e-6
 
 
 TOKENS, WIDTH, VOCABULARY, LLAMA3_WORDS = 8192, 2560, 151936, 128256
@@ -448,7 +449,7 @@ def test_bytes(compile_for, vocab_axis, words):
     """Few chunks, and the head's gradient is in no other buffer than its own."""
     function = functools.partial(po.linear_cross_entropy, vocab_axis=vocab_axis)
     report = compile_for(program(function, vocab_axis, words=words))
-    assert report.device_temp <= 300 * MIB
+    assert report.device_temp <= 280 * MIB
 
 
 @pytest.mark.compiler

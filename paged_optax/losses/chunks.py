@@ -73,12 +73,14 @@ class Chunks:
         """Calls `step(start, size, carry)` for each chunk, which returns the carry."""
         block = self.vocab // self.blocks
         turns, rest = divmod(block, self.size)
+        if rest:
+            # First: after the loop, XLA:GPU would compute all of it that needs no carry
+            # before the loop, and hold it meanwhile (jax 0.12.0.1).
+            carry = step(turns * self.size, rest, carry)
         if turns > 1:
             run = lambda i, carry: step(i * self.size, self.size, carry)
-            carry = lax.fori_loop(0, turns, run, carry)
-        elif turns:
-            carry = step(0, self.size, carry)
-        return step(turns * self.size, rest, carry) if rest else carry
+            return lax.fori_loop(0, turns, run, carry)
+        return step(0, self.size, carry) if turns else carry
 
     def entries(self, start: ArrayLike, size: int) -> Integer[Array, " chunk"]:
         """A chunk's entries of the vocabulary."""
