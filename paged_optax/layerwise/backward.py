@@ -209,7 +209,7 @@ class Bundle:
             i: LayerIndex, following: LayerIndex | None, carry: _Carried[Carry]
         ) -> _Carried[Carry]:
             inner, back, stacks, ahead = carry
-            fetched, frozen = weights.slabs(stacks, i, ahead)
+            fetched, frozen = weights.slabs(stacks, i, ahead, vectors)
             ahead = weights.fetched(stacks, following)
             x = jax.tree.map(lambda to: slab(to, i)[0], self.inputs)
             dkept = jax.tree.map(lambda to: slab(to, i)[0], self.dkept)
@@ -231,6 +231,7 @@ class Bundle:
                 inner, back = lax.optimization_barrier((inner, back))
             return inner, back, stacks, ahead
 
+        vectors = weights.vectors()
         ahead = weights.fetched(self.stacks, weights.length - 1)
         seen, _ = parted(self.context, self.learned.context)
         dcontext = list(map(jnp.zeros_like, seen))
@@ -265,7 +266,8 @@ class Bundle:
           The last carry; the state's stacks, and the parameters of the layers and the
           others; and the gradients by what the prologue made.
         """
-        last = self.weights.length - 1
+        last, count = self.weights.length - 1, len(self.stacks)
+        vectors = self.weights.vectors()
 
         def at(i: LayerIndex) -> tuple[PyTree, list[Array]]:
             cut = lambda to: slab(to, i)[0]
@@ -285,11 +287,10 @@ class Bundle:
         ) -> _Pipelined[Carry]:
             inner, back, flow, held = carry
             fetched, frozen = flow.weights, update.shares.slabs(flow.frozen, i)
-            layers = dict(enumerate(flow.stacks[: len(self.stacks)]))
-            slabs = [
-                fetched[n] if n in fetched else slab(x, i) for n, x in layers.items()
-            ]
-            stacks = {n: x for n, x in layers.items() if n not in fetched}
+            layers = flow.stacks[:count]
+            ahead = [fetched.get(n) for n in range(count)], frozen
+            slabs, frozen = self.weights.slabs(layers, i, ahead, vectors)
+            stacks = {n: x for n, x in enumerate(layers) if n not in fetched}
             slabs, stacks = lax.optimization_barrier((slabs, stacks))
             flow = flow._replace(
                 stacks=[stacks.get(n, x) for n, x in enumerate(flow.stacks)],

@@ -202,7 +202,7 @@ class Model:
             i: LayerIndex, following: LayerIndex | None, carry: _Carried
         ) -> _Carried:
             x, inputs, keep, stacks, ahead = carry
-            slabs, frozen = weights.slabs(stacks, i, ahead)
+            slabs, frozen = weights.slabs(stacks, i, ahead, vectors)
             stacks, slabs = kept(stacks, slabs, i)
             ahead = weights.fetched(stacks, following)
             inputs = stored(inputs, x, i)
@@ -210,6 +210,7 @@ class Model:
             return x, inputs, stored(keep, made, i), stacks, ahead
 
         x, inputs, keep, context, _ = entered
+        vectors = weights.vectors()
         ahead = weights.fetched(weights.stacks, 0)
         x, inputs, keep, stacks, _ = upwards(
             weights.length,

@@ -1,12 +1,16 @@
 """The layers' parameters, stacked, and fetched a layer at a time."""
 
 import copy
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from paged_optax.backend.arrays import on_one_device
 from paged_optax.backend.memory import on_host
 from paged_optax.layerwise.slices import FETCHES_AHEAD, LayerIndex, slab
 from paged_optax.layerwise.stacks import length_of
@@ -15,7 +19,11 @@ from paged_optax.layerwise.stacks import length_of
 Slabs = tuple[list[Array], list[Array]]
 
 #: What of them is fetched ahead of the layer's turn; None for what need not be.
-Fetched = tuple[list[Array | None], list[Array | None]]
+Fetched = tuple[Sequence[Array | None], Sequence[Array | None]]
+
+#: Where the vectors of all layers are read, by their stacks' positions: an array of
+#: several stacks, [layers, stacks, width], and the stack's number in it.
+Vectors = Mapping[int, tuple[Array, int]]
 
 
 class Weights:
@@ -56,20 +64,48 @@ class Weights:
             [slab(x, i) if on_host(x) else None for x in self.frozen],
         )
 
+    def vectors(self) -> Vectors:
+        """The trained vectors, norms and biases, those of one shape in one array.
+
+        A loop that reads them there has one small copy a layer, not one for each. It
+        may write the stacks meanwhile, as each layer is read before it is written.
+        """
+        alike = defaultdict[tuple[tuple[int, ...], DTypeLike], list[int]](list)
+        for n, x in enumerate(self.stacks):
+            if x.ndim == 2 and not on_host(x):
+                alike[x.shape, x.dtype].append(n)
+        made = {}
+        for numbers in alike.values():
+            stacks = [self.stacks[n] for n in numbers]
+            if len(stacks) > 1 and on_one_device(stacks):
+                joined = jnp.stack(stacks, axis=1)
+                made |= {n: (joined, k) for k, n in enumerate(numbers)}
+        return made
+
     def slabs(
-        self, stacks: Sequence[Array], i: LayerIndex, ahead: Fetched | None = None
+        self,
+        stacks: Sequence[Array],
+        i: LayerIndex,
+        ahead: Fetched | None = None,
+        vectors: Vectors | None = None,
     ) -> Slabs:
-        """Layer i, of which `ahead` has been fetched; None: nothing has."""
-        here, frozen_here = ahead or self.fetched(stacks, None)
-        both = (
-            zip(stacks, here, strict=True),
-            zip(self.frozen, frozen_here, strict=True),
+        """Layer i.
+
+        Args:
+          stacks: What is trained.
+          i: The layer's number.
+          ahead: What of it has been fetched; None: nothing.
+          vectors: Where its vectors are read; None: in `stacks`.
+        """
+        trained, frozen = ahead or self.fetched(stacks, None)
+        vectors = vectors or {}
+        return (
+            [
+                _row(*vectors[n], i) if n in vectors else _here(x, there, i)
+                for n, (x, there) in enumerate(zip(stacks, trained, strict=True))
+            ],
+            [_here(x, there, i) for x, there in zip(self.frozen, frozen, strict=True)],
         )
-        trained, frozen = (
-            [slab(x, i) if ahead is None else ahead for x, ahead in part]
-            for part in both
-        )
-        return trained, frozen
 
     def of(self, slabs: Slabs) -> tuple[PyTree[Array], PyTree[Array]]:
         """One layer's parameters, trained and frozen, as the model sees them."""
@@ -78,3 +114,11 @@ class Weights:
             jax.tree.unflatten(self.structure, trained),
             jax.tree.unflatten(self._frozen_structure, frozen),
         )
+
+
+def _row(joined: Array, k: int, i: LayerIndex) -> Array:
+    return slab(joined, i)[:, k]
+
+
+def _here(x: Array, fetched: Array | None, i: LayerIndex) -> Array:
+    return slab(x, i) if fetched is None else fetched
