@@ -40,8 +40,10 @@ Tree = TypeVar("Tree", bound=PyTree)
 # outputs: what is large besides is of no layer that was found.
 _ALONE = 3
 
-# A page of one moment may be so large a part of the layers that are on the device.
+# A page of one moment may be so large a part of the layers that are on the device. Of
+# layers on the host these are one that is used, the next one, and one of gradients.
 _PAGES = 32
+_HELD = 3
 
 
 class Applied(Apart):
@@ -337,8 +339,11 @@ class Applied(Apart):
         """The leaves of new parameters and of a new state."""
         tree = jax.tree.unflatten(self.parts.structure, params)
         layers = self.of_layers(self.params)
-        weights = sum(nbytes(x) for x in layers if not on_host(x))
-        with within(fetched=True, layer=layer, room=weights // _PAGES):
+        held = sum(
+            _HELD * nbytes(x) // self.length if on_host(x) else nbytes(x)
+            for x in layers
+        )
+        with within(fetched=True, layer=layer, room=held // _PAGES):
             made, new = self.tx.update(
                 jax.tree.unflatten(self.parts.structure, updates),
                 jax.tree.unflatten(self.state_structure, state),
