@@ -62,6 +62,10 @@ _CODED_LEAVES = 7
 # nothing of it travels, it may have so many times the size that was asked for.
 _LARGER_HERE = 16
 
+# Norms and biases on the device need no gate. What XLA may compute of all of them at
+# once is little, and on a GPU each gate waits for the host twice.
+_UNGATED = 64 * 2**10
+
 
 def uncut(shape: tuple[int, ...]) -> Geometry:
     """A leaf that is updated whole on every backend."""
@@ -121,6 +125,9 @@ def cut(
     if coded:
         leaves = _even(like, -(-like // _CODED_LEAVES))
         rows = find(_coded_page(moments, page_size, room), in_rows, leaves)
+        travels = any(x.on_host for x in moments)
+        if rows.count == 1 and not travels and 4 * math.prod(shape) <= _UNGATED:
+            rows = dataclasses.replace(rows, ungated=True)
         page_size = _coded_page(moments, page_size, 0)
     else:
         # Where pages go in turn, no leaf need alternate with another.
