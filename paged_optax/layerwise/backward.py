@@ -231,7 +231,7 @@ class Bundle:
                 inner, back = lax.optimization_barrier((inner, back))
             return inner, back, stacks, ahead
 
-        vectors = weights.vectors()
+        vectors = weights.vectors(self.stacks)
         ahead = weights.fetched(self.stacks, weights.length - 1)
         seen, _ = parted(self.context, self.learned.context)
         dcontext = list(map(jnp.zeros_like, seen))
@@ -267,7 +267,7 @@ class Bundle:
           others; and the gradients by what the prologue made.
         """
         last, count = self.weights.length - 1, len(self.stacks)
-        vectors = self.weights.vectors()
+        vectors = self.weights.vectors(self.stacks)
 
         def at(i: LayerIndex) -> tuple[PyTree, list[Array]]:
             cut = lambda to: slab(to, i)[0]

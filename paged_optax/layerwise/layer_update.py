@@ -31,7 +31,7 @@ from paged_optax.layerwise.slices import (
     slab,
 )
 from paged_optax.state.leaves import is_quantized
-from paged_optax.transform.context import Gate, within
+from paged_optax.transform.context import Gate, current, within
 from paged_optax.transform.gates import only_if
 
 Tree = TypeVar("Tree", bound=PyTree)
@@ -42,7 +42,7 @@ _ALONE = 3
 
 # A page of one moment may be so large a part of the layers that are on the device. Of
 # layers on the host these are one that is used, the next one, and one of gradients.
-_PAGES = 32
+_PART = 1 / 32
 _HELD = 3
 
 
@@ -95,7 +95,7 @@ class Applied(Apart):
         """
         (every,) = self.grouped(1)
         state = [slab(x, i, self.length) for x in slots]
-        with within(in_turn=True):
+        with within(apart=True):
             made, new = self.part(every, state, weights, gradients, i)
         slots = [
             put(x, new, i, self.length) for x, new in zip(slots, made, strict=True)
@@ -339,11 +339,12 @@ class Applied(Apart):
         """The leaves of new parameters and of a new state."""
         tree = jax.tree.unflatten(self.parts.structure, params)
         layers = self.of_layers(self.params)
-        held = sum(
-            _HELD * nbytes(x) // self.length if on_host(x) else nbytes(x)
-            for x in layers
+        hosted = any(map(on_host, layers))
+        room = _PART * sum(
+            _HELD * nbytes(x) / self.length if on_host(x) else nbytes(x) for x in layers
         )
-        with within(fetched=True, layer=layer, room=held // _PAGES):
+        apart = hosted or current().apart
+        with within(fetched=True, layer=layer, room=int(room), apart=apart):
             made, new = self.tx.update(
                 jax.tree.unflatten(self.parts.structure, updates),
                 jax.tree.unflatten(self.state_structure, state),

@@ -210,7 +210,7 @@ class Model:
             return x, inputs, stored(keep, made, i), stacks, ahead
 
         x, inputs, keep, context, _ = entered
-        vectors = weights.vectors()
+        vectors = weights.vectors(weights.stacks)
         ahead = weights.fetched(weights.stacks, 0)
         x, inputs, keep, stacks, _ = upwards(
             weights.length,

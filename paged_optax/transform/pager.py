@@ -121,7 +121,7 @@ class Pager:
         room = room if room >= page_size else 0
         found = cut(shape, tuple(moments), page_size, like, room)
         here = not any(x.on_host for x in moments)
-        if room and here and not current().in_turn:
+        if room and here and not current().apart:
             rows = dataclasses.replace(found.rows, ungated=True)
             return dataclasses.replace(found, rows=rows)
         return found
