@@ -1,6 +1,7 @@
 """What `init` and `update` of a paged transformation share."""
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -118,6 +119,9 @@ class Pager:
         if not leaf.program.elementwise or not moments:
             return uncut(shape)
         page_size, room = self.configuration.page_size, current().room
+        if current().apart:
+            # A leaf of one page is in no loop, and needs a gate: the host waits.
+            room = min(room, 2 * math.prod(shape))
         room = room if room >= page_size else 0
         found = cut(shape, tuple(moments), page_size, like, room)
         here = not any(x.on_host for x in moments)
