@@ -31,10 +31,10 @@ from paged_optax.compiling.placements import (
     hosted,
     placements,
     refuse_moved,
-    telling,
     typed,
 )
 from paged_optax.compiling.schedules import compile_overlapping
+from paged_optax.transform.context import telling
 
 
 class _Program(NamedTuple):
@@ -179,7 +179,11 @@ class Step:
             given = call.static | dict(zip(call.keys, values, strict=True))
             positions = sorted(key for key in given if isinstance(key, int))
             named = {key: x for key, x in given.items() if isinstance(key, str)}
-            with telling(values, call.values):
+            # Arrays say where they are; tracers of automatic axes do not.
+            places = [
+                getattr(x, "sharding", None) for x in jax.tree.leaves(call.values)
+            ]
+            with telling(jax.tree.leaves(values), places):
                 return self._step(*(given[key] for key in positions), **named)
 
         with warnings.catch_warnings():

@@ -1,6 +1,5 @@
 """Where a step's arguments and results are."""
 
-import contextlib
 from collections.abc import Callable, Set
 
 import jax
@@ -18,7 +17,6 @@ from paged_optax.backend.memory import (
 from paged_optax.backend.types import Device, KeyPath
 from paged_optax.compiling.arguments import Call, place_of
 from paged_optax.compiling.host_arithmetic import warn_of_host_compute
-from paged_optax.transform.context import within
 
 #: An array among the arguments, as messages name it; its shape and its dtype.
 Described = tuple[str, tuple[int, ...], object]
@@ -79,20 +77,6 @@ def typed(x: ArrayLike | jax.ShapeDtypeStruct) -> ArrayLike | jax.ShapeDtypeStru
     if not isinstance(x, jax.ShapeDtypeStruct) or x.sharding is None:
         return x
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=typed_by_memory(x.sharding))
-
-
-def telling(
-    tracers: tuple[PyTree, ...], args: tuple[PyTree, ...]
-) -> contextlib.AbstractContextManager[None]:
-    """Around the trace of a step: tells `update` how the arguments are divided.
-
-    Args:
-      tracers: The arguments, as they are traced.
-      args: The same, as they are given.
-    """
-    pairs = zip(jax.tree.leaves(tracers), jax.tree.leaves(args), strict=True)
-    places = ((id(tracer), getattr(x, "sharding", None)) for tracer, x in pairs)
-    return within(given={tracer: place for tracer, place in places if place})
 
 
 def device_of(places: PyTree[Sharding]) -> Device:

@@ -11,8 +11,8 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Int, PyTree
 
-from paged_optax.backend.explicit_axes import automatically
 from paged_optax.backend.given import refuse_no_function
+from paged_optax.layerwise.axes import on_its_axes, told_automatically
 from paged_optax.layerwise.frozen import Frozen
 from paged_optax.layerwise.hosted import on_device
 from paged_optax.layerwise.loss import WeightedLoss, has_metrics, over, parted_loss
@@ -142,7 +142,7 @@ class LayerwiseModel:
             stacked alike.
         """
         run = functools.partial(self._loss, layers)
-        return automatically(run, from_numpy((params, *frozen_and_batch)), None)
+        return told_automatically(run, from_numpy((params, *frozen_and_batch)), None)
 
     def _loss(self, layers: str, params: PyTree, *frozen_and_batch: PyTree) -> PyTree:
         *given, batch = frozen_and_batch
@@ -150,6 +150,7 @@ class LayerwiseModel:
         count = length_of(parts.layers)
         frozen = Frozen.of(given[0], layers, count) if given else None
         model = Model(self.prologue, self.layer, self.epilogue, False, frozen)
+        model = on_its_axes(model, parts, batch, False)
         x, context = model.enter(parts.rest, batch)
 
         def run(

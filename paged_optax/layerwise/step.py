@@ -9,13 +9,13 @@ import optax
 from jax import lax
 from jaxtyping import PyTree
 
-from paged_optax.backend.explicit_axes import automatically
 from paged_optax.backend.given import (
     refuse_no_rate,
     refuse_no_transformation,
     shown,
 )
 from paged_optax.backend.overlap import warn_if_untold
+from paged_optax.layerwise.axes import on_its_axes, told_automatically
 from paged_optax.layerwise.by_host import ByHost
 from paged_optax.layerwise.checks import (
     refuse_integers,
@@ -226,7 +226,7 @@ class LayerwiseStep:
         params, frozen = from_numpy((params, frozen))
         warn_if_untold((params, state, workspace, frozen))
         given = params, state, workspace, batch, frozen
-        return automatically(self._run, given, (params, state, workspace, None))
+        return told_automatically(self._run, given, (params, state, workspace, None))
 
     def finish(
         self, params: PyTree, state: PyTree, workspace: GradientWorkspace
@@ -275,7 +275,7 @@ class LayerwiseStep:
         """
         given = from_numpy(params), state, workspace
         warn_if_untold(given)
-        return automatically(self._finish, given, given)
+        return told_automatically(self._finish, given, given)
 
     def _run(
         self,
@@ -294,6 +294,7 @@ class LayerwiseStep:
             length = length_of(parts.layers)
             held = Frozen.of(frozen, self._layers, length)
             model = dataclasses.replace(model, frozen=held)
+        model = on_its_axes(model, parts, batch, accumulate)
         run = lambda applied: way(model, parts, applied, norms, accumulate, guard)(
             workspace, batch
         )

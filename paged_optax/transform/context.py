@@ -9,12 +9,14 @@ trace caches: an inner `jax.jit` traces again in another context.
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import jax
 from jax import Array
-from jax.sharding import Mesh, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.typing import ArrayLike
+
+from paged_optax.backend.explicit_axes import axis_types
 
 #: A bool known when traced, or one known on the device.
 Gate = bool | Array
@@ -47,8 +49,9 @@ class Context:
       record: Every paged `init` calls it with its `Configuration`, and with a function
         that describes its moments, a `recorded.Describe`.
       given: How the arguments of a step that is traced are divided, by the `id` of the
-        tracer of each. It is no part of JAX's keys: only in the step's own trace, which
-        is not kept, are these tracers met.
+        tracer of each; if its explicit axes were made automatic, as its type said. It
+        is no part of JAX's keys: only in the step's own trace, which is not kept, are
+        these tracers met.
     """
 
     gate: Gate = True
@@ -81,6 +84,28 @@ def within(**changes: object) -> Generator[None]:
     """Changes fields of the context around all calls within."""
     with _entered(dataclasses.replace(current(), **changes)):
         yield
+
+
+def telling(
+    tracers: Sequence[object], places: Sequence[Sharding | None]
+) -> contextlib.AbstractContextManager[None]:
+    """Around calls: tells how arrays are divided whose types within do not say it.
+
+    Args:
+      tracers: The arrays, as they are within.
+      places: How they are divided; None where nothing is known.
+    """
+    pairs = zip(tracers, places, strict=True)
+    told = {id(tracer): place for tracer, place in pairs if place is not None}
+    return within(given={**current().given, **told})
+
+
+def sharding_in_type(x: ArrayLike | jax.ShapeDtypeStruct) -> NamedSharding:
+    """How an array's type says that it is divided, or said; see `telling`."""
+    now, told = jax.typeof(x).sharding, current().given.get(id(x))
+    explicit = lambda sharding: AxisType.Explicit in axis_types(sharding)
+    made_automatic = isinstance(told, NamedSharding) and explicit(told)
+    return told if made_automatic and not explicit(now) else now
 
 
 def without() -> contextlib.AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import typed_by_memory
 from paged_optax.backend.types import KeyPath
 from paged_optax.engine.shards import Shards
-from paged_optax.transform.context import current
+from paged_optax.transform.context import current, sharding_in_type
 from paged_optax.transform.trees import Leaf, Parameter
 
 _Key = tuple[str, tuple[int, ...]]
@@ -115,15 +115,15 @@ class ParameterShardings:
                 sharding = NamedSharding(mesh, jax.typeof(x).sharding.spec)
             else:
                 continue  # a tracer tells nothing
-            if axis_types(sharding) == {AxisType.Explicit}:
-                continue  # its type tells every update
             key = keystr(path), x.shape
             here = Shards.of(sharding, x.shape)
             if is_traced(x) and here is None and key not in self.seen:
                 continue
             said[key] = here
             before = self.seen.get(key, here)
-            if here != before and not is_traced(x):
+            if _typed(here) or _typed(before) or is_traced(x):
+                continue  # a type tells nearly every update
+            if here != before:
                 raise _otherwise(f"parameter {key[0]}", x.shape, here, before)
         return said
 
@@ -152,8 +152,8 @@ class ParameterShardings:
             " XLA gathers its moments from all devices. A transformation forgets what"
             " its init saw if each call makes it anew, as optax.inject_hyperparams"
             " around paged(...) does. Compile the step by jit_step, whose arguments"
-            " tell; put inject_hyperparams inside paged(...); or pass paged(...,"
-            " shardings=...).",
+            " tell, if no jax.sharding.auto_axes hides it; put inject_hyperparams"
+            " inside paged(...); or pass paged(..., shardings=...).",
             stacklevel=2,
         )
 
@@ -225,7 +225,7 @@ class ParameterShardings:
         if (told := self._told(path, shape)) is not None:
             return told
         for x in arrays:
-            sharding: NamedSharding = jax.typeof(x).sharding
+            sharding = sharding_in_type(x)
             types = axis_types(sharding)
             # Of axes of several types, another source may know more.
             if types == {AxisType.Explicit}:
@@ -241,7 +241,9 @@ class ParameterShardings:
         if concrete:
             return found
         if (key := (keystr(path), shape)) in self.seen:
-            return self.seen[key]
+            seen = self.seen[key]
+            if not _typed(seen) or _made_automatic(seen):
+                return seen
         given = (Shards.of(current().given.get(id(x)), shape) for x in arrays)
         return next(filter(None, given), None)
 
@@ -271,6 +273,21 @@ class ParameterShardings:
         if found is None and asked.mesh.size > 1:
             raise _uneven("shardings", asked, path, shape)
         return found
+
+
+def _typed(shards: Shards | None) -> bool:
+    """Whether arrays that are divided so have types that tell it."""
+    return shards is not None and set(shards.mesh.axis_types) == {AxisType.Explicit}
+
+
+def _made_automatic(shards: Shards | None) -> bool:
+    """Whether the mesh around is that of a leaf, its explicit axes made automatic.
+
+    `jax.sharding.auto_axes` makes them so, and types then tell nothing.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    same = shards is not None and dict(around.shape) == dict(shards.mesh.shape)
+    return same and set(around.axis_types) == {AxisType.Auto}
 
 
 def _on_axes_of(x: Parameter, sharding: NamedSharding) -> NamedSharding:
