@@ -211,12 +211,20 @@ def test_a_model_of_explicit_axes(case):
 def test_a_model_of_explicit_axes_on_one_device():
     """Where a layer is updated beside others, its gradients are made in segments."""
     mesh, tx = jax.make_mesh((1,), ("x",)), po.paged_adamw(1e-2, **PAGED)
-    model, batch = own_model([]), jnp.arange(16)
+    own, batch = own_model([]), jnp.arange(16)
+
+    def layer(weights, x, context, i):
+        x, kept = own.layer(weights, x, context, i)
+        return jnp.matmul(x, weights["v"], out_sharding=P("x")), kept
+
+    model = po.LayerwiseModel(own.prologue, layer, own.epilogue)
     with jax.set_mesh(mesh):
-        params = placed(arrays(), mesh, SPECS)
+        given = arrays()
+        given["layers"]["v"] = given["layers"]["w"] * 2
+        params = jax.device_put(given, NamedSharding(mesh, P()))
         args = params, tx.init(params), model.workspace(params), batch
         *_, output = jax.jit(po.layerwise_step(model, tx))(*args)
-        loss, _ = by_jax(model, params, batch, False)
+        loss, _ = jax.jit(model.loss)(params, batch)
     np.testing.assert_allclose(output.loss, loss, rtol=1e-5)
 
 

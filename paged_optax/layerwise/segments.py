@@ -6,6 +6,7 @@ is to travel beside a segment is bound to the segment's ends: what has been comp
 there passes an optimization barrier together with what has been transferred.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -73,13 +74,22 @@ def in_segments(
     values = dict(flat.constants) | dict(enumerate(jax.tree.leaves(arguments)))
     read = lambda x: x.value if isinstance(x, Constant) else values[x]
     for index, equation in enumerate(flat.equations):
-        made = equation.bind([read(x) for x in equation.inputs], None)
+        with _on_its_axes(equation):
+            made = equation.bind([read(x) for x in equation.inputs], None)
         values.update(zip(equation.outputs, made, strict=True))
         for k in (k for k, cut in enumerate(cuts) if cut == index):
             computed = [x for x in values if x in bound and last_use.get(x, -1) > index]
             new = between(k, [values[x] for x in computed])
             values.update(zip(computed, new, strict=True))
     return jax.tree.unflatten(jax.tree.structure(shapes), map(read, flat.outputs))
+
+
+def _on_its_axes(equation: Equation) -> contextlib.AbstractContextManager[None]:
+    """Around an equation: the mesh that it was traced on, of explicit axes or not."""
+    mesh = equation.traced and equation.traced.ctx.cur_abstract_mesh
+    if not mesh or mesh == jax.sharding.get_abstract_mesh():
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def _cuts(work: Sequence[float], ends: Sequence[float]) -> list[int]:
