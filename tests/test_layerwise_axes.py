@@ -326,5 +326,6 @@ def test_one_transformation_on_several_meshes():
             given = placed(params, mesh, {"w": spec})
             updates, _ = jax.jit(tx.update)(given, tx.init(given), given)
         np.testing.assert_array_equal(updates["w"], wanted["w"])
-    updates, _ = jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)
+    alone = jax.device_put(params, jax.devices()[3])
+    updates, _ = jax.jit(tx.update)(alone, jax.jit(tx.init)(alone), alone)
     np.testing.assert_array_equal(updates["w"], wanted["w"])

@@ -100,12 +100,12 @@ def telling(
     return within(given={**current().given, **told})
 
 
-def sharding_in_type(x: ArrayLike | jax.ShapeDtypeStruct) -> NamedSharding:
+def sharding_in_type(x: object) -> NamedSharding:
     """How an array's type says that it is divided, or said; see `telling`."""
     now, told = jax.typeof(x).sharding, current().given.get(id(x))
-    explicit = lambda sharding: AxisType.Explicit in axis_types(sharding)
-    made_automatic = isinstance(told, NamedSharding) and explicit(told)
-    return told if made_automatic and not explicit(now) else now
+    if AxisType.Explicit in axis_types(now) or not isinstance(told, NamedSharding):
+        return now
+    return told if AxisType.Explicit in axis_types(told) else now
 
 
 def without() -> contextlib.AbstractContextManager[None]:
