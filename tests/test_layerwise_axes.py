@@ -327,5 +327,17 @@ def test_one_transformation_on_several_meshes():
             updates, _ = jax.jit(tx.update)(given, tx.init(given), given)
         np.testing.assert_array_equal(updates["w"], wanted["w"])
     alone = jax.device_put(params, jax.devices()[3])
-    updates, _ = jax.jit(tx.update)(alone, jax.jit(tx.init)(alone), alone)
+    state = jax.jit(tx.init, keep_unused=True)(alone)
+    # Another function than before, whose trace JAX keeps.
+    updates, _ = jax.jit(lambda *args: tx.update(*args))(alone, state, alone)
     np.testing.assert_array_equal(updates["w"], wanted["w"])
+
+
+def test_a_loss_of_explicit_axes_is_not_split():
+    """The error is that of the loss, and a note has the way out."""
+    product = lambda x, w: jnp.matmul(x, w, out_sharding=P("x"))
+    loss = lambda layers, x: jnp.mean(product(product(x, layers[0]), layers[1]))
+    with jax.set_mesh(mesh_of(EXPLICIT)):
+        with pytest.raises(ValueError, match="mesh context") as raised:
+            po.split_layers(loss, [jnp.ones((8, 8))] * 2, jnp.ones((8, 8)))
+    assert "LayerwiseModel" in "".join(raised.value.__notes__)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 from jax.extend import core
+from jax.sharding import AxisType
 from jaxtyping import PyTree
 
 from paged_optax.analysis.equation import Constant, Equation, Operand
@@ -82,6 +83,22 @@ class Loss:
             for names in split_names([path for path, _ in flat(tree)])
         )
 
+    def _traced(
+        self, batch: PyTree
+    ) -> tuple[core.ClosedJaxpr, PyTree[jax.ShapeDtypeStruct]]:
+        frozen = () if self.frozen is None else (self.frozen,)
+        try:
+            return trace(self.function, self.params, *frozen, batch)
+        except Exception as error:
+            if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+                error.add_note(
+                    "split_layers traces loss without the explicit axes of the mesh"
+                    " around. A loss that says itself how arrays are divided, by"
+                    " out_sharding= or jax.sharding.reshard, is written by hand:"
+                    " LayerwiseModel(prologue, layer, epilogue)."
+                )
+            raise
+
     def found(self, batch: PyTree, layers: str | None, stacked: bool | None) -> Found:
         """Traces the loss, and finds its layers.
 
@@ -96,8 +113,7 @@ class Loss:
           ValueError: If the loss is not one number.
           TypeError: If the loss has no gradient.
         """
-        frozen = () if self.frozen is None else (self.frozen,)
-        closed, shapes = trace(self.function, self.params, *frozen, batch)
+        closed, shapes = self._traced(batch)
         refuse_no_loss("loss", shapes)
         _refuse_effects(closed.jaxpr)
         leaves = self.leaves
