@@ -7,11 +7,11 @@ computed by bare arrays here, and gets its variables back at the end. Checked wi
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from paged_optax.backend.arrays import is_traced
@@ -47,15 +47,48 @@ def optimizer_shardings(tree: PyTree) -> list[NamedSharding | None]:
     Raises:
       ValueError: If a sharding is told, and no mesh is known to divide over.
     """
+    return _each(tree, _optimizer_sharding)
+
+
+def parameter_shardings(tree: PyTree) -> list[NamedSharding | None]:
+    """How Flax divides each traced parameter: by its variable's `out_sharding`.
+
+    Over automatic axes nothing else says so of a model that is made in a `jax.jit`.
+
+    Args:
+      tree: The parameters, in their variables or without.
+
+    Returns:
+      One for each leaf; None if nothing is told of it, or its array says so itself.
+    """
+    return _each(tree, _parameter_sharding)
+
+
+def _each(
+    tree: PyTree,
+    read: Callable[["nnx.Variable[ArrayOrShape]", ArrayOrShape], NamedSharding | None],
+) -> list[NamedSharding | None]:
+    """What is read of the metadata of each leaf's variable, if it is in one."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return [None] * len(jax.tree.leaves(tree))
     is_variable = lambda x: isinstance(x, nnx.Variable)
     return [
-        _optimizer_sharding(x, array) if is_variable(x) else None
+        read(x, array) if is_variable(x) else None
         for x in jax.tree.leaves(tree, is_leaf=is_variable)
         for array in jax.tree.leaves(x)
     ]
+
+
+def _parameter_sharding(
+    variable: "nnx.Variable[ArrayOrShape]", array: ArrayOrShape
+) -> NamedSharding | None:
+    told = variable.get_metadata("out_sharding", None)
+    if not told or not is_traced(array):
+        return None
+    sharding = _sharding(variable, array, told)
+    fits = sharding is not None and len(sharding.spec) <= len(array.shape)
+    return sharding if fits else None
 
 
 def _optimizer_sharding(
@@ -64,19 +97,31 @@ def _optimizer_sharding(
     told = variable.get_metadata("optimizer_sharding", None)
     if not told or not variable.get_metadata("eager_sharding", True):
         return None  # Flax divides nothing itself
+    sharding = _sharding(variable, array, told)
+    if sharding is None:
+        raise ValueError(
+            f"optimizer_sharding={told!r} divides the moments of a parameter of shape"
+            f" {array.shape}, and there is no mesh around with these axes: enter"
+            " jax.set_mesh(mesh)."
+        )
+    return sharding
+
+
+def _sharding(
+    variable: "nnx.Variable[ArrayOrShape]", array: ArrayOrShape, told: object
+) -> NamedSharding | None:
+    """What metadata of a variable means; None if no mesh is known that has its axes."""
     rules = variable.get_metadata("sharding_rules", None)
     spec = sys.modules["flax.core.spmd"].get_pspec(told, rules)
     if isinstance(spec, NamedSharding):
         return spec
+    if not isinstance(spec, PartitionSpec):
+        return None
     entries = [(x,) if isinstance(x, str) else x or () for x in spec]
     for mesh in _meshes(variable, array):
         if {name for names in entries for name in names} <= {*mesh.axis_names}:
             return NamedSharding(mesh, spec)
-    raise ValueError(
-        f"optimizer_sharding={told!r} divides the moments of a parameter of shape"
-        f" {array.shape}, and there is no mesh around with these axes: enter"
-        " jax.set_mesh(mesh)."
-    )
+    return None
 
 
 def _meshes(
@@ -97,7 +142,8 @@ def settled(state: PyTree) -> PyTree:
 
     Flax makes one mapping of all that a variable holds, so what is stored in several
     arrays has a variable for each. And `nnx.Optimizer` moves what a variable with
-    sharding metadata holds, to device memory, unless the variable says not to.
+    sharding metadata holds, to device memory, unless the variable says not to. Metadata
+    of a parameter's axes is left out of what has fewer, such as a codec's scales.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -107,8 +153,16 @@ def settled(state: PyTree) -> PyTree:
     def settle(x: PyTree) -> PyTree:
         if not is_variable(x):
             return x
-        divided = map(x.has_metadata, ("out_sharding", "optimizer_sharding"))
-        stays = {"eager_sharding": False} if any(divided) else {}
-        return jax.tree.map(lambda value: x.copy(value, **stays), x.get_raw_value())
+        names = filter(x.has_metadata, ("out_sharding", "optimizer_sharding"))
+        told = {name: x.get_metadata(name) for name in names}
+
+        def copied(value: ArrayOrShape) -> "nnx.Variable[ArrayOrShape]":
+            # `nnx.eval_shape` refuses what has more axes than its array.
+            rank = lambda told: len(getattr(told, "spec", told) or ())
+            wrong = [name for name in told if rank(told[name]) > len(value.shape)]
+            stays = {"eager_sharding": False} if told else {}
+            return x.copy(value, **stays, **dict.fromkeys(wrong))
+
+        return jax.tree.map(copied, x.get_raw_value())
 
     return jax.tree.map(settle, state, is_leaf=is_variable)

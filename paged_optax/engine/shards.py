@@ -154,13 +154,6 @@ class Shards:
         return math.prod(self.divisions[1:]) > 1
 
     @property
-    def is_here(self) -> bool:
-        """Whether the devices are known: those of an abstract mesh are around it."""
-        around = jax.sharding.get_abstract_mesh()
-        inside = AxisType.Manual in around.axis_types
-        return not inside and (isinstance(self.mesh, Mesh) or not around.empty)
-
-    @property
     def mesh_here(self) -> Mesh | AbstractMesh:
         """The mesh, its axes automatic where `automatically` has made them so."""
         around = jax.sharding.get_abstract_mesh()

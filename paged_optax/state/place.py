@@ -13,6 +13,11 @@ from paged_optax.backend.variables import bare, like
 from paged_optax.codecs import is_codes_field
 from paged_optax.state.abstract import abstract_state
 
+_BLOCKS = (
+    ", divided as they were, or into shards of whole blocks: a codec's blocks end with"
+    " a shard"
+)
+
 
 def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
     """A state whose arrays are where `tx.init(params)` would put them.
@@ -20,7 +25,8 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
     A restore, pickle, `jax.device_put` or `out_shardings` without a memory kind bring
     moments to the device. Orbax, restoring into concrete arrays, leaves them on the
     host with the type of device memory, so that JAX takes them for what they are not.
-    This puts both right. Arrays that are right already are handed through.
+    This puts both right. Arrays that are right already are handed through. If the
+    parameters are on another mesh now, the state goes there.
 
     Args:
       tx: The transformation.
@@ -59,10 +65,12 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
     for name in [*wanted, *found]:
         here, there = _describe(found.get(name)), _describe(wanted.get(name))
         if here != there:
+            beside = (x for x in wanted if x[:-1] == name[:-1])
+            coded = any(is_codes_field(x[-1]) for x in beside)
             raise ValueError(
                 f"state: {'/'.join(name)!r} is {here}, and a state of tx for these"
                 f" parameters has {there}: pass the transformation, and the"
-                " parameters, that the state was made with."
+                f" parameters, that the state was made with{_BLOCKS if coded else ''}."
             )
     placed = [_placed(found[name], place) for name, place in wanted.items()]
     same = jax.tree.structure(bare(state)) == jax.tree.structure(bare(target))
@@ -88,6 +96,9 @@ def _placed(
     assert kind is not None
     if is_committed(x) and x.sharding.memory_kind == kind:
         same = x.sharding.is_equivalent_to(sharding, x.ndim)
+        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+            # In a jit the type of an array names its mesh, and the update follows it.
+            same = same and getattr(x.sharding, "mesh", None) == sharding.mesh
         if same and jax.typeof(x).memory_space == jax.typeof(place).memory_space:
             return x
     if isinstance(x, Array) and x.sharding.device_set != sharding.device_set:

@@ -25,7 +25,13 @@ from paged_optax.backend.memory import PINNED_HOST, nbytes, resolve_host_memory_
 from paged_optax.backend.progress import LARGE, track
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.types import KeyPath
-from paged_optax.backend.variables import bare, like, optimizer_shardings, settled
+from paged_optax.backend.variables import (
+    bare,
+    like,
+    optimizer_shardings,
+    parameter_shardings,
+    settled,
+)
 from paged_optax.engine.backend_check import check_backend
 from paged_optax.engine.pages import Storage
 from paged_optax.engine.shards import Shards, constrained
@@ -50,8 +56,11 @@ def init(pager: Pager, params: optax.Params) -> optax.OptState:
     record = current().record
     # JAX's caches keep what is traced for each context: who records is no part of it.
     with contextlib.nullcontext() if record is None else within(record=None):
-        asked = optimizer_shardings(params)
-        made = paired(_made(pager, bare(params), asked, record))
+        asked, own = optimizer_shardings(params), parameter_shardings(params)
+        pairs = zip(jax.tree.leaves(params), own, strict=True)
+        given = {id(x): sharding for x, sharding in pairs if sharding is not None}
+        with within(given={**current().given, **given}):
+            made = paired(_made(pager, bare(params), asked, record))
     structure = jax.tree.structure(bare(params))
     if structure == jax.tree.structure(params):
         return made
@@ -98,7 +107,7 @@ def _made(
             made = tied(making.leaves(leaves), leaves)
         pager.known.learn(said)
         return making.layout.build(made)
-    if current().mesh is not None:
+    if record is None:
         pager.known.learn(said)
     beside = making.beside(leaves)
     types = [

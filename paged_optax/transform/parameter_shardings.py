@@ -15,13 +15,13 @@ from paged_optax.backend.memory import typed_by_memory
 from paged_optax.backend.types import KeyPath
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.context import current, sharding_in_type
+from paged_optax.transform.divisions import Axes, Divisions, Key, axes_of
 from paged_optax.transform.trees import Leaf, Parameter
 
-_Key = tuple[str, tuple[int, ...]]
-
-#: What any `init` or `abstract_state` saw divided: each parameter, and the mesh's axes.
+#: What the last `init` or `abstract_state` saw divided, of any transformation: each
+#: parameter, and the mesh's axes. One that forgets has nowhere else to keep it.
 #: A warning alone depends on it, and no program.
-_divided: set[tuple[_Key, tuple[tuple[str, int], ...]]] = set()
+_divided: set[tuple[Key, Axes]] = set()
 
 
 def refuse_uneven(params: PyTree) -> None:
@@ -53,7 +53,9 @@ def _uneven(
 def _otherwise(
     what: str, shape: tuple[int, ...], here: Shards | None, before: Shards | None
 ) -> ValueError:
-    divided = lambda x: f"divided by {x.spec}" if x else "undivided"
+    divided = lambda x: (
+        f"divided by {x.spec} over the mesh {dict(x.mesh.shape)}" if x else "undivided"
+    )
     return ValueError(
         f"{what} of shape {shape} is {divided(here)}, and was {divided(before)} at an"
         " earlier init of this transformation: in a jax.jit one could not be told from"
@@ -69,8 +71,10 @@ class ParameterShardings:
     moments that are divided otherwise than their parameters; the type of an array on a
     mesh of explicit axes; the `shardings` that were asked for; the sharding of a
     concrete array; the sharding that `init` or `abstract_state` saw of a parameter of
-    this path and shape; that of an argument of `jit_step`. In a `jit` over automatic
-    axes the type and the array say nothing.
+    this path and shape on a mesh of these axes; that of an argument of `jit_step`, or
+    what Flax's variables tell `init` of traced parameters; what was seen on a mesh of
+    these axes in other sizes. In a `jit` over automatic axes the type names the mesh,
+    and the array says nothing.
 
     Args:
       asked: A pytree of `NamedSharding` or `PartitionSpec` of the parameters'
@@ -87,24 +91,27 @@ class ParameterShardings:
                     f"shardings{keystr(path)}={x!r} is neither a NamedSharding nor a"
                     " PartitionSpec."
                 )
-        self.seen: dict[_Key, Shards | None] = {}
-        self.told: dict[_Key, Shards] = {}
+        self.seen = Divisions()
+        self.told = Divisions()
+        self._told_of: set[Axes] = set()
 
     def said_by(
         self,
         paths: Sequence[KeyPath],
         leaves: Sequence[Parameter],
         told: Sequence[NamedSharding | None],
-    ) -> dict[_Key, Shards | None]:
+    ) -> dict[Key, Shards | None]:
         """The shardings of concrete parameters, for `init` to remember.
 
-        Also those of parameters whose types alone `abstract_state` looks at. They are
-        what a state is restored for, and replace what was there before.
+        Also those of traced parameters, as far as they are given. And those of
+        parameters whose types alone `abstract_state` looks at: they are what a state is
+        restored for, and replace what was there before.
 
         Raises:
-          ValueError: If an array of `init` was divided otherwise before.
+          ValueError: If a parameter of `init` was divided otherwise before, over a mesh
+            of the same axes.
         """
-        said: dict[_Key, Shards | None] = {}
+        said: dict[Key, Shards | None] = {}
         mesh = current().mesh
         for path, x, moments in zip(paths, leaves, told, strict=True):
             if self.asked or moments is not None:
@@ -113,26 +120,30 @@ class ParameterShardings:
                 sharding = x.sharding
             elif mesh is not None:
                 sharding = NamedSharding(mesh, jax.typeof(x).sharding.spec)
-            else:
+            elif (sharding := current().given.get(id(x))) is None:
                 continue  # a tracer tells nothing
             key = keystr(path), x.shape
             here = Shards.of(sharding, x.shape)
             if is_traced(x) and here is None and key not in self.seen:
                 continue
             said[key] = here
-            before = self.seen.get(key, here)
-            if _typed(here) or _typed(before) or is_traced(x):
+            before = self.seen.on(key, here.mesh) if here else None
+            if _typed(here) or _typed(before):
                 continue  # a type tells nearly every update
-            if here != before:
+            same = before is None or here is None or here.axes == before.axes
+            if not (same or current().types_only):
                 raise _otherwise(f"parameter {key[0]}", x.shape, here, before)
         return said
 
-    def learn(self, said: Mapping[_Key, Shards | None]) -> None:
+    def learn(self, said: Mapping[Key, Shards | None]) -> None:
         """Remembers the shardings of parameters."""
-        self.seen |= said
         for key, shards in said.items():
-            if shards is not None and any(n > 1 for n in shards.divisions):
-                _divided.add((key, tuple(shards.mesh.shape.items())))
+            self.seen.keep(key, shards)
+            if shards is not None:
+                one = key, axes_of(shards.mesh)
+                _divided.discard(one)
+                if max(shards.divisions, default=1) > 1:
+                    _divided.add(one)
 
     def tell_of_unknown(self, path: KeyPath, x: Leaf) -> None:
         """Warns, once, of a parameter that was divided, which an update cannot know.
@@ -141,9 +152,23 @@ class ParameterShardings:
           path: The parameter's path.
           x: The parameter, or its gradient.
         """
-        mesh = jax.typeof(x).sharding.mesh
-        key = (keystr(path), x.shape), tuple(mesh.shape.items())
-        if AxisType.Manual in mesh.axis_types or key not in _divided:
+        mesh, key = jax.typeof(x).sharding.mesh, (keystr(path), x.shape)
+        if mesh.empty or AxisType.Manual in mesh.axis_types:
+            return
+        if (other := self.seen.elsewhere(key, mesh)) is not None:
+            if axes_of(mesh) not in self._told_of:
+                self._told_of.add(axes_of(mesh))
+                warnings.warn(
+                    f"nothing in this jax.jit says how {key[0]} of shape {x.shape} is"
+                    f" divided over the mesh {dict(mesh.shape)}, so that XLA gathers"
+                    " its moments from all devices. It was divided over the mesh"
+                    f" {dict(other.shape)} when tx last saw it: move the state by"
+                    " paged_optax.place_state(tx, state, params), before the step is"
+                    " traced.",
+                    stacklevel=2,
+                )
+            return
+        if (key, axes_of(mesh)) not in _divided:
             return
         _divided.clear()
         warnings.warn(
@@ -171,10 +196,16 @@ class ParameterShardings:
         """
         found = []
         for path, x, sharding in zip(paths, leaves, asked, strict=True):
-            before = self._told(path, x.shape)
+            key, mesh = (keystr(path), x.shape), _mesh_of([x])
+            if sharding is not None:
+                mesh = sharding.mesh
+            before = self.told.on(key, mesh)
             if sharding is None or sharding.mesh.size == 1:
                 sharding = None
                 # A tracer tells nothing; an array's moments are divided as it is.
+                before = before or (
+                    self.told.assumed(key, mesh) if is_traced(x) else None
+                )
                 here = before if is_traced(x) else Shards.of_array(x)
             else:
                 fits = len(sharding.spec) <= len(x.shape)
@@ -201,11 +232,9 @@ class ParameterShardings:
                 sharding = NamedSharding(mesh, sharding.spec)
             if (shards := Shards.of(sharding, x.shape)) is None:
                 continue
-            key = keystr(path), x.shape
             # Where types alone are looked at, an abstract mesh may be made up.
-            real = isinstance(shards.mesh, Mesh)
-            if real or not (key in self.told or current().types_only):
-                self.told[key] = shards
+            if isinstance(shards.mesh, Mesh) or not current().types_only:
+                self.told.keep((keystr(path), x.shape), shards)
 
     def find(
         self, paths: Sequence[KeyPath], *trees: Sequence[Leaf] | None
@@ -221,18 +250,20 @@ class ParameterShardings:
         )
 
     def _of(self, path: KeyPath, arrays: Sequence[Leaf]) -> Shards | None:
-        shape = arrays[0].shape
-        if (told := self._told(path, shape)) is not None:
+        shape, mesh = arrays[0].shape, _mesh_of(arrays)
+        key = keystr(path), shape
+        told = self.told.on(key, mesh) or self.told.assumed(key, mesh)
+        if told is not None:
             return told
         for x in arrays:
             sharding = sharding_in_type(x)
             types = axis_types(sharding)
+            if AxisType.Manual in types:
+                return None
             # Of axes of several types, another source may know more.
             if types == {AxisType.Explicit}:
                 mesh = getattr(getattr(x, "sharding", None), "mesh", sharding.mesh)
                 return Shards.of(NamedSharding(mesh, sharding.spec), shape)
-            if AxisType.Manual in types:
-                return None
         if self.asked:
             return self._asked(path, shape)
         concrete = [x for x in arrays if not is_traced(x)]
@@ -240,16 +271,10 @@ class ParameterShardings:
         found = next((shards for shards in own if shards is not None), None)
         if concrete:
             return found
-        if (key := (keystr(path), shape)) in self.seen:
-            seen = self.seen[key]
-            if not _typed(seen) or _made_automatic(seen):
-                return seen
         given = (Shards.of(current().given.get(id(x)), shape) for x in arrays)
-        return next(filter(None, given), None)
-
-    def _told(self, path: KeyPath, shape: tuple[int, ...]) -> Shards | None:
-        told = self.told.get((keystr(path), shape))
-        return told if told is not None and told.is_here else None
+        if (seen := self.seen.on(key, mesh)) is not None and not _typed(seen):
+            return seen
+        return next(filter(None, given), None) or self.seen.assumed(key, mesh)
 
     def _asked(self, path: KeyPath, shape: tuple[int, ...]) -> Shards | None:
         ends = (tuple(path[:n]) for n in range(len(path), -1, -1))
@@ -280,14 +305,13 @@ def _typed(shards: Shards | None) -> bool:
     return shards is not None and set(shards.mesh.axis_types) == {AxisType.Explicit}
 
 
-def _made_automatic(shards: Shards | None) -> bool:
-    """Whether the mesh around is that of a leaf, its explicit axes made automatic.
-
-    `jax.sharding.auto_axes` makes them so, and types then tell nothing.
-    """
-    around = jax.sharding.get_abstract_mesh()
-    same = shards is not None and dict(around.shape) == dict(shards.mesh.shape)
-    return same and set(around.axis_types) == {AxisType.Auto}
+def _mesh_of(arrays: Sequence[Leaf]) -> Mesh | AbstractMesh | None:
+    """The mesh that the first of some arrays which names one is on; None: not known."""
+    for x in arrays:
+        for sharding in (getattr(x, "sharding", None), jax.typeof(x).sharding):
+            if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names:
+                return sharding.mesh
+    return None
 
 
 def _on_axes_of(x: Parameter, sharding: NamedSharding) -> NamedSharding:
