@@ -41,6 +41,10 @@ class Divisions:
             shards = shards if isinstance(shards.mesh, Mesh) else before
         seen[axes_of(shards and shards.mesh)] = shards
 
+    def kept(self, key: Key, mesh: Mesh | AbstractMesh) -> Shards | None:
+        """What was kept of a mesh of these axes, on the mesh that it was seen on."""
+        return self._seen.get(key, {}).get(axes_of(mesh))
+
     def on(self, key: Key, mesh: Mesh | AbstractMesh | None) -> Shards | None:
         """How a parameter was divided over this mesh.
 

@@ -127,7 +127,7 @@ class ParameterShardings:
             if is_traced(x) and here is None and key not in self.seen:
                 continue
             said[key] = here
-            before = self.seen.on(key, here.mesh) if here else None
+            before = self.seen.kept(key, here.mesh) if here else None
             if _typed(here) or _typed(before):
                 continue  # a type tells nearly every update
             same = before is None or here is None or here.axes == before.axes
