@@ -1,24 +1,30 @@
 """What a layerwise step is given, looked at before it is used."""
 
 import contextlib
+import warnings
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import abstract
+from paged_optax.backend.arrays import on_one_device
 from paged_optax.backend.given import without_gradient
 from paged_optax.backend.key_paths import keystr, names_of
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.types import KeyPath
 from paged_optax.backend.variables import bare
+from paged_optax.engine.shards import Shards
+from paged_optax.layerwise.parts import Parts, by_name
 from paged_optax.layerwise.slices import goes_in_slabs
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import within
 from paged_optax.transform.pager import Pager, tell
+from paged_optax.transform.parameter_shardings import ParameterShardings
 
 
 def tell_of_moved(
@@ -35,18 +41,86 @@ def tell_of_moved(
       state: Its state.
       workspace: The workspace.
     """
-    asked: list[tuple[Pager, str]] = []
-    plain = jax.tree.map(abstract, params)
-    # What is not paged may fail here, with a state on the host. Its layers need not.
-    with contextlib.suppress(TypeError, ValueError):
-        with within(asked=lambda pager, what: asked.append((pager, what))):
-            jax.eval_shape(lambda *given: tx.update(*given), plain, state, plain)
+    asked = _pagers(tx, params, state)
     for pager, what in asked:
         if what:
             pager.tell(what)
     if what := _moved(workspace):
         raises = any(pager.on_moved == "raise" for pager, _ in asked)
         tell(what, "workspace", "raise" if raises else "warn")
+
+
+def _pagers(
+    tx: optax.GradientTransformation, params: PyTree, state: PyTree
+) -> list[tuple[Pager, str]]:
+    """The paged transformations inside, and what each would tell of its moments."""
+    asked: list[tuple[Pager, str]] = []
+    plain = jax.tree.map(abstract, params)
+    # What is not paged may fail here, with a state on the host. Its layers need not.
+    with contextlib.suppress(TypeError, ValueError):
+        with within(asked=lambda pager, what: asked.append((pager, what))):
+            jax.eval_shape(lambda *given: tx.update(*given), plain, state, plain)
+    return asked
+
+
+def tell_of_divided_layers(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    state: PyTree,
+    frozen: PyTree,
+    key: str,
+) -> bool:
+    """Warns of the first stack that is divided along its layers, if there is one.
+
+    Args:
+      tx: The transformation. What is paged in it knows how `init` saw parameters.
+      params: The parameters, whose types or places may say how they are divided.
+      state: The transformation's state.
+      frozen: Parameters that are not trained, or None.
+      key: The key of the layers' parameters.
+
+    Returns:
+      Whether it warned.
+    """
+    known = [ParameterShardings()]
+    if jax.device_count() > 1 or not on_one_device(params):
+        known += [pager.known for pager, _ in _pagers(tx, params, state)]
+    for name, tree, sources in (
+        ("params", bare(params), known),
+        ("frozen", bare(frozen), known[:1]),
+    ):
+        for path, x in _stacks(tree, key):
+            found = (_found(source, path, x) for source in sources)
+            shards = next((each for each in found if each), None)
+            if shards is None or not x.shape or shards.divisions[0] == 1:
+                continue
+            warnings.warn(
+                f"{name}{keystr(path)} of shape {x.shape} is divided along its layers,"
+                f" by {shards.spec} over the mesh {dict(shards.mesh.shape)}:"
+                " layerwise_step takes one layer at a time, and XLA gathers all of them"
+                " on every device. Divide another axis, as"
+                " paged_optax.fully_sharded(params, mesh) does.",
+                stacklevel=4,
+            )
+            return True
+    return False
+
+
+def _stacks(tree: PyTree, key: str) -> list[tuple[KeyPath, Array]]:
+    """The layers' stacks among parameters, and their paths."""
+    held = by_name(tree)
+    if held is None or key not in held:
+        return []
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    inside = Parts.of(tree, key).in_layers
+    return [each for each, stacked in zip(flat, inside, strict=True) if stacked]
+
+
+def _found(known: ParameterShardings, path: KeyPath, x: Array) -> Shards | None:
+    """How a stack is divided; None if a source has nothing of this parameter."""
+    with contextlib.suppress(ValueError):
+        return known.find([path], [x])[0]
+    return None
 
 
 def refuse_other_state(

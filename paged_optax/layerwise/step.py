@@ -21,6 +21,7 @@ from paged_optax.layerwise.checks import (
     refuse_integers,
     refuse_other_counts,
     refuse_other_state,
+    tell_of_divided_layers,
     tell_of_moved,
 )
 from paged_optax.layerwise.deferred import Deferred
@@ -197,6 +198,8 @@ class LayerwiseStep:
     _clip: str
     _accumulate: bool
     _layers: str
+    # What it has warned of. No program depends on it.
+    _told: set[str] = dataclasses.field(default_factory=set)
 
     # By this name JAX calls what it compiles.
     __name__ = "layerwise_step"
@@ -225,6 +228,7 @@ class LayerwiseStep:
         """
         params, frozen = from_numpy((params, frozen))
         warn_if_untold((params, state, workspace, frozen))
+        self._tell_of_divided(params, state, frozen)
         given = params, state, workspace, batch, frozen
         return told_automatically(self._run, given, (params, state, workspace, None))
 
@@ -276,6 +280,12 @@ class LayerwiseStep:
         given = from_numpy(params), state, workspace
         warn_if_untold(given)
         return told_automatically(self._finish, given, given)
+
+    def _tell_of_divided(self, params: PyTree, state: PyTree, frozen: PyTree) -> None:
+        """Warns, once, of layers that are divided among devices."""
+        given = self._tx, params, state, frozen, self._layers
+        if not self._told and tell_of_divided_layers(*given):
+            self._told.add("layers")
 
     def _run(
         self,

@@ -4,28 +4,33 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from paged_optax.backend.given import refuse_no_arrays, refuse_no_mesh
+from paged_optax.backend.given import refuse_no_arrays, refuse_no_mesh, shown
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.engine.shards import spec_of_axes
+from paged_optax.planning.layers import stacks_under
 
 
 def fully_sharded(
-    params: PyTree[ArrayOrShape], mesh: Mesh | AbstractMesh
+    params: PyTree[ArrayOrShape], mesh: Mesh | AbstractMesh, layers: str = "layers"
 ) -> PyTree[NamedSharding]:
     """Divides every parameter over all devices of a mesh, as ZeRO and FSDP do.
 
     Each axis of the mesh, one after the other, cuts the longest dimension that is left
-    of a parameter and that it divides evenly. Where there is none, it replicates.
+    of a parameter and that it divides evenly. Where there is none, it replicates. The
+    axis that layers are stacked on stays whole, for a scan or `layerwise_step` takes
+    one layer at a time, and would gather all of them.
 
     Args:
       params: The parameters, or their `ShapeDtypeStruct`s.
       mesh: The devices.
+      layers: The key under which layers are stacked on the leading axis, as in
+        `layerwise_step` and `what_fits`.
 
     Returns:
       A `NamedSharding` for each parameter.
 
     Raises:
-      TypeError: If `mesh` is no mesh, or `params` no tree of arrays.
+      TypeError: If `mesh` is no mesh, `params` no tree of arrays, or `layers` no text.
 
     Example:
       >>> import jax, jax.numpy as jnp, paged_optax as po
@@ -34,23 +39,31 @@ def fully_sharded(
       >>> found = po.fully_sharded(params, mesh)
       >>> found["w"].spec, found["b"].spec
       (P(None, 'data'), P())
+      >>> stacked = {"layers": {"w": jnp.ones((512, 64, 64))}}
+      >>> po.fully_sharded(stacked, mesh)["layers"]["w"].spec
+      P(None, 'data')
 
     References:
       Rajbhandari et al., `ZeRO <https://arxiv.org/abs/1910.02054>`_, 2020.
     """
     refuse_no_mesh("mesh", mesh)
     refuse_no_arrays("params", params)
+    if not isinstance(layers, str):
+        raise TypeError(f"layers={shown(layers)} is not a key, such as 'layers'.")
 
-    def divide(x: ArrayOrShape) -> NamedSharding:
+    def divide(x: ArrayOrShape, stacked: bool) -> NamedSharding:
         axes: list[tuple[str, ...]] = [()] * len(x.shape)
-        left = list(x.shape)
+        left, first = list(x.shape), int(stacked)
         for name, size in mesh.shape.items():
             longest = max(
-                ((n, -i) for i, n in enumerate(left) if n % size == 0), default=None
+                ((n, -i) for i, n in enumerate(left) if i >= first and n % size == 0),
+                default=None,
             )
             if longest is not None:
                 i = -longest[1]
                 axes[i], left[i] = (*axes[i], name), left[i] // size
         return NamedSharding(mesh, spec_of_axes(axes))
 
-    return jax.tree.map(divide, params)
+    leaves, structure = jax.tree.flatten(params)
+    inside = stacks_under(params, layers)
+    return structure.unflatten([divide(x, n in inside) for n, x in enumerate(leaves)])

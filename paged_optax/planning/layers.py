@@ -49,10 +49,8 @@ def find_layers(params: PyTree, key: str) -> Layers | None:
       The stack under `key`. If there is none, the largest family of alike layers that
       differ by a number in their names; None if there is no such family.
     """
-    leaves = [
-        (slashed(path), x) for path, x in jax.tree_util.tree_leaves_with_path(params)
-    ]
-    inside = [n for n, (path, _) in enumerate(leaves) if key in path.split("/")]
+    leaves = _by_path(params)
+    inside = _under(leaves, key)
     size = lambda chosen: nbytes([leaves[n][1] for n in chosen])
 
     def found(
@@ -87,6 +85,28 @@ def find_layers(params: PyTree, key: str) -> Layers | None:
     (prefix, number), one = min(most), numbered[min(most)].values()
     first = [leaves[n] for n in one]
     return found(len(most), first, of(most), f"{prefix}{number}")
+
+
+def stacks_under(params: PyTree, key: str) -> frozenset[int]:
+    """The positions, among all leaves, of the stacks under a key; of none if empty.
+
+    Args:
+      params: The parameters, or their `ShapeDtypeStruct`s.
+      key: The key under which layers are stacked on the leading axis.
+    """
+    leaves = _by_path(params)
+    inside = _under(leaves, key)
+    stacked = _stacked([leaves[n] for n in inside], key)
+    return frozenset(inside if stacked else ())
+
+
+def _by_path(params: PyTree) -> list[_Leaf]:
+    found = jax.tree_util.tree_leaves_with_path(params)
+    return [(slashed(path), x) for path, x in found]
+
+
+def _under(leaves: Sequence[_Leaf], key: str) -> list[int]:
+    return [n for n, (path, _) in enumerate(leaves) if key in path.split("/")]
 
 
 def _stacked(inside: Sequence[_Leaf], key: str) -> int | None:
