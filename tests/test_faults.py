@@ -22,6 +22,7 @@ RECORD = pathlib.Path(__file__).parent / "data" / "killed.json"
         ("8 bits", 5),
         ("layerwise, weights on the host", 5),
         ("four processes", 1),
+        ("four processes, layerwise, deferred", 3),
     ],
 )
 def test_killed_and_resumed(tmp_path, kind, number):

@@ -52,21 +52,32 @@ class Way:
         are trained by layers, the workspace.
       step: Takes and returns it, and takes a batch.
       batch: Makes a step's batch.
+      saved: How much of it is saved, from the first on: all that the next step needs.
     """
 
     begin: Callable[[], tuple[Any, ...]]
     step: Callable[..., tuple[Any, ...]]
     batch: Callable[[int], Any]
+    saved: int = 2
+
+
+def all_devices() -> Mesh:
+    """Those of all processes."""
+    return Mesh(np.array(jax.devices()), ("data",))
+
+
+def everywhere(x: Any, sharding: NamedSharding) -> jax.Array:
+    """An array that every process has whole, divided over all devices."""
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
 
 def values(seed: int) -> dict[str, jax.Array]:
     """The same arrays in every process, divided over all devices."""
-    random, made = np.random.default_rng(seed), {}
-    mesh = Mesh(np.array(jax.devices()), ("data",))
+    random, made, mesh = np.random.default_rng(seed), {}, all_devices()
     for name, shape in SHAPES.items():
         x = random.normal(size=shape).astype(np.float32)
-        sharding = NamedSharding(mesh, SPECS[name])
-        made[name] = jax.make_array_from_callback(shape, sharding, x.__getitem__)
+        made[name] = everywhere(x, NamedSharding(mesh, SPECS[name]))
     return made
 
 
@@ -99,10 +110,37 @@ def by_layers(tx: optax.GradientTransformation) -> Way:
     return Way(begin, lambda *given: step(*given)[:3], layered.batch)
 
 
+def deferred(tx: optax.GradientTransformation) -> Way:
+    """The same over all devices, and each update waits for the next step."""
+
+    def begin() -> tuple[Any, ...]:
+        params = layered.parameters(layers=3)
+        places = po.fully_sharded(params, all_devices())
+        params = jax.tree.map(everywhere, params, places)
+        rest = {name: x for name, x in params.items() if name != "layers"}
+        state = tx.init(params)
+        workspace = po.GradientWorkspace.allocate(
+            params["layers"], host_dtype="float32", rest=rest
+        )
+        params["layers"] = po.offload(params["layers"], min_size="16KiB")
+        return params, state, workspace
+
+    def batch(number: int) -> Any:
+        made = layered.batch(number, shape=(8, 8))
+        made["key"] = jax.random.key_data(made["key"])
+        rows = lambda x: PartitionSpec(*["data"] * (x.ndim - 1))
+        place = lambda x: everywhere(x, NamedSharding(all_devices(), rows(x)))
+        return jax.tree.map(place, made)
+
+    step = layered.layerwise(tx, max_norm=0.5)
+    return Way(begin, lambda *given: step(*given)[:3], batch, saved=3)
+
+
 WAYS: dict[str, Callable[[], Way]] = {
     "adamw": lambda: ordinary(po.paged_adamw(1e-2, **PAGES)),
     "8 bits": lambda: ordinary(po.paged_adamw_8bit(1e-2, **PAGES)),
     "layerwise": lambda: by_layers(po.paged_adamw(1e-2, **layered.SETTINGS)),
+    "deferred": lambda: deferred(po.paged_adamw(1e-2, **layered.SETTINGS)),
 }
 
 
@@ -119,10 +157,11 @@ class Diary:
     def enter(self, phase: str) -> None:
         os.pwrite(self._phase, bytes([PHASES.index(phase)]), 0)
 
-    def write(self, event: str, step: int, carry: Any) -> None:
+    def write(self, event: str, step: int, saved: Any) -> None:
         """Logs what parameters and state are, all bits of them."""
         # Of copies: NumPy's view of an array would keep it from being donated.
-        leaves = [jax.device_put(x, jax.memory.Space.Device) for x in _leaves(carry)]
+        leaves = jax.tree.leaves(saved)
+        leaves = [jax.device_put(x, jax.memory.Space.Device) for x in leaves]
         leaves = [jax.device_put(x, x.sharding, may_alias=False) for x in leaves]
         if jax.process_count() > 1:
             leaves = multihost_utils.process_allgather(leaves, tiled=True)
@@ -131,11 +170,6 @@ class Diary:
             digest.update(f"{x.dtype} {x.shape}".encode() + x.tobytes())
         if self._writes:
             os.write(self._log, f"{event} {step} {digest.hexdigest()}\n".encode())
-
-
-def _leaves(carry: Any) -> list[Any]:
-    """Of parameters and state: a workspace holds what the last layer left there."""
-    return jax.tree.leaves(carry[:2])
 
 
 def spoiled(carry: Any) -> Any:
@@ -151,9 +185,10 @@ def spoiled(carry: Any) -> Any:
 def train(way: Way, diary: Diary, options: argparse.Namespace) -> None:
     """Goes on from the last checkpoint to the last step."""
     carry = way.begin()
-    saved = carry[:2]
+    saved = slice(way.saved)
     target = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), saved
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        carry[saved],
     )
     donated = tuple(range(len(carry)))
     step = po.jit_step(way.step, *carry, way.batch(1), donate_argnums=donated)
@@ -162,10 +197,10 @@ def train(way: Way, diary: Diary, options: argparse.Namespace) -> None:
         first = manager.latest_step() or 0
         if first:
             found = manager.restore(first, args=ocp.args.StandardRestore(target))
-            carry = (*found, *carry[2:])
+            carry = (*found, *carry[way.saved :])
         if options.spoil and first:
             carry = spoiled(carry)
-        diary.write("restored", first, carry)
+        diary.write("restored", first, carry[saved])
         for number in range(first + 1, options.last + 1):
             beside = manager.is_saving_in_progress()
             diary.enter("stepping beside a save" if beside else "stepping")
@@ -173,13 +208,13 @@ def train(way: Way, diary: Diary, options: argparse.Namespace) -> None:
             if number % SAVED_EVERY:
                 continue
             if options.straight:
-                diary.write("reached", number, carry)
+                diary.write("reached", number, carry[saved])
             else:
                 diary.enter("saving")
-                manager.save(number, args=ocp.args.StandardSave(carry[:2]))
+                manager.save(number, args=ocp.args.StandardSave(carry[saved]))
         diary.enter("saving")
     diary.enter("ending")
-    diary.write("ended", options.last, carry)
+    diary.write("ended", options.last, carry[saved])
 
 
 def main() -> None:
