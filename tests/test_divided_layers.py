@@ -1,4 +1,4 @@
-"""Stacks of layers on several devices: which axis is divided, and what is told of it."""
+"""Stacks of layers on several devices: the axis that is divided, and what is told."""
 
 import re
 import warnings

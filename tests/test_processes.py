@@ -1,5 +1,6 @@
 """Several real processes, each with its own devices and its own part of the moments."""
 
+import json
 import os
 import pathlib
 import socket
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from helpers import process
+from helpers import disagreeing, process
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = pathlib.Path(process.__file__)
@@ -22,7 +23,7 @@ STEPS = 4
 pytestmark = pytest.mark.optimized
 
 
-def launch(processes, folder, last, killed=()):
+def launch(processes, folder, last, killed=(), script=SCRIPT):
     """Starts the processes, of two devices each; returns their exit statuses.
 
     One that dies takes the others along: they could only wait for it.
@@ -40,7 +41,7 @@ def launch(processes, folder, last, killed=()):
     running = []
     for number, log in enumerate(logs):
         command = [
-            *(sys.executable, SCRIPT, number, processes),
+            *(sys.executable, script, number, processes),
             *(port, folder, last, *killed),
         ]
         with log.open("w") as output:
@@ -111,3 +112,36 @@ def test_killed_and_resumed(tmp_path, straight):
     assert launch(2, tmp_path, STEPS, killed=(0, 4))[0] == -9
     launch(2, tmp_path, STEPS)
     check(tmp_path, straight, first=3, devices=4)
+
+
+#: The words of the errors in both processes; None if they agree.
+DISAGREEMENTS = {
+    "nothing": None,
+    "nothing again": None,
+    "the page size": "page_size is 4096 in process 0, 8192 in process 1",
+    "the budget": "device_budget is 1048576 in process 0, 2097152 in process 1",
+    "the codec": "codec['mu'] is absent in process 0, 'bfloat16' in process 1",
+    "the masters": "state.master['w'] is float32[64, 64] in process 0, absent in",
+    "the rate": "constant -0.5 is absent in process 0, in the transformation in",
+    "the sharding": "how they are divided, ['w'] is",
+    "who called init": "how they are divided, ['w'] is",
+    "by jit_step": "constant 0.75 is in the transformation in process 0, absent in",
+    "layerwise, nothing": None,
+    "layerwise, the norm": "max_norm is 1.0 in process 0, 2.0 in process 1",
+    "layerwise, the page size": "page_size is 8192 in process 0, 16384 in process 1",
+}
+
+
+@pytest.mark.slow
+def test_processes_that_disagree(tmp_path):
+    """Each gets an error that names what differs; neither waits for the other."""
+    launch(2, tmp_path, 0, script=pathlib.Path(disagreeing.__file__))
+    found = [json.loads((tmp_path / f"found{i}.json").read_text()) for i in (0, 1)]
+    absent = "process 1 has not come to it within 2 seconds"
+    assert absent in found[0].pop("who comes")
+    assert found[1].pop("who comes") is None
+    assert found[0] == found[1]
+    assert [*found[0]] == [*DISAGREEMENTS]
+    for way, words in DISAGREEMENTS.items():
+        said = found[0][way]
+        assert said is None if words is None else words in said, (way, said)

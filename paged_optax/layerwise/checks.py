@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from paged_optax.backend.arrays import on_one_device
 from paged_optax.backend.given import without_gradient
 from paged_optax.backend.key_paths import keystr, names_of
 from paged_optax.backend.memory import nbytes, on_host
+from paged_optax.backend.processes import compare, spans_processes
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.types import KeyPath
 from paged_optax.backend.variables import bare
@@ -22,6 +24,7 @@ from paged_optax.layerwise.parts import Parts, by_name
 from paged_optax.layerwise.slices import goes_in_slabs
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.state.leaves import is_quantized
+from paged_optax.transform.agreement import Said
 from paged_optax.transform.context import within
 from paged_optax.transform.pager import Pager, tell
 from paged_optax.transform.parameter_shardings import ParameterShardings
@@ -41,26 +44,69 @@ def tell_of_moved(
       state: Its state.
       workspace: The workspace.
     """
-    asked = _pagers(tx, params, state)
-    for pager, what in asked:
+    asked = _asked(tx, params, state)
+    for pager, what, _ in asked:
         if what:
             pager.tell(what)
     if what := _moved(workspace):
-        raises = any(pager.on_moved == "raise" for pager, _ in asked)
+        raises = any(pager.on_moved == "raise" for pager, *_ in asked)
         tell(what, "workspace", "raise" if raises else "warn")
 
 
-def _pagers(
-    tx: optax.GradientTransformation, params: PyTree, state: PyTree
-) -> list[tuple[Pager, str]]:
-    """The paged transformations inside, and what each would tell of its moments."""
-    asked: list[tuple[Pager, str]] = []
+def _asked(
+    tx: optax.GradientTransformation, params: PyTree, state: PyTree, says: bool = False
+) -> list[tuple[Pager, str, Said]]:
+    """The paged transformations inside, and what each would tell of its moments.
+
+    Args:
+      tx: The transformation.
+      params: The parameters.
+      state: Its state.
+      says: Whether each also says what all processes must have built alike.
+    """
+    asked: list[tuple[Pager, str, Said]] = []
     plain = jax.tree.map(abstract, params)
+
+    def ask(pager: Pager, what: str, said: Callable[[], Said]) -> None:
+        asked.append((pager, what, said() if says else {}))
+
     # What is not paged may fail here, with a state on the host. Its layers need not.
-    with contextlib.suppress(TypeError, ValueError):
-        with within(asked=lambda pager, what: asked.append((pager, what))):
-            jax.eval_shape(lambda *given: tx.update(*given), plain, state, plain)
+    with contextlib.suppress(TypeError, ValueError), within(asked=ask):
+        jax.eval_shape(lambda *given: tx.update(*given), plain, state, plain)
     return asked
+
+
+def compare_processes(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    state: PyTree,
+    workspace: PyTree,
+    settings: Mapping[str, object],
+) -> None:
+    """Compares what several processes have built, before they compute together.
+
+    Args:
+      tx: The transformation.
+      params: The parameters.
+      state: The transformation's state.
+      workspace: The workspace.
+      settings: What else `layerwise_step` was given, by name.
+
+    Raises:
+      ValueError: If processes differ.
+    """
+    if not spans_processes((params, state)):
+        return
+    said: dict[str, Mapping[str, str]] = {
+        name: {"": str(value)} for name, value in settings.items()
+    }
+    for name, tree in (("params", params), ("workspace", workspace)):
+        flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+        said[name] = {keystr(path): str(jax.typeof(x)) for path, x in flat}
+    for number, (_, _, each) in enumerate(_asked(tx, params, state, says=True)):
+        of = f"paged transformation {number}, " if number else ""
+        said |= {of + name: values for name, values in each.items()}
+    compare("layerwise_step", said)
 
 
 def tell_of_divided_layers(
@@ -84,7 +130,7 @@ def tell_of_divided_layers(
     """
     known = [ParameterShardings()]
     if jax.device_count() > 1 or not on_one_device(params):
-        known += [pager.known for pager, _ in _pagers(tx, params, state)]
+        known += [pager.known for pager, *_ in _asked(tx, params, state)]
     for name, tree, sources in (
         ("params", bare(params), known),
         ("frozen", bare(frozen), known[:1]),

@@ -18,6 +18,7 @@ from paged_optax.backend.overlap import warn_if_untold
 from paged_optax.layerwise.axes import on_its_axes, told_automatically
 from paged_optax.layerwise.by_host import ByHost
 from paged_optax.layerwise.checks import (
+    compare_processes,
     refuse_integers,
     refuse_other_counts,
     refuse_other_state,
@@ -228,7 +229,7 @@ class LayerwiseStep:
         """
         params, frozen = from_numpy((params, frozen))
         warn_if_untold((params, state, workspace, frozen))
-        self._tell_of_divided(params, state, frozen)
+        self._check(params, state, workspace, frozen)
         given = params, state, workspace, batch, frozen
         return told_automatically(self._run, given, (params, state, workspace, None))
 
@@ -281,11 +282,23 @@ class LayerwiseStep:
         warn_if_untold(given)
         return told_automatically(self._finish, given, given)
 
-    def _tell_of_divided(self, params: PyTree, state: PyTree, frozen: PyTree) -> None:
-        """Warns, once, of layers that are divided among devices."""
+    def _check(
+        self,
+        params: PyTree,
+        state: PyTree,
+        workspace: GradientWorkspace,
+        frozen: PyTree,
+    ) -> None:
+        """Looks at how arrays are divided, while their types still say so."""
         given = self._tx, params, state, frozen, self._layers
         if not self._told and tell_of_divided_layers(*given):
             self._told.add("layers")
+        settings = {
+            "max_norm": self._max_norm,
+            "clip": self._clip,
+            "accumulate": self._accumulate,
+        }
+        compare_processes(self._tx, params, state, workspace, settings)
 
     def _run(
         self,

@@ -44,8 +44,9 @@ class Context:
       mesh: The devices that parameters are divided over, whose types alone are looked
         at: every paged `init` remembers how, as it does of arrays. None: it does not.
       paged: Whether a paged transformation calls, which pages what is inside it.
-      asked: Every paged `update` only calls it with its `Pager`, and with what it would
-        tell of moments that are not where they belong; empty if they all are.
+      asked: Every paged `update` only calls it with its `Pager`, with what it would
+        tell of moments that are not where they belong, empty if they all are, and with
+        a function that says what all processes must have built alike.
       record: Every paged `init` calls it with its `Configuration`, and with a function
         that describes its moments, a `recorded.Describe`.
       given: How the arguments of a step that is traced are divided, by the `id` of the

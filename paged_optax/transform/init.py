@@ -22,6 +22,7 @@ from paged_optax.backend.explicit_axes import automatically, without_explicit_ax
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.manual_axes import abstract, varying_axes
 from paged_optax.backend.memory import PINNED_HOST, nbytes, resolve_host_memory_kind
+from paged_optax.backend.processes import compare, spans_processes
 from paged_optax.backend.progress import LARGE, track
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.types import KeyPath
@@ -36,6 +37,7 @@ from paged_optax.engine.backend_check import check_backend
 from paged_optax.engine.pages import Storage
 from paged_optax.engine.shards import Shards, constrained
 from paged_optax.engine.stream import fill
+from paged_optax.transform.agreement import said_of
 from paged_optax.transform.checks import (
     refuse_devices,
     refuse_dtype,
@@ -103,6 +105,11 @@ def _made(
     else:
         pager.known.remember(paths, leaves, told)
     if not is_traced(leaves):
+        if spans_processes(leaves):
+            # Before JAX itself waits for the others, where scalars are placed.
+            given = params, making.shapes, making.shards, making.analysis
+            alike = said_of(pager, *given)
+            compare("init of a paged transformation", alike, once=False)
         with without_explicit_axes():
             made = tied(making.leaves(leaves), leaves)
         pager.known.learn(said)

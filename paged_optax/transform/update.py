@@ -21,10 +21,12 @@ from paged_optax.backend.memory import (
     resolve_host_memory_kind,
 )
 from paged_optax.backend.overlap import warn_if_untold
+from paged_optax.backend.processes import compare, spans_processes
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.variables import bare, like
 from paged_optax.engine.backend_check import check_backend
 from paged_optax.engine.shards import Shards
+from paged_optax.transform.agreement import Said, said_of
 from paged_optax.transform.checks import (
     refuse_different,
     refuse_host,
@@ -96,7 +98,8 @@ class Update:
         if (asked := current().asked) is not None:
             shards = pager.shards(gradients, held, params)
             layout = pager.layout(_like_init(gradients, params), held, shards)
-            asked(pager, _moved(pager, layout, layout.take_apart(held)[0]))
+            moved = _moved(pager, layout, layout.take_apart(held)[0])
+            asked(pager, moved, lambda: self._said(gradients, held, params, extra_args))
             return updates, state
         made = paired(self._update(gradients, held, params, active, extra_args))
         return like(updates, made[0]), like(state, with_rows(made[1], held))
@@ -133,11 +136,30 @@ class Update:
         while new := overwritten(traced.analysis, layout, *trees[:2]):
             trees = (*new, trees[2])
             traced, constants, layout = trace(*trees)
+        if spans_processes(trees):
+            made_for = _like_init(updates, params)
+            said = said_of(self.pager, made_for, state, shards, traced.analysis)
+            compare("update of a paged transformation", said)
         arguments = (*trees, extras, open_gates, constants)
         if is_traced(arguments):
             warn_if_untold(state)
             return self._stream(*arguments, traced=traced, shards=shards)
         return self._eager(*arguments, traced=traced, shards=shards)
+
+    def _said(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
+        extra_args: dict[str, PyTree],
+    ) -> Said:
+        """What all processes must have built alike."""
+        given = {"restart": False, "extra_args": extra_args}
+        extras, static = arrays_and_rest(given)
+        shards = self.pager.shards(updates, state, params)
+        made = self._trace(updates, state, params, extras, static, static, shards)
+        made_for = _like_init(updates, params)
+        return said_of(self.pager, made_for, state, shards, made[0].analysis)
 
     def _tell_of_mistyped(self, state: optax.OptState) -> None:
         for path, x in zip(*paths_of(state), strict=True):

@@ -1,0 +1,86 @@
+"""What all processes that train together must have built alike."""
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+from jaxtyping import PyTree
+
+from paged_optax.analysis.equation import Constant
+from paged_optax.analysis.program import Analysis, Program
+from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.memory import on_host
+from paged_optax.backend.types import ArrayOrShape
+from paged_optax.engine.shards import Shards
+from paged_optax.transform.pager import Pager
+from paged_optax.transform.trees import paths_of
+
+#: What is said, by name and path; see `backend.processes.compare`.
+Said = Mapping[str, Mapping[str, str]]
+
+
+def said_of(
+    pager: Pager,
+    params: PyTree[ArrayOrShape],
+    state: PyTree[ArrayOrShape],
+    shards: Sequence[Shards | None],
+    analysis: Analysis,
+) -> Said:
+    """Says what a program of a paged update depends on.
+
+    Args:
+      pager: The transformation.
+      params: The parameters, or the gradients.
+      state: The state.
+      shards: For each parameter how its moments are divided.
+      analysis: What the update computes.
+    """
+    configuration, (paths, leaves) = pager.configuration, paths_of(params)
+    settings = {
+        "page_size": configuration.page_size,
+        "device_budget": configuration.device_budget,
+        "min_paged_size": configuration.min_paged_size,
+        "host_memory_kind": configuration.host_memory_kind,
+        "per_parameter_steps": pager.per_parameter_steps,
+    }
+    programs = analysis.shared, *(leaf.program for leaf in analysis.leaves)
+    distinct = list(dict.fromkeys((*programs, analysis.tail)))
+    return {
+        **{name: {"": str(value)} for name, value in settings.items()},
+        "codec": {repr([key]): _plain(rule) for key, rule in pager.rules.items()},
+        "parameter ": {
+            keystr(path): _typed(x) for path, x in zip(paths, leaves, strict=True)
+        },
+        "how they are divided, ": {
+            keystr(path): f"{each.spec} over {dict(each.mesh.shape)}"
+            for path, each in zip(paths, shards, strict=True)
+            if each
+        },
+        "state": {keystr(p): _typed(x) for p, x in zip(*paths_of(state), strict=True)},
+        "constant ": dict.fromkeys(_constants(distinct), "in the transformation"),
+        "what it computes": {"": _operations(distinct)},
+    }
+
+
+def _typed(x: ArrayOrShape) -> str:
+    kind = f"{jax.typeof(x).dtype}{list(x.shape)}"
+    return f"{kind} on the host" if on_host(x) else kind
+
+
+def _plain(rule: object) -> str:
+    """A codec as text, without the address that Python gives an object."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(rule))
+
+
+def _constants(programs: Sequence[Program]) -> Iterator[str]:
+    for program in programs:
+        for equation in program.equations:
+            for x in (*equation.inputs, *program.outputs):
+                if isinstance(x, Constant):
+                    yield str(x.value)
+
+
+def _operations(programs: Sequence[Program]) -> str:
+    names = [x.primitive.name for program in programs for x in program.equations]
+    return f"{len(names)} operations, {zlib.crc32(' '.join(names).encode()):08x}"
