@@ -1,11 +1,15 @@
 """Each row of errors.md: the call, the error it gets, and the error's words."""
 
+import json
 import pathlib
 import re
+import zlib
 
+import jax
 import pytest
 
 import paged_optax as po
+from paged_optax.backend import processes
 from paged_optax.engine import backend_check
 
 PAGE = (
@@ -50,10 +54,49 @@ def on_a_sick_backend(monkeypatch):
     backend_check.run_check.cache_clear()
 
 
+@pytest.fixture
+def beside(monkeypatch):
+    """Calls a function in the second of two processes.
+
+    The first one has other pages, or never comes.
+    """
+    values, right = {}, processes.compare
+
+    class Store:
+        def key_value_set_bytes(self, key, value):
+            values["all"] = value
+
+        def blocking_key_value_get_bytes(self, key, timeout_in_ms):
+            if (name := key.split("/")[-1]) not in values:
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+            return values[name]
+
+    def call(function, *arguments, comes):
+        def compare(what, said, once):
+            first = [what, {**said, "page_size": {"": "1"}}]
+            if comes:
+                values["0"] = b"=" + zlib.compress(json.dumps(first).encode())
+            right(what, said, once)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(processes, "PATIENCE", 0.1)
+            patched.setattr(processes, "store_of_processes", Store)
+            patched.setattr(jax, "process_index", lambda: 1)
+            module = "paged_optax.transform.init"
+            patched.setattr(f"{module}.spans_processes", lambda tree: True)
+            patched.setattr(f"{module}.compare", compare)
+            return function(*arguments)
+
+    return {
+        "beside_other_pages": lambda f, x: call(f, x, comes=True),
+        "beside_no_process": lambda f, x: call(f, x, comes=False),
+    }
+
+
 @pytest.mark.parametrize(("call", "error", "words"), ROWS, ids=[x[0] for x in ROWS])
-def test_call(call, error, words, scope, on_a_sick_backend):
+def test_call(call, error, words, scope, on_a_sick_backend, beside):
     with pytest.raises(Exception) as caught:  # noqa: B017 its type is compared below
-        eval(call, scope | {"on_a_sick_backend": on_a_sick_backend})
+        eval(call, scope | {"on_a_sick_backend": on_a_sick_backend} | beside)
     pattern = re.escape(words).replace("…", ".*")
     assert type(caught.value).__name__ == error, caught.value
     assert re.match(pattern, str(caught.value), re.S), caught.value
