@@ -293,11 +293,8 @@ class LayerwiseStep:
         given = self._tx, params, state, frozen, self._layers
         if not self._told and tell_of_divided_layers(*given):
             self._told.add("layers")
-        settings = {
-            "max_norm": self._max_norm,
-            "clip": self._clip,
-            "accumulate": self._accumulate,
-        }
+        names = "max_norm", "clip", "accumulate"
+        settings = {name: getattr(self, f"_{name}") for name in names}
         compare_processes(self._tx, params, state, workspace, settings)
 
     def _run(
