@@ -70,8 +70,8 @@ def _asked(
     def ask(pager: Pager, what: str, said: Callable[[], Said]) -> None:
         asked.append((pager, what, said() if says else {}))
 
-    # What is not paged may fail here, with a state on the host: its layers need not. And
-    # what fails in the step too, the step refuses in words of its own.
+    # What is not paged may fail here, with a state on the host: its layers need not.
+    # What is wrong fails in the step, in its own words.
     with contextlib.suppress(Exception), within(asked=ask):
         jax.eval_shape(lambda *given: tx.update(*given), plain, state, plain)
     return asked
