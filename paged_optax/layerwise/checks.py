@@ -65,7 +65,6 @@ def _asked(
       says: Whether each also says what all processes must have built alike.
     """
     asked: list[tuple[Pager, str, Said]] = []
-    plain = jax.tree.map(abstract, params)
 
     def ask(pager: Pager, what: str, said: Callable[[], Said]) -> None:
         asked.append((pager, what, said() if says else {}))
@@ -73,6 +72,7 @@ def _asked(
     # What is not paged may fail here, with a state on the host: its layers need not.
     # What is wrong fails in the step, in its own words.
     with contextlib.suppress(Exception), within(asked=ask):
+        plain = jax.tree.map(abstract, params)
         jax.eval_shape(lambda *given: tx.update(*given), plain, state, plain)
     return asked
 

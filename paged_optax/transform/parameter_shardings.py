@@ -153,7 +153,7 @@ class ParameterShardings:
           x: The parameter, or its gradient.
         """
         mesh, key = jax.typeof(x).sharding.mesh, (keystr(path), x.shape)
-        if mesh.empty or AxisType.Manual in mesh.axis_types:
+        if mesh.size == 1 or mesh.empty or AxisType.Manual in mesh.axis_types:
             return
         if (other := self.seen.elsewhere(key, mesh)) is not None:
             if axes_of(mesh) not in self._told_of:
