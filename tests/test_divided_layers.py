@@ -197,3 +197,12 @@ def test_no_stack_is_gathered(spec):
         assert po.fully_sharded(params, mesh_of())["layers"]["w"].spec == spec
     step = compiled(po.paged_adamw(1e-3), params, batch, "jit_step")
     assert not re.findall(r"= f32\[8,\S+? all-gather\(", step.compiled.as_text())
+
+
+def test_what_is_no_stack_of_layers():
+    """Modules under the key, one width long each, are divided as all else."""
+    params = {"layers": {"norm": {"scale": (1024,)}, "dense": {"kernel": (1024, 7)}}}
+    params = jax.tree.map(jnp.ones, params, is_leaf=lambda x: isinstance(x, tuple))
+    mesh = jax.make_mesh((8,), ("x",))
+    found = jax.tree.leaves(po.fully_sharded(params, mesh))
+    assert {x.spec for x in found} == {P("x")}

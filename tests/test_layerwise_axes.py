@@ -288,6 +288,27 @@ def test_a_model_that_runs_on_neither_kind_of_axes():
             jax.jit(model.loss).lower(params, jnp.arange(16))
 
 
+def test_an_error_of_the_model_is_its_own():
+    """Not that of the embedding before it, which says nothing of explicit axes."""
+
+    def layer(weights, x, context, i):
+        raise KeyError("mine")
+
+    mesh, tx = mesh_of(EXPLICIT), po.paged_sgd(0.1, **PAGED)
+    model = po.LayerwiseModel(
+        lambda rest, tokens: (rest["embed"][tokens], None),
+        layer,
+        lambda rest, x, *_: jnp.mean(x),
+    )
+    with jax.set_mesh(mesh):
+        params = placed(arrays(), mesh, SPECS)
+        step = po.layerwise_step(model, tx)
+        workspace = po.GradientWorkspace.allocate(params["layers"])
+        with pytest.raises(KeyError, match="mine") as raised:
+            step(params, tx.init(params), workspace, jnp.arange(16))
+    assert "axes" not in "".join(getattr(raised.value, "__notes__", ()))
+
+
 def automatic(tx, params):
     """A step that a user has put on automatic axes."""
     shardings = jax.tree.map(lambda x: x.sharding, params)

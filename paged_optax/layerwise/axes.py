@@ -55,7 +55,8 @@ def on_its_axes(model: Model, parts: Parts, batch: PyTree, several: bool) -> Mod
       several: Whether that is several micro-batches, stacked.
 
     Raises:
-      Exception: What the model raises on explicit axes, if it runs on neither.
+      Exception: What the model raises if it runs on neither: on explicit axes if it
+        says how something is divided, and else on automatic ones.
     """
     if not any(map(_is_explicit, current().given.values())):
         return model
@@ -82,12 +83,19 @@ def on_its_axes(model: Model, parts: Parts, batch: PyTree, several: bool) -> Mod
         with jax.sharding.use_abstract_mesh(mesh):
             return _on_axes(model, mesh, given, _traced(model, given, length))
     except Exception as error:
+        if not _tells_of_axes(failed):
+            raise failed from None  # on explicit axes a right part may fail before
         words = str(failed).partition("\n")[0]
         error.add_note(
             "So fails the model on the mesh's explicit axes. On automatic axes, where"
             f" layerwise_step runs a model that can: {type(failed).__name__}: {words}"
         )
         raise error from failed
+
+
+def _tells_of_axes(error: Exception) -> bool:
+    """Whether JAX refuses `out_sharding=` on automatic axes (0.10.2 and 0.12.0.1)."""
+    return any(words in str(error) for words in ("of type Auto", "mesh"))
 
 
 class _Given(NamedTuple):

@@ -38,6 +38,10 @@ class Layers:
     numbered: str = ""
 
 
+# What begins with more entries alike has widths, such as `dense` and `norm`.
+_MOST_LAYERS = 1000
+
+
 def find_layers(params: PyTree, key: str) -> Layers | None:
     """Finds the layers.
 
@@ -96,8 +100,8 @@ def stacks_under(params: PyTree, key: str) -> frozenset[int]:
     """
     leaves = _by_path(params)
     inside = _under(leaves, key)
-    stacked = _stacked([leaves[n] for n in inside], key)
-    return frozenset(inside if stacked else ())
+    length = _stacked([leaves[n] for n in inside], key)
+    return frozenset(inside if length and length <= _MOST_LAYERS else ())
 
 
 def _by_path(params: PyTree) -> list[_Leaf]:
