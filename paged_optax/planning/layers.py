@@ -105,8 +105,10 @@ def stacks_under(params: PyTree, key: str) -> frozenset[int]:
 
 
 def _by_path(params: PyTree) -> list[_Leaf]:
-    found = jax.tree_util.tree_leaves_with_path(params)
-    return [(slashed(path), x) for path, x in found]
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return [
+        (slashed(path), jax.ShapeDtypeStruct(x.shape, x.dtype)) for path, x in leaves
+    ]
 
 
 def _under(leaves: Sequence[_Leaf], key: str) -> list[int]:
