@@ -64,7 +64,8 @@ from paged_optax.state.residency import (
     rebalance,
 )
 from paged_optax.state.steps import get_step, increment_step
-from paged_optax.transform.aliases import (
+from paged_optax.transform.paged import (
+    paged,
     paged_adafactor,
     paged_adagrad,
     paged_adam,
@@ -84,7 +85,6 @@ from paged_optax.transform.aliases import (
     paged_rmsprop,
     paged_sgd,
 )
-from paged_optax.transform.paged import paged
 from paged_optax.wrappers import (
     MultiSteps,
     apply_if_finite,

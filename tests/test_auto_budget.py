@@ -20,7 +20,7 @@ def statistics(monkeypatch):
     """Makes the device say how much memory it has, and how much is in use."""
 
     def pretend(limit, used):
-        module = sys.modules["paged_optax.transform.configuration"]
+        module = sys.modules["paged_optax.transform.paged_transformation"]
         monkeypatch.setattr(module, "device_memory", lambda: (limit, used))
 
     return pretend

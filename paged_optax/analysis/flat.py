@@ -15,8 +15,14 @@ from jax.extend import core
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.analysis.equation import FILLS, Constant, Equation, Opaque, Operand
-from paged_optax.analysis.program import Program
+from paged_optax.analysis.program import (
+    FILLS,
+    Constant,
+    Equation,
+    Opaque,
+    Operand,
+    Program,
+)
 from paged_optax.backend.explicit_axes import without_explicit_axes
 from paged_optax.backend.manual_axes import abstract
 

@@ -19,9 +19,15 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from jax.extend import core
 
-from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import Flat
-from paged_optax.analysis.program import Analysis, LeafUpdate, Program
+from paged_optax.analysis.program import (
+    Analysis,
+    Constant,
+    Equation,
+    LeafUpdate,
+    Operand,
+    Program,
+)
 from paged_optax.backend.arrays import holds_moments
 from paged_optax.backend.manual_axes import in_shard_map
 

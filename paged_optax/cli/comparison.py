@@ -15,7 +15,7 @@ from paged_optax.cli.machine import typed_shapes
 from paged_optax.compiling.jit_step import jit_step
 from paged_optax.planning.page_plan import plan
 from paged_optax.transform.paged import paged
-from paged_optax.transform.recorded import Moment
+from paged_optax.transform.planned_moments import Moment
 
 PAGE_BYTES = 8192
 

@@ -22,7 +22,7 @@ from paged_optax.backend.progress import track
 from paged_optax.cli.comparison import Difference, difference, refuse_not_finite
 from paged_optax.compiling.jit_step import jit_step
 from paged_optax.layerwise import GradientWorkspace, LayerwiseModel, layerwise_step
-from paged_optax.transform.aliases import paged_adamw, paged_adamw_8bit
+from paged_optax.transform.paged import paged_adamw, paged_adamw_8bit
 
 #: Steps of each run.
 STEPS = 20

@@ -26,6 +26,7 @@ import jax
 
 from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import axis_of_blocks, packed_along
+from paged_optax.engine.page_shapes import in_rows, in_tiles
 from paged_optax.engine.pages import (
     Geometry,
     Pages,
@@ -34,8 +35,6 @@ from paged_optax.engine.pages import (
     joined_along,
     single,
 )
-from paged_optax.engine.rows import in_rows
-from paged_optax.engine.tiles import in_tiles
 
 # Bytes of a page that several leaves share, and of one that small leaves share.
 _SHARED_PAGE = 8 * 2**20

@@ -42,10 +42,10 @@ from paged_optax.engine.page_loops import (
     page_loops,
     run_page_loop,
 )
+from paged_optax.engine.page_shapes import PIECE
 from paged_optax.engine.page_size import cut
 from paged_optax.engine.pages import Pages, Storage
 from paged_optax.engine.streamed import Buffers, LeafBuffers, Streamed
-from paged_optax.engine.tiles import PIECE
 from paged_optax.engine.transfer import PageAddress
 
 #: The loop's variable, the arrays that change, and the page that has been read.

@@ -36,7 +36,7 @@ from paged_optax.layerwise.slices import (
 from paged_optax.layerwise.stacks import length_of
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import Gate, current, within
-from paged_optax.transform.owners import parameter_of
+from paged_optax.transform.trees import parameter_of
 
 
 class CrossLayerError(CrossLeafError):

@@ -26,7 +26,7 @@ from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.agreement import Said
 from paged_optax.transform.context import within
-from paged_optax.transform.pager import Pager, tell
+from paged_optax.transform.paged_transformation import Pager, tell
 from paged_optax.transform.parameter_shardings import ParameterShardings
 
 

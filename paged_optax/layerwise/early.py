@@ -20,7 +20,7 @@ from paged_optax.layerwise.parts import Parts
 from paged_optax.layerwise.stacks import length_of
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.codec_rules import SMALLEST_CODED
-from paged_optax.transform.owners import parameter_of
+from paged_optax.transform.trees import parameter_of
 
 # Rows of a part of a parameter: whole tiles of a TPU, of words of four codes each too.
 _ROWS = 32

@@ -9,8 +9,8 @@ from jax.custom_derivatives import CustomVJPPrimal
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.analysis.equation import Constant
 from paged_optax.analysis.flat import Flat
+from paged_optax.analysis.program import Constant
 from paged_optax.backend.manual_axes import abstract
 from paged_optax.layerwise.model import Learned, Model, Rest, is_inexact
 from paged_optax.layerwise.weights import Weights

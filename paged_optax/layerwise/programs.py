@@ -12,9 +12,8 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.analysis.equation import FILLS, Constant
 from paged_optax.analysis.flat import trace
-from paged_optax.analysis.program import Analysis, LeafUpdate
+from paged_optax.analysis.program import FILLS, Analysis, Constant, LeafUpdate
 from paged_optax.analysis.split import analyse
 from paged_optax.layerwise.slices import LayerIndex, slab
 

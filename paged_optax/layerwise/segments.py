@@ -18,8 +18,8 @@ from jax.extend import core
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.analysis.equation import Constant, Equation, Opaque
 from paged_optax.analysis.flat import Flat
+from paged_optax.analysis.program import Constant, Equation, Opaque
 
 #: What happens between two segments: `between(k, computed)` is called after segment k
 #: and returns what has been computed.

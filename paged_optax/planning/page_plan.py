@@ -24,7 +24,7 @@ from paged_optax.planning.cards import CARDS, card_name
 from paged_optax.planning.free_paging import free_from
 from paged_optax.planning.fully_sharded import fully_sharded
 from paged_optax.transform.parameter_shardings import refuse_uneven
-from paged_optax.transform.recorded import Moment, recorded
+from paged_optax.transform.planned_moments import Moment, recorded
 
 
 @dataclasses.dataclass(frozen=True)

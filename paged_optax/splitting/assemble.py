@@ -3,8 +3,7 @@
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 
-from paged_optax.analysis.equation import Constant, Equation, Operand
-from paged_optax.analysis.program import Program
+from paged_optax.analysis.program import Constant, Equation, Operand, Program
 from paged_optax.splitting.depends import SplitError, values_in, values_of
 from paged_optax.splitting.match import Straight, aval_of
 from paged_optax.splitting.pieces import (

@@ -11,8 +11,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
-from paged_optax.analysis.equation import Constant, Operand
-from paged_optax.analysis.program import Program
+from paged_optax.analysis.program import Constant, Operand, Program
 from paged_optax.splitting.find import Member
 from paged_optax.splitting.pieces import (
     Carried,

@@ -4,8 +4,8 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 
-from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import Flat
+from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.splitting.lines import line_of
 
 

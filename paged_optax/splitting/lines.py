@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-from paged_optax.analysis.equation import Equation
+from paged_optax.analysis.program import Equation
 
 #: Installed packages whose modules a model is made of: a line of theirs says little.
 _LIBRARIES = re.compile(

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import Flat
+from paged_optax.analysis.program import Constant, Equation, Operand
 
 #: Whether one operand may stand where another one stands: of what is given to a piece.
 Fits = Callable[[Operand, Operand], bool]

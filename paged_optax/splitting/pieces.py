@@ -7,8 +7,8 @@ from typing import NamedTuple
 from jax.core import ShapedArray
 from jax.typing import ArrayLike
 
-from paged_optax.analysis.equation import Operand
 from paged_optax.analysis.flat import Flat
+from paged_optax.analysis.program import Operand
 from paged_optax.splitting.find import Member
 
 

@@ -10,9 +10,8 @@ from jax.extend import core
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import ELEMENTWISE, Flat, closed_of
-from paged_optax.analysis.program import Program
+from paged_optax.analysis.program import Constant, Equation, Operand, Program
 from paged_optax.splitting.depends import SplitError
 from paged_optax.splitting.find import Member, Names, first_names, nbytes_of, one_layer
 from paged_optax.splitting.lines import line_of

@@ -12,8 +12,8 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import ELEMENTWISE, Flat, trace
+from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.splitting.depends import SplitError, values_in, values_of
 from paged_optax.splitting.find import (
     Layers,

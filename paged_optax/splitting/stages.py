@@ -11,7 +11,7 @@ from collections.abc import (
     Sequence,
 )
 
-from paged_optax.analysis.equation import Constant, Operand
+from paged_optax.analysis.program import Constant, Operand
 from paged_optax.splitting.cut import Cuts
 from paged_optax.splitting.depends import SplitError, values_in, values_of
 from paged_optax.splitting.find import Member, nbytes_of

@@ -9,8 +9,8 @@ from jax.extend import core
 from jax.sharding import AxisType
 from jaxtyping import PyTree
 
-from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import Flat, trace
+from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.layerwise.loss import refuse_no_loss
 from paged_optax.splitting.assemble import assembled

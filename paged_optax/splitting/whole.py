@@ -9,8 +9,8 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.typing import ArrayLike
 
-from paged_optax.analysis.equation import FILLS, Constant, Equation, Operand
 from paged_optax.analysis.flat import ELEMENTWISE, Flat
+from paged_optax.analysis.program import FILLS, Constant, Equation, Operand
 from paged_optax.backend.arrays import is_traced
 from paged_optax.splitting.depends import values_in, values_of
 

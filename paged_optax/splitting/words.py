@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jax.core import ShapedArray
 
-from paged_optax.analysis.equation import Constant, Equation, Operand
 from paged_optax.analysis.flat import Flat
+from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.backend.sizes import readable_bytes
 from paged_optax.backend.text_table import table
 from paged_optax.splitting.depends import live_of, values_in, values_of

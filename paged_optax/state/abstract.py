@@ -25,12 +25,12 @@ from paged_optax.backend.variables import bare, like, optimizer_shardings
 from paged_optax.engine.shards import Shards
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import within
-from paged_optax.transform.owners import parameter_of
 from paged_optax.transform.parameter_shardings import (
     explicitly_typed,
     mesh_of,
     refuse_uneven,
 )
+from paged_optax.transform.trees import parameter_of
 
 
 def abstract_state(

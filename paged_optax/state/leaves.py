@@ -2,7 +2,7 @@
 
 Everything is read off the state itself: its structure says which leaf is whose moment,
 its arrays' memory kinds say where each lives. Where the parameters are known,
-`paged_optax.transform.owners` says whose.
+`paged_optax.transform.trees` says whose.
 """
 
 import dataclasses

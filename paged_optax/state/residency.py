@@ -30,8 +30,8 @@ from paged_optax.state.leaves import (
     leaves_of,
     unpaged_places,
 )
-from paged_optax.transform.recorded import recorded
-from paged_optax.transform.residency import small
+from paged_optax.transform.planned_moments import recorded
+from paged_optax.transform.state_layout import small
 
 
 def is_device_resident(state: PyTree, path: Path) -> bool:

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 from jaxtyping import PyTree
 
-from paged_optax.analysis.equation import Constant
-from paged_optax.analysis.program import Analysis, Program
+from paged_optax.analysis.program import Analysis, Constant, Program
 from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.engine.shards import Shards
-from paged_optax.transform.pager import Pager
+from paged_optax.transform.paged_transformation import Pager
 from paged_optax.transform.trees import paths_of
 
 #: What is said, by name and path; see `backend.processes.compare`.

@@ -44,11 +44,10 @@ from paged_optax.transform.checks import (
     refuse_inside_paged,
 )
 from paged_optax.transform.context import current, within
-from paged_optax.transform.moments import planned_moments
-from paged_optax.transform.pager import Pager
+from paged_optax.transform.paged_transformation import Pager
 from paged_optax.transform.placing import place, tied
-from paged_optax.transform.residency import resident
-from paged_optax.transform.stored_state import Layout
+from paged_optax.transform.planned_moments import planned_moments
+from paged_optax.transform.state_layout import Layout, resident
 from paged_optax.transform.trees import Parameter, Stored, Value, as_arrays, paths_of
 
 

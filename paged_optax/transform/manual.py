@@ -21,7 +21,7 @@ from paged_optax.backend.manual_axes import in_shard_map, varying, varying_axes
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.codecs import Codec, arranged
 from paged_optax.transform.context import Gate
-from paged_optax.transform.stored_state import Layout
+from paged_optax.transform.state_layout import Layout
 from paged_optax.transform.trees import Stored
 
 

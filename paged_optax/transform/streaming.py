@@ -21,8 +21,8 @@ from paged_optax.engine.stream import stream
 from paged_optax.transform.checks import refuse_derivatives, refuse_joined
 from paged_optax.transform.context import Gate, current, without
 from paged_optax.transform.gates import choose_by
-from paged_optax.transform.pager import Pager, divided_as
-from paged_optax.transform.stored_state import Layout
+from paged_optax.transform.paged_transformation import Pager, divided_as
+from paged_optax.transform.state_layout import Layout
 from paged_optax.transform.trees import Stored, Value, paths_of
 
 

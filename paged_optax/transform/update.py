@@ -37,8 +37,8 @@ from paged_optax.transform.checks import (
 from paged_optax.transform.context import current
 from paged_optax.transform.gates import any_gate, gates_of
 from paged_optax.transform.manual import as_results, with_rows, without_rows
-from paged_optax.transform.pager import Pager
-from paged_optax.transform.stored_state import Layout, OtherLayoutError
+from paged_optax.transform.paged_transformation import Pager
+from paged_optax.transform.state_layout import Layout, OtherLayoutError
 from paged_optax.transform.streaming import Streaming
 from paged_optax.transform.trees import (
     Gates,

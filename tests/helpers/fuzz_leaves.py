@@ -13,7 +13,7 @@ from jax import Array
 from paged_optax.codecs import Codec, Quantized, arranged
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.codec_rules import check, choose
-from paged_optax.transform.owners import parameter_of
+from paged_optax.transform.trees import parameter_of
 
 
 @functools.cache
