@@ -4,7 +4,7 @@ Swap `optax.adamw` for `paged_adamw`, inside `optax.chain(...)` and everywhere e
 and train the same model to the same numbers with a few pages of optimizer state on
 the device instead of 8 bytes a parameter.
 
-The guide is the README:
+The README comes first, then the guides, one a page, in `paged_optax.guides`:
 
 .. include:: ../README.md
 
@@ -14,6 +14,7 @@ Each room imports only from those below it.
 
 | room | what it is for |
 | --- | --- |
+| `paged_optax.guides` | pages to read, and no code |
 | `paged_optax.cli` | the command line |
 | `paged_optax.planning` | what lives where and what fits, known beforehand |
 | `paged_optax.compiling` | compiled steps: donations checked, bytes counted |

@@ -23,16 +23,18 @@ from paged_optax.planning.shapes.decoder import DECODERS
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-#: What is too deep for the README, beside the code it is of.
-DEEPER = sorted((ROOT / "paged_optax").rglob("*.md"))
-TROUBLESHOOTING = ROOT / "paged_optax" / "transform" / "troubleshooting.md"
+GUIDES = ROOT / "paged_optax" / "guides"
+#: What is too deep for the README.
+DEEPER = sorted(GUIDES.glob("*.md"))
+TROUBLESHOOTING = GUIDES / "troubleshooting.md"
+CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"
 RELEASE = ROOT / ".ci" / "release.md"
 #: Blocks that make an environment, which `.ci/run` runs.
 ENVIRONMENTS = {"test", "example", "tunix", "hf"}
 
 
-def section(title):
-    (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.S | re.M)
+def section(title, page=README):
+    (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", page, re.S | re.M)
     return text
 
 
@@ -86,7 +88,14 @@ def check_pages(folder):
         if room.suffix in ("", ".py"):
             assert (folder / "paged_optax" / f"{room.stem}.html").exists(), room
             assert f'href="paged_optax/{room.stem}.html"' in text, room
-    assert "How paging works" in text  # The README is its front page.
+    assert "train_step" in text  # The README is its front page.
+    for guide in DEEPER:
+        page = (folder / "paged_optax" / "guides" / f"{guide.stem}.html").read_text()
+        title = guide.read_text().splitlines()[0].removeprefix("# ")
+        assert re.search(f"<h1[^>]*>{title.split('`')[0]}", page), guide
+        for target in re.findall(r'href="([a-z_]+\.(?:md|html))(?:#[^"]*)?"', page):
+            assert (folder / "paged_optax" / "guides" / target).exists(), target
+        assert f'href="paged_optax/guides/{guide.stem}.html"' in text
     documented = re.findall(r'<div class="docstring">(.*?)</div>', text, re.S)
     assert documented
     for docstring in documented:
@@ -137,7 +146,8 @@ def test_names_of_hugging_face_are_ours():
 
 def test_choices():
     """Each is an argument that `paged` takes."""
-    for choice, _ in rows(section("Page size, budget and codec")):
+    page = (GUIDES / "how_it_works.md").read_text()
+    for choice, _ in rows(section("Page size and budget", page)):
         for code in re.findall(r"`([^`]+)`", choice):
             eval(f"paged_adamw(1e-3, {code})", NAMES)
 
@@ -171,7 +181,7 @@ def test_messages_are_those_of_the_package():
 
 
 @pytest.mark.parametrize(
-    "path", [ROOT / "README.md", RELEASE, *DEEPER], ids=lambda x: x.stem
+    "path", [ROOT / "README.md", RELEASE, CONTRIBUTING, *DEEPER], ids=lambda x: x.stem
 )
 def test_links_lead_somewhere(path):
     text = path.read_text()
@@ -186,10 +196,13 @@ def test_links_lead_somewhere(path):
 
 @pytest.mark.parametrize("path", DEEPER, ids=lambda x: x.stem)
 def test_what_is_deeper_is_found(path):
-    """By a link, and in the reference of its room."""
+    """By a link, and as a page of the reference, which the guides' own page names."""
     name = path.relative_to(ROOT).as_posix()
     assert f"]({name})" in README
-    assert f".. include:: {path.name}\n" in (path.parent / "__init__.py").read_text()
+    assert f".. include:: {path.name}\n" in path.with_suffix(".py").read_text()
+    assert (
+        f"| `paged_optax.guides.{path.stem}` |" in (GUIDES / "__init__.py").read_text()
+    )
 
 
 def test_length():
@@ -211,25 +224,31 @@ def cells_of(program, row):
     return [*gib, card, program.span(row)]
 
 
+#: The ways of the README's own table.
+SHOWN = ("resident", "paged", "the same, embeddings on host too")
+
+
 def test_figures_are_those_of_the_compiler(program):
     """Of the tables and of the first number, from what `--measure` wrote."""
     figures = json.loads(program.FIGURES.read_text())
     first = program.shown(figures)
-    table = [x for x in rows(README[: README.index("\n## ")]) if len(x) == 6]
-    wanted = [[row["way"], *cells_of(program, row)] for row in first]
-    assert [[way, *cells] for way, _, *cells in table] == wanted
     assert [row["way"] for row in first] == list(program.WAYS)
+    page = (GUIDES / "what_fits.md").read_text()
+    table = [x for x in rows(page) if re.fullmatch(r"[\d.]+-[\d.]+", x[-1])]
+    of_first = [[row["way"], *cells_of(program, row)] for row in first]
+    assert [[way, *cells] for way, _, *cells in table[: len(first)]] == of_first
+    others = [row for row in figures["rows"] if row not in first]
+    assert table[len(first) :] == [
+        [row["way"], "{} x {}".format(*row["batch"]), *cells_of(program, row)]
+        for row in others
+    ]
+    shortest = [[*cells[:2], cells[2].split(",")[0]] for _, *cells in of_first]
+    three = [x[1:] for x in rows(README[: README.index("\n## ")])]
+    assert three == [shortest[list(program.WAYS).index(way)] for way in SHOWN]
     claim = re.search(
         r"takes ([\d.]+) GiB of device memory instead of (\d+\.\d)", README
     )
-    assert claim and list(claim.groups()) == [table[-1][2], table[0][2]]
-    deeper = [row for row in figures["rows"] if row not in first]
-    page = (ROOT / "paged_optax" / "planning" / "cards.md").read_text()
-    found = [x for x in rows(page) if len(x) == 6]
-    assert found == [
-        [row["way"], "{} x {}".format(*row["batch"]), *cells_of(program, row)]
-        for row in deeper
-    ]
+    assert claim and list(claim.groups()) == [three[-1][0], three[0][0]]
 
 
 def test_the_cards_hold_what_is_said(program):
@@ -273,7 +292,7 @@ def test_figures_again(program):
 
 def test_seconds_of_a_step():
     """The page of the layerwise step says what its figures' file says."""
-    page = (ROOT / "paged_optax" / "layerwise" / "layerwise.md").read_text()
+    page = (GUIDES / "layerwise.md").read_text()
     (file,) = (ROOT / "tests" / "benchmarks" / "results").glob("steps-h200-*.json")
     rows = json.loads(file.read_text())["rows"]
     ways = {row["way"] for row in rows if row["way"] != "resident"}
@@ -296,7 +315,7 @@ PRINTING = [
 
 
 def test_where_paging_loses_is_computed():
-    assert "paging" in [x.id for x in PRINTING]
+    assert "how_it_works" in [x.id for x in PRINTING]
 
 
 @pytest.mark.parametrize(("code", "shown"), PRINTING)
@@ -307,3 +326,32 @@ def test_code_prints_what_is_shown(code, shown, capsys):
 
 def test_contributing_is_last():
     assert re.findall(r"^## (.*)$", README, re.M)[-1] == "Contribute"
+
+
+def test_parts_of_ci():
+    """`.ci/run` has a function for each part that it names, and refuses others."""
+    run = ROOT / ".ci" / "run"
+    listed = subprocess.run([run, "--list"], capture_output=True, text=True, check=True)
+    parts = listed.stdout.split()
+    functions = re.findall(r"^(\w+)\(\) \{", run.read_text(), re.M)
+    assert parts[:3] == ["example", "tests", "style"] and {*parts} < {*functions}
+    unknown = subprocess.run([run, "nonsense"], capture_output=True, text=True)
+    assert unknown.returncode == 2 and "nonsense: no part" in unknown.stderr
+    told = re.findall(r"`(\w+)`(?=[^|]*\|[^|\n]*\|$)", CONTRIBUTING.read_text(), re.M)
+    assert {*told} <= {*parts} | {"newest_"}
+
+
+def test_files_of_the_repository_are_read():
+    """Workflows, forms and hooks are YAML with the keys that their readers need."""
+    yaml = pytest.importorskip("yaml")
+    folder = ROOT / ".github"
+    read = lambda path: yaml.safe_load(path.read_text())
+    for path in (folder / "workflows").glob("*.yml"):
+        assert {"name", "jobs", "permissions"} < read(path).keys()
+    ci = (folder / "workflows" / "ci.yml").read_text()
+    assert "run: .ci/run ${{ matrix.name }}" in ci and ".ci/run --list" in ci
+    forms = [read(path) for path in (folder / "ISSUE_TEMPLATE").glob("[!c]*.yml")]
+    assert len(forms) == 2
+    assert all({"name", "description", "body"} < form.keys() for form in forms)
+    hooks = read(ROOT / ".pre-commit-config.yaml")["repos"]
+    assert "ruff-format" in [hook["id"] for repo in hooks for hook in repo["hooks"]]

@@ -1,4 +1,4 @@
-"""What bad input gets, eager and jitted, where a single call of errors.md cannot show.
+"""What bad input gets, eager and jitted, where one call of wrong_calls.md cannot show.
 
 Each error names the argument, the value and the way out.
 """

@@ -12,7 +12,7 @@ import pytest
 import paged_optax as po
 
 ROOT = Path(__file__).parents[1]
-MESSAGES = (ROOT / "paged_optax" / "transform" / "troubleshooting.md").read_text()
+MESSAGES = (ROOT / "paged_optax" / "guides" / "troubleshooting.md").read_text()
 PARAMS = {"a": jnp.linspace(-1, 1, 32 * 32).reshape(32, 32)}
 
 

@@ -146,7 +146,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "paged_optax").rglob("*.md"))]
 BLOCKS = {
     path: re.findall(r"```python\n(.*?)```", path.read_text(), re.S)
     for path in PAGES
-    if path.name != "errors.md"  # tests/test_wrong_calls.py runs it
+    if path.name != "wrong_calls.md"  # tests/test_wrong_calls.py runs it
 }
 
 

@@ -4,8 +4,6 @@
 numbers that codes stand for, `lines` computes them on a TPU. `arrangement` decides how
 codes and scales lie in memory, and `words` packs codes into words. `identity` tells in
 a state which codec stored what.
-
-.. include:: eight_bits.md
 """
 
 from collections.abc import Callable

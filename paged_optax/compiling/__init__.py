@@ -3,6 +3,4 @@
 `host_arithmetic` finds what a step computes on arrays in host memory, `hlo` and
 `computations` read the text of a compiled program, `runtime_counts` counts what
 XLA:GPU's runtime does with it.
-
-.. include:: clients.md
 """

@@ -7,10 +7,4 @@ reads and writes; `exchange` does both at once. `transfer` reads a page and writ
 back, `streamed` knows where it lies. `shards` divides leaves over a mesh; what the
 parameters' division is, `paged_optax.transform.parameter_shardings` finds out.
 `backend_check` checks the backend once. Nothing here knows of Optax.
-
-.. include:: paging.md
-
-.. include:: shapes.md
-
-.. include:: many_devices.md
 """

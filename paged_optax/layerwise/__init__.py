@@ -13,8 +13,6 @@ one layer while the layer before runs forward. Both divide that computation into
 `segments`, and the layer's leaves into `groups`. One group travels beside each segment.
 `early` finds what else is updated with the layers. `apart` takes the transformation and
 its state apart into layers and the rest.
-
-.. include:: layerwise.md
 """
 
 from paged_optax.layerwise.layerwise_model import LayerwiseModel

@@ -4,6 +4,4 @@
 tables of `footprints`: `activations` of a batch, `seconds` of a step, and the `code`.
 `shapes` are those of models, `cards` are accelerators by name, and `free_paging` says
 when transfers take no time.
-
-.. include:: cards.md
 """

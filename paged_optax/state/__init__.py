@@ -3,6 +3,4 @@
 `leaves` says which leaf is whose. `moments` takes one parameter's out and puts them
 back. `steps` counts, `residency` moves between memories, `abstract` and `place`
 restore. `entries` finds a parameter's in what bitsandbytes saved.
-
-.. include:: save_and_restore.md
 """

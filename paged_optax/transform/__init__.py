@@ -7,8 +7,4 @@ parameter, `parameter_shardings` how that is divided. `gates` closes the loops o
 parameters that a step skips, and `streaming` keeps their moments; which steps do, the
 room `wrappers` decides. `checks` refuses bad input. `planned_moments` describes it all
 for `plan`.
-
-.. include:: troubleshooting.md
-
-.. include:: errors.md
 """

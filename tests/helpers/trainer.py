@@ -4,7 +4,7 @@ r"""A training script that may be killed at any moment, and says in which phase 
         [--processes 4 --number 0 --port 1234] [--straight] [--spoil]
 
 It begins at the last checkpoint in the folder, if there is one, as
-`paged_optax/state/save_and_restore.md` says: Orbax writes in the background while steps
+The guide *Save and restore* says: Orbax writes in the background while steps
 go on. What it restored and what it came to are lines of the folder's `log`: the step,
 and a digest of all parameters and moments. `--straight` is the run to compare with: it
 logs a digest where others write a checkpoint.

@@ -1,0 +1,4 @@
+"""Moments in fewer bits: losses and updates.
+
+.. include:: codecs.md
+"""

@@ -1,0 +1,4 @@
+"""Other libraries that offload.
+
+.. include:: comparison.md
+"""

@@ -1,0 +1,4 @@
+"""One layer's gradients at a time.
+
+.. include:: layerwise.md
+"""

@@ -1,0 +1,4 @@
+"""Meshes, processes, shardings.
+
+.. include:: many_devices.md
+"""

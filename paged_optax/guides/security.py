@@ -1,0 +1,4 @@
+"""What is trusted.
+
+.. include:: security.md
+"""

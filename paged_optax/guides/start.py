@@ -1,0 +1,4 @@
+"""Install, train, Flax and others, a `jax.jit` of your own.
+
+.. include:: start.md
+"""

@@ -1,0 +1,4 @@
+"""Messages that are met first.
+
+.. include:: troubleshooting.md
+"""

@@ -1,0 +1,4 @@
+"""Every wrong call and its error.
+
+.. include:: wrong_calls.md
+"""
