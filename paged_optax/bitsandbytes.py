@@ -14,12 +14,11 @@ import numpy as np
 from jax import Array
 from jaxtyping import PyTree
 
-from paged_optax.backend.given import refuse_no_arrays
-from paged_optax.backend.key_paths import Path, names_of, slashed
 from paged_optax.backend.memory import nbytes
-from paged_optax.backend.progress import LARGE, track
-from paged_optax.backend.types import KeyPath
-from paged_optax.backend.variables import like
+from paged_optax.backend.text import LARGE_BYTES, key_names, path_name, track
+from paged_optax.backend.types import KeyPath, Path
+from paged_optax.backend.validation import check_arrays
+from paged_optax.backend.variables import unflatten_like
 from paged_optax.codecs import (
     Arranged,
     DynamicInt8,
@@ -83,9 +82,9 @@ def to_bitsandbytes(
       bitsandbytes, `optim/optimizer.py <https://github.com/bitsandbytes-foundation>`_.
     """
     leaves = leaves_of(state)
-    refuse_no_arrays("params", params)
+    check_arrays("params", params)
     shapes = {
-        names_of(path): x.shape
+        key_names(path): x.shape
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
     }
     parts: dict[KeyPath, dict[str, dict[int | None, np.ndarray]]] = {}
@@ -97,7 +96,7 @@ def to_bitsandbytes(
         arrays = {f"state{number}": leaf.value}
         if isinstance(leaf.value, Quantized):
             try:
-                shape = shapes.get(names_of(leaf.parameter))
+                shape = shapes.get(key_names(leaf.parameter))
                 plain = unarranged(_codec(number), _beside(leaf.value), shape)
             except ValueError as error:
                 raise ValueError(
@@ -112,8 +111,8 @@ def to_bitsandbytes(
             entry[f"qmap{number}"] = {None: qmap}
         for name, x in arrays.items():
             entry.setdefault(name, {})[position] = np.asarray(x)
-    names = [slashed(parameter) for parameter in parts]
-    label = lambda path: path if names.count(slashed(path)) > 1 else slashed(path)
+    names = [path_name(parameter) for parameter in parts]
+    label = lambda path: path if names.count(path_name(path)) > 1 else path_name(path)
     return {
         label(parameter): {"step": int(step_of(leaves, parameter) or 0)}
         | {
@@ -173,7 +172,7 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[Path | int, Entry]) -> PyT
         value = leaf.value
         if leaf.is_count and leaf.field in _COUNTS:
             served = given.keys() & served_by(leaves, leaf)
-            if untold := sorted(map(slashed, served - steps.keys())):
+            if untold := sorted(map(path_name, served - steps.keys())):
                 raise ValueError(
                     f"the entry of parameter {untold[0]!r} has no 'step': pass how many"
                     " updates its moments have seen, as bitsandbytes does."
@@ -185,7 +184,7 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[Path | int, Entry]) -> PyT
             value = _read(given[leaf.parameter], leaf)
         values.append(value)
     _tell_of_other_steps(leaves, values, steps)
-    return like(state, values)
+    return unflatten_like(state, values)
 
 
 def _refuse_other_moments(
@@ -201,7 +200,7 @@ def _refuse_other_moments(
         for name in ("state1", "state2"):
             if name in entry and (path, name) not in kept:
                 raise ValueError(
-                    f"the entry of parameter {slashed(path)!r} has {name!r}, and the"
+                    f"the entry of parameter {path_name(path)!r} has {name!r}, and the"
                     " state keeps no such moment: it is of another optimizer."
                 )
 
@@ -222,7 +221,7 @@ def _tell_of_other_steps(
         count = step_of(new, path)
         if count is not None and int(count) != own:
             warnings.warn(
-                f"the entry of parameter {slashed(path)!r} has 'step' {own}, and the"
+                f"the entry of parameter {path_name(path)!r} has 'step' {own}, and the"
                 f" state has one count for all parameters, which is {int(count)} now:"
                 " its bias corrections and schedules will be those of that step. Make"
                 " the state with per_parameter_steps=True, and each keeps its own.",
@@ -233,7 +232,7 @@ def _tell_of_other_steps(
 
 def _shown(leaves: Sequence[StateLeaf], state: PyTree) -> Iterator[StateLeaf]:
     """The leaves, with a progress bar where the state is large."""
-    return track(leaves, "moments", len(leaves), shown=nbytes(state) >= LARGE)
+    return track(leaves, "moments", len(leaves), shown=nbytes(state) >= LARGE_BYTES)
 
 
 def _read(entry: Entry, leaf: StateLeaf) -> PyTree[Array]:

@@ -21,12 +21,12 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, PyTree
 
-from paged_optax.backend.given import (
-    refuse_no_count,
-    refuse_no_function,
-    refuse_no_transformation,
-)
 from paged_optax.backend.memory import on_host
+from paged_optax.backend.validation import (
+    check_count,
+    check_function,
+    check_transformation,
+)
 from paged_optax.transform.gates import only_if, restart_if
 from paged_optax.transform.placing import tied
 
@@ -127,7 +127,7 @@ def _around(
     zero: bool,
     kind: type[_Wrapped] = _Wrapped,
 ) -> optax.GradientTransformationExtraArgs:
-    refuse_no_transformation("inner", inner)
+    check_transformation("inner", inner)
     inner = optax.with_extra_args_support(inner)
     wrapped = kind(wrapper.init, wrapper.update, inner, "inner_state", zero)
     return optax.GradientTransformationExtraArgs(
@@ -184,9 +184,9 @@ class MultiSteps(optax.MultiSteps):
         should_skip_update_fn: (Callable[..., tuple[ArrayLike, PyTree]] | None) = None,
         accumulator_dtype: DTypeLike = jnp.float32,
     ):
-        refuse_no_transformation("opt", opt)
+        check_transformation("opt", opt)
         if not callable(every_k_schedule):
-            refuse_no_count("every_k_schedule", every_k_schedule, 1)
+            check_count("every_k_schedule", every_k_schedule, 1)
         super().__init__(
             _PROBE,
             every_k_schedule,
@@ -251,7 +251,7 @@ def apply_if_finite(
     References:
       `optax.apply_if_finite`, whose own code counts the errors.
     """
-    refuse_no_count("max_consecutive_errors", max_consecutive_errors, 0)
+    check_count("max_consecutive_errors", max_consecutive_errors, 0)
     wrapper = optax.apply_if_finite(_PROBE, max_consecutive_errors)
     return _around(wrapper, inner, zero=True, kind=IfFinite)
 
@@ -286,7 +286,7 @@ def conditionally_transform(
     References:
       `optax.conditionally_transform`, whose own code asks the condition.
     """
-    refuse_no_function("should_transform_fn", should_transform_fn)
+    check_function("should_transform_fn", should_transform_fn)
     wrapper = optax.conditionally_transform(
         _PROBE, should_transform_fn, forward_extra_args
     )
@@ -322,7 +322,7 @@ def conditionally_mask(
     References:
       `optax.conditionally_mask`, whose own code asks the condition.
     """
-    refuse_no_function("should_transform_fn", should_transform_fn)
+    check_function("should_transform_fn", should_transform_fn)
     wrapper = optax.conditionally_mask(_PROBE, should_transform_fn, forward_extra_args)
     return _around(wrapper, inner, zero=True)
 
@@ -363,8 +363,8 @@ def lookahead(
       `optax.lookahead`; Zhang et al., `Lookahead Optimizer: k steps forward, 1 step
       back <https://arxiv.org/abs/1907.08610>`_, 2019.
     """
-    refuse_no_transformation("fast_optimizer", fast_optimizer)
-    refuse_no_count("sync_period", sync_period, 1)
+    check_transformation("fast_optimizer", fast_optimizer)
+    check_count("sync_period", sync_period, 1)
     wrapper = optax.lookahead(fast_optimizer, sync_period, slow_step_size)
 
     def update(

@@ -17,7 +17,7 @@ from helpers import kills
 from helpers.kills import KINDS
 from helpers.records import record
 from helpers.trainer import PHASES
-from paged_optax.backend.text_table import table
+from paged_optax.backend.text import table
 
 RECORD = pathlib.Path(__file__).parent / "data" / "killed.json"
 

@@ -12,7 +12,7 @@ import time
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from helpers import hostile  # noqa: E402
-from paged_optax.backend.text_table import table  # noqa: E402
+from paged_optax.backend.text import table  # noqa: E402
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from helpers import endurance  # noqa: E402
 from helpers.endurance import MADE, TRAININGS  # noqa: E402
 from helpers.records import record  # noqa: E402
 from helpers.reference import distances  # noqa: E402
-from paged_optax.backend.text_table import table  # noqa: E402
+from paged_optax.backend.text import table  # noqa: E402
 
 RECORD = pathlib.Path(__file__).parent / "data" / "long_runs.json"
 MIB = 2**20

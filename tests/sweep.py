@@ -137,7 +137,7 @@ def table(results: Sequence[tuple[Case, Outcome]]) -> str:
                 f"{len(shapes)} shapes" if shapes else "-",
             )
         )
-    from paged_optax.backend.text_table import table
+    from paged_optax.backend.text import table
 
     return table(titles, rows)
 

@@ -17,7 +17,7 @@ import paged_optax as po
 from helpers.reference import SMALL_PAGES, arrays, distances
 from helpers.small import SHAPES, small
 from paged_optax.analysis.flat import ELEMENTWISE
-from paged_optax.backend.donation import paired
+from paged_optax.backend.memory import donate_within_memory
 
 
 def added_up(function):
@@ -153,7 +153,7 @@ USES |= _uses(
     lambda _: 3,
 )
 USES |= {
-    "pair_donated": paired,
+    "pair_donated": donate_within_memory,
     "add_any": jax.grad(lambda x: jnp.sum(jnp.sin(x) * x)),
     "bitcast_convert_type": lambda x: lax.bitcast_convert_type(x, jnp.int32) // 2**20,
     "clamp": lambda x: lax.clamp(-0.5, x, 0.5),

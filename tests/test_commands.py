@@ -16,7 +16,7 @@ import pytest
 import safetensors.numpy
 
 import paged_optax as po
-from paged_optax.backend import text_table
+from paged_optax.backend import text
 from paged_optax.cli import (
     bandwidth,
     doctor,
@@ -298,12 +298,12 @@ def test_a_link_that_loses_values_is_reported(monkeypatch):
 
 TERMINAL = """
 import jax.numpy as jnp, paged_optax as po
-from paged_optax.backend import progress
+from paged_optax.backend.text import print_table, track
 from paged_optax.transform import init
-from paged_optax.backend.text_table import show
-show(("name", "bytes"), [("[w]", "3 GiB")])
-print(list(progress.track(range(3), "counting", 3)))
-init.LARGE = 0
+
+print_table(("name", "bytes"), [("[w]", "3 GiB")])
+print(list(track(range(3), "counting", 3)))
+init.LARGE_BYTES = 0
 po.paged_adamw(1e-3).init({"w": jnp.ones((512, 512))})
 """
 
@@ -340,12 +340,12 @@ def test_a_table_wider_than_the_terminal_is_plain(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     for width, lines in ((10, 3), (40, 5)):
         monkeypatch.setenv("COLUMNS", str(width))
-        text_table.show(("name", "bytes"), [("parameters", "3 GiB")])
+        text.print_table(("name", "bytes"), [("parameters", "3 GiB")])
         assert len(capsys.readouterr().out.splitlines()) == lines
 
 
 def test_no_progress_where_nobody_looks(capfd, monkeypatch):
-    monkeypatch.setattr(init, "LARGE", 1)
+    monkeypatch.setattr(init, "LARGE_BYTES", 1)
     params = {"w": jnp.ones((512, 512))}
     state = po.paged_adamw(1e-3).init(params)
     po.from_bitsandbytes(state, po.to_bitsandbytes(state))
@@ -354,7 +354,7 @@ def test_no_progress_where_nobody_looks(capfd, monkeypatch):
 
 def test_no_progress_while_tracing(monkeypatch):
     """Under `jit` there is nothing to wait for."""
-    monkeypatch.setattr(init, "LARGE", 1)
+    monkeypatch.setattr(init, "LARGE_BYTES", 1)
     shown = []
 
     def watched(items, what, total, wanted):
@@ -372,5 +372,5 @@ def test_no_progress_while_tracing(monkeypatch):
 def test_without_rich_tables_are_plain(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "rich.box", None)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    text_table.show(("name", "bytes"), [("w", "3 GiB")])
+    text.print_table(("name", "bytes"), [("w", "3 GiB")])
     assert capsys.readouterr().out == "name  bytes\n----  -----\nw     3 GiB\n"

@@ -18,7 +18,7 @@ from helpers.programs import (
     square,
     updating,
 )
-from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
 from paged_optax.engine import page_loops
 from paged_optax.engine.exchange import Exchange
 from paged_optax.engine.page_size import Storage, cut

@@ -9,7 +9,7 @@ import paged_optax as po
 from helpers.moments import BUDGET, WRAPPERS, B, adam, assert_joined, filled, small
 from helpers.reference import kinds
 from helpers.small import HOST
-from paged_optax.backend.arrays import is_traced
+from paged_optax.backend.types import is_traced
 
 
 @pytest.mark.parametrize(

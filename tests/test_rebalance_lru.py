@@ -12,7 +12,7 @@ import paged_optax as po
 from helpers.moments import filled, flat
 from helpers.reference import SMALL_PAGES, arrays, assert_equal
 from helpers.small import DEVICE, HOST
-from paged_optax.backend.arrays import is_traced
+from paged_optax.backend.types import is_traced
 
 
 class Watch:

@@ -16,7 +16,7 @@ import paged_optax as po
 from helpers.moments import adam, filled, flat
 from helpers.reference import SMALL_PAGES, assert_equal, kinds
 from helpers.small import HOST
-from paged_optax.backend.key_paths import names_of
+from paged_optax.backend.text import key_names
 
 SHAPE = (64, 128)
 TREES = {
@@ -162,7 +162,7 @@ def test_a_string_that_names_several_is_refused(function, tree, text):
     assert f"path={text!r} names 2 parameters or groups" in message
     shown = re.search("has them, (.*), where DictKey and its like", message).group(1)
     found = [eval(each, vars(jax.tree_util)) for each in shown.split(" or ")]
-    assert set(map(names_of, found)) == AMBIGUOUS[tree, text]
+    assert set(map(key_names, found)) == AMBIGUOUS[tree, text]
     assert all(po.host_bytes(state, each) for each in found)
 
 

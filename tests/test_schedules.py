@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import pytest
 
 import paged_optax as po
-from paged_optax.backend import overlap
-from paged_optax.backend.overlap import OVERLAPPING
+from paged_optax.backend import gpu
+from paged_optax.backend.gpu import OVERLAP_OPTIONS
 from paged_optax.compiling import schedules
 from paged_optax.compiling.schedules import compile_overlapping
 
 GIB = 2**30
 
 
-def gpu(capability, limit=None):
+def gpu_of(capability, limit=None):
     """What JAX says of a GPU, as far as it is asked."""
     stats = None if limit is None else {"bytes_limit": limit}
     return types.SimpleNamespace(
@@ -48,12 +48,16 @@ def needs(monkeypatch):
 @pytest.mark.parametrize("capability", ["7.5", "8.0", "8.9", "10.0", "12.0"])
 def test_options_are_given(capability, needs):
     lowered = Lowered()
-    assert compile_overlapping(lowered, gpu(capability, 12 * GIB)) == dict(OVERLAPPING)
-    assert lowered.compiled == [dict(OVERLAPPING)]
-    assert compile_overlapping(Lowered(), gpu(capability)) == dict(OVERLAPPING)
+    assert compile_overlapping(lowered, gpu_of(capability, 12 * GIB)) == dict(
+        OVERLAP_OPTIONS
+    )
+    assert lowered.compiled == [dict(OVERLAP_OPTIONS)]
+    assert compile_overlapping(Lowered(), gpu_of(capability)) == dict(OVERLAP_OPTIONS)
 
 
-@pytest.mark.parametrize("device", [gpu("9.0", 1), jax.devices()[0]], ids=["H100", ""])
+@pytest.mark.parametrize(
+    "device", [gpu_of("9.0", 1), jax.devices()[0]], ids=["H100", ""]
+)
 def test_no_options_are_needed(device, needs):
     lowered = Lowered()
     assert compile_overlapping(lowered, device) is None
@@ -63,15 +67,15 @@ def test_no_options_are_needed(device, needs):
 def test_what_the_user_says_stays(needs, monkeypatch):
     flag = "--xla_gpu_enable_latency_hiding_scheduler=false"
     monkeypatch.setenv("XLA_FLAGS", flag)
-    assert compile_overlapping(Lowered(), gpu("8.9", 1)) is None
+    assert compile_overlapping(Lowered(), gpu_of("8.9", 1)) is None
 
 
 def test_too_large_for_the_device(needs):
     """The program without options is taken, and it is said why."""
     lowered = Lowered()
     with pytest.warns(UserWarning, match=r"12.0 GiB of the device, and JAX has 11.0"):
-        assert compile_overlapping(lowered, gpu("7.5", 11 * GIB)) is None
-    assert lowered.compiled == [dict(OVERLAPPING), None]
+        assert compile_overlapping(lowered, gpu_of("7.5", 11 * GIB)) is None
+    assert lowered.compiled == [dict(OVERLAP_OPTIONS), None]
 
 
 def test_the_text_is_not_read_to_know_what_a_program_takes():
@@ -84,13 +88,13 @@ def test_the_text_is_not_read_to_know_what_a_program_takes():
 
 def test_unknown_options(needs):
     with pytest.warns(UserWarning, match="compiled without: No such compile option"):
-        assert compile_overlapping(Lowered(knows=False), gpu("8.9")) is None
+        assert compile_overlapping(Lowered(knows=False), gpu_of("8.9")) is None
 
 
 def test_jit_step_compiles_so(monkeypatch):
     """A step on a GPU that needs options is compiled with them."""
     asked = []
-    monkeypatch.setattr(schedules, "needs_options", asked.append)
+    monkeypatch.setattr(schedules, "needs_overlap_options", asked.append)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step = po.jit_step(lambda x: x + 1, jnp.ones(3), donate_argnums=0)
@@ -105,7 +109,7 @@ LAYERS = {"layers": {"w": jnp.full((3, 64, 64), 0.01)}}
 
 
 def on_a_gpu(monkeypatch, capability):
-    monkeypatch.setattr(overlap, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(gpu, "compute_capability", lambda device: capability)
 
 
 def traced(compiled=jax.jit, tx=None):
@@ -143,7 +147,7 @@ WAYS = [traced, traced_by_layers, finished]
 @pytest.mark.parametrize("way", WAYS)
 def test_a_jit_of_ones_own_is_told(way, capability, monkeypatch):
     on_a_gpu(monkeypatch, capability)
-    with pytest.warns(UserWarning, match=overlap.UNTOLD):
+    with pytest.warns(UserWarning, match=gpu.NO_OVERLAP):
         way(jax.jit)
 
 
@@ -170,7 +174,7 @@ def test_who_compiles_nothing_is_not_told(way, monkeypatch):
 def test_where_nothing_is_to_be_told(case, monkeypatch):
     on_a_gpu(monkeypatch, {"Hopper": 9.0, "no GPU": None}.get(case, 8.9))
     if case == "flags":
-        monkeypatch.setenv("XLA_FLAGS", f"--{overlap._SCHEDULER}=false")
+        monkeypatch.setenv("XLA_FLAGS", f"--{gpu._SCHEDULER}=false")
     resident = po.paged_adamw(1e-3, device_budget=None) if case == "resident" else None
     traced(jax.jit, resident)
 
@@ -182,17 +186,17 @@ def test_one_is_told_once(monkeypatch):
         warnings.simplefilter("default")
         for way in [traced, *WAYS]:
             way(jax.jit)
-    assert [str(x.message)[: len(overlap.UNTOLD)] for x in caught] == [overlap.UNTOLD]
+    assert [str(x.message)[: len(gpu.NO_OVERLAP)] for x in caught] == [gpu.NO_OVERLAP]
 
 
 def test_what_to_copy(monkeypatch):
     """Options and flags are those that `jit_step` gives; the filter silences it."""
     on_a_gpu(monkeypatch, 8.9)
-    with pytest.warns(UserWarning, match=overlap.UNTOLD) as caught:
+    with pytest.warns(UserWarning, match=gpu.NO_OVERLAP) as caught:
         traced()
     text = str(caught[0].message)
     (options,) = re.findall(r"compiler_options=(\{.*?\})", text)
-    assert eval(options) == dict(OVERLAPPING)
+    assert eval(options) == dict(OVERLAP_OPTIONS)
     traced(lambda step: step)
     (flags,) = re.findall(r"XLA_FLAGS='(.*?)'", text)
     assert flags.split() == [

@@ -8,9 +8,9 @@ import pytest
 import paged_optax as po
 from helpers import aot, decoder
 from helpers.programs import updating
-from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
 from paged_optax.compiling.runtime_counts import RuntimeCounts
-from paged_optax.compiling.schedules import OVERLAPPING
+from paged_optax.compiling.schedules import OVERLAP_OPTIONS
 from paged_optax.planning.shapes.decoder import DECODERS
 
 pytestmark = [
@@ -46,7 +46,7 @@ def of_four_layers(name):
 def test_each_begins_ahead(name, card):
     """An update and a layerwise step, with the options that `jit_step` gives."""
     model, tx = of_four_layers(name), po.paged_adamw(1e-4)
-    options = {} if card == "h200" else OVERLAPPING
+    options = {} if card == "h200" else OVERLAP_OPTIONS
     compile_for = functools.partial(aot.h200, card=card, options=options)
     for build in (updating(tx, model.shapes()), decoder.layerwise(model, tx)):
         report = compile_for(build)

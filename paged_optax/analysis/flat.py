@@ -23,8 +23,7 @@ from paged_optax.analysis.program import (
     Operand,
     Program,
 )
-from paged_optax.backend.explicit_axes import without_explicit_axes
-from paged_optax.backend.manual_axes import abstract
+from paged_optax.backend.meshes import shape_dtype, without_explicit_axes
 
 #: Primitives that compute each element of their result from the same element of
 #: their operands.
@@ -347,5 +346,5 @@ def trace(
     anew = lambda *arguments: function(*arguments)
     with without_explicit_axes():
         return jax.make_jaxpr(anew, return_shape=True)(
-            *jax.tree.map(abstract, arguments)
+            *jax.tree.map(shape_dtype, arguments)
         )

@@ -28,8 +28,8 @@ from paged_optax.analysis.program import (
     Operand,
     Program,
 )
-from paged_optax.backend.arrays import holds_moments
-from paged_optax.backend.manual_axes import in_shard_map
+from paged_optax.backend.meshes import in_shard_map
+from paged_optax.backend.types import holds_moments
 
 #: Values of at most this many elements that no gradient enters are computed once
 #: and shared; larger ones (noise, masks) are made anew by each leaf that needs

@@ -1,7 +1,8 @@
 """What JAX and its backends offer, and where they differ.
 
-Memory spaces and the bytes in them, what is traced, sizes as text, how a TPU lays
-arrays out, donation, meshes of explicit axes, barriers, Flax's variables, what XLA:GPU
-must be told (`overlap`). `versions` names what earlier versions get wrong. It knows
-nothing of optimizers.
+`memory`: spaces, bytes, donation. `meshes`: explicit and varying axes. `processes`:
+what several say to each other. `gpu`: faults of versions, options, pinned memory.
+`tiling`: how a TPU lays arrays out. `barriers`, `variables` (Flax's), `types`,
+`validation` of arguments, and `text`: paths, sizes, tables. It knows nothing of
+optimizers.
 """

@@ -1,19 +1,22 @@
-"""Memory spaces, and what a backend offers of them.
+"""Memory spaces, what a backend offers of them, and donation within them.
 
 Where a leaf lives is part of its JAX type: `jax.typeof(x).memory_space` is
 `Host` for an array in pinned memory, eager and under `jit` (checked with jax
 0.10.2 and 0.12.0.1). Everything here reads that type; nothing keeps books.
 """
 
+import collections
 import functools
 import math
 import os
-from collections.abc import Iterable
-from typing import overload
+from collections.abc import Iterable, Sequence
+from typing import TypeVar, overload
 
 import jax
 import numpy as np
 from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import (
     Mesh,
     NamedSharding,
@@ -21,11 +24,14 @@ from jax.sharding import (
     Sharding,
     SingleDeviceSharding,
 )
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func
 from jaxtyping import PyTree
 
 from paged_optax.backend import tiling
-from paged_optax.backend.arrays import is_traced
-from paged_optax.backend.types import ArrayOrShape, Device
+from paged_optax.backend.types import ArrayOrShape, Device, is_traced
+
+Tree = TypeVar("Tree")
 
 HOST = jax.memory.Space.Host
 DEVICE = jax.memory.Space.Device
@@ -34,6 +40,8 @@ DEVICE = jax.memory.Space.Device
 #: but jax 0.10.2 to 0.12.0.1 give its arrays the type of device memory, so that
 #: no update could tell where they live.
 PINNED_HOST = "pinned_host"
+
+_PAIR = "tf.aliasing_output"
 
 
 def on_host(x: PyTree) -> bool:
@@ -47,7 +55,7 @@ def on_host(x: PyTree) -> bool:
     return aval.memory_space == HOST
 
 
-def mistyped(x: PyTree) -> bool:
+def is_mistyped(x: PyTree) -> bool:
     """Whether a concrete array is in host memory, and its type says device memory.
 
     This is so for arrays made with a `SingleDeviceSharding`, as a restore into concrete
@@ -81,7 +89,7 @@ def typed_by_memory(sharding: Sharding) -> Sharding:
     return NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
 
 
-def replicated(
+def replicated_sharding(
     arrays: Iterable[ArrayOrShape],
 ) -> NamedSharding | SingleDeviceSharding | None:
     """Where an array of no single parameter goes: whole, on all of these devices.
@@ -112,7 +120,7 @@ def nbytes(tree: PyTree) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def laid_out(tree: PyTree, order: tuple[int, ...] | None = None) -> int:
+def layout_bytes(tree: PyTree, order: tuple[int, ...] | None = None) -> int:
     """Bytes of arrays as the default backend lays them out: in tiles on a TPU.
 
     Args:
@@ -125,7 +133,7 @@ def laid_out(tree: PyTree, order: tuple[int, ...] | None = None) -> int:
     return sum(tiling.tiled_bytes(x.shape, x.dtype.itemsize, order) for x in leaves)
 
 
-def bytes_a_device(tree: PyTree) -> int:
+def bytes_per_device(tree: PyTree) -> int:
     """Bytes of an array, or of a pytree of them, on each of their devices."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
@@ -215,3 +223,77 @@ def device_share() -> float:
                 raise ValueError(f"{name}={text!r} is no share: set one such as 0.9.")
             return min(1.0, share)
     return 0.75
+
+
+# `jax.jit` pairs donated arguments with results by shape and dtype, in their order.
+# Where it was not told in which memory the results are, it pairs a moment in host
+# memory with a parameter: on a CPU that ends the process, elsewhere the parameter goes
+# to the host. (JAX says so beside the code, `_set_up_aliases` in `mlir.py`; the memory
+# of results is known only after it.) So functions of states leave a mark in what is
+# traced. When the program around it is lowered, the mark pairs buffers anew; it does
+# nothing else.
+def donate_within_memory(tree: Tree) -> Tree:
+    """The same arrays; the program that computes them pairs within a memory.
+
+    Args:
+      tree: Results of any kind. Without traced arrays nothing happens.
+    """
+    return jax.tree.map(lambda x: _pair.bind(x) if is_traced(x) else x, tree)
+
+
+_pair = Primitive("pair_donated")
+_pair.def_impl(lambda x: x)
+_pair.def_abstract_eval(lambda type_: type_)
+ad.primitive_jvps[_pair] = lambda xs, tangents: (_pair.bind(*xs), *tangents)
+batching.primitive_batchers[_pair] = lambda xs, axes: (_pair.bind(*xs), *axes)
+
+
+def _lower(
+    context: mlir.LoweringRuleContext, *operands: "ir.Value[ir.Type]"
+) -> "Sequence[ir.Value[ir.Type]]":
+    module = context.module_context
+    # Once a program: it has a mark for each array.
+    if module.cached_primitive_lowerings.setdefault(_pair, context) is context:
+        for operation in module.module.body.operations:
+            if isinstance(operation, func.FuncOp) and operation.name.value == "main":
+                _pair_within_memories(operation)
+    return operands
+
+
+mlir.register_lowering(_pair, _lower, cacheable=False)
+
+
+def _pair_within_memories(main: func.FuncOp) -> None:
+    """Pairs as JAX does, and by memory too, unless all its pairs are right."""
+    arguments = _dicts(main.attributes["arg_attrs"])
+    results = _dicts(main.attributes["res_attrs"])
+    pairs = {
+        i: ir.IntegerAttr(x[_PAIR]).value for i, x in enumerate(arguments) if _PAIR in x
+    }
+    if all(_host(arguments[i]) == _host(results[k]) for i, k in pairs.items()):
+        return
+    signature = main.type
+    donors = collections.defaultdict(collections.deque)
+    for i in pairs:
+        donors[signature.inputs[i], _host(arguments[i])].append(i)
+        del arguments[i][_PAIR]
+    number = ir.IntegerType.get_signless(32)
+    for k, (type_, attributes) in enumerate(
+        zip(signature.results, results, strict=True)
+    ):
+        if waiting := donors[type_, _host(attributes)]:
+            arguments[waiting.popleft()][_PAIR] = ir.IntegerAttr.get(number, k)
+    main.attributes["arg_attrs"] = ir.ArrayAttr.get(
+        [ir.DictAttr.get(x) for x in arguments]
+    )
+
+
+def _dicts(attributes: ir.Attribute) -> list[dict[str, ir.Attribute]]:
+    return [
+        {x.name: x.attr for x in ir.DictAttr(each)} for each in ir.ArrayAttr(attributes)
+    ]
+
+
+def _host(attributes: dict[str, ir.Attribute]) -> bool:
+    kind = attributes.get("mhlo.memory_kind")
+    return kind is not None and ir.StringAttr(kind).value == PINNED_HOST

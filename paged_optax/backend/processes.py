@@ -16,7 +16,7 @@ import jax
 from jax import Array
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import is_traced
+from paged_optax.backend.types import is_traced
 
 #: Seconds within which every process comes, as JAX gives them to start.
 PATIENCE = 300.0

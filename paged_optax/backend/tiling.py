@@ -77,7 +77,7 @@ def tiled_bytes(
     return itemsize * tiles * math.prod(others)
 
 
-def viewed(
+def view_layout(
     shape: tuple[int, ...], axes: int, itemsize: int = 4
 ) -> tuple[int, ...] | None:
     """The layout of an array whose first axes are seen as one.
@@ -92,9 +92,9 @@ def viewed(
       axes that do not follow each other in memory, or rows that end within a tile.
 
     Example:
-      >>> viewed((3, 1280, 640), 2)
+      >>> view_layout((3, 1280, 640), 2)
       (1, 0)
-      >>> viewed((3, 1284, 640), 2), viewed((3, 768, 50257), 2)
+      >>> view_layout((3, 1284, 640), 2), view_layout((3, 768, 50257), 2)
       (None, None)
     """
     order, joined = minor_to_major(shape, itemsize), len(shape) - axes
@@ -109,7 +109,7 @@ def viewed(
 
 
 def role(order: tuple[int, ...], axis: int) -> Role:
-    """What an axis is in a layout, given as `minor_to_major` or `viewed` do."""
+    """What an axis is in a layout, given as `minor_to_major` or `view_layout` do."""
     place = order.index(axis)
     return "lanes" if place == 0 else "sublanes" if place == 1 else "major"
 

@@ -14,20 +14,19 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import is_traced
-from paged_optax.backend.types import ArrayOrShape
+from paged_optax.backend.types import ArrayOrShape, is_traced
 
 if TYPE_CHECKING:
     from flax import nnx
 
 
-def bare(tree: PyTree) -> PyTree:
+def as_pure(tree: PyTree) -> PyTree:
     """A tree without its variables, as `nnx.Optimizer` gives it to `update`."""
     nnx = sys.modules.get("flax.nnx")  # else nothing can be in a variable
     return tree if nnx is None else nnx.as_pure(tree)
 
 
-def like(tree: PyTree, new: PyTree) -> PyTree:
+def unflatten_like(tree: PyTree, new: PyTree) -> PyTree:
     """A tree's containers and variables, with the leaves of a new one."""
     return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(new))
 
@@ -137,7 +136,7 @@ def _meshes(
     yield around if is_traced(array) or around.empty else jax.sharding.get_mesh()
 
 
-def settled(state: PyTree) -> PyTree:
+def fixed_variables(state: PyTree) -> PyTree:
     """A new state whose variables Flax leaves as they are, where they are.
 
     Flax makes one mapping of all that a variable holds, so what is stored in several

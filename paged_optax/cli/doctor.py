@@ -6,13 +6,15 @@ from collections.abc import Iterator
 import jax
 import optax
 
-from paged_optax.backend.host_pool import LIMIT, pool_limit
+from paged_optax.backend.gpu import (
+    GPU_NEEDS_RAW_INDEX,
+    OVERLAP_OPTIONS,
+    POOL_LIMIT,
+    needs_overlap_options,
+    pool_limit,
+)
 from paged_optax.backend.memory import PINNED_HOST, memory_kinds
-from paged_optax.backend.overlap import OVERLAPPING, needs_options
-from paged_optax.backend.progress import track
-from paged_optax.backend.sizes import readable_bytes
-from paged_optax.backend.text_table import show
-from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.text import print_table, readable_bytes, track
 from paged_optax.cli import bandwidth, graphs, machine, this_card
 from paged_optax.cli.comparison import Difference, compare
 from paged_optax.engine import backend_check
@@ -38,7 +40,7 @@ def run(given: argparse.Namespace) -> int:
     """Prints what is there, what was measured, and a verdict."""
     del given
     try:
-        show(("machine", ""), _machine())
+        print_table(("machine", ""), _machine())
     except RuntimeError as error:  # JAX found no backend.
         print(f"JAX does not start: {error}")
         return 1
@@ -52,24 +54,24 @@ def run(given: argparse.Namespace) -> int:
     count = len(bandwidth.programs())
     rows = (_rate(x, card) for x in track(rates, "measuring the link", count))
     stated = ("stated",) if card else ()
-    show(("link", "GB/s", *stated), rows)
+    print_table(("link", "GB/s", *stated), rows)
     print()
     dtypes = ("bfloat16",) if this_card.knows_bfloat16() else ("float16", "bfloat16")
     rows = (
         (dtype, _products(dtype), *_stated(card and card.products(dtype)))
         for dtype in dtypes
     )
-    show(("products", "TFLOP/s", *stated), rows)
+    print_table(("products", "TFLOP/s", *stated), rows)
     if card and card.advice:
         print(f"\n{filled(card.advice)}")
     print()
     right, rows = _self_test()
-    show(("self-test", "", ""), rows)
+    print_table(("self-test", "", ""), rows)
     print("\nPaging is right on this backend." if right else f"\n{_WRONG}")
     if jax.default_backend() == "gpu":
         print()
         same, row = _with_graphs()
-        show(("CUDA graphs", "", ""), [row])
+        print_table(("CUDA graphs", "", ""), [row])
         if not same:
             print(f"\n{_WITHOUT_GRAPHS}")
         right = right and same
@@ -103,13 +105,13 @@ def _machine() -> Iterator[tuple[str, str]]:
     )
     yield "memory free on the host", readable_bytes(found["host_bytes_available"])
     if jax.default_backend() == "gpu":
-        pool = f"{readable_bytes(pool_limit())} ({LIMIT})"
+        pool = f"{readable_bytes(pool_limit())} ({POOL_LIMIT})"
         yield "pinned memory XLA hands out", pool
         in_turn = "in turn, in twice the time: install jax 0.11.2 or newer"
         both = "both at once"
         yield "reads and writes", in_turn if GPU_NEEDS_RAW_INDEX else both
-        if needs_options(jax.local_devices()[0]):
-            told = ", ".join(f"{name}={x}" for name, x in OVERLAPPING.items())
+        if needs_overlap_options(jax.local_devices()[0]):
+            told = ", ".join(f"{name}={x}" for name, x in OVERLAP_OPTIONS.items())
             yield "compiler_options= of your own jax.jit", told
 
 
@@ -123,7 +125,7 @@ def _of_the_pool() -> str:
         f" {readable_bytes(pool)}. {readable_bytes(free)} are free. Before JAX starts:"
     )
     gigabytes = max(1, int(_POOL_SHARE * free) >> 30)
-    return f"{filled(text)}\nexport {LIMIT}={gigabytes}"
+    return f"{filled(text)}\nexport {POOL_LIMIT}={gigabytes}"
 
 
 def _known() -> Card | None:

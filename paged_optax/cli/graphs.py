@@ -18,7 +18,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import Float, PyTree
 
-from paged_optax.backend.progress import track
+from paged_optax.backend.text import track
 from paged_optax.cli.comparison import Difference, difference, refuse_not_finite
 from paged_optax.compiling.jit_step import jit_step
 from paged_optax.layerwise import GradientWorkspace, LayerwiseModel, layerwise_step

@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
-from paged_optax.backend.host_pool import LIMIT, pool_limit
+from paged_optax.backend.gpu import POOL_LIMIT, pool_limit
 from paged_optax.backend.memory import PINNED_HOST, device_memory, typed_by_memory
 
 #: Most of the free memory that a measurement takes. On the CPU backend the device's
@@ -119,7 +119,7 @@ def shortage(device_bytes: int, host_bytes: int) -> str | None:
     if jax.default_backend() == "gpu" and host_bytes > pool:
         return (
             f"needs {host_bytes / 1e9:.1f} GB of pinned memory; XLA's pool holds "
-            f"{pool / 1e9:.1f} ({LIMIT})"
+            f"{pool / 1e9:.1f} ({POOL_LIMIT})"
         )
     return None
 

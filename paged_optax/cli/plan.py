@@ -14,10 +14,9 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from paged_optax.backend.given import floating_dtype
 from paged_optax.backend.memory import nbytes
-from paged_optax.backend.sizes import parse_bytes, readable_bytes
-from paged_optax.backend.text_table import show
+from paged_optax.backend.text import parse_bytes, print_table, readable_bytes
+from paged_optax.backend.validation import floating_dtype
 from paged_optax.cli.this_card import measured_card
 from paged_optax.planning.cards import CARDS, find_card
 from paged_optax.planning.fits import what_fits
@@ -210,7 +209,7 @@ def run(given: argparse.Namespace) -> int:
         f" {optimizer}{copy}\n"
     )
     for titles, rows in found.tables():
-        show(titles, rows)
+        print_table(titles, rows)
         print()
     print(found.notes())
     for note in left_out:

@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from paged_optax.backend.capability import compute_capability
+from paged_optax.backend.gpu import compute_capability
 from paged_optax.backend.memory import device_memory, device_share
 from paged_optax.cli import bandwidth
 from paged_optax.cli.machine import host_available

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.text import keystr
 from paged_optax.backend.types import KeyPath, PyTreeDef
 
 #: The position of an argument, or the name of one that has none.

@@ -3,8 +3,8 @@
 import jax
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import is_traced
 from paged_optax.backend.memory import memory_kind, memory_kinds
+from paged_optax.backend.types import is_traced
 from paged_optax.compiling.arguments import Keys, label, place_of
 from paged_optax.compiling.hlo import aliases
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from paged_optax.backend.overlap import UNTOLD
+from paged_optax.backend.gpu import NO_OVERLAP
 from paged_optax.compiling.arguments import (
     Call,
     Key,
@@ -190,7 +190,7 @@ class Step:
             # JAX only warns of what is an error here, and names no leaf.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             # XLA is told here.
-            warnings.filterwarnings("ignore", UNTOLD)
+            warnings.filterwarnings("ignore", NO_OVERLAP)
             inputs, outputs = placements(run, call.values, donated)
             # Unused arguments stay, so that a parameter's number is its leaf's.
             jitted = jax.jit(

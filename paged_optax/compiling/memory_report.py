@@ -4,8 +4,7 @@ import dataclasses
 
 import jax
 
-from paged_optax.backend.sizes import readable_bytes
-from paged_optax.backend.text_table import table
+from paged_optax.backend.text import readable_bytes, table
 from paged_optax.compiling.hlo import is_partitioned, transfers
 from paged_optax.compiling.runtime_counts import RuntimeCounts
 from paged_optax.engine.shards import UNSHARDED

@@ -7,14 +7,13 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import is_committed
 from paged_optax.backend.memory import (
+    is_mistyped,
     memory_kind,
-    mistyped,
     on_host,
     typed_by_memory,
 )
-from paged_optax.backend.types import Device, KeyPath
+from paged_optax.backend.types import Device, KeyPath, is_committed
 from paged_optax.compiling.arguments import Call, place_of
 from paged_optax.compiling.host_arithmetic import warn_of_host_compute
 
@@ -27,7 +26,7 @@ def hosted(call: Call) -> set[Described]:
     return {
         _described(call, path, x)
         for path, x in jax.tree_util.tree_flatten_with_path(call.values)[0]
-        if on_host(x) or mistyped(x)
+        if on_host(x) or is_mistyped(x)
     }
 
 

@@ -6,8 +6,7 @@ import functools
 import operator
 from collections.abc import Sequence
 
-from paged_optax.backend.sizes import readable_bytes
-from paged_optax.backend.text_table import table
+from paged_optax.backend.text import readable_bytes, table
 from paged_optax.compiling.computations import Computations, Instruction, Kind
 
 _Counts = collections.Counter[str]

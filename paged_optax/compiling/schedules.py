@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from paged_optax.backend.overlap import OVERLAPPING, needs_options
-from paged_optax.backend.sizes import readable_bytes
+from paged_optax.backend.gpu import OVERLAP_OPTIONS, needs_overlap_options
+from paged_optax.backend.text import readable_bytes
 from paged_optax.compiling.memory_report import device_total
 
 
@@ -20,14 +20,14 @@ def compile_overlapping(
       device: One of its devices.
 
     Returns:
-      What XLA makes of it with `OVERLAPPING`; without, where the device needs no such
-      options, where this XLA does not know them, or where the program would take more
-      memory than the device has.
+      What XLA makes of it with `OVERLAP_OPTIONS`; without, where the device needs no
+      such options, where this XLA does not know them, or where the program would take
+      more memory than the device has.
     """
-    if not needs_options(device):
+    if not needs_overlap_options(device):
         return lowered.compile()
     try:
-        compiled = lowered.compile(dict(OVERLAPPING))
+        compiled = lowered.compile(dict(OVERLAP_OPTIONS))
     except jax.errors.JaxRuntimeError as error:
         warnings.warn(
             "this XLA takes no compiler options that overlap transfers and products,"

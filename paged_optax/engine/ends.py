@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int, PyTree
 
-from paged_optax.backend.manual_axes import varying, varying_axes
+from paged_optax.backend.meshes import varying, varying_axes
 from paged_optax.engine.page_loops import PageLoop
 from paged_optax.engine.transfer import PageAddress
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int, PyTree
 
-from paged_optax.backend.barriers import KEEPS_CALLS, kept_call
+from paged_optax.backend.barriers import HAS_UNINLINED_CALLS, uninlined_call
 
 Given = TypeVar("Given", bound=PyTree)
 Changing = TypeVar("Changing", bound=PyTree)
@@ -48,11 +48,11 @@ def kept_apart(
     Returns:
       What it changes.
     """
-    if gate is not None or not in_loops or not KEEPS_CALLS:
+    if gate is not None or not in_loops or not HAS_UNINLINED_CALLS:
         return _gated(run, gate, *given)
     run = jax.jit(run)  # traced once for two uses
     gated = functools.partial(_gated, run, None)
-    called = kept_call(run)
+    called = uninlined_call(run)
     return lax.platform_dependent(*given, cpu=gated, tpu=gated, default=called)
 
 

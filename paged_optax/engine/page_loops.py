@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int
 
-from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
 from paged_optax.engine.pages import Pages
 from paged_optax.engine.streamed import LeafBuffers
 from paged_optax.engine.transfer import Index, PageAddress

@@ -183,7 +183,7 @@ def _ways(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
     if lanes != major:
         yield shape, lanes
     for axes in range(len(shape) - 1, 1, -1):
-        if tiling.viewed(shape, axes) is not None:
+        if tiling.view_layout(shape, axes) is not None:
             joined = len(shape) - axes + 1
             yield (math.prod(shape[:joined]), *shape[joined:]), 0
 
@@ -202,7 +202,7 @@ def _unit_of_tiles(
     together = packed[axis - len(view)] if len(view) > 1 else packed[-1]
     if not storage.on_host:
         return math.lcm(blocks, together)
-    order = tiling.viewed(codes, len(view), itemsize)
+    order = tiling.view_layout(codes, len(view), itemsize)
     if order is None or itemsize < 2:
         return 0
     rows = tiling.SUBLANES * max(1, 4 // itemsize)
@@ -214,7 +214,7 @@ def _unit_of_tiles(
         # So many scales go in pages too. Their lanes are the moment's rows.
         scales = (*shape[:-1], shape[-1] // block_of(storage))
         in_pages = math.prod(scales) >= _MANY_SCALES
-        if in_pages and tiling.viewed(scales, len(view)) is not None:
+        if in_pages and tiling.view_layout(scales, len(view)) is not None:
             blocks = math.lcm(blocks, tiling.LANES)
     return math.lcm(blocks, tile * together)
 
@@ -239,7 +239,7 @@ def _has_last(storage: Storage, pages: Pages) -> bool:
     if not storage.on_host:
         return True
     codes, itemsize, packed = _codes(storage, pages.leaf)
-    order = tiling.viewed(codes, len(pages.view), itemsize)
+    order = tiling.view_layout(codes, len(pages.view), itemsize)
     assert order is not None
     joined = len(codes) - len(order) + 1
     view = (math.prod(codes[:joined]), *codes[joined:])

@@ -28,8 +28,8 @@ from jax import Array, lax
 from jaxtyping import Int, UInt32
 
 from paged_optax.analysis.program import Program
-from paged_optax.backend.barriers import apart, barrier, on_cpu
-from paged_optax.backend.manual_axes import varying, varying_axes
+from paged_optax.backend.barriers import barrier, on_cpu, unfused_on_cpu
+from paged_optax.backend.meshes import varying, varying_axes
 from paged_optax.codecs import Codec, Noise, Quantized
 from paged_optax.codecs.codec import strides_of
 from paged_optax.engine.ends import pieces_of, read_first, update_last
@@ -173,7 +173,7 @@ class Run:
         compute = functools.partial(self._compute, at, current, self._first(at))
         # Only what travels is kept apart from its neighbours; gradients and
         # parameters are read and written by the computation itself.
-        results = apart(compute) if self.pages.count > 1 else compute()
+        results = unfused_on_cpu(compute) if self.pages.count > 1 else compute()
         travels = [self.leaves[p].travels for p in self.overwrites]
         results = each(barrier, results, travels)
         found = dict(zip(self.overwrites, results, strict=True))

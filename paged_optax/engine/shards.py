@@ -155,7 +155,7 @@ class Shards:
 
     @property
     def mesh_here(self) -> Mesh | AbstractMesh:
-        """The mesh, its axes automatic where `automatically` has made them so."""
+        """The mesh, its axes automatic where `with_automatic_axes` has made them so."""
         around = jax.sharding.get_abstract_mesh()
         if AxisType.Explicit not in self.mesh.axis_types or around.empty:
             return self.mesh

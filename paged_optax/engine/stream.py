@@ -28,8 +28,8 @@ from jax import Array, lax
 from jaxtyping import Int, PyTree, UInt32
 
 from paged_optax.analysis.program import Program
-from paged_optax.backend.manual_axes import varying
 from paged_optax.backend.memory import HOST, on_host
+from paged_optax.backend.meshes import varying
 from paged_optax.codecs import Codec
 from paged_optax.engine.page_size import sharing
 from paged_optax.engine.pages import Geometry, Pages

@@ -17,9 +17,9 @@ from jax import Array, lax
 from jaxtyping import PyTree
 
 from paged_optax.backend import tiling
+from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
 from paged_optax.backend.memory import HOST
 from paged_optax.backend.types import ArrayOrShape
-from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Codec, Noise, Quantized, axis_of_blocks, values_an_entry
 from paged_optax.engine.pages import Pages, joined_along
 from paged_optax.engine.transfer import PageAddress, PagedArray, by_unit
@@ -326,7 +326,7 @@ def _scales_travel(
     if not pages.tiled:
         return 4 * math.prod(shape) > _FEW_BYTES and _is_raw(pages, view, ratios)
     number, of = ratios[pages.axis]
-    order = tiling.viewed(shape, len(view))
+    order = tiling.view_layout(shape, len(view))
     return order is not None and tiling.can_slice(
         view, order, pages.axis, pages.size * number // of, 4
     )

@@ -190,7 +190,7 @@ class PagedArray:
         """The layout, on a TPU, of the array that pages are cut from."""
         itemsize = jnp.dtype(self.dtype).itemsize
         view = self.shape if self.view is None else self.view
-        order = tiling.viewed(self.shape, len(view), itemsize)
+        order = tiling.view_layout(self.shape, len(view), itemsize)
         return tiling.minor_to_major(view, itemsize) if order is None else order
 
 

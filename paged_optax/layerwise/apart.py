@@ -17,11 +17,11 @@ from jax import Array
 from jaxtyping import PyTree
 
 from paged_optax.analysis.split import CrossLeafError
-from paged_optax.backend.arrays import on_one_device
-from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import DEVICE, HOST, nbytes, on_host
+from paged_optax.backend.meshes import on_one_device
+from paged_optax.backend.text import keystr
 from paged_optax.backend.types import KeyPath
-from paged_optax.backend.variables import bare
+from paged_optax.backend.variables import as_pure
 from paged_optax.codecs import Quantized
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.groups import Group, grouped
@@ -99,7 +99,7 @@ class Apart:
         self.length, self.early = length_of(parts.layers), tuple(early)
         self.tx = optax.with_extra_args_support(tx)
         self.parts = parts
-        flat, _ = jax.tree_util.tree_flatten_with_path(bare(params))
+        flat, _ = jax.tree_util.tree_flatten_with_path(as_pure(params))
         self.paths = [path for path, _ in flat]
         self.params: list[Array] = [x for _, x in flat]
         self.slabbed = [
@@ -109,7 +109,7 @@ class Apart:
         self.given = state
         self.state_structure = jax.tree.structure(state, is_leaf=is_quantized)
         flat, _ = jax.tree_util.tree_flatten_with_path(
-            bare(state), is_leaf=is_quantized
+            as_pure(state), is_leaf=is_quantized
         )
         self.state: list[Stored] = [x for _, x in flat]
         self.owners = parameter_of([path for path, _ in flat], self.paths)

@@ -22,7 +22,7 @@ from jax.sharding import (
 )
 from jaxtyping import PyTree
 
-from paged_optax.backend.explicit_axes import automatically, axis_types
+from paged_optax.backend.meshes import axis_types, with_automatic_axes
 from paged_optax.layerwise.loss import WeightedLoss, parted_loss
 from paged_optax.layerwise.model import Model, refuse_other_input
 from paged_optax.layerwise.parts import Parts
@@ -33,7 +33,7 @@ from paged_optax.transform.context import current, sharding_in_type, telling
 def told_automatically(
     function: Callable[..., PyTree], arguments: Sequence[PyTree], results: PyTree
 ) -> PyTree:
-    """As `automatically`; within, `update` is told the types that arguments had."""
+    """As `with_automatic_axes`; within, `update` is told the types of the arguments."""
     leaves = jax.tree.leaves(arguments)
     types = [jax.typeof(x).sharding if hasattr(x, "dtype") else None for x in leaves]
     types = [x if _is_explicit(x) else None for x in types]
@@ -42,7 +42,7 @@ def told_automatically(
         with telling(jax.tree.leaves(given), types):
             return function(*given)
 
-    return automatically(run, arguments, results)
+    return with_automatic_axes(run, arguments, results)
 
 
 def on_its_axes(model: Model, parts: Parts, batch: PyTree, several: bool) -> Model:

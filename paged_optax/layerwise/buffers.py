@@ -7,7 +7,6 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from paged_optax.backend.arrays import is_committed
 from paged_optax.backend.memory import (
     DEVICE,
     HOST,
@@ -15,6 +14,7 @@ from paged_optax.backend.memory import (
     memory_kinds,
     typed_by_memory,
 )
+from paged_optax.backend.types import is_committed
 from paged_optax.engine.shards import Shards
 
 #: An array, or what says its shape and dtype.

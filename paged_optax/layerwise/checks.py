@@ -10,15 +10,13 @@ import optax
 from jax import Array
 from jaxtyping import PyTree
 
-from paged_optax.analysis.flat import abstract
-from paged_optax.backend.arrays import on_one_device
-from paged_optax.backend.given import without_gradient
-from paged_optax.backend.key_paths import keystr, names_of
 from paged_optax.backend.memory import nbytes, on_host
+from paged_optax.backend.meshes import on_one_device, shape_dtype
 from paged_optax.backend.processes import compare, spans_processes
-from paged_optax.backend.sizes import readable_bytes
+from paged_optax.backend.text import key_names, keystr, readable_bytes
 from paged_optax.backend.types import KeyPath
-from paged_optax.backend.variables import bare
+from paged_optax.backend.validation import nondifferentiable
+from paged_optax.backend.variables import as_pure
 from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.parts import Parts, by_name
 from paged_optax.layerwise.slices import goes_in_slabs
@@ -72,7 +70,7 @@ def _asked(
     # What is not paged may fail here, with a state on the host: its layers need not.
     # What is wrong fails in the step, in its own words.
     with contextlib.suppress(Exception), within(asked=ask):
-        plain = jax.tree.map(abstract, params)
+        plain = jax.tree.map(shape_dtype, params)
         jax.eval_shape(lambda *given: tx.update(*given), plain, state, plain)
     return asked
 
@@ -133,8 +131,8 @@ def tell_of_divided_layers(
     if jax.device_count() > 1 or not on_one_device(params):
         known += [pager.known for pager, *_ in _asked(tx, params, state)]
     for name, tree, sources in (
-        ("params", bare(params), known),
-        ("frozen", bare(frozen), known[:1]),
+        ("params", as_pure(params), known),
+        ("frozen", as_pure(frozen), known[:1]),
     ):
         for path, x in _stacks(tree, key):
             found = (_found(source, path, x) for source in sources)
@@ -179,16 +177,18 @@ def refuse_other_state(
     """
     try:
         with within(types_only=True):
-            made = jax.eval_shape(lambda p: tx.init(p), jax.tree.map(abstract, params))
+            made = jax.eval_shape(
+                lambda p: tx.init(p), jax.tree.map(shape_dtype, params)
+            )
     except (AttributeError, TypeError, ValueError):
         return  # an `init` may look at arrays, as at their places
     flat = jax.tree_util.tree_flatten_with_path
-    leaves = flat(bare(made), is_leaf=is_quantized)[0]
-    there = {names_of(path): path for path, _ in leaves}
-    coded = {names_of(path) for path, x in leaves if is_quantized(x)}
+    leaves = flat(as_pure(made), is_leaf=is_quantized)[0]
+    there = {key_names(path): path for path, _ in leaves}
+    coded = {key_names(path) for path, x in leaves if is_quantized(x)}
     odd, missing = list[KeyPath](), set(there)
-    for path, _ in flat(bare(state))[0]:
-        whole, parts = names_of(path), (names_of(path[:n]) for n in range(len(path)))
+    for path, _ in flat(as_pure(state))[0]:
+        whole, parts = key_names(path), (key_names(path[:n]) for n in range(len(path)))
         name = whole if whole in there else next((x for x in parts if x in coded), None)
         if name is None:
             odd.append(path)
@@ -222,7 +222,7 @@ def _moved(workspace: GradientWorkspace) -> str:
 
 def refuse_integers(params: PyTree) -> None:
     """Refuses what has no gradient."""
-    for path, x in without_gradient(params):
+    for path, x in nondifferentiable(params):
         raise ValueError(
             f"params{keystr(path)} is {jax.typeof(x)} and has no"
             " gradient: leave it out of params. Tables and keys go to the model"

@@ -10,9 +10,9 @@ import jax
 from jax import Array
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import on_one_device
 from paged_optax.backend.memory import on_host
-from paged_optax.backend.variables import bare
+from paged_optax.backend.meshes import on_one_device
+from paged_optax.backend.variables import as_pure
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.learned import used
 from paged_optax.layerwise.model import Rest
@@ -42,8 +42,10 @@ def early_leaves(
       state: The state.
       batch: One micro-batch.
     """
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(bare(params))[0]]
-    flat, _ = jax.tree_util.tree_flatten_with_path(bare(state), is_leaf=is_quantized)
+    paths = [
+        path for path, _ in jax.tree_util.tree_flatten_with_path(as_pure(params))[0]
+    ]
+    flat, _ = jax.tree_util.tree_flatten_with_path(as_pure(state), is_leaf=is_quantized)
     owners = parameter_of([path for path, _ in flat], paths)
     length = length_of(parts.layers)
     seen = parts.joined(

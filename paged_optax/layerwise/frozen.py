@@ -11,9 +11,9 @@ import jax
 from jax import Array
 from jaxtyping import PyTree
 
-from paged_optax.backend.given import refuse_no_arrays
-from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import nbytes, on_host
+from paged_optax.backend.text import keystr
+from paged_optax.backend.validation import check_arrays
 from paged_optax.layerwise.groups import grouped
 from paged_optax.layerwise.parts import by_name
 from paged_optax.layerwise.slices import LayerIndex, slab
@@ -54,7 +54,7 @@ class Frozen:
             )
         layers = given.pop(key, None)
         name = f"frozen[{key!r}]"
-        refuse_no_arrays(name, layers)
+        check_arrays(name, layers)
         refuse_one_by_one(layers)
         for path, x in jax.tree_util.tree_flatten_with_path(layers)[0]:
             if x.shape[:1] != (length,):

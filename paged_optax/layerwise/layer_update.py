@@ -17,10 +17,10 @@ import optax
 from jax import Array
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import on_one_device
-from paged_optax.backend.barriers import finished
+from paged_optax.backend.barriers import barrier_on_cpu
 from paged_optax.backend.memory import HOST, nbytes, on_host
-from paged_optax.backend.variables import like
+from paged_optax.backend.meshes import on_one_device
+from paged_optax.backend.variables import unflatten_like
 from paged_optax.engine.streamed import Stored
 from paged_optax.layerwise.apart import Apart, Leaf, scales_to
 from paged_optax.layerwise.groups import Group
@@ -143,7 +143,7 @@ class Applied(Apart):
             leaves, moments = run(updates, held, tree, i, group)
             return self._if_it_happens((moments, leaves), (list(state), old))
 
-        return finished(update)
+        return barrier_on_cpu(update)
 
     def rest(
         self,
@@ -241,10 +241,10 @@ class Applied(Apart):
         """
         final = iter(slots)
         whole = [
-            like(old, scales_to(next(final), host=on_host(old))) if yes else x
+            unflatten_like(old, scales_to(next(final), host=on_host(old))) if yes else x
             for old, x, yes in zip(self.state, leaves, self.stacked, strict=True)
         ]
-        return like(self.given, whole)
+        return unflatten_like(self.given, whole)
 
     def _if_it_happens(self, new: Tree, old: Tree) -> Tree:
         """What is new where the update happens; else what is old."""

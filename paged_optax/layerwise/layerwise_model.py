@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Int, PyTree
 
-from paged_optax.backend.given import refuse_no_function
+from paged_optax.backend.validation import check_function
 from paged_optax.layerwise.axes import on_its_axes, told_automatically
 from paged_optax.layerwise.frozen import Frozen
 from paged_optax.layerwise.hosted import on_device
@@ -67,7 +67,7 @@ class LayerwiseModel:
     def __post_init__(self) -> None:
         """Refuses what is no function."""
         for name in ("prologue", "layer", "epilogue"):
-            refuse_no_function(name, getattr(self, name))
+            check_function(name, getattr(self, name))
 
     def check(self, tx: optax.GradientTransformation) -> None:
         """Tells of what `tx` chooses otherwise for a stack than for one layer.

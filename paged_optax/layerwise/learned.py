@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant
-from paged_optax.backend.manual_axes import abstract
+from paged_optax.backend.meshes import shape_dtype
 from paged_optax.layerwise.model import Learned, Model, Rest, is_inexact
 from paged_optax.layerwise.weights import Weights
 
@@ -71,7 +71,7 @@ def _entering(
 
     def run(rest: Rest) -> list[ArrayLike]:
         made = model.enter(rest, batch)
-        shapes.append(jax.tree.map(abstract, made))
+        shapes.append(jax.tree.map(shape_dtype, made))
         leaves = jax.tree.leaves(made)
         found.extend([False] * len(leaves))
         return [watched(i, x) for i, x in enumerate(leaves) if is_inexact(x)]

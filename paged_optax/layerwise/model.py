@@ -10,8 +10,8 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
-from paged_optax.backend.given import shown
 from paged_optax.backend.memory import HOST
+from paged_optax.backend.validation import brief
 from paged_optax.layerwise.frozen import Frozen
 from paged_optax.layerwise.hosted import Behind, fetched, on_device
 from paged_optax.layerwise.loss import WeightedLoss, over, parted_loss
@@ -334,7 +334,7 @@ def _pair(function: str, names: str, made: PyTree) -> tuple[PyTree, PyTree]:
     """What one of the user's functions returns, which must be two things."""
     if not isinstance(made, (tuple, list)) or len(made) != 2:
         raise TypeError(
-            f"{function} returns {shown(made)}: it returns ({names}), of which the"
+            f"{function} returns {brief(made)}: it returns ({names}), of which the"
             " second may be None."
         )
     first, second = made

@@ -10,10 +10,10 @@ from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Int
 
-from paged_optax.backend.arrays import is_traced
+from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
 from paged_optax.backend.memory import DEVICE, HOST, on_host
 from paged_optax.backend.tiling import minor_to_major
-from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.types import is_traced
 from paged_optax.codecs import Quantized
 from paged_optax.engine.ends import pieces_of, read_in_pieces, write_in_pieces
 from paged_optax.engine.streamed import Stored

@@ -9,15 +9,14 @@ from jax import Array
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 
-from paged_optax.backend.given import refuse_no_arrays
-from paged_optax.backend.key_paths import keystr, slashed
 from paged_optax.backend.memory import (
     PINNED_HOST,
     nbytes,
     on_host,
     typed_by_memory,
 )
-from paged_optax.backend.sizes import parse_bytes
+from paged_optax.backend.text import keystr, parse_bytes, path_name
+from paged_optax.backend.validation import check_arrays
 from paged_optax.layerwise.slices import goes_in_slabs
 
 #: An array, or what says its shape.
@@ -46,7 +45,7 @@ def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
       'pinned_host'
     """
     smallest = parse_bytes("min_size", min_size)
-    refuse_no_arrays("layers", layers)
+    check_arrays("layers", layers)
     refuse_one_by_one(layers)
 
     def place(x: Shaped) -> Array | jax.ShapeDtypeStruct:
@@ -104,7 +103,7 @@ def refuse_one_by_one(layers: PyTree) -> None:
     parameter is a stack of matrices, and all are of one length.
     """
     flat = jax.tree_util.tree_flatten_with_path(layers)[0]
-    names = {slashed(path[:1]): path[0] for path, _ in flat if path}
+    names = {path_name(path[:1]): path[0] for path, _ in flat if path}
     found = [re.fullmatch(r"(.*?)(\d+)", name) for name in names]
     numbers = {(x[1], int(x[2])) for x in found if x}
     prefixes = {prefix for prefix, _ in numbers}

@@ -9,12 +9,8 @@ import optax
 from jax import lax
 from jaxtyping import PyTree
 
-from paged_optax.backend.given import (
-    refuse_no_rate,
-    refuse_no_transformation,
-    shown,
-)
-from paged_optax.backend.overlap import warn_if_untold
+from paged_optax.backend.gpu import warn_without_overlap
+from paged_optax.backend.validation import brief, check_rate, check_transformation
 from paged_optax.layerwise.axes import on_its_axes, told_automatically
 from paged_optax.layerwise.by_host import ByHost
 from paged_optax.layerwise.checks import (
@@ -178,12 +174,12 @@ def layerwise_step(
         raise ValueError(f"clip={clip!r} is neither 'global' nor 'layer'.")
     if not isinstance(model, LayerwiseModel):
         raise TypeError(
-            f"model={shown(model)} is no LayerwiseModel: pass split_layers(loss,"
+            f"model={brief(model)} is no LayerwiseModel: pass split_layers(loss,"
             " params, batch), or LayerwiseModel(prologue, layer, epilogue)."
         )
-    refuse_no_transformation("tx", tx)
+    check_transformation("tx", tx)
     if max_norm is not None:
-        refuse_no_rate("max_norm", max_norm)
+        check_rate("max_norm", max_norm)
     model.check(tx)
     engine = Model(model.prologue, model.layer, model.epilogue, activations_on_host)
     return LayerwiseStep(engine, tx, max_norm, clip, accumulate, layers)
@@ -228,7 +224,7 @@ class LayerwiseStep:
           are deferred, parameters and state are those before this step's own update.
         """
         params, frozen = from_numpy((params, frozen))
-        warn_if_untold((params, state, workspace, frozen))
+        warn_without_overlap((params, state, workspace, frozen))
         self._check(params, state, workspace, frozen)
         given = params, state, workspace, batch, frozen
         return told_automatically(self._run, given, (params, state, workspace, None))
@@ -279,7 +275,7 @@ class LayerwiseStep:
           False
         """
         given = from_numpy(params), state, workspace
-        warn_if_untold(given)
+        warn_without_overlap(given)
         return told_automatically(self._finish, given, given)
 
     def _check(

@@ -10,8 +10,8 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import on_one_device
 from paged_optax.backend.memory import nbytes, on_host
+from paged_optax.backend.meshes import on_one_device
 from paged_optax.layerwise.slices import FETCHES_AHEAD, LayerIndex, slab
 from paged_optax.layerwise.stacks import length_of
 

@@ -11,14 +11,14 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
-from paged_optax.backend.given import (
-    checked_dtype,
-    refuse_no_arrays,
-    shown,
-    without_gradient,
-)
-from paged_optax.backend.key_paths import chosen, keystr, slashed
+from paged_optax.backend.text import keystr, matching_names, path_name
 from paged_optax.backend.types import KeyPath
+from paged_optax.backend.validation import (
+    brief,
+    check_arrays,
+    nondifferentiable,
+    parameter_dtype,
+)
 from paged_optax.layerwise.buffers import Shaped, placed_shape, zeros
 from paged_optax.layerwise.norms import widest
 from paged_optax.layerwise.parts import by_name
@@ -123,7 +123,7 @@ class GradientWorkspace:
             asked for is not; if `rest` is given without `host_dtype`, or has a leaf
             without a gradient.
         """
-        refuse_no_arrays("layers", layers)
+        check_arrays("layers", layers)
         if rest is not None and host_dtype is None:
             raise ValueError(
                 "rest is given and host_dtype is None: a deferred update finds the"
@@ -131,11 +131,11 @@ class GradientWorkspace:
                 " 'bfloat16'; or leave rest out."
             )
         if dtype is not None:
-            dtype = checked_dtype("dtype", dtype)
+            dtype = parameter_dtype("dtype", dtype)
         if host_dtype is not None:
-            host_dtype = checked_dtype("host_dtype", host_dtype)
+            host_dtype = parameter_dtype("host_dtype", host_dtype)
         flat, structure = jax.tree_util.tree_flatten_with_path(layers)
-        names = [slashed(path) for path, _ in flat]
+        names = [path_name(path) for path, _ in flat]
         stacks = [x for _, x in flat]
         length_of(layers)
         _refuse_real("dtype", dtype, flat)
@@ -143,10 +143,10 @@ class GradientWorkspace:
         patterns = [accumulate] if isinstance(accumulate, str) else accumulate
         if not isinstance(patterns, Sequence):
             raise TypeError(
-                f"accumulate={shown(accumulate)} is neither a pattern nor a list of"
+                f"accumulate={brief(accumulate)} is neither a pattern nor a list of"
                 " patterns, such as '*norm*'."
             )
-        accumulated = set[str]().union(*(chosen(p, names) for p in patterns))
+        accumulated = set[str]().union(*(matching_names(p, names) for p in patterns))
         make = lambda x, shape, dtype: zeros(
             x, shape, jax.typeof(x).dtype if dtype is None else dtype
         )
@@ -176,7 +176,7 @@ class GradientWorkspace:
         Raises:
           ValueError: If they are of other shapes than one layer's.
         """
-        refuse_no_arrays("gradients", gradients)
+        check_arrays("gradients", gradients)
         described = lambda tree: jax.tree.map(lambda x: x.shape, tree)
         found, wanted = described(gradients), described(self.gradients)
         if found != wanted:
@@ -342,8 +342,8 @@ def _nothing_pending(
     rest: PyTree, gradients: Sequence[Shaped], stack: Shaped
 ) -> Pending:
     """Room for the gradients of the other parameters, and a norm beside the layers."""
-    refuse_no_arrays("rest", rest)
-    for path, x in without_gradient(rest):
+    check_arrays("rest", rest)
+    for path, x in nondifferentiable(rest):
         raise ValueError(
             f"rest{keystr(path)} is {x.dtype}{list(x.shape)} and has no gradient:"
             " leave it out of params, and of rest."

@@ -10,10 +10,13 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Integer
 
-from paged_optax.backend.arrays import on_one_device
-from paged_optax.backend.explicit_axes import automatically
-from paged_optax.backend.given import refuse_no_count, refuse_no_rate, shown
-from paged_optax.backend.manual_axes import varying, varying_axes
+from paged_optax.backend.meshes import (
+    on_one_device,
+    varying,
+    varying_axes,
+    with_automatic_axes,
+)
+from paged_optax.backend.validation import brief, check_count, check_rate
 from paged_optax.losses.chunks import Chunks
 
 _Axes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -129,11 +132,11 @@ def linear_cross_entropy(
     _refuse_other_shapes(x, head, labels, bias, vocab_axis)
     _refuse_other_dtypes(x, head, labels, bias)
     if soft_cap is not None:
-        refuse_no_rate("soft_cap", soft_cap)
+        check_rate("soft_cap", soft_cap)
     if z_loss:
-        refuse_no_rate("z_loss", z_loss)
+        check_rate("z_loss", z_loss)
     if chunk is not None:
-        refuse_no_count("chunk", chunk, 1)
+        check_count("chunk", chunk, 1)
     vocab, width = head.shape[vocab_axis], head.shape[1 - vocab_axis]
     # What is traced by its shape, by `split_layers` too, may be divided when it runs.
     one = jax.device_count() == 1 and on_one_device(head)
@@ -150,7 +153,9 @@ def linear_cross_entropy(
         made = jnp.where(labels < chunks.vocab, made, jnp.nan)
         return jnp.where(labels < 0, 0.0, made)
 
-    return automatically(losses, (x, head, labels.astype(jnp.int32), bias), labels)
+    return with_automatic_axes(
+        losses, (x, head, labels.astype(jnp.int32), bias), labels
+    )
 
 
 class _Sums(NamedTuple):
@@ -313,7 +318,7 @@ def _refuse_other_shapes(
 ) -> None:
     if vocab_axis not in (0, 1):
         raise ValueError(
-            f"vocab_axis={shown(vocab_axis)}: pass 0 for a head of [vocab, width], or 1"
+            f"vocab_axis={brief(vocab_axis)}: pass 0 for a head of [vocab, width], or 1"
             " for one of [width, vocab]."
         )
     if head.ndim != 2:

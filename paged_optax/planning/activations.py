@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import jax
 
-from paged_optax.backend.sizes import readable_bytes
+from paged_optax.backend.text import readable_bytes
 from paged_optax.losses.chunks import Chunks
 from paged_optax.planning.layers import Layers
 

@@ -6,7 +6,7 @@ import difflib
 import numpy as np
 from jax.typing import DTypeLike
 
-from paged_optax.backend.given import shown
+from paged_optax.backend.validation import brief
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ def find_card(name: str | Card, argument: str = "card") -> Card:
     close = difflib.get_close_matches(written, known, n=2, cutoff=0.5)
     guess = f" Did you mean {' or '.join(known[x] for x in close)}?" if close else ""
     raise ValueError(
-        f"{argument}={shown(name)} is none of {', '.join(CARDS)}.{guess} For another"
+        f"{argument}={brief(name)} is none of {', '.join(CARDS)}.{guess} For another"
         " card state its memory, link and TFLOP/s."
     )
 

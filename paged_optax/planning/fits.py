@@ -7,14 +7,9 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from paged_optax.backend.given import (
-    refuse_no_arrays,
-    refuse_no_bool,
-    refuse_no_count,
-    shown,
-)
 from paged_optax.backend.memory import device_share, nbytes, platform
-from paged_optax.backend.sizes import parse_bytes
+from paged_optax.backend.text import parse_bytes
+from paged_optax.backend.validation import brief, check_arrays, check_bool, check_count
 from paged_optax.planning.activations import Activations, Given, Sizes, sizes_of
 from paged_optax.planning.cards import CARDS, Card, find_card
 from paged_optax.planning.footprints import Footprint, Footprints
@@ -139,9 +134,9 @@ def what_fits(
     """
     stated = None if card is None else find_card(card)
     limit = _limit(device_memory, stated)
-    refuse_no_arrays("params", params)
+    check_arrays("params", params)
     if not isinstance(layers, str):
-        raise TypeError(f"layers={shown(layers)} is not a key, such as 'layers'.")
+        raise TypeError(f"layers={brief(layers)} is not a key, such as 'layers'.")
     # Products are in the dtype of the matrices, of which the largest leaf is one.
     leaves = jax.tree.leaves(params)
     dtype = max(leaves, key=lambda x: x.size).dtype if leaves else jnp.float32
@@ -224,18 +219,18 @@ def _given(
         return None
     if length is None:
         raise ValueError(
-            f"batch={shown(batch)} is without length: pass the tokens of a sequence,"
+            f"batch={brief(batch)} is without length: pass the tokens of a sequence,"
             " such as length=2048."
         )
     if batch is None:
         raise ValueError(
-            f"length={shown(length)} is without batch: pass the sequences of a step,"
+            f"length={brief(length)} is without batch: pass the sequences of a step,"
             " such as batch=4."
         )
     counts = {"batch": batch, "length": length, "score_blocks": score_blocks}
     for name, count in (counts if heads is None else counts | {"heads": heads}).items():
-        refuse_no_count(name, count, 1)
-    refuse_no_bool("fused_head", fused_head)
+        check_count(name, count, 1)
+    check_bool("fused_head", fused_head)
     return Given(batch, length, heads, score_blocks, fused_head)
 
 

@@ -5,9 +5,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import overload
 
-from paged_optax.backend import host_pool
-from paged_optax.backend.sizes import readable_bytes
-from paged_optax.backend.text_table import table
+from paged_optax.backend import gpu
+from paged_optax.backend.text import readable_bytes, table
 from paged_optax.planning.activations import Activations, Given
 from paged_optax.planning.code import written
 
@@ -206,9 +205,9 @@ class Footprints(Sequence[Footprint]):
             row = max(self.rows, key=lambda row: row.host)
         if not row.host:
             return
-        taken = host_pool.pinned_bytes(row.arrays)
-        gigabytes = host_pool.limit_gigabytes(row.arrays)
-        limited = host_pool.pinned_bytes(row.arrays, gigabytes << 30) or 0
+        taken = gpu.pinned_bytes(row.arrays)
+        gigabytes = gpu.limit_gigabytes(row.arrays)
+        limited = gpu.pinned_bytes(row.arrays, gigabytes << 30) or 0
         takes = "does not hand out so much"
         if taken is not None:
             takes = f"takes {readable_bytes(taken)} for it"
@@ -226,7 +225,7 @@ class Footprints(Sequence[Footprint]):
             text += f" With this, before JAX starts, the pool takes {least}:"
         yield text
         if helps:
-            yield f"export {host_pool.LIMIT}={gigabytes}"
+            yield f"export {gpu.POOL_LIMIT}={gigabytes}"
 
     def _what_jax_takes(self) -> Iterator[str]:
         memory = readable_bytes(self.device_memory)

@@ -4,8 +4,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from paged_optax.backend.given import refuse_no_arrays, refuse_no_mesh, shown
 from paged_optax.backend.types import ArrayOrShape
+from paged_optax.backend.validation import brief, check_arrays, check_mesh
 from paged_optax.engine.shards import spec_of_axes
 from paged_optax.planning.layers import stacks_under
 
@@ -47,10 +47,10 @@ def fully_sharded(
     References:
       Rajbhandari et al., `ZeRO <https://arxiv.org/abs/1910.02054>`_, 2020.
     """
-    refuse_no_mesh("mesh", mesh)
-    refuse_no_arrays("params", params)
+    check_mesh("mesh", mesh)
+    check_arrays("params", params)
     if not isinstance(layers, str):
-        raise TypeError(f"layers={shown(layers)} is not a key, such as 'layers'.")
+        raise TypeError(f"layers={brief(layers)} is not a key, such as 'layers'.")
 
     def divide(x: ArrayOrShape, stacked: bool) -> NamedSharding:
         axes: list[tuple[str, ...]] = [()] * len(x.shape)

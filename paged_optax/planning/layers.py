@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 import jax
 from jaxtyping import PyTree
 
-from paged_optax.backend.key_paths import slashed
 from paged_optax.backend.memory import nbytes
+from paged_optax.backend.text import path_name
 
 _Leaf = tuple[str, jax.ShapeDtypeStruct]
 
@@ -107,7 +107,7 @@ def stacks_under(params: PyTree, key: str) -> frozenset[int]:
 def _by_path(params: PyTree) -> list[_Leaf]:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return [
-        (slashed(path), jax.ShapeDtypeStruct(x.shape, x.dtype)) for path, x in leaves
+        (path_name(path), jax.ShapeDtypeStruct(x.shape, x.dtype)) for path, x in leaves
     ]
 
 

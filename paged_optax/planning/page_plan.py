@@ -8,17 +8,16 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
-from paged_optax.backend import host_pool
-from paged_optax.backend.given import (
-    refuse_no_arrays,
-    refuse_no_count,
-    refuse_no_rate,
-    refuse_no_transformation,
-    shown,
-)
-from paged_optax.backend.sizes import readable_bytes
-from paged_optax.backend.text_table import table
+from paged_optax.backend import gpu
+from paged_optax.backend.text import readable_bytes, table
 from paged_optax.backend.types import Transformation
+from paged_optax.backend.validation import (
+    brief,
+    check_arrays,
+    check_count,
+    check_rate,
+    check_transformation,
+)
 from paged_optax.engine.shards import Shards
 from paged_optax.planning.cards import CARDS, card_name
 from paged_optax.planning.free_paging import free_from
@@ -219,15 +218,15 @@ def plan(
       >>> po.plan(po.paged_adamw(1e-3), params, mesh=mesh).host_bytes // 2**20
       16
     """
-    refuse_no_transformation("tx", tx)
-    refuse_no_arrays("params", params)
+    check_transformation("tx", tx)
+    check_arrays("params", params)
     if link_gigabytes_per_second is None:
         here = card_name(jax.local_devices()[0].device_kind)
         link_gigabytes_per_second = CARDS[here].link if here else 25.0
-    refuse_no_rate("link_gigabytes_per_second", link_gigabytes_per_second)
-    refuse_no_count("devices_per_host", devices_per_host, 1)
+    check_rate("link_gigabytes_per_second", link_gigabytes_per_second)
+    check_count("devices_per_host", devices_per_host, 1)
     if not isinstance(extra_args or {}, Mapping):
-        raise TypeError(f"extra_args={shown(extra_args)} is not a mapping of names.")
+        raise TypeError(f"extra_args={brief(extra_args)} is not a mapping of names.")
     refuse_uneven(params)
     if mesh is not None:
         params = jax.tree.map(
@@ -255,12 +254,12 @@ def plan(
     )
     # Planning for a GPU is mostly done elsewhere; only a TPU has no such pool.
     arrays = result.arrays_on_host * min(devices, devices_per_host)
-    if jax.default_backend() != "tpu" and host_pool.pinned_bytes(arrays) is None:
+    if jax.default_backend() != "tpu" and gpu.pinned_bytes(arrays) is None:
         warnings.warn(
             f"the moments need {readable_bytes(result.bytes_per_host)} of pinned host"
             f" memory, and XLA's pool on a GPU holds"
-            f" {readable_bytes(host_pool.pool_limit())}: set"
-            f" {host_pool.LIMIT}={host_pool.limit_gigabytes(arrays)} before JAX"
+            f" {readable_bytes(gpu.pool_limit())}: set"
+            f" {gpu.POOL_LIMIT}={gpu.limit_gigabytes(arrays)} before JAX"
             " starts.",
             stacklevel=2,
         )

@@ -10,7 +10,7 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.sizes import parse_bytes
+from paged_optax.backend.text import parse_bytes
 from paged_optax.planning.page_plan import PagePlan, plan
 from paged_optax.transform.codec_rules import Rule
 from paged_optax.transform.paged import paged

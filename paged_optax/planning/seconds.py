@@ -4,7 +4,7 @@ import dataclasses
 
 from jax.typing import DTypeLike
 
-from paged_optax.backend.given import refuse_no_rate
+from paged_optax.backend.validation import check_rate
 from paged_optax.planning.activations import Given, Sizes
 from paged_optax.planning.cards import Card
 from paged_optax.planning.footprints import Footprint
@@ -57,10 +57,10 @@ class Rates:
         both = None
         if link is None:
             link, both = (25.0, None) if card is None else (card.link, card.both_ways)
-        refuse_no_rate("link_gigabytes_per_second", link)
+        check_rate("link_gigabytes_per_second", link)
         reached = None
         if teraflops is not None:
-            refuse_no_rate("teraflops", teraflops)
+            check_rate("teraflops", teraflops)
             reached = teraflops, teraflops
         elif card is not None:
             products = card.products(dtype)

@@ -13,7 +13,7 @@ import optax
 from jax import Array
 from jaxtyping import PyTree
 
-from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.text import keystr
 from paged_optax.layerwise.guard import wrapper_of
 from paged_optax.layerwise.programs import Programs
 from paged_optax.layerwise.slices import LayerIndex, goes_in_slabs

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from jax.core import ShapedArray
 
-from paged_optax.backend.key_paths import names_of
+from paged_optax.backend.text import key_names
 from paged_optax.backend.types import KeyPath
 
 #: The names of a path's keys; a key such as "decoder/h_0" or "layers.0" has two.
@@ -84,7 +84,7 @@ def split_names(paths: Sequence[KeyPath]) -> list[Names]:
       >>> split_names([(key("layers.0.up"),), (key("a/b"),), (key("a"),)])
       [('layers', '0', 'up'), ('a/b',), ('a',)]
     """
-    whole = [names_of(path) for path in paths]
+    whole = [key_names(path) for path in paths]
     parted = [tuple(part for x in names for part in _parts(x)) for names in whole]
     times = collections.Counter(parted)
     inner = {names[:k] for names in times for k in range(len(names))}

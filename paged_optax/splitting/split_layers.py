@@ -11,13 +11,13 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.given import (
-    refuse_no_arrays,
-    refuse_no_function,
-    without_gradient,
+from paged_optax.backend.meshes import shape_dtype
+from paged_optax.backend.text import keystr
+from paged_optax.backend.validation import (
+    check_arrays,
+    check_function,
+    nondifferentiable,
 )
-from paged_optax.backend.key_paths import keystr
-from paged_optax.backend.manual_axes import abstract
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
 from paged_optax.splitting.build import Functions
 from paged_optax.splitting.choices import tell_of_choices
@@ -97,14 +97,14 @@ def split_layers(
       >>> params["layers"]["up"].shape, len(model.unstack(params)["layers"])
       ((3, 64, 128), 3)
     """
-    refuse_no_function("loss", loss)
-    refuse_no_arrays("params", params)
+    check_function("loss", loss)
+    check_arrays("params", params)
     _refuse_arguments(loss, frozen)
     _refuse_integers(params)
     if layers is not None and not isinstance(layers, str):
         raise TypeError(f"layers={layers!r} is not a path: pass one, as 'layers'.")
-    frozen_shapes = None if frozen is None else jax.tree.map(abstract, frozen)
-    known = Loss(loss, jax.tree.map(abstract, params), frozen_shapes)
+    frozen_shapes = None if frozen is None else jax.tree.map(shape_dtype, frozen)
+    known = Loss(loss, jax.tree.map(shape_dtype, params), frozen_shapes)
     found = known.found(batch, layers, None)
     functions = _Functions(known, found, {_key(batch): Functions.of(found.pieces)})
     return SplitModel(
@@ -325,7 +325,7 @@ def _refuse_arguments(loss: Callable[..., PyTree], frozen: PyTree | None) -> Non
 
 def _refuse_integers(params: PyTree) -> None:
     """Refuses parameters that have no gradient."""
-    for path, x in without_gradient(params):
+    for path, x in nondifferentiable(params):
         raise TypeError(
             f"params{keystr(path)} has dtype {x.dtype} and no gradient: pass it in"
             " frozen=, to loss(params, frozen, batch), or with the batch."

@@ -11,12 +11,10 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import is_traced
-from paged_optax.backend.given import refuse_no_arrays, shown
-from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import HOST, nbytes, on_host
-from paged_optax.backend.sizes import parse_bytes
-from paged_optax.backend.types import KeyPath, PyTreeDef
+from paged_optax.backend.text import keystr, parse_bytes
+from paged_optax.backend.types import KeyPath, PyTreeDef, is_traced
+from paged_optax.backend.validation import brief, check_arrays
 from paged_optax.layerwise.slices import put
 from paged_optax.layerwise.stacks import Shaped, away, offload
 from paged_optax.splitting.find import Names
@@ -61,7 +59,7 @@ class Stacking:
         """The tree with the layers' leaves stacked; see `SplitModel.stack`."""
         if on_host not in (False, True, "all"):
             raise ValueError(
-                f"on_host={shown(on_host)}: True puts the layers on the host, 'all' the"
+                f"on_host={brief(on_host)}: True puts the layers on the host, 'all' the"
                 " other parameters too."
             )
         leaves, smallest = self._leaves(tree), parse_bytes("min_size", min_size)
@@ -94,7 +92,7 @@ class Stacking:
         return jax.tree.unflatten(self.structure, leaves)
 
     def _leaves(self, tree: PyTree) -> list[Shaped]:
-        refuse_no_arrays(self.argument, tree)
+        check_arrays(self.argument, tree)
         flat, structure = jax.tree.flatten(tree)
         if structure != self.structure:
             _refuse_other_tree(self.argument, tree, self.paths)

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from paged_optax.analysis.flat import ELEMENTWISE, Flat
 from paged_optax.analysis.program import FILLS, Constant, Equation, Operand
-from paged_optax.backend.arrays import is_traced
+from paged_optax.backend.types import is_traced
 from paged_optax.splitting.depends import values_in, values_of
 
 #: What may be done with a whole stack before it is indexed: an equation, or a

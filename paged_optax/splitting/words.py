@@ -7,8 +7,7 @@ from jax.core import ShapedArray
 
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Operand
-from paged_optax.backend.sizes import readable_bytes
-from paged_optax.backend.text_table import table
+from paged_optax.backend.text import readable_bytes, table
 from paged_optax.splitting.depends import live_of, values_in, values_of
 from paged_optax.splitting.find import nbytes_of
 from paged_optax.splitting.lines import line_of

@@ -11,17 +11,17 @@ from jax.sharding import (
 )
 from jaxtyping import PyTree
 
-from paged_optax.backend.given import refuse_no_arrays, refuse_no_transformation, shown
-from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import (
     PINNED_HOST,
     memory_kinds,
     on_host,
-    replicated,
+    replicated_sharding,
     typed_by_memory,
 )
+from paged_optax.backend.text import keystr
 from paged_optax.backend.types import ArrayOrShape, Described, Transformation
-from paged_optax.backend.variables import bare, like, optimizer_shardings
+from paged_optax.backend.validation import brief, check_arrays, check_transformation
+from paged_optax.backend.variables import as_pure, optimizer_shardings, unflatten_like
 from paged_optax.engine.shards import Shards
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import within
@@ -80,10 +80,10 @@ def abstract_state(
       'pinned_host'
     """
     if isinstance(tx, Described):
-        refuse_no_arrays("params", params)
+        check_arrays("params", params)
         return tx.abstract(params)
-    refuse_no_transformation("tx", tx)
-    refuse_no_arrays("params", params)
+    check_transformation("tx", tx)
+    check_arrays("params", params)
     refuse_uneven(params)
     asked = optimizer_shardings(params)
     params = _on_meshes(params, asked)
@@ -92,11 +92,13 @@ def abstract_state(
     with looking, explicitly_typed(params) as shapes:
         # A new function each time: JAX would not run one again that it has traced.
         closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(shapes)
-    stored = jax.tree_util.tree_flatten_with_path(bare(shapes), is_leaf=is_quantized)[0]
-    parameters = jax.tree_util.tree_flatten_with_path(bare(params))[0]
+    stored = jax.tree_util.tree_flatten_with_path(
+        as_pure(shapes), is_leaf=is_quantized
+    )[0]
+    parameters = jax.tree_util.tree_flatten_with_path(as_pure(params))[0]
     owners = parameter_of([p for p, _ in stored], [p for p, _ in parameters])
     # Committed to one device, a count could not meet parameters that are elsewhere.
-    default = replicated(x for _, x in parameters) or SingleDeviceSharding(
+    default = replicated_sharding(x for _, x in parameters) or SingleDeviceSharding(
         jax.devices()[0]
     )
     avals = iter(closed.out_avals)
@@ -127,7 +129,7 @@ def abstract_state(
     for (_, x), owner in zip(stored, owners, strict=True):
         parameter = None if owner is None else beside[owner]
         placed.append(jax.tree.map(lambda x, p=parameter: place(x, p), x))
-    return like(shapes, placed)
+    return unflatten_like(shapes, placed)
 
 
 def state_shardings(
@@ -170,11 +172,11 @@ def state_shardings(
       >>> init({"w": jnp.ones((512, 512))})[0].mu["w"].sharding.memory_kind
       'pinned_host'
     """
-    refuse_no_arrays("params", params)
+    check_arrays("params", params)
     for path, x in jax.tree_util.tree_flatten_with_path(shardings)[0]:
         if not isinstance(x, Sharding):
             raise TypeError(
-                f"shardings{keystr(path)}={shown(x)} is not a sharding: pass"
+                f"shardings{keystr(path)}={brief(x)} is not a sharding: pass"
                 " NamedSharding(mesh, spec)."
             )
     try:
@@ -202,4 +204,4 @@ def _on_meshes(params: PyTree, asked: Sequence[NamedSharding | None]) -> PyTree:
         else x
         for x, told in zip(jax.tree.leaves(params), asked, strict=True)
     ]
-    return like(params, leaves)
+    return unflatten_like(params, leaves)

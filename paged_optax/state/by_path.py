@@ -14,9 +14,9 @@ from collections.abc import Iterable
 import jax
 from jaxtyping import PyTree
 
-from paged_optax.backend.given import refuse_no_arrays
-from paged_optax.backend.key_paths import Path, keystr, name_of, names_of, slashed
-from paged_optax.backend.types import ArrayOrShape, KeyPath
+from paged_optax.backend.text import key_names, keystr, path_name
+from paged_optax.backend.types import ArrayOrShape, KeyPath, Path
+from paged_optax.backend.validation import check_arrays
 from paged_optax.state.leaves import StateLeaf, leaves_of
 
 
@@ -30,15 +30,17 @@ class Parameters:
         self.groups: dict[tuple[str, ...], list[KeyPath]] = {}
         self.joined: dict[str, set[tuple[str, ...]]] = {}
         for path in dict.fromkeys(known):
-            self.names[path] = slashed(path)
+            self.names[path] = path_name(path)
             for n in range(len(path) + 1):
-                self.groups.setdefault(names_of(path[:n]), []).append(path)
-                self.joined.setdefault(slashed(path[:n]), set()).add(names_of(path[:n]))
+                self.groups.setdefault(key_names(path[:n]), []).append(path)
+                self.joined.setdefault(path_name(path[:n]), set()).add(
+                    key_names(path[:n])
+                )
 
     def named_by(self, path: Path) -> list[KeyPath]:
         """Those that a path names: one, or a group."""
         if isinstance(path, tuple):
-            found = self.groups.get(names_of(path), [])
+            found = self.groups.get(key_names(path), [])
         elif isinstance(path, str):
             found = self._named_by_text(path)
         else:
@@ -48,7 +50,7 @@ class Parameters:
             )
         if found:
             return found
-        wanted, names = name_of(path), list(self.names.values())
+        wanted, names = path_name(path), list(self.names.values())
         close = difflib.get_close_matches(wanted, names, n=3, cutoff=0.3) or names[:3]
         raise ValueError(
             f"path={wanted!r}: {self.where} has no such parameter. Close names:"
@@ -80,14 +82,14 @@ def the_one_named_by(path: Path, leaves: Iterable[StateLeaf]) -> KeyPath:
     paths = [leaf.parameter for leaf in leaves if leaf.is_moment]
     found = Parameters(paths, "the state").named_by(path)
     if len(found) > 1:
-        names = [slashed(each) for each in found]
+        names = [path_name(each) for each in found]
         shown = [
             repr(name) if names.count(name) == 1 else str(each)
             for name, each in zip(names, found, strict=True)
         ]
         more = ["..."] if len(found) > 3 else []
         raise ValueError(
-            f"path={name_of(path).strip('/')!r} leads to {len(found)} parameters"
+            f"path={path_name(path).strip('/')!r} leads to {len(found)} parameters"
             f" ({', '.join(shown[:3] + more)}): name one."
         )
     return found[0]
@@ -103,7 +105,7 @@ def moments_of(state: PyTree, path: Path) -> dict[str, tuple[int, StateLeaf]]:
         if leaf.is_moment and leaf.parameter == parameter
     ]
     names = [leaf.field for _, leaf in own]
-    for spelled in (slashed, keystr):
+    for spelled in (path_name, keystr):
         names = [
             name if names.count(name) == 1 else f"{spelled(leaf.node)}/{leaf.field}"
             for name, (_, leaf) in zip(names, own, strict=True)
@@ -113,7 +115,7 @@ def moments_of(state: PyTree, path: Path) -> dict[str, tuple[int, StateLeaf]]:
 
 def arrays_of(state: PyTree, path: Path | None) -> list[ArrayOrShape]:
     """The arrays of a parameter's moments, or of a group's; None: all arrays."""
-    refuse_no_arrays("state", state)
+    check_arrays("state", state)
     if path is None:
         return jax.tree.leaves(state)
     leaves = [leaf for leaf in leaves_of(state) if leaf.is_moment]

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 import jax.numpy as jnp
 import numpy as np
 
-from paged_optax.backend.key_paths import Path, names_of, slashed
-from paged_optax.backend.types import KeyPath
+from paged_optax.backend.text import key_names, path_name
+from paged_optax.backend.types import KeyPath, Path
 
 #: What bitsandbytes keeps for one parameter: its step, and arrays by name.
 Entry = Mapping[str, int | np.ndarray | Mapping[str, np.ndarray]]
@@ -22,18 +22,18 @@ def entries_of(
 ) -> dict[KeyPath, Entry]:
     """The entry of each parameter, its arrays side by side."""
     _refuse_unmapped("entries", entries)
-    names = {path: slashed(path) for path in parameters}
+    names = {path: path_name(path) for path in parameters}
     if {"state", "param_groups"} <= entries.keys() - set(names.values()):
         entries = entries["state"]  # pyright: ignore[reportAssignmentType]
         _refuse_unmapped("entries['state']", entries)
     flat = {label: _flat(label, entry) for label, entry in entries.items()}
-    by_keys = {names_of(x): x for x in flat if isinstance(x, tuple)}
+    by_keys = {key_names(x): x for x in flat if isinstance(x, tuple)}
     # Optimizers of PyTorch number the parameters of a list.
     by_name = {str(x): x for x in flat if not isinstance(x, tuple)}
     count = collections.Counter(names.values())
     found: dict[KeyPath, Entry] = {}
     for path, name in names.items():
-        label = by_keys.get(names_of(path), by_name.get(name))
+        label = by_keys.get(key_names(path), by_name.get(name))
         if label is None:
             shown = ", ".join(map(repr, list(flat)[:3]))
             raise ValueError(
@@ -52,7 +52,7 @@ def entries_of(
 
 
 def _flat(label: Path | int, entry: Entry) -> Entry:
-    name = slashed(label) if isinstance(label, tuple) else label
+    name = path_name(label) if isinstance(label, tuple) else label
     _refuse_unmapped(f"the entry of parameter {name!r}", entry)
     if _NESTED not in entry:
         return entry
@@ -84,7 +84,7 @@ def numbers(parameter: KeyPath, name: str, given: object) -> np.ndarray:
         found, why = np.zeros(0, object), str(error)
     if not jnp.issubdtype(found.dtype, np.number):
         raise ValueError(
-            f"{name!r} of parameter {slashed(parameter)!r} is no array of numbers:"
+            f"{name!r} of parameter {path_name(parameter)!r} is no array of numbers:"
             f" {why}."
         )
     return found
@@ -96,8 +96,8 @@ def step_in(parameter: KeyPath, entry: Entry) -> int:
     if step.ndim or not 0 <= step < 2**31 or step != np.floor(step):
         shown = str(step) if step.size < 9 else f"{step.dtype}{list(step.shape)}"
         raise ValueError(
-            f"'step' of parameter {slashed(parameter)!r} is {shown}: a step is a whole"
-            " number from 0 to 2^31 - 1."
+            f"'step' of parameter {path_name(parameter)!r} is {shown}: a step is a"
+            " whole number from 0 to 2^31 - 1."
         )
     return int(step)
 
@@ -106,7 +106,7 @@ def refuse_unfit(
     parameter: KeyPath, name: str, found: np.ndarray, no_negative: str
 ) -> None:
     """Refuses what is not finite and, where it says what they are, negative numbers."""
-    holds = f"{name!r} of parameter {slashed(parameter)!r} holds"
+    holds = f"{name!r} of parameter {path_name(parameter)!r} holds"
     if no_negative and (negative := found[found < 0]).size:
         raise ValueError(
             f"{holds} {negative[0]}: it is {no_negative}, which is not negative. Pass"

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator
 import jax
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import counts_steps, holds_moments
-from paged_optax.backend.given import refuse_no_arrays
-from paged_optax.backend.key_paths import names_of, slashed
 from paged_optax.backend.memory import on_host
-from paged_optax.backend.types import ArrayOrShape, KeyPath
-from paged_optax.backend.variables import bare
+from paged_optax.backend.text import key_names, path_name
+from paged_optax.backend.types import ArrayOrShape, KeyPath, counts_steps, holds_moments
+from paged_optax.backend.validation import check_arrays
+from paged_optax.backend.variables import as_pure
 from paged_optax.codecs import Quantized
 
 #: What `optax.inject_hyperparams` keeps beside moments: trees of settings.
@@ -50,12 +49,12 @@ class StateLeaf:
     @property
     def key(self) -> LeafKey:
         """What it is called in any state of its transformation."""
-        return names_of(self.node), self.field, names_of(self.parameter)
+        return key_names(self.node), self.field, key_names(self.parameter)
 
     @property
     def name(self) -> str:
         """Its parameter, for messages."""
-        return slashed(self.parameter)
+        return path_name(self.parameter)
 
     @property
     def is_moment(self) -> bool:
@@ -125,13 +124,13 @@ def fields_of(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, PyTre
 
 def leaves_of(state: PyTree) -> list[StateLeaf]:
     """The leaves of a state, in order, each with its place."""
-    refuse_no_arrays("state", state)
+    check_arrays("state", state)
     return [
         StateLeaf(
             path[:-1],
-            slashed(path[-1:]),
+            path_name(path[-1:]),
             () if _is_count_variable(key_path, value) else key_path,
-            bare(value),
+            as_pure(value),
         )
         for path, field in fields_of(state)
         for key_path, value in _flat(field)
@@ -142,7 +141,7 @@ def _flat(field: PyTree) -> list[tuple[KeyPath, PyTree]]:
     """A field's moments and arrays, each with its path, that of its variable."""
     flat = jax.tree_util.tree_flatten_with_path(field, is_leaf=is_quantized)[0]
     boxed = lambda x: (
-        is_quantized(x) and jax.tree.structure(x) != jax.tree.structure(bare(x))
+        is_quantized(x) and jax.tree.structure(x) != jax.tree.structure(as_pure(x))
     )
     value = jax.tree_util.GetAttrKey("value")
     return [((*path, value) if boxed(x) else path, x) for path, x in flat]

@@ -6,9 +6,9 @@ import optax
 from jax import Array
 from jaxtyping import Float, PyTree
 
-from paged_optax.backend.given import refuse_no_arrays
-from paged_optax.backend.key_paths import names_of, slashed
+from paged_optax.backend.text import key_names, path_name
 from paged_optax.backend.types import KeyPath
+from paged_optax.backend.validation import check_arrays
 from paged_optax.state.leaves import leaves_of
 from paged_optax.transform.precision import master_beside, wider
 from paged_optax.transform.remainders import master_of
@@ -47,7 +47,7 @@ def master_weights(
       >>> params["w"][0, 0], po.master_weights(params, state)["w"][0, 0]
       (Array(1, dtype=bfloat16), Array(0.9999, dtype=float32))
     """
-    refuse_no_arrays("params", params)
+    check_arrays("params", params)
     found = {
         (leaf.field, _named(leaf.parameter)): leaf.value for leaf in leaves_of(state)
     }
@@ -64,7 +64,7 @@ def master_weights(
         known = [repr("/".join(name)) for field, name in found if field in _OF_FIELD]
         if known:
             raise ValueError(
-                f"params: the state keeps no master of {slashed(path)!r} of shape"
+                f"params: the state keeps no master of {path_name(path)!r} of shape"
                 f" {parameter.shape}, only of {', '.join(known[:3])}: pass the"
                 " parameters that the state was made with, or some of them under their"
                 " own paths."
@@ -79,5 +79,5 @@ def master_weights(
 
 def _named(path: KeyPath) -> tuple[str, ...]:
     """The names of a parameter's keys, in a variable of Flax or not."""
-    names = names_of(path)
+    names = key_names(path)
     return names[:-1] if names[-1:] == ("value",) else names

@@ -9,13 +9,18 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import is_committed, is_traced
-from paged_optax.backend.donation import paired
-from paged_optax.backend.given import refuse_no_transformation, shown
-from paged_optax.backend.key_paths import Path, name_of, names_of
-from paged_optax.backend.memory import DEVICE, HOST, PINNED_HOST, memory_kinds, on_host
-from paged_optax.backend.types import Transformation
-from paged_optax.backend.variables import bare, like
+from paged_optax.backend.memory import (
+    DEVICE,
+    HOST,
+    PINNED_HOST,
+    donate_within_memory,
+    memory_kinds,
+    on_host,
+)
+from paged_optax.backend.text import key_names, path_name
+from paged_optax.backend.types import Path, Transformation, is_committed, is_traced
+from paged_optax.backend.validation import brief, check_transformation
+from paged_optax.backend.variables import as_pure, unflatten_like
 from paged_optax.codecs import Quantized
 from paged_optax.state.abstract import abstract_state
 from paged_optax.state.by_path import Parameters, moments_of
@@ -59,7 +64,7 @@ def page_in(state: PyTree, path: Path) -> dict[str, PyTree[Array]]:
         name: jax.device_put(leaf.value, DEVICE)
         for name, (_, leaf) in moments_of(state, path).items()
     }
-    return paired(moments)
+    return donate_within_memory(moments)
 
 
 def page_out(
@@ -92,12 +97,12 @@ def page_out(
     known = moments_of(state, path)
     if not isinstance(moments, Mapping):
         raise TypeError(
-            f"moments={shown(moments)} is not a mapping: pass moments as page_in gives"
+            f"moments={brief(moments)} is not a mapping: pass moments as page_in gives"
             " them."
         )
     if set(moments) != set(known):
         raise ValueError(
-            f"moments={sorted(moments)}: parameter {name_of(path)!r} has the moments"
+            f"moments={sorted(moments)}: parameter {path_name(path)!r} has the moments"
             f" {sorted(known)}: pass those, as page_in gives them."
         )
     found = leaves_of(state)
@@ -107,12 +112,13 @@ def page_out(
             given, held = _describe(moments[name]), _describe(leaf.value)
             raise ValueError(
                 f"moments[{name!r}] is {given}, and the state of parameter"
-                f" {name_of(path)!r} holds {held}: pass moments as page_in gives them."
+                f" {path_name(path)!r} holds {held}: pass moments as page_in gives"
+                " them."
             )
         put = functools.partial(_put_beside, host=leaf.place not in unpaged)
-        given = like(leaf.value, moments[name])
+        given = unflatten_like(leaf.value, moments[name])
         leaves[position] = jax.tree.map(put, given, leaf.value)
-    return like(state, paired(leaves))
+    return unflatten_like(state, donate_within_memory(leaves))
 
 
 def init_param(
@@ -150,7 +156,7 @@ def init_param(
       >>> po.page_in(state, "new")["mu"].shape
       (512, 256)
     """
-    refuse_no_transformation("tx", tx)
+    check_transformation("tx", tx)
     flat, structure = jax.tree_util.tree_flatten_with_path(params)
     joins = set(Parameters([key for key, _ in flat], "params").named_by(path))
     # All others empty: their moments cost nothing, and are not used.
@@ -160,25 +166,25 @@ def init_param(
     target = abstract_state(tx, params)
     made = tx.init(jax.tree.unflatten(structure, alone))
     # In Flax's variables or not, a moment is the same.
-    made, known, wanted = (leaves_of(bare(x)) for x in (made, state, target))
+    made, known, wanted = (leaves_of(as_pure(x)) for x in (made, state, target))
     new = {leaf.key: leaf.value for leaf in made if leaf.field not in SETTINGS}
     old = {leaf.key: leaf.value for leaf in known}
-    own = jax.tree_util.tree_flatten_with_path(bare(params))[0]
+    own = jax.tree_util.tree_flatten_with_path(as_pure(params))[0]
     names = {
-        names_of(key)
+        key_names(key)
         for (key, _), (given, _) in zip(own, flat, strict=True)
         if given in joins
     }
     leaves = list[PyTree]()
     for leaf in wanted:
-        if names_of(leaf.parameter) in names and leaf.key in new:
+        if key_names(leaf.parameter) in names and leaf.key in new:
             leaves.append(jax.tree.map(_in_memory_of, new[leaf.key], leaf.value))
         else:
             leaves.append(_kept(old, leaf, path))
     # Where nothing joins, the state keeps its containers: `nnx.Optimizer` has its own.
     same = [leaf.key for leaf in wanted] == list(old)
     keeps = same and jax.tree.structure(leaves) == jax.tree.structure([*old.values()])
-    return like(state if keeps else target, paired(leaves))
+    return unflatten_like(state if keeps else target, donate_within_memory(leaves))
 
 
 def _kept(
@@ -189,7 +195,7 @@ def _kept(
         raise ValueError(
             f"the state has no {leaf.field} of parameter {leaf.name!r}"
             f" either: name it too, by a path that leads to it and to"
-            f" {name_of(path)!r}, or add one after the other."
+            f" {path_name(path)!r}, or add one after the other."
         )
     kept = old[leaf.key]
     if not _alike(kept, leaf.value):

@@ -6,10 +6,14 @@ from jax import Array
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import is_committed
-from paged_optax.backend.key_paths import names_of
-from paged_optax.backend.types import ArrayOrShape, Described, Transformation
-from paged_optax.backend.variables import bare, like
+from paged_optax.backend.text import key_names
+from paged_optax.backend.types import (
+    ArrayOrShape,
+    Described,
+    Transformation,
+    is_committed,
+)
+from paged_optax.backend.variables import as_pure, unflatten_like
 from paged_optax.codecs import is_codes_field
 from paged_optax.state.abstract import abstract_state
 
@@ -73,14 +77,14 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
                 f" parameters, that the state was made with{_BLOCKS if coded else ''}."
             )
     placed = [_placed(found[name], place) for name, place in wanted.items()]
-    same = jax.tree.structure(bare(state)) == jax.tree.structure(bare(target))
-    return like(state if same else target, placed)
+    same = jax.tree.structure(as_pure(state)) == jax.tree.structure(as_pure(target))
+    return unflatten_like(state if same else target, placed)
 
 
 def _by_name(state: PyTree) -> dict[tuple[str, ...], PyTree[ArrayOrShape]]:
     """A state's arrays by the names of their keys, whatever the containers."""
-    flat = jax.tree_util.tree_flatten_with_path(bare(state))[0]
-    return {names_of(path): x for path, x in flat}
+    flat = jax.tree_util.tree_flatten_with_path(as_pure(state))[0]
+    return {key_names(path): x for path, x in flat}
 
 
 def _describe(x: ArrayOrShape | None) -> str:

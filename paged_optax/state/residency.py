@@ -9,18 +9,23 @@ import optax
 from jax import Array
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import holds_moments, is_traced
-from paged_optax.backend.given import refuse_no_transformation, shown
-from paged_optax.backend.key_paths import Path, slashed
 from paged_optax.backend.memory import (
     PINNED_HOST,
-    bytes_a_device,
+    bytes_per_device,
     memory_kinds,
     nbytes,
     on_host,
 )
-from paged_optax.backend.types import KeyPath, Transformation
-from paged_optax.backend.variables import like
+from paged_optax.backend.text import path_name
+from paged_optax.backend.types import (
+    KeyPath,
+    Path,
+    Transformation,
+    holds_moments,
+    is_traced,
+)
+from paged_optax.backend.validation import brief, check_transformation
+from paged_optax.backend.variables import unflatten_like
 from paged_optax.state.by_path import Parameters, arrays_of, within
 from paged_optax.state.leaves import (
     SETTINGS,
@@ -166,10 +171,10 @@ def rebalance(
       >>> [po.is_device_resident(state, name) for name in experts]
       [False, True, True]
     """
-    refuse_no_transformation("tx", tx)
+    check_transformation("tx", tx)
     if isinstance(recent_paths, str) or not isinstance(recent_paths, Iterable):
         raise TypeError(
-            f"recent_paths={shown(recent_paths)} is not a list of paths: pass one, also"
+            f"recent_paths={brief(recent_paths)} is not a list of paths: pass one, also"
             " of a single parameter."
         )
     leaves = leaves_of(state)
@@ -181,7 +186,7 @@ def rebalance(
     budget, smallest = _budget(tx, state, leaves)
     unpaged = unpaged_places(leaves)
     tiny = small(
-        [bytes_a_device(x.value) if x.is_moment else None for x in leaves],
+        [bytes_per_device(x.value) if x.is_moment else None for x in leaves],
         [x.value for x in leaves],
         [x.parameter for x in leaves],
         smallest,
@@ -193,7 +198,7 @@ def rebalance(
     sizes: dict[KeyPath, int] = {}
     for leaf, moves in zip(leaves, movable, strict=True):
         if leaf.is_moment:
-            size = bytes_a_device(leaf.value) if moves else 0
+            size = bytes_per_device(leaf.value) if moves else 0
             sizes[leaf.parameter] = sizes.get(leaf.parameter, 0) + size
     known = Parameters(sizes, "the state")
     used = [name for path in recent_paths for name in known.named_by(path)]
@@ -214,7 +219,7 @@ def rebalance(
                 kind = PINNED_HOST if to_host else memory_kinds()[0]
                 move = functools.partial(moved_to, kind=kind)
                 values[position] = jax.tree.map(move, leaf.value)
-    return like(state, values)
+    return unflatten_like(state, values)
 
 
 def moved_to(x: Array, kind: str) -> Array:
@@ -233,7 +238,9 @@ def _budget(
     """The device budget of a transformation, and the smallest moment it pages."""
     params = _parameters_like(state)
     moments = sum(
-        bytes_a_device(x.value) for x in leaves if x.is_moment and not on_host(x.value)
+        bytes_per_device(x.value)
+        for x in leaves
+        if x.is_moment and not on_host(x.value)
     )
     budgets, smallest = {}, []
     for number, (configuration, _) in enumerate(recorded(tx, params)):
@@ -254,7 +261,7 @@ def _parameters_like(state: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
     trees = [
         field
         for path, field in fields_of(state)
-        if slashed(path[-1:]) not in SETTINGS
+        if path_name(path[-1:]) not in SETTINGS
         and any(holds_moments(x.dtype) for x in jax.tree.leaves(field))
     ]
     merged = max(

@@ -6,10 +6,10 @@ import optax
 from jax import Array
 from jaxtyping import Int, PyTree
 
-from paged_optax.backend.donation import paired
-from paged_optax.backend.key_paths import Path, slashed
-from paged_optax.backend.types import KeyPath
-from paged_optax.backend.variables import like
+from paged_optax.backend.memory import donate_within_memory
+from paged_optax.backend.text import path_name
+from paged_optax.backend.types import KeyPath, Path
+from paged_optax.backend.variables import unflatten_like
 from paged_optax.state.by_path import the_one_named_by
 from paged_optax.state.leaves import StateLeaf, leaves_of
 
@@ -42,7 +42,7 @@ def get_step(state: PyTree, path: Path) -> Int[Array, ""]:
     count = step_of(leaves, parameter)
     if count is None:
         raise ValueError(
-            f"the state of parameter {slashed(parameter)!r} counts no steps: its"
+            f"the state of parameter {path_name(parameter)!r} counts no steps: its"
             " transformation has no use for them."
         )
     return count
@@ -121,15 +121,15 @@ def increment_step(state: PyTree, path: Path) -> PyTree:
     ]
     if not any(own):
         raise ValueError(
-            f"parameter {slashed(parameter)!r} has no step count of its own: the state"
-            " has one count for all parameters, or none. Build the transformation with"
-            " per_parameter_steps=True."
+            f"parameter {path_name(parameter)!r} has no step count of its own: the"
+            " state has one count for all parameters, or none. Build the transformation"
+            " with per_parameter_steps=True."
         )
     values = [
         optax.safe_increment(leaf.value) if yes else leaf.value
         for leaf, yes in zip(leaves, own, strict=True)
     ]
-    return like(state, paired(values))
+    return unflatten_like(state, donate_within_memory(values))
 
 
 def _common(first: KeyPath, second: KeyPath) -> int:

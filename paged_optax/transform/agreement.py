@@ -8,8 +8,8 @@ import jax
 from jaxtyping import PyTree
 
 from paged_optax.analysis.program import Analysis, Constant, Program
-from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import on_host
+from paged_optax.backend.text import keystr
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.paged_transformation import Pager

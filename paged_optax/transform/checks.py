@@ -13,9 +13,9 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.program import Analysis, LeafUpdate
-from paged_optax.backend.key_paths import keystr
-from paged_optax.backend.manual_axes import abstract
 from paged_optax.backend.memory import PINNED_HOST, memory_kinds, on_host
+from paged_optax.backend.meshes import shape_dtype
+from paged_optax.backend.text import keystr
 from paged_optax.backend.types import KeyPath
 from paged_optax.codecs import Quantized
 from paged_optax.engine.shards import Shards
@@ -171,7 +171,7 @@ def refuse_state(
 ) -> None:
     """Names the leaf in which a state differs from what these gradients call for."""
     try:
-        wanted = jax.eval_shape(inner.init, jax.tree.map(abstract, updates))
+        wanted = jax.eval_shape(inner.init, jax.tree.map(shape_dtype, updates))
     except Exception:
         return  # the gradients are no parameters: the first error says more
     there = dict(zip(*paths_of(wanted), strict=True))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from paged_optax.backend.key_paths import chosen, slashed
+from paged_optax.backend.text import matching_names, path_name
 from paged_optax.backend.types import KeyPath
 from paged_optax.codecs import Codec, named
 from paged_optax.transform.trees import Leaf
@@ -95,11 +95,11 @@ def choose(
     """
     if not rules:
         return [None] * len(avals)
-    parameters = [slashed(path) for path in parameter_paths]
+    parameters = [path_name(path) for path in parameter_paths]
     moments = [
         None
         if owner is None
-        else slashed(path[: len(path) - len(parameter_paths[owner])][-1:])
+        else path_name(path[: len(path) - len(parameter_paths[owner])][-1:])
         for path, owner in zip(state_paths, owners, strict=True)
     ]
     named_by = _parameters_named(rules, moments, parameters)
@@ -151,7 +151,7 @@ def _parameters_named(
         # Under a parameter's path there may be rules by moment, under a moment's name
         # not.
         by_moment = key in moments and not isinstance(rule, Mapping)
-        found[key] = None if by_moment else chosen(key, parameters)
+        found[key] = None if by_moment else matching_names(key, parameters)
         if not by_moment and not found[key] and parameters:
             known = sorted({moment for moment in moments if moment})
             likely = sorted(parameters, key=lambda x: key.strip("*/") not in x)

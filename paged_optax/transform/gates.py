@@ -16,10 +16,9 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import is_traced
-from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import DEVICE, on_host
-from paged_optax.backend.types import KeyPath
+from paged_optax.backend.text import keystr
+from paged_optax.backend.types import KeyPath, is_traced
 from paged_optax.transform.context import Gate, current, within
 
 

@@ -16,22 +16,27 @@ from paged_optax.analysis.flat import refuse_effects, trace
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.analysis.split import analyse
 from paged_optax.backend import memory
-from paged_optax.backend.arrays import is_traced
-from paged_optax.backend.donation import paired
-from paged_optax.backend.explicit_axes import automatically, without_explicit_axes
-from paged_optax.backend.key_paths import keystr
-from paged_optax.backend.manual_axes import abstract, varying_axes
-from paged_optax.backend.memory import PINNED_HOST, nbytes, resolve_host_memory_kind
+from paged_optax.backend.memory import (
+    PINNED_HOST,
+    donate_within_memory,
+    nbytes,
+    resolve_host_memory_kind,
+)
+from paged_optax.backend.meshes import (
+    shape_dtype,
+    varying_axes,
+    with_automatic_axes,
+    without_explicit_axes,
+)
 from paged_optax.backend.processes import compare, spans_processes
-from paged_optax.backend.progress import LARGE, track
-from paged_optax.backend.sizes import readable_bytes
-from paged_optax.backend.types import KeyPath
+from paged_optax.backend.text import LARGE_BYTES, keystr, readable_bytes, track
+from paged_optax.backend.types import KeyPath, is_traced
 from paged_optax.backend.variables import (
-    bare,
-    like,
+    as_pure,
+    fixed_variables,
     optimizer_shardings,
     parameter_shardings,
-    settled,
+    unflatten_like,
 )
 from paged_optax.engine.backend_check import check_backend
 from paged_optax.engine.pages import Storage
@@ -61,16 +66,16 @@ def init(pager: Pager, params: optax.Params) -> optax.OptState:
         pairs = zip(jax.tree.leaves(params), own, strict=True)
         given = {id(x): sharding for x, sharding in pairs if sharding is not None}
         with within(given={**current().given, **given}):
-            made = paired(_made(pager, bare(params), asked, record))
-    structure = jax.tree.structure(bare(params))
+            made = donate_within_memory(_made(pager, as_pure(params), asked, record))
+    structure = jax.tree.structure(as_pure(params))
     if structure == jax.tree.structure(params):
         return made
     own = jax.eval_shape(pager.inner.init, params)
     leaves = [
-        like(params, x) if jax.tree.structure(x) == structure else x
-        for x in jax.tree.structure(bare(own)).flatten_up_to(made)
+        unflatten_like(params, x) if jax.tree.structure(x) == structure else x
+        for x in jax.tree.structure(as_pure(own)).flatten_up_to(made)
     ]
-    return settled(jax.tree.unflatten(jax.tree.structure(own), leaves))
+    return fixed_variables(jax.tree.unflatten(jax.tree.structure(own), leaves))
 
 
 def _made(
@@ -88,7 +93,7 @@ def _made(
     making = _Making.of(pager, params, told)
     making.tell_of_factors()
     if record is not None:
-        abstract_params = jax.tree.map(abstract, params)
+        abstract_params = jax.tree.map(shape_dtype, params)
         record(
             pager.configuration,
             lambda extra: planned_moments(
@@ -120,7 +125,7 @@ def _made(
         making.layout.types(i, None if owner is None else beside[owner])
         for i, owner in enumerate(making.owners)
     ]
-    return making.layout.build(automatically(making.leaves, (leaves,), types))
+    return making.layout.build(with_automatic_axes(making.leaves, (leaves,), types))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -231,7 +236,7 @@ class _Making:
         sizes = zip(self.layout.sizes(), self.stays, strict=True)
         moving = sum(size or 0 for size, stay in sizes if not stay)
         traced = is_traced(parameters)
-        shown = moving >= LARGE and not traced
+        shown = moving >= LARGE_BYTES and not traced
 
         def run(
             leaves: Sequence[tuple[LeafUpdate, list[Value]]],

@@ -10,11 +10,11 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.given import (
+from paged_optax.backend.validation import (
+    brief,
+    check_bool,
+    check_transformation,
     floating_dtype,
-    refuse_no_bool,
-    refuse_no_transformation,
-    shown,
 )
 from paged_optax.transform.checks import paged_by_one
 from paged_optax.transform.codec_rules import Rule, check, draws
@@ -144,18 +144,18 @@ def paged(
       Dettmers et al., `QLoRA <https://arxiv.org/abs/2305.14314>`_, 2023, for paged
       optimizers; the streaming itself is described in `paged_optax.engine.stream`.
     """
-    refuse_no_transformation("inner", inner)
+    check_transformation("inner", inner)
     configuration = Configuration.of(
         page_size, device_budget, min_paged_size, host_memory_kind
     )
     rules = check(codec)
     inner = paged_by_one(optax.with_extra_args_support(inner))
-    refuse_no_bool("master_remainders", master_remainders)
+    check_bool("master_remainders", master_remainders)
     if master_dtype is not None:
         dtype = floating_dtype("master_dtype", master_dtype)
         if master_remainders and dtype != jnp.float32:
             raise ValueError(
-                f"master_dtype={shown(master_dtype)} and master_remainders=True, which"
+                f"master_dtype={brief(master_dtype)} and master_remainders=True, which"
                 " completes bfloat16 to float32: leave master_dtype out."
             )
     if master_remainders:
@@ -168,7 +168,7 @@ def paged(
         inner = counted(inner)
     if on_moved not in ("warn", "raise"):
         raise ValueError(f"on_moved={on_moved!r}: pass 'warn' or 'raise'.")
-    refuse_no_bool("per_parameter_steps", per_parameter_steps)
+    check_bool("per_parameter_steps", per_parameter_steps)
     known = ParameterShardings(shardings)
     pager = Pager(inner, configuration, rules, per_parameter_steps, known, on_moved)
     return optax.GradientTransformationExtraArgs(

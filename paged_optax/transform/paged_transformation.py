@@ -15,14 +15,13 @@ from paged_optax.analysis.flat import refuse_effects, trace
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.analysis.split import analyse
 from paged_optax.backend import memory
-from paged_optax.backend.key_paths import keystr
-from paged_optax.backend.manual_axes import abstract
 from paged_optax.backend.memory import (
     PINNED_HOST,
     device_memory,
     resolve_host_memory_kind,
 )
-from paged_optax.backend.sizes import parse_bytes
+from paged_optax.backend.meshes import shape_dtype
+from paged_optax.backend.text import keystr, parse_bytes
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.engine.page_size import cut, uncut
 from paged_optax.engine.pages import Geometry, Storage
@@ -166,7 +165,7 @@ class Pager:
         if self.rules or self.per_parameter_steps:
             # JAX keeps what it traced, for each context anew, as long as the function.
             init = lambda params: self.inner.init(params)
-            shapes = jax.eval_shape(init, jax.tree.map(abstract, params))
+            shapes = jax.eval_shape(init, jax.tree.map(shape_dtype, params))
         paths, avals = paths_of(shapes)
         parameter_paths, parameters = paths_of(params)
         owners = parameter_of(paths, parameter_paths)

@@ -8,11 +8,10 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import is_committed, is_traced
-from paged_optax.backend.explicit_axes import axis_types
-from paged_optax.backend.key_paths import keystr
 from paged_optax.backend.memory import typed_by_memory
-from paged_optax.backend.types import KeyPath
+from paged_optax.backend.meshes import axis_types
+from paged_optax.backend.text import keystr
+from paged_optax.backend.types import KeyPath, is_committed, is_traced
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.context import current, sharding_in_type
 from paged_optax.transform.divisions import Axes, Divisions, Key, axes_of

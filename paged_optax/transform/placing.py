@@ -7,15 +7,15 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import is_committed, is_traced
 from paged_optax.backend.memory import (
     DEVICE,
     HOST,
     PINNED_HOST,
     memory_kinds,
     on_host,
-    replicated,
+    replicated_sharding,
 )
+from paged_optax.backend.types import is_committed, is_traced
 from paged_optax.transform.trees import Parameter, Stored
 
 
@@ -49,7 +49,9 @@ def place(
         elif isinstance(mesh, Mesh):
             sharding = NamedSharding(mesh, PartitionSpec())
         elif is_committed(like) and len(like.sharding.device_set) == 1:
-            sharding = replicated([like])  # what a codec stores has shapes of its own
+            sharding = replicated_sharding(
+                [like]
+            )  # what a codec stores has shapes of its own
         if sharding is not None:
             # A parameter may be on the host, as an offloaded layer is.
             if host or (like is not None and on_host(like)):
@@ -75,7 +77,7 @@ def tied(state: PyTree, parameters: Sequence[object]) -> PyTree:
     if is_traced((leaves, parameters)):
         return state
     tying = [*filter(is_committed, parameters), *filter(on_host, leaves)]
-    place = replicated(tying)
+    place = replicated_sharding(tying)
     if place is None or any(x.sharding.device_set != place.device_set for x in tying):
         return state
     tie = lambda x: x if is_committed(x) else jax.device_put(x, place)

@@ -11,8 +11,8 @@ from jaxtyping import PyTree
 
 from paged_optax.analysis.program import LeafUpdate
 from paged_optax.backend import memory, tiling
-from paged_optax.backend.key_paths import keystr
-from paged_optax.backend.memory import laid_out
+from paged_optax.backend.memory import layout_bytes
+from paged_optax.backend.text import keystr
 from paged_optax.backend.types import Transformation
 from paged_optax.engine.page_loops import both_ways
 from paged_optax.engine.page_size import sharing, uncut
@@ -177,13 +177,13 @@ def planned_moments(
                 path=keystr(path),
                 shape=shape,
                 dtype=str(x.dtype if codec is None else codec),
-                bytes=laid_out(stored),
+                bytes=layout_bytes(stored),
                 on_host=not stays[i],
                 pages=0 if stays[i] else max(1, pages.count),
                 page_bytes=0 if stays[i] else _page_bytes(pages, x),
                 leaf=number,
                 in_flight=flying if codec is None else 3,
-                beside=sum(map(laid_out, whole)),
+                beside=sum(map(layout_bytes, whole)),
                 refused=refused.get(i, "" if stays[i] else reason),
                 both_ways=both and not stays[i],
                 small=size is not None and small[i],
@@ -302,7 +302,7 @@ class _Leaf:
 def _page_bytes(pages: Pages, moment: Leaf) -> int:
     """Bytes of a full page, as the transformation sees it."""
     if not pages.count:
-        return laid_out(moment)
-    order = tiling.viewed(pages.leaf, len(pages.view), moment.dtype.itemsize)
+        return layout_bytes(moment)
+    order = tiling.view_layout(pages.leaf, len(pages.view), moment.dtype.itemsize)
     page = jax.ShapeDtypeStruct(pages.page(pages.size), moment.dtype)
-    return laid_out(page, order)
+    return layout_bytes(page, order)

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.given import refuse_truncated
+from paged_optax.backend.validation import check_enabled_bits
 
 #: An update is large if so much of it still moves its parameter. At 1 small steps do
 #: not add up if what follows makes them smaller. At 1/2 what follows would round whole
@@ -93,7 +93,7 @@ def with_master_weights(
     """
 
     def init(params: optax.Params) -> MasterWeightsState:
-        refuse_truncated("master_dtype", dtype)
+        check_enabled_bits("master_dtype", dtype)
         # A step donates both: they may not be one array where the dtypes are equal.
         master = jax.tree.map(jnp.copy, wider(params, dtype))
         return MasterWeightsState(master, inner.init(master))

@@ -17,10 +17,15 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import counts_steps, holds_moments, is_traced
-from paged_optax.backend.manual_axes import in_shard_map
 from paged_optax.backend.memory import nbytes
-from paged_optax.backend.types import ArrayOrShape, PyTreeDef
+from paged_optax.backend.meshes import in_shard_map
+from paged_optax.backend.types import (
+    ArrayOrShape,
+    PyTreeDef,
+    counts_steps,
+    holds_moments,
+    is_traced,
+)
 from paged_optax.codecs import (
     Codec,
     Quantized,

@@ -12,8 +12,8 @@ from jax.typing import ArrayLike
 from jaxtyping import UInt32
 
 from paged_optax.analysis.program import Analysis, LeafUpdate
-from paged_optax.backend.manual_axes import varying, varying_axes
 from paged_optax.backend.memory import HOST, on_host
+from paged_optax.backend.meshes import varying, varying_axes
 from paged_optax.codecs import Codec, draw
 from paged_optax.engine.pages import Storage
 from paged_optax.engine.shards import UNSHARDED, Shards, constrained

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.program import Analysis
-from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.text import keystr
 from paged_optax.backend.types import ArrayOrShape, KeyPath, PyTreeDef
 from paged_optax.transform.context import Gate
 

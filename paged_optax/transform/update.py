@@ -9,21 +9,19 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.arrays import is_traced
-from paged_optax.backend.donation import paired
-from paged_optax.backend.explicit_axes import automatically
-from paged_optax.backend.key_paths import keystr
-from paged_optax.backend.manual_axes import abstract, in_shard_map
+from paged_optax.backend.gpu import warn_without_overlap
 from paged_optax.backend.memory import (
     PINNED_HOST,
-    mistyped,
+    donate_within_memory,
+    is_mistyped,
     on_host,
     resolve_host_memory_kind,
 )
-from paged_optax.backend.overlap import warn_if_untold
+from paged_optax.backend.meshes import in_shard_map, shape_dtype, with_automatic_axes
 from paged_optax.backend.processes import compare, spans_processes
-from paged_optax.backend.sizes import readable_bytes
-from paged_optax.backend.variables import bare, like
+from paged_optax.backend.text import keystr, readable_bytes
+from paged_optax.backend.types import is_traced
+from paged_optax.backend.variables import as_pure, unflatten_like
 from paged_optax.engine.backend_check import check_backend
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.agreement import Said, said_of
@@ -86,23 +84,27 @@ class Update:
           as the gradients are; and the new state.
         """
         refuse_inside_paged()
-        gradients, held, params = bare(updates), bare(state), bare(params)
-        active, extra_args = bare(active), bare(extra_args)
+        gradients, held, params = as_pure(updates), as_pure(state), as_pure(params)
+        active, extra_args = as_pure(active), as_pure(extra_args)
         pager = self.pager
         if current().seen_through:
             shards = pager.shards(gradients, held, params)
             layout = pager.layout(_like_init(gradients, params), held, shards)
             plain = layout.blank(layout.take_apart(held)[0])
             made = pager.inner.update(gradients, plain, params, **extra_args)
-            return like(updates, made[0]), made[1]
+            return unflatten_like(updates, made[0]), made[1]
         if (asked := current().asked) is not None:
             shards = pager.shards(gradients, held, params)
             layout = pager.layout(_like_init(gradients, params), held, shards)
             moved = _moved(pager, layout, layout.take_apart(held)[0])
             asked(pager, moved, lambda: self._said(gradients, held, params, extra_args))
             return updates, state
-        made = paired(self._update(gradients, held, params, active, extra_args))
-        return like(updates, made[0]), like(state, with_rows(made[1], held))
+        made = donate_within_memory(
+            self._update(gradients, held, params, active, extra_args)
+        )
+        return unflatten_like(updates, made[0]), unflatten_like(
+            state, with_rows(made[1], held)
+        )
 
     def _update(
         self,
@@ -142,7 +144,7 @@ class Update:
             compare("update of a paged transformation", said)
         arguments = (*trees, extras, open_gates, constants)
         if is_traced(arguments):
-            warn_if_untold(state)
+            warn_without_overlap(state)
             return self._stream(*arguments, traced=traced, shards=shards)
         return self._eager(*arguments, traced=traced, shards=shards)
 
@@ -163,7 +165,7 @@ class Update:
 
     def _tell_of_mistyped(self, state: optax.OptState) -> None:
         for path, x in zip(*paths_of(state), strict=True):
-            if mistyped(x):
+            if is_mistyped(x):
                 self.pager.tell(
                     f"state{keystr(path)} is in host memory, and has the type of"
                     " device memory, where it is about to go: a restore made it with"
@@ -192,7 +194,7 @@ class Update:
             refuse_state(self.pager.inner, made_for, state, error)
             raise
         seen = jax.tree.map(
-            lambda x, held: x if x is held else abstract(x, held),
+            lambda x, held: x if x is held else shape_dtype(x, held),
             layout.seen(leaves),
             layout.structure.unflatten(leaves),
         )
@@ -216,7 +218,7 @@ class Update:
     ) -> tuple[optax.Updates, optax.OptState]:
         run = functools.partial(_streamed, self.pager, traced=traced, shards=shards)
         results = (updates if params is None else params, state)
-        return automatically(run, (updates, state, params, *others), results)
+        return with_automatic_axes(run, (updates, state, params, *others), results)
 
 
 def _streamed(
@@ -257,7 +259,7 @@ def _streamed(
         any_moves=any_gate(moves) if moves else True,
     )
     made, new = jax.tree.unflatten(traced.structure, streaming.results())
-    return made, like(state, new)  # in containers that name the codecs
+    return made, unflatten_like(state, new)  # in containers that name the codecs
 
 
 def _like_init(updates: PyTree, params: PyTree | None) -> PyTree:

@@ -140,7 +140,7 @@ TABLES: dict[str, tuple[str, dict[str, Callable[[Row], str]]]] = {
 
 def show(result: dict[str, Any]) -> str:
     """Every row, and every row that could not run, as tables."""
-    from paged_optax.backend.text_table import table
+    from paged_optax.backend.text import table
 
     parts = []
     for section, (heading, columns) in TABLES.items():

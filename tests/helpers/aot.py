@@ -25,8 +25,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
 
-from paged_optax.backend.overlap import OVERLAPPING
-from paged_optax.backend.versions import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX, OVERLAP_OPTIONS
 from paged_optax.compiling.computations import Computations, Kind
 from paged_optax.compiling.memory_report import MemoryReport
 from paged_optax.engine.pages import Pages
@@ -47,7 +46,7 @@ def target(card: str) -> str:
 def options_on(card: str) -> Mapping[str, Any]:
     """The compiler options that `jit_step` has on a card."""
     hopper = "cuda_compute_capability { major: 9 " in target(card)
-    return {} if hopper else OVERLAPPING
+    return {} if hopper else OVERLAP_OPTIONS
 
 
 @dataclasses.dataclass(frozen=True)

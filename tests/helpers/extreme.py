@@ -200,7 +200,7 @@ def table_of(alias: str) -> dict[str, tuple[dict[str, float], dict[str, float]]]
 
 def main() -> None:
     """Prints the tables."""
-    from paged_optax.backend.text_table import table
+    from paged_optax.backend.text import table
 
     for alias in ("paged_adamw", "paged_lion"):
         found = table_of(alias)

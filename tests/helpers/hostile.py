@@ -46,7 +46,7 @@ from helpers.hostile_files import (
     wrecked,
 )
 from helpers.reference import kinds
-from paged_optax.backend.sizes import parse_bytes
+from paged_optax.backend.text import parse_bytes
 from paged_optax.planning.shapes import checkpoint_shapes, module_shapes
 
 #: Most bytes that reading one file may take.

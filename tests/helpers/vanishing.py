@@ -200,7 +200,7 @@ def contestants() -> Iterator[tuple[str, optax.GradientTransformation]]:
 
 def main() -> None:
     """Prints the table."""
-    from paged_optax.backend.text_table import table
+    from paged_optax.backend.text import table
 
     each = list(contestants())
     rows = [

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from paged_optax.backend.key_paths import slashed
 from paged_optax.backend.memory import nbytes
+from paged_optax.backend.text import path_name
 from paged_optax.backend.types import KeyPath
 from paged_optax.planning.shapes.hugging_face import (
     config_shapes,
@@ -209,7 +209,8 @@ def _described(
         dtype, shape = jnp.dtype(x.dtype), tuple(x.shape)
     except (AttributeError, TypeError) as error:
         raise ValueError(
-            f"checkpoint {str(folder)!r}: field {slashed(path)!r} is no array: {error}."
+            f"checkpoint {str(folder)!r}: field {path_name(path)!r} is no array:"
+            f" {error}."
         ) from error
     inexact = jnp.issubdtype(dtype, jnp.inexact)
     return jax.ShapeDtypeStruct(shape, dtype) if inexact else None

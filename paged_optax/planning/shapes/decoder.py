@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.given import floating_dtype
+from paged_optax.backend.validation import floating_dtype
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Checks of what public functions are given. An error names the argument.
+"""Checks of the arguments of public functions. An error names the argument.
 
-Only what is public calls these; what is inside trusts what it gets.
+Only public functions call these; private ones trust their callers.
 """
 
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.key_paths import keystr
+from paged_optax.backend.text import keystr
 from paged_optax.backend.types import KeyPath
 
 
-def shown(value: object) -> str:
+def brief(value: object) -> str:
     """A value in a line of a message."""
     text = repr(value)
     if len(text) > 80 or "\n" in text:
@@ -24,38 +24,38 @@ def shown(value: object) -> str:
     return text
 
 
-def refuse_no_transformation(name: str, value: object) -> None:
+def check_transformation(name: str, value: object) -> None:
     """Refuses what has no `init` and `update`."""
     if not all(callable(getattr(value, x, None)) for x in ("init", "update")):
         raise ValueError(
-            f"{name}={shown(value)} is not an Optax transformation: pass one, such as"
+            f"{name}={brief(value)} is not an Optax transformation: pass one, such as"
             " paged(optax.adamw(1e-3))."
         )
 
 
-def refuse_no_function(name: str, value: object) -> None:
+def check_function(name: str, value: object) -> None:
     """Refuses what cannot be called."""
     if not callable(value):
-        raise TypeError(f"{name}={shown(value)} is not a function.")
+        raise TypeError(f"{name}={brief(value)} is not a function.")
 
 
-def refuse_no_count(name: str, value: object, least: int) -> None:
+def check_count(name: str, value: object, least: int) -> None:
     """Refuses what is no int, or too small a one."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name}={shown(value)} is not an int.")
+        raise TypeError(f"{name}={brief(value)} is not an int.")
     if value < least:
         raise ValueError(f"{name}={value} is less than {least}.")
 
 
-def refuse_no_rate(name: str, value: object) -> None:
+def check_rate(name: str, value: object) -> None:
     """Refuses what is no number above zero."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        raise TypeError(f"{name}={shown(value)} is not a number.")
+        raise TypeError(f"{name}={brief(value)} is not a number.")
     if not value > 0:
         raise ValueError(f"{name}={value} is not positive.")
 
 
-def refuse_no_arrays(name: str, tree: PyTree) -> None:
+def check_arrays(name: str, tree: PyTree) -> None:
     """Refuses a tree of which a leaf has no shape and no dtype."""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
@@ -70,7 +70,7 @@ def refuse_no_arrays(name: str, tree: PyTree) -> None:
             )
 
 
-def without_gradient(tree: PyTree) -> Iterator[tuple[KeyPath, Array]]:
+def nondifferentiable(tree: PyTree) -> Iterator[tuple[KeyPath, Array]]:
     """The leaves of a tree that have no gradient, and their paths."""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         dtype = x.dtype if hasattr(x, "dtype") else jax.typeof(x).dtype
@@ -104,7 +104,7 @@ def floating_dtype(name: str, dtype: DTypeLike | None) -> np.dtype:
     return found
 
 
-def refuse_truncated(name: str, dtype: DTypeLike) -> None:
+def check_enabled_bits(name: str, dtype: DTypeLike) -> None:
     """Refuses a dtype of 64 bits where JAX would make 32 of them."""
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
@@ -114,32 +114,32 @@ def refuse_truncated(name: str, dtype: DTypeLike) -> None:
         )
 
 
-def refuse_no_bool(name: str, value: object) -> None:
+def check_bool(name: str, value: object) -> None:
     """Refuses what is neither True nor False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name}={shown(value)}: pass True or False.")
+        raise TypeError(f"{name}={brief(value)}: pass True or False.")
 
 
-def checked_dtype(name: str, value: DTypeLike) -> np.dtype:
+def parameter_dtype(name: str, value: DTypeLike) -> np.dtype:
     """A dtype of parameters, which has a fraction."""
     try:
         found = jnp.dtype(value)
     except TypeError as error:
         raise ValueError(
-            f"{name}={shown(value)} is no dtype: pass one such as 'bfloat16'."
+            f"{name}={brief(value)} is no dtype: pass one such as 'bfloat16'."
         ) from error
     if not jnp.issubdtype(found, jnp.inexact):
         raise ValueError(
-            f"{name}={shown(value)} has no fractions: pass one such as 'bfloat16'."
+            f"{name}={brief(value)} has no fractions: pass one such as 'bfloat16'."
         )
-    refuse_truncated(name, found)
+    check_enabled_bits(name, found)
     return found
 
 
-def refuse_no_mesh(name: str, value: object) -> None:
+def check_mesh(name: str, value: object) -> None:
     """Refuses what is no mesh of devices."""
     if not isinstance(value, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
         raise TypeError(
-            f"{name}={shown(value)} is not a mesh: pass one of jax.make_mesh, or a"
+            f"{name}={brief(value)} is not a mesh: pass one of jax.make_mesh, or a"
             " jax.sharding.AbstractMesh."
         )

@@ -1,0 +1,202 @@
+"""XLA:GPU: faults of earlier versions, options for overlap, pinned host memory.
+
+It begins a transfer long before its result is needed if its latency-hiding scheduler is
+on. By default that is so on a Hopper GPU alone. On others most transfers begin right
+before they are waited for: a layerwise step of Llama-3-8B on an RTX 4090 would take
+1.04 s at the rates at which it takes 0.76 with `OVERLAP_OPTIONS` (jax 0.12.0.1, by the
+model of its schedule in `tests/steps.py`).
+"""
+
+import math
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from paged_optax.backend.memory import on_host
+from paged_optax.backend.types import is_traced
+
+# Each of these faults was checked on jax 0.10.2, which has it, and on 0.12.0.1, which
+# has not. They end with jax 0.11.2.
+_BEFORE_0_11_2 = jax.__version_info__ < (0, 11, 2)
+
+#: XLA:GPU derives a transfer's address from the loop's own variable alone, and ignores
+#: what is computed of it (openxla/xla#46308).
+GPU_NEEDS_RAW_INDEX = _BEFORE_0_11_2
+
+#: XLA:GPU copies the host arrays that a conditional returns, also those that a branch
+#: hands through.
+GPU_COPIES_FOR_CONDITIONALS = _BEFORE_0_11_2
+
+
+def compute_capability(device: Any) -> float | None:
+    """The compute capability of an NVIDIA GPU, such as 8.9; None of other devices.
+
+    Args:
+      device: One of `jax.devices()`.
+    """
+    found = str(getattr(device, "compute_capability", ""))
+    return float(found) if re.fullmatch(r"[0-9]+[.][0-9]+", found) else None
+
+
+_HOPPER = 9
+_SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+
+#: What to give `jax.jit(..., compiler_options=...)` on a GPU that is no Hopper. The
+#: scheduler keeps within a limit of memory, and so does rematerialization. XLA counts
+#: arrays on the host against it, so the limit is lifted: `jit_step` looks at what the
+#: compiled program takes instead.
+OVERLAP_OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {_SCHEDULER: True, "xla_gpu_memory_limit_slop_factor": 1000}
+)
+
+#: How the warning begins, for who filters it.
+NO_OVERLAP = "XLA overlaps transfers with products on this GPU only if it is told to"
+
+
+def needs_overlap_options(device: Any) -> bool:
+    """Whether XLA overlaps transfers on a device only if it is told to.
+
+    Nothing is told where `XLA_FLAGS` say something of the scheduler.
+    """
+    capability = compute_capability(device)
+    told = _SCHEDULER in os.environ.get("XLA_FLAGS", "")
+    return capability is not None and int(capability) != _HOPPER and not told
+
+
+def warn_without_overlap(tree: PyTree) -> None:
+    """Warns of traced arrays in host memory, on a GPU that overlaps only if told to.
+
+    Which options `jax.jit` has been given shows nowhere in a trace. So the warning says
+    how to silence it. `jit_step` ignores it while it traces, and gives the options.
+    """
+    if not is_traced(tree) or not any(map(on_host, jax.tree.leaves(tree))):
+        return
+    if not needs_overlap_options(jax.local_devices()[0]):
+        return
+    flags = " ".join(
+        f"--{name}={str(x).lower()}" for name, x in OVERLAP_OPTIONS.items()
+    )
+    # One text at one place: Python shows it once, and again after filters changed.
+    warnings.warn(
+        f"{NO_OVERLAP}, and what is compiled by another than paged_optax.jit_step does"
+        " not tell it. Copy this into your jax.jit, or eqx.filter_jit:"
+        f" compiler_options={dict(OVERLAP_OPTIONS)!r}. If it is there, silence this:"
+        " warnings.filterwarnings('ignore', 'XLA overlaps transfers'). Or set this"
+        " before JAX starts, as for nnx.jit, which takes no options:"
+        f" XLA_FLAGS='{flags}'.",
+        stacklevel=1,
+    )
+
+
+# The pool is a `BFCAllocator` that grows (XLA's `pjrt/gpu/gpu_helpers.cc`). Its regions
+# double from 2 MiB on, are never merged, and are kept until the process ends. So it may
+# take twice what is needed, and the limit decides how much the last region has.
+
+#: An integer, of GiB: XLA multiplies it by 2^30.
+POOL_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+
+_GIB = 1 << 30
+_FIRST = 2 << 20  # bytes of the first region
+_UNIT = 256  # bytes: all chunks are multiples
+_SPLIT = 128 << 20  # a chunk that exceeds what is asked by so much is split
+# Arrays of a number of bytes of which nothing else is known.
+_PIECE = 64 << 20
+# The most that the pool should take over what is needed.
+_MOST = 1.15
+# What it should hand out at least, over that: transfers of arrays that are not pinned
+# go through the pool too.
+_LEAST = 33 / 32
+
+ArrayBytes = int | Sequence[int]
+
+
+def pool_limit() -> int:
+    """Bytes of pinned host memory that XLA:GPU will hand out: 64 GiB unless told."""
+    return int(os.environ.get(POOL_LIMIT, "64")) * _GIB
+
+
+def pinned_bytes(needed: ArrayBytes, limit: int | None = None) -> int | None:
+    """The bytes that the pool takes of the machine.
+
+    It is simulated by the rules of XLA's `tsl/framework/bfc_allocator.cc`. The smallest
+    free chunk that is large enough is taken. What it has more is split off if that is
+    128 MiB, or as much as was asked. If no chunk is large enough, a region is added:
+    as large as the last one doubled, or doubled until it holds the array, and never
+    beyond the limit.
+
+    Args:
+      needed: Bytes of each array in host memory, in the order in which they are made;
+        or of all of them, which then are many small ones.
+      limit: Bytes that the pool may take at most; None: as `pool_limit` has it.
+
+    Returns:
+      The bytes of all regions, or None if there is no room for an array.
+
+    Example:
+      >>> pinned_bytes(4711 << 20, limit=64 << 30) >> 30
+      8
+      >>> pinned_bytes(4711 << 20, limit=5 << 30) >> 30
+      5
+    """
+    limit = pool_limit() if limit is None else limit
+    free: list[int] = []
+    region, taken = _FIRST, 0
+    for size in _arrays(needed):
+        asked = -(-size // _UNIT) * _UNIT
+        if not any(chunk >= asked for chunk in free):
+            left = (limit - taken) // _UNIT * _UNIT
+            if asked > left:
+                return None
+            doubled = _doubled(region, asked)
+            free.append(min(doubled, left))
+            taken += free[-1]
+            # A region that was made larger for an array comes once more.
+            region = 2 * region if doubled == region else doubled
+        chunk = min(chunk for chunk in free if chunk >= asked)
+        free.remove(chunk)
+        more = chunk - asked
+        if more >= min(asked, _SPLIT):
+            free.append(more)
+    return taken
+
+
+def limit_gigabytes(needed: ArrayBytes) -> int:
+    """The `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` to set for arrays in host memory.
+
+    Args:
+      needed: As in `pinned_bytes`.
+
+    Returns:
+      The most that is at most 1.15 of what is needed, if the pool then has room for all
+      arrays and for a 32nd of their bytes; otherwise the least that has.
+
+    Example:
+      >>> limit_gigabytes(4711 << 20), limit_gigabytes(43 << 30)
+      (5, 49)
+    """
+    total = sum(_arrays(needed)) / _GIB
+    gigabytes = max(1, math.ceil(_LEAST * total), math.floor(_MOST * total))
+    while pinned_bytes(needed, gigabytes * _GIB) is None:
+        gigabytes += 1
+    return gigabytes
+
+
+def _doubled(region: int, asked: int) -> int:
+    """The bytes of a region, doubled until they are enough."""
+    while region < asked:
+        region *= 2
+    return region
+
+
+def _arrays(needed: ArrayBytes) -> Iterable[int]:
+    """The bytes of each array; arrays of no bytes take nothing."""
+    if not isinstance(needed, int):
+        return filter(None, needed)
+    pieces, rest = divmod(needed, _PIECE)
+    return filter(None, (*[_PIECE] * pieces, rest))

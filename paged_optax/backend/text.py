@@ -1,0 +1,207 @@
+"""Key paths, numbers of bytes, tables and progress, as people read and write them."""
+
+import contextlib
+import fnmatch
+import re
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import jax
+
+from paged_optax.backend.types import KeyPath, Path
+
+T = TypeVar("T")
+
+#: Fewer bytes than these move too fast for a progress bar.
+LARGE_BYTES = 1 << 30
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+
+
+def keystr(path: KeyPath) -> str:
+    """A key path as Python would write it: `['block'][0]`."""
+    return jax.tree_util.keystr(path)
+
+
+def path_name(path: Path) -> str:
+    """A path as users write it: `block/0`."""
+    if isinstance(path, str):
+        return path
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def key_names(path: KeyPath) -> tuple[str, ...]:
+    """The names of a path's keys, one by one.
+
+    They tell what a path leads to, whatever containers it leads through. Joined to a
+    text they would not: of `{"a/b": ..., "a": {"b": ...}}` both are `"a/b"`.
+    """
+    return tuple(path_name((key,)) for key in path)
+
+
+def matching_names(pattern: str, names: Iterable[str]) -> set[str]:
+    """The names that a pattern chooses.
+
+    A name matches itself alone, whatever characters it has: of `w0` and `w[0]` the
+    pattern `w[0]` chooses the latter.
+    """
+    names = set(names)
+    if pattern in names:
+        return {pattern}
+    return {name for name in names if fnmatch.fnmatchcase(name, pattern)}
+
+
+def parse_bytes(name: str, size: object) -> int:
+    """Reads a number of bytes.
+
+    Args:
+      name: The argument's name, for messages.
+      size: A number of bytes, or a string such as `"16MiB"`.
+
+    Returns:
+      The number of bytes.
+
+    Raises:
+      ValueError: If the size is negative or cannot be read.
+
+    Example:
+      >>> parse_bytes("page_size", "16MiB")
+      16777216
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        unit = match and _UNITS.get(match[2] or "B")
+        if match is None or unit is None:
+            raise ValueError(
+                f"{name}={size!r} is not a size: write bytes as an int, or a number"
+                f" with one of {', '.join(_UNITS)}, such as '16MiB'."
+            )
+        if (found := float(match[1]) * unit) >= 2**63:
+            raise ValueError(f"{name}={size!r} is more than 2^63 bytes.")
+        return int(found)
+    if isinstance(size, bool) or not isinstance(size, int):
+        way_out = ""
+        if isinstance(size, jax.Array):
+            way_out = (
+                " optax.inject_hyperparams makes an array of every number: there, pass"
+                f" the string, or static_args={name!r}."
+            )
+        raise ValueError(
+            f"{name}={size!r} is not a size: pass an int of bytes, or a string such as"
+            f" '16MiB'.{way_out}"
+        )
+    if size < 0:
+        raise ValueError(f"{name}={size} is negative: pass bytes, such as '16MiB'.")
+    return size
+
+
+def readable_bytes(size: int | float) -> str:
+    """A number of bytes for people.
+
+    Example:
+      >>> readable_bytes(33 * 2**20)
+      '33.0 MiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Aligned columns under a ruled heading; the last column is right-aligned.
+
+    Example:
+      >>> print(table(("space", "bytes"), [("device", "32.0 MiB")]))
+      space      bytes
+      ------  --------
+      device  32.0 MiB
+    """
+    cells = [tuple(map(str, titles)), *(tuple(map(str, row)) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    line = lambda row: "  ".join(
+        [cell.ljust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
+        + [row[-1].rjust(widths[-1])]
+    )
+    return "\n".join(
+        [line(cells[0]), "  ".join("-" * width for width in widths)]
+        + [line(row) for row in cells[1:]]
+    )
+
+
+def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints a table: by rich on a terminal that it fits, where rich is installed.
+
+    As plain text elsewhere.
+
+    Example:
+      >>> print_table(("space", "bytes"), [("device", "32.0 MiB")])
+      space      bytes
+      ------  --------
+      device  32.0 MiB
+    """
+    rows = list(rows)
+    text = table(titles, rows)
+    if sys.stdout.isatty():
+        try:
+            from rich.box import SIMPLE_HEAD
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            pass
+        else:
+            console = Console(markup=False)
+            made = Table(box=SIMPLE_HEAD)
+            for i, title in enumerate(titles):
+                last = i == len(titles) - 1
+                made.add_column(title, justify="right" if last else "left")
+            for row in rows:
+                made.add_row(*row)
+            # A measurement is never wider than the console that takes it.
+            if Console(width=1000).measure(made).maximum <= console.width:
+                console.print(made)
+                return
+    print(text)
+
+
+@contextlib.contextmanager
+def progress(
+    what: str, total: int, shown: bool = True
+) -> Generator[Callable[[], None]]:
+    """Shows how far a loop is, on a terminal alone.
+
+    Args:
+      what: What is done, in a few words.
+      total: How many times it is done.
+      shown: Whether it takes long enough to be shown.
+
+    Yields:
+      What to call after each time.
+    """
+    if shown and sys.stderr.isatty():
+        try:
+            from rich.console import Console
+            from rich.progress import Progress
+        except ImportError:
+            pass
+        else:
+            with Progress(console=Console(stderr=True), transient=True) as bar:
+                task = bar.add_task(what, total=total)
+                yield lambda: bar.advance(task)
+            return
+    yield lambda: None
+
+
+def track(items: Iterable[T], what: str, total: int, shown: bool = True) -> Iterator[T]:
+    """Yields the items, and shows how far it is, as `progress` does."""
+    with progress(what, total, shown) as advance:
+        for item in items:
+            yield item
+            advance()
