@@ -53,10 +53,7 @@ from paged_optax.planning.fully_sharded import fully_sharded
 from paged_optax.planning.page_plan import PagePlan, plan
 from paged_optax.planning.shapes import model_shapes
 from paged_optax.splitting import SplitError, SplitModel, split_layers
-from paged_optax.state.abstract import abstract_state, state_shardings
-from paged_optax.state.masters import master_weights
-from paged_optax.state.moments import init_param, page_in, page_out
-from paged_optax.state.place import place_state
+from paged_optax.state.moments import init_param, master_weights, page_in, page_out
 from paged_optax.state.residency import (
     device_bytes,
     device_resident_count,
@@ -64,6 +61,7 @@ from paged_optax.state.residency import (
     is_device_resident,
     rebalance,
 )
+from paged_optax.state.restore import abstract_state, place_state, state_shardings
 from paged_optax.state.steps import get_step, increment_step
 from paged_optax.transform.paged import (
     paged,

@@ -27,7 +27,7 @@ from paged_optax.codecs import (
     axis_of_blocks,
     unarranged,
 )
-from paged_optax.codecs.maps import dynamic_map
+from paged_optax.codecs.quantization import dynamic_map
 from paged_optax.state.entries import (
     Entry,
     entries_of,

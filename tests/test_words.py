@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_optax.codecs import words
+from paged_optax.codecs import packing
 
 SHAPES = [
     ((1, 197, 1024), 2),
@@ -30,16 +30,16 @@ def test_words_hold_codes_in_turn(shape, axis, bits, platform):
         bits * np.arange(packed)
     )
     expected = np.moveaxis(expected.sum(axis=-1), -1, axis).astype(np.uint32)
-    found = words.pack(jnp.asarray(codes, jnp.int32), axis, bits)
+    found = packing.pack(jnp.asarray(codes, jnp.int32), axis, bits)
     assert found.dtype == jnp.int32
     np.testing.assert_array_equal(np.asarray(found).view(np.uint32), expected)
-    parted = words.unpack(found, axis, bits, shape[axis])
+    parted = packing.unpack(found, axis, bits, shape[axis])
     np.testing.assert_array_equal(parted, codes)
 
 
 def test_the_ways_of_a_tpu_are_tried(platform):
     """Slices in sublanes, products in lanes; both above, for a TPU alone."""
-    found = {words._in_sublanes(shape, axis, 4) for shape, axis in SHAPES[:-1]}
+    found = {packing._in_sublanes(shape, axis, 4) for shape, axis in SHAPES[:-1]}
     assert found == {True, False}
-    traced = jax.make_jaxpr(lambda x: words.pack(x, 1, 8))(jnp.ones((8, 512), int))
+    traced = jax.make_jaxpr(lambda x: packing.pack(x, 1, 8))(jnp.ones((8, 512), int))
     assert ("dot_general" in str(traced)) == (platform == "tpu")

@@ -1,34 +1,32 @@
-"""How moments are stored: one codec a file, and their names.
+"""How moments are stored: codecs, and their names.
 
-`codec` says what a codec is. `blocks` parts a moment into blocks, `maps` has the
-numbers that codes stand for, `lines` computes them on a TPU. `arrangement` decides how
-codes and scales lie in memory, and `words` packs codes into words. `identity` tells in
-a state which codec stored what.
+`codec` says what a codec is; `floats`, `dynamic_int8` and `dynamic_int4` are those
+there are. `quantization` has their maps and blocks, `tpu_codes` computes a map on a
+TPU. `layout` decides how codes and scales lie in memory, and `packing` packs codes into
+words. `identity` tells in a state which codec stored what.
 """
 
 from collections.abc import Callable
 
-from paged_optax.codecs.arrangement import (
-    Arranged,
-    arranged,
-    axis_of_blocks,
-    codes_of,
-    packed_along,
-    unarranged,
-    values_an_entry,
-)
-from paged_optax.codecs.bfloat16 import BFloat16Codec
 from paged_optax.codecs.codec import Codec, Noise, Quantized, draw
 from paged_optax.codecs.dynamic_int4 import DynamicInt4
 from paged_optax.codecs.dynamic_int8 import DynamicInt8
-from paged_optax.codecs.float8_e4m3 import Float8E4M3
-from paged_optax.codecs.float32 import Float32Codec
+from paged_optax.codecs.floats import BFloat16Codec, Float8E4M3, Float32Codec
 from paged_optax.codecs.identity import (
     codes_field,
     fields_of,
     is_codes_field,
     of_one_part,
     quantized_as,
+)
+from paged_optax.codecs.layout import (
+    Arranged,
+    arranged,
+    axis_of_blocks,
+    codes_of,
+    codes_per_word,
+    unarranged,
+    values_per_entry,
 )
 
 __all__ = [
@@ -50,10 +48,10 @@ __all__ = [
     "is_codes_field",
     "named",
     "of_one_part",
-    "packed_along",
+    "codes_per_word",
     "quantized_as",
     "unarranged",
-    "values_an_entry",
+    "values_per_entry",
 ]
 
 _BY_NAME: dict[str, Callable[[bool], Codec]] = {

@@ -10,11 +10,21 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float32, Int32, UInt8
 
-from paged_optax.codecs import blocks
-from paged_optax.codecs.blocks import from_bits, looked_up
 from paged_optax.codecs.codec import Noise, Quantized
-from paged_optax.codecs.maps import dynamic_map, linear_map
-from paged_optax.codecs.words import interleaved
+from paged_optax.codecs.packing import interleave
+from paged_optax.codecs.quantization import (
+    SMALLEST_ABSMAX,
+    bits,
+    block_absmax,
+    block_count,
+    divide,
+    dynamic_map,
+    from_bits,
+    from_blocks,
+    linear_map,
+    lookup,
+    to_blocks,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,17 +77,17 @@ class DynamicInt4:
         """uint8 pairs of codes along the last axis, a float32 scale for each block."""
         return Quantized(
             jax.ShapeDtypeStruct(_packed(shape) if self.paired else shape, jnp.uint8),
-            jax.ShapeDtypeStruct((blocks.count(shape, self.block),), jnp.float32),
+            jax.ShapeDtypeStruct((block_count(shape, self.block),), jnp.float32),
         )
 
     def encode(
         self, page: Float32[Array, "*shape"], noise: Noise | None = None
     ) -> Quantized[Array]:
         """Stores a page."""
-        values = blocks.split(page, self.block)
-        largest = blocks.absmax(values)
-        divisors = jnp.maximum(largest, blocks.SMALLEST_ABSMAX)
-        scaled = blocks.divide(values, divisors[:, None])
+        values = to_blocks(page, self.block)
+        largest = block_absmax(values)
+        divisors = jnp.maximum(largest, SMALLEST_ABSMAX)
+        scaled = divide(values, divisors[:, None])
         codes = jnp.zeros(values.shape, jnp.int32)
         for threshold in _thresholds(self.signed):
             codes = codes + (scaled >= np.float32(threshold)).astype(jnp.int32)
@@ -87,8 +97,8 @@ class DynamicInt4:
         if self.paired:
             codes = _pack(codes, page.shape, zero)
         else:
-            codes = blocks.join(codes, page.shape)
-        scales = jnp.where(blocks.bits(largest) == 0, largest, divisors)
+            codes = from_blocks(codes, page.shape)
+        scales = jnp.where(bits(largest) == 0, largest, divisors)
         return Quantized(codes, scales)
 
     def decode(
@@ -98,9 +108,9 @@ class DynamicInt4:
         if self.paired:
             codes = _unpack(stored.codes, shape, self.block)
         else:
-            codes = blocks.split(stored.codes, self.block).astype(jnp.int32)
-        numbers = looked_up(codes, _map(self.signed).view(np.int32).tolist(), jnp.int32)
-        return blocks.join(from_bits(numbers) * stored.scales[:, None], shape)
+            codes = to_blocks(stored.codes, self.block).astype(jnp.int32)
+        numbers = lookup(codes, _map(self.signed).view(np.int32).tolist(), jnp.int32)
+        return from_blocks(from_bits(numbers) * stored.scales[:, None], shape)
 
 
 def _map(signed: bool) -> np.ndarray:
@@ -140,10 +150,10 @@ def _pack(
     """Puts two codes in a byte, along the last axis of the shape."""
     packed = _packed(shape)
     if not _pairs_run_on(shape):
-        rows = blocks.join(codes, shape).reshape(-1, shape[-1])
+        rows = from_blocks(codes, shape).reshape(-1, shape[-1])
         codes = jnp.pad(rows, ((0, 0), (0, 1)), constant_values=fill)
     pairs = (codes[:, ::2] << np.uint8(4)) | codes[:, 1::2]
-    return blocks.join(pairs, packed)
+    return from_blocks(pairs, packed)
 
 
 def _unpack(
@@ -152,15 +162,15 @@ def _unpack(
     """Undoes `_pack`."""
     run_on = _pairs_run_on(shape)
     width = block // 2 if run_on else packed.shape[-1]
-    rows = blocks.split(packed, width).astype(jnp.int32)
+    rows = to_blocks(packed, width).astype(jnp.int32)
     # A last axis of two would take 64 times the space on a TPU; elsewhere it is
     # nothing but an index, and vectorises as padding between the columns does not.
     codes = lax.platform_dependent(rows, tpu=_put_between, default=_repeat)
-    return codes if run_on else blocks.split(codes[:, : shape[-1]], block)
+    return codes if run_on else to_blocks(codes[:, : shape[-1]], block)
 
 
 def _put_between(rows: Int32[Array, "rows half"]) -> Int32[Array, "rows whole"]:
-    return interleaved([rows >> np.int32(4), rows & np.int32(15)], 1)
+    return interleave([rows >> np.int32(4), rows & np.int32(15)], 1)
 
 
 def _repeat(rows: Int32[Array, "rows half"]) -> Int32[Array, "rows whole"]:

@@ -30,11 +30,19 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float32, Int32, UInt8
 
-from paged_optax.codecs import blocks
-from paged_optax.codecs.blocks import MAGNITUDE, SMALLEST_NORMAL, bits, from_bits
 from paged_optax.codecs.codec import Noise, Quantized
-from paged_optax.codecs.lines import LOW_BITS, NEVER, MapFormula, formula_of
-from paged_optax.codecs.maps import dynamic_map
+from paged_optax.codecs.quantization import (
+    MAGNITUDE,
+    SMALLEST_NORMAL,
+    bits,
+    block_absmax,
+    block_count,
+    dynamic_map,
+    from_bits,
+    from_blocks,
+    to_blocks,
+)
+from paged_optax.codecs.tpu_codes import LOW_BITS, NEVER, MapFormula, map_formula
 
 _EXPONENT = np.int32(0x7F800000)
 
@@ -99,26 +107,26 @@ class DynamicInt8:
         """uint8 codes of the moment's shape, a float32 scale for each block."""
         return Quantized(
             jax.ShapeDtypeStruct(shape, jnp.uint8),
-            jax.ShapeDtypeStruct((blocks.count(shape, self.block),), jnp.float32),
+            jax.ShapeDtypeStruct((block_count(shape, self.block),), jnp.float32),
         )
 
     def encode(
         self, page: Float32[Array, "*shape"], noise: Noise | None = None
     ) -> Quantized[Array]:
         """Stores a page."""
-        values = blocks.split(page, self.block)
-        scales = blocks.absmax(values)
+        values = to_blocks(page, self.block)
+        scales = block_absmax(values)
         scaled = _scaled(values, scales[:, None])
         codes = _nearest(scaled, bits(values), self.signed, self.rounds_to_zero)
         codes = codes.astype(jnp.uint8)
-        return Quantized(blocks.join(codes, page.shape), scales)
+        return Quantized(from_blocks(codes, page.shape), scales)
 
     def decode(
         self, stored: Quantized[Array], shape: tuple[int, ...]
     ) -> Float32[Array, "*shape"]:
         """Gives a page back."""
-        numbers = _number(blocks.split(stored.codes, self.block), self.signed)
-        return blocks.join(numbers * stored.scales[:, None], shape)
+        numbers = _number(to_blocks(stored.codes, self.block), self.signed)
+        return from_blocks(numbers * stored.scales[:, None], shape)
 
 
 def _scaled(
@@ -176,7 +184,7 @@ def _nearest(
       rounds_to_zero: Whether zero may be the nearest to what is not zero.
     """
     rounds = signed or rounds_to_zero
-    formula, negative = formula_of(signed, early=not rounds), pattern < 0
+    formula, negative = map_formula(signed, early=not rounds), pattern < 0
     # Of two numbers as near, the lower: below zero that is the larger magnitude. So
     # one bit more tells a midpoint that is met from one that lies between two floats.
     key = 2 * bits(scaled) + (negative.astype(jnp.int32) if signed else 0)
@@ -233,7 +241,7 @@ def _number(code: UInt8[Array, "*shape"], signed: bool) -> Float32[Array, "*shap
     """The number that a code stands for."""
     return lax.platform_dependent(
         code.astype(jnp.int32),
-        tpu=functools.partial(_number_by_lines, formula_of(signed), signed),
+        tpu=functools.partial(_number_by_lines, map_formula(signed), signed),
         default=functools.partial(_entry, dynamic_map(signed)),
     )
 

@@ -24,8 +24,8 @@ import jax
 from jaxtyping import PyTree
 
 from paged_optax.backend.types import KeyPath
-from paged_optax.codecs.arrangement import axis_of_blocks, codes_of, values_an_entry
 from paged_optax.codecs.codec import Codec, Leaf, Quantized
+from paged_optax.codecs.layout import axis_of_blocks, codes_of, values_per_entry
 
 
 def codes_field(
@@ -47,7 +47,7 @@ def codes_field(
     parts = ["codes", _name_of(codec)]
     if not codec.signed:
         parts.append("unsigned")
-    packed = values_an_entry(codec, shape)
+    packed = values_per_entry(codec, shape)
     if any(n > 1 for n in packed):
         parts.append("x".join(map(str, ([1, *packed])[-2:])))
         entries = codes_of(codec.stored(shape)).shape

@@ -18,8 +18,8 @@ from paged_optax.codecs import (
     Codec,
     axis_of_blocks,
     codes_of,
-    packed_along,
-    values_an_entry,
+    codes_per_word,
+    values_per_entry,
 )
 from paged_optax.engine.pages import (
     MOST_INDEX,
@@ -63,7 +63,7 @@ def in_rows(
         elif all(axis_of_blocks(x.codec) == -2 or block_of(x) == 1 for x in moments):
             # Blocks along columns: pages are strips, which a kernel transfers.
             axis, extent, bytes_each = 1, columns, rows * itemsize
-            units = [packed_along(x.codec, -1) for x in moments]
+            units = [codes_per_word(x.codec, -1) for x in moments]
             unit = math.lcm(*units)
     size, count = page_entries(extent, unit, bytes_each, page_size)
     if count == 1:
@@ -90,7 +90,7 @@ def _unit_of_rows(codec: Codec | None, columns: int) -> int:
     blocks = codec.block // math.gcd(codec.block, columns)
     if axis_of_blocks(codec) == -2:
         blocks = codec.block
-    return math.lcm(blocks, packed_along(codec, -2))
+    return math.lcm(blocks, codes_per_word(codec, -2))
 
 
 def _unit_of_values(codec: Codec | None, shape: tuple[int, ...]) -> int:
@@ -99,7 +99,7 @@ def _unit_of_values(codec: Codec | None, shape: tuple[int, ...]) -> int:
         return 1
     codes = codes_of(codec.stored(shape)).shape
     together, left = divmod(math.prod(shape), max(1, math.prod(codes)))
-    if left or axis_of_blocks(codec) == -2 or packed_along(codec, -2) > 1:
+    if left or axis_of_blocks(codec) == -2 or codes_per_word(codec, -2) > 1:
         return 0
     return math.lcm(codec.block, together)
 
@@ -226,7 +226,7 @@ def _codes(
     if storage.codec is None:
         return shape, storage.itemsize, (1,) * len(shape)
     codes = codes_of(storage.codec.stored(shape))
-    return codes.shape, codes.dtype.itemsize, values_an_entry(storage.codec, shape)
+    return codes.shape, codes.dtype.itemsize, values_per_entry(storage.codec, shape)
 
 
 def _has_last(storage: Storage, pages: Pages) -> bool:

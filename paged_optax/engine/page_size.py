@@ -25,7 +25,7 @@ from collections.abc import Callable
 import jax
 
 from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
-from paged_optax.codecs import axis_of_blocks, packed_along
+from paged_optax.codecs import axis_of_blocks, codes_per_word
 from paged_optax.engine.page_shapes import in_rows, in_tiles
 from paged_optax.engine.pages import (
     Geometry,
@@ -226,7 +226,7 @@ def _is_whole(storage: Storage, pages: Pages, size: int) -> bool:
 
     Else the next leaf would begin within the page's last word or block.
     """
-    packed = math.lcm(*(packed_along(storage.codec, axis) for axis in (-1, -2)))
+    packed = math.lcm(*(codes_per_word(storage.codec, axis) for axis in (-1, -2)))
     blocks, along = block_of(storage), axis_of_blocks(storage.codec)
     if blocks > 1 and along is None:
         # Of several ranges of the flattened leaf, scales would be in another order.

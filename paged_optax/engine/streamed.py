@@ -20,7 +20,7 @@ from paged_optax.backend import tiling
 from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
 from paged_optax.backend.memory import HOST
 from paged_optax.backend.types import ArrayOrShape
-from paged_optax.codecs import Codec, Noise, Quantized, axis_of_blocks, values_an_entry
+from paged_optax.codecs import Codec, Noise, Quantized, axis_of_blocks, values_per_entry
 from paged_optax.engine.pages import Pages, joined_along
 from paged_optax.engine.transfer import PageAddress, PagedArray, by_unit
 
@@ -288,7 +288,7 @@ def _viewed(
 
 
 def _ratios_of_codes(codec: Codec | None, pages: Pages) -> tuple[tuple[int, int], ...]:
-    values = values_an_entry(codec, pages.leaf)[-len(pages.view) :]
+    values = values_per_entry(codec, pages.leaf)[-len(pages.view) :]
     joined = len(pages.view) - len(values)
     return (*[(1, 1)] * joined, *((1, n) for n in values))
 

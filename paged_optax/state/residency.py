@@ -26,13 +26,15 @@ from paged_optax.backend.types import (
 )
 from paged_optax.backend.validation import brief, check_transformation
 from paged_optax.backend.variables import unflatten_like
-from paged_optax.state.by_path import Parameters, arrays_of, within
 from paged_optax.state.leaves import (
     SETTINGS,
+    Parameters,
     StateLeaf,
+    arrays_at,
     fields_of,
     is_quantized,
     leaves_of,
+    parameters_at,
     unpaged_places,
 )
 from paged_optax.transform.planned_moments import recorded
@@ -60,7 +62,7 @@ def is_device_resident(state: PyTree, path: Path) -> bool:
       [True, False]
     """
     leaves = [leaf for leaf in leaves_of(state) if leaf.is_moment]
-    inside = within(path, leaves)
+    inside = parameters_at(path, leaves)
     return not any(on_host(x.value) for x in leaves if x.parameter in inside)
 
 
@@ -103,7 +105,7 @@ def device_bytes(state: PyTree, path: Path | None = None) -> int:
       >>> po.device_bytes(state, "w"), po.device_bytes(state)  # the step count
       (0, 4)
     """
-    return sum(nbytes(x) for x in arrays_of(state, path) if not on_host(x))
+    return sum(nbytes(x) for x in arrays_at(state, path) if not on_host(x))
 
 
 def host_bytes(state: PyTree, path: Path | None = None) -> int:
@@ -125,7 +127,7 @@ def host_bytes(state: PyTree, path: Path | None = None) -> int:
       >>> po.host_bytes(state, "w") == 2 * 512 * 512 * 4
       True
     """
-    return sum(nbytes(x) for x in arrays_of(state, path) if on_host(x))
+    return sum(nbytes(x) for x in arrays_at(state, path) if on_host(x))
 
 
 def rebalance(

@@ -10,8 +10,7 @@ from paged_optax.backend.memory import donate_within_memory
 from paged_optax.backend.text import path_name
 from paged_optax.backend.types import KeyPath, Path
 from paged_optax.backend.variables import unflatten_like
-from paged_optax.state.by_path import the_one_named_by
-from paged_optax.state.leaves import StateLeaf, leaves_of
+from paged_optax.state.leaves import StateLeaf, leaves_of, parameter_at
 
 
 def get_step(state: PyTree, path: Path) -> Int[Array, ""]:
@@ -38,7 +37,7 @@ def get_step(state: PyTree, path: Path) -> Int[Array, ""]:
       (1, 0)
     """
     leaves = leaves_of(state)
-    parameter = the_one_named_by(path, leaves)
+    parameter = parameter_at(path, leaves)
     count = step_of(leaves, parameter)
     if count is None:
         raise ValueError(
@@ -109,7 +108,7 @@ def increment_step(state: PyTree, path: Path) -> PyTree:
       1
     """
     leaves = leaves_of(state)
-    parameter = the_one_named_by(path, leaves)
+    parameter = parameter_at(path, leaves)
     nodes = {leaf.node for leaf in leaves if leaf.is_moment}
     own = [
         leaf.is_count

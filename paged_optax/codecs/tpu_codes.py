@@ -9,8 +9,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int32
 
-from paged_optax.codecs.blocks import looked_up
-from paged_optax.codecs.maps import dynamic_map
+from paged_optax.codecs.quantization import dynamic_map, lookup
 
 # The bits of a float that `MapFormula.positions` leaves out; a key has one more.
 LOW_BITS = 16
@@ -41,7 +40,7 @@ class DecadeLines(NamedTuple):
 
     def correction(self, entry: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
         """What is added to each entry's number, in units of the last place."""
-        word = looked_up(entry >> np.int32(4), self.words, jnp.int32)
+        word = lookup(entry >> np.int32(4), self.words, jnp.int32)
         two_bits = (word >> ((entry & np.int32(15)) * 2)) & np.int32(3)
         return two_bits * self.unit + self.least
 
@@ -81,7 +80,7 @@ class MapFormula(NamedTuple):
 
 
 @functools.cache
-def formula_of(signed: bool, early: bool = False) -> MapFormula:
+def map_formula(signed: bool, early: bool = False) -> MapFormula:
     """The formula of a map; `early`: its lowest decades are rounded up early."""
     numbers = dynamic_map(signed)[127 if signed else 0 :]
     zero = 0 if signed else 1

@@ -89,7 +89,7 @@ def unpack(
         return codes.reshape(*words.shape[:axis], whole, *words.shape[axis + 1 :])
 
     def by_products(words: Array) -> Array:
-        return interleaved(
+        return interleave(
             [(words >> np.int32(bits * i)) & mask for i in range(packed)], axis
         )
 
@@ -109,7 +109,7 @@ def unpack(
     return lax.slice_in_dim(codes, 0, extent, axis=axis)
 
 
-def interleaved(
+def interleave(
     parts: Sequence[Int32[Array, "*shape"]], axis: int
 ) -> Int32[Array, "*longer"]:
     """The first entries of each part along an axis, then the second ones, for a TPU.

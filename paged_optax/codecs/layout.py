@@ -35,7 +35,7 @@ from jaxtyping import Float32, PyTree
 from paged_optax.backend import tiling
 from paged_optax.codecs.codec import Codec, Noise, Quantized
 from paged_optax.codecs.dynamic_int4 import DynamicInt4
-from paged_optax.codecs.words import pack, unpack
+from paged_optax.codecs.packing import pack, unpack
 
 Leaf = TypeVar("Leaf")
 
@@ -329,14 +329,14 @@ def axis_of_blocks(codec: Codec | None) -> int | None:
     return codec.blocks if isinstance(codec, Arranged) else None
 
 
-def packed_along(codec: Codec | None, axis: int) -> int:
+def codes_per_word(codec: Codec | None, axis: int) -> int:
     """How many codes share a word along an axis, -1 or -2."""
     if isinstance(codec, Arranged) and codec.axis == axis:
         return codec.packed
     return 1
 
 
-def values_an_entry(codec: Codec | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+def values_per_entry(codec: Codec | None, shape: tuple[int, ...]) -> tuple[int, ...]:
     """How many values of a moment one entry of its codes holds, along each axis."""
     packed = [1] * len(shape)
     if isinstance(codec, Arranged) and codec.axis is not None:
