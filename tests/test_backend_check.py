@@ -6,11 +6,12 @@ import pytest
 
 import paged_optax as po
 from paged_optax.backend import memory
-from paged_optax.engine import backend_check, page_loops
-from paged_optax.engine.exchange import Exchange
+from paged_optax.engine import backend_check
+from paged_optax.engine import pages as page_types
+from paged_optax.engine.duplex import Exchange
+from paged_optax.engine.loop import Loop
+from paged_optax.engine.page_io import PagedArray
 from paged_optax.engine.page_size import Storage, cut
-from paged_optax.engine.run import Run
-from paged_optax.engine.transfer import PagedArray
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,7 @@ def forget():
 
 
 def test_it_covers_full_pages_and_a_smaller_one():
-    pages = cut((89, 128), (Storage(4),), 16 * 128 * 4).rows
+    pages = cut((89, 128), (Storage(4),), 16 * 128 * 4).gpu
     assert (pages.size, pages.count, 89 % pages.size) == (15, 6, 14)
 
 
@@ -81,8 +82,8 @@ def in_turn(monkeypatch):
 
 def both_ways_on_a_gpu(monkeypatch):
     """The next page is read while one is written; the last is computed apart."""
-    monkeypatch.setattr(page_loops, "GPU_NEEDS_RAW_INDEX", False)
-    monkeypatch.setattr(Run, "_swept", Run._duplex)
+    monkeypatch.setattr(page_types, "GPU_NEEDS_RAW_INDEX", False)
+    monkeypatch.setattr(Loop, "_in_turn", Loop._duplex)
 
 
 def both_ways_on_a_tpu(monkeypatch):
@@ -129,13 +130,14 @@ def exchanged(monkeypatch):
         ),
     )
     # In turn both are at one place: there each moment is read where the other's are.
-    read = Run._read
+    compute = Loop._compute
 
-    def others(self, p, at, current):
-        theirs = dict(zip(self.streams, reversed(self.streams), strict=True)).get(p, p)
-        return read(self, p, at, current | {p: current[theirs]})
+    def others(self, at, current, *rest):
+        theirs = dict(zip(self.streams, reversed(self.streams), strict=True))
+        swapped = {p: current[other] for p, other in theirs.items()}
+        return compute(self, at, current | swapped, *rest)
 
-    monkeypatch.setattr(Run, "_read", others)
+    monkeypatch.setattr(Loop, "_compute", others)
 
 
 MUTATIONS = {

@@ -19,10 +19,10 @@ from helpers.programs import (
     updating,
 )
 from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
-from paged_optax.engine import page_loops
-from paged_optax.engine.exchange import Exchange
+from paged_optax.engine import pages as page_types
+from paged_optax.engine.duplex import Exchange
+from paged_optax.engine.loop import Loop
 from paged_optax.engine.page_size import Storage, cut
-from paged_optax.engine.run import Run
 
 _ON_GPU = pytest.mark.skipif(
     GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"
@@ -73,7 +73,7 @@ def test_a_smaller_last_page_is_read_and_written_exactly():
     params = shapes_of({"w": (4099, 4096)})
     report = aot.h200(updating(po.paged_adamw(1e-3), params))
     assert_in_place(report)
-    pages = cut((4099, 4096), (Storage(4), Storage(4)), 16 * MIB).rows
+    pages = cut((4099, 4096), (Storage(4), Storage(4)), 16 * MIB).gpu
     assert pages.extent % pages.size
     page = 4 * pages.entries
     places = {place[:1] + place[2:] for place in aot.descriptors(report.hlo)}
@@ -114,8 +114,8 @@ def test_the_plans_seconds():
 @pytest.fixture
 def both_ways(monkeypatch):
     """Pages take both ways on the CPU too."""
-    monkeypatch.setattr(page_loops, "GPU_NEEDS_RAW_INDEX", False)
-    monkeypatch.setattr(Run, "_swept", Run._duplex)
+    monkeypatch.setattr(page_types, "GPU_NEEDS_RAW_INDEX", False)
+    monkeypatch.setattr(Loop, "_in_turn", Loop._duplex)
     jax.clear_caches()
     yield
     monkeypatch.undo()

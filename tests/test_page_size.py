@@ -15,8 +15,7 @@ from helpers import reference
 from helpers.programs import square
 from paged_optax.backend import tiling
 from paged_optax.codecs import Arranged, arranged, axis_of_blocks, named, unarranged
-from paged_optax.engine import run, stream
-from paged_optax.engine import transfer as one_array
+from paged_optax.engine import loop, page_io, stream
 from paged_optax.engine.page_size import Storage, cut
 
 # All of them: `in_one_page` keeps for one test what another compiled.
@@ -43,9 +42,10 @@ SHAPES = [
 @pytest.fixture
 def on_tiles(monkeypatch):
     """Takes a TPU's pages on the CPU, which lays its arrays out otherwise."""
-    run = lambda run, geometry, *arguments: run(geometry.tiles, *arguments)
+    run = lambda run, geometry, *arguments: run(geometry.tpu, *arguments)
     monkeypatch.setattr(stream, "_by_backend", run)
-    monkeypatch.setattr(stream.Streamed, "of", _without_layouts(stream.Streamed.of))
+    of = _without_layouts(stream.StoredArray.of)
+    monkeypatch.setattr(stream.StoredArray, "of", of)
     jax.clear_caches()
     yield
     monkeypatch.undo()
@@ -55,14 +55,14 @@ def on_tiles(monkeypatch):
 def _without_layouts(make):
     """XLA:CPU takes no layout but its own."""
 
-    class PagedArray(one_array.PagedArray):
-        def _laid_out(self, page):
+    class PagedArray(page_io.PagedArray):
+        def _in_layout(self, page):
             return page
 
     def of(x, pages, codec, on_host):
         made = make(x, pages, codec, on_host)
-        plain = lambda part: part and PagedArray(**vars(part))
-        return stream.Streamed(made.codec, plain(made.codes), plain(made.scales))
+        parts = tuple(PagedArray(**vars(part)) for part in made.parts)
+        return stream.StoredArray(made.codec, parts)
 
     return of
 
@@ -165,12 +165,12 @@ def test_pages_of_codes_on_the_device():
     """A page's size, where nothing travels, and where there is room anyway."""
     codec = arranged(named("dynamic_int8", True), (4096, 14336))
     counts = [
-        cut((4096, 14336), (Storage(4, codec, host),) * 2, 2**24, 1, room).rows.count
+        cut((4096, 14336), (Storage(4, codec, host),) * 2, 2**24, 1, room).gpu.count
         for host in (True, False)
         for room in (0, 2**28)
     ]
     assert counts == [32, 16, 32, 1]
-    fewer = cut((4096, 14336), (Storage(4, codec, False),) * 2, 2**20, 1, 2**28).rows
+    fewer = cut((4096, 14336), (Storage(4, codec, False),) * 2, 2**20, 1, 2**28).gpu
     assert 4 * fewer.entries <= 2**24  # who asks for smaller pages gets them
 
 
@@ -228,7 +228,7 @@ def test_codes_of_several_shapes_ask_for_the_parameters():
 
 
 def test_rows_longer_than_a_page_are_flat():
-    pages = cut((7, 1000003), (Storage(4),), 2**20).rows
+    pages = cut((7, 1000003), (Storage(4),), 2**20).gpu
     assert pages.view == (7 * 1000003,)
     assert pages.entries * 4 <= 2**20
 
@@ -244,10 +244,10 @@ def test_more_values_than_32_bits_count():
 
 def test_what_a_tpu_cannot_slice_is_refused_by_name():
     codec = arranged(named("dynamic_int8", True), (128, 200003))
-    assert "block" in cut((128, 200003), (Storage(4, codec),), 2**20).tiles.refused
-    assert "bytes" in cut((128, 200003), (Storage(1),), 2**20).tiles.refused
+    assert "block" in cut((128, 200003), (Storage(4, codec),), 2**20).tpu.refused
+    assert "bytes" in cut((128, 200003), (Storage(1),), 2**20).tpu.refused
     here = Storage(1, on_host=False)  # on the device any slice will do
-    assert not cut((128, 200003), (here,), 2**20).tiles.refused
+    assert not cut((128, 200003), (here,), 2**20).tpu.refused
 
 
 def test_sublanes():
@@ -268,7 +268,7 @@ def test_sublanes():
 def test_a_refused_shape_can_be_paged_as_the_reason_says(shape, name):
     def refused(shape):
         codec = name and arranged(named(name, True), shape)
-        return cut(shape, (Storage(4, codec),), 2**20).tiles.refused
+        return cut(shape, (Storage(4, codec),), 2**20).tpu.refused
 
     (multiple,) = re.findall(
         r"pad its longest axis to a multiple of (\d+)", refused(shape)
@@ -300,13 +300,15 @@ def test_whole_leaves_are_coded_in_pieces_on_a_tpu(shape, codec, on_tiles, monke
     tx = po.paged_lamb(1e-2, min_paged_size=0, codec=codec)
     params = reference.arrays(jnp.float32, 0, {"w": shape})
     found, counts = [], []
-    copied = run._copied
+    copied = loop._in_pieces
     monkeypatch.setattr(
-        run, "_copied", lambda x, *rest: counts.append(x.count) or copied(x, *rest)
+        loop,
+        "_in_pieces",
+        lambda x, *rest, **kw: counts.append(x.count) or copied(x, *rest, **kw),
     )
     for size in (2**14, 2**30):
         jax.clear_caches()
-        monkeypatch.setattr(run, "PIECE", size)
+        monkeypatch.setattr(loop, "PIECE", size)
         _, state = jax.jit(tx.update)(params, tx.init(params), params)
         found.append(moments(state))
     assert len(counts) >= 4

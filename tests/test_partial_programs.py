@@ -245,7 +245,7 @@ def test_addresses_under_flags(page_size):
     shape, leaves = (4096, 1024), 3
     params = shapes_of({f"leaf{i}": shape for i in range(leaves)})
     report = aot.h200(gated(po.paged_adamw(1e-3, page_size=page_size), params))
-    pages = cut(shape, (Storage(4),), int(page_size[0]) * MIB).rows
+    pages = cut(shape, (Storage(4),), int(page_size[0]) * MIB).gpu
     page_bytes = 4 * pages.entries
     found = aot.descriptors(report.hlo)
     first = 0 if GPU_NEEDS_RAW_INDEX else page_bytes  # a page is read ahead

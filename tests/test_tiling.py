@@ -89,4 +89,4 @@ def test_every_leaf_of_the_models_is_paged():
         for shape in models.distinct(4096):
             codec = name and arranged(named(name, True), shape)
             for page_size in (2**20, 2**24):
-                assert not cut(shape, (Storage(4, codec),), page_size).tiles.refused
+                assert not cut(shape, (Storage(4, codec),), page_size).tpu.refused

@@ -15,11 +15,12 @@ from helpers import aot, reference, step_model
 from helpers.programs import MIB, assert_in_place, bfloat16, square, updating
 from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import arranged, named
-from paged_optax.engine import page_loops, run, stream
+from paged_optax.engine import pages as page_types
+from paged_optax.engine import stream
+from paged_optax.engine.loop import Loop
 from paged_optax.engine.page_size import cut
 from paged_optax.engine.pages import Storage
-from paged_optax.engine.run import Run
-from paged_optax.engine.streamed import Buffers, Streamed
+from paged_optax.engine.stored_array import StoredArray, buffers_of
 
 _ON_GPU = pytest.mark.skipif(
     GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"
@@ -32,11 +33,11 @@ def together(monkeypatch, request):
     """Lets a CPU's leaves share pages too, as a GPU's do, and a page size for that."""
 
     def switch():
-        as_a_gpu = lambda run, geometry, *arrays: run(geometry.rows, *arrays)
+        as_a_gpu = lambda run, geometry, *arrays: run(geometry.gpu, *arrays)
         monkeypatch.setattr(stream, "_by_backend", as_a_gpu)
         if request.param == "both ways":
-            monkeypatch.setattr(page_loops, "GPU_NEEDS_RAW_INDEX", False)
-            monkeypatch.setattr(Run, "_swept", Run._duplex)
+            monkeypatch.setattr(page_types, "GPU_NEEDS_RAW_INDEX", False)
+            monkeypatch.setattr(Loop, "_in_turn", Loop._duplex)
         jax.clear_caches()
 
     yield switch, {"in turn": "1GiB", "both ways": "8KiB"}[request.param]
@@ -129,7 +130,7 @@ def test_pages_that_share_end_with_words_and_blocks(codec):
         stored = arranged(named(codec, True), shape)
         kept = Storage(4, stored), Storage(4, arranged(named(codec, False), shape))
         found = cut(shape, kept, 2**24, like)
-        for pages in (found.rows, found.tiles):
+        for pages in (found.gpu, found.tpu):
             sizes = {pages.size, pages.extent % pages.size or pages.size}
             for size in sizes if pages.leaves > 1 else ():
                 assert_stored_alike(stored, pages, size)
@@ -139,11 +140,11 @@ def assert_stored_alike(codec, pages, size):
     """What is stored of joined pages is what is stored of each."""
     page = np.random.default_rng(0).normal(size=pages.page(size)).astype(np.float32)
     parts = [page * 10.0**i for i in range(pages.leaves)]
-    streamed = Streamed.of(codec.stored(pages.leaf), pages, codec, on_host=True)
+    array = StoredArray.of(codec.stored(pages.leaf), pages, codec, on_host=True)
     joined = jnp.concatenate(parts, pages.axis)
-    made = streamed.encode(joined, None, page.shape, pages.leaves)
+    made = array.encode(joined, None, page.shape, pages.leaves)
     for found, part in zip(made, parts, strict=True):
-        wanted = Buffers.of(codec.encode(jnp.asarray(part)))
+        wanted = buffers_of(codec.encode(jnp.asarray(part)))
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
@@ -186,9 +187,9 @@ def test_a_page_of_another_leaf_shows(together, monkeypatch):
     asked = functools.partial(trained, "dynamic_int8", [(48, 256)], page_size)
     wanted = asked()
     switch()
-    right = run.Streamed.encode
+    right = StoredArray.encode
     turned = lambda *args: right(*args)[::-1]
-    monkeypatch.setattr(run.Streamed, "encode", turned)
+    monkeypatch.setattr(StoredArray, "encode", turned)
     with pytest.raises(AssertionError, match="Mismatched elements"):
         assert_alike(asked(), wanted)
 

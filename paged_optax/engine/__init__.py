@@ -1,10 +1,11 @@
 """Pages of leaves through the device.
 
 `page_size` decides a page's size, and which leaves share pages; `page_shapes` how a
-GPU and a TPU cut a leaf; `pages` has the types. `stream` is what is called, once for
-like leaves. `run` loops over their pages (`page_loops`), computes them, and orders
-reads and writes; `exchange` does both at once. `transfer` reads a page and writes it
-back, `streamed` knows where it lies. `shards` divides leaves over a mesh; what the
-parameters' division is, `paged_optax.transform.parameter_shardings` finds out.
+GPU and a TPU cut a leaf; `pages` where each page is. `stream` is what is called, once
+for like leaves. `loop` goes over their pages: it reads, decodes, computes, encodes and
+writes; `duplex` reads one page while another is written; `gate` says whether a leaf is
+updated. `page_io` reads a page of an array and writes it back, `stored_array` knows
+where it lies and what a codec makes of it. `shards` divides leaves over a mesh; what
+the parameters' division is, `paged_optax.transform.parameter_shardings` finds out.
 `backend_check` checks the backend once. Nothing here knows of Optax.
 """

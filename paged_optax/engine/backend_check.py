@@ -56,8 +56,8 @@ def run_check(backend: str) -> None:
         # As `init` makes moments, and as `update` reads and writes two of them.
         array = jnp.asarray(update)
         on_host = [
-            fill((array,), program=made.program, geometry=geometry, dtype=array.dtype)
-            for (made,) in (
+            fill((array,), program=leaf.program, geometry=geometry, dtype=array.dtype)
+            for (leaf,) in (
                 _leaves(lambda update: (3 * update + 1,), shape),
                 _leaves(lambda update: (5 * update + 2,), shape),
             )
@@ -66,7 +66,7 @@ def run_check(backend: str) -> None:
             lambda update, mu, nu: (nu - mu + update, mu + update, nu - update), shape
         )
         arrays = (array, *on_host)
-        (found,) = stream(
+        (results,) = stream(
             (tuple(arrays[i] for i in leaf.inputs),),
             program=leaf.program,
             overwrites=tuple(leaf.inputs.index(i) for i in leaf.outputs),
@@ -75,7 +75,7 @@ def run_check(backend: str) -> None:
     mu, nu = 3 * update + 1, 5 * update + 2
     wanted = (nu - mu + update, mu + update, nu - update)
     names = ("update", "first moment", "second moment")
-    for name, new, right in zip(names, found, wanted, strict=True):
+    for name, new, right in zip(names, results, wanted, strict=True):
         wrong = np.flatnonzero((np.asarray(new) != right).any(1))
         if wrong.size:
             raise BackendError(

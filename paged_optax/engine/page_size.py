@@ -59,7 +59,7 @@ _CODED_LEAVES = 7
 # A page costs XLA:GPU about ten kernels, however large it is. Beside layers' weights
 # that are on the device a larger one is little: see `paged_optax.layerwise.apart`. If
 # nothing of it travels, it may have so many times the size that was asked for.
-_LARGER_HERE = 16
+_LARGER_ON_DEVICE = 16
 
 # Norms and biases on the device need no gate. What XLA may compute of all of them at
 # once is little, and on a GPU each gate waits for the host twice.
@@ -79,6 +79,7 @@ def cut(
     page_size: int,
     like: int = 1,
     room: int = 0,
+    gates: bool = False,
 ) -> Geometry:
     """Cuts leaves into pages of at most `page_size` bytes, if their layout allows it.
 
@@ -93,58 +94,47 @@ def cut(
       page_size: The most bytes of one moment's page, as the transformation sees it.
       like: So many leaves are like this one, and may share pages.
       room: Bytes of one moment's page for which there is room anyway.
+      gates: Whether leaves have gates though there is room.
 
     Returns:
       The geometry.
-
-    Example:
-      >>> pages = cut((4096, 4096), (Storage(4), Storage(4)), 8 * 2**20).on("gpu")
-      >>> pages.count, pages.size, pages.leaves
-      (16, 256, 1)
-
-      Eight small ones share two pages:
-
-      >>> pages = cut((512, 512), (Storage(4), Storage(4)), 8 * 2**20, like=8).on("gpu")
-      >>> pages.count, pages.size, pages.leaves
-      (1, 512, 4)
-
-      A matrix that a TPU lays out by columns is cut there by columns:
-
-      >>> found = cut((768, 50257), (Storage(4),), 16 * 2**20)
-      >>> found.on("gpu").axis, found.on("tpu").axis
-      (0, 1)
     """
     coded = any(block_of(x) > 1 for x in moments)
+    travels = any(x.on_host for x in moments)
+    if gates:
+        # A leaf of one page is in no loop, and needs a gate: the host waits.
+        room = min(room, 2 * math.prod(shape))
+    room = room if room >= page_size else 0
     # Then only another leaf's moment has the same size, and can travel the other way.
     sizes = [_stored_bytes(x, shape) for x in moments if x.on_host]
     alternate = 2 if len(sizes) == 1 or len({*sizes}) > 1 else 1
-    find = functools.partial(_shared, shape, moments, like)
+    share = functools.partial(_shared, shape, moments, like)
     at_least = lambda leaves: _even(like, max(1, like // leaves))
-    tiles = find(page_size, in_tiles, at_least(alternate))
+    on_tpu = share(page_size, in_tiles, at_least(alternate))
     if coded:
         leaves = _even(like, -(-like // _CODED_LEAVES))
-        rows = find(_coded_page(moments, page_size, room), in_rows, leaves)
-        travels = any(x.on_host for x in moments)
-        if rows.count == 1 and not travels and 4 * math.prod(shape) <= _UNGATED:
-            rows = dataclasses.replace(rows, ungated=True)
+        on_gpu = share(_coded_page(moments, page_size, room), in_rows, leaves)
         page_size = _coded_page(moments, page_size, 0)
     else:
         # Where pages go in turn, no leaf need alternate with another.
         leaves = at_least(1 if GPU_NEEDS_RAW_INDEX else alternate)
-        rows = find(page_size, in_rows, leaves)
+        on_gpu = share(page_size, in_rows, leaves)
+    little = coded and on_gpu.count == 1 and 4 * math.prod(shape) <= _UNGATED
+    if not travels and (little or (room and not gates)):
+        on_gpu = dataclasses.replace(on_gpu, ungated=True)
     # Remainders have fewer bits than the moments beside them.
     converted = any(x.codec for x in moments) or len({x.itemsize for x in moments}) > 1
     least = _WHOLE_ON_CPU_IF_CONVERTED if converted else _WHOLE_ON_CPU
-    whole = page_size >= least and not coded and not rows.refused
-    alone = single(shape) if whole else in_rows(shape, moments, page_size)
-    return Geometry(rows, tiles, alone)
+    whole = page_size >= least and not coded and not on_gpu.refused
+    on_cpu = single(shape) if whole else in_rows(shape, moments, page_size)
+    return Geometry(on_gpu, on_tpu, on_cpu)
 
 
 def _coded_page(moments: tuple[Storage, ...], page_size: int, room: int) -> int:
     """Bytes of one moment's page on a GPU, where a codec stores moments in blocks."""
     travels = any(x.on_host for x in moments)
     least = min(page_size, _CODED_PAGES // max(2, len(moments)))
-    most = page_size if travels else _LARGER_HERE * page_size
+    most = page_size if travels else _LARGER_ON_DEVICE * page_size
     return max(least, min(most, room))
 
 
@@ -164,11 +154,11 @@ def _shared(
     least: int,
 ) -> Pages:
     """Cuts leaves that share pages: so many at least, or more where they are small."""
-    alone = way(shape, moments, page_size)
+    unshared = way(shape, moments, page_size)
     itemsize = max(x.itemsize for x in moments)
     size_of_leaf = math.prod(shape) * itemsize
     if like == 1 or not shape or not 0 < size_of_leaf <= _LARGEST_LEAF:
-        return alone
+        return unshared
     page_size = min(page_size, _SHARED_PAGE)
     pages = way(shape, moments, max(1, page_size // least))
     page_bytes = pages.entries * itemsize
@@ -179,8 +169,8 @@ def _shared(
     too_large = page_bytes * leaves > 2 * page_size
     joins = all(_joins(x, pages, leaves) for x in moments)
     if leaves == 1 or too_large or not joins:
-        return alone
-    return pages.shared(leaves)
+        return unshared
+    return dataclasses.replace(pages, leaves=leaves)
 
 
 def _even(like: int, parts: int) -> int:
@@ -189,13 +179,7 @@ def _even(like: int, parts: int) -> int:
 
 
 def sharing(pages: Pages, like: int) -> list[slice]:
-    """Which of so many like leaves share pages.
-
-    Example:
-      >>> pages = cut((512, 512), (Storage(4), Storage(4)), 8 * 2**20, like=6).on("gpu")
-      >>> [range(6)[part] for part in sharing(pages, like=6)]
-      [range(0, 3), range(3, 6)]
-    """
+    """Which of so many like leaves share pages."""
     return [slice(i, i + pages.leaves) for i in range(0, like, pages.leaves)]
 
 
@@ -233,8 +217,8 @@ def _is_whole(storage: Storage, pages: Pages, size: int) -> bool:
         ends = not pages.axis and math.prod(pages.page(size)) % blocks == 0
     else:
         # A codec leaves axes of one entry out, and numbers the others anew.
-        there = (
+        in_pages = (
             along is None or 1 in pages.view or pages.axis == len(pages.view) + along
         )
-        ends = not there or size % blocks == 0
+        ends = not in_pages or size % blocks == 0
     return ends and size % packed == 0

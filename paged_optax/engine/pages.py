@@ -1,9 +1,14 @@
-"""Types that describe how a leaf is cut into pages, and rules that both ways share."""
+"""How a leaf is cut into pages, where each page is, and rules for every backend."""
 
 import dataclasses
 import math
 from typing import NamedTuple
 
+import numpy as np
+from jax import Array
+from jaxtyping import Int
+
+from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.codecs import Codec
 
@@ -14,10 +19,14 @@ TOO_LONG = (
     " a matrix of shorter axes"
 )
 
-# A leaf of n pages takes (n + 1) / n of the link's time (`paged_optax.engine.run`). So
+# A leaf of n pages takes (n + 1) / n of the link's time (`paged_optax.engine.loop`). So
 # it has this many, unless they would be so small that latency counts.
 _PAGES = 16
 _LEAST_PAGE = 2**20
+
+
+#: A number known when traced, or a loop's variable.
+Index = Int[Array, ""] | np.int32
 
 
 class Storage(NamedTuple):
@@ -51,8 +60,7 @@ class Pages:
       unit: Entries along `axis` that a loop's own variable counts as one. A page is a
         multiple of them.
       tiled: Whether arrays lie in a TPU's tiles.
-      ungated: Whether nothing need keep a leaf apart from all else, see
-        `paged_optax.engine.kept_apart`.
+      ungated: Whether the leaf needs no gate, see `paged_optax.engine.gate`.
       leaves: How many like leaves share pages. The last group may have fewer.
       refused: Why the leaf cannot be cut although it is larger than a page; else empty.
     """
@@ -84,9 +92,92 @@ class Pages:
             return self.view
         return (*self.view[: self.axis], size * leaves, *self.view[self.axis + 1 :])
 
-    def shared(self, leaves: int) -> "Pages":
-        """The same pages, shared by so many leaves."""
-        return dataclasses.replace(self, leaves=leaves)
+    def ranges(self) -> "list[PageRange]":
+        """The full pages, and the smaller last one."""
+        if self.count <= 1:
+            return [PageRange(self, 0, self.extent, 1, 1)]
+        full, left = divmod(self.extent, self.size)
+        step = self.size // self.unit
+        found = [PageRange(self, 0, self.size, full * step, step)] if full else []
+        if left:
+            found.append(PageRange(self, full * self.size, left, 1, 1))
+        return found
+
+    def both_ways(self, travelling: int) -> bool:
+        """Whether one page is read while another is written.
+
+        Args:
+          travelling: How many moments live on the host, of all leaves that share pages.
+        """
+        if travelling < 2 or self.count < 2:
+            return False
+        if self.tiled:
+            return True
+        # XLA:GPU unrolls a loop of a single turn, and transfers without a loop differ.
+        # Strips are transferred by kernels, which wait for each other.
+        looped = self.extent // self.size > 2 and not self.axis
+        return looped and not GPU_NEEDS_RAW_INDEX
+
+
+class PageAddress(NamedTuple):
+    """Where a page is.
+
+    Attributes:
+      start: Its first entry along the axis that is cut.
+      size: Its entries along that axis.
+      unit: The number of its first unit along the axis: a loop's own variable.
+    """
+
+    start: Index
+    size: int
+    unit: Index = np.int32(0)
+
+    def starts(self, pages: Pages) -> tuple[Index, ...]:
+        """Its first entry along every axis of the leaf's view."""
+        starts: list[Index] = [np.int32(0)] * len(pages.view)
+        if pages.count > 1:
+            starts[pages.axis] = self.start
+        return tuple(starts)
+
+
+@dataclasses.dataclass(frozen=True)
+class PageRange:
+    """Pages of one size, one after the other: all full ones, or the smaller last one.
+
+    Attributes:
+      pages: How the leaf is cut.
+      start: The first entry of the first page.
+      size: Entries of each.
+      stop: Where a loop's variable ends; it begins at 0.
+      step: By how much it grows; 1 in a range of a single page that is not full.
+    """
+
+    pages: Pages
+    start: int
+    size: int
+    stop: int
+    step: int
+
+    @property
+    def single(self) -> bool:
+        """Whether it is one page, which needs no loop."""
+        return self.stop == self.step
+
+    def at(self, number: Index) -> PageAddress:
+        """The page of a value of the loop's variable."""
+        if self.start:
+            unit = np.int32(self.start // self.pages.unit)
+            return PageAddress(np.int32(self.start), self.size, unit)
+        return PageAddress(self._first_entry(number), self.size, number)
+
+    def piece(self, turn: Index, value: int, pieces: int) -> PageAddress:
+        """Of the page of a value one of so many pieces, which divide `step`."""
+        number = np.int32(value) + turn * np.int32(self.step // pieces)
+        return PageAddress(self._first_entry(number), self.size // pieces, number)
+
+    def _first_entry(self, number: Index) -> Index:
+        # One multiplication at most: XLA:GPU follows what is linear in the variable.
+        return number if self.pages.unit == 1 else number * np.int32(self.pages.unit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,18 +185,18 @@ class Geometry:
     """How one leaf is cut, on each kind of backend.
 
     Attributes:
-      rows: On a GPU.
-      tiles: On a TPU.
-      alone: On a CPU. It has no link, and leaves that share pages would only be copied.
+      gpu: On a GPU.
+      tpu: On a TPU.
+      cpu: On a CPU. It has no link, and leaves that share pages would only be copied.
     """
 
-    rows: Pages
-    tiles: Pages
-    alone: Pages
+    gpu: Pages
+    tpu: Pages
+    cpu: Pages
 
     def on(self, platform: str) -> Pages:
         """The pages on a platform, `"gpu"` or `"tpu"`; for a CPU those of a GPU."""
-        return self.tiles if platform == "tpu" else self.rows
+        return self.tpu if platform == "tpu" else self.gpu
 
 
 def single(shape: tuple[int, ...], *, tiled: bool = False) -> Pages:

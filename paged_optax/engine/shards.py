@@ -154,7 +154,7 @@ class Shards:
         return math.prod(self.divisions[1:]) > 1
 
     @property
-    def mesh_here(self) -> Mesh | AbstractMesh:
+    def current_mesh(self) -> Mesh | AbstractMesh:
         """The mesh, its axes automatic where `with_automatic_axes` has made them so."""
         around = jax.sharding.get_abstract_mesh()
         if AxisType.Explicit not in self.mesh.axis_types or around.empty:
@@ -239,7 +239,7 @@ def on_shards(
 
     return jax.shard_map(
         run,
-        mesh=shards.mesh_here,
+        mesh=shards.current_mesh,
         in_specs=(specs, PartitionSpec()),
         out_specs=tuple(shards.spec_of(codec, like, local) for codec, like in coded),
         check_vma=False,
@@ -253,7 +253,7 @@ def constrained(x: Array, shards: Shards | None) -> Array:
     """
     if shards is None or jnp.ndim(x) != len(shards.axes):
         return x
-    sharding = NamedSharding(shards.mesh_here, shards.spec)
+    sharding = NamedSharding(shards.current_mesh, shards.spec)
     return jax.lax.with_sharding_constraint(x, sharding)
 
 

@@ -1,8 +1,8 @@
 """Pages of leaves through the device.
 
 A page is read from host memory, computed on, and written back over itself, inside one
-loop a leaf, or one for several that share pages (`paged_optax.engine.run`). Two choices
-keep this right and small on every compiler at hand:
+loop a leaf, or one for several that share pages (`paged_optax.engine.loop`). Two
+choices keep this right and small on every compiler at hand:
 
 - **The loop's own variable is the index.** It counts rows, or the smallest groups of
   rows that no page parts, and steps by a page. So the slice's start needs no
@@ -10,14 +10,13 @@ keep this right and small on every compiler at hand:
   induction variable alone and ignores what is computed from it; with this form its
   transfer descriptors cover exactly the page in jax 0.10.2 and in 0.12.0.1. A last page
   of fewer rows is one more access at a fixed row.
-- **A leaf is kept apart from all else** (`paged_optax.engine.kept_apart`), so that
-  leaves take memory one at a time.
+- **A leaf has a gate** (`paged_optax.engine.gate`), so that leaves take memory one at a
+  time.
 
-How an array lies in its pages is in `paged_optax.engine.streamed`. This module knows
-nothing of Optax.
+How an array lies in its pages is in `paged_optax.engine.stored_array`. This module
+knows nothing of Optax.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TypeVar
@@ -31,11 +30,11 @@ from paged_optax.analysis.program import Program
 from paged_optax.backend.memory import HOST, on_host
 from paged_optax.backend.meshes import varying
 from paged_optax.codecs import Codec
+from paged_optax.engine.loop import Loop
 from paged_optax.engine.page_size import sharing
 from paged_optax.engine.pages import Geometry, Pages
-from paged_optax.engine.run import Run
 from paged_optax.engine.shards import ShardPosition, Shards, on_shards
-from paged_optax.engine.streamed import Stored, Streamed
+from paged_optax.engine.stored_array import Stored, StoredArray
 
 Results = TypeVar("Results")
 
@@ -78,12 +77,19 @@ def stream(
       For each leaf the new arrays, in the order of the results, each in the memory
       space of the array it replaces.
     """
-    how = _How(program, overwrites, codecs or (None,) * len(leaves[0]), shapes, shards)
+    codecs = codecs or (None,) * len(leaves[0])
+    how = {
+        "program": program,
+        "overwrites": overwrites,
+        "codecs": codecs,
+        "shapes": shapes,
+        "shards": shards,
+    }
 
     def run(pages: Pages, leaves: tuple[Arrays, ...], *others: PyTree) -> list[Arrays]:
         parts = sharing(pages, len(leaves))
-        made = [_stream(leaves[part], *others, how=how, pages=pages) for part in parts]
-        return [arrays for each in made for arrays in each]
+        new = [_stream(leaves[part], *others, pages=pages, **how) for part in parts]
+        return [arrays for each in new for arrays in each]
 
     return _by_backend(run, geometry, leaves, gate, noise)
 
@@ -92,94 +98,77 @@ def _by_backend(
     run: Callable[..., Results], geometry: Geometry, *arguments: PyTree[Array]
 ) -> Results:
     """Calls a function with the pages of the backend it is lowered for."""
-    rows, of_others = geometry.rows, {"tpu": geometry.tiles, "cpu": geometry.alone}
-    others = {name: pages for name, pages in of_others.items() if pages != rows}
+    pages, of_others = geometry.gpu, {"tpu": geometry.tpu, "cpu": geometry.cpu}
+    others = {name: other for name, other in of_others.items() if other != pages}
     if not others:
-        return run(rows, *arguments)
-    ways = {name: functools.partial(run, pages) for name, pages in others.items()}
+        return run(pages, *arguments)
+    ways = {name: functools.partial(run, other) for name, other in others.items()}
     return lax.platform_dependent(
-        *arguments, default=functools.partial(run, rows), **ways
+        *arguments, default=functools.partial(run, pages), **ways
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _How:
-    """How a leaf is updated; see `stream`."""
-
-    program: Program
-    overwrites: tuple[int, ...]
-    codecs: tuple[Codec | None, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    shards: Shards | None
-
-
-@functools.partial(jax.jit, static_argnames=("how", "pages"))
+@functools.partial(
+    jax.jit, static_argnames="program overwrites codecs shapes shards pages".split()
+)
 def _stream(
     leaves: tuple[Arrays, ...],
     gate: Int[Array, ""] | None,
     noise: tuple[UInt32[Array, "2"] | None, ...] | None,
     *,
-    how: _How,
+    program: Program,
+    overwrites: tuple[int, ...],
+    codecs: tuple[Codec | None, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    shards: Shards | None,
     pages: Pages,
 ) -> list[Arrays]:
     """Updates leaves that share pages."""
-    if how.shards is None:
-        return _on_one(how, pages, None, leaves, (gate, noise))
-    arrays = tuple(x for leaf in leaves for x in leaf)
-    count = len(arrays) // len(leaves)
 
     def on_one(
-        place: ShardPosition, arrays: Arrays, scalars: PyTree[Array]
+        leaves: tuple[Arrays, ...],
+        gate: Int[Array, ""] | None,
+        noise: tuple[UInt32[Array, "2"] | None, ...] | None,
+        start: UInt32[Array, ""] | None,
+    ) -> list[Arrays]:
+        arrays = [
+            StoredArray.of(x, pages, codec, on_host(x))
+            for x, codec in zip(leaves[0], codecs, strict=True)
+        ]
+        buffers = [
+            tuple(map(array.view, each if array.paged else each[:1]))
+            for array, each in zip(arrays, zip(*leaves, strict=True), strict=True)
+        ]
+        words = noise or (None,) * len(overwrites)
+        seen = () if pages.count else shapes
+        loop = Loop(program, overwrites, pages, arrays, words, start, seen, len(leaves))
+        new = dict(zip(loop.targets, loop(buffers, gate), strict=True))
+        return [
+            tuple(arrays[p].restore(new[p][leaf]) for p in overwrites)
+            for leaf in range(len(leaves))
+        ]
+
+    if shards is None:
+        return on_one(leaves, gate, noise, None)
+    count = len(leaves[0])
+
+    def on_shard(
+        position: ShardPosition, arrays: Arrays, scalars: PyTree[Array]
     ) -> tuple[Stored, ...]:
         gate, noise = scalars
-        noise = jax.tree.map(lambda words: words + place.part, noise)
-        each = tuple(arrays[i : i + count] for i in range(0, len(arrays), count))
-        made = _on_one(how, pages, place.start, each, (gate, noise))
-        return tuple(x for new in made for x in new)
+        noise = jax.tree.map(lambda words: words + position.part, noise)
+        leaves = tuple(arrays[i : i + count] for i in range(0, len(arrays), count))
+        new = on_one(leaves, gate, noise, position.start)
+        return tuple(x for each in new for x in each)
 
-    results = [i + p for i in range(0, len(arrays), count) for p in how.overwrites]
-    codecs = how.codecs * len(leaves)
-    made = on_shards(
-        on_one, how.shards, arrays, codecs, pages.leaf, results, (gate, noise)
+    arrays = tuple(x for leaf in leaves for x in leaf)
+    results = [i + p for i in range(0, len(arrays), count) for p in overwrites]
+    each_codec = codecs * len(leaves)
+    new = on_shards(
+        on_shard, shards, arrays, each_codec, pages.leaf, results, (gate, noise)
     )
-    count = len(how.overwrites)
-    return [made[i : i + count] for i in range(0, len(made), count)]
-
-
-def _on_one(
-    how: _How,
-    pages: Pages,
-    place: UInt32[Array, ""] | None,
-    leaves: tuple[Arrays, ...],
-    scalars: tuple[Int[Array, ""] | None, tuple[UInt32[Array, "2"] | None, ...] | None],
-) -> list[Arrays]:
-    """Updates leaves that share pages, on one device."""
-    gate, noise = scalars
-    described = [
-        Streamed.of(x, pages, codec, on_host(x))
-        for x, codec in zip(leaves[0], how.codecs, strict=True)
-    ]
-    views = [
-        tuple(map(each.view, own if each.paged else own[:1]))
-        for each, own in zip(described, zip(*leaves, strict=True), strict=True)
-    ]
-    words = noise or (None,) * len(how.overwrites)
-    shapes = () if pages.count else how.shapes
-    run = Run(
-        how.program,
-        how.overwrites,
-        pages,
-        described,
-        words,
-        place,
-        shapes,
-        len(leaves),
-    )
-    new = dict(zip(run.targets, run(views, gate), strict=True))
-    return [
-        tuple(described[p].restore(new[p][leaf]) for p in how.overwrites)
-        for leaf in range(len(leaves))
-    ]
+    size = len(overwrites)
+    return [new[i : i + size] for i in range(0, len(new), size)]
 
 
 @functools.partial(
@@ -214,15 +203,34 @@ def fill(
     Returns:
       The leaf.
     """
-    run = functools.partial(_fill, program, dtype, codec, host, axes)
+
+    def run(
+        pages: Pages,
+        arrays: tuple[Array, ...],
+        noise: UInt32[Array, "2"] | None,
+        start: UInt32[Array, ""] | None,
+    ) -> tuple[Stored]:
+        stored = jax.ShapeDtypeStruct(pages.leaf, dtype)
+        if codec is not None:
+            stored = codec.stored(pages.leaf)
+        inputs = [StoredArray.of(x, pages, None, on_host(x)) for x in arrays]
+        buffers = [(one.view(x),) for one, x in zip(inputs, arrays, strict=True)]
+        target = StoredArray.of(stored, pages, codec, host).staged()
+        every = [*inputs, target]
+        loop = Loop(program, (len(arrays),), pages, every, [noise], start)
+        blank = varying(target.blank(), axes)
+        ((new,),) = loop([*buffers, (blank,)], None)
+        leaf = target.restore(new)
+        return (jax.device_put(leaf, HOST) if host else leaf,)
+
     if shards is None:
         return _by_backend(run, geometry, arrays, noise, None)[0]
-    local = geometry.rows.leaf
+    local = geometry.gpu.leaf
     shape = tuple(n * d for n, d in zip(local, shards.divisions, strict=True))
     like = jax.ShapeDtypeStruct(shape, dtype)
     (leaf,) = on_shards(
-        lambda place, arrays, noise: _by_backend(
-            run, geometry, arrays, noise, place.start
+        lambda position, arrays, noise: _by_backend(
+            run, geometry, arrays, noise, position.start
         ),
         shards,
         arrays,
@@ -232,27 +240,3 @@ def fill(
         noise,
     )
     return leaf
-
-
-def _fill(
-    program: Program,
-    dtype: jnp.dtype,
-    codec: Codec | None,
-    host: bool,
-    axes: frozenset[str],
-    pages: Pages,
-    arrays: tuple[Array, ...],
-    noise: UInt32[Array, "2"] | None,
-    place: UInt32[Array, ""] | None,
-) -> tuple[Stored]:
-    stored = jax.ShapeDtypeStruct(pages.leaf, dtype)
-    if codec is not None:
-        stored = codec.stored(pages.leaf)
-    leaves = [Streamed.of(x, pages, None, on_host(x)) for x in arrays]
-    views = [(leaf.view(x),) for leaf, x in zip(leaves, arrays, strict=True)]
-    made = Streamed.of(stored, pages, codec, host).staged()
-    run = Run(program, (len(arrays),), pages, [*leaves, made], [noise], place)
-    blank = varying(made.blank(), axes)
-    ((new,),) = run([*views, (blank,)], None)
-    leaf = made.restore(new)
-    return (jax.device_put(leaf, HOST) if host else leaf,)

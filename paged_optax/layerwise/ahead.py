@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes, on_host
-from paged_optax.engine.streamed import Stored
+from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.beside import ends_of, moving, together
 from paged_optax.layerwise.frozen import Shares
 from paged_optax.layerwise.groups import Group

@@ -23,7 +23,7 @@ from paged_optax.backend.text import keystr
 from paged_optax.backend.types import KeyPath
 from paged_optax.backend.variables import as_pure
 from paged_optax.codecs import Quantized
-from paged_optax.engine.streamed import Stored
+from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.groups import Group, grouped
 from paged_optax.layerwise.parts import Parts
 from paged_optax.layerwise.programs import Programs

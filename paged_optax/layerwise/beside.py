@@ -15,7 +15,7 @@ from jax import Array, lax
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes, on_host
-from paged_optax.engine.streamed import Stored
+from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.frozen import Shares
 from paged_optax.layerwise.groups import Group
 from paged_optax.layerwise.layer_update import Applied

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, PyTree
 
-from paged_optax.engine.streamed import Stored
+from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.backward import Bundle, written
 from paged_optax.layerwise.layer_update import Applied
 from paged_optax.layerwise.loss import WeightedLoss, divisor, mean_of, over

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import PyTree
 
-from paged_optax.engine.streamed import Stored
+from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.ahead import Ahead
 from paged_optax.layerwise.backward import Bundle
 from paged_optax.layerwise.by_host import ByHost, filled, gathering

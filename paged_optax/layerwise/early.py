@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.meshes import on_one_device
 from paged_optax.backend.variables import as_pure
-from paged_optax.engine.streamed import Stored
+from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.learned import used
 from paged_optax.layerwise.model import Rest
 from paged_optax.layerwise.parts import Parts

@@ -21,7 +21,7 @@ from paged_optax.backend.barriers import barrier_on_cpu
 from paged_optax.backend.memory import HOST, nbytes, on_host
 from paged_optax.backend.meshes import on_one_device
 from paged_optax.backend.variables import unflatten_like
-from paged_optax.engine.streamed import Stored
+from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.apart import Apart, Leaf, scales_to
 from paged_optax.layerwise.groups import Group
 from paged_optax.layerwise.hosted import added, fetched, on_device

@@ -15,8 +15,9 @@ from paged_optax.backend.memory import DEVICE, HOST, on_host
 from paged_optax.backend.tiling import minor_to_major
 from paged_optax.backend.types import is_traced
 from paged_optax.codecs import Quantized
-from paged_optax.engine.ends import pieces_of, read_in_pieces, write_in_pieces
-from paged_optax.engine.streamed import Stored
+from paged_optax.engine.page_io import pieces_of, read_in_pieces, write_in_pieces
+from paged_optax.engine.pages import Index
+from paged_optax.engine.stored_array import Stored
 from paged_optax.transform.codec_rules import SMALLEST_CODED
 
 # To fetch ahead, the next layer's index is computed. Older XLA:GPU cannot follow that.
@@ -114,7 +115,7 @@ def put(x: Stored, new: Stored, i: LayerIndex, parts: int | None = None) -> Stor
     def in_pieces(x: Array, new: Array) -> Array:
         address, _ = _address(x, i, size)
 
-        def write(turn: Int[Array, ""], rows: Array, piece: Array) -> Array:
+        def write(turn: Index, rows: Array, piece: Array) -> Array:
             placed = jax.device_put(piece, HOST)
             return lax.dynamic_update_slice_in_dim(
                 rows, placed, address(turn), 0, allow_negative_indices=False
@@ -146,7 +147,7 @@ def _pieces(x: Array | np.ndarray, size: int) -> int:
 
 def _address(
     x: Array | np.ndarray, i: LayerIndex, size: int
-) -> tuple[Callable[[Int[Array, ""]], Int[Array, ""]], int]:
+) -> tuple[Callable[[Index], Index], int]:
     """Where each piece of part i begins, in rows, and how many rows it has."""
     rows = size * x.shape[1]
     length = rows // _pieces(x, size)

@@ -9,7 +9,7 @@ from jax import Array, lax
 from jaxtyping import Float, PyTree
 
 from paged_optax.backend.memory import DEVICE, on_host
-from paged_optax.engine.streamed import Stored
+from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.backward import Bundle
 from paged_optax.layerwise.beside import Beside
 from paged_optax.layerwise.guard import Guard

@@ -1,7 +1,6 @@
 """A transformation, what `paged` was asked for, and what `init` and `update` share."""
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -199,17 +198,9 @@ class Pager:
         shape = shards.local(leaf.shape) if shards else leaf.shape
         if not leaf.program.elementwise or not moments:
             return uncut(shape)
-        page_size, room = self.configuration.page_size, current().room
-        if current().apart:
-            # A leaf of one page is in no loop, and needs a gate: the host waits.
-            room = min(room, 2 * math.prod(shape))
-        room = room if room >= page_size else 0
-        found = cut(shape, tuple(moments), page_size, like, room)
-        here = not any(x.on_host for x in moments)
-        if room and here and not current().apart:
-            rows = dataclasses.replace(found.rows, ungated=True)
-            return dataclasses.replace(found, rows=rows)
-        return found
+        room, gates = current().room, current().apart
+        page_size = self.configuration.page_size
+        return cut(shape, tuple(moments), page_size, like, room, gates)
 
     def refused(self, layout: Layout, position: int) -> str:
         """Tells why a moment cannot be sliced in host memory; empty if it can."""

@@ -14,11 +14,10 @@ from paged_optax.backend import memory, tiling
 from paged_optax.backend.memory import layout_bytes
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import Transformation
-from paged_optax.engine.page_loops import both_ways
 from paged_optax.engine.page_size import sharing, uncut
 from paged_optax.engine.pages import Pages, Storage
 from paged_optax.engine.shards import Shards
-from paged_optax.engine.streamed import Streamed
+from paged_optax.engine.stored_array import StoredArray
 from paged_optax.transform.context import within
 from paged_optax.transform.paged_transformation import Configuration, Pager, divided_as
 from paged_optax.transform.parameter_shardings import explicitly_typed
@@ -163,15 +162,14 @@ def planned_moments(
     small = layout.small(pager.configuration.min_paged_size)
     every = zip(state_paths, avals, layout.sizes(), strict=True)
     for i, (path, x, size) in enumerate(every):
-        alone = number + i, uncut(x.shape).rows, False, 3
+        alone = number + i, uncut(x.shape).gpu, False, 3
         number, pages, both, flying = geometry.get(i, alone)
         codec, part = layout.codecs[i], layout.shards[i]
         shape = part.local(x.shape) if part else x.shape
         stored = codec.stored(shape) if codec else jax.ShapeDtypeStruct(shape, x.dtype)
-        streamed = Streamed.of(stored, pages, codec, on_host=not stays[i])
-        parts = streamed.codes, streamed.scales
-        whole = [each for each in parts if each and each.whole]
-        reason = _WHOLE if streamed.codes in whole else pages.refused
+        parts = StoredArray.of(stored, pages, codec, on_host=not stays[i]).parts
+        whole = [part for part in parts if part.whole]
+        reason = _WHOLE if parts[0].whole else pages.refused
         found.append(
             Moment(
                 path=keystr(path),
@@ -212,7 +210,7 @@ def _geometry(
         )
         for part in sharing(pages, len(group)):
             travelling = sum(x.on_host for each in group[part] for x in each.storage)
-            both = both_ways(pages, travelling)
+            both = pages.both_ways(travelling)
             # If a leaf has one moment, XLA:GPU may keep a further page: the kernel of
             # the moment computes it. With several moments it never did (jax 0.10.2).
             apart = sum(x.on_host for x in one.storage) == 1 and platform != "tpu"

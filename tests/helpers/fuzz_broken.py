@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from helpers import apart, fuzz
-from paged_optax.engine.run import Run
-from paged_optax.engine.streamed import Streamed
-from paged_optax.engine.transfer import PagedArray
+from paged_optax.engine.loop import Loop
+from paged_optax.engine.page_io import PagedArray
+from paged_optax.engine.stored_array import StoredArray
 from paged_optax.transform import precision
 
 
@@ -17,13 +17,13 @@ def _always_the_first_page(write: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gates_not_read(call: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda run, views, gate: call(run, views, None)
+    return lambda loop, buffers, gate: call(loop, buffers, None)
 
 
 def _decoded_too_much(decode: Callable[..., Any]) -> Callable[..., Any]:
-    def wrong(streamed: Streamed, *arguments: Any) -> Any:
-        decoded = decode(streamed, *arguments)
-        return decoded if streamed.codec is None else decoded * 1.01
+    def wrong(array: StoredArray, *arguments: Any) -> Any:
+        decoded = decode(array, *arguments)
+        return decoded if array.codec is None else decoded * 1.01
 
     return wrong
 
@@ -38,8 +38,8 @@ def _masters_go_on(beside: Callable[..., Any]) -> Callable[..., Any]:
 #: one's place.
 BREAKAGES: apart.Breakages = {
     "always the first page": (PagedArray, "write", _always_the_first_page),
-    "gates are not read": (Run, "__call__", _gates_not_read),
-    "codecs decode too much": (Streamed, "decode", _decoded_too_much),
+    "gates are not read": (Loop, "__call__", _gates_not_read),
+    "codecs decode too much": (StoredArray, "decode", _decoded_too_much),
     "masters go on": (precision, "master_beside", _masters_go_on),
 }
 

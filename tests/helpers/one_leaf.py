@@ -138,20 +138,19 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
     from helpers.programs import on_device, shardings, state_on, updating
     from paged_optax.backend import memory
     from paged_optax.engine import page_size as geometry
-    from paged_optax.engine.page_loops import page_loops
-    from paged_optax.transform import pager
+    from paged_optax.transform import paged_transformation
 
     cuts: list[geometry.Geometry] = []
     alone: list[geometry.Geometry] = []
     kept: list[geometry.Storage] = []
 
-    def cut(shape, moments, page_size, like=1, room=0):
-        cuts.append(geometry.cut(shape, moments, page_size, like, room))
+    def cut(shape, moments, page_size, like=1, room=0, gates=False):
+        cuts.append(geometry.cut(shape, moments, page_size, like, room, gates))
         kept[:] = moments
         alone[:] = [geometry.cut(shape, (x,), page_size) for x in moments]
         return cuts[-1]
 
-    pager.cut = cut
+    paged_transformation.cut = cut
     platform = {"h200": "gpu", "v5e": "tpu"}[case.compiler]
     memory.platform = lambda: platform
     dtype, settings = (FORMATS | MIXED)[case.format]
@@ -217,7 +216,7 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
         return found  # nothing is paged, nor coded
     pages = cuts[-1].on(platform)
     if moved:
-        trips = [x.stop // x.step for x in page_loops(pages) if x.stop > x.step]
+        trips = [x.stop // x.step for x in pages.ranges() if not x.single]
         trips *= found.moments if case.phase == "init" else 1
         total = aot.traffic(report.hlo, trips)
         found.traffic = round(total / (ways * moved), 3)
@@ -269,21 +268,19 @@ def _misplaced(found: Any, pages: Any, kept: Sequence[Any]) -> str:
     import jax
 
     from helpers import aot
-    from paged_optax.engine.page_loops import both_ways, page_loops
-    from paged_optax.engine.streamed import Streamed
+    from paged_optax.engine.stored_array import StoredArray
 
-    ahead = both_ways(pages, sum(x.on_host for x in kept))
+    ahead = pages.both_ways(sum(x.on_host for x in kept))
     wanted: collections.Counter[tuple[str, int, int]] = collections.Counter()
-    loops = [x for x in page_loops(pages) if x.stop > x.step]
+    loops = [x for x in pages.ranges() if not x.single]
     for each in kept if loops and not pages.axis else ():
         stored = jax.ShapeDtypeStruct(pages.leaf, f"float{8 * each.itemsize}")
         if each.codec is not None:
             stored = each.codec.stored(pages.leaf)
-        streamed = Streamed.of(stored, pages, each.codec, each.on_host)
-        for part in (streamed.codes, streamed.scales):
-            if part is None or not part.travels:
+        for part in StoredArray.of(stored, pages, each.codec, each.on_host).parts:
+            if not part.travels:
                 continue
-            _, sizes = part._of(loops[0].at(0))
+            _, sizes = part.slice_of(loops[0].at(0))
             step = math.prod(sizes) * part.dtype.itemsize
             first = step if ahead else 0
             wanted.update({("read", first, step): 1, ("write", 0, step): 1})

@@ -8,8 +8,7 @@ of the leaf's view. One of its entries stands for one or more of the leaf's.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +20,17 @@ from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
 from paged_optax.backend.memory import HOST
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.codecs import Codec, Noise, Quantized, axis_of_blocks, values_per_entry
-from paged_optax.engine.pages import Pages, joined_along
-from paged_optax.engine.transfer import PageAddress, PagedArray, by_unit
+from paged_optax.engine.page_io import PagedArray, by_unit
+from paged_optax.engine.pages import PageAddress, Pages, joined_along
 
 #: An array, or what a codec stores in its place.
 Stored = Array | Quantized[Array]
+
+#: The arrays of one `Stored`, whole or of a page: codes and scales, or the array alone.
+Buffers = tuple[Array, ...]
+
+#: The buffers of each leaf that shares pages; of one, for an array of all leaves.
+LeafBuffers = tuple[Buffers, ...]
 
 # All scales of a leaf travel whole, before the first page and after the last, if a page
 # has at least this many values for each of them. A transfer of a few kilobytes costs
@@ -35,41 +40,22 @@ _SMALL_PART = 16
 _FEW_BYTES = 2**18
 
 
-class Buffers(NamedTuple):
-    """What is held of a leaf or a page: codes and scales, or an array without scales.
-
-    Attributes:
-      codes: The codes, or the array itself.
-      scales: One a block of a `Quantized`; None where there are no blocks.
-    """
-
-    codes: Array
-    scales: Array | None
-
-    @classmethod
-    def of(cls, x: Stored) -> "Buffers":
-        """What a codec stores, or an array."""
-        codes, scales = x if isinstance(x, Quantized) else (x, None)
-        return cls(codes, scales)
-
-
-#: One `Buffers` for each leaf that shares pages; a single one for an array of all.
-LeafBuffers = tuple[Buffers, ...]
+def buffers_of(x: Stored) -> Buffers:
+    """What a codec stores, or an array."""
+    return tuple(x) if isinstance(x, Quantized) else (x,)
 
 
 @dataclasses.dataclass(frozen=True)
-class Streamed:
-    """One argument of a leaf's program, or what a codec stores of it.
+class StoredArray:
+    """One argument of a leaf's program, or what a codec stores of it, page by page.
 
     Attributes:
       codec: What stores it, or None.
-      codes: Its codes, or the array itself.
-      scales: Its scales, or None.
+      parts: Its codes and its scales, or the array itself.
     """
 
     codec: Codec | None
-    codes: PagedArray
-    scales: PagedArray | None
+    parts: tuple[PagedArray, ...]
 
     @classmethod
     def of(
@@ -78,7 +64,7 @@ class Streamed:
         pages: Pages,
         codec: Codec | None,
         on_host: bool,
-    ) -> "Streamed":
+    ) -> "StoredArray":
         """Describes an array, or the shapes and dtypes of one.
 
         Args:
@@ -88,102 +74,91 @@ class Streamed:
           on_host: Whether it lives in host memory.
         """
         codes, scales = x if isinstance(x, Quantized) else (x, None)
+        # A whole array may have fewer axes than the leaf: a single value.
         cut = pages.count > 1 and (codec is not None or codes.shape == pages.leaf)
         ratios = _ratios_of_codes(codec, pages) if cut else ()
         view = _viewed(pages.view, ratios) if cut else None
+        travels = view is None or pages.tiled or _is_raw(pages, view, ratios)
         part = functools.partial(PagedArray, pages)
-        travels = on_host and (
-            view is None or pages.tiled or _is_raw(pages, view, ratios)
+        first = part(
+            codes.shape, codes.dtype, on_host, view, ratios, on_host and travels
         )
-        first = part(codes.shape, codes.dtype, on_host, view, ratios, travels)
         if scales is None:
-            return cls(codec, first, None)
+            return cls(codec, (first,))
         assert codec is not None
-        # A whole array may have fewer axes than the leaf: a single value.
         ratios = _ratios_of_scales(codec, pages) if cut else ()
         view = _viewed(pages.view, ratios) if cut else None
-        travels = on_host and (
-            view is None or _scales_travel(scales.shape, view, ratios, pages)
+        travels = view is None or _scales_travel(scales.shape, view, ratios, pages)
+        second = part(
+            scales.shape, scales.dtype, on_host, view, ratios, on_host and travels
         )
-        return cls(
-            codec,
-            first,
-            part(scales.shape, scales.dtype, on_host, view, ratios, travels),
-        )
+        return cls(codec, (first, second))
 
     @property
     def travels(self) -> bool:
         """Whether its pages come from host memory."""
-        return self.codes.travels
-
-    def divides(self, entries: int) -> bool:
-        """Whether so many entries along the axis that is cut can go by themselves."""
-        parts = (self.codes, self.scales)
-        return all(part is None or part.divides(entries) for part in parts)
+        return self.parts[0].travels
 
     @property
     def paged(self) -> bool:
         """Whether each leaf has its own; else all share it."""
-        return self.codec is not None or self.codes.shape == self.codes.pages.leaf
+        codes = self.parts[0]
+        return self.codec is not None or codes.shape == codes.pages.leaf
+
+    def divides(self, entries: int) -> bool:
+        """Whether so many entries along the axis that is cut can go by themselves."""
+        return all(part.divides(entries) for part in self.parts)
 
     def view(self, x: Stored) -> Buffers:
-        """What a loop holds of what was given."""
-        codes, scales = Buffers.of(x)
-        codes = codes.reshape(self.codes.opened)
-        if self.scales is None or scales is None:
-            return Buffers(codes, None)
-        return Buffers(codes, scales.reshape(self.scales.opened))
+        """Its buffers, in the shapes that a loop holds."""
+        pairs = zip(buffers_of(x), self.parts, strict=True)
+        return tuple([x.reshape(part.opened) for x, part in pairs])
+
+    def restore(self, buffers: Buffers) -> Stored:
+        """Undoes `view`."""
+        pairs = zip(buffers, self.parts, strict=True)
+        arrays = [x.reshape(part.shape) for x, part in pairs]
+        return arrays[0] if len(arrays) == 1 else Quantized(*arrays)
 
     def blank(self) -> Buffers:
         """Memory to fill, in the shapes that a loop holds; see `staged`.
 
         `lax.empty` moved to the host allocates there and nowhere else. XLA:GPU of jax
         0.10.2 refuses to reshape it there ("Bitcast cannot have different memory
-        spaces"), so that it is made in the shape that is cut.
+        spaces"), so that it has the shape that is cut from the beginning.
         """
 
-        def make(part: PagedArray) -> Array:
-            made = lax.empty(part.opened, part.dtype)
-            return jax.device_put(made, HOST) if part.on_host else made
+        def empty(part: PagedArray) -> Array:
+            x = lax.empty(part.opened, part.dtype)
+            return jax.device_put(x, HOST) if part.on_host else x
 
-        return Buffers(
-            make(self.codes), None if self.scales is None else make(self.scales)
-        )
+        return tuple(map(empty, self.parts))
 
-    def staged(self) -> "Streamed":
+    def staged(self) -> "StoredArray":
         """The same, with what does not travel in pages on the device until the end."""
+        stay = lambda part: dataclasses.replace(part, on_host=False)
+        parts = [part if part.travels else stay(part) for part in self.parts]
+        return StoredArray(self.codec, tuple(parts))
 
-        def stay(part: PagedArray) -> PagedArray:
-            return part if part.travels else dataclasses.replace(part, on_host=False)
-
-        scales = None if self.scales is None else stay(self.scales)
-        return Streamed(self.codec, stay(self.codes), scales)
-
-    def restore(self, x: Buffers) -> Stored:
-        """What was given, back in its own shape."""
-        codes = x.codes.reshape(self.codes.shape)
-        if self.scales is None or x.scales is None:
-            return codes
-        return Quantized(codes, x.scales.reshape(self.scales.shape))
-
-    def ahead(self, x: Buffers) -> Buffers:
+    def to_device(self, buffers: Buffers) -> Buffers:
         """Brings what does not travel in pages to the device."""
-        return self._each(PagedArray.ahead, x)
+        pairs = zip(buffers, self.parts, strict=True)
+        return tuple([part.to_device(x) for x, part in pairs])
 
-    def back(self, x: Buffers) -> Buffers:
-        """Undoes `ahead`."""
-        return self._each(PagedArray.back, x)
+    def to_host(self, buffers: Buffers) -> Buffers:
+        """Undoes `to_device`."""
+        pairs = zip(buffers, self.parts, strict=True)
+        return tuple([part.to_host(x) for x, part in pairs])
 
-    def read(self, x: Buffers, at: PageAddress) -> Buffers:
+    def read(self, buffers: Buffers, at: PageAddress) -> Buffers:
         """A page as it is stored, in device memory."""
-        return self._each(PagedArray.read, x, at)
+        pairs = zip(buffers, self.parts, strict=True)
+        return tuple([part.read(x, at) for x, part in pairs])
 
-    def write(self, x: Buffers, page: Buffers, at: PageAddress) -> Buffers:
-        """What is held with a page of it replaced."""
-        codes = self.codes.write(x.codes, page.codes, at)
-        if self.scales is None or x.scales is None or page.scales is None:
-            return Buffers(codes, None)
-        return Buffers(codes, self.scales.write(x.scales, page.scales, at))
+    def write(self, buffers: Buffers, page: Buffers, at: PageAddress) -> Buffers:
+        """The buffers with a page of them replaced."""
+        every = zip(buffers, page, self.parts, strict=True)
+        return tuple([part.write(x, new, at) for x, new, part in every])
 
     def decode(self, page: LeafBuffers, shape: tuple[int, ...]) -> Array:
         """What the program sees of a page.
@@ -192,12 +167,12 @@ class Streamed:
           page: The page, as it is stored, of each leaf that shares it.
           shape: The shape of each leaf's part.
         """
-        axis = self.codes.pages.axis
+        axis = self.parts[0].pages.axis
         if self.codec is None:
-            return _joined([x.codes for x in page], axis)
+            return _joined([codes for (codes,) in page], axis)
         if len(page) == 1:
             return _decode(self.codec, self.stored(page[0], shape), shape)
-        whole = _many(shape, axis, len(page))
+        whole = (*shape[:axis], shape[axis] * len(page), *shape[axis + 1 :])
         wanted = self.codec.stored(whole)
         join = lambda like, *parts: _joined(parts, _along(parts[0], like, len(parts)))
         parts = [self.stored(x, shape) for x in page]
@@ -214,39 +189,30 @@ class Streamed:
           shape: The shape of each leaf's part.
           leaves: How many leaves share the page.
         """
-        axis = self.codes.pages.axis
         if self.codec is None:
-            return tuple(Buffers(x, None) for x in _parted(result, axis, leaves))
+            return tuple(
+                [(x,) for x in _parted(result, self.parts[0].pages.axis, leaves)]
+            )
         if noise is None:
-            made = _encode(self.codec, result)
+            encoded = _encode(self.codec, result)
         else:
-            made = self.codec.encode(result, noise)
+            encoded = self.codec.encode(result, noise)
+        arrays = buffers_of(encoded)
         if leaves == 1:
-            return (Buffers.of(made),)
-        one, structure = jax.tree.flatten(self.codec.stored(shape))
+            return (arrays,)
+        like = jax.tree.leaves(self.codec.stored(shape))
         parts = [
-            _parted(x, _along(like, x, leaves), leaves)
-            for x, like in zip(jax.tree.leaves(made), one, strict=True)
+            _parted(x, _along(one, x, leaves), leaves)
+            for x, one in zip(arrays, like, strict=True)
         ]
-        return tuple(
-            Buffers.of(jax.tree.unflatten(structure, x))
-            for x in zip(*parts, strict=True)
-        )
+        return tuple(zip(*parts, strict=True))
 
     def stored(self, page: Buffers, shape: tuple[int, ...]) -> Stored:
         """What the codec stores of a page of this shape."""
         assert self.codec is not None
-        stored = page.codes if page.scales is None else Quantized(*page)
+        stored = page[0] if len(page) == 1 else Quantized(*page)
         wanted = self.codec.stored(shape)
         return jax.tree.map(lambda x, like: x.reshape(like.shape), stored, wanted)
-
-    def _each(
-        self, method: Callable[..., Array], x: Buffers, *arguments: PageAddress
-    ) -> Buffers:
-        codes = method(self.codes, x.codes, *arguments)
-        if self.scales is None or x.scales is None:
-            return Buffers(codes, None)
-        return Buffers(codes, method(self.scales, x.scales, *arguments))
 
 
 # Traced once for all pages of a shape: eight bits are 150 equations each way.
@@ -258,10 +224,6 @@ def _encode(codec: Codec, page: Array) -> PyTree[Array]:
 @functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
 def _decode(codec: Codec, stored: PyTree[Array], shape: tuple[int, ...]) -> Array:
     return codec.decode(stored, shape)
-
-
-def _many(shape: tuple[int, ...], axis: int, leaves: int) -> tuple[int, ...]:
-    return (*shape[:axis], shape[axis] * leaves, *shape[axis + 1 :])
 
 
 def _along(one: ArrayOrShape, many: ArrayOrShape, leaves: int) -> int:

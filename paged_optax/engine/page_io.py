@@ -1,43 +1,35 @@
-"""A page of one array: how it is read, and how it is written back."""
+"""A page of one array: how it is read, and how it is written back.
+
+What is moved outside of a loop, before the first page or after the last, has a loop of
+its own on a GPU, and is moved in a few pieces. XLA:GPU knows the address of a transfer
+only where it is linear in the variable of a loop whose turns it can count, along the
+first axis. Anywhere else a kernel reads or writes host memory over the link, which is
+slower, and keeps other kernels waiting. (A loop of one turn would be none: XLA unrolls
+it.)
+"""
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Int
+from jaxtyping import Int, PyTree
 
 from paged_optax.backend import tiling
 from paged_optax.backend.memory import DEVICE, HOST
-from paged_optax.engine.pages import Pages
+from paged_optax.backend.meshes import varying, varying_axes
+from paged_optax.engine.pages import Index, PageAddress, Pages
 
-Index = Int[Array, ""] | np.int32
+Page = TypeVar("Page", bound=PyTree)
+Buffers = TypeVar("Buffers", bound=PyTree)
 
-
-class PageAddress(NamedTuple):
-    """Where a page is.
-
-    Attributes:
-      start: Its first entry along the axis that is cut.
-      size: Its entries along that axis.
-      unit: The number of its first unit along the axis: a loop's own variable.
-    """
-
-    start: Index
-    size: int
-    unit: Index = np.int32(0)
-
-    def starts(self, pages: Pages) -> tuple[Index, ...]:
-        """Its first entry along every axis of the leaf's view."""
-        found: list[Index] = [np.int32(0)] * len(pages.view)
-        if pages.count > 1:
-            found[pages.axis] = self.start
-        return tuple(found)
+# As few pieces as divide what is moved.
+_PIECES = (2, 3, 5, 7)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,15 +85,15 @@ class PagedArray:
         number, of = self.ratios[self.pages.axis]
         return entries * number % of == 0
 
-    def ahead(self, x: Array) -> Array:
+    def to_device(self, x: Array) -> Array:
         """Brings what does not travel in pages to the device."""
         if self.whole:
             x = jax.device_put(x, DEVICE)
             return x if self.view is None else x.reshape(self.view)
         return x
 
-    def back(self, x: Array) -> Array:
-        """Undoes `ahead`."""
+    def to_host(self, x: Array) -> Array:
+        """Undoes `to_device`."""
         if self.whole:
             return jax.device_put(x.reshape(self.shape), HOST)
         return x
@@ -109,35 +101,35 @@ class PagedArray:
     def read(self, x: Array, at: PageAddress) -> Array:
         """A page of it, in device memory."""
         if self.view is not None:
-            starts, sizes = self._of(at)
+            starts, sizes = self.slice_of(at)
             page = lax.dynamic_slice(x, starts, sizes)
             if self.travels:
                 page = jax.device_put(page, DEVICE)
             if self._by_unit:
                 page = page.reshape(-1, *self.view[1:])
-            return self._laid_out(page)
-        return self._laid_out(jax.device_put(x, DEVICE) if self.travels else x)
+            return self._in_layout(page)
+        return self._in_layout(jax.device_put(x, DEVICE) if self.travels else x)
 
     def write(self, x: Array, page: Array, at: PageAddress) -> Array:
         """The array with a page of it replaced."""
-        page = self._laid_out(page)
+        page = self._in_layout(page)
         if self.view is None:
             return jax.device_put(page, HOST) if self.travels else page
-        starts, sizes = self._of(at)
+        starts, sizes = self.slice_of(at)
         page = page.reshape(sizes)
+        axis = self.pages.axis
         for done, size in self._pieces(sizes):
-            axis = self.pages.axis
             piece = page
             if size < page.shape[axis]:
                 piece = lax.slice_in_dim(page, done, done + size, axis=axis)
             piece = jax.device_put(piece, HOST) if self.travels else piece
-            here = [
+            first = [
                 n + np.int32(done) if i == axis else n for i, n in enumerate(starts)
             ]
-            x = lax.dynamic_update_slice(x, piece, here)
+            x = lax.dynamic_update_slice(x, piece, first)
         return x
 
-    def _of(self, at: PageAddress) -> tuple[list[Index], list[int]]:
+    def slice_of(self, at: PageAddress) -> tuple[list[Index], list[int]]:
         """The starts and sizes of a page in `opened`."""
         assert self.view is not None
         starts: list[Index] = []
@@ -174,7 +166,7 @@ class PagedArray:
         done = [sum(pieces[:i]) for i in range(len(pieces))]
         return list(zip(done, pieces, strict=True))
 
-    def _laid_out(self, page: Array) -> Array:
+    def _in_layout(self, page: Array) -> Array:
         """A page in the layout of its array.
 
         Otherwise XLA:TPU gives the whole array the layout that the page's neighbours
@@ -227,3 +219,70 @@ def _scaled(start: Index, number: int, of: int) -> Index:
     """`start * number / of`, which is a whole number."""
     # Start is a multiple of `of`, and a product first might not fit 32 bits.
     return lax.div(start, np.int32(of)) * number
+
+
+def pieces_of(size: int, whole: Callable[[int], bool] = lambda size: True) -> int:
+    """In how many pieces so much is moved; 1 if no small number divides it.
+
+    Args:
+      size: How much.
+      whole: Whether so much can be a piece.
+    """
+    return next((n for n in _PIECES if size % n == 0 and whole(size // n)), 1)
+
+
+def read_in_pieces(pieces: int, read: Callable[[Index], Page]) -> Page:
+    """Reads pieces, and joins them along the first axis of each array.
+
+    Args:
+      pieces: How many; 1: it is read without a loop.
+      read: Reads the piece of a number.
+    """
+    if pieces == 1:
+        return read(np.int32(0))
+    shapes = jax.eval_shape(read, jnp.int32(0))
+
+    def put(page: Array, new: Array, number: Index) -> Array:
+        return lax.dynamic_update_slice_in_dim(page, new, number * new.shape[0], 0)
+
+    def turn(carry: tuple[Int[Array, ""], Page]) -> tuple[Int[Array, ""], Page]:
+        number, page = carry
+        new = read(number)
+        page = jax.tree.map(lambda page, new: put(page, new, number), page, new)
+        return number + 1, page
+
+    empty = lambda x: varying(
+        lax.empty((pieces * x.shape[0], *x.shape[1:]), x.dtype), varying_axes(x)
+    )
+    start = jnp.int32(0), jax.tree.map(empty, shapes)
+    return lax.while_loop(lambda carry: carry[0] < pieces, turn, start)[1]
+
+
+def write_in_pieces(
+    pieces: int,
+    write: Callable[[Index, Buffers, Page], Buffers],
+    buffers: Buffers,
+    page: Page,
+) -> Buffers:
+    """Cuts what is to be written along the first axis of each array, and writes it.
+
+    Args:
+      pieces: In how many pieces; 1: it is written without a loop.
+      write: Writes the piece of a number into the buffers.
+      buffers: The buffers.
+      page: What is to be written.
+    """
+    if pieces == 1:
+        return write(np.int32(0), buffers, page)
+
+    def turn(carry: tuple[Int[Array, ""], Buffers]) -> tuple[Int[Array, ""], Buffers]:
+        number, buffers = carry
+
+        def cut(x: Array) -> Array:
+            size = x.shape[0] // pieces
+            return lax.dynamic_slice_in_dim(x, number * size, size)
+
+        return number + 1, write(number, buffers, jax.tree.map(cut, page))
+
+    start = jnp.int32(0), buffers
+    return lax.while_loop(lambda carry: carry[0] < pieces, turn, start)[1]

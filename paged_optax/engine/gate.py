@@ -1,11 +1,11 @@
-"""What keeps a leaf apart from all else that a program computes.
+"""The gate of a leaf: whether it is updated, apart from all else that is computed.
 
 Otherwise XLA hoists a leaf's first page, or its only one, and many leaves take memory
 at once: 16 leaves of 64 MiB in one page each 2176 MiB of scratch on H200 and v5e
-instead of 256. Two things keep a leaf apart:
+instead of 256. Two things keep a leaf together:
 
-- **A gate**: a loop whose turns no compiler can count. A gate given from outside as 0
-  moves no byte. On a GPU each of its turns waits for the host.
+- **A gate**: a loop whose turns no compiler can count. A gate of 0 moves no byte. On a
+  GPU each of its turns waits for the host.
 - **A call that XLA:GPU does not inline**: the same bytes, and no wait. XLA fuses
   nothing in it outside of loops, so that every page must be computed in one.
 
@@ -24,24 +24,21 @@ from jaxtyping import Int, PyTree
 
 from paged_optax.backend.barriers import HAS_UNINLINED_CALLS, uninlined_call
 
-Given = TypeVar("Given", bound=PyTree)
+Arguments = TypeVar("Arguments", bound=PyTree)
 Changing = TypeVar("Changing", bound=PyTree)
 
-#: What is to be computed of what is given, and of what changes.
-Run = Callable[[Given, Changing], Changing]
 
-
-def kept_apart(
-    run: Run[Given, Changing],
-    given: tuple[Given, Changing],
+def gated(
+    run: Callable[[Arguments, Changing], Changing],
+    arguments: tuple[Arguments, Changing],
     gate: Int[Array, ""] | None,
     in_loops: bool,
 ) -> Changing:
-    """Computes a leaf, apart from all else.
+    """Updates a leaf as often as its gate says.
 
     Args:
-      run: Computes it.
-      given: What it is given, and what it changes.
+      run: Updates it.
+      arguments: What `run` reads, and what it changes.
       gate: How often to run; None: once.
       in_loops: Whether a GPU computes all of it in loops.
 
@@ -49,30 +46,27 @@ def kept_apart(
       What it changes.
     """
     if gate is not None or not in_loops or not HAS_UNINLINED_CALLS:
-        return _gated(run, gate, *given)
+        return _counted(run, gate, *arguments)
     run = jax.jit(run)  # traced once for two uses
-    gated = functools.partial(_gated, run, None)
+    counted = functools.partial(_counted, run, None)
     called = uninlined_call(run)
-    return lax.platform_dependent(*given, cpu=gated, tpu=gated, default=called)
+    return lax.platform_dependent(*arguments, cpu=counted, tpu=counted, default=called)
 
 
-def _gated(
-    run: Run[Given, Changing],
+def _counted(
+    run: Callable[[Arguments, Changing], Changing],
     gate: Int[Array, ""] | None,
-    given: Given,
+    arguments: Arguments,
     changing: Changing,
 ) -> Changing:
-    trips = _open_gate() if gate is None else gate
+    if gate is None:
+        # XLA:CPU sees that this is 1, which does no harm; others cannot see it.
+        gate = lax.platform_dependent(
+            cpu=lambda: jnp.int32(1),
+            default=lambda: lax.optimization_barrier(jnp.int32(1)),
+        )
     return lax.while_loop(
-        lambda carry: carry[0] < trips,
-        lambda carry: (carry[0] + 1, run(given, carry[1])),
+        lambda carry: carry[0] < gate,
+        lambda carry: (carry[0] + 1, run(arguments, carry[1])),
         (jnp.int32(0), changing),
     )[1]
-
-
-def _open_gate() -> Int[Array, ""]:
-    """A trip count of 1. XLA:CPU sees it, which does no harm; others cannot see it."""
-    return lax.platform_dependent(
-        cpu=lambda: jnp.int32(1),
-        default=lambda: lax.optimization_barrier(jnp.int32(1)),
-    )

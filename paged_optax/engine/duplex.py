@@ -8,8 +8,8 @@ from jax import Array, lax
 from jaxtyping import Bool
 
 from paged_optax.backend.barriers import barrier
-from paged_optax.engine.streamed import LeafBuffers, Streamed
-from paged_optax.engine.transfer import PageAddress
+from paged_optax.engine.pages import PageAddress
+from paged_optax.engine.stored_array import LeafBuffers, StoredArray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -19,54 +19,56 @@ class Exchange:
     Attributes:
       arrays: How each array of a leaf lies in the pages.
       streams: The positions of the arrays that travel.
-      together: How many leaves share pages.
+      leaves: How many leaves share pages.
     """
 
-    arrays: Sequence[Streamed]
+    arrays: Sequence[StoredArray]
     streams: tuple[int, ...]
-    together: int
+    leaves: int
 
     def __call__(
         self,
         current: dict[int, LeafBuffers],
         results: dict[int, LeafBuffers],
         at: PageAddress,
-        ahead: PageAddress,
+        following: PageAddress,
         page: dict[int, LeafBuffers],
         more: Bool[Array, ""] | None,
     ) -> tuple[dict[int, LeafBuffers], dict[int, LeafBuffers]]:
         """Writes one page, and reads the next one.
 
         Args:
-          current: The arrays.
+          current: The buffers.
           results: The page to write to the host.
           at: The address of the page to write.
-          ahead: The address of the page to read.
+          following: The address of the page to read.
           page: The page to return if there is no page to read.
           more: Whether there is a page to read; None: there is one.
 
         Returns:
-          The arrays, and the page that has been read.
+          The buffers, and the page that has been read.
         """
-        leaves = range(self.together)
+        leaves = range(self.leaves)
         keys = [(p, leaf) for p in self.streams for leaf in leaves]
         held = {(p, leaf): current[p][leaf] for p, leaf in keys}
         read = {(p, leaf): page[p][leaf] for p, leaf in keys}
         pairs = list(zip(keys, self._partners(), strict=True))
-        for (here, there), after in zip(pairs, pairs[1:] + pairs[:1], strict=True):
-            next_one = functools.partial(self.arrays[here[0]].read, at=ahead)
-            found = (
-                next_one(held[here])
-                if more is None
-                else lax.cond(more, next_one, lambda _, x=read[here]: x, held[here])
-            )
-            p, leaf = there
-            new = self.arrays[p].write(held[there], results[p][leaf], at)
+        for (source, target), after in zip(pairs, pairs[1:] + pairs[:1], strict=True):
+            next_one = functools.partial(self.arrays[source[0]].read, at=following)
+            if more is None:
+                new_page = next_one(held[source])
+            else:
+                same = lambda _, x=read[source]: x
+                new_page = lax.cond(more, next_one, same, held[source])
+            p, leaf = target
+            new = self.arrays[p].write(held[target], results[p][leaf], at)
             # What comes next waits, or XLA may begin all reads before the first write.
-            next_ones = {*after} - {here, there} if self.together > 1 else ()
+            next_ones = {*after} - {source, target} if self.leaves > 1 else ()
             tied = {x: held[x] for x in sorted(next_ones)}
-            (read[here], held[here], held[there]), tied = barrier(
-                ((found, held[here], new), tied)
+            # One barrier on both: the read of a buffer ends before a later write of it
+            # begins, or XLA copies the whole buffer.
+            (read[source], held[source], held[target]), tied = barrier(
+                ((new_page, held[source], new), tied)
             )
             held |= tied
         shared = lambda x: {
@@ -81,11 +83,11 @@ class Exchange:
         If leaves share pages, it is the same moment of another leaf. So it has the same
         size.
         """
-        together, half = self.together, len(self.streams) // 2
-        if together == 1:
+        leaves, half = self.leaves, len(self.streams) // 2
+        if leaves == 1:
             return [(p, 0) for p in self.streams[half:] + self.streams[:half]]
         return [
-            (p, (leaf + together // 2) % together)
+            (p, (leaf + leaves // 2) % leaves)
             for p in self.streams
-            for leaf in range(together)
+            for leaf in range(leaves)
         ]

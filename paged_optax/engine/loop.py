@@ -1,0 +1,400 @@
+"""The loop over the pages of a leaf, or of like leaves that share pages.
+
+A page is read from host memory, decoded, computed on, encoded, and written back over
+itself. Two ways do it, and give the same numbers:
+
+- **In turn**: each page is read, computed and written before the next one. The link
+  works in one direction at a time.
+- **Duplex** (`paged_optax.engine.duplex`): while a page is written, the next one is
+  read, one moment at a time: `mu` in while `nu` goes out, then `nu` in while `mu` goes
+  out. A leaf of n pages takes (n + 1) / n of the time that the slower direction needs.
+
+After the last page nothing is left to read. On a TPU a branch skips that read while the
+last page is written. On a GPU the last page is computed after the loop: a transfer's
+address is known there only where it is linear in a loop's variable, and a branch would
+wait for the host (`paged_optax.engine.page_io`). XLA:GPU before openxla/xla#46308 does
+not know the address of the next page either: there pages go in turn. On a CPU nothing
+travels.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Int, UInt32
+
+from paged_optax.analysis.program import Program
+from paged_optax.backend.barriers import barrier, on_cpu, unfused_on_cpu
+from paged_optax.backend.meshes import varying, varying_axes
+from paged_optax.codecs import Codec, Noise, Quantized
+from paged_optax.codecs.codec import strides_of
+from paged_optax.engine.duplex import Exchange
+from paged_optax.engine.gate import gated
+from paged_optax.engine.page_io import pieces_of, read_in_pieces, write_in_pieces
+from paged_optax.engine.page_shapes import PIECE, in_tiles
+from paged_optax.engine.pages import Index, PageAddress, PageRange, Pages, Storage
+from paged_optax.engine.stored_array import (
+    LeafBuffers,
+    Stored,
+    StoredArray,
+    buffers_of,
+)
+
+Value = TypeVar("Value")
+
+#: The buffers of each array of the program, by the array's position.
+ByPosition = dict[int, LeafBuffers]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loop:
+    """A program's loop over the pages of one leaf, or of like leaves that share pages.
+
+    Attributes:
+      program: What to compute on a page.
+      overwrites: For each of its results the position of the array it replaces.
+      pages: How the leaf is cut.
+      arrays: How each array lies in the pages.
+      words: For each result the random words that its codec rounds by, or None.
+      start: The position in the flattened leaf of this shard's first value; None: 0.
+      shapes: What the program sees of each array, where leaves of several shapes
+        travel whole; else empty.
+      leaves: How many leaves share pages.
+    """
+
+    program: Program
+    overwrites: tuple[int, ...]
+    pages: Pages
+    arrays: Sequence[StoredArray]
+    words: Sequence[UInt32[Array, "2"] | None]
+    start: UInt32[Array, ""] | None
+    shapes: Sequence[tuple[int, ...]] = ()
+    leaves: int = 1
+
+    @functools.cached_property
+    def targets(self) -> tuple[int, ...]:
+        """The arrays that are overwritten, each once."""
+        return tuple(dict.fromkeys(self.overwrites))
+
+    @functools.cached_property
+    def ranges(self) -> list[PageRange]:
+        """The full pages, and the smaller last one."""
+        return self.pages.ranges()
+
+    @functools.cached_property
+    def coded(self) -> bool:
+        """Whether a codec stores any of the arrays."""
+        return any(array.codec is not None for array in self.arrays)
+
+    @functools.cached_property
+    def streams(self) -> tuple[int, ...]:
+        """The arrays whose pages travel both ways."""
+        inputs = [p for p in self.targets if p < self.program.inputs]
+        return tuple([p for p in inputs if self.arrays[p].travels])
+
+    @functools.cached_property
+    def duplex(self) -> bool:
+        """Whether pages travel both ways at once where they travel."""
+        written = sum([self.arrays[p].travels for p in self.targets])
+        alike = len(self.streams) == written
+        return alike and self.pages.both_ways(written * self.leaves)
+
+    def __call__(
+        self, buffers: Sequence[LeafBuffers], gate: Int[Array, ""] | None
+    ) -> tuple[LeafBuffers, ...]:
+        """The new buffers of the arrays that are overwritten.
+
+        Args:
+          buffers: Those of each array, of each leaf that has its own.
+          gate: How often to run; None: once.
+        """
+        arguments = tuple(buffers), tuple([buffers[p] for p in self.targets])
+        # A loop that does all of it keeps the leaf together by itself.
+        looped = len(self.ranges) == 1 and self.pages.count > 1
+        together = looped and not self.coded and not self.duplex
+        if gate is None and (together or self.pages.ungated):
+            return self._all_pages(*arguments)
+        return gated(self._all_pages, arguments, gate, self._only_loops)
+
+    @property
+    def _only_loops(self) -> bool:
+        """Whether a GPU computes every page in a loop: outside, it fuses nothing."""
+        if self.pages.tiled or any(part.single for part in self.ranges):
+            return False
+        return not self.duplex or all(self._pieces_of(part) > 1 for part in self.ranges)
+
+    def _pieces_of(self, part: PageRange) -> int:
+        """In how many pieces the first and the last page of a range are moved."""
+        if self.pages.tiled:
+            return 1  # a TPU computes all pages in the loop
+        unit = part.size // part.step
+        whole = lambda size: all(array.divides(size * unit) for array in self.arrays)
+        return pieces_of(part.step, whole)
+
+    def _all_pages(
+        self, buffers: tuple[LeafBuffers, ...], overwritten: tuple[LeafBuffers, ...]
+    ) -> tuple[LeafBuffers, ...]:
+        targets, arrays = self.targets, self.arrays
+        current = dict(enumerate(buffers)) | dict(
+            zip(targets, overwritten, strict=True)
+        )
+        # What does not travel in pages, such as a leaf's few scales, travels before the
+        # first page and after the last.
+        current = {p: tuple(map(arrays[p].to_device, x)) for p, x in current.items()}
+        for part in self.ranges:
+            in_turn = functools.partial(self._in_turn, part)
+            duplex = functools.partial(self._duplex, part)
+            if part.single:
+                current = self._page(part.at(np.int32(0)), current)
+            elif not self.duplex:
+                current = in_turn(current)
+            elif self.pages.tiled:
+                current = duplex(current)
+            else:
+                # XLA:CPU shares these pages with XLA:GPU, and has no link.
+                current = lax.platform_dependent(current, cpu=in_turn, default=duplex)
+        return tuple([tuple(map(arrays[p].to_host, current[p])) for p in targets])
+
+    def _in_turn(self, part: PageRange, current: ByPosition) -> ByPosition:
+        """Updates the pages of a range, one after the other."""
+        constant = {p: x for p, x in current.items() if p not in self.targets}
+
+        def next_page(
+            carry: tuple[Int[Array, ""], ByPosition],
+        ) -> tuple[Int[Array, ""], ByPosition]:
+            number, changing = carry
+            changed = self._page(part.at(number), constant | changing)
+            return number + part.step, {p: changed[p] for p in self.targets}
+
+        start = jnp.int32(0), {p: current[p] for p in self.targets}
+        _, changing = lax.while_loop(
+            lambda carry: carry[0] < part.stop, next_page, start
+        )
+        return constant | changing
+
+    def _page(self, at: PageAddress, current: ByPosition) -> ByPosition:
+        """Reads a page, computes it, and writes it back."""
+        compute = functools.partial(self._compute, at, current, self._position(at), {})
+        # Only what travels is fenced off from its neighbours; gradients and parameters
+        # are read and written by the computation itself.
+        results = unfused_on_cpu(compute) if self.pages.count > 1 else compute()
+        travels = [self.arrays[p].travels for p in self.overwrites]
+        results = _each(barrier, results, travels)
+        results = dict(zip(self.overwrites, results, strict=True))
+        return self._written(at, current, results)
+
+    def _duplex(self, part: PageRange, current: ByPosition) -> ByPosition:
+        """Updates the pages of a range: while one is written, the next one is read."""
+        step, last = np.int32(part.step), np.int32(part.stop - part.step)
+        once = self.pages.tiled  # all pages are computed by the loop
+        constant = {p: x for p, x in current.items() if p not in self.targets}
+        exchange = Exchange(self.arrays, self.streams, self.leaves)
+
+        def next_page(
+            carry: tuple[Int[Array, ""], ByPosition, ByPosition],
+        ) -> tuple[Int[Array, ""], ByPosition, ByPosition]:
+            number, changing, page = carry
+            at, following = part.at(number), part.at(number + step)
+            changed, results = self._computed(at, constant | changing, page)
+            more = number < last if once else None
+            changed, page = exchange(changed, results, at, following, page, more)
+            return number + step, {p: changed[p] for p in self.targets}, page
+
+        def read(turn: Index) -> ByPosition:
+            at = part.piece(turn, 0, pieces)
+            return {
+                p: tuple([self.arrays[p].read(x, at) for x in current[p]])
+                for p in self.streams
+            }
+
+        def write(turn: Index, changing: ByPosition, page: ByPosition) -> ByPosition:
+            at = part.piece(turn, int(last), pieces)
+            changed, results = self._computed(at, constant | changing, page)
+            changed = self._written(at, changed, results)
+            return {p: changed[p] for p in self.targets}
+
+        pieces, stop = self._pieces_of(part), part.stop if once else last
+        changing = {p: current[p] for p in self.targets}
+        _, changing, page = lax.while_loop(
+            lambda carry: carry[0] < stop,
+            next_page,
+            (jnp.int32(0), changing, read_in_pieces(pieces, read)),
+        )
+        if not once:
+            changing = write_in_pieces(pieces, write, changing, page)
+        return constant | changing
+
+    def _computed(
+        self, at: PageAddress, current: ByPosition, page: ByPosition
+    ) -> tuple[ByPosition, ByPosition]:
+        """Computes a page that has been read, and writes what stays on the device.
+
+        Returns:
+          The buffers, and the results that are to travel.
+        """
+        results = self._compute(at, current, self._position(at), page)
+        results = dict(zip(self.overwrites, results, strict=True))
+        travelling = {p: results.pop(p) for p in page}
+        return self._written(at, current, results), travelling
+
+    def _written(
+        self, at: PageAddress, current: ByPosition, results: ByPosition
+    ) -> ByPosition:
+        """The buffers, some of them with a page replaced."""
+        write = lambda p: functools.partial(self.arrays[p].write, at=at)
+        return current | {
+            p: tuple(map(write(p), current[p], pages)) for p, pages in results.items()
+        }
+
+    def _position(self, at: PageAddress) -> UInt32[Array, ""]:
+        """The position in the flattened leaf of a page's first value."""
+        position = jnp.uint32(0) if self.start is None else self.start
+        strides = strides_of(self.pages.view)
+        for start, stride in zip(at.starts(self.pages), strides, strict=True):
+            position += jnp.asarray(start, jnp.uint32) * np.uint32(stride % 2**32)
+        return position
+
+    def _compute(
+        self,
+        at: PageAddress,
+        current: ByPosition,
+        position: UInt32[Array, ""],
+        page: ByPosition,
+    ) -> tuple[LeafBuffers, ...]:
+        """Computes a page and encodes its results; `page`: what of it has been read."""
+        arrays = self.arrays[: self.program.inputs]
+        stored = [
+            page[p] if p in page else tuple([array.read(x, at) for x in current[p]])
+            for p, array in enumerate(arrays)
+        ]
+        # Pages from the host are fenced off from what is computed with them. On a TPU
+        # the results then take over the pages that were read (16 leaves of 4096x4096, 8
+        # MiB pages, v5e: 19 MiB of scratch instead of 27). XLA:CPU would copy.
+        fence = lambda pages: lax.platform_dependent(
+            pages, cpu=lambda pages: pages, default=barrier
+        )
+        stored = _each(fence, stored, [array.travels for array in arrays])
+        if self.coded or self.leaves == 1:
+            results = self._results(stored, at, position, self.leaves)
+        else:
+            # A short program is compiled for each leaf, and nothing is copied.
+            of_leaf = lambda x, leaf: x if len(x) == 1 else x[leaf : leaf + 1]
+            each = [
+                self._results([of_leaf(x, leaf) for x in stored], at, position, 1)
+                for leaf in range(self.leaves)
+            ]
+            results = [
+                tuple(x for (x,) in leaves) for leaves in zip(*each, strict=True)
+            ]
+        # What is computed of constants alone varies along no axis, and its buffer may.
+        return tuple(
+            varying(x, varying_axes(current[p]))
+            for p, x in zip(self.overwrites, results, strict=True)
+        )
+
+    def _results(
+        self,
+        stored: Sequence[LeafBuffers],
+        at: PageAddress,
+        position: UInt32[Array, ""],
+        leaves: int,
+    ) -> Sequence[LeafBuffers]:
+        """What is stored of the results of a page of one leaf, or of several joined."""
+        shape, strides = self.pages.page(at.size), strides_of(self.pages.view)
+        shapes = self.shapes or [shape] * len(stored)
+        inputs = [
+            self._decoded(array, x, seen)
+            for array, x, seen in zip(self.arrays, stored, shapes, strict=False)
+        ]
+        if self.coded:
+            inputs = on_cpu(barrier, inputs)
+        elementwise = self.program.elementwise
+        whole = self.pages.page(at.size, leaves) if elementwise else None
+        results = self.program(inputs, whole)
+        if self.coded:
+            results = on_cpu(barrier, results)
+            coded = [self.arrays[p].codec is not None for p in self.overwrites]
+            results = _each(barrier, results, coded)
+        noise = [
+            None if word is None else Noise(word, position, strides)
+            for word in self.words
+        ]
+        every = zip(self.overwrites, results, noise, strict=True)
+        return [
+            self._encoded(self.arrays[p], result, drawn, shape, leaves)
+            for p, result, drawn in every
+        ]
+
+    def _decoded(
+        self, array: StoredArray, page: LeafBuffers, shape: tuple[int, ...]
+    ) -> Array:
+        """What the program sees of a page, computed in pieces where it is large."""
+        codec = array.codec
+        if codec is None or (pieces := self._codec_pieces(codec, shape)) is None:
+            return array.decode(page, shape)
+        stored = array.stored(page[0], shape)
+        decoded = _in_pieces(pieces, codec, stored, encode=False)
+        assert not isinstance(decoded, Quantized)
+        return decoded
+
+    def _encoded(
+        self,
+        array: StoredArray,
+        result: Array,
+        noise: Noise | None,
+        shape: tuple[int, ...],
+        leaves: int,
+    ) -> LeafBuffers:
+        """What is stored of a result, computed in pieces where it is large."""
+        codec = array.codec
+        if codec is None or (pieces := self._codec_pieces(codec, result.shape)) is None:
+            return array.encode(result, noise, shape, leaves)
+        return (buffers_of(_in_pieces(pieces, codec, result, encode=True)),)
+
+    def _codec_pieces(self, codec: Codec, shape: tuple[int, ...]) -> Pages | None:
+        """How a TPU computes a codec on a leaf that is one page; None: at once.
+
+        The larger an array, the longer XLA:TPU takes to compile what is computed of it:
+        Adafactor with a momentum of (6144, 50432) in eight bits more than 150 s (libtpu
+        0.0.52).
+        """
+        whole = self.pages.tiled and self.pages.count <= 1 and self.leaves == 1
+        if not whole or codec.block == 1 or codec.draws:
+            return None
+        pieces = in_tiles(shape, (Storage(4, codec, on_host=False),), PIECE)
+        return pieces if pieces.count > 1 else None
+
+
+def _each(
+    function: Callable[[list[Value]], Sequence[Value]],
+    values: Sequence[Value],
+    chosen: Sequence[bool],
+) -> list[Value]:
+    """Applies a function to the chosen values together."""
+    positions = [i for i, yes in enumerate(chosen) if yes]
+    new = function([values[i] for i in positions])
+    return [
+        *(dict(enumerate(values)) | dict(zip(positions, new, strict=True))).values()
+    ]
+
+
+def _in_pieces(pieces: Pages, codec: Codec, x: Stored, *, encode: bool) -> Stored:
+    """Encodes or decodes an array on the device, a piece at a time."""
+    plain = jax.ShapeDtypeStruct(pieces.leaf, jnp.float32)
+    stored = codec.stored(pieces.leaf)
+    arrays = (
+        StoredArray.of(plain, pieces, None, False),
+        StoredArray.of(stored, pieces, codec, False),
+    )
+    source, target = arrays if encode else arrays[::-1]
+    same = Program(1, (), (0,), elementwise=True)
+    loop = Loop(same, (1,), pieces, (source, target), (None,), None)
+    buffers = source.view(x)
+    blank = varying(target.blank(), varying_axes(buffers))
+    ((new,),) = loop(((buffers,), (blank,)), None)
+    return target.restore(new)
