@@ -33,7 +33,7 @@ Each room imports only from those below it.
 
 from paged_optax.analysis.split import CrossLeafError
 from paged_optax.bitsandbytes import from_bitsandbytes, to_bitsandbytes
-from paged_optax.compiling.donation_check import DonationError
+from paged_optax.compiling.arguments import DonationError
 from paged_optax.compiling.jit_step import Step, jit_step
 from paged_optax.compiling.memory_report import MemoryReport, memory_report
 from paged_optax.engine.backend_check import BackendError
@@ -49,8 +49,7 @@ from paged_optax.layerwise import (
 from paged_optax.losses.linear_cross_entropy import linear_cross_entropy
 from paged_optax.planning.fits import what_fits
 from paged_optax.planning.footprints import Footprint, Footprints
-from paged_optax.planning.fully_sharded import fully_sharded
-from paged_optax.planning.page_plan import PagePlan, plan
+from paged_optax.planning.page_plan import PagePlan, fully_sharded, plan
 from paged_optax.planning.shapes import model_shapes
 from paged_optax.splitting import SplitError, SplitModel, split_layers
 from paged_optax.state.moments import init_param, master_weights, page_in, page_out

@@ -11,7 +11,7 @@ import pytest
 import paged_optax as po
 from paged_optax.cli import main
 from paged_optax.planning.cards import CARDS, card_name, find_card
-from paged_optax.planning.code import written
+from paged_optax.planning.footprints import written
 from paged_optax.planning.shapes import config_heads
 
 SHAPES = po.model_shapes("1B")
@@ -162,7 +162,7 @@ def test_nothing_fits(ways):
     assert ways.choice is None
     least = "Nothing fits: layerwise, dynamic_int8, all on host takes the least"
     assert least in ways.advice()
-    assert dataclasses.replace(ways, given=None).advice() == ""
+    assert dataclasses.replace(ways, workload=None).advice() == ""
 
 
 def test_code_has_what_paging_takes():

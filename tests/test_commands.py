@@ -18,13 +18,12 @@ import safetensors.numpy
 import paged_optax as po
 from paged_optax.backend import text
 from paged_optax.cli import (
-    bandwidth,
     doctor,
     graphs,
     machine,
     main,
+    measurements,
     plan,
-    this_card,
 )
 from paged_optax.engine import backend_check
 from paged_optax.transform import init
@@ -148,12 +147,12 @@ def on_a_t4(monkeypatch):
     """This machine, as if it had one; what is slow is left out."""
     found = machine.describe() | {"device_kind": "Tesla T4"}
     rates = [
-        bandwidth.Rate("host to device, in pages", (6.1,)),
-        bandwidth.Rate("both at once, in pages", (9.9,), 2),
+        measurements.Rate("host to device, in pages", (6.1,)),
+        measurements.Rate("both at once, in pages", (9.9,), 2),
     ]
     monkeypatch.setattr(jax, "devices", lambda: [Tesla])
     monkeypatch.setattr(jax, "local_devices", lambda: [Tesla])
-    monkeypatch.setattr(bandwidth, "measure", lambda size, repeats: iter(rates))
+    monkeypatch.setattr(measurements, "measure", lambda size, repeats: iter(rates))
     monkeypatch.setattr(machine, "describe", lambda: found)
     monkeypatch.setattr(doctor, "memory_kinds", lambda: ("device", "pinned_host"))
     monkeypatch.setattr(machine, "host_available", lambda: int(11.6 * 2**30))
@@ -223,7 +222,7 @@ def test_doctor_keeps_the_pool_within_the_machine(limit, told, monkeypatch):
     """As on a Colab machine; what is advised is not told again."""
     monkeypatch.setattr(machine, "host_available", lambda: int(11.6 * 2**30))
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", limit)
-    note = doctor._of_the_pool()
+    note = doctor._pool_advice()
     line = "export XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=10"
     assert note.splitlines()[-1:] == [line] * told
     assert ("11.6 GiB are free" in " ".join(note.split())) is told
@@ -257,8 +256,8 @@ def test_doctor_of_a_sick_backend(what, monkeypatch, capsys):
 def test_rates_of_a_link_that_is_there(monkeypatch):
     """The loops run on the CPU too, whose rates say nothing and are not shown."""
     monkeypatch.setattr(jax, "default_backend", lambda: "an accelerator")
-    rates = list(bandwidth.measure(32 << 20, 2))
-    assert [rate.name for rate in rates] == list(bandwidth.programs())
+    rates = list(measurements.measure(32 << 20, 2))
+    assert [rate.name for rate in rates] == list(measurements.programs())
     for rate in rates:
         assert not rate.reason
         assert len(rate.gigabytes_per_second) == 2 and rate.median > 0
@@ -269,17 +268,17 @@ def test_rates_of_a_link_that_is_there(monkeypatch):
 def test_plan_takes_this_machine_as_a_card(monkeypatch, capsys):
     """The CPU's own rates, which say nothing: plan has them as those of a card."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(bandwidth, "SIZE", 16 << 20)
-    monkeypatch.setattr(this_card, "device_memory", lambda: (18 << 30, 0))
-    monkeypatch.setattr(this_card.teraflops, "__defaults__", (64, 1))
-    card = this_card.measured_card()
+    monkeypatch.setattr(measurements, "SIZE", 16 << 20)
+    monkeypatch.setattr(measurements, "device_memory", lambda: (18 << 30, 0))
+    monkeypatch.setattr(measurements.teraflops, "__defaults__", (64, 1))
+    card = measurements.measured_card()
     assert (card.memory, card.gpu) == (24 << 30, True)
     assert 0 < card.link < math.inf
     assert 0 < card.both_ways < math.inf
     assert 0 < card.teraflops < math.inf
     assert card.bfloat16 is None
-    monkeypatch.setattr(this_card, "knows_bfloat16", lambda: False)
-    assert 0 < this_card.measured_card().bfloat16 < math.inf
+    monkeypatch.setattr(measurements, "knows_bfloat16", lambda: False)
+    assert 0 < measurements.measured_card().bfloat16 < math.inf
     monkeypatch.setattr(plan, "measured_card", lambda: card)
     step = "--batch 1 --length 512".split()
     assert main(["plan", "--params", "1B", "--card", "measured", *step]) == 0
@@ -291,8 +290,8 @@ def test_plan_takes_this_machine_as_a_card(monkeypatch, capsys):
 
 def test_a_link_that_loses_values_is_reported(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "an accelerator")
-    monkeypatch.setattr(bandwidth, "whole", lambda source, target, to: target)
-    first = next(bandwidth.measure(16 << 20, 1))
+    monkeypatch.setattr(measurements, "whole", lambda source, target, to: target)
+    first = next(measurements.measure(16 << 20, 1))
     assert "are not those that were sent" in first.reason
 
 

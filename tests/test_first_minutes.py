@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_optax.cli import bandwidth, graphs
+from paged_optax.cli import graphs, measurements
 
 BENCHMARKS = pathlib.Path(__file__).parent / "benchmarks"
 NAMES = ["graphs", "link", "large leaves", "activations"]
@@ -43,7 +43,7 @@ def break_graphs(monkeypatch):
 def break_link(monkeypatch):
     """Nothing is sent."""
     monkeypatch.setattr(jax, "default_backend", lambda: "an accelerator")
-    monkeypatch.setattr(bandwidth, "whole", lambda source, target, to: target)
+    monkeypatch.setattr(measurements, "whole", lambda source, target, to: target)
 
 
 def break_large_leaves(monkeypatch):

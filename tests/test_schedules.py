@@ -11,8 +11,8 @@ import pytest
 import paged_optax as po
 from paged_optax.backend import gpu
 from paged_optax.backend.gpu import OVERLAP_OPTIONS
-from paged_optax.compiling import schedules
-from paged_optax.compiling.schedules import compile_overlapping
+from paged_optax.compiling import memory_report
+from paged_optax.compiling.memory_report import compile_overlapping
 
 GIB = 2**30
 
@@ -41,7 +41,7 @@ class Lowered:
 @pytest.fixture
 def needs(monkeypatch):
     """Each program takes 12 GiB."""
-    monkeypatch.setattr(schedules, "device_total", lambda compiled: 12 * GIB)
+    monkeypatch.setattr(memory_report, "device_total", lambda compiled: 12 * GIB)
     monkeypatch.delenv("XLA_FLAGS")
 
 
@@ -83,7 +83,7 @@ def test_the_text_is_not_read_to_know_what_a_program_takes():
     compiled = jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((64, 64))).compile()
     without = types.SimpleNamespace(memory_analysis=compiled.memory_analysis)
     wanted = po.memory_report(compiled).device_total
-    assert schedules.device_total(without) == wanted > 0
+    assert memory_report.device_total(without) == wanted > 0
 
 
 def test_unknown_options(needs):
@@ -94,7 +94,7 @@ def test_unknown_options(needs):
 def test_jit_step_compiles_so(monkeypatch):
     """A step on a GPU that needs options is compiled with them."""
     asked = []
-    monkeypatch.setattr(schedules, "needs_overlap_options", asked.append)
+    monkeypatch.setattr(memory_report, "needs_overlap_options", asked.append)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step = po.jit_step(lambda x: x + 1, jnp.ones(3), donate_argnums=0)

@@ -16,7 +16,7 @@ from flax import linen, nnx
 
 import paged_optax as po
 from paged_optax.planning.shapes import checkpoint, checkpoint_shapes, module_shapes
-from paged_optax.planning.shapes.decoder import of_size
+from paged_optax.planning.shapes.models import DECODERS, of_size
 
 
 def count(tree):
@@ -44,6 +44,10 @@ def test_named_models_have_their_published_size(name, parameters):
 @pytest.mark.parametrize("size", [5e7, 3.5e8, 1e9, 1.3e10, 7e10, 4e11])
 def test_a_size_is_met(size):
     assert of_size(size).size == pytest.approx(size, rel=0.02)
+
+
+def test_eight_billion_parameters_are_llama_3():
+    assert of_size(8e9) == DECODERS["llama3-8b"]
 
 
 def test_dtype():

@@ -8,10 +8,9 @@ import pytest
 import paged_optax as po
 from helpers import aot, decoder
 from helpers.programs import updating
-from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX, OVERLAP_OPTIONS
 from paged_optax.compiling.runtime_counts import RuntimeCounts
-from paged_optax.compiling.schedules import OVERLAP_OPTIONS
-from paged_optax.planning.shapes.decoder import DECODERS
+from paged_optax.planning.shapes.models import DECODERS
 
 pytestmark = [
     pytest.mark.compiler,

@@ -12,7 +12,7 @@ _PROGRAM = "python -m paged_optax"
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are a line, and not a page of usage."""
+    """A parser whose errors are one line instead of a page of usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}. --help says what there is.\n")
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; without one, says which there are.
 
     Args:
-      arguments: As on the command line; None: this process's own.
+      arguments: As on the command line; None: those of this process.
 
     Returns:
       The exit status: 0, or 1 where a command failed or found something wrong.
@@ -35,22 +35,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="\n".join(["examples:", *examples]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=lambda given: parser.print_help() or 0)
+    parser.set_defaults(run=lambda options: parser.print_help() or 0)
     choices = parser.add_subparsers(title="commands", metavar="command")
     for name, command in commands.items():
         summary = (command.__doc__ or "").splitlines()[0]
-        own = choices.add_parser(
+        subparser = choices.add_parser(
             name,
             usage=f"{_PROGRAM} {name} [options]",
             help=summary,
             description=summary,
             epilog=f"example: {_PROGRAM} {command.EXAMPLE}",
         )
-        command.add_arguments(own)
-        own.set_defaults(run=command.run)
-    given = parser.parse_args(arguments)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    options = parser.parse_args(arguments)
     try:
-        status = given.run(given)
+        status = options.run(options)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # as of `plan ... | head`: nobody reads on

@@ -30,7 +30,7 @@ _SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far two pytrees are apart.
+    """The distance between two pytrees.
 
     Attributes:
       values: Number of values.
@@ -68,7 +68,7 @@ class Comparison:
 def compare(inner: optax.GradientTransformation, steps: int) -> Comparison:
     """Trains twice from the same parameters, on the same gradients.
 
-    Once as Optax has it, and once with several pages a leaf, the last one smaller.
+    One run is Optax's. The other pages several pages a leaf, the last one smaller.
 
     Args:
       inner: The transformation.
@@ -108,8 +108,8 @@ def _train(
     # jax 0.10.2 to 0.12.0.1 pair donated buffers with outputs in other memory.
     arguments = typed_shapes((params, state, params))
     update = jit_step(tx.update, *arguments, donate_argnums=(0, 1))
-    # Apart, so that both are added alike: within one program XLA multiplies by the
-    # learning rate and adds in one rounding where nothing stands between.
+    # A program of its own, so that both runs add alike: within one program XLA
+    # multiplies by the learning rate and adds in one rounding where it can fuse them.
     apply = jax.jit(optax.apply_updates, donate_argnums=0)
     for gradient in gradients:
         updates, state = update(jax.tree.map(jnp.array, gradient), state, params)
@@ -117,18 +117,18 @@ def _train(
     return jax.tree.map(np.asarray, (params, state))
 
 
-def difference(found: PyTree[np.ndarray], wanted: PyTree[np.ndarray]) -> Difference:
-    """How far arrays are apart.
+def difference(actual: PyTree[np.ndarray], wanted: PyTree[np.ndarray]) -> Difference:
+    """The distance between the arrays of two trees.
 
     Args:
-      found: The ones.
-      wanted: The others, which errors are relative to.
+      actual: The one tree.
+      wanted: The other tree, which errors are relative to.
 
     Raises:
       AssertionError: If their shapes or dtypes differ.
     """
     different, ulps, error = 0, 0, 0.0
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
         if x.shape != y.shape or x.dtype != y.dtype:
             raise AssertionError(f"{x.dtype}{x.shape}, wanted {y.dtype}{y.shape}")
         steps = np.abs(_ordered(x) - _ordered(y))
@@ -143,18 +143,18 @@ def difference(found: PyTree[np.ndarray], wanted: PyTree[np.ndarray]) -> Differe
     return Difference(values, different, ulps, error)
 
 
-def refuse_not_finite(found: PyTree[np.ndarray]) -> None:
-    """Refuses what is alike although it says nothing.
+def refuse_not_finite(tree: PyTree[np.ndarray]) -> None:
+    """Refuses values that are equal and yet prove nothing.
 
     Raises:
       ArithmeticError: If a value is NaN or infinite.
     """
-    if not all(np.isfinite(x).all() for x in jax.tree.leaves(found)):
+    if not all(np.isfinite(x).all() for x in jax.tree.leaves(tree)):
         raise ArithmeticError("values are not finite")
 
 
 def _ordered(x: np.ndarray) -> np.ndarray:
-    """Integers in the order of the floats: neighbours are one apart."""
+    """Integers in the order of the floats, one apart for neighbouring floats."""
     bits = x.view(f"i{x.dtype.itemsize}").astype(np.int64)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return bits

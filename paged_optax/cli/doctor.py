@@ -15,7 +15,7 @@ from paged_optax.backend.gpu import (
 )
 from paged_optax.backend.memory import PINNED_HOST, memory_kinds
 from paged_optax.backend.text import print_table, readable_bytes, track
-from paged_optax.cli import bandwidth, graphs, machine, this_card
+from paged_optax.cli import graphs, machine, measurements
 from paged_optax.cli.comparison import Difference, compare
 from paged_optax.engine import backend_check
 from paged_optax.planning.cards import CARDS, Card, card_name
@@ -32,13 +32,13 @@ _TOLERANCE = 1e-5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares no arguments: there are none."""
+    """Declares nothing: there are no arguments."""
     del parser
 
 
-def run(given: argparse.Namespace) -> int:
-    """Prints what is there, what was measured, and a verdict."""
-    del given
+def run(options: argparse.Namespace) -> int:
+    """Prints the machine, the measured rates, and a verdict."""
+    del options
     try:
         print_table(("machine", ""), _machine())
     except RuntimeError as error:  # JAX found no backend.
@@ -46,17 +46,17 @@ def run(given: argparse.Namespace) -> int:
         return 1
     if jax.default_backend() == "cpu":
         print("\nNo accelerator: for a GPU install jax[cuda13], for a TPU jax[tpu].")
-    if jax.default_backend() == "gpu" and (note := _of_the_pool()):
+    if jax.default_backend() == "gpu" and (note := _pool_advice()):
         print(f"\n{note}")
     print()
-    card = _known()
-    rates = bandwidth.measure(bandwidth.SIZE, 3)
-    count = len(bandwidth.programs())
+    card = _known_card()
+    rates = measurements.measure(measurements.SIZE, 3)
+    count = len(measurements.programs())
     rows = (_rate(x, card) for x in track(rates, "measuring the link", count))
     stated = ("stated",) if card else ()
     print_table(("link", "GB/s", *stated), rows)
     print()
-    dtypes = ("bfloat16",) if this_card.knows_bfloat16() else ("float16", "bfloat16")
+    dtypes = ("bfloat16",) if measurements.knows_bfloat16() else ("float16", "bfloat16")
     rows = (
         (dtype, _products(dtype), *_stated(card and card.products(dtype)))
         for dtype in dtypes
@@ -89,21 +89,21 @@ _WITHOUT_GRAPHS = (
 
 
 def _machine() -> Iterator[tuple[str, str]]:
-    found = machine.describe()
-    yield "platform", found["backend"]
-    known = card_name(found["device_kind"])
+    facts = machine.describe()
+    yield "platform", facts["backend"]
+    known = card_name(facts["device_kind"])
     name = f", known as {known}" if known else ""
-    yield "device", f"{found['devices']} x {found['device_kind']}{name}"
-    yield "driver", found["platform_version"]
-    yield from found["versions"].items()
+    yield "device", f"{facts['devices']} x {facts['device_kind']}{name}"
+    yield "driver", facts["platform_version"]
+    yield from facts["versions"].items()
     kinds = memory_kinds()
     yield "memory kinds, the device's own first", ", ".join(kinds)
-    size = found["device_bytes"]
+    size = facts["device_bytes"]
     yield (
         "memory XLA may take of a device",
         readable_bytes(size) if size else "the host's",
     )
-    yield "memory free on the host", readable_bytes(found["host_bytes_available"])
+    yield "memory free on the host", readable_bytes(facts["host_bytes_available"])
     if jax.default_backend() == "gpu":
         pool = f"{readable_bytes(pool_limit())} ({POOL_LIMIT})"
         yield "pinned memory XLA hands out", pool
@@ -115,8 +115,8 @@ def _machine() -> Iterator[tuple[str, str]]:
             yield "compiler_options= of your own jax.jit", told
 
 
-def _of_the_pool() -> str:
-    """How to keep XLA's pool within the memory that is free; empty if it is."""
+def _pool_advice() -> str:
+    """How to keep XLA's pool within the free memory; empty if it is."""
     pool, free = pool_limit(), machine.host_available()
     if pool <= free:
         return ""
@@ -128,32 +128,32 @@ def _of_the_pool() -> str:
     return f"{filled(text)}\nexport {POOL_LIMIT}={gigabytes}"
 
 
-def _known() -> Card | None:
-    """What is stated of this machine's card, if it is one of those known by name."""
+def _known_card() -> Card | None:
+    """The data sheet of this machine's card, if its name is known."""
     name = card_name(jax.devices()[0].device_kind)
     return CARDS[name] if name else None
 
 
-def _rate(rate: bandwidth.Rate, card: Card | None) -> tuple[str, ...]:
+def _rate(rate: measurements.Rate, card: Card | None) -> tuple[str, ...]:
     both = rate.name.startswith("both")
     stated = card and (card.both_ways if both else card.link)
     return rate.name, rate.reason or f"{rate.median:.1f}", *_stated(stated)
 
 
 def _stated(rate: float | None) -> tuple[str, ...]:
-    """The cell of a column that is there if a card is known."""
+    """The cell of the column of stated rates, which only known cards have."""
     return () if rate is None else (f"{rate:g}",)
 
 
 def _products(dtype: str) -> str:
     if jax.default_backend() == "cpu":
         return "not measured: no accelerator"
-    reason = machine.shortage(4 * 2 * this_card.SIDE**2, 0)
-    return reason or f"{this_card.teraflops(dtype=dtype):.1f}"
+    reason = machine.shortage(4 * 2 * measurements.SIDE**2, 0)
+    return reason or f"{measurements.teraflops(dtype=dtype):.1f}"
 
 
 def _self_test() -> tuple[bool, list[tuple[str, str, str]]]:
-    """Whether all is right, and what was looked at, with the way out."""
+    """Whether all tests passed, and a row for each."""
     rows = []
     if PINNED_HOST not in memory_kinds():
         missing = "missing: host_memory_kind='auto' keeps moments on the device"
@@ -163,14 +163,14 @@ def _self_test() -> tuple[bool, list[tuple[str, str, str]]]:
         backend_check.run_check(jax.default_backend())
         rows.append(("distinct pages", "come back as they were sent", "passed"))
         for name, inner in track(tests.items(), "self-test", len(tests)):
-            found = compare(inner, steps=5)
-            passed = found.error <= _TOLERANCE
-            pages = max(x.pages for x in found.moments)
+            comparison = compare(inner, steps=5)
+            passed = comparison.error <= _TOLERANCE
+            pages = max(x.pages for x in comparison.moments)
             verdict = "passed" if passed else "FAILED"
             rows += [
                 (f"5 steps of {name}", f"in up to {pages} pages", verdict),
-                ("its state", _apart(found.state), verdict),
-                ("its parameters", _apart(found.parameters), verdict),
+                ("its state", _distance(comparison.state), verdict),
+                ("its parameters", _distance(comparison.parameters), verdict),
             ]
     except Exception as error:  # Whatever breaks is the finding.
         rows.append(("self-test", f"{type(error).__name__}: {error}", "FAILED"))
@@ -178,18 +178,18 @@ def _self_test() -> tuple[bool, list[tuple[str, str, str]]]:
 
 
 def _with_graphs() -> tuple[bool, tuple[str, str, str]]:
-    """Whether steps compute the same with graphs and without, and what was found."""
+    """Whether steps compute the same with graphs and without, and the row of it."""
     name = f"{graphs.STEPS} steps, ordinary and layerwise"
     try:
-        found = graphs.compare()
+        difference = graphs.compare()
     except Exception as error:  # Whatever breaks is the finding.
         return False, (name, f"{type(error).__name__}: {error}", "FAILED")
-    same = found.error <= _TOLERANCE
+    same = difference.error <= _TOLERANCE
     verdict = "passed" if same else "FAILED"
-    return same, (name, _apart(found, "those without graphs"), verdict)
+    return same, (name, _distance(difference, "those without graphs"), verdict)
 
 
-def _apart(difference: Difference, others: str = "Optax's") -> str:
+def _distance(difference: Difference, others: str = "Optax's") -> str:
     if difference.differing == 0:
         return f"{others} bit for bit"
     return (

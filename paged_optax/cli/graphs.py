@@ -1,8 +1,8 @@
 """Steps with CUDA graphs and without: whether they compute the same numbers.
 
 XLA:GPU runs kernels, page loops and layers as CUDA graphs (its command buffers), which
-it records anew if an address changes. It reads its flags once, so that each run is a
-process of its own.
+it records anew if an address changes. It reads its flags once, so that each run needs a
+new process.
 """
 
 import os
@@ -31,7 +31,7 @@ LIMIT = 120.0
 #: What switches graphs off.
 OFF = "--xla_gpu_enable_command_buffer="
 
-# Else each run times its own products, and one may choose others than the other does.
+# Otherwise each run times products, and may choose other kernels than the other run.
 _SAME_PRODUCTS = "--xla_gpu_autotune_level=0"
 _LAYERS, _WIDTH, _TOKENS = 4, 256, 32
 # Several pages a leaf, and in every leaf.
@@ -62,10 +62,10 @@ def compare(steps: int = STEPS, limit: float = LIMIT) -> Difference:
 
 
 def trained(flag: str, steps: int, limit: float) -> Trained:
-    """What `train` gives in a process of its own.
+    """The result of `train` in a new process.
 
     Args:
-      flag: A flag of XLA for it, beside those that `XLA_FLAGS` has.
+      flag: A flag of XLA for it, in addition to those of `XLA_FLAGS`.
       steps: Steps to train.
       limit: Seconds that it may take.
 
@@ -75,8 +75,8 @@ def trained(flag: str, steps: int, limit: float) -> Trained:
     flags = " ".join([os.environ.get("XLA_FLAGS", ""), _SAME_PRODUCTS, flag])
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "trained.npz"
-        here = str(pathlib.Path(__file__).parents[2])
-        code = f"import sys; sys.path.insert(0, {here!r})\n"
+        root = str(pathlib.Path(__file__).parents[2])
+        code = f"import sys; sys.path.insert(0, {root!r})\n"
         code += f"from {__name__} import save; save({str(path)!r}, {steps})"
         try:
             done = subprocess.run(
@@ -98,7 +98,7 @@ def trained(flag: str, steps: int, limit: float) -> Trained:
 
 
 def save(path: str, steps: int) -> None:
-    """Writes what `train` gives, as NumPy's npz."""
+    """Writes the result of `train` as NumPy's npz."""
     np.savez(path, allow_pickle=False, **train(steps))
 
 
@@ -111,11 +111,11 @@ def train(steps: int) -> Trained:
         "down": draw(_LAYERS, 4 * _WIDTH, _WIDTH) * 0.05,
     }
     batches = [jnp.asarray(draw(_TOKENS, _WIDTH)) for _ in range(steps)]
-    made = {
+    trees = {
         "ordinary": _ordinary(params, batches),
         "layerwise": _layerwise(params, batches),
     }
-    flat = jax.tree_util.tree_flatten_with_path(made)[0]
+    flat = jax.tree_util.tree_flatten_with_path(trees)[0]
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in flat}
 
 

@@ -18,7 +18,7 @@ from paged_optax.backend.gpu import POOL_LIMIT, pool_limit
 from paged_optax.backend.memory import PINNED_HOST, device_memory, typed_by_memory
 
 #: Most of the free memory that a measurement takes. On the CPU backend the device's
-#: memory is the machine's own, which others may be using too.
+#: memory is the machine's, which other programs may be using too.
 HOST_SHARE = 0.65
 DEVICE_SHARE = 0.95
 
@@ -51,26 +51,26 @@ def describe() -> dict[str, PyTree[str | int | float]]:
 
 
 def both_memories() -> tuple[NamedSharding, NamedSharding]:
-    """The first device's own memory, and pinned memory of its host.
+    """The default memory of the first device, and pinned memory of its host.
 
     The types of arrays and of traced values show these placements.
     """
     device = jax.devices()[0]
-    own = typed_by_memory(SingleDeviceSharding(device))
+    sharding = typed_by_memory(SingleDeviceSharding(device))
     return (
-        own.with_memory_kind(device.default_memory().kind),
-        own.with_memory_kind(PINNED_HOST),
+        sharding.with_memory_kind(device.default_memory().kind),
+        sharding.with_memory_kind(PINNED_HOST),
     )
 
 
 def typed_shapes(tree: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
     """Shapes of arrays that state which of the two memories each is in."""
-    own, host = both_memories()
+    device, host = both_memories()
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape,
             x.dtype,
-            sharding=host if x.sharding.memory_kind == PINNED_HOST else own,
+            sharding=host if x.sharding.memory_kind == PINNED_HOST else device,
         ),
         tree,
     )

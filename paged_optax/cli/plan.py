@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import parse_bytes, print_table, readable_bytes
 from paged_optax.backend.validation import floating_dtype
-from paged_optax.cli.this_card import measured_card
+from paged_optax.cli.measurements import measured_card
 from paged_optax.planning.cards import CARDS, find_card
 from paged_optax.planning.fits import what_fits
 from paged_optax.planning.footprints import filled
@@ -28,9 +28,9 @@ from paged_optax.planning.shapes import (
     model_shapes,
     module_shapes,
 )
-from paged_optax.planning.shapes.decoder import DECODERS
+from paged_optax.planning.shapes.models import DECODERS
 
-# The card's name for this machine's own.
+# The name of the card of this machine.
 _MEASURED = "measured"
 # What `examples/finetune_hf.py` trains, with an optimizer of its own.
 _TRAINED = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_batch(parser: argparse.ArgumentParser) -> None:
-    """Declares those that say what a step is given."""
+    """Declares the arguments that state a step's batch."""
     group = parser.add_argument_group("activations, and the way to choose")
     whole = functools.partial(group.add_argument, type=int, metavar="N")
     whole("--batch", help="sequences of a step")
@@ -136,7 +136,7 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
-    """Declares those that name a model."""
+    """Declares the arguments that name a model."""
     models = parser.add_argument_group("the model: one of")
     model = models.add_mutually_exclusive_group(required=True)
     model.add_argument(
@@ -159,125 +159,125 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Prints the tables."""
-    rate = given.link
+    rate = options.link
     if rate is not None:
         rate = _positive("--link", rate, "GB/s, such as 25")
-    memory = _memory(given)
-    optimizer, codec = _optimizer(given.optimizer)
-    master = given.master_dtype
+    memory = _memory(options)
+    optimizer, codec = _optimizer(options.optimizer)
+    master = options.master_dtype
     if master is not None:
         master = floating_dtype("--master-dtype", master)
-    products = given.teraflops
+    products = options.teraflops
     if products is not None:
         products = _positive("--teraflops", products, "TFLOP/s, such as 600")
-    card = given.card
+    card = options.card
     if card == _MEASURED:
         card = measured_card()
     else:
-        # Shapes alone: no accelerator's memory is to be taken for them.
+        # Only shapes are needed, and JAX would take most of an accelerator's memory.
         jax.config.update("jax_platforms", "cpu")
-    params, left_out = _shapes(given)
-    found = what_fits(
+    params, left_out = _shapes(options)
+    footprints = what_fits(
         params,
         _OPTIMIZERS[optimizer](1e-3),
         device_memory=memory,
         card=card,
-        batch=given.batch,
-        length=given.length,
-        codec=given.codec or codec,
+        batch=options.batch,
+        length=options.length,
+        codec=options.codec or codec,
         master_dtype=master,
-        master_remainders=given.master_remainders,
-        page_size=parse_bytes("--page-size", given.page_size),
+        master_remainders=options.master_remainders,
+        page_size=parse_bytes("--page-size", options.page_size),
         link_gigabytes_per_second=rate,
         teraflops=products,
-        layers=given.layers,
-        heads=_heads(given),
-        score_blocks=given.score_blocks,
-        fused_head=given.fused_head,
+        layers=options.layers,
+        heads=_heads(options),
+        score_blocks=options.score_blocks,
+        fused_head=options.fused_head,
     )
-    found = dataclasses.replace(found, inner=_code(optimizer))
+    footprints = dataclasses.replace(footprints, inner=_code(optimizer))
     leaves = jax.tree.leaves(params)
     count = sum(x.size for x in leaves)
     dtypes = ", ".join(sorted({str(x.dtype) for x in leaves}))
     copy = f" with a copy in {master}" if master else ""
-    if given.master_remainders:
+    if options.master_remainders:
         copy = " with the remainders of a copy in float32"
     print(
         f"{count:,} parameters in {dtypes}, {readable_bytes(nbytes(params))};"
         f" {optimizer}{copy}\n"
     )
-    for titles, rows in found.tables():
+    for titles, rows in footprints.tables():
         print_table(titles, rows)
         print()
-    print(found.notes())
+    print(footprints.notes())
     for note in left_out:
         print(filled(note))
-    if advice := found.advice():
+    if advice := footprints.advice():
         print(f"\n{advice}")
-        if command := _command(given):
+        if command := _command(options):
             print(f"\nOr all of it, which chooses for itself:\n{command}")
     return 0
 
 
-def _command(given: argparse.Namespace) -> str:
-    """What fine-tunes a Hugging Face folder; empty if there is none."""
-    folder = pathlib.Path(given.checkpoint or "")
-    if given.checkpoint is None or not (folder / "config.json").is_file():
+def _command(options: argparse.Namespace) -> str:
+    """The command that fine-tunes a Hugging Face folder; empty if there is none."""
+    folder = pathlib.Path(options.checkpoint or "")
+    if options.checkpoint is None or not (folder / "config.json").is_file():
         return ""
     config = json.loads((folder / "config.json").read_text())
     config = config.get("text_config") or config
-    chosen = given.optimizer != "adamw" or given.dtype or given.codec
-    longest = config.get("max_position_embeddings") or given.length
-    if config.get("model_type") not in _TRAINED or chosen or given.length > longest:
+    chosen = options.optimizer != "adamw" or options.dtype or options.codec
+    longest = config.get("max_position_embeddings") or options.length
+    if config.get("model_type") not in _TRAINED or chosen or options.length > longest:
         return ""
-    memory = ["--device-memory", given.device_memory] * bool(given.device_memory)
-    sizes = ["--batch", given.batch, "--length", given.length, *memory]
+    memory = ["--device-memory", options.device_memory] * bool(options.device_memory)
+    sizes = ["--batch", options.batch, "--length", options.length, *memory]
     paths = ["--checkpoint", folder, "--text", "mine.txt", "--output", "mine"]
     program = "python", "examples/finetune_hf.py"
     return shlex.join(map(str, [*program, *paths, *sizes]))
 
 
-def _memory(given: argparse.Namespace) -> int | None:
+def _memory(options: argparse.Namespace) -> int | None:
     """Bytes of the device's memory; None: the card's."""
-    if given.device_memory is None:
-        if given.card is None:
+    if options.device_memory is None:
+        if options.card is None:
             raise ValueError("neither --device-memory is given, nor --card: give one.")
-        if given.card != _MEASURED:
-            find_card(given.card, "--card")
+        if options.card != _MEASURED:
+            find_card(options.card, "--card")
         return None
-    memory = parse_bytes("--device-memory", given.device_memory)
+    memory = parse_bytes("--device-memory", options.device_memory)
     if memory < 1 << 20:
         raise ValueError(
-            f"--device-memory {given.device_memory} is {memory} bytes: give the"
+            f"--device-memory {options.device_memory} is {memory} bytes: give the"
             " device's memory with its unit, such as 24GiB."
         )
     return memory
 
 
-def _heads(given: argparse.Namespace) -> int | None:
-    """Heads of attention, as stated, or as the model's name or `config.json` says."""
-    if given.heads is not None or given.batch is None:
-        return given.heads
-    if given.params is not None:
-        return decoder_of(given.params).heads
-    if given.checkpoint is not None:
-        return config_heads(pathlib.Path(given.checkpoint))
+def _heads(options: argparse.Namespace) -> int | None:
+    """Heads of attention: as stated, or by the model's name or its `config.json`."""
+    if options.heads is not None or options.batch is None:
+        return options.heads
+    if options.params is not None:
+        return decoder_of(options.params).heads
+    if options.checkpoint is not None:
+        return config_heads(pathlib.Path(options.checkpoint))
     return None
 
 
 def _code(optimizer: str) -> str:
     """The transformation of a name, as code."""
-    made = _OPTIMIZERS[optimizer]
-    if isinstance(made, functools.partial):
+    make = _OPTIMIZERS[optimizer]
+    if isinstance(make, functools.partial):
         return "optax.sgd(1e-3, momentum=0.9)"
-    place = "optax.contrib" if ".contrib." in made.__module__ else "optax"
-    return f"{place}.{made.__name__}(1e-3)"
+    place = "optax.contrib" if ".contrib." in make.__module__ else "optax"
+    return f"{place}.{make.__name__}(1e-3)"
 
 
 def _optimizer(name: str) -> tuple[str, str | None]:
-    """An optimizer's name, however it is spelled, and the codec that a name means."""
+    """An optimizer's name in `_OPTIMIZERS`, and the codec that the name implies."""
     known = name.lower().removeprefix("paged_").removesuffix("_32bit")
     codec = "dynamic_int8" if known.endswith("_8bit") else None
     known = known.removesuffix("_8bit")
@@ -289,26 +289,26 @@ def _optimizer(name: str) -> tuple[str, str | None]:
 
 
 def _shapes(
-    given: argparse.Namespace,
+    options: argparse.Namespace,
 ) -> tuple[PyTree[jax.ShapeDtypeStruct], list[str]]:
-    """The shapes of the model that is asked for, and what was said of them."""
-    dtype = given.dtype
+    """The shapes of the model, and the warnings about them."""
+    dtype = options.dtype
     if dtype is not None:
         dtype = floating_dtype("--dtype", dtype)
-    if given.params is not None:
-        return model_shapes(given.params, dtype or "bfloat16"), []
-    own = module_shapes if given.module is not None else checkpoint_shapes
-    # Such as of experts that are not counted: it belongs to the tables.
+    if options.params is not None:
+        return model_shapes(options.params, dtype or "bfloat16"), []
+    read = module_shapes if options.module is not None else checkpoint_shapes
+    # A warning, such as of experts that are not counted, is printed with the tables.
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", UserWarning)
-        shapes = own(given.checkpoint if given.module is None else given.module)
+        shapes = read(options.checkpoint if options.module is None else options.module)
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype), shapes
     ), [str(warning.message) for warning in warned]
 
 
 def _positive(option: str, text: str, unit: str) -> float:
-    """A positive number of a unit, of which an example is named too."""
+    """Reads a positive number; the unit, with an example, is for the message."""
     try:
         number = float(text)
     except ValueError:

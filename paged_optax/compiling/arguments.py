@@ -1,15 +1,32 @@
-"""A step's arguments, by their positions or names."""
+"""A step's arguments: their names, their memory, and whether they may be donated."""
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Set
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
+from paged_optax.backend.memory import (
+    is_mistyped,
+    memory_kind,
+    memory_kinds,
+    on_host,
+    typed_by_memory,
+)
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import KeyPath, PyTreeDef
+from paged_optax.backend.types import (
+    Device,
+    KeyPath,
+    PyTreeDef,
+    is_committed,
+    is_traced,
+)
+from paged_optax.compiling.hlo import aliases
+from paged_optax.compiling.host_arithmetic import warn_of_host_compute
 
 #: The position of an argument, or the name of one that has none.
 Key = int | str
@@ -21,14 +38,14 @@ def several(keys: Key | Iterable[Key]) -> Keys:
     """One position or name, or several, each once."""
     if isinstance(keys, int | str):
         return (keys,)
-    found = tuple(dict.fromkeys(keys)) if isinstance(keys, Iterable) else (keys,)
-    for key in found:
+    unique = tuple(dict.fromkeys(keys)) if isinstance(keys, Iterable) else (keys,)
+    for key in unique:
         if not isinstance(key, int | str):
             raise TypeError(
                 f"{key!r} names no argument: pass positions in donate_argnums and"
                 " static_argnums, and names in donate_argnames."
             )
-    return found
+    return unique
 
 
 def label(key: Key) -> str:
@@ -37,7 +54,7 @@ def label(key: Key) -> str:
 
 
 def signature(step: Callable[..., PyTree]) -> inspect.Signature | None:
-    """A step's own signature, not that of what it wraps; None if it has none."""
+    """The signature of a step, not of what it wraps; None if it has none."""
     try:
         return inspect.signature(step, follow_wrapped=False)
     except ValueError:
@@ -68,13 +85,13 @@ class Call(NamedTuple):
     static: dict[Key, Hashable]
 
     @property
-    def kind(self) -> "Kind":
+    def kind(self) -> "CallKind":
         """What a program is compiled for, beside the places of arrays."""
         leaves, structure = jax.tree.flatten(self.values)
         # By itself `jax.typeof` takes milliseconds of each call for 1000 arrays.
         types = [getattr(x, "aval", None) or jax.typeof(x) for x in leaves]
         static = {key: (type(x), x) for key, x in self.static.items()}
-        return Kind(
+        return CallKind(
             self.keys,
             static,
             structure,
@@ -82,7 +99,7 @@ class Call(NamedTuple):
         )
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """A kind of calls that share a program.
 
     `jax.jit` tells the same kinds apart: 1, 1.0 and True are three constants, and an
@@ -101,14 +118,16 @@ class Kind(NamedTuple):
     types: list[tuple[tuple[int, ...], np.dtype, bool]]
 
 
-def differences(call: Call, kind: Kind) -> list[str]:
+def differences(call: Call, kind: CallKind) -> list[str]:
     """Where a call is of another structure or type than a program, for messages."""
-    found, given = call.kind, zip(call.keys, call.values, strict=True)
-    if found.keys != kind.keys:
+    actual, arguments = call.kind, zip(call.keys, call.values, strict=True)
+    if actual.keys != kind.keys:
         return list(map(label, kind.keys))
     others = [
         f"{label(key)} of another structure"
-        for (key, value), wanted in zip(given, kind.structure.children(), strict=True)
+        for (key, value), wanted in zip(
+            arguments, kind.structure.children(), strict=True
+        )
         if jax.tree.structure(value) != wanted
     ]
     if others:
@@ -116,13 +135,207 @@ def differences(call: Call, kind: Kind) -> list[str]:
     flat = jax.tree_util.tree_flatten_with_path(call.values)[0]
     return [
         f"{place_of(call.keys, path)} of {dtype}{list(shape)}"
-        for (path, _), own, (shape, dtype, weak) in zip(
-            flat, found.types, kind.types, strict=True
+        for (path, _), type_, (shape, dtype, weak) in zip(
+            flat, actual.types, kind.types, strict=True
         )
-        if own != (shape, dtype, weak)
+        if type_ != (shape, dtype, weak)
     ]
 
 
 def place_of(keys: Keys, path: KeyPath) -> str:
     """A leaf of the arguments, as messages name it."""
     return f"{label(keys[path[0].idx])}{keystr(path[1:])}"
+
+
+#: An array among the arguments, as messages name it; its shape and its dtype.
+ArrayKey = tuple[str, tuple[int, ...], object]
+
+
+def hosted(call: Call) -> set[ArrayKey]:
+    """The arrays of a call that belong in host memory."""
+    return {
+        _array_key(call, path, x)
+        for path, x in jax.tree_util.tree_flatten_with_path(call.values)[0]
+        if on_host(x) or is_mistyped(x)
+    }
+
+
+def refuse_moved(call: Call, known: Set[ArrayKey]) -> None:
+    """Refuses an array that is typed as device memory and belongs on the host.
+
+    Args:
+      call: What a step is called with.
+      known: The arrays that belong on the host.
+    """
+    for path, x in jax.tree_util.tree_flatten_with_path(call.values)[0]:
+        if not on_host(x) and _array_key(call, path, x) in known:
+            raise ValueError(
+                f"{place_of(call.keys, path)} belongs in host memory, and has the type"
+                f" of device memory ({jax.typeof(x)}): a restore or a jax.device_put"
+                " without a memory kind did that. Put the state back by"
+                " paged_optax.place_state(tx, state, params)."
+            )
+
+
+def are_elsewhere(values: PyTree, compiled: jax.stages.Compiled) -> bool:
+    """Whether a program is compiled for other places than those of its arguments."""
+    leaves, stated = map(jax.tree.leaves, (values, compiled.input_shardings))
+    return any(
+        place is not None and not place.is_equivalent_to(sharding, jax.typeof(x).ndim)
+        for x, sharding in zip(leaves, stated, strict=True)
+        for place in [_stated(x)]
+    )
+
+
+def _stated(x: ArrayLike | jax.ShapeDtypeStruct) -> Sharding | None:
+    """The sharding that an argument must have; None if JAX may put it anywhere."""
+    if is_committed(x) or isinstance(x, jax.ShapeDtypeStruct):
+        return x.sharding
+    return None
+
+
+def _array_key(
+    call: Call, path: KeyPath, x: ArrayLike | jax.ShapeDtypeStruct
+) -> ArrayKey:
+    aval = jax.typeof(x)
+    return place_of(call.keys, path), aval.shape, aval.dtype
+
+
+def typed(x: ArrayLike | jax.ShapeDtypeStruct) -> ArrayLike | jax.ShapeDtypeStruct:
+    """The shape with its memory in its type, as arrays have it."""
+    if not isinstance(x, jax.ShapeDtypeStruct) or x.sharding is None:
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=typed_by_memory(x.sharding))
+
+
+def device_of(places: PyTree[Sharding]) -> Device:
+    """One of the devices that arguments and results are on."""
+    devices = (device for x in jax.tree.leaves(places) for device in x.device_set)
+    return next(devices, jax.devices()[0])
+
+
+def placements(
+    step: Callable[..., PyTree], args: tuple[PyTree, ...], donated: tuple[int, ...]
+) -> tuple[PyTree[Sharding], PyTree[Sharding]]:
+    """The shardings of all arguments and of all results, memory kinds among them.
+
+    They are the cure of `jax.jit`'s pairing of donated buffers for a step that is
+    compiled here. `backend.donation` is the cure where a user's `jax.jit` compiles it.
+    """
+    closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
+    structure = jax.tree.structure(shapes)
+    committed = map(_stated, jax.tree.leaves(args))
+    devices = {d for sharding in committed if sharding for d in sharding.device_set}
+    warn_of_host_compute(closed, next(iter(devices), jax.devices()[0]).platform)
+
+    if len(devices) <= 1:
+        # Arguments are stated too, also those not committed to a device: JAX pairs an
+        # input of unstated memory with any output of its shape (0.10.2 to 0.12.0.1).
+        device = next(iter(devices), jax.devices()[0])
+        on_device = lambda x: SingleDeviceSharding(device, memory_kind=memory_kind(x))
+        stated = [on_device(x) for x in closed.out_avals]
+        return jax.tree.map(on_device, args), jax.tree.unflatten(structure, stated)
+    # XLA chooses how results are divided. It is asked with nothing donated, so that
+    # nothing can be paired wrongly; then its choice is stated.
+    chosen = jax.jit(step, keep_unused=True).lower(*args).compile()
+    place = lambda sharding, x: sharding.with_memory_kind(memory_kind(x))
+    inputs = map(place, jax.tree.leaves(chosen.input_shardings), jax.tree.leaves(args))
+    inputs = jax.tree.unflatten(jax.tree.structure(args), list(inputs))
+    outputs = map(place, jax.tree.leaves(chosen.output_shardings), closed.out_avals)
+    outputs = jax.tree.unflatten(structure, list(outputs))
+    return inputs, _like_donated(args, inputs, shapes, outputs, donated)
+
+
+def _like_donated(
+    args: tuple[PyTree, ...],
+    inputs: PyTree[Sharding],
+    results: PyTree[jax.ShapeDtypeStruct],
+    outputs: PyTree[Sharding],
+    donated: tuple[int, ...],
+) -> PyTree[Sharding]:
+    """The results' shardings; a result like a donated argument gets that argument's.
+
+    XLA may divide updated parameters otherwise than the parameters. Then no buffer
+    could be reused, and the next step would refuse the parameters.
+    """
+    types_of = lambda tree: (
+        jax.tree.structure(tree),
+        [(x.shape, x.dtype) for x in map(jax.typeof, jax.tree.leaves(tree))],
+    )
+    left = [(types_of(args[i]), inputs[i]) for i in donated]
+
+    def choose(
+        result: PyTree[jax.ShapeDtypeStruct], chosen: PyTree[Sharding]
+    ) -> PyTree[Sharding]:
+        match = next((pair for pair in left if pair[0] == types_of(result)), None)
+        if match is None:
+            return chosen
+        left.remove(match)
+        return match[1]
+
+    if type(results) in (tuple, list):
+        return type(results)(map(choose, results, outputs))
+    return choose(results, outputs)
+
+
+class DonationError(ValueError):
+    """A donated buffer would not be reused."""
+
+
+def check_donations(
+    compiled: jax.stages.Compiled,
+    args: tuple[PyTree, ...],
+    keys: Keys,
+    donated: tuple[int, ...],
+) -> None:
+    """Raises unless the compiled program reuses every donated buffer."""
+    kinds = [
+        sharding.memory_kind or memory_kinds()[0]
+        for sharding in jax.tree.leaves(compiled.output_shardings)
+    ]
+    reused = {
+        number: kinds[output]
+        for number, output in aliases(compiled.as_text() or "").items()
+    }
+    lost = []
+    for number, (path, leaf) in enumerate(
+        jax.tree_util.tree_flatten_with_path(args)[0]
+    ):
+        # No result in host memory can take over a buffer of the device, nor vice versa.
+        kept = reused.get(number) == memory_kind(leaf)
+        # A Python number has no buffer to lose.
+        if path[0].idx in donated and getattr(leaf, "size", 0) and not kept:
+            lost.append(f"{place_of(keys, path)} ({jax.typeof(leaf)})")
+    if lost:
+        raise DonationError(
+            f"{len(lost)} donated buffer{'s are' if len(lost) > 1 else ' is'} not"
+            f" reused: {', '.join(lost[:3])}. The step must return an array of the same"
+            " shape, dtype and memory kind for each donated one; leave the others out"
+            " of donate_argnums and donate_argnames."
+        )
+
+
+def note_donated(
+    error: BaseException,
+    values: tuple[PyTree, ...],
+    keys: Keys,
+    donated: tuple[int, ...],
+) -> None:
+    """Notes on a step's error whether its donated arguments are intact."""
+    gone = [
+        label(keys[i])
+        for i in donated
+        if any(
+            isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted()
+            for x in jax.tree.leaves(values[i])
+        )
+    ]
+    if gone:
+        error.add_note(
+            f"Donated and gone: {', '.join(gone)}. A step that fails consumes them as"
+            " one that succeeds does: restore the last checkpoint."
+        )
+    elif donated:
+        error.add_note(
+            "Nothing that was donated is gone: the step can be called with it again."
+        )

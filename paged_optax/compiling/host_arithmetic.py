@@ -1,4 +1,4 @@
-"""Finds what computes on host arrays in a traced step.
+"""Computation on host arrays in a traced step, found and warned of.
 
 Optax's own `MultiSteps`, `apply_if_finite`, `conditionally_*` and
 `lookahead(reset_state=True)` select between an old state and a new one, or multiply
@@ -78,7 +78,7 @@ def host_compute(
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name, frames = equation.primitive.name, _frames(equation) or around
         variables = [x for x in equation.invars if not isinstance(x, core.Literal)]
-        # The stream's own choice between platforms is made when compiled.
+        # `platform_dependent` leaves one branch when it is compiled: no conditional.
         by_platform = not platform_index.isdisjoint(variables)
         if name == "platform_index" or (name == "clamp" and by_platform):
             platform_index.update(equation.outvars)
@@ -104,21 +104,21 @@ def warn_of_host_compute(jaxpr: core.Jaxpr | core.ClosedJaxpr, platform: str) ->
     if platform == "cpu":
         return
     copies = platform != "tpu" and GPU_COPIES_FOR_CONDITIONALS
-    found = next(host_compute(jaxpr, conditionals=copies), None)
-    if found is None:
+    equation = next(host_compute(jaxpr, conditionals=copies), None)
+    if equation is None:
         return
     cure = "move it with jax.device_put(x, jax.memory.Space.Device) first"
     where = ""
-    for file, line in found.frames:
+    for file, line in equation.frames:
         where = where or f" ({file}:{line})"
         path = pathlib.Path(file)
         if "optax" in path.parts and path.name in _CURES:
             cure = f"{_CURES[path.name]}, which gives the same numbers"
             break
     warnings.warn(
-        f"the step computes `{found.primitive}` on {found.aval.str_short()}, which is"
-        f" in host memory{where}: XLA copies the whole state for it, or does not"
-        f" compile. Instead, {cure}.",
+        f"the step computes `{equation.primitive}` on {equation.aval.str_short()},"
+        f" which is in host memory{where}: XLA copies the whole state for it, or does"
+        f" not compile. Instead, {cure}.",
         stacklevel=3,
     )
 

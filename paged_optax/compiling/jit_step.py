@@ -13,43 +13,42 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.gpu import NO_OVERLAP
 from paged_optax.compiling.arguments import (
+    ArrayKey,
     Call,
+    CallKind,
     Key,
     Keys,
-    Kind,
+    are_elsewhere,
+    check_donations,
+    device_of,
     differences,
+    hosted,
     label,
     names_by_position,
-    several,
-    signature,
-)
-from paged_optax.compiling.donation_check import check_donations, say_what_is_left
-from paged_optax.compiling.placements import (
-    Described,
-    are_elsewhere,
-    device_of,
-    hosted,
+    note_donated,
     placements,
     refuse_moved,
+    several,
+    signature,
     typed,
 )
-from paged_optax.compiling.schedules import compile_overlapping
+from paged_optax.compiling.memory_report import compile_overlapping
 from paged_optax.transform.context import telling
 
 
-class _Program(NamedTuple):
+class _CompiledStep(NamedTuple):
     """A step compiled for arguments of one kind.
 
     Attributes:
-      compiled: What XLA made of it.
-      jitted: The function that it was made of, which JAX does not compile again.
-      kind: The kind.
-      donated: Positions, among the arguments, of those that are donated.
+      compiled: The program.
+      jitted: Its function, which JAX does not compile again.
+      kind: The kind of calls that it serves.
+      donated: Positions of the donated arguments.
     """
 
     compiled: jax.stages.Compiled
     jitted: Callable[..., PyTree]
-    kind: Kind
+    kind: CallKind
     donated: tuple[int, ...]
 
     def run(self, values: tuple[PyTree, ...]) -> PyTree:
@@ -66,30 +65,30 @@ class _Program(NamedTuple):
 
 
 class Step:
-    """A training step, compiled for each kind of arguments that it is given."""
+    """A training step, compiled once for each kind of arguments."""
 
     def __init__(self, step: Callable[..., PyTree], donated: Keys, static: Keys):
         self._step = step
         self._signature = signature(step)
         self._donated = donated
         self._static = frozenset(name for key in static for name in self._names(key))
-        self._programs: list[_Program] = []  # the first one last
-        self._hosted: set[Described] = set()
+        self._programs: list[_CompiledStep] = []  # the first one last
+        self._hosted: set[ArrayKey] = set()
         self._compiling = threading.Lock()
         functools.update_wrapper(self, step, updated=())
 
     @property
     def compiled(self) -> jax.stages.Compiled | None:
-        """What XLA made of it for its first arguments, for `memory_report`.
+        """The program for the first arguments, for `memory_report`.
 
-        None before there was a call. `compile` gives the program for others.
+        None before the first call. `compile` gives the program for other arguments.
         """
         return self._programs[-1].compiled if self._programs else None
 
     def __get__(
         self, instance: object, owner: type | None = None
     ) -> "Step | types.MethodType":
-        """A step that is a method is given its object."""
+        """Binds a step that is a method to its object."""
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -108,21 +107,22 @@ class Step:
             try:
                 return program.run(call.values)
             except ValueError:
-                # JAX looks where the arrays are before it runs a program.
+                # JAX compares placements before it runs a program, so that nothing was
+                # donated yet.
                 if not are_elsewhere(call.values, program.compiled):
                     raise
             program = self._program(call)
             return program.run(call.values)
         except BaseException as error:
-            say_what_is_left(error, call.values, call.keys, program.donated)
+            note_donated(error, call.values, call.keys, program.donated)
             raise
 
     def compile(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Compiled:
-        """Compiles the step for arguments like these, unless it is; what XLA made."""
+        """The program for arguments like these, compiled unless it already is."""
         return self._program(self._call(args, kwargs)).compiled
 
     def _call(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Call:
-        """Arguments by position, and by name where they have none.
+        """Arguments by position, and those without a position by name.
 
         Raises:
           TypeError: If they are not what the step takes, or a static one has no hash.
@@ -130,17 +130,17 @@ class Step:
         if self._signature is not None:
             bound = self._signature.bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
-        given = dict(enumerate(args)) | dict(sorted(kwargs.items()))
-        static = {key: given.pop(key) for key in list(given) if key in self._static}
+        by_key = dict(enumerate(args)) | dict(sorted(kwargs.items()))
+        static = {key: by_key.pop(key) for key in list(by_key) if key in self._static}
         for key, value in static.items():
             if not isinstance(value, Hashable):
                 raise TypeError(
                     f"static {label(key)} is of type {type(value).__name__}, which has"
                     " no hash: a static argument is a constant of the program."
                 )
-        return Call(tuple(given), tuple(given.values()), static)
+        return Call(tuple(by_key), tuple(by_key.values()), static)
 
-    def _program(self, call: Call) -> _Program:
+    def _program(self, call: Call) -> _CompiledStep:
         """The program for such arguments, where they are; compiled if there is none."""
         call = call._replace(values=jax.tree.map(typed, call.values))
         kind = call.kind
@@ -164,7 +164,7 @@ class Step:
             self._programs.insert(0, program)
         return program
 
-    def _compiled_for(self, call: Call) -> _Program:
+    def _compiled_for(self, call: Call) -> _CompiledStep:
         donated, belonging = self._positions(call.keys), self._hosted | hosted(call)
         refuse_moved(call, belonging)
         if belonging and not donated and not self._programs:
@@ -174,25 +174,27 @@ class Step:
                 stacklevel=4,
             )
 
-        # A function of each attempt's own, because JAX keeps what it traced by it.
+        # A new function for each attempt, because JAX keeps what it traced by function.
         def run(*values: PyTree) -> PyTree:
-            given = call.static | dict(zip(call.keys, values, strict=True))
-            positions = sorted(key for key in given if isinstance(key, int))
-            named = {key: x for key, x in given.items() if isinstance(key, str)}
-            # Arrays say where they are; tracers of automatic axes do not.
+            by_key = call.static | dict(zip(call.keys, values, strict=True))
+            positions = sorted(key for key in by_key if isinstance(key, int))
+            named = {key: x for key, x in by_key.items() if isinstance(key, str)}
+            # Arrays have a sharding; tracers of automatic axes have none, so that the
+            # step's update reads the placements from the context.
             places = [
                 getattr(x, "sharding", None) for x in jax.tree.leaves(call.values)
             ]
             with telling(jax.tree.leaves(values), places):
-                return self._step(*(given[key] for key in positions), **named)
+                return self._step(*(by_key[key] for key in positions), **named)
 
         with warnings.catch_warnings():
             # JAX only warns of what is an error here, and names no leaf.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            # XLA is told here.
+            # `compile_overlapping` tells XLA, which this warning says nobody does.
             warnings.filterwarnings("ignore", NO_OVERLAP)
             inputs, outputs = placements(run, call.values, donated)
-            # Unused arguments stay, so that a parameter's number is its leaf's.
+            # Unused arguments stay in the program: `check_donations` finds a leaf among
+            # the program's parameters by its number.
             jitted = jax.jit(
                 run,
                 donate_argnums=donated,
@@ -204,14 +206,14 @@ class Step:
             compiled = compile_overlapping(lowered, device_of((inputs, outputs)))
         check_donations(compiled, call.values, call.keys, donated)
         self._hosted = belonging
-        return _Program(compiled, jitted, call.kind, donated)
+        return _CompiledStep(compiled, jitted, call.kind, donated)
 
     def _positions(self, keys: Keys) -> tuple[int, ...]:
-        """Where the donated arguments stand among all."""
-        found = set()
+        """The positions of the donated arguments."""
+        positions = set()
         for key in self._donated:
             names = self._names(key)
-            found |= {i for i, one in enumerate(keys) if one in names}
+            positions |= {i for i, one in enumerate(keys) if one in names}
             if names.isdisjoint(keys):
                 which = "donate_argnums" if isinstance(key, int) else "donate_argnames"
                 has = ", ".join(map(label, keys))
@@ -219,7 +221,7 @@ class Step:
                     f"{which} names argument {key!r}, which the step is not given as an"
                     f" array: it has {len(keys)} arguments, {has}."
                 )
-        return tuple(sorted(found))
+        return tuple(sorted(positions))
 
     def _names(self, key: Key) -> set[Key]:
         """An argument's position and its name: it may be given by either."""
@@ -334,14 +336,14 @@ def jit_step(
             + f" {named} would be an argument of the step."
             * bool(named)
         )
-    made = Step(step, donated, static)
+    jitted = Step(step, donated, static)
     if examples:
-        made.compile(*example_args, **example_kwargs)
-    return made
+        jitted.compile(*example_args, **example_kwargs)
+    return jitted
 
 
 def _is_packed(x: object) -> bool:
-    """Whether an array's values are smaller than a byte, as NF4's codes are."""
+    """Whether an array's values are smaller than a byte, such as NF4's codes."""
     dtype = getattr(x, "dtype", None)
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
         return False

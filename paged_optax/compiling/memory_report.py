@@ -1,9 +1,12 @@
-"""`memory_report`: what XLA assigned to a compiled program."""
+"""What XLA assigned to a compiled program, and whether its overlap fits the device."""
 
 import dataclasses
+import warnings
+from typing import Any
 
 import jax
 
+from paged_optax.backend.gpu import OVERLAP_OPTIONS, needs_overlap_options
 from paged_optax.backend.text import readable_bytes, table
 from paged_optax.compiling.hlo import is_partitioned, transfers
 from paged_optax.compiling.runtime_counts import RuntimeCounts
@@ -158,8 +161,46 @@ def device_total(compiled: jax.stages.Compiled) -> int:
 
 
 def _stats(compiled: jax.stages.Compiled) -> object:
-    """XLA's `CompiledMemoryStats`."""
     stats = compiled.memory_analysis()
     if stats is None:
         raise RuntimeError("this backend gives no memory analysis.")
     return stats
+
+
+def compile_overlapping(
+    lowered: jax.stages.Lowered, device: Any
+) -> jax.stages.Compiled:
+    """Compiles a program so that transfers overlap with products, if it then fits.
+
+    Args:
+      lowered: The program.
+      device: One of its devices.
+
+    Returns:
+      What XLA makes of it with `OVERLAP_OPTIONS`; without, where the device needs no
+      such options, where this XLA does not know them, or where the program would take
+      more memory than the device has.
+    """
+    if not needs_overlap_options(device):
+        return lowered.compile()
+    try:
+        compiled = lowered.compile(dict(OVERLAP_OPTIONS))
+    except jax.errors.JaxRuntimeError as error:
+        warnings.warn(
+            "this XLA takes no compiler options that overlap transfers and products,"
+            f" and the step is compiled without: {str(error).splitlines()[0]}",
+            stacklevel=5,
+        )
+        return lowered.compile()
+    # With overlap more buffers are alive at once, perhaps more than the device holds.
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    needed = device_total(compiled)
+    if limit is None or needed <= limit:
+        return compiled
+    warnings.warn(
+        f"transfers do not overlap with products, as the step would then take"
+        f" {readable_bytes(needed)} of the device, and JAX has {readable_bytes(limit)}:"
+        " give it fewer tokens, or more of the device's memory.",
+        stacklevel=5,
+    )
+    return lowered.compile()

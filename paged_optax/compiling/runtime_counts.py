@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 
 from paged_optax.backend.text import readable_bytes, table
-from paged_optax.compiling.computations import Computations, Instruction, Kind
+from paged_optax.compiling.hlo import Computations, Executor, Instruction
 
 _Counts = collections.Counter[str]
 
@@ -70,7 +70,7 @@ class RuntimeCounts:
         counts = _computation(program, program.entry)
         counts["rematerialized"] = sum(
             ".remat" in instruction.name
-            and program.kind(instruction) is not Kind.NOTHING
+            and program.executor(instruction) is not Executor.NOTHING
             for instructions in program.instructions.values()
             for instruction in instructions
         )
@@ -113,15 +113,15 @@ def _instruction(program: Computations, instruction: Instruction) -> _Counts:
             return functools.reduce(operator.add, branches, collections.Counter())
         largest = functools.reduce(operator.or_, branches, collections.Counter())
         return largest + collections.Counter(host_syncs=1)
-    kind = program.kind(instruction)
-    if kind in (Kind.ENGINE, Kind.ZERO_COPY):
-        return _transfer(program, instruction, kind)
+    executor = program.executor(instruction)
+    if executor in (Executor.ENGINE, Executor.ZERO_COPY):
+        return _transfer(program, instruction, executor)
     names = {
-        Kind.KERNEL: "kernels",
-        Kind.SLICE: "device_slices",
-        Kind.HOST: "host_copies",
+        Executor.KERNEL: "kernels",
+        Executor.SLICE: "device_slices",
+        Executor.HOST: "host_copies",
     }
-    return collections.Counter({names[kind]: 1} if kind in names else {})
+    return collections.Counter({names[executor]: 1} if executor in names else {})
 
 
 def _loop(program: Computations, instruction: Instruction) -> _Counts:
@@ -140,14 +140,16 @@ def _times(counts: _Counts, turns: int) -> _Counts:
     return collections.Counter({name: turns * n for name, n in counts.items()})
 
 
-def _transfer(program: Computations, instruction: Instruction, kind: Kind) -> _Counts:
+def _transfer(
+    program: Computations, instruction: Instruction, executor: Executor
+) -> _Counts:
     way = "up" if program.goes_up(instruction) else "down"
     size = program.moved_by(instruction)
-    if kind is Kind.ENGINE:
-        found = collections.Counter({f"transfers_{way}": 1, "transfer_bytes": size})
-        found["sync_transfers"] = int(not instruction.started)
-        return found
-    found = collections.Counter({f"zero_copy_{way}": 1, "zero_copy_bytes": size})
+    if executor is Executor.ENGINE:
+        counts = collections.Counter({f"transfers_{way}": 1, "transfer_bytes": size})
+        counts["sync_transfers"] = int(not instruction.started)
+        return counts
+    counts = collections.Counter({f"zero_copy_{way}": 1, "zero_copy_bytes": size})
     if not instruction.started:
-        found["kernels"] = 1  # in its turn among the others
-    return found
+        counts["kernels"] = 1  # in its turn among the others
+    return counts

@@ -90,7 +90,7 @@ class Chunks:
 
     def take(self, x: Array, axis: int, start: ArrayLike, size: int) -> Array:
         """A chunk of an array whose `axis` is the vocabulary."""
-        cut = lax.dynamic_slice_in_dim(self._apart(x, axis), start, size, axis + 1)
+        cut = lax.dynamic_slice_in_dim(self._in_blocks(x, axis), start, size, axis + 1)
         cut = cut.reshape(x.shape[:axis] + (-1,) + x.shape[axis + 1 :])
         # XLA:GPU fuses a slice at a constant place with its products. If the blocks'
         # parts have odd sizes, it then finds no tiling ("No supported config found",
@@ -101,8 +101,8 @@ class Chunks:
     def put(self, to: Array, x: Array, axis: int, start: ArrayLike) -> Array:
         """The array with this chunk in its place."""
         return lax.dynamic_update_slice_in_dim(
-            self._apart(to, axis), self._apart(x, axis), start, axis + 1
+            self._in_blocks(to, axis), self._in_blocks(x, axis), start, axis + 1
         ).reshape(to.shape)
 
-    def _apart(self, x: Array, axis: int) -> Array:
+    def _in_blocks(self, x: Array, axis: int) -> Array:
         return x.reshape(x.shape[:axis] + (self.blocks, -1) + x.shape[axis + 1 :])

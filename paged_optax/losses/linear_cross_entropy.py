@@ -144,14 +144,14 @@ def linear_cross_entropy(
 
     def losses(x: Array, head: Array, labels: Array, bias: Array | None) -> Array:
         # What a cotangent is summed over is then known outside `_scores`.
-        given = _Arrays(x, head, bias), labels
-        given = varying(given, varying_axes(given))
-        label, total = _scores(_Head(chunks, soft_cap), *given)
-        made = total - label
+        operands = _Inputs(x, head, bias), labels
+        operands = varying(operands, varying_axes(operands))
+        label, total = _scores(_Head(chunks, soft_cap), *operands)
+        loss = total - label
         if z_loss:
-            made += z_loss * jnp.square(total)
-        made = jnp.where(labels < chunks.vocab, made, jnp.nan)
-        return jnp.where(labels < 0, 0.0, made)
+            loss += z_loss * jnp.square(total)
+        loss = jnp.where(labels < chunks.vocab, loss, jnp.nan)
+        return jnp.where(labels < 0, 0.0, loss)
 
     return with_automatic_axes(
         losses, (x, head, labels.astype(jnp.int32), bias), labels
@@ -172,8 +172,8 @@ class _Sums(NamedTuple):
     label: Array
 
 
-class _Arrays(NamedTuple):
-    """What `_scores` is given, or the gradients by it.
+class _Inputs(NamedTuple):
+    """The differentiable inputs of `_scores`, or their gradients.
 
     Attributes:
       x: The last layer's output.
@@ -198,38 +198,38 @@ class _Head:
     chunks: Chunks
     soft_cap: float | None
 
-    def weights(self, given: _Arrays, start: ArrayLike, size: int) -> Array:
+    def weights(self, inputs: _Inputs, start: ArrayLike, size: int) -> Array:
         """The chunk's part of the output matrix."""
-        return self.chunks.take(given.head, self.chunks.axis, start, size)
+        return self.chunks.take(inputs.head, self.chunks.axis, start, size)
 
     def logits(
-        self, given: _Arrays, weights: Array, start: ArrayLike, size: int
+        self, inputs: _Inputs, weights: Array, start: ArrayLike, size: int
     ) -> Array:
         """The chunk's logits."""
-        last = given.x.ndim - 1
-        logits = _product(given, given.x, weights, ((last,), (1 - self.chunks.axis,)))
-        if given.bias is not None:
-            bias = self.chunks.take(given.bias, 0, start, size).astype(logits.dtype)
+        last = inputs.x.ndim - 1
+        logits = _product(inputs, inputs.x, weights, ((last,), (1 - self.chunks.axis,)))
+        if inputs.bias is not None:
+            bias = self.chunks.take(inputs.bias, 0, start, size).astype(logits.dtype)
             logits = logits + jnp.expand_dims(bias, range(last))
         if self.soft_cap is not None:
             logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
         return logits
 
-    def right(self, labels: Array, start: ArrayLike, size: int) -> Array:
+    def is_label(self, labels: Array, start: ArrayLike, size: int) -> Array:
         """Whether an entry of the chunk is the token's label."""
         entries = self.chunks.entries(start, size)
         return labels[..., None] == jnp.expand_dims(entries, range(labels.ndim))
 
 
-def _dtypes(given: _Arrays) -> tuple[np.dtype, np.dtype]:
+def _dtypes(inputs: _Inputs) -> tuple[np.dtype, np.dtype]:
     """That of the products' operands, and that of their sums."""
-    narrow = np.dtype(jnp.promote_types(given.x.dtype, given.head.dtype))
+    narrow = np.dtype(jnp.promote_types(inputs.x.dtype, inputs.head.dtype))
     return narrow, np.dtype(jnp.promote_types(narrow, jnp.float32))
 
 
-def _product(given: _Arrays, left: Array, right: Array, over: _Axes) -> Array:
+def _product(inputs: _Inputs, left: Array, right: Array, over: _Axes) -> Array:
     """A product of two arrays, summed over axes of the one and of the other."""
-    narrow, wide = _dtypes(given)
+    narrow, wide = _dtypes(inputs)
     return lax.dot_general(
         left.astype(narrow),
         right.astype(narrow),
@@ -238,76 +238,76 @@ def _product(given: _Arrays, left: Array, right: Array, over: _Axes) -> Array:
     )
 
 
-def _zeros(given: _Arrays, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+def _zeros(inputs: _Inputs, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """Zeros to begin with, which vary as what is added to them."""
-    return varying(jnp.zeros(shape, dtype), varying_axes(given.x))
+    return varying(jnp.zeros(shape, dtype), varying_axes(inputs.x))
 
 
-def _scored(head: _Head, given: _Arrays, labels: Array) -> tuple[Array, Array]:
+def _scored(head: _Head, inputs: _Inputs, labels: Array) -> tuple[Array, Array]:
     """For each token its label's logit, and the logarithm of the sum of exponentials.
 
     What a loss makes of the two, JAX differentiates.
     """
 
     def step(start: ArrayLike, size: int, sums: _Sums) -> _Sums:
-        logits = head.logits(given, head.weights(given, start, size), start, size)
+        logits = head.logits(inputs, head.weights(inputs, start, size), start, size)
         top = jnp.maximum(sums.top, jnp.max(logits, axis=-1))
         # A bias of minus infinity may mask all entries of a chunk.
         base = jnp.where(top == -jnp.inf, 0.0, top)
         total = jnp.sum(jnp.exp(logits - base[..., None]), axis=-1)
         total = sums.total * jnp.exp(sums.top - base) + total
-        label = jnp.where(head.right(labels, start, size), logits, 0.0)
+        label = jnp.where(head.is_label(labels, start, size), logits, 0.0)
         return _Sums(top, total, sums.label + jnp.sum(label, axis=-1))
 
-    zeros = _zeros(given, labels.shape, _dtypes(given)[1])
+    zeros = _zeros(inputs, labels.shape, _dtypes(inputs)[1])
     sums = head.chunks.fold(step, _Sums(zeros - jnp.inf, zeros, zeros))
     return sums.label, sums.top + jnp.log(sums.total)
 
 
 _scores = jax.custom_vjp(_scored, nondiff_argnums=(0,))
-_Kept = tuple[_Arrays, Array, Array]
+_Residuals = tuple[_Inputs, Array, Array]
 
 
 def _forward(
-    head: _Head, given: _Arrays, labels: Array
-) -> tuple[tuple[Array, Array], _Kept]:
-    label, total = _scored(head, given, labels)
-    return (label, total), (given, labels, total)
+    head: _Head, inputs: _Inputs, labels: Array
+) -> tuple[tuple[Array, Array], _Residuals]:
+    label, total = _scored(head, inputs, labels)
+    return (label, total), (inputs, labels, total)
 
 
 def _backward(
-    head: _Head, kept: _Kept, back: tuple[Array, Array]
-) -> tuple[_Arrays, None]:
+    head: _Head, residuals: _Residuals, cotangents: tuple[Array, Array]
+) -> tuple[_Inputs, None]:
     r"""The gradients.
 
     By the logit of entry v, with the softmax p and cotangents of `_scores`, that is
     :math:`\bar t p_v` and, if v is the label, :math:`\bar l` besides.
     """
-    (given, labels, total), (by_label, by_total) = kept, back
+    (inputs, labels, total), (by_label, by_total) = residuals, cotangents
     tokens, axis = tuple(range(labels.ndim)), head.chunks.axis
 
-    def step(start: ArrayLike, size: int, carry: _Arrays) -> _Arrays:
-        weights = head.weights(given, start, size)
-        logits = head.logits(given, weights, start, size)
-        made = by_total[..., None] * jnp.exp(logits - total[..., None])
-        right = head.right(labels, start, size)
-        made += jnp.where(right, by_label[..., None], 0.0)
+    def step(start: ArrayLike, size: int, carry: _Inputs) -> _Inputs:
+        weights = head.weights(inputs, start, size)
+        logits = head.logits(inputs, weights, start, size)
+        by_logit = by_total[..., None] * jnp.exp(logits - total[..., None])
+        is_label = head.is_label(labels, start, size)
+        by_logit += jnp.where(is_label, by_label[..., None], 0.0)
         if head.soft_cap is not None:
-            made *= 1.0 - jnp.square(logits / head.soft_cap)
-        x = carry.x + _product(given, made, weights, ((labels.ndim,), (axis,)))
-        order = (made, given.x) if axis == 0 else (given.x, made)
-        part = _product(given, *order, (tokens, tokens)).astype(carry.head.dtype)
+            by_logit *= 1.0 - jnp.square(logits / head.soft_cap)
+        x = carry.x + _product(inputs, by_logit, weights, ((labels.ndim,), (axis,)))
+        order = (by_logit, inputs.x) if axis == 0 else (inputs.x, by_logit)
+        part = _product(inputs, *order, (tokens, tokens)).astype(carry.head.dtype)
         matrix = head.chunks.put(carry.head, part, axis, start)
         bias = carry.bias
         if bias is not None:
-            part = jnp.sum(made, axis=tokens).astype(bias.dtype)
+            part = jnp.sum(by_logit, axis=tokens).astype(bias.dtype)
             bias = head.chunks.put(bias, part, 0, start)
-        return _Arrays(x, matrix, bias)
+        return _Inputs(x, matrix, bias)
 
-    zeros = jax.tree.map(lambda x: _zeros(given, x.shape, x.dtype), given)
-    wide = zeros.x.astype(_dtypes(given)[1])
-    made = head.chunks.fold(step, zeros._replace(x=wide))
-    return made._replace(x=made.x.astype(given.x.dtype)), None
+    zeros = jax.tree.map(lambda x: _zeros(inputs, x.shape, x.dtype), inputs)
+    wide = zeros.x.astype(_dtypes(inputs)[1])
+    gradients = head.chunks.fold(step, zeros._replace(x=wide))
+    return gradients._replace(x=gradients.x.astype(inputs.x.dtype)), None
 
 
 _scores.defvjp(_forward, _backward)

@@ -1,4 +1,4 @@
-"""What a training step holds beside parameters: activations, scores, logits.
+"""Activations of a training step: layers' inputs, attention scores, logits.
 
 Each constant is a count of buffers that XLA:GPU has alive at once, read off its buffer
 assignment for an H200 of decoders whose layers are each a `jax.checkpoint` (jax
@@ -17,7 +17,7 @@ from paged_optax.backend.text import readable_bytes
 from paged_optax.losses.chunks import Chunks
 from paged_optax.planning.layers import Layers
 
-_Leaf = tuple[str, jax.ShapeDtypeStruct]
+NamedShape = tuple[str, jax.ShapeDtypeStruct]
 _FLOAT32 = 4
 # The matrix of queries, as decoders name it: `q`, `q_proj`, `wq`, `query/kernel`.
 _QUERY = re.compile(r"(^|[/._])(q|wq|q_einsum|query)([/._]|$)")
@@ -26,8 +26,8 @@ _HEAD = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
-    """What a step is given, and how its loss is written.
+class Workload:
+    """The batch of a step, and how its loss is written.
 
     Attributes:
       batch: Sequences of a step.
@@ -57,7 +57,7 @@ class Sizes:
     Attributes:
       layers: How many layers there are.
       width: Values of a token between two layers.
-      made: Values of a token on the other sides of one layer's matrices, all together.
+      projected: Values of a token on the other sides of one layer's matrices, in all.
       widest: Values of a token on the largest of these sides.
       query: Values of a token's queries; 0 if no matrix of queries is known.
       heads: Heads of queries; 0 if there is no attention, or none is known.
@@ -69,7 +69,7 @@ class Sizes:
 
     layers: int
     width: int
-    made: int
+    projected: int
     widest: int
     query: int
     heads: int
@@ -78,12 +78,12 @@ class Sizes:
     itemsize: int
     experts: int = 0
 
-    def of_experts(self, given: Given) -> str:
+    def of_experts(self, workload: Workload) -> str:
         """What is not counted of experts; empty if there are none."""
         if not self.experts:
             return ""
         # Rows of the tokens, once for each expert: of what goes in, and comes out.
-        rows = 4 * self.experts * given.tokens * self.width * self.itemsize
+        rows = 4 * self.experts * workload.tokens * self.width * self.itemsize
         return (
             f"{self.experts} experts: activations are those of a layer in which all of"
             " them compute each token. jax.lax.ragged_dot takes more on a GPU, where"
@@ -114,7 +114,7 @@ class Activations:
     waiting: int
 
     @staticmethod
-    def of(sizes: Sizes, given: Given) -> "Activations":
+    def of(sizes: Sizes, workload: Workload) -> "Activations":
         r"""The sums, of tokens :math:`n`, bytes of a value :math:`b` and width `d`.
 
         .. math::
@@ -133,19 +133,19 @@ class Activations:
         fused head one chunk of the vocabulary is in the place of :math:`V` in "head",
         which has :math:`4 n d` more, and nothing depends on tied embeddings.
         """
-        n, b, width = given.tokens, sizes.itemsize, sizes.width
+        n, b, width = workload.tokens, sizes.itemsize, sizes.width
         # What goes into each product or comes out of it, for the gradients of weights;
         # the widest once more, as the gradient on its way through the nonlinearity; and
         # of the stream's width the input, two norms, the sum in the middle, and
         # gradients of the stream and of what attention gives and takes.
-        forward = n * b * sizes.made
+        forward = n * b * sizes.projected
         layer = forward + n * b * (sizes.widest + 8 * width)
         # The gradient of the softmax is computed in float32. Beside it are, in the
         # products' dtype, the scores, the shares and the gradient of the scores, which
         # two products take.
-        scores = given.batch * sizes.heads * given.length**2 * (_FLOAT32 + 3 * b)
+        scores = workload.batch * sizes.heads * workload.length**2 * (_FLOAT32 + 3 * b)
         stream = 4 * n * width * b  # the output, normalised, and their gradients
-        if given.fused_head:
+        if workload.fused_head:
             # A chunk of logits in float32 and its gradient for the products, and the
             # gradient of x, a sum in float32.
             chunks = Chunks.of(sizes.vocabulary, 0, n, width, None)
@@ -156,12 +156,12 @@ class Activations:
             # products' dtype.
             head = n * sizes.vocabulary * (_FLOAT32 + b) + stream
         waiting = width * sizes.vocabulary * b
-        if sizes.tied and not given.fused_head:
+        if sizes.tied and not workload.fused_head:
             # It is one with the embedding's gradient, which is made last: until then
             # XLA keeps the gradient of the logits.
             waiting = n * sizes.vocabulary * b
         saved = sizes.layers * n * width * b
-        scores //= given.score_blocks
+        scores //= workload.score_blocks
         return Activations(saved, layer, forward, scores, head, waiting)
 
 
@@ -179,18 +179,18 @@ def sizes_of(layers: Layers, heads: int | None) -> tuple[Sizes, str]:
     """
     matrices = [(path, x) for path, x in layers.one if len(x.shape) > 1]
     width = _width([x for _, x in matrices])
-    made = [max(1, math.prod(x.shape) // width) for _, x in matrices]
-    query, found = _queries(matrices, width)
-    beside = [x for _, x in layers.beside if width in x.shape]
-    outputs = [n for x in beside if (n := math.prod(x.shape) // width) > 1]
+    projected = [max(1, math.prod(x.shape) // width) for _, x in matrices]
+    query, counted = _queries(matrices, width)
+    outside = [x for _, x in layers.others if width in x.shape]
+    outputs = [n for x in outside if (n := math.prod(x.shape) // width) > 1]
     largest = max((x for _, x in layers.one), key=lambda x: math.prod(x.shape))
     sizes = Sizes(
         layers.count,
         width,
-        sum(made),
-        max(made, default=0),
+        sum(projected),
+        max(projected, default=0),
         query,
-        found if heads is None else heads,
+        counted if heads is None else heads,
         max(outputs, default=0),
         outputs.count(max(outputs, default=0)) < 2,
         largest.dtype.itemsize,
@@ -215,7 +215,7 @@ def _experts(matrices: Sequence[jax.ShapeDtypeStruct], width: int) -> int:
     return max(routed, default=0) if len(routed) > 1 else 0
 
 
-def _queries(matrices: Sequence[_Leaf], width: int) -> tuple[int, int]:
+def _queries(matrices: Sequence[NamedShape], width: int) -> tuple[int, int]:
     """Values of a token's queries, and their heads."""
     for path, x in matrices:
         if _QUERY.search(path):
@@ -226,7 +226,7 @@ def _queries(matrices: Sequence[_Leaf], width: int) -> tuple[int, int]:
     return 0, 0
 
 
-def _assumed(sizes: Sizes, heads: int | None, matrices: Sequence[_Leaf]) -> str:
+def _assumed(sizes: Sizes, heads: int | None, matrices: Sequence[NamedShape]) -> str:
     if heads is not None or any(
         len(x.shape) == 3 for path, x in matrices if _QUERY.search(path)
     ):

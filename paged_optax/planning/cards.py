@@ -56,7 +56,6 @@ _PCIE3, _PCIE4, _PCIE5 = (16.0, 32.0), (32.0, 64.0), (64.0, 128.0)
 
 
 def _gib(number: float) -> int:
-    """Bytes of so many GiB."""
     return int(number * (1 << 30))
 
 
@@ -118,13 +117,9 @@ def card_name(name: str) -> str | None:
 
     Args:
       name: A name, or what JAX reports as a device's `device_kind`.
-
-    Example:
-      >>> card_name("NVIDIA A100-SXM4-40GB"), card_name("cpu")
-      ('a100-40', None)
     """
     known = {_letters(x): x for x in CARDS}
-    known |= {_letters(x): own for x, own in _REPORTED.items()}
+    known |= {_letters(x): card for x, card in _REPORTED.items()}
     return known.get(_letters(name))
 
 
@@ -145,8 +140,8 @@ def find_card(name: str | Card, argument: str = "card") -> Card:
     """
     if isinstance(name, Card):
         return name
-    if isinstance(name, str) and (found := card_name(name)):
-        return CARDS[found]
+    if isinstance(name, str) and (match := card_name(name)):
+        return CARDS[match]
     known = {_letters(x): x for x in CARDS}
     written = _letters(name) if isinstance(name, str) else ""
     close = difflib.get_close_matches(written, known, n=2, cutoff=0.5)
@@ -158,6 +153,6 @@ def find_card(name: str | Card, argument: str = "card") -> Card:
 
 
 def _letters(name: str) -> str:
-    """Its letters and digits, without whose it is, and without a unit."""
+    """The letters and digits of a name, without its maker's name and a unit."""
     plain = "".join(x for x in name.lower() if x.isalnum())
     return plain.removeprefix("nvidia").removeprefix("geforce").removesuffix("gb")

@@ -10,14 +10,12 @@ from jax.typing import DTypeLike
 from paged_optax.backend.memory import device_share, nbytes, platform
 from paged_optax.backend.text import parse_bytes
 from paged_optax.backend.validation import brief, check_arrays, check_bool, check_count
-from paged_optax.planning.activations import Activations, Given, Sizes, sizes_of
+from paged_optax.planning.activations import Activations, Sizes, Workload, sizes_of
 from paged_optax.planning.cards import CARDS, Card, find_card
 from paged_optax.planning.footprints import Footprint, Footprints
-from paged_optax.planning.free_paging import free_from
 from paged_optax.planning.layers import Layers, find_layers
-from paged_optax.planning.paging import Paging
-from paged_optax.planning.seconds import Rates, operations
-from paged_optax.planning.ways import Ways
+from paged_optax.planning.seconds import Rates, free_from, operations
+from paged_optax.planning.ways import Paging, Ways
 from paged_optax.transform.codec_rules import Rule
 
 
@@ -141,7 +139,7 @@ def what_fits(
     leaves = jax.tree.leaves(params)
     dtype = max(leaves, key=lambda x: x.size).dtype if leaves else jnp.float32
     rates = Rates.of(link_gigabytes_per_second, teraflops, stated, dtype)
-    given = _given(batch, length, heads, score_blocks, fused_head)
+    workload = _workload(batch, length, heads, score_blocks, fused_head)
     paging = Paging(
         optax.adamw(1e-3) if inner is None else inner,
         page_size,
@@ -150,17 +148,17 @@ def what_fits(
         rates.link,
     )
     values = sum(x.size for x in leaves)
-    exact, found = paging.planned(params), find_layers(params, layers)
+    exact, alike = paging.planned(params), find_layers(params, layers)
     by_element = all(x.elementwise for x in exact.moments if x.shape)
-    remarks = [*_remarks(codec is not None, found, by_element, layers)]
+    remarks = [*_remarks(codec is not None, alike, by_element, layers)]
     if stated is not None and stated.advice and dtype == jnp.bfloat16:
         remarks += [stated.advice]
     held, work = None, 0
-    if given is not None:
-        sizes, assumed = _sizes(found, given)
-        held = Activations.of(sizes, given)
-        work = operations(values, sizes, given)
-        remarks += filter(None, (assumed, sizes.of_experts(given)))
+    if workload is not None:
+        sizes, assumed = _sizes(alike, workload)
+        held = Activations.of(sizes, workload)
+        work = operations(values, sizes, workload)
+        remarks += filter(None, (assumed, sizes.of_experts(workload)))
     ways = Ways(
         nbytes(params),
         paging.planned(params, device_budget=None),
@@ -168,7 +166,7 @@ def what_fits(
         exact if codec is None else paging.planned(params, codec),
         "" if codec is None else f", {_name(codec)}",
         rates.link * 1e9,
-        found if by_element else None,
+        alike if by_element else None,
         held,
     )
     rows = [rates.timed(row, work) if work else row for row in ways.rows()]
@@ -180,7 +178,7 @@ def what_fits(
         1.0 if stated is not None and not stated.gpu else device_share(),
         rates.link,
         tuple(remarks),
-        given,
+        workload,
         held,
         "optax.adamw(1e-3)" if inner is None else "inner",
         paging.arguments(codec),
@@ -207,14 +205,14 @@ def _limit(device_memory: int | str | None, card: Card | None) -> int:
     return limit
 
 
-def _given(
+def _workload(
     batch: int | None,
     length: int | None,
     heads: int | None,
     score_blocks: int,
     fused_head: bool,
-) -> Given | None:
-    """What a step is given; None if nothing is said of it."""
+) -> Workload | None:
+    """The batch of a step; None if none is stated."""
     if batch is None and length is None:
         return None
     if length is None:
@@ -231,17 +229,17 @@ def _given(
     for name, count in (counts if heads is None else counts | {"heads": heads}).items():
         check_count(name, count, 1)
     check_bool("fused_head", fused_head)
-    return Given(batch, length, heads, score_blocks, fused_head)
+    return Workload(batch, length, heads, score_blocks, fused_head)
 
 
-def _sizes(found: Layers | None, given: Given) -> tuple[Sizes, str]:
+def _sizes(alike: Layers | None, workload: Workload) -> tuple[Sizes, str]:
     """The sizes of a model, and what was assumed."""
-    if found is None:
+    if alike is None:
         raise ValueError(
-            f"batch={given.batch}: activations are counted by layers that are alike,"
+            f"batch={workload.batch}: activations are counted by layers that are alike,"
             " and params has none. Leave batch and length out."
         )
-    return sizes_of(found, given.heads)
+    return sizes_of(alike, workload.heads)
 
 
 def _name(codec: Rule | Mapping[str, Rule]) -> str:
@@ -252,7 +250,7 @@ def _name(codec: Rule | Mapping[str, Rule]) -> str:
 
 
 def _remarks(
-    coded: bool, found: Layers | None, by_element: bool, key: str
+    coded: bool, alike: Layers | None, by_element: bool, key: str
 ) -> Iterator[str]:
     """What is particular to a model and a transformation."""
     if not coded:
@@ -265,15 +263,15 @@ def _remarks(
             "Nothing is layerwise: that takes an optimizer that works element by"
             " element, such as adamw, lion or sgd."
         )
-    elif found is None:
+    elif alike is None:
         yield (
             "Nothing is layerwise: that takes layers that are alike, stacked on the"
             f" leading axis under the key {key!r}, as nnx.vmap, nnx.scan and Linen's"
             " nn.scan stack them, or numbered by name. There are none here."
         )
-    elif found.numbered:
+    elif alike.numbered:
         yield (
-            f"Layers are numbered here, from {found.numbered!r} on: split_layers takes"
+            f"Layers are numbered here, from {alike.numbered!r} on: split_layers takes"
             " a loss of them as it is."
         )
 

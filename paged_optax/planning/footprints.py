@@ -1,4 +1,4 @@
-"""Ways to train a model, as tables."""
+"""Ways to train a model, as tables, and the code of one of them."""
 
 import dataclasses
 import textwrap
@@ -7,10 +7,47 @@ from typing import overload
 
 from paged_optax.backend import gpu
 from paged_optax.backend.text import readable_bytes, table
-from paged_optax.planning.activations import Activations, Given
-from paged_optax.planning.code import written
+from paged_optax.planning.activations import Activations, Workload
 
-#: The largest share of a GPU that is worth a try: CUDA needs some of it.
+
+def written(way: str, inner: str, arguments: str = "", fused_head: bool = False) -> str:
+    """The code of a way to train, to paste into a script.
+
+    Args:
+      way: Its name in the tables of `what_fits`.
+      inner: The transformation, as code.
+      arguments: Further arguments of `paged`, as code.
+      fused_head: Whether the loss takes `linear_cross_entropy`.
+    """
+    loss = ["# The loss ends with po.linear_cross_entropy(x, head, labels)."]
+    lines = loss if fused_head else []
+    if way == "resident":
+        lines += [f"tx = {inner}", "state = tx.init(params)"]
+        return "\n".join([*lines, "step = jax.jit(step, donate_argnums=(0, 1))"])
+    lines += [f"tx = po.paged({', '.join(filter(None, [inner, arguments]))})"]
+    if not way.startswith("layerwise"):
+        lines += [
+            "state = tx.init(params)",
+            "args = params, state, batch",
+            "step = po.jit_step(step, *args, donate_argnums=(0, 1))",
+        ]
+        return "\n".join(lines)
+    where = ""
+    if way.endswith("on host"):
+        where = ', on_host="all"' if way.endswith("all on host") else ", on_host=True"
+    lines += [
+        "model = po.split_layers(loss, params, batch)",
+        f"params = model.stack(params{where})",
+        "state, workspace = tx.init(params), model.workspace(params)",
+        "args = params, state, workspace, batch",
+        "step = po.layerwise_step(model, tx)",
+        "step = po.jit_step(step, *args, donate_argnums=(0, 1, 2))",
+        "params, state, workspace, output = step(*args)",
+    ]
+    return "\n".join(lines)
+
+
+# The largest share of a GPU that is worth a try: CUDA needs some of it.
 _MOST = 0.95
 #: How the ways that make one layer's gradients at a time begin.
 LAYERWISE = "layerwise"
@@ -18,7 +55,7 @@ LAYERWISE = "layerwise"
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """What one way to train takes, in bytes.
+    """The bytes that one way to train takes.
 
     Attributes:
       way: Its name, and the codec if one stores the moments.
@@ -50,8 +87,8 @@ class Footprint:
     @property
     def device(self) -> int:
         """Bytes on the device, all together."""
-        beside = self.gradients + self.moments + self.scratch
-        return self.parameters + beside + self.activations
+        other = self.gradients + self.moments + self.scratch
+        return self.parameters + other + self.activations
 
     @property
     def by_layers(self) -> bool:
@@ -69,10 +106,10 @@ class Footprints(Sequence[Footprint]):
       share: The share of it that JAX takes.
       link_gigabytes_per_second: The stated rate of the link, each way, in 10^9 bytes.
       remarks: What to know of this model and this transformation.
-      given: What a step is given; None where activations are not counted.
+      workload: The batch of a step; None where activations are not counted.
       held: What activations take in the parts of a step, or None.
       inner: The transformation, as code.
-      arguments: What `paged` takes beside it, as code.
+      arguments: Further arguments of `paged`, as code.
       gpu: Whether it is for a GPU, whose host memory XLA's pool pins, and no TPU.
       host_memory: Bytes of the machine's memory that are free, or None: not known.
     """
@@ -82,7 +119,7 @@ class Footprints(Sequence[Footprint]):
     share: float
     link_gigabytes_per_second: float
     remarks: tuple[str, ...] = ()
-    given: Given | None = None
+    workload: Workload | None = None
     held: Activations | None = None
     inner: str = "inner"
     arguments: str = ""
@@ -108,15 +145,15 @@ class Footprints(Sequence[Footprint]):
 
     @property
     def fitting(self) -> tuple[Footprint, ...]:
-        """The ways that leave some of what JAX takes."""
+        """The ways that take less than JAX takes of the device."""
         return tuple(row for row in self.rows if row.device < self.available)
 
     @property
     def choice(self) -> Footprint | None:
         """The fastest way that fits, and of equally fast ones the smallest.
 
-        The slower end of its seconds counts, or if they are not known, its link's. None
-        if no way fits.
+        The worst seconds count; if they are not known, those of the link. None if no
+        way fits.
         """
 
         def rank(row: Footprint) -> tuple[float, ...]:
@@ -144,8 +181,11 @@ class Footprints(Sequence[Footprint]):
             ((way, "device", "host", "link s", "fits", "left"), fits),
             (("on the device", "weights", *sizes[1:]), parts),
         ]
-        if self.given is not None:
-            titles = (f"{self.given.batch} x {self.given.length} tokens", "activations")
+        if self.workload is not None:
+            titles = (
+                f"{self.workload.batch} x {self.workload.length} tokens",
+                "activations",
+            )
             titles += ("seconds a step",) if self.rows[0].seconds else ()
             steps = [(row.way, number(row.activations), *_range(row)) for row in self]
             tables += [(titles, steps)]
@@ -154,18 +194,18 @@ class Footprints(Sequence[Footprint]):
     def notes(self) -> str:
         """What to know when reading the tables: a line or two each."""
         notes = [
-            *self._what_jax_takes(),
-            f"{self._of_activations()} Scratch is pages in flight, or one layer's"
+            *self._share_notes(),
+            f"{self._activation_note()} Scratch is pages in flight, or one layer's"
             " moments and updates. Link: seconds a step at"
             f" {self.link_gigabytes_per_second:g} GB/s each way.",
             *self.remarks,
-            *(self._of_the_pool() if self.gpu else ()),
+            *(self._pool_notes() if self.gpu else ()),
         ]
         return "\n".join(map(filled, notes))
 
     def advice(self) -> str:
         """The way to choose, its seconds and its code; empty without a batch."""
-        if self.given is None:
+        if self.workload is None:
             return ""
         chosen = self.choice
         if chosen is None:
@@ -181,12 +221,12 @@ class Footprints(Sequence[Footprint]):
         text += "".join(f", {x} seconds a step" for x in _range(chosen)) + "."
         if not chosen.seconds:
             text += " Its seconds need the rate of products: a card, or TFLOP/s."
-        fused = self.given.fused_head
+        fused = self.workload.fused_head
         code = written(chosen.way, self.inner, self.arguments, fused)
         return f"{filled(text)}\n\n{code}"
 
-    def _of_activations(self) -> str:
-        if self.given is None or self.held is None:
+    def _activation_note(self) -> str:
+        if self.workload is None or self.held is None:
             return "What is left is for activations, which are not counted."
         sizes = readable_bytes
         return (
@@ -198,8 +238,8 @@ class Footprints(Sequence[Footprint]):
             " less."
         )
 
-    def _of_the_pool(self) -> Iterator[str]:
-        """What XLA's pool pins for the way to choose; else for what needs most."""
+    def _pool_notes(self) -> Iterator[str]:
+        """What XLA's pool pins for the way to choose, or for what needs most."""
         row = self.choice
         if row is None or not row.host:
             row = max(self.rows, key=lambda row: row.host)
@@ -227,7 +267,7 @@ class Footprints(Sequence[Footprint]):
         if helps:
             yield f"export {gpu.POOL_LIMIT}={gigabytes}"
 
-    def _what_jax_takes(self) -> Iterator[str]:
+    def _share_notes(self) -> Iterator[str]:
         memory = readable_bytes(self.device_memory)
         if self.share == 1:
             yield f"Fits counts the {memory} of the device."
@@ -253,10 +293,10 @@ class Footprints(Sequence[Footprint]):
 
 
 def filled(text: str) -> str:
-    """As wide as a terminal; names of variables stay whole."""
+    """Text as wide as a terminal; names of variables stay whole."""
     return textwrap.fill(text, 80, break_long_words=False, break_on_hyphens=False)
 
 
 def _range(row: Footprint) -> tuple[str, ...]:
-    """The seconds of its step, at best and at worst; nothing if they are not known."""
+    """The seconds of a step, at best and at worst, if they are known."""
     return (" to ".join(f"{x:.2g}" for x in row.seconds),) if row.seconds else ()

@@ -1,4 +1,4 @@
-"""A model's layers, found in its parameters: stacked, or numbered by name."""
+"""A model's layers by the shapes of its parameters: stacked, or numbered by name."""
 
 import collections
 import dataclasses
@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import path_name
 
-_Leaf = tuple[str, jax.ShapeDtypeStruct]
+NamedShape = tuple[str, jax.ShapeDtypeStruct]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Layers:
       largest_of_rest: Bytes of the largest of them.
       count: How many there are.
       one: The arrays of one layer, by path.
-      beside: All arrays that are no layer's, by path.
+      others: All arrays that are no layer's, by path.
       numbered: How the first one is named, as in `"model.layers.0"`; empty if they are
         stacked.
     """
@@ -33,12 +33,12 @@ class Layers:
     rest: int
     largest_of_rest: int
     count: int
-    one: tuple[_Leaf, ...]
-    beside: tuple[_Leaf, ...]
+    one: tuple[NamedShape, ...]
+    others: tuple[NamedShape, ...]
     numbered: str = ""
 
 
-# What begins with more entries alike has widths, such as `dense` and `norm`.
+# Arrays of a longer leading axis have a width there, such as `dense` and `norm`.
 _MOST_LAYERS = 1000
 
 
@@ -57,20 +57,20 @@ def find_layers(params: PyTree, key: str) -> Layers | None:
     inside = _under(leaves, key)
     size = lambda chosen: nbytes([leaves[n][1] for n in chosen])
 
-    def found(
-        count: int, one: Sequence[_Leaf], inside: Collection[int], first: str = ""
+    def layers(
+        count: int, one: Sequence[NamedShape], inside: Collection[int], first: str = ""
     ) -> Layers:
-        beside = tuple(x for n, x in enumerate(leaves) if n not in inside)
-        rest = [nbytes(x) for _, x in beside]
+        others = tuple(x for n, x in enumerate(leaves) if n not in inside)
+        rest = [nbytes(x) for _, x in others]
         largest = nbytes([x for _, x in one])
         return Layers(
-            largest, sum(rest), max(rest, default=0), count, tuple(one), beside, first
+            largest, sum(rest), max(rest, default=0), count, tuple(one), others, first
         )
 
     stacks = [leaves[n] for n in inside]
     if length := _stacked(stacks, key):
         cut = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-        return found(length, [(path, cut(x)) for path, x in stacks], {*inside})
+        return layers(length, [(path, cut(x)) for path, x in stacks], {*inside})
     numbered: dict[tuple[str, int], dict[str, int]] = {}
     for n, (path, _) in enumerate(leaves):
         for match in re.finditer(r"\d+(?=[^\d])", path):  # with something inside it
@@ -88,7 +88,7 @@ def find_layers(params: PyTree, key: str) -> Layers | None:
         return None
     (prefix, number), one = min(most), numbered[min(most)].values()
     first = [leaves[n] for n in one]
-    return found(len(most), first, of(most), f"{prefix}{number}")
+    return layers(len(most), first, of(most), f"{prefix}{number}")
 
 
 def stacks_under(params: PyTree, key: str) -> frozenset[int]:
@@ -104,18 +104,18 @@ def stacks_under(params: PyTree, key: str) -> frozenset[int]:
     return frozenset(inside if length and length <= _MOST_LAYERS else ())
 
 
-def _by_path(params: PyTree) -> list[_Leaf]:
+def _by_path(params: PyTree) -> list[NamedShape]:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return [
         (path_name(path), jax.ShapeDtypeStruct(x.shape, x.dtype)) for path, x in leaves
     ]
 
 
-def _under(leaves: Sequence[_Leaf], key: str) -> list[int]:
+def _under(leaves: Sequence[NamedShape], key: str) -> list[int]:
     return [n for n, (path, _) in enumerate(leaves) if key in path.split("/")]
 
 
-def _stacked(inside: Sequence[_Leaf], key: str) -> int | None:
+def _stacked(inside: Sequence[NamedShape], key: str) -> int | None:
     """The length of the stacks under a key; None if they are none.
 
     Arrays of a list of layers, which may begin with one width, have fewer than three

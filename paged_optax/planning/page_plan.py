@@ -1,29 +1,90 @@
-"""What lives where, and what a step moves, known beforehand."""
+"""What lives where, and what a step moves, known beforehand; on a mesh too."""
 
 import dataclasses
 import warnings
 from collections.abc import Hashable, Mapping
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from paged_optax.backend import gpu
 from paged_optax.backend.text import readable_bytes, table
-from paged_optax.backend.types import Transformation
+from paged_optax.backend.types import ArrayOrShape, Transformation
 from paged_optax.backend.validation import (
     brief,
     check_arrays,
     check_count,
+    check_mesh,
     check_rate,
     check_transformation,
 )
-from paged_optax.engine.shards import Shards
+from paged_optax.engine.shards import Shards, spec_of_axes
 from paged_optax.planning.cards import CARDS, card_name
-from paged_optax.planning.free_paging import free_from
-from paged_optax.planning.fully_sharded import fully_sharded
+from paged_optax.planning.layers import stacks_under
+from paged_optax.planning.seconds import free_from
 from paged_optax.transform.parameter_shardings import refuse_uneven
 from paged_optax.transform.planned_moments import Moment, recorded
+
+
+def fully_sharded(
+    params: PyTree[ArrayOrShape], mesh: Mesh | AbstractMesh, layers: str = "layers"
+) -> PyTree[NamedSharding]:
+    """Divides every parameter over all devices of a mesh, as ZeRO and FSDP do.
+
+    Each axis of the mesh, one after the other, cuts the longest dimension that is left
+    of a parameter and that it divides evenly. Where there is none, it replicates. The
+    axis that layers are stacked on stays whole, for a scan or `layerwise_step` takes
+    one layer at a time, and would gather all of them.
+
+    Args:
+      params: The parameters, or their `ShapeDtypeStruct`s.
+      mesh: The devices.
+      layers: The key under which layers are stacked on the leading axis, as in
+        `layerwise_step` and `what_fits`. What is under it is taken for stacks if all of
+        it begins with one length, of at most 1000 layers. Another key: none are stacks.
+
+    Returns:
+      A `NamedSharding` for each parameter.
+
+    Raises:
+      TypeError: If `mesh` is no mesh, `params` no tree of arrays, or `layers` no text.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, paged_optax as po
+      >>> mesh = jax.sharding.AbstractMesh((8,), ("data",))
+      >>> params = {"w": jnp.ones((512, 2048)), "b": jnp.ones(3)}
+      >>> found = po.fully_sharded(params, mesh)
+      >>> found["w"].spec, found["b"].spec
+      (P(None, 'data'), P())
+      >>> stacked = {"layers": {"w": jnp.ones((64, 32, 16))}}
+      >>> po.fully_sharded(stacked, mesh)["layers"]["w"].spec
+      P(None, 'data')
+
+    References:
+      Rajbhandari et al., `ZeRO <https://arxiv.org/abs/1910.02054>`_, 2020.
+    """
+    check_mesh("mesh", mesh)
+    check_arrays("params", params)
+    if not isinstance(layers, str):
+        raise TypeError(f"layers={brief(layers)} is not a key, such as 'layers'.")
+
+    def divide(x: ArrayOrShape, stacked: bool) -> NamedSharding:
+        axes: list[tuple[str, ...]] = [()] * len(x.shape)
+        left, first = list(x.shape), int(stacked)
+        for name, size in mesh.shape.items():
+            longest = max(
+                ((n, -i) for i, n in enumerate(left) if i >= first and n % size == 0),
+                default=None,
+            )
+            if longest is not None:
+                i = -longest[1]
+                axes[i], left[i] = (*axes[i], name), left[i] // size
+        return NamedSharding(mesh, spec_of_axes(axes))
+
+    leaves, structure = jax.tree.flatten(params)
+    stacks = stacks_under(params, layers)
+    return structure.unflatten([divide(x, n in stacks) for n, x in enumerate(leaves)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +139,8 @@ class PagePlan:
         flying: dict[int, int] = {}
         for x in self.moments:
             if x.on_host:
-                here = x.in_flight * x.page_bytes + 2 * x.beside
-                flying[x.leaf] = flying.get(x.leaf, 0) + here
+                size = x.in_flight * x.page_bytes + 2 * x.beside
+                flying[x.leaf] = flying.get(x.leaf, 0) + size
         return max(flying.values(), default=0)
 
     @property
@@ -107,7 +168,7 @@ class PagePlan:
         """The tokens a step from which paging takes no time in a `layerwise_step`.
 
         None where no rate of products was stated; see
-        `paged_optax.planning.free_paging`.
+        `paged_optax.planning.seconds`.
         """
         if self.teraflops is None or not self.parameters:
             return None
@@ -154,8 +215,8 @@ class PagePlan:
         title = "total"
         if self.devices > 1:
             title = f"each of {self.devices} devices"
-            here = min(self.devices, self.devices_per_host)
-            each = f"moments on a host of {here} devices"
+            sharing = min(self.devices, self.devices_per_host)
+            each = f"moments on a host of {sharing} devices"
             totals.append((each, readable_bytes(self.bytes_per_host)))
         titles = ("moments", "shape", "dtype", "where", "pages", "bytes")
         tables = table(titles, rows), table((title, ""), totals)
@@ -221,8 +282,8 @@ def plan(
     check_transformation("tx", tx)
     check_arrays("params", params)
     if link_gigabytes_per_second is None:
-        here = card_name(jax.local_devices()[0].device_kind)
-        link_gigabytes_per_second = CARDS[here].link if here else 25.0
+        name = card_name(jax.local_devices()[0].device_kind)
+        link_gigabytes_per_second = CARDS[name].link if name else 25.0
     check_rate("link_gigabytes_per_second", link_gigabytes_per_second)
     check_count("devices_per_host", devices_per_host, 1)
     if not isinstance(extra_args or {}, Mapping):
@@ -238,8 +299,8 @@ def plan(
             params,
             fully_sharded(params, mesh),
         )
-    found = filter(None, map(Shards.of_array, jax.tree.leaves(params)))
-    devices = max((shards.mesh.size for shards in found), default=1)
+    shards = filter(None, map(Shards.of_array, jax.tree.leaves(params)))
+    devices = max((each.mesh.size for each in shards), default=1)
     moments: list[Moment] = []
     for _, describe in recorded(tx, params):
         described, before = describe(dict(extra_args or {})), len(moments)

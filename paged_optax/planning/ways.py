@@ -1,13 +1,79 @@
 """The bytes of each way to train: one `Footprint` for each."""
 
 import dataclasses
-from collections.abc import Iterator
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
+from paged_optax.backend.text import parse_bytes
 from paged_optax.planning.activations import Activations
 from paged_optax.planning.footprints import LAYERWISE, Footprint
 from paged_optax.planning.layers import Layers
-from paged_optax.planning.page_plan import PagePlan
+from paged_optax.planning.page_plan import PagePlan, plan
+from paged_optax.transform.codec_rules import Rule
+from paged_optax.transform.paged import paged
+
+Codec = Rule | Mapping[str, Rule]
+
+
+@dataclasses.dataclass(frozen=True)
+class Paging:
+    """Arguments of `paged` that are one for all ways to train, and the link.
+
+    Attributes:
+      inner: What to page.
+      page_size: As in `paged`.
+      master_dtype: As in `paged`.
+      master_remainders: As in `paged`.
+      link: Its rate in one direction, in 10^9 bytes a second.
+    """
+
+    inner: optax.GradientTransformation
+    page_size: int | str
+    master_dtype: DTypeLike | None
+    master_remainders: bool
+    link: float
+
+    def planned(
+        self, params: PyTree, codec: Codec = None, device_budget: str | None = "0B"
+    ) -> PagePlan:
+        """The plan with this codec and budget."""
+        tx = paged(
+            self.inner,
+            page_size=self.page_size,
+            master_dtype=self.master_dtype,
+            master_remainders=self.master_remainders,
+            codec=codec,
+            device_budget=device_budget,
+        )
+        with warnings.catch_warnings():
+            # The warning of the host pool: the notes of the table say as much.
+            warnings.filterwarnings("ignore", "the moments need", UserWarning)
+            return plan(tx, params, link_gigabytes_per_second=self.link)
+
+    def arguments(self, codec: Codec) -> str:
+        """The arguments of `paged` after the transformation, as code.
+
+        A codec that has no name is the variable `codec`.
+        """
+        texts = []
+        if parse_bytes("page_size", self.page_size) != parse_bytes(
+            "page_size", "16MiB"
+        ):
+            texts += [f"page_size={json.dumps(self.page_size)}"]
+        if self.master_dtype is not None:
+            texts += [f'master_dtype="{np.dtype(self.master_dtype)}"']
+        if self.master_remainders:
+            texts += ["master_remainders=True"]
+        if codec is not None:
+            texts += [f'codec="{codec}"' if isinstance(codec, str) else "codec=codec"]
+        return ", ".join(texts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +125,8 @@ class Ways:
     def _footprint(
         self, way: str, gradients: int, plan: PagePlan, **other: int | float
     ) -> Footprint:
-        """What a way takes by its plan; `other` replaces single figures."""
-        found = Footprint(
+        """The footprint of a way by its plan; `other` replaces single figures."""
+        row = Footprint(
             way,
             self.parameters,
             gradients,
@@ -71,7 +137,7 @@ class Ways:
             moved=plan.link_bytes,
             arrays=plan.arrays_on_host,
         )
-        return dataclasses.replace(found, **other)
+        return dataclasses.replace(row, **other)
 
     def _counted(
         self, row: Footprint, at_head: int, in_layers: int, waits: bool = False
@@ -80,15 +146,15 @@ class Ways:
 
         Args:
           row: The way without them. At the update they are gone.
-          at_head: What is there, beside activations, when the loss is differentiated.
-          in_layers: The same in the layers' backward pass.
-          waits: Whether what the loss leaves waits on the device for the end of that.
+          at_head: Other bytes on the device when the loss is differentiated.
+          in_layers: Other bytes on the device in the layers' backward pass.
+          waits: Whether the loss's gradients stay on the device until that has ended.
         """
         if self.activations is None:
             return row
-        found = self.activations
-        layer = found.layer + found.scores + found.waiting * waits
-        peak = found.saved + max(at_head + found.head, in_layers + layer)
+        held = self.activations
+        layer = held.layer + held.scores + held.waiting * waits
+        peak = held.saved + max(at_head + held.head, in_layers + layer)
         return dataclasses.replace(row, activations=max(0, peak - row.device))
 
     def _ordinary(self, way: str, plan: PagePlan, **other: int | float) -> Footprint:
@@ -100,7 +166,7 @@ class Ways:
         return self._counted(row, there, there + row.gradients)
 
     def _layerwise(self, layers: Layers) -> Footprint:
-        """What a layerwise step takes."""
+        """A layerwise step."""
         # The layer's moments travel while its gradients are computed, in float32 or the
         # parameters' dtype.
         scratch = layers.largest + self._moments_of(layers.largest)
@@ -148,7 +214,7 @@ class Ways:
     def _with_all_on_host(
         self, layers_there: Footprint, way: Footprint, layers: Layers
     ) -> Footprint:
-        """The same way, what is beside the layers on the host too.
+        """The same way, the parameters of no layer on the host too.
 
         Each parameter is read twice for the passes, as a tied embedding is, and for its
         update, and written. The largest one's gradient waits on the host. At its update
@@ -170,7 +236,7 @@ class Ways:
             scratch=scratch,
             host=layers_there.host + layers.rest + other,
             arrays=(
-                *(nbytes(x) for _, x in layers.beside),
+                *(nbytes(x) for _, x in layers.others),
                 *layers_there.arrays,
                 other,
             ),

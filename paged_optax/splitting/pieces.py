@@ -1,19 +1,186 @@
-"""What a loss is taken apart into: equations before, of each layer, and after."""
+"""Pieces of a loss: equations, compared and matched, and the roles of arguments."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.core import ShapedArray
 from jax.typing import ArrayLike
 
 from paged_optax.analysis.flat import Flat
-from paged_optax.analysis.program import Operand
-from paged_optax.splitting.find import Member
+from paged_optax.analysis.program import Constant, Equation, Operand
+from paged_optax.splitting.numbered import Member
+
+#: Whether one operand of a piece may stand in the place of another one.
+Fits = Callable[[Operand, Operand], bool]
+
+
+class Subprogram(NamedTuple):
+    """Equations whose values are renumbered, so that alike ones are equal.
+
+    Attributes:
+      equations: The equations. Constants are arguments too.
+      arguments: The arguments' operands in the loss.
+      avals: The arguments' shapes and dtypes.
+      values: The numbers in the loss of the values after the arguments.
+    """
+
+    equations: tuple[Equation, ...]
+    arguments: tuple[Operand, ...]
+    avals: tuple[Hashable, ...]
+    values: tuple[int, ...]
+
+    @classmethod
+    def of(cls, flat: Flat, positions: Sequence[int]) -> "Subprogram":
+        """The equations at these positions."""
+        chosen = [flat.equations[n] for n in positions]
+        results = [x for e in chosen for x in e.outputs]
+        inside, names = set(results), dict[int, int]()
+        arguments: list[Operand] = []
+        for equation in chosen:
+            for x in equation.inputs:
+                if isinstance(x, Constant):
+                    arguments.append(x)
+                elif x not in inside and x not in names:
+                    names[x] = len(arguments)
+                    arguments.append(x)
+        count = len(arguments)
+        names |= {x: count + k for k, x in enumerate(results)}
+        constants = iter(k for k, x in enumerate(arguments) if isinstance(x, Constant))
+        rename = lambda x: next(constants) if isinstance(x, Constant) else names[x]
+        equations = tuple(
+            e.of(map(rename, e.inputs), map(names.__getitem__, e.outputs))
+            for e in chosen
+        )
+        avals = tuple(aval_of(flat, x) for x in arguments)
+        return cls(equations, tuple(arguments), avals, tuple(results))
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for subprograms that compute the same."""
+        return self.equations, self.avals
+
+
+def aval_of(flat: Flat, x: Operand) -> Hashable:
+    """An operand's shape and dtype."""
+    if isinstance(x, Constant):
+        return x.key[1:3]
+    return flat.avals[x].shape, str(flat.avals[x].dtype)
+
+
+class Match(NamedTuple):
+    """The equations and values of one piece, each with that of another piece."""
+
+    equations: dict[int, int]
+    values: dict[int, int]
+
+
+class _Matching:
+    """Equations of a template, matched one after the other."""
+
+    def __init__(self, flat: Flat, template: Sequence[int], fits: Fits):
+        self.flat, self.fits = flat, fits
+        self.inside = {x for n in template for x in flat.equations[n].outputs}
+        self.equations: dict[int, int] = {}
+        self.values: dict[int, int] = {}
+
+    def alike(self, n: int, m: int) -> bool:
+        """Whether two equations compute the same, given those matched so far."""
+        one, other = self.flat.equations[n], self.flat.equations[m]
+        if one.primitive is not other.primitive or len(one.inputs) != len(other.inputs):
+            return False
+        shape = lambda e: [aval_of(self.flat, x) for x in (*e.inputs, *e.outputs)]
+        # A constant and a value may match: the first layer may take a number of the
+        # program where others take a value.
+        if shape(one) != shape(other) or one.params != other.params:
+            return False
+        return all(map(self._may_be, one.inputs, other.inputs))
+
+    def _may_be(self, x: Operand, y: Operand) -> bool:
+        if isinstance(x, Constant):
+            return isinstance(y, Constant)
+        if isinstance(y, Constant):
+            return x not in self.inside and self.fits(x, y)
+        if x in self.values:
+            return self.values[x] == y
+        return x not in self.inside and self.fits(x, y)
+
+    def put(self, n: int, m: int) -> None:
+        """Matches two equations."""
+        one, other = self.flat.equations[n], self.flat.equations[m]
+        self.equations[n] = m
+        self.values.update(zip(one.outputs, other.outputs, strict=True))
+        for x, y in zip(one.inputs, other.inputs, strict=True):
+            if not isinstance(x, Constant) and not isinstance(y, Constant):
+                self.values[x] = y
+
+
+def match_backward(
+    flat: Flat,
+    producer: Callable[[int], int | None],
+    template: Sequence[int],
+    results: Sequence[tuple[int, int]],
+    fits: Fits,
+) -> Match | None:
+    """The equations that compute values as a template does, from its results backward.
+
+    Args:
+      flat: The loss.
+      producer: The position of the equation that computes a value, or None.
+      template: The template's equations.
+      results: The template's results, each with the value in its place.
+      fits: Whether an operand may be in the place of one of the template's inputs.
+    """
+    inside = {x: n for n in template for x in flat.equations[n].outputs}
+    pairs: dict[int, int] = {}
+    stack = list(results)
+    while stack:
+        x, y = stack.pop()
+        n = inside.get(x)
+        if n is None or n in pairs:
+            continue
+        m = producer(y)
+        one = flat.equations[n]
+        if m is None or len(one.inputs) != len(flat.equations[m].inputs):
+            return None
+        pairs[n] = m
+        both = zip(one.inputs, flat.equations[m].inputs, strict=True)
+        for a, b in both:
+            if not isinstance(a, Constant) and not isinstance(b, Constant):
+                stack.append((a, b))
+    matched = _Matching(flat, sorted(pairs), fits)
+    for n in sorted(pairs):
+        if not matched.alike(n, pairs[n]):
+            return None
+        matched.put(n, pairs[n])
+    if any(matched.values.get(x, y) != y for x, y in results):
+        return None
+    return Match(matched.equations, matched.values)
+
+
+def match_forward(
+    flat: Flat, template: Sequence[int], candidates: Sequence[int], fits: Fits
+) -> Match | None:
+    """The equations that compute the same as a template, from its inputs forward.
+
+    Args:
+      flat: The loss.
+      template: The template's equations, in an order in which they can be computed.
+      candidates: The equations to match with them, in such an order too.
+      fits: Whether an operand may be in the place of one of the template's inputs.
+    """
+    matched = _Matching(flat, template, fits)
+    left = list(candidates)
+    for n in template:
+        k = next((k for k, m in enumerate(left) if matched.alike(n, m)), None)
+        if k is None:
+            return None
+        matched.put(n, left.pop(k))
+    return Match(matched.equations, matched.values)
 
 
 class Weight(NamedTuple):
-    """An argument of a layer that is a parameter of its own."""
+    """An argument of a layer that is one of its parameters."""
 
     member: Member
 
@@ -31,7 +198,7 @@ class Seen(NamedTuple):
 
 
 class FromTable(NamedTuple):
-    """An argument of a layer that each has another one of."""
+    """An argument of a layer that differs between layers."""
 
     table: int
 
@@ -42,20 +209,20 @@ class Fixed(NamedTuple):
     value: ArrayLike
 
 
-#: What a layer's argument is.
+#: The role of a layer's argument.
 Role = Weight | Carried | Seen | FromTable | Fixed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Kind:
-    """What layers compute that are alike.
+class LayerKind:
+    """Layers that are alike.
 
     Attributes:
-      program: Computes the results, of the arguments.
-      roles: What each of its arguments is.
-      carried: For each value that goes from layer to layer the number of the result
-        that it becomes; None where it stays what it is.
-      kept: For each value that is kept the number of the result; None where layers of
+      program: Computes the results from the arguments.
+      roles: The role of each argument.
+      carried: The number of the result that is the next value of each slot; None where
+        the slot keeps its value.
+      kept: The number of the result of each value that is kept; None where layers of
         this kind keep nothing.
     """
 
@@ -66,13 +233,13 @@ class Kind:
 
 
 class FromCarry(NamedTuple):
-    """What the equations after the layers find in the last layer's output."""
+    """A value in the last layer's output, needed after the layers."""
 
     slot: int
 
 
 class FromKept(NamedTuple):
-    """What they find among what the layers kept: of one layer, or (None) of all."""
+    """A value that a layer kept, needed after the layers; of all layers if None."""
 
     number: int
     layer: int | None
@@ -80,24 +247,23 @@ class FromKept(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pieces:
-    """A loss, taken apart.
+    """A loss in pieces: before the layers, of each kind of layer, and after them.
 
     Attributes:
       flat: Its equations.
-      kinds: What the kinds of layers compute.
+      kinds: The kinds of layers.
       kind_of: The kind of each layer.
-      initial: What the first layer gets, for each value that goes from layer to layer;
-        None: zeros.
-      carried: Their shapes and dtypes.
-      tables: What each layer has one of: an operand a layer (None where it needs
-        none), or one operand that has all on its leading axis.
-      kept: Shapes and dtypes of what each layer keeps.
-      after: What the equations after the layers find, by its number.
-      inside: The values that are made in layers.
+      initial: The first value of each slot that goes from layer to layer; None: zeros.
+      carried: The slots' shapes and dtypes.
+      tables: Arguments that differ between layers: an operand for each layer (None
+        where it needs none), or one operand that has all on its leading axis.
+      kept: Shapes and dtypes of the values that each layer keeps.
+      after: The values of layers that are needed after them, by number.
+      inside: The values that are computed in layers.
     """
 
     flat: Flat
-    kinds: tuple[Kind, ...]
+    kinds: tuple[LayerKind, ...]
     kind_of: tuple[int, ...]
     initial: tuple[Operand | None, ...]
     carried: tuple[ShapedArray, ...]

@@ -1,4 +1,4 @@
-"""A user's loss, taken apart into prologue, layer and epilogue."""
+"""`split_layers`: a user's loss as prologue, layer and epilogue."""
 
 import dataclasses
 import inspect
@@ -19,12 +19,11 @@ from paged_optax.backend.validation import (
     nondifferentiable,
 )
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
-from paged_optax.splitting.build import Functions
-from paged_optax.splitting.choices import tell_of_choices
-from paged_optax.splitting.find import Member, split_names
-from paged_optax.splitting.stacking import Stack, Stacking, unnested
-from paged_optax.splitting.traced import Found, Loss
-from paged_optax.splitting.words import described
+from paged_optax.splitting.functions import Functions
+from paged_optax.splitting.loss import Loss, SplitLoss
+from paged_optax.splitting.numbered import Member, split_names
+from paged_optax.splitting.stacking import Stack, Stacking, tell_of_choices, unnested
+from paged_optax.splitting.summary import summary
 
 
 def split_layers(
@@ -104,38 +103,40 @@ def split_layers(
     if layers is not None and not isinstance(layers, str):
         raise TypeError(f"layers={layers!r} is not a path: pass one, as 'layers'.")
     frozen_shapes = None if frozen is None else jax.tree.map(shape_dtype, frozen)
-    known = Loss(loss, jax.tree.map(shape_dtype, params), frozen_shapes)
-    found = known.found(batch, layers, None)
-    functions = _Functions(known, found, {_key(batch): Functions.of(found.pieces)})
+    traced = Loss(loss, jax.tree.map(shape_dtype, params), frozen_shapes)
+    split = traced.split(batch, layers, None)
+    functions = _FunctionsByShape(
+        traced, split, {_key(batch): Functions.of(split.pieces)}
+    )
     return SplitModel(
         functions.prologue, functions.layer, functions.epilogue, functions
     )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Functions:
-    """The three functions, for batches of any shapes.
+class _FunctionsByShape:
+    """Prologue, layer and epilogue for batches of any shapes.
 
     Attributes:
       loss: The user's loss.
-      found: Its layers.
-      by_shapes: The functions that have been made, by the batch's shapes. They follow
-        from the loss and these shapes alone.
+      split: The loss, split for the first batch.
+      by_shapes: A cache of the functions by the batch's shapes. They depend only on the
+        loss and these shapes.
     """
 
     loss: Loss
-    found: Found
+    split: SplitLoss
     by_shapes: dict[Hashable, Functions]
 
     def stacking(self, *, frozen: bool) -> Stacking:
-        """How the parameters are stacked, or those that are not trained."""
+        """How the trained parameters are stacked, or the frozen ones."""
         loss = self.loss
         tree = loss.frozen if frozen else loss.params
         flat, structure = jax.tree_util.tree_flatten_with_path(tree)
         first = len(jax.tree.leaves(loss.params)) if frozen else 0
         stacks = {
             names: Stack(tuple(n - first for n in stack.leaves), stack.axis)
-            for (kind, names), stack in self.found.stacks.items()
+            for (kind, names), stack in self.split.stacks.items()
             if kind == frozen
         }
         taken = {n for stack in stacks.values() for n in stack.leaves}
@@ -151,15 +152,17 @@ class _Functions:
             rest,
         )
 
-    def prologue(self, rest: PyTree, *given: PyTree) -> tuple[list[Array], PyTree]:
-        """The first layer's input, and what all layers see."""
-        functions = self._of(given[-1])
-        x, context = functions.prologue(self._numbered(rest, given))
+    def prologue(self, rest: PyTree, *others: PyTree) -> tuple[list[Array], PyTree]:
+        """The first layer's input, and the values that all layers see."""
+        functions = self._of(others[-1])
+        x, context = functions.prologue(self._numbered(rest, others))
         return x, (functions, context)
 
-    def layer(self, weights: PyTree, *given: PyTree) -> tuple[list[Array], list[Array]]:
-        """The next layer's input, and what is kept."""
-        *frozen, x, (functions, context), i = given
+    def layer(
+        self, weights: PyTree, *others: PyTree
+    ) -> tuple[list[Array], list[Array]]:
+        """The next layer's input, and the values to keep for the epilogue."""
+        *frozen, x, (functions, context), i = others
         trees = weights, *frozen
 
         def weight(member: Member) -> Array:
@@ -169,24 +172,25 @@ class _Functions:
 
         return functions.layer(weight, x, context, i)
 
-    def epilogue(self, rest: PyTree, *given: PyTree) -> PyTree:
+    def epilogue(self, rest: PyTree, *others: PyTree) -> PyTree:
         """What the loss returns."""
-        *frozen, x, kept, batch = given
+        *frozen, x, kept, batch = others
         numbers = self._numbered(rest, (*frozen, batch))
         results = self._of(batch).epilogue(numbers, x, kept)
-        return jax.tree.unflatten(self.found.output, results)
+        return jax.tree.unflatten(self.split.output, results)
 
     def _of(self, batch: PyTree) -> Functions:
         key = _key(batch)
         if key not in self.by_shapes:
-            stacked = isinstance(next(iter(self.found.stacks.values())).axis, int)
-            found = self.loss.found(batch, self.found.layers.name, stacked)
-            self.by_shapes[key] = Functions.of(found.pieces)
+            # The layers are those of the first batch: its parameters are stacked so.
+            stacked = isinstance(next(iter(self.split.stacks.values())).axis, int)
+            split = self.loss.split(batch, self.split.layers.name, stacked)
+            self.by_shapes[key] = Functions.of(split.pieces)
         return self.by_shapes[key]
 
-    def _numbered(self, rest: PyTree, given: Sequence[PyTree]) -> dict[int, ArrayLike]:
+    def _numbered(self, rest: PyTree, others: Sequence[PyTree]) -> dict[int, ArrayLike]:
         """The parameters outside the layers, and the batch, by number."""
-        *frozen, batch = given
+        *frozen, batch = others
         if bool(frozen) != (self.loss.frozen is not None):
             raise TypeError(
                 "frozen is given, and split_layers was given none: split the loss"
@@ -212,7 +216,7 @@ class _Functions:
 class SplitModel(LayerwiseModel):
     """A loss that is taken apart; what `split_layers` returns."""
 
-    _functions: _Functions
+    _functions: _FunctionsByShape
 
     def stack(
         self,
@@ -301,15 +305,15 @@ class SplitModel(LayerwiseModel):
         return self._functions.stacking(frozen=False).unstacked(params)
 
     def __repr__(self) -> str:
-        found = self._functions.found
-        return f"SplitModel({found.layers.name!r}, {len(found.pieces.kind_of)} layers)"
+        split = self._functions.split
+        return f"SplitModel({split.layers.name!r}, {len(split.pieces.kind_of)} layers)"
 
     def __str__(self) -> str:
-        return described(self._functions.loss, self._functions.found)
+        return summary(self._functions.loss, self._functions.split)
 
 
 def _refuse_arguments(loss: Callable[..., PyTree], frozen: PyTree | None) -> None:
-    """Refuses a loss that takes no frozen parameters, or is given none."""
+    """Refuses a loss that cannot be called with these trees of parameters."""
     names = ("params", "batch") if frozen is None else ("params", "frozen", "batch")
     try:
         inspect.signature(loss).bind(*names)

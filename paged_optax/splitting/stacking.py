@@ -1,12 +1,19 @@
-"""The parameters of a model, each layer's by itself or all layers' stacked."""
+"""Parameters stacked by layer, and how a transformation treats the stacks.
+
+Masks and labels that are computed from shapes (`x.ndim > 1`) choose otherwise in a
+stack, which has one axis more. So does Muon, which is made for matrices. A norm of a
+stack is no layer's.
+"""
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
@@ -15,18 +22,21 @@ from paged_optax.backend.memory import HOST, nbytes, on_host
 from paged_optax.backend.text import keystr, parse_bytes
 from paged_optax.backend.types import KeyPath, PyTreeDef, is_traced
 from paged_optax.backend.validation import brief, check_arrays
-from paged_optax.layerwise.slices import put
+from paged_optax.layerwise.guard import wrapper_of
+from paged_optax.layerwise.programs import Programs
+from paged_optax.layerwise.slices import LayerIndex, goes_in_slabs, put
 from paged_optax.layerwise.stacks import Shaped, away, offload
-from paged_optax.splitting.find import Names
+from paged_optax.splitting.numbered import Names
+from paged_optax.transform.context import within
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Where the parameters of all layers are that are stacked together.
+    """The leaves of a tree that are one parameter of all layers.
 
     Attributes:
-      leaves: The number of each layer's leaf; of one leaf if it is stacked already.
-      axis: The axis of that one leaf that is the layers'; None: each has its own leaf.
+      leaves: The number of each layer's leaf; of one leaf if that is a stack.
+      axis: The layers' axis of that one leaf; None: each layer has a leaf.
     """
 
     leaves: tuple[int, ...]
@@ -35,10 +45,10 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stacking:
-    """How a tree of parameters is stacked, and taken apart again.
+    """How a tree of parameters is stacked and unstacked.
 
     Attributes:
-      argument: What users call the tree.
+      argument: The user's name for the tree.
       structure: The tree's structure.
       paths: The path of each leaf.
       shapes: The shape of each leaf.
@@ -66,7 +76,7 @@ class Stacking:
         layers: dict[Names, Shaped] = {}
         for name, stack in self.layers.items():
             chosen = [leaves[n] for n in stack.leaves]
-            # Given up as they are stacked: the caller may have given them up too.
+            # Leaves are released as they are stacked: the caller may hold no others.
             if on_host:
                 layers[name] = _away(chosen, stack.axis, min_size)
             else:
@@ -79,7 +89,7 @@ class Stacking:
         return {"layers": nested(layers), "rest": nested(rest)}
 
     def unstacked(self, stacked: PyTree) -> PyTree:
-        """The tree as it was, of what is stacked."""
+        """The tree before it was stacked."""
         leaves: list[Shaped | None] = [None] * len(self.paths)
         layers = unnested(stacked, [("layers", *names) for names in self.layers])
         for stack, x in zip(self.layers.values(), layers, strict=True):
@@ -108,12 +118,12 @@ class Stacking:
 def _refuse_other_tree(
     argument: str, tree: PyTree, known: Sequence[KeyPath]
 ) -> NoReturn:
-    """Names a leaf that one of two trees of different structures has alone."""
+    """Refuses a tree of another structure; names a leaf that only one of both has."""
     names = lambda paths: dict.fromkeys(map(keystr, paths))
-    given = names(path for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+    names_of_tree = names(path for path, _ in jax.tree_util.tree_leaves_with_path(tree))
     wanted = names(known)
-    lacks = next((name for name in wanted if name not in given), None)
-    other = next((name for name in given if name not in wanted), None)
+    lacks = next((name for name in wanted if name not in names_of_tree), None)
+    other = next((name for name in names_of_tree if name not in wanted), None)
     differs = [
         f"has no {lacks}" if lacks else "",
         f"has {other}, which that had not" if other else "",
@@ -138,7 +148,7 @@ def nested(leaves: Mapping[Names, Shaped]) -> dict[str, PyTree]:
 
 def unnested(tree: PyTree, names: Iterable[Names]) -> list[PyTree]:
     """The leaves of nested dicts, by their names."""
-    found = []
+    leaves = []
     for parts in names:
         at = tree
         for part in parts:
@@ -148,20 +158,18 @@ def unnested(tree: PyTree, names: Iterable[Names]) -> list[PyTree]:
                     " model.stack returned, or a step."
                 )
             at = at[part]
-        found.append(at)
-    return found
+        leaves.append(at)
+    return leaves
 
 
 def _away(leaves: Sequence[Shaped], axis: int | None, min_size: int | str) -> Shaped:
-    """Leaves of all layers on one leading axis, in host memory if they are large.
-
-    What NumPy reads goes there layer by layer: never is a second stack in memory.
-    """
+    """Leaves of all layers on one leading axis, in host memory if they are large."""
     first = leaves[0]
     kind = jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
-    given = any(isinstance(x, Array | jax.ShapeDtypeStruct) for x in leaves)
-    if given or axis is not None or not on_host(offload([kind], min_size)):
+    in_jax = any(isinstance(x, Array | jax.ShapeDtypeStruct) for x in leaves)
+    if in_jax or axis is not None or not on_host(offload([kind], min_size)):
         return offload([_together(leaves, axis)], min_size)[0]
+    # Arrays that NumPy reads go there layer by layer: NumPy holds no second stack.
     stack = away(np.zeros(kind.shape, kind.dtype))
     write = jax.jit(put, donate_argnums=0)
     for n, x in enumerate(leaves):
@@ -170,7 +178,7 @@ def _away(leaves: Sequence[Shaped], axis: int | None, min_size: int | str) -> Sh
 
 
 def _read(x: Shaped) -> Shaped:
-    """An array, where something is given that NumPy makes one of."""
+    """An array, also from anything that NumPy can read as one."""
     known = Array, np.ndarray, jax.ShapeDtypeStruct
     return x if isinstance(x, known) else np.asarray(x)
 
@@ -182,16 +190,16 @@ def _together(leaves: Sequence[Shaped], axis: int | None) -> Shaped:
         make = lambda *xs: (
             jnp.stack(xs) if axis is None else jnp.moveaxis(xs[0], axis, 0)
         )
-        made = jax.eval_shape(make, *leaves)
+        stack = jax.eval_shape(make, *leaves)
         sharding = _sharding(first, axis)
-        return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(stack.shape, stack.dtype, sharding=sharding)
     if not any(isinstance(x, Array) for x in leaves):
         if axis is not None:
             return np.moveaxis(np.asarray(first), axis, 0)
-        made = np.empty((len(leaves), *first.shape), first.dtype)
+        stack = np.empty((len(leaves), *first.shape), first.dtype)
         for n, x in enumerate(leaves):
-            made[n] = np.asarray(x)  # one at a time: some are read as they are used
-        return made
+            stack[n] = np.asarray(x)  # one at a time: some are read as they are used
+        return stack
     if axis == 0:
         return first
     if any(on_host(x) for x in leaves):
@@ -203,7 +211,7 @@ def _together(leaves: Sequence[Shaped], axis: int | None) -> Shaped:
 
 
 def _sharding(x: Shaped, axis: int | None) -> jax.sharding.Sharding | None:
-    """How a stack is divided whose layers are divided like this one."""
+    """The sharding of a stack whose layers are divided like this leaf."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -218,11 +226,94 @@ def _apart(x: Shaped, count: int, axis: int | None) -> list[Shaped]:
     """The leaves of a stack."""
     if isinstance(x, jax.ShapeDtypeStruct):
         make = lambda x: x[0] if axis is None else jnp.moveaxis(x, 0, axis)
-        made = jax.eval_shape(make, x)
-        return [jax.ShapeDtypeStruct(made.shape, made.dtype)] * count
+        leaf = jax.eval_shape(make, x)
+        return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)] * count
     if axis is not None:
         return [x if axis == 0 else jnp.moveaxis(x, 0, axis)]
     if not isinstance(x, np.ndarray) and on_host(x) and not is_traced(x):
         values = np.asarray(x)
         return [jax.device_put(values[n], HOST) for n in range(count)]
     return [x[n] for n in range(count)]
+
+
+class _ForStacksError(Exception):
+    """A transformation is written for stacks."""
+
+
+def tell_of_choices(
+    tx: optax.GradientTransformation, stacked: Mapping[str, PyTree]
+) -> None:
+    """Warns of choices that differ, and refuses updates that mix elements.
+
+    Args:
+      tx: The transformation.
+      stacked: The shapes of what `SplitModel.stack` returns. The loss has each layer's
+        parameters by themselves.
+
+    Raises:
+      ValueError: If the update of a layer, or of a stack that is updated whole, is not
+        element by element.
+    """
+    guard = wrapper_of(tx)
+    tx = tx if guard is None else guard.inner
+    single = {**stacked, "layers": jax.tree.map(_one_axis_less, stacked["layers"])}
+    flat, _ = jax.tree_util.tree_flatten_with_path(stacked)
+    numbers = [n for n, (path, _) in enumerate(flat) if path[0].key == "layers"]
+    try:
+        one, stack = (_look(tx, params, numbers) for params in (single, dict(stacked)))
+    except Exception:  # The step's trace refuses it, or it is written for stacks.
+        return
+    name = lambda number: f"parameter {keystr(flat[number][0])}"
+    if matrices := one.whole - stack.whole:
+        raise ValueError(
+            f"tx updates one layer's {name(min(matrices))} not element by element"
+            " (Muon's matrix products), and the stack of all layers in another way:"
+            " with split_layers use a transformation such as paged_adamw, paged_lion or"
+            " paged_sgd."
+        )
+    if stack.whole:
+        for number in sorted(stack.whole):
+            if not goes_in_slabs(flat[number][1]):
+                raise ValueError(
+                    f"tx updates {name(number)} not element by element, but by norms or"
+                    " factors: of the stack of all layers they are not those of each"
+                    " layer. With split_layers use a transformation such as"
+                    " paged_adamw, paged_lion or paged_sgd."
+                )
+        return  # The step refuses it.
+    if stack.differences(one):
+        warnings.warn(
+            "tx treats parameters of one layer otherwise than their stack of all"
+            " layers, which it is given: a mask or label is computed from shapes"
+            " (x.ndim > 1), and a stack has one axis more. Compute it from the"
+            " parameters' names, or give it as a tree of bools.",
+            stacklevel=4,
+        )
+
+
+def _one_axis_less(x: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """One layer's axes with all layers' values, so that the same leaves get a codec."""
+    length, *axes = x.shape
+    axes = [length * axes[0], *axes[1:]] if axes else [length]
+    return jax.ShapeDtypeStruct(axes, x.dtype)
+
+
+def _look(
+    tx: optax.GradientTransformation, params: PyTree, numbers: list[int]
+) -> Programs:
+    """The programs of an update, as if nothing was paged."""
+    tx = optax.with_extra_args_support(tx)
+    shapes = [x.shape for x in jax.tree.leaves(params)]
+    with within(types_only=True):
+        state = jax.eval_shape(lambda params: tx.init(params), params)
+
+    def update(
+        i: LayerIndex, gradients: PyTree, state: PyTree, params: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        updates, new_state = tx.update(gradients, state, params)
+        if [x.shape for x in jax.tree.leaves((updates, params))] != 2 * shapes:
+            raise _ForStacksError
+        return updates, new_state
+
+    with within(seen_through=True):
+        return Programs.of(update, params, state, params, numbers, str)

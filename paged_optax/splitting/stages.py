@@ -12,12 +12,12 @@ from collections.abc import (
 )
 
 from paged_optax.analysis.program import Constant, Operand
-from paged_optax.splitting.cut import Cuts
-from paged_optax.splitting.depends import SplitError, values_in, values_of
-from paged_optax.splitting.find import Member, nbytes_of
-from paged_optax.splitting.match import aval_of, found_after, found_before
+from paged_optax.splitting.cuts import Cuts
+from paged_optax.splitting.dependence import SplitError, values_in, values_of
+from paged_optax.splitting.numbered import Member, nbytes_of
+from paged_optax.splitting.pieces import aval_of, match_backward, match_forward
 
-#: Up to this size what is made before the layers is never made again in them.
+# Values from before the layers of at most this many bytes are not computed in layers.
 _SMALL = 4096
 
 
@@ -27,8 +27,8 @@ class Stages:
 
     Attributes:
       cuts: Where the loss is cut.
-      members: What each parameter of a layer is within it.
-      of: For each equation the layer; -1 before all, and their number after all.
+      members: The name of each layer's parameters within it.
+      of: The layer of each equation; -1 before all layers, their number after all.
     """
 
     cuts: Cuts
@@ -36,7 +36,7 @@ class Stages:
     of: Mapping[int, int]
 
     @classmethod
-    def found(cls, cuts: Cuts, members: Mapping[int, Member]) -> "Stages":
+    def from_cuts(cls, cuts: Cuts, members: Mapping[int, Member]) -> "Stages":
         """Finds the first and the last layer, which no cut ends, and all others.
 
         Raises:
@@ -49,11 +49,11 @@ class Stages:
         for turn, piece in enumerate(pieces):
             of.update(dict.fromkeys(piece, turn))
         _refuse_elsewhere(cuts, of)
-        return cls(cuts, members, _with_what_layers_make(cuts, of))
+        return cls(cuts, members, _with_early_equations(cuts, of))
 
 
 class _Search:
-    """The pieces of all layers, being found."""
+    """Searches the pieces of all layers."""
 
     def __init__(self, cuts: Cuts, members: Mapping[int, Member]):
         self.cuts, self.members = cuts, members
@@ -62,6 +62,9 @@ class _Search:
 
     def pieces(self) -> list[list[int]]:
         """The equations of each layer."""
+        # Inner layers lie between two cuts. No cut begins the first layer or ends the
+        # last one: each is matched with another layer. If it is like none, it begins or
+        # ends where values of the carry's types are alive.
         cuts, order, count = self.cuts.cuts, self.cuts.order, self.count
         inner = [
             list(order[start:stop]) for start, stop in zip(cuts, cuts[1:], strict=False)
@@ -92,11 +95,11 @@ class _Search:
         needed = {n for n in chosen if self.depends.turn(n) == 0}
         stack = list(needed)
         while stack:
-            given = values_in(self.flat.equations[stack.pop()])
-            more = {producer[x] for x in given if x in producer} - needed
+            taken = values_in(self.flat.equations[stack.pop()])
+            more = {producer[x] for x in taken if x in producer} - needed
             needed |= more
             stack += more
-        # Before the layers stays what others need too.
+        # Equations that others need too stay before the layers.
         for n in reversed(chosen):
             early = n in needed and self.depends.turn(n) < 0
             if early and not self._of_one(n, needed):
@@ -104,13 +107,13 @@ class _Search:
         return [n for n in chosen if n in needed]
 
     def _of_one(self, n: int, piece: Container[int]) -> bool:
-        """Whether an equation's values are used in a piece alone."""
+        """Whether an equation's values are only used in a piece."""
         order, uses = self.cuts.order, self.cuts.uses
         places = (x for y in self.flat.equations[n].outputs for x in uses[y])
         return all(place < len(order) and order[place] in piece for place in places)
 
     def _leaves(self, turn: int) -> Callable[[Operand, Operand], bool]:
-        """Whether a parameter stands for another layer's."""
+        """Whether a parameter may be in the place of another layer's."""
         layer, members = self.depends.layer, self.members
 
         def fits(x: Operand, y: Operand) -> bool:
@@ -123,11 +126,11 @@ class _Search:
         return fits
 
     def _results(self, turn: int) -> list[int]:
-        """What an inner layer, or the first one, hands to those after it."""
+        """The values that an inner layer, or the first one, hands on."""
         cuts = self.cuts
         start = cuts.cuts[turn - 1] if turn else cuts.regions[0].start
         stop = cuts.cuts[turn]
-        return [x for x in cuts.made_in(range(start, stop)) if cuts.until(x) >= stop]
+        return [x for x in cuts.results_at(range(start, stop)) if cuts.until(x) >= stop]
 
     def _first(self, inner: Sequence[Sequence[int]]) -> list[int] | None:
         """The first layer, as another one; None if it is like no other one."""
@@ -136,29 +139,31 @@ class _Search:
         before = lambda x: isinstance(x, Constant) or depends.after.get(x, -1) < 0
         fit = lambda x, y: fits(x, y) and (y in depends.layer or before(y))
         results = self._results(0)
-        own = [n for n in cuts.order[: cuts.cuts[0]] if depends.turn(n) == 0]
+        needed = [n for n in cuts.order[: cuts.cuts[0]] if depends.turn(n) == 0]
         for turn, template in enumerate(inner, 1):
             theirs = self._results(turn)
             avals = [[aval_of(self.flat, x) for x in xs] for xs in (theirs, results)]
             if avals[0] != avals[1]:
                 continue
             pairs = list(zip(theirs, results, strict=True))
-            found = found_before(self.flat, depends.producer.get, template, pairs, fit)
-            if found is None or self._shared(found.equations.values()):
+            match = match_backward(
+                self.flat, depends.producer.get, template, pairs, fit
+            )
+            if match is None or self._shared(match.equations.values()):
                 continue
-            piece = {*found.equations.values(), *own}
+            piece = {*match.equations.values(), *needed}
             if len(piece) <= len(template):
                 return [n for n in cuts.order if n in piece]
         return None
 
     def _shared(self, piece: Iterable[int]) -> bool:
-        """Whether others need what stands before the layers, and would be in one."""
+        """Whether others need equations of a piece that stand before the layers."""
         chosen = set(piece)
         early = {n for n in chosen if self.depends.turn(n) < 0}
-        made = {x for n in early for x in self.flat.equations[n].outputs}
+        results = {x for n in early for x in self.flat.equations[n].outputs}
         return any(
             self.cuts.order[place] not in chosen
-            for x in made
+            for x in results
             for place in self.cuts.uses[x]
             if place < len(self.cuts.order)
         )
@@ -169,26 +174,26 @@ class _Search:
         stop = cuts.cuts[0] if cuts.cuts else cuts.end
         goes_on = lambda x: any(stop <= place < cuts.end for place in cuts.uses[x])
         region = cuts.regions[-1]
-        own = {x: cuts.uses[x] for x in cuts.made_in(region) if not goes_on(x)}
+        inputs = {x: cuts.uses[x] for x in cuts.results_at(region) if not goes_on(x)}
         wanted = sorted(map(str, (aval_of(flat, x) for x in self._handed_on())))
-        found = []
-        made = {x: k for k in region for x in cuts.made_in([k])}
+        places = []
+        producer = {x: k for k in region for x in cuts.results_at([k])}
         for place in range(region.stop, region.start, -1):
             alive = [
                 x
-                for x, uses in own.items()
-                if made[x] < place and any(place <= use < stop for use in uses)
+                for x, uses in inputs.items()
+                if producer[x] < place and any(place <= use < stop for use in uses)
             ]
             if sorted(str(aval_of(flat, x)) for x in alive) == wanted:
-                found.append(place)
-        return found
+                places.append(place)
+        return places
 
     def _handed_on(self) -> list[int]:
         if self.count > 1:
             return self._results(0)
         cuts = self.cuts
-        made = cuts.made_in(range(cuts.regions[0].start, cuts.end))
-        return [x for x in made if any(place >= cuts.end for place in cuts.uses[x])]
+        results = cuts.results_at(range(cuts.regions[0].start, cuts.end))
+        return [x for x in results if any(place >= cuts.end for place in cuts.uses[x])]
 
     def _last(self, templates: Sequence[Sequence[int]]) -> list[int] | None:
         """The last layer, as another one; None if it is like no other one."""
@@ -201,21 +206,21 @@ class _Search:
             if self.count - 1 in depends.uses(n) and len(depends.uses(n)) == 1
         }
         for template in reversed(templates):
-            found = found_after(self.flat, template, candidates, fits)
-            piece = set(found.equations.values()) if found else set()
+            match = match_forward(self.flat, template, candidates, fits)
+            piece = set(match.equations.values()) if match else set()
             kept = {n for n in needed - piece if not self._may_follow(n)}
-            if found and not kept and self._whole(piece, candidates):
+            if match and not kept and self._whole(piece, candidates):
                 return [n for n in candidates if n in piece]
         return None
 
     def _whole(self, piece: set[int], candidates: Sequence[int]) -> bool:
-        """Whether all that a piece needs of these equations is in it."""
+        """Whether a piece needs none of the other candidates."""
         others = set(candidates) - piece
-        made = {x for n in others for x in self.flat.equations[n].outputs}
-        return all(made.isdisjoint(values_in(self.flat.equations[n])) for n in piece)
+        results = {x for n in others for x in self.flat.equations[n].outputs}
+        return all(results.isdisjoint(values_in(self.flat.equations[n])) for n in piece)
 
     def _may_follow(self, n: int) -> bool:
-        """Whether an equation takes no parameter itself, but what is made of some."""
+        """Whether an equation takes no parameter of a layer as it is."""
         return not any(
             x in self.depends.layer for x in values_in(self.flat.equations[n])
         )
@@ -228,17 +233,18 @@ class _Search:
         types = lambda values: sorted(str(aval_of(flat, x)) for x in values)
         alive = lambda start, stop: types(
             x
-            for x in cuts.made_in(range(start, stop))
+            for x in cuts.results_at(range(start, stop))
             if any(use >= stop for use in cuts.uses[x])
         )
         last = cuts.cuts[-1]
         begins = cuts.cuts[-2] if self.count > 2 else cuts.regions[0].start
-        earlier = set(cuts.made_in(range(cuts.regions[0].start, begins)))
+        earlier = set(cuts.results_at(range(cuts.regions[0].start, begins)))
         places = range(cuts.end, min(cuts.end + 64, len(cuts.order)) + 1)
         takes = lambda place: values_in(flat.equations[cuts.order[place - 1]])
         of_it = lambda place: place == cuts.end or earlier.isdisjoint(takes(place))
-        # With what is kept for the end, such as all layers' means; but what is made of
-        # these may have the type of what goes on.
+        # The first choice counts values that are kept for the end, such as all layers'
+        # means. Values computed from these may have the type of the carry: then the
+        # second choice leaves them out.
         for wanted in (alive(begins, last), types(self._results(self.count - 2))):
             for place in itertools.takewhile(of_it, places):
                 if alive(last, place) == wanted:
@@ -273,12 +279,12 @@ def _refuse_elsewhere(cuts: Cuts, of: Mapping[int, int]) -> None:
             )
 
 
-def _with_what_layers_make(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
-    """Also the equations before the layers that only one of them needs.
+def _with_early_equations(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
+    """The stages, with equations before the layers that belong to one of them.
 
-    What several layers make alike, of the same, stays in each of them: a transpose of
-    an encoder's output, a mask that is broadcast. So does what is larger than what it
-    is made of: a dropout mask, but not its key.
+    An equation that several layers repeat, of the same operands, stays in each of them:
+    a transpose of an encoder's output, a mask that is broadcast. So does one whose
+    result is larger than its operands: a dropout mask, but not its key.
     """
     depends = cuts.depends
     flat, equations = depends.flat, depends.flat.equations
@@ -300,18 +306,18 @@ def _with_what_layers_make(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
     for n in depends.live:
         if of.get(n, -1) >= 0:
             continue
-        equation, given = equations[n], values_in(equations[n])
-        grows = size(equation.outputs) > max(_SMALL, size(given))
+        equation, taken = equations[n], values_in(equations[n])
+        grows = size(equation.outputs) > max(_SMALL, size(taken))
         grows = grows and not depends.is_learned(n)
         stages[n] = -1
-        if n in only and (grows or n in repeated or not inside.isdisjoint(given)):
+        if n in only and (grows or n in repeated or not inside.isdisjoint(taken)):
             stages[n] = only[n]
             inside.update(equation.outputs)
     return stages
 
 
 def _repeated(cuts: Cuts, only: Mapping[int, int]) -> set[int]:
-    """The equations of one layer that another layer has too, of the same operands."""
+    """The equations that several layers have, of the same operands."""
     same: dict[int, Hashable] = {}
     groups: dict[Hashable, list[int]] = {}
     for n in cuts.depends.live:

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
 
 from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX, OVERLAP_OPTIONS
-from paged_optax.compiling.computations import Computations, Kind
+from paged_optax.compiling.hlo import Computations, Executor
 from paged_optax.compiling.memory_report import MemoryReport
 from paged_optax.engine.pages import Pages
 
@@ -166,7 +166,7 @@ def traffic(hlo: str, trips: Sequence[int] = ()) -> int:
                 # In a loop's last turn nothing is left to do under a condition.
                 if not (last and instruction.operation == "conditional"):
                     total += sum(map(moved, called))
-            elif program.kind(instruction) in (Kind.ENGINE, Kind.ZERO_COPY):
+            elif program.executor(instruction) in (Executor.ENGINE, Executor.ZERO_COPY):
                 total += program.moved_by(instruction)
         return total
 

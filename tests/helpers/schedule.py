@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 
-from paged_optax.compiling.computations import Computations, Instruction
+from paged_optax.compiling.hlo import Computations, Instruction
 
 
 @dataclasses.dataclass

@@ -9,8 +9,8 @@ from jax import lax
 
 from helpers import apart, split_fuzz
 from paged_optax.analysis.flat import Flat
-from paged_optax.splitting.build import Functions
-from paged_optax.splitting.scanned import _Prepared
+from paged_optax.splitting.functions import Functions
+from paged_optax.splitting.slices import Whole
 
 
 def _first_row(layer: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +56,7 @@ def _nothing_learned(prologue: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _not_prepared(call: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, x: call(dataclasses.replace(self, steps=()), x)
+    return lambda self, x, axis: call(dataclasses.replace(self, steps=()), x, axis)
 
 
 #: What is broken, by name: a class, its function, and what takes that one's place.
@@ -67,7 +67,7 @@ BREAKAGES: apart.Breakages = {
     "derivatives are lost": (Flat, "__init__", _derivatives_lost),
     "the second value stays": (Functions, "_layer", _second_stays),
     "what all see has no gradient": (Functions, "prologue", _nothing_learned),
-    "stacks are not prepared": (_Prepared, "__call__", _not_prepared),
+    "stacks are not prepared": (Whole, "one", _not_prepared),
 }
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 
 from helpers import aot, streams
-from paged_optax.compiling.computations import (
+from paged_optax.compiling.hlo import (
     Computations,
+    Executor,
     Instruction,
-    Kind,
     buffers,
 )
 from paged_optax.planning.cards import CARDS
@@ -214,16 +214,16 @@ class _Run:
         """The time at which a computation that begins now has ended."""
         flying: dict[str, float] = {}
         for instruction in self.program.instructions[name]:
-            kind = self.program.kind(instruction)
+            kind = self.program.executor(instruction)
             if instruction.operation == "while":
                 now = self.loop(instruction, now)
             elif called := self.program.branches(instruction):
                 now = self.called(instruction, called, now, last)
             elif instruction.operation.endswith("-done"):
                 now = max(now, flying.pop(instruction.operands[0], now))
-            elif kind is Kind.KERNEL:
+            elif kind is Executor.KERNEL:
                 now = self.kernel(instruction, now)
-            elif kind in (Kind.ENGINE, Kind.ZERO_COPY, Kind.SLICE):
+            elif kind in (Executor.ENGINE, Executor.ZERO_COPY, Executor.SLICE):
                 ended = self.transfer(instruction, kind, now)
                 if instruction.started:
                     flying[instruction.name] = ended
@@ -288,13 +288,13 @@ class _Run:
         """The instructions of a fusion."""
         return self.program.instructions.get(instruction.calls, [])
 
-    def transfer(self, instruction: Instruction, kind: Kind, now: float) -> float:
+    def transfer(self, instruction: Instruction, kind: Executor, now: float) -> float:
         """The time at which a transfer or a slice that is issued now has ended."""
         stream = self.streams.get(instruction.name)
         if stream is not None:
             now = max(now, self.free[stream])
         size = self.program.moved_by(instruction)
-        if kind is Kind.SLICE:
+        if kind is Executor.SLICE:
             seconds = self.overheads.slices * size / self.machine.memory
             ended = now + self.overheads.copy + seconds
         else:
@@ -304,7 +304,7 @@ class _Run:
             self.free[stream] = ended
         return ended
 
-    def over_link(self, way: str, kind: Kind, size: int, now: float) -> float:
+    def over_link(self, way: str, kind: Executor, size: int, now: float) -> float:
         """The time at which a transfer has ended that begins now, or when it can.
 
         While the other way is busy, both together have `both_ways` of twice one way's
@@ -312,7 +312,7 @@ class _Run:
         """
         setattr(self.cost, way, getattr(self.cost, way) + size)
         over = self.overheads
-        part = over.one_way if kind is Kind.ENGINE else over.zero_copy
+        part = over.one_way if kind is Executor.ENGINE else over.zero_copy
         seconds = size / (part * self.machine.link)
         begun = max(now, self.free[way]) + over.copy
         rest = 2 * over.both_ways - 1

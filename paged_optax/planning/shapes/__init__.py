@@ -1,9 +1,13 @@
 """Shapes of a model's parameters, allocated nowhere: what planning needs of a model."""
 
 from paged_optax.planning.shapes.checkpoint import checkpoint_shapes
-from paged_optax.planning.shapes.decoder import Decoder, decoder_of, model_shapes
 from paged_optax.planning.shapes.hugging_face import config_heads
-from paged_optax.planning.shapes.module import module_shapes
+from paged_optax.planning.shapes.models import (
+    Decoder,
+    decoder_of,
+    model_shapes,
+    module_shapes,
+)
 
 __all__ = [
     "Decoder",

@@ -66,17 +66,17 @@ def checkpoint_shapes(path: str | pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
     Raises:
       ValueError: If nothing there can be read; it names the file and the field.
     """
-    given, path = str(path), pathlib.Path(path)
+    name, path = str(path), pathlib.Path(path)
     try:
-        there = bool(given) and path.exists()
+        there = bool(name) and path.exists()
     except OSError as error:  # such as a name that is too long
-        raise ValueError(f"checkpoint {given!r}: {error.strerror}.") from error
+        raise ValueError(f"checkpoint {name!r}: {error.strerror}.") from error
     if not there:
-        raise ValueError(f"checkpoint {given!r} does not exist.")
-    found = _shapes(path)
-    if not jax.tree.leaves(found):
+        raise ValueError(f"checkpoint {name!r} does not exist.")
+    shapes = _shapes(path)
+    if not jax.tree.leaves(shapes):
         raise ValueError(f"checkpoint {str(path)!r} has no floating point arrays.")
-    return found
+    return shapes
 
 
 def _shapes(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
@@ -99,22 +99,22 @@ def _shapes(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
 
 def _headers(paths: Sequence[pathlib.Path]) -> dict[str, jax.ShapeDtypeStruct]:
     """The tensors of several files together."""
-    found: dict[str, jax.ShapeDtypeStruct] = {}
+    tensors: dict[str, jax.ShapeDtypeStruct] = {}
     packed = 0
     for path in paths:
         new, more = _header(path)
-        found |= new
+        tensors |= new
         packed += more
-        if len(found) > MOST_TENSORS:
+        if len(tensors) > MOST_TENSORS:
             raise ValueError(f"{str(path)!r}: more than {MOST_TENSORS} tensors.")
-    if packed > nbytes(found) / 5:  # less may be masks
+    if packed > nbytes(tensors) / 5:  # less may be masks
         warnings.warn(
             f"{str(paths[0].parent)!r}: {packed} bytes of whole numbers, as quantized"
-            f" weights are, are left out; the {nbytes(found)} bytes of floating point"
+            f" weights are, are left out; the {nbytes(tensors)} bytes of floating point"
             " are counted.",
             stacklevel=3,
         )
-    return found
+    return tensors
 
 
 def _header(path: pathlib.Path) -> tuple[dict[str, jax.ShapeDtypeStruct], int]:
@@ -132,17 +132,17 @@ def _header(path: pathlib.Path) -> tuple[dict[str, jax.ShapeDtypeStruct], int]:
                 " bytes."
             )
         fields = Fields(path, file.read(length))
-    found: dict[str, jax.ShapeDtypeStruct] = {}
+    tensors: dict[str, jax.ShapeDtypeStruct] = {}
     places: list[tuple[tuple[int, int], str]] = []
     packed = 0
-    for name, given in fields.given.items():
+    for name, value in fields.entries.items():
         if name == "__metadata__":
-            given = {} if given is None else given
-            for key, text in fields.mapping(name, given).items():
+            value = {} if value is None else value
+            for key, text in fields.mapping(name, value).items():
                 if not isinstance(text, str):
                     raise fields.wrong(f"{name}.{key}", text, "a text")
             continue
-        tensor = fields.mapping(name, given)
+        tensor = fields.mapping(name, value)
         shape = fields.shape(f"{name}.shape", tensor.get("shape"))
         dtype = tensor.get("dtype")
         if not isinstance(dtype, str) or dtype not in _DTYPES:
@@ -154,7 +154,7 @@ def _header(path: pathlib.Path) -> tuple[dict[str, jax.ShapeDtypeStruct], int]:
             raise fields.wrong(f"{name}.data_offsets", [*place], wanted)
         places.append((place, name))
         if known is not None:
-            found[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(known))
+            tensors[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(known))
         elif dtype[0] in "IU" and bits < 64:
             packed += place[1] - place[0]
     end = 0
@@ -163,7 +163,7 @@ def _header(path: pathlib.Path) -> tuple[dict[str, jax.ShapeDtypeStruct], int]:
             wanted = f"from {end}, where those before it end"
             raise fields.wrong(f"{name}.data_offsets", [first, last], wanted)
         end = last
-    return found, packed
+    return tensors, packed
 
 
 def _orbax(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
@@ -176,7 +176,7 @@ def _orbax(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
             " install orbax-checkpoint."
         ) from error
     tree = None
-    if any(path.glob("*_METADATA")):  # Orbax's own; without it there is a warning.
+    if any(path.glob("*_METADATA")):  # Without it Orbax warns.
         for pattern in _ORBAX_JSON:
             for file in path.glob(pattern):
                 Fields.of_file(file)  # Orbax sets no bounds.
@@ -198,13 +198,13 @@ def _orbax(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
             " and is no Orbax checkpoint of arrays: pass the folder that a checkpointer"
             " saved to (of a CheckpointManager, such as 100/default)."
         )
-    return jax.tree_util.tree_map_with_path(functools.partial(_described, path), tree)
+    return jax.tree_util.tree_map_with_path(functools.partial(_shape_of, path), tree)
 
 
-def _described(
+def _shape_of(
     folder: pathlib.Path, path: KeyPath, x: PyTree
 ) -> jax.ShapeDtypeStruct | None:
-    """What Orbax's metadata say of an array; None if it is no parameter's."""
+    """The shape of an array by Orbax's metadata; None if it is no parameter."""
     try:
         dtype, shape = jnp.dtype(x.dtype), tuple(x.shape)
     except (AttributeError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Shapes by what Hugging Face keeps beside a model's weights; these are not needed."""
+"""Shapes by Hugging Face's files of a model, without its weights."""
 
 import dataclasses
 import pathlib
@@ -9,7 +9,7 @@ import jax
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
-from paged_optax.planning.shapes.decoder import MOST_PARAMETERS, Decoder
+from paged_optax.planning.shapes.models import MOST_PARAMETERS, Decoder
 from paged_optax.planning.shapes.untrusted import Fields
 
 _PARTS = ("text_config", "vision_config", "audio_config")
@@ -65,7 +65,7 @@ def config_heads(path: pathlib.Path) -> int | None:
     if not config.is_file():
         return None
     fields = Fields.of_file(config)
-    stated = fields.given.get("num_attention_heads") is not None
+    stated = fields.entries.get("num_attention_heads") is not None
     return fields.number("num_attention_heads") if stated else None
 
 
@@ -86,14 +86,14 @@ def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]
       ValueError: If it describes another kind of model, or a field is not usable.
     """
     fields = Fields.of_file(path)
-    kind = fields.given.get("model_type")
+    kind = fields.entries.get("model_type")
     if not isinstance(kind, str) or kind not in _DEFAULTS:
         others = "other models: --module, or their weights"
         wanted = f"one of {', '.join(_DEFAULTS)}; {others}"
         raise fields.wrong("model_type", kind, wanted)
     default = _DEFAULTS[kind]
     _check_whole(fields)
-    tied = fields.given.get("tie_word_embeddings", default.tied)
+    tied = fields.entries.get("tie_word_embeddings", default.tied)
     if not isinstance(tied, bool):
         raise fields.wrong("tie_word_embeddings", tied, "true or false")
     query, key = _heads(fields, default)
@@ -119,13 +119,13 @@ def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]
 
 def _check_whole(fields: Fields) -> None:
     """Refuses a decoder inside another model, and one with another head."""
-    for name, value in fields.given.items():
+    for name, value in fields.entries.items():
         if not isinstance(value, dict) or name == "quantization_config":
             continue
         if name in _PARTS or {"hidden_size", "model_type"} & {*value}:
             wanted = "absent; a model of several parts: --module, or its weights"
             raise fields.wrong(name, value, wanted)
-    classes = fields.given.get("architectures") or []
+    classes = fields.entries.get("architectures") or []
     for name in classes if isinstance(classes, list) else [classes]:
         if not isinstance(name, str) or not name.endswith("ForCausalLM"):
             wanted = "the class of a whole decoder, ...ForCausalLM"
@@ -135,7 +135,7 @@ def _check_whole(fields: Fields) -> None:
 def _dtype(fields: Fields) -> str:
     """The parameters' dtype: `dtype` of transformers 5, before that `torch_dtype`."""
     for name in ("dtype", "torch_dtype"):
-        dtype = fields.given.get(name)
+        dtype = fields.entries.get(name)
         if isinstance(dtype, str) and dtype in _DTYPES:
             return dtype
         if dtype is not None:
@@ -148,11 +148,11 @@ def _heads(fields: Fields, default: _Defaults) -> tuple[int, int]:
     hidden, heads = fields.number("hidden_size"), fields.number("num_attention_heads")
     key_heads, head = default.key_heads or heads, default.head
     # To transformers, absent is not null.
-    if "num_key_value_heads" in fields.given:
+    if "num_key_value_heads" in fields.entries:
         null = heads if default.null_key_heads else None
         key_heads = fields.number("num_key_value_heads", null)
-    given = fields.given
-    if "head_dim" in given and (head or given["head_dim"] is not None):
+    entries = fields.entries
+    if "head_dim" in entries and (head or entries["head_dim"] is not None):
         head = fields.number("head_dim")
     elif head is None:
         head = hidden // heads
@@ -166,14 +166,16 @@ def _heads(fields: Fields, default: _Defaults) -> tuple[int, int]:
 
 
 def _warn_of_what_is_left_out(fields: Fields) -> None:
-    """Names what would make another number of parameters, or of bytes, of the sizes."""
-    for name, value in fields.given.items():
+    """Warns of fields that would change the number of parameters, or their bytes."""
+    for name, value in fields.entries.items():
         if not value:
             continue
         if name == "quantization_config":
             left_out = "weights are counted as they are before they are quantized"
         elif "expert" in name:
-            left_out = f"a {fields.given['model_type']} has no experts, none is counted"
+            left_out = (
+                f"a {fields.entries['model_type']} has no experts, none is counted"
+            )
         else:
             continue
         warnings.warn(f"{fields.shown(name, value)}; {left_out}.", stacklevel=3)
@@ -186,7 +188,7 @@ def index_files(path: pathlib.Path) -> list[pathlib.Path]:
       ValueError: If the index names none, or one outside its folder.
     """
     fields = Fields.of_file(path)
-    names = fields.mapping("weight_map", fields.given.get("weight_map")).values()
+    names = fields.mapping("weight_map", fields.entries.get("weight_map")).values()
     for name in names:
         # No other folder's: the index is not to say what is read.
         plain = isinstance(name, str) and re.fullmatch(r"[\w.-]+\.safetensors", name)
@@ -211,10 +213,10 @@ def index_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]:
         )
     shapes = config_shapes(config)
     fields = Fields.of_file(path)
-    metadata = fields.mapping("metadata", fields.given.get("metadata", {}))
-    own = nbytes(shapes)
-    size = metadata.get("total_size", own)
-    if not isinstance(size, int | float) or not 0.99 * own < size < 1.01 * own:
-        wanted = f"the {own} bytes of {str(config)!r}, within 1%"
+    metadata = fields.mapping("metadata", fields.entries.get("metadata", {}))
+    counted = nbytes(shapes)
+    size = metadata.get("total_size", counted)
+    if not isinstance(size, int | float) or not 0.99 * counted < size < 1.01 * counted:
+        wanted = f"the {counted} bytes of {str(config)!r}, within 1%"
         raise fields.wrong("metadata.total_size", size, wanted)
     return shapes

@@ -54,12 +54,12 @@ class Fields:
         if sum(map(text.count, _BEGINNINGS)) > _MOST_ITEMS:
             raise self._too_large(f"{_MOST_ITEMS} items")
         try:
-            given = json.loads(text, object_pairs_hook=_each_once)
+            entries = json.loads(text, object_pairs_hook=_each_once)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{str(path)!r} holds no JSON: {error}.") from error
-        if not isinstance(given, dict):
+        if not isinstance(entries, dict):
             raise ValueError(f"{str(path)!r} holds JSON that is no object with fields.")
-        self.given: dict[str, object] = given
+        self.entries: dict[str, object] = entries
 
     @classmethod
     def of_file(cls, path: pathlib.Path) -> "Fields":
@@ -89,7 +89,7 @@ class Fields:
 
     def number(self, field: str, otherwise: int | None = None) -> int:
         """A field that is a size: from 1 to 2^31."""
-        value = self.given.get(field)
+        value = self.entries.get(field)
         if value is None and otherwise is not None:
             return otherwise
         if type(value) is not int or not 0 < value <= 1 << 31:
@@ -119,9 +119,9 @@ def _short(value: object, most: int) -> str:
 
 
 def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         counts = collections.Counter(name for name, _ in pairs)
         ((twice, _),) = counts.most_common(1)
         raise ValueError(f"field {twice!r} is there twice")
-    return found
+    return fields

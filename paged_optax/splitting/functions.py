@@ -1,4 +1,4 @@
-"""The three functions that a layerwise step calls, of a loss that is cut."""
+"""Prologue, layer and epilogue of a loss in pieces, as a layerwise step calls them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +12,13 @@ from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
 from paged_optax.analysis.program import Constant, Operand, Program
-from paged_optax.splitting.find import Member
+from paged_optax.splitting.numbered import Member
 from paged_optax.splitting.pieces import (
     Carried,
     Fixed,
     FromCarry,
     FromTable,
-    Kind,
+    LayerKind,
     Pieces,
     Seen,
     Weight,
@@ -26,7 +26,7 @@ from paged_optax.splitting.pieces import (
 
 
 class _Part(NamedTuple):
-    """Equations of the loss outside the layers, and the values that they are given."""
+    """Equations of the loss outside the layers, and their arguments."""
 
     program: Program
     arguments: tuple[int, ...]
@@ -35,13 +35,13 @@ class _Part(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Functions:
-    """A loss that is cut, to be called in three parts.
+    """A loss that is called in three parts.
 
     Attributes:
-      pieces: The parts.
-      before: What makes the first layer's input, and what all layers see.
-      after: What makes the loss.
-      seen: The values that all layers see, of those that `before` makes.
+      pieces: The loss.
+      before: Computes the first layer's input, and the values that all layers see.
+      after: Computes the results of the loss.
+      seen: The values that all layers see, among the results of `before`.
     """
 
     pieces: Pieces
@@ -51,7 +51,7 @@ class Functions:
 
     @classmethod
     def of(cls, pieces: Pieces) -> "Functions":
-        """Chooses the equations of each part."""
+        """The three functions of a loss in pieces."""
         flat = pieces.flat
         producer = {x: n for n, e in enumerate(flat.equations) for x in e.outputs}
         roles = [role for kind in pieces.kinds for role in kind.roles]
@@ -71,27 +71,28 @@ class Functions:
         after = _Part(*flat.program(flat.outputs, until, producer, ()))
         return cls(pieces, before, after, tuple(seen))
 
-    def prologue(self, given: Mapping[int, ArrayLike]) -> tuple[list[Array], PyTree]:
-        """The first layer's input, and what all layers see.
+    def prologue(self, numbered: Mapping[int, ArrayLike]) -> tuple[list[Array], PyTree]:
+        """The first layer's input, and the values that all layers see.
 
         Args:
-          given: The parameters outside the layers, and the batch, by number.
+          numbered: The parameters outside the layers, and the batch, by number.
         """
         pieces = self.pieces
-        made = iter(_run(self.before, {**given, **pieces.flat.constants}))
+        results = iter(_run(self.before, {**numbered, **pieces.flat.constants}))
         x = [
             jnp.zeros(aval.shape, aval.dtype)
             if operand is None
-            else _array(next(made), aval.dtype)
+            else _array(next(results), aval.dtype)
             for operand, aval in zip(pieces.initial, pieces.carried, strict=True)
         ]
-        seen = {str(value): jnp.asarray(next(made)) for value in self.seen}
+        seen = {str(value): jnp.asarray(next(results)) for value in self.seen}
         tables: list[Array] = []
         for table in pieces.tables:
             if isinstance(table, (int, Constant)):
-                tables.append(jnp.asarray(next(made)))
+                tables.append(jnp.asarray(next(results)))
                 continue
-            rows = [None if x is None else next(made) for x in table]
+            rows = [None if x is None else next(results) for x in table]
+            # Layers that need no row get any: rows of a table are stacked.
             blank = next(row for row in rows if row is not None)
             dtype = next(_dtype(pieces, x) for x in table if x is not None)
             each = [blank if row is None else row for row in rows]
@@ -105,10 +106,10 @@ class Functions:
         context: PyTree,
         i: Int[Array, ""],
     ) -> tuple[list[Array], list[Array]]:
-        """The next layer's input, and what is kept."""
+        """The next layer's input, and the values to keep for the epilogue."""
         pieces = self.pieces
 
-        def run(kind: Kind) -> Callable[..., tuple[list[Array], list[Array]]]:
+        def run(kind: LayerKind) -> Callable[..., tuple[list[Array], list[Array]]]:
             return lambda x, context: self._layer(kind, weights, x, context, i)
 
         if len(pieces.kinds) == 1:
@@ -118,7 +119,7 @@ class Functions:
 
     def _layer(
         self,
-        kind: Kind,
+        kind: LayerKind,
         weights: Callable[[Member], Array],
         x: Sequence[Array],
         context: PyTree,
@@ -155,26 +156,28 @@ class Functions:
 
     def epilogue(
         self,
-        given: Mapping[int, ArrayLike],
+        numbered: Mapping[int, ArrayLike],
         x: Sequence[Array],
         kept: Sequence[Array],
     ) -> list[ArrayLike]:
-        """What the loss returns, leaf by leaf.
+        """The results of the loss, leaf by leaf.
 
         Args:
-          given: The parameters outside the layers, and the batch, by number.
+          numbered: The parameters outside the layers, and the batch, by number.
           x: The last layer's output.
-          kept: What the layers kept, stacked.
+          kept: The values that the layers kept, stacked.
         """
-        found: dict[int, ArrayLike] = {}
+        from_layers: dict[int, ArrayLike] = {}
         for value, where in self.pieces.after.items():
             if isinstance(where, FromCarry):
-                found[value] = x[where.slot]
+                from_layers[value] = x[where.slot]
             elif where.layer is None:
-                found[value] = kept[where.number]
+                from_layers[value] = kept[where.number]
             else:
-                found[value] = kept[where.number][where.layer]
-        return _run(self.after, {**given, **self.pieces.flat.constants, **found})
+                from_layers[value] = kept[where.number][where.layer]
+        return _run(
+            self.after, {**numbered, **self.pieces.flat.constants, **from_layers}
+        )
 
 
 def _run(part: _Part, values: Mapping[int, ArrayLike]) -> list[ArrayLike]:
@@ -182,7 +185,7 @@ def _run(part: _Part, values: Mapping[int, ArrayLike]) -> list[ArrayLike]:
 
 
 def _array(x: ArrayLike, dtype: np.dtype) -> Array:
-    """An array; of a literal, in the dtype that it was traced with."""
+    """An array; a literal gets the dtype that it was traced with."""
     return x if isinstance(x, Array) else jnp.asarray(x, dtype)
 
 

@@ -5,8 +5,8 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from paged_optax.splitting.depends import Depends, SplitError, values_in, values_of
-from paged_optax.splitting.find import nbytes_of
+from paged_optax.splitting.dependence import Depends, SplitError, values_in, values_of
+from paged_optax.splitting.numbered import nbytes_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -15,13 +15,13 @@ class Cuts:
 
     Attributes:
       depends: What they depend on.
-      order: Positions of the equations: what depends on no layer, then what depends on
-        the first one, and so on. So what a model prepares of all its weights at the
-        beginning stands with each layer.
-      regions: For each layer the places in that order of what depends on it, and on
-        none after it; at -1 of what depends on none, and behind the last layer of what
-        is made of several layers' parameters alone.
-      cuts: Places in that order: where the layer after each one begins.
+      order: Positions of the equations: those that depend on no layer, then those that
+        depend on the first one, and so on. An equation that prepares weights, such as
+        a cast at the beginning of the model, thus stands with its layer.
+      regions: For each layer the places in that order of the equations that depend on
+        it and on no later one. Region -1 depends on no layer. The region behind the
+        last layer depends only on parameters, of several layers.
+      cuts: The places in that order where the next layer begins.
       end: The place after the last use of the last layer's parameters.
       uses: For each value the places where it is used.
     """
@@ -34,21 +34,21 @@ class Cuts:
     uses: Mapping[int, list[int]]
 
     @classmethod
-    def of(cls, depends: Depends, *, latest: bool, abreast: bool = False) -> "Cuts":
+    def of(cls, depends: Depends, *, latest: bool, interleaved: bool = False) -> "Cuts":
         """Orders the equations, and cuts between the layers.
 
         Args:
           depends: What the equations depend on.
           latest: Whether to cut at the last of several places that are as good; it
             differs where a layer ends or begins with what keeps the size.
-          abreast: Whether to take towers of a layer, as of two inputs, step by step
-            together where they end, and not one after the other.
+          interleaved: Whether the ends of a layer's towers, such as those of two
+            inputs, are ordered step by step together instead of one after the other.
 
         Raises:
           SplitError: If a layer is used again after another one.
         """
         order = _ordered(depends)
-        order = _abreast(depends, order) if abreast else order
+        order = _interleaved(depends, order) if interleaved else order
         flat = depends.flat
         uses: dict[int, list[int]] = defaultdict(list)
         for place, n in enumerate(order):
@@ -62,17 +62,17 @@ class Cuts:
             stop = bisect.bisect_right(turns, turn)
             regions[turn] = range(start, stop)
             start = stop
-        found = cls(depends, order, regions, (), 0, uses)
+        uncut = cls(depends, order, regions, (), 0, uses)
         count = depends.count
-        found._refuse_used_again()
-        end = found.used_until(count - 1)
-        found = dataclasses.replace(found, end=end)
-        cuts = [found._cheapest(turn, latest) for turn in range(count - 2)]
+        uncut._refuse_used_again()
+        end = uncut.used_until(count - 1)
+        uncut = dataclasses.replace(uncut, end=end)
+        cuts = [uncut._cheapest(turn, latest) for turn in range(count - 2)]
         if count == 2:
-            cuts.append(found._cheapest(0, latest))
+            cuts.append(uncut._cheapest(0, latest))
         elif count > 2:
-            cuts.append(found._last(cuts[-1], latest))
-        return dataclasses.replace(found, cuts=tuple(cuts))
+            cuts.append(uncut._last(cuts[-1], latest))
+        return dataclasses.replace(uncut, cuts=tuple(cuts))
 
     def used_until(self, turn: int) -> int:
         """The place after the last use of a layer's parameters, in its region.
@@ -81,10 +81,10 @@ class Cuts:
           SplitError: If there is none.
         """
         depends = self.depends
-        own = depends.users[turn]
-        places = [place for place in self.regions[turn] if self.order[place] in own]
+        users = depends.users[turn]
+        places = [place for place in self.regions[turn] if self.order[place] in users]
         if not places:
-            where = depends.line(min(own))
+            where = depends.line(min(users))
             raise SplitError(
                 f"layer {turn} is used at {where} with other layers: those that are"
                 " taken apart are computed one after the other. Name others by layers=,"
@@ -92,16 +92,14 @@ class Cuts:
             )
         return 1 + max(places)
 
-    def made_in(self, places: Iterable[int]) -> list[int]:
-        """The values that are made at these places."""
+    def results_at(self, places: Iterable[int]) -> list[int]:
+        """The results of the equations at these places."""
         equations = self.depends.flat.equations
         return [x for place in places for x in equations[self.order[place]].outputs]
 
     def until(self, value: int) -> int:
-        """The last place where the layers use a value; -1: none.
-
-        What is used after the layers alone is kept, wherever they are cut.
-        """
+        """The last place where the layers use a value; -1: none."""
+        # A value that is only used after the layers is kept, wherever they are cut.
         return max(
             (place for place in self.uses[value] if place < self.end), default=-1
         )
@@ -132,11 +130,9 @@ class Cuts:
                 )
 
     def _last(self, before: int, latest: bool) -> int:
-        """The cut before the last layer, as far behind parameters as the one before.
-
-        Where the last layer ends is not known yet, and so not what it needs. Layers of
-        another kind may end otherwise: then it is what its parameters are used with.
-        """
+        """The cut before the last layer, as far behind parameters as the one before."""
+        # The end of the last layer is not known yet, and so neither is what is alive
+        # before it. Layers of another kind may end otherwise: then bytes decide.
         turn, equations = self.depends.count - 2, self.depends.flat.equations
         starts = self.used_until(turn - 1), self.used_until(turn)
         behind = before - starts[0]
@@ -152,28 +148,28 @@ class Cuts:
         """The place in a layer's region where the fewest bytes are alive."""
         flat, region = self.depends.flat, self.regions[turn]
         first, count = self.used_until(turn), self.depends.count
-        # What only the last layer or the end needs is kept, wherever the cut is.
+        # Values that only the last layer or the end needs are kept, whatever the cut.
         last = self.end if turn == count - 2 else self.regions[count - 1].start
         stop = last if count > 2 else None
         until = lambda x: max(
             (p for p in self.uses[x] if not stop or p < stop), default=-1
         )
-        # What is made before the layers is always there, but for the first one's input.
+        # Values from before the layers are always there, except for the first input.
         before = [
             x
-            for x in self.made_in(self.regions[-1])
+            for x in self.results_at(self.regions[-1])
             if until(x) < region.stop and min(self.uses[x], default=first) < first
         ]
-        made = self.made_in(range(self.regions[0].start, first))
+        results = self.results_at(range(self.regions[0].start, first))
         alive = {
             x: nbytes_of(flat.avals[x])
-            for x in (*(before if turn == 0 else ()), *made)
+            for x in (*(before if turn == 0 else ()), *results)
             if until(x) >= first
         }
         total = sum(alive.values())
         best, at = total, first
         for place in range(first, region.stop):
-            for x in self.made_in([place]):
+            for x in self.results_at([place]):
                 if until(x) > place:
                     alive[x] = nbytes_of(flat.avals[x])
                     total += alive[x]
@@ -186,11 +182,9 @@ class Cuts:
 
 
 def _ordered(depends: Depends) -> tuple[int, ...]:
-    """The learned equations, by the layer that they depend on last.
-
-    What a layer leaves for a sum that is traced after all layers comes as soon as it
-    can, or the layer after would have to add it.
-    """
+    """The learned equations, by the layer that they depend on last."""
+    # A layer's term of a sum that is traced after all layers, such as a penalty, comes
+    # as early as it can: otherwise the next layer would have to add it.
     live = [n for n in depends.live if depends.is_learned(n)]
     starts: dict[int, int] = {}
     for n in live:
@@ -204,35 +198,35 @@ def _ordered(depends: Depends) -> tuple[int, ...]:
     for n in live:
         turn, pure = depends.turn(n), depends.is_pure(n)
         after = later.get(turn)
-        given = (depends.producer.get(x) for x in values_in(depends.flat.equations[n]))
-        known = [keys[m] for m in given if m in keys]
-        own = [key for at, learned, key in known if at == turn and learned]
+        producers = (
+            depends.producer.get(x) for x in values_in(depends.flat.equations[n])
+        )
+        earlier = [keys[m] for m in producers if m in keys]
+        same = [key for at, learned, key in earlier if at == turn and learned]
         late = after is not None and n > after
-        # A sum of norms of parameters needs nothing else of a layer, and comes first;
+        # A sum of norms of parameters needs no other value of a layer, and comes first;
         # in the last layer too, which no other one follows.
-        goes_on = any(key[0] < 0 for *_, key in known) and all(x[0] < 0 for x in own)
+        goes_on = any(key[0] < 0 for *_, key in earlier) and all(x[0] < 0 for x in same)
         key = (n,)
         if not pure and (late or goes_on):
-            key = max(own, default=(-1,)) + (n,)
+            key = max(same, default=(-1,)) + (n,)
         keys[n] = turn, not pure, key
     return tuple(sorted(live, key=lambda n: keys[n]))
 
 
-def _abreast(depends: Depends, order: Sequence[int]) -> tuple[int, ...]:
-    """The same, where the ends of a layer's towers go step by step together.
-
-    As they are traced, the first tower begins its next layer before the second one has
-    ended this one, and more is alive between the two layers.
-    """
+def _interleaved(depends: Depends, order: Sequence[int]) -> tuple[int, ...]:
+    """The same, with the ends of a layer's towers ordered step by step together."""
+    # In the order of the trace, the first tower begins its next layer before the second
+    # one has ended this one, and more is alive between the two layers.
     equations = depends.flat.equations
     wanted, ends = set[int](), set[int]()
     for n in reversed(order):
-        turn, given = depends.turn(n), values_in(equations[n])
+        turn, taken = depends.turn(n), values_in(equations[n])
         if not 0 <= turn < depends.count:
             continue
         needed = not wanted.isdisjoint(equations[n].outputs)
         if needed or n in depends.users[turn]:
-            wanted.update(x for x in given if depends.after.get(x) == turn)
+            wanted.update(x for x in taken if depends.after.get(x) == turn)
         else:
             ends.add(n)
     steps = dict[int, int]()  # behind what parameters are needed for, which has none

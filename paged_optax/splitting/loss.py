@@ -1,4 +1,4 @@
-"""A loss that is traced, and the layers that are found in it."""
+"""A user's loss, traced and split between its layers."""
 
 import contextlib
 import dataclasses
@@ -9,46 +9,51 @@ from jax.extend import core
 from jax.sharding import AxisType
 from jaxtyping import PyTree
 
-from paged_optax.analysis.flat import Flat, trace
+from paged_optax.analysis.flat import ELEMENTWISE, Flat, trace
 from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.layerwise.loss import refuse_no_loss
-from paged_optax.splitting.assemble import assembled
-from paged_optax.splitting.cut import Cuts
-from paged_optax.splitting.depends import Depends, SplitError
-from paged_optax.splitting.find import (
-    Layers,
+from paged_optax.splitting.assembly import assembled
+from paged_optax.splitting.cuts import Cuts
+from paged_optax.splitting.dependence import (
+    Depends,
+    SplitError,
+    line_of,
+    values_in,
+    values_of,
+)
+from paged_optax.splitting.numbered import (
     Member,
     Names,
+    NumberedLayers,
     named,
     nbytes_of,
     numbered,
     split_names,
 )
-from paged_optax.splitting.lines import line_of
 from paged_optax.splitting.pieces import Pieces
-from paged_optax.splitting.scanned import Scan, scans
-from paged_optax.splitting.sliced import Sliced, slices
+from paged_optax.splitting.scans import Scan, scans
+from paged_optax.splitting.slices import Sliced, slices
 from paged_optax.splitting.stacking import Stack
 from paged_optax.splitting.stages import Stages
 
-#: Layers that may be taken apart.
-Candidate = Layers | Scan | Sliced
+#: Layers that a loss may be split between.
+Candidate = NumberedLayers | Scan | Sliced
 
 _BY_HAND = "Or write the model by hand: LayerwiseModel(prologue, layer, epilogue)."
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Found:
-    """The layers of a loss.
+class SplitLoss:
+    """A loss that is split between its layers.
 
     Attributes:
-      layers: Their parameters in the tree.
-      pieces: The loss, cut.
-      stacks: Their parameters, by what they are within a layer.
+      layers: The layers, as their parameters in the tree.
+      pieces: The loss in pieces.
+      stacks: The stack of each parameter of a layer.
       output: The structure of what the loss returns.
-      others: Layers that are found besides: they stay whole.
-      refused: Larger ones that cannot be cut, and why.
+      others: Other layers, which stay whole.
+      refused: Larger layers that the loss cannot be split between, and why.
     """
 
     layers: Candidate
@@ -61,7 +66,7 @@ class Found:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loss:
-    """A user's loss, and what it is given.
+    """A user's loss, and the shapes of its parameters.
 
     Attributes:
       function: The loss.
@@ -99,8 +104,10 @@ class Loss:
                 )
             raise
 
-    def found(self, batch: PyTree, layers: str | None, stacked: bool | None) -> Found:
-        """Traces the loss, and finds its layers.
+    def split(
+        self, batch: PyTree, layers: str | None, stacked: bool | None
+    ) -> SplitLoss:
+        """Traces the loss and splits it between its largest layers.
 
         Args:
           batch: A batch, or its shapes.
@@ -109,7 +116,7 @@ class Loss:
             their numbers; None: whichever are larger.
 
         Raises:
-          SplitError: If there are none, or if they cannot be cut.
+          SplitError: If it has no layers, or cannot be split between them.
           ValueError: If the loss is not one number.
           TypeError: If the loss has no gradient.
         """
@@ -120,12 +127,12 @@ class Loss:
         avals = [x.aval for x in closed.jaxpr.invars[: len(leaves)]]
         flat = _constants_first(Flat(closed, checkpoints=False, derivatives=False))
         lists = numbered(leaves, avals)
-        found: list[Candidate] = []
+        all_layers: list[Candidate] = []
         if stacked is not False:
-            found += [*scans(flat, leaves), *slices(closed, leaves, lists)]
-        found += [] if stacked else lists
-        found.sort(key=lambda x: -x.nbytes)
-        candidates = found
+            all_layers += [*scans(flat, leaves), *slices(closed, leaves, lists)]
+        all_layers += [] if stacked else lists
+        all_layers.sort(key=lambda x: -x.nbytes)
+        candidates = all_layers
         if layers is not None:
             names = [x.name for x in candidates]
             chosen = named(layers, names)
@@ -158,12 +165,11 @@ class Loss:
                 continue
             taken = {n for stack in stacks.values() for n in stack.leaves}
             others: list[Candidate] = []
-            beside = _parts(flat, candidate)
-            for other in (*found, *beside):
+            for other in (*all_layers, *_parts(flat, candidate)):
                 if taken.isdisjoint(other.leaves):
                     others.append(other)
                     taken |= other.leaves
-            return Found(
+            return SplitLoss(
                 candidate,
                 pieces,
                 stacks,
@@ -176,12 +182,11 @@ class Loss:
 
 
 def _cut_with(
-    closed: core.ClosedJaxpr, flat: Flat, count: int, layers: Layers | Sliced
+    closed: core.ClosedJaxpr, flat: Flat, count: int, layers: NumberedLayers | Sliced
 ) -> tuple[Pieces, Mapping[Member, Stack]]:
-    """A loss, cut; without frozen layers of the same names if these run elsewhere.
-
-    So does a frozen model of the same structure that a loss sees the output of.
-    """
+    """A loss, cut between layers; or without the frozen parameters of these layers."""
+    # A frozen model of the same structure, whose output a loss takes, has layers of the
+    # same names that run elsewhere.
     try:
         return _cut(closed, flat, count, layers)
     except SplitError:
@@ -191,10 +196,10 @@ def _cut_with(
         raise
 
 
-def _parts(flat: Flat, layers: Candidate) -> tuple[Layers, ...]:
+def _parts(flat: Flat, layers: Candidate) -> tuple[NumberedLayers, ...]:
     """The trained and the frozen parameters of layers that have both."""
     size = lambda n: nbytes_of(flat.avals[n])
-    return layers.parts(size) if isinstance(layers, Layers) else ()
+    return layers.parts(size) if isinstance(layers, NumberedLayers) else ()
 
 
 def _refuse_untrained(layers: Candidate, stacks: Mapping[Member, Stack]) -> None:
@@ -209,11 +214,10 @@ def _refuse_untrained(layers: Candidate, stacks: Mapping[Member, Stack]) -> None
 
 
 def _constants_first(flat: Flat) -> Flat:
-    """The same, where sums and products have their constants first.
-
-    `total + loss` adds to a number of the program in the first layer, and to a value in
-    those after it. JAX writes the operands down in another order then.
-    """
+    """The same, where sums and products have their constants first."""
+    # `total + loss` adds to a number of the program in the first layer, and to a value
+    # in the others. JAX writes the operands down in another order then, and the first
+    # layer would be unlike the others.
     flat.equations = [
         dataclasses.replace(e, inputs=e.inputs[::-1])
         if e.primitive.name in ("add", "mul") and isinstance(e.inputs[1], Constant)
@@ -223,47 +227,93 @@ def _constants_first(flat: Flat) -> Flat:
     return flat
 
 
-class _WithoutOuterCheckpoints(Flat):
-    """A loss whose layers are not computed again as a whole: a step does that."""
-
-    def __init__(self, closed: core.ClosedJaxpr, layers: Layers):
-        self.members = [set(each.values()) for each in layers.members]
-        super().__init__(closed, checkpoints=False, derivatives=False)
+class _WithoutCheckpoints(Flat):
+    """A loss without checkpoints around layers, which a step computes again anyway."""
 
     def _inlines(self, eqn: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
         if eqn.primitive.name != "remat2" or eqn.params["policy"] is not None:
             return super()._inlines(eqn, operands)
-        values = {x for x in operands if not isinstance(x, Constant)}
-        return any(2 * len(values & each) > len(each) for each in self.members)
+        return self._is_layer(values_of(operands))
+
+    def _is_layer(self, values: Sequence[int]) -> bool:
+        """Whether these are most of the parameters of a layer."""
+        raise NotImplementedError
+
+
+class _NumberedWithoutCheckpoints(_WithoutCheckpoints):
+    """The same, of layers that are numbered."""
+
+    def __init__(self, closed: core.ClosedJaxpr, layers: NumberedLayers):
+        self.members = [set(each.values()) for each in layers.members]
+        super().__init__(closed, checkpoints=False, derivatives=False)
+
+    def _is_layer(self, values: Sequence[int]) -> bool:
+        shared = lambda members: len(members.intersection(values))
+        return any(2 * shared(members) > len(members) for members in self.members)
+
+
+class _SlicedWithoutCheckpoints(_WithoutCheckpoints):
+    """The same, of layers that are taken from stacks."""
+
+    def __init__(self, closed: core.ClosedJaxpr, layers: Sliced):
+        self.leaves = layers.leaves
+        self.producer: dict[int, Equation] = {}
+        self.known = 0
+        super().__init__(closed, checkpoints=False, derivatives=False)
+
+    def _is_layer(self, values: Sequence[int]) -> bool:
+        # Equations are still being added: those since the last call are new.
+        new, self.known = self.equations[self.known :], len(self.equations)
+        for equation in new:
+            self.producer.update(dict.fromkeys(equation.outputs, equation))
+        stacks = {self._stack_of(x) for x in values} - {None}
+        # A checkpoint of whole stacks is left out too: within it nothing would be known
+        # of the slices that it takes of them.
+        whole = any(x is not None and x[1] for x in stacks)
+        return whole or 2 * len(stacks) > len(self.leaves)
+
+    def _stack_of(self, x: int) -> tuple[int, bool] | None:
+        """The stack that a value depends on, and whether on the whole of it.
+
+        None if it depends on something else too.
+        """
+        whole = True
+        while x not in self.leaves:
+            equation = self.producer.get(x)
+            if equation is None or len(values_in(equation)) != 1:
+                return None
+            name = equation.primitive.name
+            whole = whole and (name in ELEMENTWISE or name == "transpose")
+            (x,) = values_in(equation)
+        return x, whole
 
 
 def _cut(
-    closed: core.ClosedJaxpr, flat: Flat, count: int, layers: Layers | Sliced
+    closed: core.ClosedJaxpr, flat: Flat, count: int, layers: NumberedLayers | Sliced
 ) -> tuple[Pieces, Mapping[Member, Stack]]:
-    """A loss, cut between layers that have parameters of their own.
-
-    Where a layer ends or begins with what keeps its size, either may be cut: the cut
-    that leaves fewer kinds of layers is taken.
-    """
+    """A loss, cut between layers."""
     if isinstance(layers, Sliced):
-        flat, each = layers.apart(closed)
+        flat, each = layers.per_layer(_SlicedWithoutCheckpoints(closed, layers))
         flat = _constants_first(flat)
     else:
         each = layers.members
         if any(e.primitive.name == "remat2" for e in flat.equations):
-            flat = _constants_first(_WithoutOuterCheckpoints(closed, layers))
+            flat = _constants_first(_NumberedWithoutCheckpoints(closed, layers))
     members = [list(x.values()) for x in each]
     weights = {*range(count), *(n for x in members for n in x)}
     depends = Depends.of(flat, sorted(weights), members)
     member = {n: name for x in each for name, n in x.items()}
-    cut = lambda **how: assembled(Stages.found(Cuts.of(depends, **how), member))
-    found = [cut(latest=latest) for latest in (True, False)]
-    if all(len(pieces.carried) > 1 for pieces in found):
+    cut = lambda **how: assembled(Stages.from_cuts(Cuts.of(depends, **how), member))
+    # If a layer ends or begins with equations that keep the size of the carry, several
+    # cuts are as good. The one that leaves the fewest kinds of layers is taken.
+    cuts = [cut(latest=latest) for latest in (True, False)]
+    # Several values between layers may be due to towers, such as those of two inputs.
+    if all(len(pieces.carried) > 1 for pieces in cuts):
         for latest in (True, False):
             with contextlib.suppress(SplitError):
-                found.append(cut(latest=latest, abreast=True))
+                cuts.append(cut(latest=latest, interleaved=True))
     saved = lambda pieces: sum(map(nbytes_of, pieces.carried))
-    best = min(found, key=lambda pieces: (len(pieces.kinds), saved(pieces)))
+    best = min(cuts, key=lambda pieces: (len(pieces.kinds), saved(pieces)))
     turn = lambda x: depends.layer[min(x.values())]
     if isinstance(layers, Sliced):
         layers.refuse_other_order([turn(x) for x in each])
@@ -273,10 +323,10 @@ def _cut(
 
 
 def _refuse_effects(jaxpr: core.Jaxpr) -> None:
-    """Refuses what a loss does besides returning values."""
+    """Refuses effects of a loss: it would have them twice for each layer, or never."""
     for eqn in jaxpr.eqns:
         if {type(x).__name__ for x in eqn.effects} - {"NamedAxisEffect"}:
-            # Of a scan or a call, what has the effect within it.
+            # The message is to name the equation within a scan or a call.
             for inner in core.jaxprs_in_params(eqn.params):
                 _refuse_effects(inner)
             where = line_of(Equation(eqn.primitive, (), (), (), eqn))

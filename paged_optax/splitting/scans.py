@@ -4,68 +4,53 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from jax import lax
 from jax.core import ShapedArray
 from jax.extend import core
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.analysis.flat import ELEMENTWISE, Flat, closed_of
+from paged_optax.analysis.flat import Flat, closed_of
 from paged_optax.analysis.program import Constant, Equation, Operand, Program
-from paged_optax.splitting.depends import SplitError
-from paged_optax.splitting.find import Member, Names, first_names, nbytes_of, one_layer
-from paged_optax.splitting.lines import line_of
+from paged_optax.splitting.dependence import SplitError, line_of, values_in, values_of
+from paged_optax.splitting.numbered import (
+    Member,
+    Names,
+    first_names,
+    nbytes_of,
+    relabeled,
+)
 from paged_optax.splitting.pieces import (
     Carried,
     Fixed,
     FromCarry,
     FromKept,
     FromTable,
-    Kind,
+    LayerKind,
     Pieces,
     Role,
     Seen,
     Weight,
 )
+from paged_optax.splitting.slices import Whole, Wholes
 from paged_optax.splitting.stacking import Stack
-
-
-@dataclasses.dataclass(frozen=True)
-class _Prepared:
-    """What a model does with a stack of parameters before it scans over them.
-
-    Attributes:
-      leaf: The parameter.
-      axis: Its axis that is the layers'.
-      steps: What is done with each layer of it: an equation, or a permutation of axes.
-    """
-
-    leaf: int
-    axis: int
-    steps: tuple[Equation | tuple[int, ...], ...]
-
-    def __call__(self, x: ArrayLike) -> ArrayLike:
-        """One layer of the stack, prepared."""
-        for step in self.steps:
-            if isinstance(step, tuple):
-                x = lax.transpose(x, step)
-                continue
-            operands = [o.value if isinstance(o, Constant) else x for o in step.inputs]
-            (x,) = step.bind(operands, None)
-        return x
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Body:
-    """What one turn of a scan computes, of parameters as they are."""
+    """One turn of a scan, given parameters before what the model prepares of them.
+
+    Attributes:
+      program: Computes the turn.
+      prepared: For each of its arguments the stack that it is a layer of, or None.
+    """
 
     program: Program
-    prepared: Sequence[_Prepared | None]
+    prepared: Sequence[Whole | None]
 
     def __call__(self, arguments: Sequence[ArrayLike]) -> Sequence[ArrayLike]:
-        given = zip(self.prepared, arguments, strict=True)
+        pairs = zip(self.prepared, arguments, strict=True)
         return self.program(
-            [x if prepare is None else prepare(x) for prepare, x in given]
+            [x if whole is None else whole.one(x, whole.axes[0]) for whole, x in pairs]
         )
 
 
@@ -76,10 +61,10 @@ class Scan:
     Attributes:
       flat: The loss.
       equation: The scan.
-      over: For each array that is scanned over the parameter that it is, or None.
-      name: What the paths of the parameters begin with.
-      stacks: The parameters, by what they are within a layer.
-      nbytes: Their bytes.
+      over: For each array that is scanned over the stack that it is made of, or None.
+      name: The common beginning of the parameters' paths.
+      stacks: The parameters, by their names within a layer.
+      nbytes: The bytes of the parameters.
       guess: Whether other layers are more likely to be meant: never.
     """
 
@@ -87,7 +72,7 @@ class Scan:
 
     flat: Flat
     equation: Equation
-    over: tuple[_Prepared | None, ...]
+    over: tuple[Whole | None, ...]
     name: str
     stacks: Mapping[Member, Stack]
     nbytes: int
@@ -99,7 +84,7 @@ class Scan:
 
     @property
     def shown(self) -> str:
-        """What the paths of the stacks begin with."""
+        """The beginning of the stacks' paths, for tables and messages."""
         return f"{self.name or first_names(self.stacks)}, a scan"
 
     @property
@@ -115,14 +100,12 @@ class Scan:
     def _refuse_elsewhere(self) -> None:
         """Refuses stacks that something besides the scan uses."""
         reached = {stack.leaves[0] for stack in self.stacks.values()}
-        returned = reached.intersection(
-            x for x in self.flat.outputs if not isinstance(x, Constant)
-        )
+        returned = reached.intersection(values_of(self.flat.outputs))
         for e in self.flat.equations:
-            given = [x for x in e.inputs if not isinstance(x, Constant)]
-            if reached.isdisjoint(given) or e is self.equation:
+            taken = values_in(e)
+            if reached.isdisjoint(taken) or e is self.equation:
                 continue
-            if len(given) == 1 and set(e.outputs) <= self.prepared:
+            if len(taken) == 1 and set(e.outputs) <= self.prepared:
                 reached.update(e.outputs)
                 continue
             raise SplitError(
@@ -142,16 +125,16 @@ class Scan:
     def prepared(self) -> set[int]:
         """The values between the parameters and the scan."""
         producer = {x: e for e in self.flat.equations for x in e.outputs}
-        found = set[int]()
+        between = set[int]()
         scanned = self.equation.inputs[-len(self.over) :]
         for x, over in zip(scanned, self.over, strict=True):
             while over is not None and not isinstance(x, Constant) and x in producer:
-                found.add(x)
-                (x,) = (y for y in producer[x].inputs if not isinstance(y, Constant))
-        return found
+                between.add(x)
+                (x,) = values_in(producer[x])
+        return between
 
     def pieces(self) -> Pieces:
-        """What the layers compute, and what they are given.
+        """The loss in pieces: a layer is a turn of the scan.
 
         Raises:
           SplitError: If the scan is in reverse.
@@ -167,7 +150,7 @@ class Scan:
         turn = closed_of(params["jaxpr"])
         body = Flat(turn, checkpoints=False, derivatives=False)
         if [e.primitive.name for e in body.equations] == ["remat2"]:
-            # A step computes each layer again anyway, and once is enough.
+            # A layerwise step computes each layer again anyway, and once is enough.
             body = Flat(turn, checkpoints=True, derivatives=False)
         producer = {x: n for n, e in enumerate(body.equations) for x in e.outputs}
         program, arguments = body.program(body.outputs, lambda _: True, producer, ())
@@ -176,7 +159,7 @@ class Scan:
         tables: list[Operand] = []
         member = {stack.leaves[0]: name for name, stack in self.stacks.items()}
         roles: list[Role] = []
-        prepared: list[_Prepared | None] = []
+        prepared: list[Whole | None] = []
         for x in arguments:
             ready = None
             if x in body.constants:
@@ -193,7 +176,7 @@ class Scan:
             roles.append(role)
             prepared.append(ready)
         results = range(len(body.outputs))
-        kind = Kind(
+        kind = LayerKind(
             _Body(program, prepared),
             tuple(roles),
             tuple(results[:carried]),
@@ -218,11 +201,9 @@ class Scan:
 
 
 def _counts(eqn: core.JaxprEqn | None) -> tuple[int, int]:
-    """How many values a scan closes over, and how many it carries.
-
-    What it scans over, or stacks, has one axis more outside than within. Its parameters
-    that say so have other names in other versions of JAX.
-    """
+    """How many values a scan closes over, and how many it carries."""
+    # What it scans over, or stacks, has one axis more outside than within. The scan's
+    # parameters that count them have other names in other versions of JAX.
     assert eqn is not None
     body = closed_of(eqn.params["jaxpr"]).jaxpr
     alike = lambda outer, inner: sum(
@@ -247,15 +228,18 @@ def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
       flat: The loss. Its first values are the parameters.
       leaves: For each parameter whether it is frozen, and its names.
     """
-    producer = {x: n for n, e in enumerate(flat.equations) for x in e.outputs}
-    found: list[Scan] = []
+    wholes = Wholes(flat, range(len(leaves)))
+    for equation in flat.equations:
+        wholes.follow(equation)
+    results: list[Scan] = []
     for equation in flat.equations:
         if equation.primitive.name != "scan" or equation.traced is None:
             continue
         params = equation.traced.params
-        first = sum(_counts(equation.traced))
+        scanned = equation.inputs[sum(_counts(equation.traced)) :]
+        # Stacks are scanned over by their leading axis, whichever it was in the model.
         over = [
-            _prepared(flat, producer, x, len(leaves)) for x in equation.inputs[first:]
+            None if isinstance(x, Constant) else wholes.whole.get(x) for x in scanned
         ]
         chosen = {x.leaf: x for x in over if x is not None}
         if not any(not leaves[n][0] for n in chosen) or params["length"] < 2:
@@ -264,43 +248,17 @@ def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
         stacks: dict[Member, Stack] = {}
         for n, x in chosen.items():
             frozen, names = leaves[n]
-            stacks[frozen, names[len(common) :]] = Stack((n,), x.axis)
-        stacks = one_layer(stacks, lambda x: len(flat.shape(x.leaves[0])) - 1)
+            stacks[frozen, names[len(common) :]] = Stack((n,), x.axes[0])
+        stacks = relabeled(stacks, lambda x: len(flat.shape(x.leaves[0])) - 1)
         size = sum(nbytes_of(flat.avals[n]) for n in chosen)
-        found.append(Scan(flat, equation, tuple(over), "/".join(common), stacks, size))
-    return sorted(found, key=lambda scan: -scan.nbytes)
+        results.append(
+            Scan(flat, equation, tuple(over), "/".join(common), stacks, size)
+        )
+    return sorted(results, key=lambda scan: -scan.nbytes)
 
 
 def _common(names: Sequence[Names]) -> Names:
-    """What all names begin with; of one name, all but its last part."""
+    """The common beginning of all names; of one name, all but its last part."""
     first, shortest = names[0], min(len(each) - 1 for each in names)
     same = (k for k in range(shortest) if any(x[k] != first[k] for x in names))
     return first[: next(same, shortest)]
-
-
-def _prepared(
-    flat: Flat, producer: Mapping[int, int], x: Operand, count: int
-) -> _Prepared | None:
-    """The parameter that an array is, and what has been done with it; None: no one."""
-    axis, steps = 0, list[Equation | tuple[int, ...]]()
-    while not isinstance(x, Constant) and x >= count:
-        n = producer.get(x)
-        if n is None:
-            return None
-        equation = flat.equations[n]
-        given = [y for y in equation.inputs if not isinstance(y, Constant)]
-        name, shape = equation.primitive.name, flat.shape(x)
-        if len(given) != 1 or len(equation.outputs) != 1:
-            return None
-        if name == "transpose":
-            order = dict(equation.params)["permutation"]
-            assert isinstance(order, tuple)
-            own = order[axis]
-            steps.append(tuple(k - (k > own) for k in order if k != own))
-            axis = own
-        elif name in ELEMENTWISE and flat.is_elementwise(equation, shape):
-            steps.append(equation)
-        elif name != "sharding_constraint":
-            return None
-        x = given[0]
-    return None if isinstance(x, Constant) else _Prepared(x, axis, tuple(steps[::-1]))

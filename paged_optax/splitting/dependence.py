@@ -1,12 +1,42 @@
-"""Which layer's parameters each value of a loss is made of."""
+"""Which layer's parameters each value of a loss depends on, and the line it is from."""
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Operand
-from paged_optax.splitting.lines import line_of
+
+# Installed packages that models are built of: a line of theirs tells a user little.
+_LIBRARIES = re.compile(
+    r"[/\\](site|dist)-packages[/\\](jax|flax|haiku|equinox|optax|qwix|paged_optax)[/\\]"
+)
+
+
+def line_of(equation: Equation, nearby: Iterable[Equation] = ()) -> str:
+    """The line of the model that an equation was traced from.
+
+    If a library's module computes it, the line is the model's call of the module.
+
+    Args:
+      equation: The equation.
+      nearby: Others, such as those that take its values. The line is one of theirs if
+        that of the equation is not known, as within `jnp.clip`.
+    """
+    equation = next((e for e in (equation, *nearby) if e.line), equation)
+    where, traced = equation.where, equation.traced
+    traceback = traced and traced.source_info.traceback
+    if not traceback or not _LIBRARIES.search(where):
+        return where
+    frames = traceback.frames
+    for place, frame in enumerate(frames):
+        if where.startswith(f"{frame.file_name}:"):
+            for outer in frames[place:]:
+                if not _LIBRARIES.search(outer.file_name):
+                    line = f"{outer.file_name}:{outer.line_num}"
+                    return f"{line} ({outer.function_name}), which calls {where}"
+    return where
 
 
 class SplitError(ValueError):
@@ -15,20 +45,20 @@ class SplitError(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Depends:
-    """What each value of a loss depends on.
+    """The layers and parameters that each value of a loss depends on.
 
     Attributes:
       flat: The loss.
       live: The equations that the loss needs, by their positions.
-      producer: For each value that is made the position of its equation.
-      layer: For each parameter of a layer the layer, in the order of their turns.
+      producer: The position of the equation that computes each value.
+      layer: The layer of each parameter, in the order in which layers are computed.
       count: How many layers there are.
       learned: The values that depend on parameters.
-      after: For each learned value the last layer that it depends on; -1: none. A value
-        of several layers' parameters alone is computed after all of them.
-      pure: For each value that depends on parameters of layers and nothing else, those
-        layers. They may be made early, as all casts of a model to bfloat16 are, and are
-        counted to the layer.
+      after: The last layer that each learned value depends on; -1: none. A value that
+        depends only on parameters, of several layers, is computed after all of them.
+      pure: The layers of each value that depends only on parameters of layers. Such
+        values may be computed early, as casts of a whole model to bfloat16 are, and
+        count to their layer.
     """
 
     flat: Flat
@@ -67,17 +97,17 @@ class Depends:
                 " out of the parameters, or name other layers by layers=."
             )
         layer = {leaf: turns[n] for leaf, n in owner.items()}
-        pure = {x: frozenset(turns[n] for n in of) for x, of in pure.items()}
+        pure = {x: frozenset(turns[n] for n in layers) for x, layers in pure.items()}
         learned = set(weights)
         last = {x: -1 for x in weights} | layer
         for n in live:
             equation = flat.equations[n]
-            given = [x for x in values_in(equation) if x in learned]
-            if not given:
+            taken = [x for x in values_in(equation) if x in learned]
+            if not taken:
                 continue
             learned.update(equation.outputs)
             several = [pure[x] for x in equation.outputs if len(pure.get(x, ())) > 1]
-            turn = len(members) if several else max(last[x] for x in given)
+            turn = len(members) if several else max(last[x] for x in taken)
             last.update(dict.fromkeys(equation.outputs, turn))
         _sink(flat, live, pure, layer, last, len(members))
         return cls(
@@ -86,20 +116,20 @@ class Depends:
 
     @functools.cached_property
     def users(self) -> Mapping[int, frozenset[int]]:
-        """For each layer the equations that take its parameters and something else."""
+        """For each layer the equations that take its parameters and other values."""
         users: dict[int, set[int]] = {turn: set() for turn in range(self.count)}
         for n in self.live:
             if not self.is_pure(n):
                 for turn in self.uses(n):
                     users[turn].add(n)
-        return {turn: frozenset(found) for turn, found in users.items()}
+        return {turn: frozenset(equations) for turn, equations in users.items()}
 
     def is_learned(self, n: int) -> bool:
         """Whether an equation depends on parameters."""
         return any(x in self.learned for x in self.flat.equations[n].outputs)
 
     def is_pure(self, n: int) -> bool:
-        """Whether an equation depends on parameters of layers and nothing else."""
+        """Whether an equation depends only on parameters of layers."""
         return bool(self.pure.get(self.flat.equations[n].outputs[0]))
 
     def turn(self, n: int) -> int:
@@ -108,24 +138,23 @@ class Depends:
 
     def uses(self, n: int) -> set[int]:
         """The layers whose parameters an equation takes, as they are or prepared."""
-        given = values_in(self.flat.equations[n])
-        return set().union(*(self.pure.get(x, ()) for x in given))
+        taken = values_in(self.flat.equations[n])
+        return set().union(*(self.pure.get(x, ()) for x in taken))
 
     def line(self, n: int) -> str:
-        """The line of the model that an equation is from.
-
-        If it has none, that of one that takes its values, or theirs in turn; or else of
-        one that it takes a value of; or of one that takes the same layers' parameters.
-        """
+        """The line of the model that an equation is from, or that of one nearby."""
         return line_of(self.flat.equations[n], self._near(n))
 
     def _near(self, n: int) -> Iterator[Equation]:
-        """Equations after this one, then before it, and beside it."""
+        """Equations after this one, then before it, then of the same layers."""
         equations = self.flat.equations
-        made, later = set(equations[n].outputs), sorted(x for x in self.live if x > n)
+        reached, later = (
+            set(equations[n].outputs),
+            sorted(x for x in self.live if x > n),
+        )
         for m in later:
-            if not made.isdisjoint(values_in(equations[m])):
-                made.update(equations[m].outputs)
+            if not reached.isdisjoint(values_in(equations[m])):
+                reached.update(equations[m].outputs)
                 yield equations[m]
         taken = set(values_in(equations[n]))
         for m in sorted((x for x in self.live if x < n), reverse=True):
@@ -138,7 +167,7 @@ class Depends:
 
 def values_in(equation: Equation) -> list[int]:
     """The values among an equation's operands."""
-    return [x for x in equation.inputs if not isinstance(x, Constant)]
+    return values_of(equation.inputs)
 
 
 def values_of(operands: Sequence[Operand]) -> list[int]:
@@ -149,10 +178,10 @@ def values_of(operands: Sequence[Operand]) -> list[int]:
 def _refuse_together(
     flat: Flat, live: Sequence[int], pure: Mapping[int, frozenset[int]], layer: int
 ) -> None:
-    """Refuses a layer whose parameters are used with those of others alone."""
+    """Refuses a layer whose parameters are only used together with those of others."""
     for n in live:
-        of = pure.get(flat.equations[n].outputs[0], frozenset())
-        if layer in of and len(of) > 1:
+        layers = pure.get(flat.equations[n].outputs[0], frozenset())
+        if layer in layers and len(layers) > 1:
             raise SplitError(
                 f"the parameters of several layers are put together at"
                 f" {line_of(flat.equations[n])}, and used as one array: use them one"
@@ -180,32 +209,30 @@ def _pure(
     constants: set[int],
     rest: set[int],
 ) -> tuple[dict[int, frozenset[int]], dict[int, int]]:
-    """Values made of layers' parameters alone, and where each layer is first used.
-
-    A scalar of other parameters is no more than a constant beside a layer's scalar: a
-    sum of all norms may begin with an embedding's.
-    """
+    """Values that depend only on layers' parameters, and each layer's first use."""
+    # A scalar of other parameters counts as a constant if a layer's scalar is added to
+    # it: a sum of all norms may begin with an embedding's.
     others, single = set(rest), lambda x: flat.size(x) == 1
     pure: dict[int, frozenset[int]] = dict.fromkeys(constants, frozenset())
     pure |= {leaf: frozenset([n]) for leaf, n in owner.items()}
     first: dict[int, int] = {}
     for n in live:
         equation = flat.equations[n]
-        given = values_in(equation)
-        of = [pure.get(x) for x in given]
-        if all(x in pure or x in others for x in given):
-            beside = others.intersection(given)
-            made = frozenset[int]().union(*(x for x in of if x is not None))
-            if beside and not made:
+        taken = values_in(equation)
+        layers_of = [pure.get(x) for x in taken]
+        if all(x in pure or x in others for x in taken):
+            scalars = others.intersection(taken)
+            union = frozenset[int]().union(*(x for x in layers_of if x is not None))
+            if scalars and not union:
                 others.update(equation.outputs)
                 continue
-            if not beside or all(map(single, (*beside, *equation.outputs))):
-                pure.update(dict.fromkeys(equation.outputs, made))
+            if not scalars or all(map(single, (*scalars, *equation.outputs))):
+                pure.update(dict.fromkeys(equation.outputs, union))
                 continue
-        for layers in of:
-            if layers and len(layers) == 1:
-                first.setdefault(next(iter(layers)), n)
-    return {x: of for x, of in pure.items() if of}, first
+        for each in layers_of:
+            if each and len(each) == 1:
+                first.setdefault(next(iter(each)), n)
+    return {x: layers for x, layers in pure.items() if layers}, first
 
 
 def _sink(
@@ -216,17 +243,15 @@ def _sink(
     last: dict[int, int],
     count: int,
 ) -> None:
-    """Counts scalars of a layer's norms that only all layers' sums need to these sums.
-
-    Else the first layer, where such a sum begins, would be unlike the others.
-    """
+    """Moves scalars of a layer's parameters, such as norms, behind all layers."""
+    # Otherwise the first layer, where such a sum begins, would be unlike the others.
     users: dict[int, list[int]] = {}
     for n in reversed(live):
         equation = flat.equations[n]
-        given, made = values_in(equation), equation.outputs
-        late = [last.get(x) == count for y in made for x in users.get(y, ())]
-        small = all(flat.size(x) == 1 and x not in layer for x in (*given, *made))
-        if pure.get(made[0]) and small and late and all(late):
-            last.update(dict.fromkeys(made, count))
-        for x in given:
-            users.setdefault(x, []).append(made[0])
+        taken, results = values_in(equation), equation.outputs
+        late = [last.get(x) == count for y in results for x in users.get(y, ())]
+        small = all(flat.size(x) == 1 and x not in layer for x in (*taken, *results))
+        if pure.get(results[0]) and small and late and all(late):
+            last.update(dict.fromkeys(results, count))
+        for x in taken:
+            users.setdefault(x, []).append(results[0])

@@ -1,7 +1,7 @@
-"""The rate of the link between host and device, inside `jit`, pinned buffers.
+"""The rates of this machine: of its link inside `jit`, and of its products.
 
-Each direction alone, then both at once; as one transfer of a whole buffer, and page
-by page in a loop, which is how the engine moves them.
+The link is measured with pinned buffers: each direction by itself, then both at once;
+as one transfer of a whole buffer, and page by page in a loop, as the engine moves them.
 """
 
 import dataclasses
@@ -15,10 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import Sharding
-from jaxtyping import Int, PyTree
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int, PyTree
 
-from paged_optax.backend.memory import DEVICE, HOST, PINNED_HOST, memory_kinds
+from paged_optax.backend.gpu import compute_capability
+from paged_optax.backend.memory import (
+    DEVICE,
+    HOST,
+    PINNED_HOST,
+    device_memory,
+    device_share,
+    memory_kinds,
+)
 from paged_optax.cli import machine
+from paged_optax.planning.cards import Card
 
 #: Bytes of a buffer that is large enough for a link's rate, and quickly there.
 SIZE = 256 << 20
@@ -26,7 +36,13 @@ SIZE = 256 << 20
 COLUMNS = 1024
 PAGE_ROWS = (16 << 20) // (4 * COLUMNS)  # 16 MiB, the engine's default page
 
+#: Rows and columns of matrices that are large enough for a card's rate of products.
+SIDE = 8192
+# Products of one call, beside which the time of the call itself is small.
+_PRODUCTS = 8
+
 Row = Int[Array, ""]
+Square = Float[Array, "side side"]
 
 
 def whole(source: Array, target: Array, to: object) -> Array:
@@ -36,7 +52,7 @@ def whole(source: Array, target: Array, to: object) -> Array:
 
 
 def pages(source: Array, target: Array, to: object) -> Array:
-    """The same page by page; the loop's own variable is the row."""
+    """The same page by page; the loop's variable is the row, as in the engine."""
 
     def body(carry: tuple[Row, Array]) -> tuple[Row, Array]:
         row, target = carry
@@ -71,7 +87,7 @@ def both_in_pages(
 
 
 def programs() -> dict[str, tuple[Callable[..., PyTree[Array]], str, str]]:
-    """Name to function, kinds of its sources, kinds of its targets: h(ost), d."""
+    """Name to function, and memories of sources and targets: h(ost) or d(evice)."""
     up = functools.partial(whole, to=DEVICE)
     down = functools.partial(whole, to=HOST)
     return {
@@ -103,7 +119,7 @@ def jit(
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """What one program reached.
+    """The rate that one program reached.
 
     Attributes:
       name: Which way, and whether in pages.
@@ -190,3 +206,63 @@ def _time(
         if not np.array_equal(np.asarray(source), np.asarray(target)):
             raise AssertionError("the values that arrived are not those that were sent")
     return seconds[1:]
+
+
+def products(x: Square, w: Square) -> Square:
+    """`x` times `w`, times `w`, and so on."""
+    return lax.fori_loop(0, _PRODUCTS, lambda _, x: x @ w, x)
+
+
+def knows_bfloat16() -> bool:
+    """Whether tensor cores compute it: on a GPU of compute capability 8.0 or more."""
+    capability = compute_capability(jax.local_devices()[0])
+    return capability is None or capability >= 8
+
+
+def teraflops(
+    side: int = SIDE, repeats: int = 3, *, dtype: DTypeLike = jnp.bfloat16
+) -> float:
+    """The rate of products, in 10^12 operations a second.
+
+    Args:
+      side: Rows and columns of a matrix.
+      repeats: Calls timed, after one that is not.
+      dtype: Of the matrices.
+    """
+    w = jnp.full((side, side), 1 / side, dtype)
+    x, jitted, seconds = jnp.ones_like(w), jax.jit(products), []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        jax.block_until_ready(jitted(x, w))
+        seconds.append(time.perf_counter() - started)
+    return _PRODUCTS * 2 * side**3 / statistics.median(seconds[1:]) / 1e12
+
+
+def measured_card() -> Card:
+    """This machine's card: its memory, and the rates that were measured.
+
+    The link's are those of page by page, of the slower direction, and of both at once.
+
+    Raises:
+      ValueError: If there is none, or too little memory is left to measure.
+    """
+    rates = {rate.name: rate for rate in measure(SIZE, 3)}
+    for rate in rates.values():
+        if rate.reason:
+            raise ValueError(
+                f"--card measured: {rate.reason}; pass --device-memory, --link and"
+                " --teraflops."
+            )
+    paged = [rate for name, rate in rates.items() if name.endswith("in pages")]
+    gpu = jax.default_backend() == "gpu"
+    limit, _ = device_memory()
+    fast = jnp.bfloat16 if knows_bfloat16() else jnp.float16
+    return Card(
+        int(limit / device_share()) if gpu else limit,
+        min(rate.median for rate in paged if rate.directions == 1),
+        max(rate.median for rate in paged if rate.directions == 2),
+        teraflops(dtype=fast),
+        gpu,
+        None if knows_bfloat16() else teraflops(),
+        machine.host_available(),
+    )

@@ -1,4 +1,4 @@
-"""What was found of a loss, as a table."""
+"""A split loss as a table."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,11 +8,10 @@ from jax.core import ShapedArray
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.backend.text import readable_bytes, table
-from paged_optax.splitting.depends import live_of, values_in, values_of
-from paged_optax.splitting.find import nbytes_of
-from paged_optax.splitting.lines import line_of
+from paged_optax.splitting.dependence import line_of, live_of, values_in, values_of
+from paged_optax.splitting.loss import Loss, SplitLoss
+from paged_optax.splitting.numbered import nbytes_of
 from paged_optax.splitting.pieces import Pieces, Seen
-from paged_optax.splitting.traced import Found, Loss
 
 _LOGITS = (
     "The logits are the largest: po.linear_cross_entropy(x, head, labels) in the loss"
@@ -20,14 +19,14 @@ _LOGITS = (
 )
 
 
-def described(loss: Loss, found: Found) -> str:
-    """The table that `print(model)` shows, and what can be done better."""
-    pieces, flat = found.pieces, found.pieces.flat
+def summary(loss: Loss, split: SplitLoss) -> str:
+    """The table of `print(model)`, and advice."""
+    pieces, flat = split.pieces, split.pieces.flat
     count = len(pieces.kind_of)
-    rows = [("layers", found.layers.shown, f"{count}")]
+    rows = [("layers", split.layers.shown, f"{count}")]
     if len(pieces.kinds) > 1:
         rows.append(("kinds", _order(pieces.kind_of), f"{len(pieces.kinds)}"))
-    rows += _parameters(loss, found)
+    rows += _parameters(loss, split)
     carried = f"{count} x {_size(pieces.carried)}"
     rows.append(("carried, saved for each layer", _types(pieces.carried), carried))
     seen = {
@@ -42,7 +41,7 @@ def described(loss: Loss, found: Found) -> str:
     if pieces.kept:
         kept = f"{count} x {_size(pieces.kept)}"
         rows.append(("kept of each layer", _types(pieces.kept), kept))
-    for other in found.others:
+    for other in split.others:
         frozen = all(loss.leaves[n][0] for n in other.leaves)
         whole = "frozen" if frozen else "with their gradients"
         words = f"{other.shown}, {other.length} layers, {whole}"
@@ -56,20 +55,20 @@ def described(loss: Loss, found: Found) -> str:
     lines = [table(("what", "found", "size"), rows)]
     if activation is not None and _are_logits(pieces, activation[1], len(loss.leaves)):
         lines.append(_LOGITS)
-    for layers, error in found.refused:
+    for layers, error in split.refused:
         size = readable_bytes(layers.nbytes)
         lines.append(f"{layers.shown}, {size}, is not taken apart: {error}")
     return "\n".join(lines)
 
 
-def _parameters(loss: Loss, found: Found) -> Iterator[tuple[str, str, str]]:
+def _parameters(loss: Loss, split: SplitLoss) -> Iterator[tuple[str, str, str]]:
     """Rows of the layers' parameters and of all others, trained and frozen."""
-    avals, leaves = found.pieces.flat.avals, loss.leaves
-    taken = {n for stack in found.stacks.values() for n in stack.leaves}
-    count = len(found.pieces.kind_of)
+    avals, leaves = split.pieces.flat.avals, loss.leaves
+    taken = {n for stack in split.stacks.values() for n in stack.leaves}
+    count = len(split.pieces.kind_of)
     for frozen in (False, True):
         word = "frozen" if frozen else "parameters"
-        stacks = [stack for (kind, _), stack in found.stacks.items() if kind == frozen]
+        stacks = [stack for (kind, _), stack in split.stacks.items() if kind == frozen]
         if stacks:
             size = sum(nbytes_of(avals[n]) for stack in stacks for n in stack.leaves)
             each = f"{count} x {readable_bytes(size // count)}"
@@ -83,7 +82,7 @@ def _parameters(loss: Loss, found: Found) -> Iterator[tuple[str, str, str]]:
 
 
 def _order(kind_of: Sequence[int]) -> str:
-    """A letter for each layer; of a pattern that repeats, once."""
+    """A letter for each layer's kind; a pattern that repeats is shown once."""
     first = {kind: k for k, kind in enumerate(dict.fromkeys(kind_of))}
     order = "".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[first[k] % 26] for k in kind_of)
     for period in range(1, len(order) // 2 + 1):
@@ -92,9 +91,9 @@ def _order(kind_of: Sequence[int]) -> str:
     return order if len(order) <= 40 else f"{order[:37]}..."
 
 
-def _row(flat: Flat, each: Sequence[Operand | None] | Operand) -> tuple[str, str]:
-    """What each layer has another one of, and the bytes of all of them."""
-    operands = [each] if isinstance(each, (int, Constant)) else each
+def _row(flat: Flat, table: Sequence[Operand | None] | Operand) -> tuple[str, str]:
+    """The type of an argument that differs between layers, and the bytes of all."""
+    operands = [table] if isinstance(table, (int, Constant)) else table
     avals = [flat.avals[x] for x in operands if isinstance(x, int)]
     if not avals:
         return "a number of the program", "0 B"
@@ -121,25 +120,23 @@ def _of_the_batch(flat: Flat, parameters: int) -> Iterator[tuple[Equation, set[i
     """Equations that follow from the batch, and their operands that do not."""
     fixed = {*range(parameters), *flat.constants}
     for equation in flat.equations:
-        given = fixed.intersection(values_in(equation))
-        if len(given) == len(set(values_in(equation))):
+        from_parameters = fixed.intersection(values_in(equation))
+        if len(from_parameters) == len(set(values_in(equation))):
             fixed.update(equation.outputs)
         else:
-            yield equation, given
+            yield equation, from_parameters
 
 
 def _are_logits(pieces: Pieces, aval: ShapedArray, parameters: int) -> bool:
-    """Whether a product with parameters, and its softmax, are as large.
-
-    What is made of logits, such as their exponentials, is as large as they are.
-    """
+    """Whether a product with parameters, and its softmax, have this shape."""
+    # Values computed from logits, such as their exponentials, are as large as these.
     flat, shape = pieces.flat, sorted(aval.shape)
     product, softmax = False, False
-    for e, given in _of_the_batch(flat, parameters):
+    for e, from_parameters in _of_the_batch(flat, parameters):
         if all(x not in pieces.inside for x in e.outputs):
             large = any(sorted(flat.avals[x].shape) == shape for x in e.outputs)
             name = e.primitive.name
-            product |= large and name == "dot_general" and bool(given)
+            product |= large and name == "dot_general" and bool(from_parameters)
             softmax |= large and name == "exp"
     return product and softmax
 

@@ -1,52 +1,54 @@
-"""A loss that is cut, as what is done before, in each layer, and after."""
+"""The stages of a loss, put together as `Pieces`: before, in each layer, and after."""
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 
 from paged_optax.analysis.program import Constant, Equation, Operand, Program
-from paged_optax.splitting.depends import SplitError, values_in, values_of
-from paged_optax.splitting.match import Straight, aval_of
+from paged_optax.splitting.dependence import SplitError, values_in, values_of
 from paged_optax.splitting.pieces import (
     Carried,
     Fixed,
     FromCarry,
     FromKept,
     FromTable,
-    Kind,
+    LayerKind,
     Pieces,
     Role,
     Seen,
+    Subprogram,
     Weight,
+    aval_of,
 )
 from paged_optax.splitting.stages import Stages
 
-#: How many values may pass through layers that do not need them.
+# How many values may pass through layers that do not need them: each layer's input is
+# saved, with all that passes through.
 _PASSING = 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Handed:
-    """What goes from layer to layer, and to the end.
+class _Dataflow:
+    """The values that go from layer to layer, and to the end.
 
     Attributes:
-      straight: Each layer's equations.
-      made: For each value that a layer makes the layer.
-      goes: For each of them the last layer that needs it, or -1.
-      last: Those that are needed after the layers.
-      slots: For each layer what comes from those before: value to slot.
+      subprograms: Each layer's equations.
+      layer_of: The layer that computes each value.
+      last_use: The last later layer that needs each of these values, or -1.
+      needed_after: Those that are needed after the layers.
+      slots: For each layer the slot of each value from an earlier one.
       avals: Shapes and dtypes of the slots.
     """
 
-    straight: tuple[Straight, ...]
-    made: Mapping[int, int]
-    goes: Mapping[int, int]
-    last: frozenset[int]
+    subprograms: tuple[Subprogram, ...]
+    layer_of: Mapping[int, int]
+    last_use: Mapping[int, int]
+    needed_after: frozenset[int]
     slots: Sequence[Mapping[int, int]]
     avals: Sequence[Hashable]
 
     @classmethod
-    def of(cls, stages: Stages) -> "_Handed":
-        """Follows what layers make.
+    def of(cls, stages: Stages) -> "_Dataflow":
+        """Follows the values that layers compute.
 
         Raises:
           SplitError: If more is handed on than the next layer needs.
@@ -54,31 +56,35 @@ class _Handed:
         depends = stages.cuts.depends
         flat, count = depends.flat, depends.count
         positions: list[list[int]] = [[] for _ in range(count)]
-        goes: dict[int, int] = {}
-        last = set(values_of(flat.outputs))
+        last_use: dict[int, int] = {}
+        needed_after = set(values_of(flat.outputs))
         for n in depends.live:
             stage = stages.of[n]
             inside = 0 <= stage < count
             if inside:
                 positions[stage].append(n)
-                goes.update(dict.fromkeys(flat.equations[n].outputs, -1))
+                last_use.update(dict.fromkeys(flat.equations[n].outputs, -1))
             for x in values_in(flat.equations[n]):
-                if inside and x in goes:
-                    goes[x] = max(goes[x], stage)
+                if inside and x in last_use:
+                    last_use[x] = max(last_use[x], stage)
                 elif not inside:
-                    last.add(x)
-        # In the order of the cuts: what all layers do stands alike in each.
+                    needed_after.add(x)
+        # In an order that does not depend on the trace, so that alike layers are equal.
         place = {n: k for k, n in enumerate(stages.cuts.order)}
         for turn, each in enumerate(positions):
             positions[turn] = _in_order(flat.equations, each, place)
-        straight = tuple(Straight.of(flat, each) for each in positions)
-        made = {x: turn for turn, each in enumerate(straight) for x in each.values}
-        goes = {x: turn if turn > made[x] else -1 for x, turn in goes.items()}
+        subprograms = tuple(Subprogram.of(flat, each) for each in positions)
+        layer_of = {
+            x: turn for turn, each in enumerate(subprograms) for x in each.values
+        }
+        last_use = {
+            x: turn if turn > layer_of[x] else -1 for x, turn in last_use.items()
+        }
         slots: list[dict[int, int]] = [{}]
         avals: list[Hashable] = []
         for turn in range(1, count):
-            held = {x: s for x, s in slots[-1].items() if goes[x] >= turn}
-            for x in (x for x in straight[turn - 1].values if goes[x] >= turn):
+            held = {x: s for x, s in slots[-1].items() if last_use[x] >= turn}
+            for x in (x for x in subprograms[turn - 1].values if last_use[x] >= turn):
                 aval = aval_of(flat, x)
                 taken = set(held.values())
                 free = (s for s, a in enumerate(avals) if a == aval and s not in taken)
@@ -86,21 +92,28 @@ class _Handed:
                 avals += [aval] * (slot == len(avals))
                 held[x] = slot
             slots.append(held)
-        found = cls(straight, made, goes, frozenset(last & set(made)), slots, avals)
-        found._refuse_skipping(stages)
-        found._refuse_kept_weights(stages)
-        return found
+        handed = cls(
+            subprograms,
+            layer_of,
+            last_use,
+            frozenset(needed_after & set(layer_of)),
+            slots,
+            avals,
+        )
+        handed._refuse_skipping(stages)
+        handed._refuse_kept_weights(stages)
+        return handed
 
     def _refuse_kept_weights(self, stages: Stages) -> None:
-        """Refuses what is needed later of a layer's parameters alone, if as large."""
+        """Refuses later uses of values of parameters and nothing else, if as large."""
         depends = stages.cuts.depends
         flat = depends.flat
-        later = {x: turn for x, turn in self.goes.items() if turn >= 0}
-        for x in (*self.last, *later):
+        later = {x: turn for x, turn in self.last_use.items() if turn >= 0}
+        for x in (*self.needed_after, *later):
             layers = depends.pure.get(x)
             equation = flat.equations[depends.producer[x]]
-            given = max((flat.size(y) for y in values_in(equation)), default=0)
-            if layers and flat.size(x) > 1 and flat.size(x) >= given:
+            largest = max((flat.size(y) for y in values_in(equation)), default=0)
+            if layers and flat.size(x) > 1 and flat.size(x) >= largest:
                 by = f"by layer {later[x]}" if x in later else "after all layers"
                 raise SplitError(
                     f"parameters of layer {min(layers)} are used {by} too, by way of"
@@ -113,19 +126,19 @@ class _Handed:
     def _refuse_skipping(self, stages: Stages) -> None:
         passing = max(
             (
-                sum(self.made[x] < turn - 1 for x in held)
+                sum(self.layer_of[x] < turn - 1 for x in held)
                 for turn, held in enumerate(self.slots)
             ),
             default=0,
         )
         if passing > _PASSING:
             depends = stages.cuts.depends
-            x = max(self.goes, key=lambda x: self.goes[x] - self.made[x])
+            x = max(self.last_use, key=lambda x: self.last_use[x] - self.layer_of[x])
             where = depends.line(depends.producer[x])
             raise SplitError(
-                f"a value that layer {self.made[x]} makes at {where} skips layers:"
-                f" layer {self.goes[x]} uses it. Each layer's input is saved, and would"
-                " hold all that skips it. Give the layers before and after such"
+                f"a value that layer {self.layer_of[x]} makes at {where} skips layers:"
+                f" layer {self.last_use[x]} uses it. Each layer's input is saved, and"
+                " would hold all that skips it. Give the layers before and after such"
                 " skips lists of their own, such as params['down'] and params['up']:"
                 " the largest is then taken apart."
             )
@@ -136,8 +149,9 @@ def _in_order(
 ) -> list[int]:
     """Equations of one layer, each after those that it needs, depth first.
 
-    This follows from what is computed alone. In what order it was traced does not
-    matter: some of it depends on no parameter in the first layer, but does in others.
+    The order depends only on what is computed, so that alike layers are equal. The
+    order of the trace would not do: an equation that depends on parameters in other
+    layers may depend on none in the first one, and is then sorted before the layers.
     """
     producer = {x: n for n in chosen for x in equations[n].outputs}
     needs = {
@@ -165,9 +179,9 @@ class _Group:
     Attributes:
       layers: Their numbers.
       key: What they compute.
-      roles: What each argument is; None where it is made before the layers.
-      handed: For each slot the place of the value among those made, None where it stays
-        as it came; None as a whole where no layer follows.
+      roles: The role of each argument; None for values from before the layers.
+      handed: For each slot the place of its next value among the layer's values, None
+        where the slot keeps its value; None as a whole where no layer follows.
     """
 
     layers: list[int]
@@ -177,6 +191,7 @@ class _Group:
 
     def takes(self, other: "_Group") -> bool:
         """Whether another layer is like these."""
+        # The first layer takes from before the layers what others take from a layer.
         first = other.layers == [0]
         return (
             self.key == other.key
@@ -190,32 +205,32 @@ class _Group:
 
 
 class _Assembly:
-    """Layers, being put together."""
+    """Groups of layers that are alike, and the tables and values that they share."""
 
     def __init__(self, stages: Stages):
-        self.stages, self.handed = stages, _Handed.of(stages)
+        self.stages, self.dataflow = stages, _Dataflow.of(stages)
         self.flat = stages.cuts.depends.flat
-        self.count = len(self.handed.straight)
+        self.count = len(self.dataflow.subprograms)
         self.tables: list[Sequence[Operand | None]] = []
         self.kept: list[Hashable] = []
         self.after: dict[int, FromCarry | FromKept] = {}
 
     def groups(self) -> list[_Group]:
-        """Layers that are alike. The first one is told by what it becomes."""
-        found: list[_Group] = []
+        """Layers that are alike. The first one comes last: it joins any that fits."""
+        groups: list[_Group] = []
         for n in (*range(1, self.count), 0):
-            group = self._alone(n)
-            known = next((g for g in found if g.takes(group)), None)
+            group = self._single(n)
+            known = next((g for g in groups if g.takes(group)), None)
             if known is None:
-                found.append(group)
+                groups.append(group)
                 continue
             known.layers.append(n)
             known.handed = group.handed if known.handed is None else known.handed
-        return found
+        return groups
 
-    def _alone(self, n: int) -> _Group:
-        """A layer, before it is known which others are like it."""
-        straight, slots = self.handed.straight[n], self.handed.slots
+    def _single(self, n: int) -> _Group:
+        """The group of one layer."""
+        subprogram, slots = self.dataflow.subprograms[n], self.dataflow.slots
         members = self.stages.members
 
         def role(x: Operand) -> Weight | Carried | None:
@@ -227,17 +242,19 @@ class _Assembly:
 
         handed = None
         if n + 1 < self.count:
-            places = {x: k for k, x in enumerate(straight.values)}
+            places = {x: k for k, x in enumerate(subprogram.values)}
             held = {slot: places.get(x) for x, slot in slots[n + 1].items()}
-            handed = tuple(map(held.get, range(len(self.handed.avals))))
-        return _Group([n], straight.key, tuple(map(role, straight.arguments)), handed)
+            handed = tuple(map(held.get, range(len(self.dataflow.avals))))
+        return _Group(
+            [n], subprogram.key, tuple(map(role, subprogram.arguments)), handed
+        )
 
-    def kind(self, group: _Group) -> Kind:
-        """What a group's layers compute."""
-        arguments = [self.handed.straight[n].arguments for n in group.layers]
-        straight = self.handed.straight[group.layers[0]]
+    def kind(self, group: _Group) -> LayerKind:
+        """The program of a group's layers, and the roles of its arguments."""
+        arguments = [self.dataflow.subprograms[n].arguments for n in group.layers]
+        subprogram = self.dataflow.subprograms[group.layers[0]]
         roles = tuple(
-            role or self._given(group.layers, operands)
+            role or self._before_layers(group.layers, operands)
             for role, operands in zip(
                 group.roles, zip(*arguments, strict=True), strict=True
             )
@@ -245,20 +262,25 @@ class _Assembly:
         handed = self._last(group) if group.handed is None else group.handed
         kept = self._kept(group, handed)
         wanted = sorted({x for x in (*handed, *kept) if x is not None})
-        count = len(straight.arguments)
+        count = len(subprogram.arguments)
         program = Program(
             inputs=count,
-            equations=straight.equations,
+            equations=subprogram.equations,
             outputs=tuple(count + x for x in wanted),
             elementwise=False,
         )
         result = lambda x: None if x is None else wanted.index(x)
-        return Kind(
+        return LayerKind(
             program, roles, tuple(map(result, handed)), tuple(map(result, kept))
         )
 
-    def _given(self, layers: Sequence[int], operands: Sequence[Operand]) -> Role:
-        """What an argument is that is made before the layers."""
+    def _before_layers(
+        self, layers: Sequence[int], operands: Sequence[Operand]
+    ) -> Role:
+        """The role of an argument from before the layers.
+
+        If it differs between layers, it goes to a table. Tables that agree are one.
+        """
         first = operands[0]
         if all(x == first for x in operands):
             return Fixed(first.value) if isinstance(first, Constant) else Seen(first)
@@ -280,11 +302,11 @@ class _Assembly:
         return next(aval_of(self.flat, x) for x in row if x is not None)
 
     def _last(self, group: _Group) -> tuple[int | None, ...]:
-        """What a last layer that is like no other one hands to the end."""
-        values = self.handed.straight[group.layers[0]].values
-        free = [k for k, x in enumerate(values) if x in self.handed.last]
+        """The carry of a last layer that is like no other one, by shapes and dtypes."""
+        values = self.dataflow.subprograms[group.layers[0]].values
+        free = [k for k, x in enumerate(values) if x in self.dataflow.needed_after]
         handed: list[int | None] = []
-        for aval in self.handed.avals:
+        for aval in self.dataflow.avals:
             fit = (k for k in reversed(free) if aval_of(self.flat, values[k]) == aval)
             chosen = next(fit, None)
             if chosen is not None:
@@ -295,12 +317,13 @@ class _Assembly:
     def _kept(
         self, group: _Group, handed: Sequence[int | None]
     ) -> tuple[int | None, ...]:
-        """What a group's layers keep for the end: by number, the place of the value."""
+        """The values that a group's layers keep for the end, by number."""
         places: list[int | None] = [None] * len(self.kept)
         for n in group.layers:
-            for place, x in enumerate(self.handed.straight[n].values):
-                if x not in self.handed.last:
+            for place, x in enumerate(self.dataflow.subprograms[n].values):
+                if x not in self.dataflow.needed_after:
                     continue
+                # The last layer's carry goes to the end anyway, and is not kept twice.
                 if n == self.count - 1 and place in handed:
                     self.after[x] = FromCarry(handed.index(place))
                     continue
@@ -317,25 +340,25 @@ class _Assembly:
         return tuple(places)
 
     def pieces(self) -> Pieces:
-        """The whole."""
+        """The loss in pieces."""
         groups = self.groups()
         kinds = [self.kind(group) for group in groups]
         kind_of = [0] * self.count
-        initial: list[Operand | None] = [None] * len(self.handed.avals)
+        initial: list[Operand | None] = [None] * len(self.dataflow.avals)
         for number, group in enumerate(groups):
             for n in group.layers:
                 kind_of[n] = number
             if 0 in group.layers:
-                first = self.handed.straight[0].arguments
+                first = self.dataflow.subprograms[0].arguments
                 for role, x in zip(group.roles, first, strict=True):
                     if isinstance(role, Carried):
                         initial[role.slot] = x
         aval = lambda x: self.flat.avals[x]
-        slot = {s: aval(x) for held in self.handed.slots for x, s in held.items()}
+        slot = {s: aval(x) for held in self.dataflow.slots for x, s in held.items()}
         kept = {
-            found.number: aval(x)
-            for x, found in self.after.items()
-            if isinstance(found, FromKept)
+            place.number: aval(x)
+            for x, place in self.after.items()
+            if isinstance(place, FromKept)
         }
         fill = lambda kind: kind.kept + (None,) * (len(kept) - len(kind.kept))
         return Pieces(
@@ -347,12 +370,12 @@ class _Assembly:
             tables=tuple(self.tables),
             kept=tuple(kept[k] for k in range(len(kept))),
             after=self.after,
-            inside=frozenset(self.handed.made),
+            inside=frozenset(self.dataflow.layer_of),
         )
 
 
 def assembled(stages: Stages) -> Pieces:
-    """Finds out which layers are alike, and what each of their arguments is.
+    """The pieces of a loss: kinds of layers, and the roles of their arguments.
 
     Args:
       stages: The layer of each equation.

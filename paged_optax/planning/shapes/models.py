@@ -1,16 +1,22 @@
-"""Decoders by name, and by their number of parameters."""
+"""Shapes of a model: by its name, by its size, or of a function that makes it."""
 
 import dataclasses
 import difflib
 import functools
+import importlib
 import math
+import operator
+import os
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
+from paged_optax.backend.types import ArrayOrShape
 from paged_optax.backend.validation import floating_dtype
 
 
@@ -120,17 +126,13 @@ def of_size(parameters: int | float) -> Decoder:
     values, the vocabulary has 128256 rows, twice from 4 billion parameters on. Of the
     widths that are multiples of 256, the one whose layers number nearest to a 128th of
     the width.
-
-    Example:
-      >>> of_size(8e9) == DECODERS["llama3-8b"]
-      True
     """
     if parameters > MOST_PARAMETERS:
         raise ValueError(
             f"{parameters:.3g} parameters are more than any model has, which is fewer"
             f" than {MOST_PARAMETERS:.0e}."
         )
-    found, smallest = [], math.inf
+    decoders, smallest = [], math.inf
     for hidden in range(256, 32769, 256):
         decoder = Decoder(
             hidden,
@@ -145,14 +147,14 @@ def of_size(parameters: int | float) -> Decoder:
         one = decoder.size - dataclasses.replace(decoder, layers=0).size
         layers = round((parameters - decoder.size) / one) + 1
         if layers >= 1:
-            found.append(dataclasses.replace(decoder, layers=layers))
-    if not found:
+            decoders.append(dataclasses.replace(decoder, layers=layers))
+    if not decoders:
         raise ValueError(
             f"{parameters:.3g} parameters are fewer than the {smallest:.3g} of the"
             " smallest decoder of this family. Smaller models: --module, --checkpoint,"
             " or what_fits with your own parameters."
         )
-    return min(found, key=lambda x: abs(math.log(128 * x.layers / x.hidden)))
+    return min(decoders, key=lambda x: abs(math.log(128 * x.layers / x.hidden)))
 
 
 def model_shapes(
@@ -184,12 +186,7 @@ def model_shapes(
 
 
 def decoder_of(name: str) -> Decoder:
-    """The decoder of a name or a size, as `model_shapes` takes it.
-
-    Example:
-      >>> decoder_of("llama3.2-1b").heads
-      32
-    """
+    """The decoder of a name or a size, as `model_shapes` takes it."""
     if not isinstance(name, str):
         raise ValueError(f"model {name!r} is no text: pass one such as '8B'.")
     return _named(name) or of_size(_count(name))
@@ -236,3 +233,73 @@ def _count(text: str) -> float:
             f"model {text!r} would have {count:g} parameters. Did you mean {match[1]}B?"
         )
     return count
+
+
+_FORM = "--module names a function as package.module:function"
+
+
+def module_shapes(name: str) -> PyTree[jax.ShapeDtypeStruct]:
+    """Shapes of the parameters that a function makes; nothing is allocated.
+
+    Args:
+      name: `"package.module:function"`. The function takes no arguments and returns a
+        Flax NNX module; or a Linen module and its example inputs, `(module, *inputs)`;
+        or the parameters themselves, as arrays or `ShapeDtypeStruct`s.
+
+    Returns:
+      A pytree of `ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: If there is no such function, or it fails, or it returns none.
+    """
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", name):
+        raise ValueError(f"{name!r}: {_FORM}, such as mymodel:make_model.")
+    place, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # As `python -m` does, for a console script.
+    try:
+        make = operator.attrgetter(attribute)(importlib.import_module(place))
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name!r}: {_FORM}, and {error}.") from error
+    except (Exception, SystemExit) as error:  # Whatever a module does at its import.
+        raise ValueError(f"{name!r}: importing {place} {_failed(error)}") from error
+    try:
+        params = jax.eval_shape(lambda: _parameters(make()))
+    except (Exception, SystemExit) as error:  # Whatever the function does.
+        raise ValueError(
+            f"{name!r}: calling it without arguments {_failed(error)}"
+        ) from error
+    if not jax.tree.leaves(params):
+        raise ValueError(f"{name!r} returns no parameters.")
+    return _without_values(params)
+
+
+def _failed(error: BaseException) -> str:
+    """The error of a user's code, in one line."""
+    first, *_ = [*str(error).splitlines(), ""]
+    return f"failed with {type(error).__name__}: {first}".rstrip(": ")
+
+
+def _parameters(model: PyTree) -> PyTree[ArrayLike]:
+    """The parameters of a model, which is being traced."""
+    if "flax" in sys.modules:  # Or it is no Flax module.
+        from flax import linen, nnx
+
+        if isinstance(model, nnx.Module):
+            return nnx.to_pure_dict(nnx.split(model, nnx.Param, ...)[1])
+        module, *inputs = model if isinstance(model, tuple) and model else (model,)
+        if isinstance(module, linen.Module):
+            return module.init(jax.random.key(0), *inputs)["params"]
+    return jax.tree.map(_array, model)
+
+
+def _array(x: ArrayLike | jax.ShapeDtypeStruct) -> ArrayLike:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.lax.empty(x.shape, x.dtype)
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"it returns a {type(x).__name__}, and that is no parameter")
+    return x
+
+
+def _without_values(tree: PyTree[ArrayOrShape]) -> PyTree[jax.ShapeDtypeStruct]:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

@@ -1,4 +1,4 @@
-"""Which parameters belong to which layer: like subtrees of the parameters, numbered."""
+"""Layers that are alike subtrees of the parameters, numbered by name."""
 
 import collections
 import dataclasses
@@ -17,22 +17,22 @@ from paged_optax.backend.types import KeyPath
 Names = tuple[str, ...]
 
 #: A parameter's number, or its stack.
-Numbered = TypeVar("Numbered")
+Item = TypeVar("Item")
 
 #: A parameter within its layer: whether it is frozen, and its names.
 Member = tuple[bool, Names]
 
 
 @dataclasses.dataclass(frozen=True)
-class Layers:
-    """Layers whose parameters are subtrees of their own.
+class NumberedLayers:
+    """Layers whose parameters are subtrees of the parameters.
 
     Attributes:
-      name: What the paths of all of them begin with; "*": nothing in common.
-      members: For each layer its parameters: the number of each leaf.
-      nbytes: Their bytes.
-      guess: Whether each layer has parameters in several lists, as if these were of
-        the same layers.
+      name: The common beginning of all paths; "*" if there is none.
+      members: The numbers of each layer's leaves.
+      nbytes: The bytes of all layers.
+      guess: Whether each layer has parameters in several lists, which may be lists of
+        different layers.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Layers:
 
     @property
     def shown(self) -> str:
-        """What the paths of each layer begin with."""
+        """The beginning of each layer's paths, for tables and messages."""
         return "all lists" if self.name == "*" else f"{self.name}*"
 
     @property
@@ -55,13 +55,13 @@ class Layers:
         """The numbers of their parameters."""
         return {n for each in self.members for n in each.values()}
 
-    def parts(self, nbytes: Callable[[int], int]) -> tuple["Layers", ...]:
-        """What is trained of them, and what is frozen; nothing if they are alike.
+    def parts(self, nbytes: Callable[[int], int]) -> tuple["NumberedLayers", ...]:
+        """The trained and the frozen parameters of layers that have both, else none.
 
         Args:
           nbytes: The bytes of a parameter, by its number.
         """
-        parts: list[Layers] = []
+        parts: list[NumberedLayers] = []
         for kind in (False, True):
             chosen = lambda each, kind=kind: {
                 member: n for member, n in each.items() if member[0] == kind
@@ -73,9 +73,9 @@ class Layers:
 
 
 def split_names(paths: Sequence[KeyPath]) -> list[Names]:
-    """The names of a tree's paths, also of what slashes and dots part within a key.
+    """The names of a tree's paths; slashes and dots within a key separate names too.
 
-    Where two would then be the same, or one the beginning of another, keys stay whole:
+    A key stays whole if two paths would be the same, or one the beginning of another:
     no leaf is lost in nested dicts of these names.
 
     Example:
@@ -89,20 +89,21 @@ def split_names(paths: Sequence[KeyPath]) -> list[Names]:
     times = collections.Counter(parted)
     inner = {names[:k] for names in times for k in range(len(names))}
     outer = lambda names: any(names[:k] in times for k in range(len(names)))
-    alone = lambda names: times[names] == 1 and names not in inner and not outer(names)
+    distinct = lambda names: (
+        times[names] == 1 and names not in inner and not outer(names)
+    )
     pairs = zip(whole, parted, strict=True)
-    return [names if alone(names) else unparted for unparted, names in pairs]
+    return [names if distinct(names) else unparted for unparted, names in pairs]
 
 
 def _parts(name: str) -> list[str]:
-    """What slashes and dots part."""
     return re.split(r"[/.]", name)
 
 
 def numbered(
     leaves: Sequence[tuple[bool, Names]], avals: Sequence[ShapedArray]
-) -> list[Layers]:
-    """All lists of like subtrees, the largest first.
+) -> list[NumberedLayers]:
+    """All lists of alike subtrees, the largest first.
 
     Args:
       leaves: For each leaf whether it is frozen, and its names.
@@ -111,38 +112,38 @@ def numbered(
     groups: dict[tuple[Names, str], dict[int, dict[Member, int]]] = defaultdict(
         lambda: defaultdict(dict)
     )
-    unnumbered: dict[tuple[Names, str], dict[Member, int]] = defaultdict(dict)
+    whole_names: dict[tuple[Names, str], dict[Member, int]] = defaultdict(dict)
     for number, (frozen, names) in enumerate(leaves):
         for k, name in enumerate(names[:-1] if len(names) > 1 else ()):
             member = frozen, names[k + 1 :]
-            unnumbered[names[:k], name][member] = number
-            if found := _numbered(name):
-                stem, n = found
+            whole_names[names[:k], name][member] = number
+            if match := _numbered(name):
+                stem, n = match
                 groups[names[:k], stem][n][member] = number
-    lists: list[Layers] = []
+    lists: list[NumberedLayers] = []
     for (before, stem), by_number in groups.items():
         # Haiku's names begin with one that has no number.
         if 0 not in by_number and 1 in by_number and stem:
-            if first := unnumbered.get((before, stem)):
+            if first := whole_names.get((before, stem)):
                 by_number = {0: first, **by_number}
         members = [by_number[n] for n in sorted(by_number)]
-        if found := _alike(members, avals):
-            found = [one_layer(each, lambda n: avals[n].ndim) for each in found]
-            size = sum(nbytes_of(avals[n]) for each in found for n in each.values())
-            lists.append(Layers("/".join((*before, stem)), tuple(found), size))
+        if alike := _alike(members, avals):
+            alike = [relabeled(each, lambda n: avals[n].ndim) for each in alike]
+            size = sum(nbytes_of(avals[n]) for each in alike for n in each.values())
+            lists.append(NumberedLayers("/".join((*before, stem)), tuple(alike), size))
     lists += _by_kind(leaves, avals, [x.leaves for x in lists])
-    return sorted(lists, key=lambda found: -found.nbytes)
+    return sorted(lists, key=lambda layers: -layers.nbytes)
 
 
 def _by_kind(
     leaves: Sequence[tuple[bool, Names]],
     avals: Sequence[ShapedArray],
     known: Sequence[set[int]],
-) -> list[Layers]:
+) -> list[NumberedLayers]:
     """Layers whose parameters are in several lists, such as `params["mlp"][n]`.
 
-    Also those of one array each, as `params["up"][n]`. Of the layers with the same
-    parameters as others those are left out whose lists have less in common.
+    Lists of arrays, such as `params["up"][n]`, are among them. If several candidates
+    have the same parameters, the one with the longest common path is taken.
 
     Args:
       leaves: For each leaf whether it is frozen, and its names.
@@ -154,15 +155,15 @@ def _by_kind(
     )
     for number, (frozen, names) in enumerate(leaves):
         for k, name in enumerate(names):
-            if not (found := _numbered(name)):
+            if not (match := _numbered(name)):
                 continue
             for start in range(k, -1, -1):
                 if start < k and _numbered(names[start]):
                     break
-                kind = (*names[start:k], *filter(None, found[:1]))
-                own = groups[names[:start]][kind][found[1]]
-                own[frozen, names[k + 1 :]] = number
-    lists: dict[frozenset[int], Layers] = {}
+                kind = (*names[start:k], *filter(None, match[:1]))
+                layer = groups[names[:start]][kind][match[1]]
+                layer[frozen, names[k + 1 :]] = number
+    lists: dict[frozenset[int], NumberedLayers] = {}
     for before in sorted(groups, key=len):
         by_length: dict[int, list[dict[Member, int]]] = {}
         kinds = collections.Counter[int]()
@@ -170,57 +171,59 @@ def _by_kind(
             members = _alike([by_number[n] for n in sorted(by_number)], avals)
             each = by_length.setdefault(len(members), [{} for _ in members])
             kinds[len(members)] += 1
-            for layer, own in zip(each, members, strict=True):
-                layer |= {(f, (*kind, *names)): n for (f, names), n in own.items()}
+            for layer, part in zip(each, members, strict=True):
+                layer |= {(f, (*kind, *names)): n for (f, names), n in part.items()}
         for members in by_length.values():
             chosen = frozenset(n for each in members for n in each.values())
             if members and set(chosen) not in known and all(x[1] for x in members[0]):
-                members = [one_layer(x, lambda n: avals[n].ndim) for x in members]
+                members = [relabeled(x, lambda n: avals[n].ndim) for x in members]
                 size = sum(nbytes_of(avals[n]) for n in chosen)
                 name = "/".join((*before, "")) or "*"
                 several = kinds[len(members)] > 1
-                lists[chosen] = Layers(name, tuple(members), size, several)
+                lists[chosen] = NumberedLayers(name, tuple(members), size, several)
     return list(lists.values())
 
 
 def _numbered(name: str) -> tuple[str, int] | None:
-    """What a name's number stands behind, and the number."""
-    found = re.fullmatch(r"(.*?)_?(\d+)", name)
-    return found and (found[1], int(found[2]))
+    """A name without its number, and the number; None if it has none."""
+    match = re.fullmatch(r"(.*?)_?(\d+)", name)
+    return match and (match[1], int(match[2]))
 
 
-def one_layer(
-    members: Mapping[Member, Numbered], ndim: Callable[[Numbered], int]
-) -> dict[Member, Numbered]:
-    """A layer whose parts, if they are numbered, are not taken for layers.
+def relabeled(
+    members: Mapping[Member, Item], ndim: Callable[[Item], int]
+) -> dict[Member, Item]:
+    """A layer whose parts, if they are numbered, are not mistaken for layers.
 
-    A tree that is stacked is told by its matrices from a list of layers. Where there
-    are vectors alone, the parts' names begin with one that has no number.
+    Matrices tell a tree of stacks from a list of layers. If there are only vectors, the
+    names of the parts get a first name that has no number.
 
     Args:
       members: The parameters of a layer, or their stacks.
       ndim: How many axes one has in one layer.
     """
-    renamed: dict[Member, Numbered] = {}
+    renamed: dict[Member, Item] = {}
     for frozen in (False, True):
-        own = {names: x for (kind, names), x in members.items() if kind == frozen}
-        mistaken = all(_numbered(names[0]) and ndim(x) < 2 for names, x in own.items())
-        for names, x in own.items():
+        weights = {names: x for (kind, names), x in members.items() if kind == frozen}
+        mistaken = all(
+            _numbered(names[0]) and ndim(x) < 2 for names, x in weights.items()
+        )
+        for names, x in weights.items():
             renamed[frozen, ("layer", *names) if mistaken else names] = x
     return renamed
 
 
 def first_names(members: Iterable[Member]) -> str:
-    """How the paths of parameters begin that are in no dict of their own."""
+    """The beginnings of the paths of parameters that have none in common."""
     first = sorted({names[0] if names else "" for _, names in members})
     return ", ".join([*first[:3], *(["..."] if len(first) > 3 else [])])
 
 
 def named(layers: str, names: Sequence[str]) -> list[str]:
-    """The lists that are asked for, as `"layers"` or `"model/h_*"`.
+    """The lists that a user names, as `"layers"` or `"model/h_*"`.
 
-    Any part of a path that it begins with will do; but what is a list's whole name is
-    no other one's, such as of a list within one of its layers.
+    The beginning of a path will do. If it is the whole name of one list, it does not
+    name other ones too, such as a list within one of its layers.
     """
     plain = lambda name: "/".join(_parts(name.removesuffix("*"))).rstrip("/_")
     wanted = plain(layers)
@@ -229,7 +232,7 @@ def named(layers: str, names: Sequence[str]) -> list[str]:
 
 
 def nbytes_of(aval: ShapedArray) -> int:
-    """Bytes of a value; of a key, about what its words take."""
+    """Bytes of a value; about those of a key's words."""
     shape = getattr(aval, "shape", ())
     return math.prod(shape) * getattr(aval.dtype, "itemsize", 8)
 
@@ -237,9 +240,9 @@ def nbytes_of(aval: ShapedArray) -> int:
 def _alike(
     members: Sequence[Mapping[Member, int]], avals: Sequence[ShapedArray]
 ) -> list[dict[Member, int]]:
-    """The longest run of subtrees that are alike; or of blocks of subtrees that are.
+    """The longest run of subtrees, or of blocks of subtrees, that are alike.
 
-    The first or the last ones may be unlike, as dense layers before experts are.
+    The first or the last subtrees may differ, as dense layers before experts do.
     """
     described = [
         frozenset((member, avals[n].shape, avals[n].dtype) for member, n in x.items())
