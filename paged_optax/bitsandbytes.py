@@ -19,32 +19,20 @@ from paged_optax.backend.text import LARGE_BYTES, key_names, path_name, track
 from paged_optax.backend.types import KeyPath, Path
 from paged_optax.backend.validation import check_arrays
 from paged_optax.backend.variables import unflatten_like
-from paged_optax.codecs import (
-    Arranged,
-    DynamicInt8,
-    Quantized,
-    arranged,
-    axis_of_blocks,
-    unarranged,
-)
+from paged_optax.codecs import Quantized, unarranged
 from paged_optax.codecs.quantization import dynamic_map
-from paged_optax.state.entries import (
+from paged_optax.state.bitsandbytes_entries import (
+    FIELDS,
     Entry,
+    codec_of,
     entries_of,
-    numbers,
-    refuse_unfit,
+    on_cpu,
+    read_moment,
+    refuse_other_moments,
     step_in,
 )
 from paged_optax.state.leaves import StateLeaf, leaves_of
 from paged_optax.state.steps import served_by, step_of
-
-#: Optax's moments, and where bitsandbytes keeps each: its array, the position in it.
-_FIELDS: dict[str, tuple[str, int | None]] = {
-    "mu": ("1", None),
-    "nu": ("2", None),
-    "m1": ("1", 0),
-    "m2": ("1", 1),
-}
 
 #: Optax's counts of updates.
 _COUNTS = ("count", "count_m2")
@@ -88,16 +76,16 @@ def to_bitsandbytes(
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
     }
     parts: dict[KeyPath, dict[str, dict[int | None, np.ndarray]]] = {}
-    for leaf in _shown(leaves, state):
-        if not (leaf.is_moment and leaf.field in _FIELDS):
+    for leaf in _tracked(leaves, state):
+        if not (leaf.is_moment and leaf.field in FIELDS):
             continue
-        number, position = _FIELDS[leaf.field]
+        number, position = FIELDS[leaf.field]
         entry = parts.setdefault(leaf.parameter, {})
         arrays = {f"state{number}": leaf.value}
         if isinstance(leaf.value, Quantized):
             try:
                 shape = shapes.get(key_names(leaf.parameter))
-                plain = unarranged(_codec(number), _beside(leaf.value), shape)
+                plain = unarranged(codec_of(number), on_cpu(leaf.value), shape)
             except ValueError as error:
                 raise ValueError(
                     f"moment {leaf.field} of parameter {leaf.name!r} is"
@@ -107,7 +95,7 @@ def to_bitsandbytes(
                 ) from error
             codes, scales = map(np.asarray, plain)
             arrays = {f"state{number}": codes, f"absmax{number}": scales}
-            qmap = np.array(dynamic_map(_codec(number).signed))
+            qmap = np.array(dynamic_map(codec_of(number).signed))
             entry[f"qmap{number}"] = {None: qmap}
         for name, x in arrays.items():
             entry.setdefault(name, {})[position] = np.asarray(x)
@@ -163,65 +151,47 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[Path | int, Entry]) -> PyT
       bitsandbytes, `optim/optimizer.py <https://github.com/bitsandbytes-foundation>`_.
     """
     leaves, values = leaves_of(state), list[PyTree]()
-    given = entries_of(
-        entries, [x.parameter for x in leaves if x.is_moment and x.field in _FIELDS]
+    by_parameter = entries_of(
+        entries, [x.parameter for x in leaves if x.is_moment and x.field in FIELDS]
     )
-    _refuse_other_moments(leaves, given)
-    steps = {path: step_in(path, x) for path, x in given.items() if "step" in x}
-    for leaf in _shown(leaves, state):
+    refuse_other_moments(leaves, by_parameter)
+    steps = {path: step_in(path, x) for path, x in by_parameter.items() if "step" in x}
+    for leaf in _tracked(leaves, state):
         value = leaf.value
         if leaf.is_count and leaf.field in _COUNTS:
-            served = given.keys() & served_by(leaves, leaf)
+            served = by_parameter.keys() & served_by(leaves, leaf)
             if untold := sorted(map(path_name, served - steps.keys())):
                 raise ValueError(
                     f"the entry of parameter {untold[0]!r} has no 'step': pass how many"
                     " updates its moments have seen, as bitsandbytes does."
                 )
-            own = max((steps[path] for path in served), default=None)
-            if own is not None:
-                value = jax.device_put(jnp.asarray(own, value.dtype), value.sharding)
-        elif leaf.is_moment and leaf.field in _FIELDS:
-            value = _read(given[leaf.parameter], leaf)
+            step = max((steps[path] for path in served), default=None)
+            if step is not None:
+                value = jax.device_put(jnp.asarray(step, value.dtype), value.sharding)
+        elif leaf.is_moment and leaf.field in FIELDS:
+            value = read_moment(by_parameter[leaf.parameter], leaf)
         values.append(value)
-    _tell_of_other_steps(leaves, values, steps)
+    _warn_of_other_steps(leaves, values, steps)
     return unflatten_like(state, values)
 
 
-def _refuse_other_moments(
-    leaves: Sequence[StateLeaf], given: Mapping[KeyPath, Entry]
-) -> None:
-    """Refuses entries with moments that the state does not keep."""
-    kept = {
-        (leaf.parameter, f"state{_FIELDS[leaf.field][0]}")
-        for leaf in leaves
-        if leaf.is_moment and leaf.field in _FIELDS
-    }
-    for path, entry in given.items():
-        for name in ("state1", "state2"):
-            if name in entry and (path, name) not in kept:
-                raise ValueError(
-                    f"the entry of parameter {path_name(path)!r} has {name!r}, and the"
-                    " state keeps no such moment: it is of another optimizer."
-                )
-
-
-def _tell_of_other_steps(
+def _warn_of_other_steps(
     leaves: Sequence[StateLeaf],
     values: Sequence[PyTree[Array]],
     steps: Mapping[KeyPath, int],
 ) -> None:
-    """Warns if a parameter goes on with another count than its own."""
+    """Warns if a parameter goes on with another count than that of its entry."""
     if len(set(steps.values())) < 2:
         return
     new = [
         dataclasses.replace(leaf, value=value)
         for leaf, value in zip(leaves, values, strict=True)
     ]
-    for path, own in steps.items():
+    for path, step in steps.items():
         count = step_of(new, path)
-        if count is not None and int(count) != own:
+        if count is not None and int(count) != step:
             warnings.warn(
-                f"the entry of parameter {path_name(path)!r} has 'step' {own}, and the"
+                f"the entry of parameter {path_name(path)!r} has 'step' {step}, and the"
                 f" state has one count for all parameters, which is {int(count)} now:"
                 " its bias corrections and schedules will be those of that step. Make"
                 " the state with per_parameter_steps=True, and each keeps its own.",
@@ -230,113 +200,6 @@ def _tell_of_other_steps(
             return
 
 
-def _shown(leaves: Sequence[StateLeaf], state: PyTree) -> Iterator[StateLeaf]:
+def _tracked(leaves: Sequence[StateLeaf], state: PyTree) -> Iterator[StateLeaf]:
     """The leaves, with a progress bar where the state is large."""
     return track(leaves, "moments", len(leaves), shown=nbytes(state) >= LARGE_BYTES)
-
-
-def _read(entry: Entry, leaf: StateLeaf) -> PyTree[Array]:
-    number, position = _FIELDS[leaf.field]
-    state, absmax, qmap = f"state{number}", f"absmax{number}", f"qmap{number}"
-
-    def held(name: str) -> np.ndarray:
-        if name not in entry:
-            raise ValueError(
-                f"the entry of parameter {leaf.name!r} has no {name!r}: it has"
-                f" {', '.join(sorted(map(str, entry)))}."
-            )
-        return numbers(leaf.parameter, name, entry[name])
-
-    # A copy: JAX takes a NumPy array's memory as it is, and when it comes to it. That
-    # may be the memory of a PyTorch tensor that is still trained.
-    def given(name: str) -> np.ndarray:
-        array = held(name)
-        if position is None:
-            return np.array(array)
-        if not array.ndim or len(array) <= position:
-            raise ValueError(
-                f"{name!r} of parameter {leaf.name!r} has shape"
-                f" {list(array.shape)}, where two moments are stacked."
-            )
-        return np.array(array[position])
-
-    if not isinstance(leaf.value, Quantized):
-        found = given(state)
-        fits = _fitting(found, leaf.value, leaf, state)
-        meaning = "a mean of squares" if number == "2" else ""
-        refuse_unfit(leaf.parameter, state, found, meaning)
-        return fits
-    plain = _codec(number)
-    wanted = dynamic_map(plain.signed)
-    found = held(qmap)
-    # PyTorch's linspace rounds differently from release to release.
-    if found.shape != wanted.shape or not np.allclose(found, wanted, 1e-6, 0):
-        raise ValueError(
-            f"{qmap!r} of parameter {leaf.name!r} is not the dynamic map: its"
-            " codes mean other numbers."
-        )
-    scales = given(absmax)
-    moment = Quantized(given(state), scales)
-    right = plain.stored(moment.codes.shape)
-    if moment.codes.dtype == right.codes.dtype:
-        if _described(moment.scales) != _described(right.scales):
-            raise ValueError(
-                f"{absmax!r} of parameter {leaf.name!r} is"
-                f" {moment.scales.dtype}{list(moment.scales.shape)}, and {state!r} of"
-                f" {list(moment.codes.shape)} has"
-                f" {right.scales.dtype}{list(right.scales.shape)}."
-            )
-        moment = _arranged_like(leaf.value, moment, plain)
-    fits = Quantized(
-        _fitting(moment.codes, leaf.value.codes, leaf, state),
-        _fitting(moment.scales, leaf.value.scales, leaf, absmax),
-    )
-    refuse_unfit(leaf.parameter, absmax, scales, "each block's largest magnitude")
-    return fits
-
-
-def _codec(number: str) -> DynamicInt8:
-    """What stores first moments, or second ones."""
-    return DynamicInt8(signed=number == "1")
-
-
-def _arranged_like(
-    moment: Quantized[Array], found: Quantized[np.ndarray], plain: DynamicInt8
-) -> PyTree[Array | np.ndarray]:
-    """Codes and scales, arranged as a state's moment is; unchanged if none fits."""
-    shape = found.codes.shape
-    # bitsandbytes has the transpose of a moment whose blocks run along columns.
-    for own in (shape, (*shape[:-2], *shape[:-3:-1])):
-        codec = arranged(plain, own)
-        turned = axis_of_blocks(codec) == -2
-        if turned != (own != shape) or not isinstance(codec, Arranged):
-            continue
-        if _described(codec.stored(own)) == _described(moment):
-            return codec.arrange(_beside(found), own)
-    return found
-
-
-def _described(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-
-
-def _fitting(
-    array: Array | np.ndarray, old: Array, leaf: StateLeaf, name: str
-) -> Array:
-    """An array in the place of one of a state."""
-    if (array.shape, array.dtype) != (old.shape, old.dtype):
-        raise ValueError(
-            f"{name!r} of parameter {leaf.name!r} would be stored as"
-            f" {array.dtype}{list(array.shape)}, and the state holds"
-            f" {old.dtype}{list(old.shape)}."
-        )
-    return jax.device_put(array, old.sharding)
-
-
-def _beside(moment: PyTree[Array | np.ndarray]) -> PyTree[Array]:
-    """A moment on the CPU backend, where there is one."""
-    try:
-        device = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        device = jax.local_devices()[0]
-    return jax.tree.map(lambda x: jax.device_put(np.asarray(x), device), moment)

@@ -1,4 +1,4 @@
-"""What holds a compiler's passes apart."""
+"""Barriers that keep a compiler's passes from moving or fusing computations."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -26,17 +26,15 @@ HAS_UNINLINED_CALLS = _call is not None
 
 
 def barrier(values: Tree) -> Tree:
-    """`lax.optimization_barrier` of values that need not vary alike.
-
-    Within a `jax.shard_map` jax 0.10.2 makes all that pass one barrier vary along the
-    axes of each. There values pass one with those that vary as they do.
-    """
+    """`lax.optimization_barrier` of values that need not vary alike."""
     leaves, structure = jax.tree.flatten(values)
     axes = list(map(varying_axes, leaves))
+    # Within a `jax.shard_map` jax 0.10.2 makes all that pass one barrier vary along the
+    # axes of each. So values pass one with those that vary as they do.
     for each in set(axes):
         alike = [i for i, x in enumerate(axes) if x == each]
-        made = lax.optimization_barrier([leaves[i] for i in alike])
-        for i, x in zip(alike, made, strict=True):
+        passed = lax.optimization_barrier([leaves[i] for i in alike])
+        for i, x in zip(alike, passed, strict=True):
             leaves[i] = x
     return structure.unflatten(leaves)
 
@@ -47,36 +45,30 @@ def on_cpu(function: Callable[[Tree], Tree], values: Tree) -> Tree:
 
 
 def unfused_on_cpu(compute: Callable[[], Tree]) -> Tree:
-    """Calls a function so that XLA:CPU finishes it before its results are used.
-
-    Where barriers are dropped, the function is a branch that is always taken.
-    """
+    """Calls a function so that XLA:CPU finishes it before its results are used."""
     return _conditional(compute) if CPU_DROPS_BARRIERS else compute()
 
 
 def barrier_on_cpu(compute: Callable[[], Tree]) -> Tree:
-    """Calls a function so that XLA:CPU finishes all of it before any of it is used.
-
-    Otherwise reads and writes of a stack overlap, and it copies the stack.
-    """
+    """Calls a function so that XLA:CPU finishes all of it before any of it is used."""
     if CPU_DROPS_BARRIERS:
         return _conditional(compute)
+    # Without a barrier reads and writes of a stack overlap, and XLA:CPU copies it.
     return lax.platform_dependent(cpu=lambda: barrier(compute()), default=compute)
 
 
 def uninlined_call(compute: Callable[..., Tree]) -> Callable[..., Tree]:
-    """A function that XLA:GPU does not inline, where `HAS_UNINLINED_CALLS`.
-
-    So nothing is hoisted out of it, and it is never begun before another such call
-    has ended. At run time there is nothing around it: its kernels follow those before
-    (openxla/xla, `call_inliner.cc` and `ThunkEmitter::EmitCall`). But XLA:GPU fuses
-    nothing in it outside of loops.
-    """
+    """A function that XLA:GPU does not inline, where `HAS_UNINLINED_CALLS`."""
+    # So nothing is hoisted out of it, and it is never begun before another such call
+    # has ended. At run time there is nothing around it: its kernels follow those before
+    # (openxla/xla, `call_inliner.cc` and `ThunkEmitter::EmitCall`). But XLA:GPU fuses
+    # nothing in it outside of loops.
     assert _call is not None
     return _call(compute, inlineable="false")
 
 
 def _conditional(compute: Callable[[], Tree]) -> Tree:
+    """Computes in a branch that is always taken, which XLA:CPU does not fuse."""
     compute = jax.jit(compute, inline=True)  # so it is traced once for three uses
 
     def conditional() -> Tree:

@@ -40,8 +40,8 @@ def compute_capability(device: Any) -> float | None:
     Args:
       device: One of `jax.devices()`.
     """
-    found = str(getattr(device, "compute_capability", ""))
-    return float(found) if re.fullmatch(r"[0-9]+[.][0-9]+", found) else None
+    text = str(getattr(device, "compute_capability", ""))
+    return float(text) if re.fullmatch(r"[0-9]+[.][0-9]+", text) else None
 
 
 _HOPPER = 9

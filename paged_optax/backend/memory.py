@@ -150,9 +150,14 @@ def memory_kinds(device: Device | None = None) -> tuple[str, ...]:
     return (default, *(kind for kind in others if kind != default))
 
 
+def kind_of(host: bool) -> str:
+    """The memory kind of host memory, or of device memory, on the default backend."""
+    return PINNED_HOST if host else memory_kinds()[0]
+
+
 def memory_kind(x: PyTree) -> str:
     """The memory kind that a value's type calls for on the default backend."""
-    return PINNED_HOST if on_host(x) else memory_kinds()[0]
+    return kind_of(on_host(x))
 
 
 def resolve_host_memory_kind(asked: object) -> str:

@@ -25,14 +25,14 @@ from jaxtyping import PyTree
 
 
 def in_shard_map() -> bool:
-    """Whether what is traced here sees a device's own parts of arrays."""
+    """Whether the functions traced now see one device's parts of arrays."""
     return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 
 def varying_axes(*trees: PyTree) -> frozenset[str]:
     """The axes along which any array, or type of one, of these trees varies."""
-    found = map(_manual_type, jax.tree.leaves(trees))
-    return frozenset(axis for x in found if x is not None for axis in x.varying)
+    types = map(_manual_type, jax.tree.leaves(trees))
+    return frozenset(axis for x in types if x is not None for axis in x.varying)
 
 
 def varying(tree: PyTree, axes: frozenset[str]) -> PyTree:

@@ -110,17 +110,17 @@ class _Comparison:
                 _missing(other) if line is None else line.decode()
                 for other, line in zip(others, said, strict=True)
             )
-            found = next(filter(None, lines), "")
-            self._write("all", found.encode())
-            return found
+            verdict = next(filter(None, lines), "")
+            self._write("all", verdict.encode())
+            return verdict
         first = self._read("0")
         if first is None:
             return _missing(0)
         self._write(str(process), _difference(first, mine, process).encode())
         # Process 0 may wait for another one as long as this one did for it.
         self._deadline += PATIENCE
-        found = self._read("all")
-        return _missing(0) if found is None else found.decode()
+        verdict = self._read("all")
+        return _missing(0) if verdict is None else verdict.decode()
 
     def _write(self, name: str, value: bytes) -> None:
         self._store.key_value_set_bytes(f"{self._key}/{name}", b"=" + value)
@@ -130,10 +130,10 @@ class _Comparison:
         while (left := self._deadline - time.monotonic()) > 0:
             try:
                 # In short turns, between which Python takes an interrupt.
-                found = self._store.blocking_key_value_get_bytes(
+                value = self._store.blocking_key_value_get_bytes(
                     f"{self._key}/{name}", max(1, int(1000 * min(left, 1.0)))
                 )
-                return found[1:]
+                return value[1:]
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
@@ -151,25 +151,27 @@ def _difference(first: bytes, mine: bytes, process: int) -> str:
     """What differs between process 0 and this one; empty if nothing does."""
     if first == mine:
         return ""
-    there, here = (json.loads(zlib.decompress(each)) for each in (first, mine))
-    if there[0] != here[0]:
-        return f"process 0 calls {there[0]}, and process {process} {here[0]}."
-    found = [*_differences(there[1], here[1], process)]
-    more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+    (call, values), (my_call, my_values) = (
+        json.loads(zlib.decompress(each)) for each in (first, mine)
+    )
+    if call != my_call:
+        return f"process 0 calls {call}, and process {process} {my_call}."
+    lines = [*_differences(values, my_values, process)]
+    more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
     return (
-        f"processes were given different things: {'; '.join(found[:3])}{more}. They"
+        f"processes were given different things: {'; '.join(lines[:3])}{more}. They"
         " would compile other programs, and wait for each other forever: build the same"
         " in every process."
     )
 
 
 def _differences(
-    there: Mapping[str, Mapping[str, str]],
-    here: Mapping[str, Mapping[str, str]],
+    values: Mapping[str, Mapping[str, str]],
+    my_values: Mapping[str, Mapping[str, str]],
     process: int,
 ) -> Iterator[str]:
-    for name in {**there, **here}:
-        first, mine = there.get(name, {}), here.get(name, {})
+    for name in {**values, **my_values}:
+        first, mine = values.get(name, {}), my_values.get(name, {})
         for path in {**first, **mine}:
             one, other = first.get(path, "absent"), mine.get(path, "absent")
             if one != other:

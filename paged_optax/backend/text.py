@@ -82,9 +82,9 @@ def parse_bytes(name: str, size: object) -> int:
                 f"{name}={size!r} is not a size: write bytes as an int, or a number"
                 f" with one of {', '.join(_UNITS)}, such as '16MiB'."
             )
-        if (found := float(match[1]) * unit) >= 2**63:
+        if (number := float(match[1]) * unit) >= 2**63:
             raise ValueError(f"{name}={size!r} is more than 2^63 bytes.")
-        return int(found)
+        return int(number)
     if isinstance(size, bool) or not isinstance(size, int):
         way_out = ""
         if isinstance(size, jax.Array):
@@ -158,15 +158,15 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
             pass
         else:
             console = Console(markup=False)
-            made = Table(box=SIMPLE_HEAD)
+            rich_table = Table(box=SIMPLE_HEAD)
             for i, title in enumerate(titles):
                 last = i == len(titles) - 1
-                made.add_column(title, justify="right" if last else "left")
+                rich_table.add_column(title, justify="right" if last else "left")
             for row in rows:
-                made.add_row(*row)
+                rich_table.add_row(*row)
             # A measurement is never wider than the console that takes it.
-            if Console(width=1000).measure(made).maximum <= console.width:
-                console.print(made)
+            if Console(width=1000).measure(rich_table).maximum <= console.width:
+                console.print(rich_table)
                 return
     print(text)
 

@@ -25,7 +25,7 @@ def brief(value: object) -> str:
 
 
 def check_transformation(name: str, value: object) -> None:
-    """Refuses what has no `init` and `update`."""
+    """Raises unless `value` has `init` and `update`."""
     if not all(callable(getattr(value, x, None)) for x in ("init", "update")):
         raise ValueError(
             f"{name}={brief(value)} is not an Optax transformation: pass one, such as"
@@ -34,13 +34,13 @@ def check_transformation(name: str, value: object) -> None:
 
 
 def check_function(name: str, value: object) -> None:
-    """Refuses what cannot be called."""
+    """Raises unless `value` can be called."""
     if not callable(value):
         raise TypeError(f"{name}={brief(value)} is not a function.")
 
 
 def check_count(name: str, value: object, least: int) -> None:
-    """Refuses what is no int, or too small a one."""
+    """Raises unless `value` is an int of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name}={brief(value)} is not an int.")
     if value < least:
@@ -48,7 +48,7 @@ def check_count(name: str, value: object, least: int) -> None:
 
 
 def check_rate(name: str, value: object) -> None:
-    """Refuses what is no number above zero."""
+    """Raises unless `value` is a number above zero."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
         raise TypeError(f"{name}={brief(value)} is not a number.")
     if not value > 0:
@@ -56,7 +56,7 @@ def check_rate(name: str, value: object) -> None:
 
 
 def check_arrays(name: str, tree: PyTree) -> None:
-    """Refuses a tree of which a leaf has no shape and no dtype."""
+    """Raises unless all leaves of a tree have a shape and a dtype."""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             way_out = (
@@ -87,25 +87,21 @@ def floating_dtype(name: str, dtype: DTypeLike | None) -> np.dtype:
 
     Raises:
       ValueError: If it is no dtype, or none of floating point.
-
-    Example:
-      >>> floating_dtype("dtype", "bfloat16").itemsize
-      2
     """
     try:
-        found = jnp.dtype("O" if dtype is None else dtype)
+        result = jnp.dtype("O" if dtype is None else dtype)
     except (TypeError, ValueError, SyntaxError):
-        found = jnp.dtype("O")
-    if not jnp.issubdtype(found, jnp.floating):
+        result = jnp.dtype("O")
+    if not jnp.issubdtype(result, jnp.floating):
         raise ValueError(
             f"{name}={dtype!r} is no floating point dtype: pass one such as 'bfloat16'"
             " or 'float32'."
         )
-    return found
+    return result
 
 
 def check_enabled_bits(name: str, dtype: DTypeLike) -> None:
-    """Refuses a dtype of 64 bits where JAX would make 32 of them."""
+    """Raises if JAX would make 32 bits of a dtype of 64."""
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
             f"{name}={str(jnp.dtype(dtype))!r} needs JAX's 64 bits: switch them on, by"
@@ -115,7 +111,7 @@ def check_enabled_bits(name: str, dtype: DTypeLike) -> None:
 
 
 def check_bool(name: str, value: object) -> None:
-    """Refuses what is neither True nor False."""
+    """Raises unless `value` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={brief(value)}: pass True or False.")
 
@@ -123,21 +119,21 @@ def check_bool(name: str, value: object) -> None:
 def parameter_dtype(name: str, value: DTypeLike) -> np.dtype:
     """A dtype of parameters, which has a fraction."""
     try:
-        found = jnp.dtype(value)
+        result = jnp.dtype(value)
     except TypeError as error:
         raise ValueError(
             f"{name}={brief(value)} is no dtype: pass one such as 'bfloat16'."
         ) from error
-    if not jnp.issubdtype(found, jnp.inexact):
+    if not jnp.issubdtype(result, jnp.inexact):
         raise ValueError(
             f"{name}={brief(value)} has no fractions: pass one such as 'bfloat16'."
         )
-    check_enabled_bits(name, found)
-    return found
+    check_enabled_bits(name, result)
+    return result
 
 
 def check_mesh(name: str, value: object) -> None:
-    """Refuses what is no mesh of devices."""
+    """Raises unless `value` is a mesh of devices."""
     if not isinstance(value, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
         raise TypeError(
             f"{name}={brief(value)} is not a mesh: pass one of jax.make_mesh, or a"

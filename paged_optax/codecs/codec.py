@@ -128,12 +128,7 @@ class Codec(Protocol):
 
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """How far apart in a flattened array the entries of each axis are.
-
-    Example:
-      >>> strides_of((2, 3, 5))
-      (15, 5, 1)
-    """
+    """How far apart in a flattened array the entries of each axis are."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 

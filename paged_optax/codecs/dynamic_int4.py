@@ -69,10 +69,6 @@ class DynamicInt4:
     draws = False
     bits = 4
 
-    def one_a_byte(self) -> "DynamicInt4":
-        """The same codec, of codes that are not paired."""
-        return dataclasses.replace(self, paired=False)
-
     def stored(self, shape: tuple[int, ...]) -> Quantized[jax.ShapeDtypeStruct]:
         """uint8 pairs of codes along the last axis, a float32 scale for each block."""
         return Quantized(
@@ -119,11 +115,9 @@ def _map(signed: bool) -> np.ndarray:
 
 @functools.cache
 def _thresholds(signed: bool) -> tuple[float, ...]:
-    """The least float32 that torchao rounds up to each number but the lowest.
-
-    It compares differences: `x - down >= (up - down) * 0.5`, each rounded to float32.
-    """
-    numbers, found = _map(signed), []
+    """The least float32 that torchao rounds up to each number but the lowest."""
+    # It compares differences: `x - down >= (up - down) * 0.5`, each rounded to float32.
+    numbers, thresholds = _map(signed), []
     for down, up in zip(numbers[:-1], numbers[1:], strict=True):
         half = (up - down) * np.float32(0.5)
         x = np.float32((np.float64(down) + np.float64(up)) / 2)
@@ -131,8 +125,8 @@ def _thresholds(signed: bool) -> tuple[float, ...]:
             x = np.nextafter(x, down)
         while x - down < half:
             x = np.nextafter(x, up)
-        found.append(float(x))
-    return tuple(found)
+        thresholds.append(float(x))
+    return tuple(thresholds)
 
 
 def _packed(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -147,30 +141,24 @@ def _pairs_run_on(shape: tuple[int, ...]) -> bool:
 def _pack(
     codes: UInt8[Array, "blocks block"], shape: tuple[int, ...], fill: int
 ) -> UInt8[Array, "*packed"]:
-    """Puts two codes in a byte, along the last axis of the shape."""
-    packed = _packed(shape)
     if not _pairs_run_on(shape):
         rows = from_blocks(codes, shape).reshape(-1, shape[-1])
         codes = jnp.pad(rows, ((0, 0), (0, 1)), constant_values=fill)
     pairs = (codes[:, ::2] << np.uint8(4)) | codes[:, 1::2]
-    return from_blocks(pairs, packed)
+    return from_blocks(pairs, _packed(shape))
 
 
 def _unpack(
     packed: UInt8[Array, "*packed"], shape: tuple[int, ...], block: int
 ) -> Int32[Array, "blocks block"]:
-    """Undoes `_pack`."""
     run_on = _pairs_run_on(shape)
     width = block // 2 if run_on else packed.shape[-1]
     rows = to_blocks(packed, width).astype(jnp.int32)
     # A last axis of two would take 64 times the space on a TPU; elsewhere it is
     # nothing but an index, and vectorises as padding between the columns does not.
-    codes = lax.platform_dependent(rows, tpu=_put_between, default=_repeat)
+    between = lambda rows: interleave([rows >> np.int32(4), rows & np.int32(15)], 1)
+    codes = lax.platform_dependent(rows, tpu=between, default=_repeat)
     return codes if run_on else to_blocks(codes[:, : shape[-1]], block)
-
-
-def _put_between(rows: Int32[Array, "rows half"]) -> Int32[Array, "rows whole"]:
-    return interleave([rows >> np.int32(4), rows & np.int32(15)], 1)
 
 
 def _repeat(rows: Int32[Array, "rows half"]) -> Int32[Array, "rows whole"]:

@@ -17,8 +17,7 @@ decade,
           \text{midpoint below } t = c'_e (9 t - 8 \cdot 2^e),
 
 up to what float32 rounded off when the map was made: at most three units in the last
-place, which two bits an entry put right. Elsewhere these sixty operations would take
-three times as long to compile as the tables (H200, jax 0.10.2).
+place, which two bits an entry put right.
 """
 
 import dataclasses
@@ -132,13 +131,11 @@ class DynamicInt8:
 def _scaled(
     x: Float32[Array, "blocks block"], scale: Float32[Array, "blocks 1"]
 ) -> Float32[Array, "blocks block"]:
-    """Computes `abs(x) * (1 / scale)` with bitsandbytes' roundings, at most 1.
-
-    Backends that flush denormal numbers to zero must not meet one: those of `x` are
-    read off their bits, times 2^126; a reciprocal that would be one (of 2^126 and
-    above) is rounded to its few digits here, times 2^126 too. Zero times the infinite
-    reciprocal of a zero or tiny scale is NaN, as in bitsandbytes.
-    """
+    """Computes `abs(x) * (1 / scale)` with bitsandbytes' roundings, at most 1."""
+    # Backends that flush denormal numbers to zero must not meet one: those of `x` are
+    # read off their bits, times 2^126; a reciprocal that would be one (of 2^126 and
+    # above) is rounded to its few digits here, times 2^126 too. Zero times the infinite
+    # reciprocal of a zero or tiny scale is NaN, as in bitsandbytes.
     one, unit = np.float32(1), np.float32(2.0**-23)
     shift = np.float32(2.0**-126)
     tiny, huge = bits(scale) < SMALLEST_NORMAL, scale >= _HUGE
@@ -155,11 +152,9 @@ def _scaled(
 
 
 def _few_digits(x: Float32[Array, "blocks 1"]) -> Float32[Array, "blocks 1"]:
-    """Rounds `1 / x`, of 1 <= x < 4, to a multiple of 2^-23.
-
-    The quotient has been rounded once already. Where that made it a tie, the exact
-    remainder decides: it is small, so that its lowest 32 bits are all of it.
-    """
+    """Rounds `1 / x`, of 1 <= x < 4, to a multiple of 2^-23."""
+    # The quotient has been rounded once already. Where that made it a tie, the exact
+    # remainder decides: it is small, so that its lowest 32 bits are all of it.
     quotient = np.float32(2.0**23) / x
     below = jnp.floor(quotient)
     half = quotient - below
@@ -178,8 +173,8 @@ def _nearest(
     """The code of the number nearest to a value; 0 for NaN.
 
     Args:
-      scaled: Its magnitude, divided by the scale.
-      pattern: The value's own bits.
+      scaled: The value's magnitude, divided by the scale.
+      pattern: The value's bits.
       signed: Whether the map holds negative numbers.
       rounds_to_zero: Whether zero may be the nearest to what is not zero.
     """
@@ -188,6 +183,8 @@ def _nearest(
     # Of two numbers as near, the lower: below zero that is the larger magnitude. So
     # one bit more tells a midpoint that is met from one that lies between two floats.
     key = 2 * bits(scaled) + (negative.astype(jnp.int32) if signed else 0)
+    # A TPU looks entries up one by one. Elsewhere the lines' sixty operations would
+    # take three times as long to compile as the table (H200, jax 0.10.2).
     position = lax.platform_dependent(
         scaled,
         key,
@@ -264,5 +261,4 @@ def _number_by_lines(
 
 
 def _entry(table: np.ndarray, index: Int32[Array, "*shape"]) -> Array:
-    """Looks up what is known to be in the table."""
     return jnp.asarray(table).at[index].get(mode="promise_in_bounds")

@@ -19,6 +19,11 @@ from paged_optax.codecs.quantization import (
     to_blocks,
 )
 
+_UPPER_HALF = np.uint32(0xFFFF0000)
+
+_LARGEST = np.float32(448)  # of float8_e4m3fn
+_SMALLEST = np.float32(2.0**-9)
+
 
 @dataclasses.dataclass(frozen=True)
 class Float32Codec:
@@ -43,9 +48,6 @@ class Float32Codec:
     ) -> Float32[Array, "*shape"]:
         """The page."""
         return stored
-
-
-_KEPT = np.uint32(0xFFFF0000)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +117,9 @@ class BFloat16Codec:
                 "bfloat16 with stochastic rounding needs noise: pass"
                 " encode(page, draw(key, step, start))."
             )
-        dropped = lax.bitcast_convert_type(page, jnp.uint32) + _sixteen_bits(
-            noise, page.shape
-        )
-        rounded = lax.bitcast_convert_type(dropped & _KEPT, jnp.float32)
+        pattern = lax.bitcast_convert_type(page, jnp.uint32)
+        pattern = (pattern + _sixteen_bits(noise, page.shape)) & _UPPER_HALF
+        rounded = lax.bitcast_convert_type(pattern, jnp.float32)
         # Nothing is left to round. A carry could turn NaN into a number.
         return jnp.where(jnp.isnan(page), nearest, rounded.astype(jnp.bfloat16))
 
@@ -133,8 +134,7 @@ def _sixteen_bits(noise: Noise, shape: tuple[int, ...]) -> UInt32[Array, "*shape
     """Sixteen random bits a value: a hash of its position, keyed by two words.
 
     A dozen integer operations, against some seventy of Threefry. Shifts and
-    multipliers are Wellons' `triple32`; the second word enters after the first round,
-    so that two keys do not give one sequence in another order.
+    multipliers are Wellons' `triple32`.
 
     References:
       Wellons, `Prospecting for Hash Functions
@@ -146,14 +146,12 @@ def _sixteen_bits(noise: Noise, shape: tuple[int, ...]) -> UInt32[Array, "*shape
         x = x + position * np.uint32(stride % 2**32)
     x = x ^ noise.words[0]
     x = (x ^ (x >> np.uint32(17))) * np.uint32(0xED5AD4BB)
+    # The second word enters after the first round, so that two keys do not give one
+    # sequence in another order.
     x = x ^ noise.words[1]
     x = (x ^ (x >> np.uint32(11))) * np.uint32(0xAC4C1B51)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x31848BAB)
     return x >> np.uint32(16)
-
-
-_LARGEST = np.float32(448)  # of float8_e4m3fn
-_SMALLEST = np.float32(2.0**-9)
 
 
 @dataclasses.dataclass(frozen=True)

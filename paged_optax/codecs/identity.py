@@ -54,19 +54,14 @@ def codes_field(
         less = [n * k - m for n, k, m in zip(entries, packed, shape, strict=True)]
         if any(less):
             parts += ["less", str(max(less))]
-    apart = math.prod(divisions) > 1 and axis_of_blocks(codec) is None
-    if apart and (math.prod(divisions[1:]) > 1 or math.prod(shape) % codec.block):
+    divided = math.prod(divisions) > 1 and axis_of_blocks(codec) is None
+    if divided and (math.prod(divisions[1:]) > 1 or math.prod(shape) % codec.block):
         parts += ["in", "x".join(map(str, divisions))]
     return "_".join(parts)
 
 
 def of_one_part(field: str) -> str:
-    """The name that the codes of one device's part have by themselves.
-
-    Example:
-      >>> of_one_part("codes_dynamic_int8_4x1_in_2x1")
-      'codes_dynamic_int8_4x1'
-    """
+    """The name that the codes of one device's part have by themselves."""
     return re.sub(r"_in_\d+(x\d+)*$", "", field)
 
 

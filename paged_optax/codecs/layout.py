@@ -6,7 +6,7 @@ it copies all of it to the device and back, in another tiling (libtpu 0.0.52). W
 sublanes, as its own packed layouts do: words then lie as the moment does, so that no
 page is turned from one layout into another, and unpacking moves nothing across lanes.
 
-**Scales beside their values.** The scales of a flattened matrix do not divide as the
+**Scales with the moment's axes.** The scales of a flattened matrix do not divide as the
 matrix does. Where a row is whole blocks, they are an array `[*rows, blocks of a row]`,
 whose dimensions are the matrix's own: it is paged and divided as the matrix is, and no
 way of dividing changes what it holds.
@@ -16,10 +16,10 @@ that run on from row to row fit no page of a TPU's tiles: it took 86 s to compil
 617 MiB of scratch. Where a column is whole blocks they run along the columns, as they
 do in PyTorch, whose layers keep the transposed matrix.
 
-**What stored it.** A state is arrays, and codes of another map mean other numbers.
-Their dtypes tell. Codes of a map with negative numbers are signed integers, and other
-codes are unsigned. Eight-bit floats have a float8 dtype. In words they are unsigned
-integers, and their scales are integers that hold the bits of float32.
+**Dtypes.** A state is arrays, and codes of another map mean other numbers: their dtypes
+tell. Codes of a map with negative numbers are signed integers, and other codes are
+unsigned. Eight-bit floats have a float8 dtype. In words they are unsigned integers, and
+their scales are integers that hold the bits of float32.
 """
 
 import dataclasses
@@ -99,25 +99,26 @@ class Arranged:
 
     def stored(self, shape: tuple[int, ...]) -> PyTree[jax.ShapeDtypeStruct]:
         """The codec's codes and scales, in their other shapes."""
-        found = self.codec.stored(shape)
-        codes, words = codes_of(found), list(codes_of(found).shape)
-        dtype = codes.dtype
+        plain = self.codec.stored(shape)
+        entries, dtype = list(codes_of(plain).shape), codes_of(plain).dtype
         floats = jnp.issubdtype(dtype, jnp.floating)
+        # The dtypes tell what stored the moment: codes with negative numbers are signed
+        # integers. Eight-bit floats in words are unsigned, and their scales integers.
         if self.axis is not None:
-            words[self.axis] = -(-words[self.axis] // self.packed)
+            entries[self.axis] = -(-entries[self.axis] // self.packed)
             dtype = jnp.int32 if self.signed and not floats else jnp.uint32
         elif dtype.itemsize == 1 and not floats:
             dtype = jnp.int8 if self.signed else jnp.uint8
-        codes = jax.ShapeDtypeStruct(tuple(words), dtype)
-        if not isinstance(found, Quantized):
+        codes = jax.ShapeDtypeStruct(tuple(entries), dtype)
+        if not isinstance(plain, Quantized):
             return codes
-        scales, beside = found.scales, list(found.scales.shape)
+        dtype, blocks = plain.scales.dtype, list(plain.scales.shape)
         if self.blocks is not None:
-            beside = list(shape)
-            beside[self.blocks] //= self.block
-        bits = floats and self.axis is not None and scales.dtype == jnp.float32
-        dtype = jnp.int32 if bits else scales.dtype
-        return Quantized(codes, jax.ShapeDtypeStruct(tuple(beside), dtype))
+            blocks = list(shape)
+            blocks[self.blocks] //= self.block
+        if floats and self.axis is not None and dtype == jnp.float32:
+            dtype = jnp.int32
+        return Quantized(codes, jax.ShapeDtypeStruct(tuple(blocks), dtype))
 
     def encode(
         self, page: Float32[Array, "*shape"], noise: Noise | None = None
@@ -125,8 +126,8 @@ class Arranged:
         """Stores a page."""
         whole, shape = page.shape, _without_units(page.shape)
         page = _reshaped(page, jax.ShapeDtypeStruct(shape, page.dtype))
-        found = self.arrange(self.codec.encode(self._turned(page), noise), shape)
-        return _reshaped(found, self.stored(whole))
+        coded = self.arrange(self.codec.encode(self._turned(page), noise), shape)
+        return _reshaped(coded, self.stored(whole))
 
     def decode(
         self, stored: PyTree[Array], shape: tuple[int, ...]
@@ -142,22 +143,22 @@ class Arranged:
         """The moment with the axis of its blocks last, or back."""
         return jnp.swapaxes(x, -1, -2) if self.blocks == -2 else x
 
-    def arrange(self, found: PyTree[Array], shape: tuple[int, ...]) -> PyTree[Array]:
-        """What the codec made of a moment of this shape, arranged.
+    def arrange(self, coded: PyTree[Array], shape: tuple[int, ...]) -> PyTree[Array]:
+        """The codes and scales of a moment of this shape, arranged.
 
-        Where blocks run along columns the codec is given the transposed moment.
+        If blocks run along columns, they are those of the transposed moment.
         """
-        like, codes = self.stored(shape), self._turned(codes_of(found))
+        like, codes = self.stored(shape), self._turned(codes_of(coded))
         if self.axis is not None:
             codes = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
             codes = pack(codes, codes.ndim + self.axis, 32 // self.packed)
         codes = lax.bitcast_convert_type(codes, codes_of(like).dtype)
-        if not isinstance(found, Quantized):
+        if not isinstance(coded, Quantized):
             return codes
         turned = list(like.scales.shape)
         if self.blocks == -2:
             turned[-2:] = turned[:-3:-1]
-        scales = self._turned(found.scales.reshape(turned))
+        scales = self._turned(coded.scales.reshape(turned))
         return Quantized(codes, lax.bitcast_convert_type(scales, like.scales.dtype))
 
     def plain(self, stored: PyTree[Array], shape: tuple[int, ...]) -> PyTree[Array]:
@@ -183,15 +184,13 @@ def _without_units(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _reshaped(tree: PyTree[Array], like: PyTree[jax.ShapeDtypeStruct]) -> PyTree[Array]:
-    """Arrays in the shapes of others; a TPU computes nothing in the old shapes.
-
-    XLA:TPU puts an axis of one entry in the sublanes, seven eighths of them empty, and
-    takes 6 s to compile there what it compiles in 1.5 s without that axis ((1, 197,
-    1024) in float8, libtpu 0.0.52).
-    """
+    """Arrays in the shapes of others; a TPU computes nothing in the old shapes."""
     if jax.tree.map(jnp.shape, tree) == jax.tree.map(jnp.shape, like):
         return tree
     tree = jax.tree.map(lambda x, y: x.reshape(y.shape), tree, like)
+    # XLA:TPU puts an axis of one entry in the sublanes, seven eighths of them empty,
+    # and takes 6 s to compile there what it compiles in 1.5 s without that axis ((1,
+    # 197, 1024) in float8, libtpu 0.0.52). So a barrier follows.
     return lax.platform_dependent(
         tree, tpu=lax.optimization_barrier, default=lambda tree: tree
     )
@@ -219,32 +218,32 @@ def arranged(
       >>> codec.stored((64, 512)).scales
       ShapeDtypeStruct(shape=(64, 2), dtype=float32)
     """
-    apart = codec.one_a_byte() if isinstance(codec, DynamicInt4) else codec
-    found = apart.stored(shape)
-    codes = codes_of(found)
+    unpaired = codec
+    if isinstance(codec, DynamicInt4):
+        unpaired = dataclasses.replace(codec, paired=False)
+    stored = unpaired.stored(shape)
+    codes = codes_of(stored)
     bytewise = codes.dtype.itemsize == 1
-    axis = along = None
+    words = blocks = None
     if codes.shape == shape and len(shape) > 1:
-        packed = 32 // _bits(apart)
+        packed = 32 // _bits(unpaired)
         if bytewise:
-            axis = _axis_of_words(whole or shape, packed)
-            if axis is None or not _in_words(shape, axis, packed):
-                axis = _axis_of_words(shape, packed)
-        if isinstance(found, Quantized):
-            along = _axis_of_blocks(whole or shape, codec.block)
-            if along is None or shape[along] % codec.block:
-                along = _axis_of_blocks(shape, codec.block)
-    if axis is None and along is None and not bytewise:
+            words = _axis_of_words(whole or shape, packed)
+            if words is None or not _in_words(shape, words, packed):
+                words = _axis_of_words(shape, packed)
+        if isinstance(stored, Quantized):
+            blocks = _axis_of_blocks(whole or shape, codec.block)
+            if blocks is None or shape[blocks] % codec.block:
+                blocks = _axis_of_blocks(shape, codec.block)
+    if words is None and blocks is None and not bytewise:
         return codec
-    return Arranged(codec if axis is None else apart, axis, along)
+    return Arranged(codec if words is None else unpaired, words, blocks)
 
 
 def _axis_of_words(shape: tuple[int, ...], packed: int) -> int | None:
-    """The axis along which codes share words.
-
-    It follows from the last two axes alone, so that a layer of a stack is stored as the
-    stack is.
-    """
+    """The axis along which codes share words."""
+    # From the last two axes alone, so that a layer of a stack is stored as the stack
+    # is.
     sublanes = tiling.minor_to_major(shape[-2:])[1] - 2
     if _in_words(shape, sublanes, packed):
         return sublanes
@@ -256,8 +255,8 @@ def _in_words(shape: tuple[int, ...], axis: int, packed: int) -> bool:
     """Whether an axis is whole words, or may be filled up to whole words."""
     # If each layer of a stack were filled up to whole words, the rows of all layers
     # could not be seen as one axis.
-    alone = axis == -1 or math.prod(shape[:-2]) == 1
-    return not shape[axis] % packed or (alone and shape[axis] >= _LEAST_FILLED)
+    one_layer = axis == -1 or math.prod(shape[:-2]) == 1
+    return not shape[axis] % packed or (one_layer and shape[axis] >= _LEAST_FILLED)
 
 
 def _axis_of_blocks(shape: tuple[int, ...], block: int) -> int | None:
@@ -278,8 +277,8 @@ def unarranged(
 ) -> PyTree[Array]:
     """Codes and scales as the codec itself stores them.
 
-    Mostly the moment's shape follows from the arrays, and need not be given. Where
-    blocks run along columns they are those of the transposed moment.
+    Mostly the moment's shape follows from the arrays, and need not be given. If blocks
+    run along columns, they are those of the transposed moment.
 
     Args:
       codec: The codec.
@@ -300,17 +299,17 @@ def unarranged(
     codes, packed = codes_of(stored), 32 // _bits(codec)
     pairs = [(*codes.shape[:-1], 2 * codes.shape[-1] - odd) for odd in (0, 1)]
     shapes = [codes.shape, *pairs, *_unpacked(codes.shape, packed)]
-    found = [
-        one
-        for one in (dict.fromkeys(shapes) if shape is None else [shape])
-        if describe(arranged(codec, one).stored(one)) == describe(stored)
+    shapes = [
+        x
+        for x in (dict.fromkeys(shapes) if shape is None else [shape])
+        if describe(arranged(codec, x).stored(x)) == describe(stored)
     ]
-    if len(found) != 1:
+    if len(shapes) != 1:
         raise ValueError(
             f"stored={jax.tree.map(jax.typeof, stored)} is how {codec!r} stores a"
-            f" moment of {len(found)} shapes {found[:3]}: pass its own as shape=."
+            f" moment of {len(shapes)} shapes {shapes[:3]}: pass its own as shape=."
         )
-    (shape,) = found
+    (shape,) = shapes
     codec = arranged(codec, shape)
     return codec.plain(stored, shape) if isinstance(codec, Arranged) else stored
 

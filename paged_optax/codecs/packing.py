@@ -1,10 +1,7 @@
 """Several codes in one word of 32 bits, the first in its lowest bits.
 
 On a TPU neighbours along an axis are brought together, and parted, by its matrix units:
-a product with a matrix of zeros and powers of two. Slices with strides, which move each
-lane by itself, took 16 s to compile for one moment of [1, 197, 1024], and padding
-between the codes 6 s; the products take 2 (v5e, libtpu 0.0.52). They are exact: factors
-of eight bits are bfloat16, and sums stay below 2^16, where float32 holds every integer.
+a product with a matrix of zeros and powers of two.
 """
 
 from collections.abc import Sequence
@@ -41,6 +38,9 @@ def pack(codes: Int32[Array, "*shape"], axis: int, bits: int) -> Int32[Array, "*
             (axis + 1,),
         )
 
+    # Along the lanes, slices with strides move each lane by itself: they took 16 s to
+    # compile for one moment of [1, 197, 1024], and padding between the codes 6 s. The
+    # products take 2 (v5e, libtpu 0.0.52).
     def by_products(codes: Array) -> Array:
         extent, group = codes.shape[axis] // packed, _group(codes.shape[axis], packed)
         codes = _filled(codes, axis, group * packed).astype(jnp.bfloat16)
@@ -146,15 +146,17 @@ def _places(rows: int, columns: int) -> list[Int32[Array, "rows columns"]]:
 
 
 def _product(
-    matrix: BFloat16[Array, "made taken"],
+    matrix: BFloat16[Array, "rows columns"],
     values: BFloat16[Array, "*shape"],
     axis: int,
 ) -> Int32[Array, "*longer"]:
     """Multiplies each group of entries along an axis by a matrix."""
     before, after = values.shape[:axis], values.shape[axis + 1 :]
-    made, taken = matrix.shape
-    count = values.shape[axis] // taken
-    groups = values.reshape(*before, count, taken, *after)
+    rows, columns = matrix.shape
+    count = values.shape[axis] // columns
+    groups = values.reshape(*before, count, columns, *after)
+    # Exact: factors of eight bits are bfloat16, and sums stay below 2^16, where float32
+    # holds every integer.
     product = lax.dot_general(
         groups,
         matrix,
@@ -163,7 +165,7 @@ def _product(
         preferred_element_type=jnp.float32,
     )
     product = jnp.moveaxis(product.astype(jnp.int32), -1, axis + 1)
-    return product.reshape(*before, count * made, *after)
+    return product.reshape(*before, count * rows, *after)
 
 
 def _filled(

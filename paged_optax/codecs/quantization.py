@@ -11,11 +11,9 @@ from jaxtyping import Float32, Int32, Shaped
 
 
 def _spaced(count: int) -> np.ndarray:
-    """`torch.linspace(0.1, 1, count + 1)` in float32, as its vectorised CPU loop does.
-
-    It steps from whichever end is nearer, multiplying and adding with one rounding;
-    float64 holds the product exactly. Other formulas miss a few entries by one ulp.
-    """
+    """`torch.linspace(0.1, 1, count + 1)` in float32, as its vectorised CPU loop is."""
+    # It steps from whichever end is nearer, multiplying and adding with one rounding;
+    # float64 holds the product exactly. Other formulas miss a few entries by one ulp.
     first, last = np.float32(0.1), np.float32(1)
     step = np.float64((last - first) / np.float32(count))
     k = np.arange(count + 1)
@@ -45,10 +43,6 @@ def dynamic_map(signed: bool, decades: int = 7) -> np.ndarray:
     Returns:
       The numbers in increasing order, float32; a code is a position among them. They
       are bitsandbytes' own, bit for bit.
-
-    Example:
-      >>> dynamic_map(signed=True).shape, dynamic_map(signed=True)[127:130].tolist()
-      ((256,), [0.0, 5.500000384017767e-07, 3.250000190746505e-06])
 
     References:
       Dettmers et al., `8-bit Optimizers via Block-wise Quantization
@@ -114,30 +108,27 @@ def to_blocks(x: Shaped[Array, "*shape"], block: int) -> Shaped[Array, "blocks b
 def from_blocks(
     x: Shaped[Array, "blocks block"], shape: tuple[int, ...]
 ) -> Shaped[Array, "*shape"]:
-    """Undoes `split`."""
+    """Undoes `to_blocks`."""
     size = math.prod(shape)
     return (x if x.size == size else x.reshape(-1)[:size]).reshape(shape)
 
 
 def block_absmax(x: Float32[Array, "blocks block"]) -> Float32[Array, " blocks"]:
-    """The largest magnitude of each block; NaN where one of its values is NaN.
-
-    Magnitudes are compared by their bit patterns. As numbers, backends that flush
-    denormal ones to zero (XLA:CPU, XLA:TPU) would not find the largest of those, and
-    XLA:CPU's maximum over the rows of a matrix passes NaN over (jax 0.10.2, 0.12.0.1).
-    """
+    """The largest magnitude of each block; NaN where one of its values is NaN."""
+    # Magnitudes are compared by their bit patterns. As numbers, backends that flush
+    # denormal ones to zero (XLA:CPU, XLA:TPU) would not find the largest of those, and
+    # XLA:CPU's maximum over the rows of a matrix passes NaN over (jax 0.10.2,
+    # 0.12.0.1).
     return from_bits(jnp.max(bits(x) & MAGNITUDE, axis=1))
 
 
 def divide(
     x: Float32[Array, "*#shape"], y: Float32[Array, "*#shape"] | np.float32
 ) -> Float32[Array, "*shape"]:
-    """Divides with one rounding, under `jit` too.
-
-    XLA turns a division by a constant or by a broadcast into a multiplication by its
-    reciprocal, which rounds twice and flushes the reciprocals of numbers above 2^126
-    (checked on CPU with jax 0.10.2 and 0.12.0.1). This divisor looks like neither.
-    """
+    """Divides with one rounding, under `jit` too."""
+    # XLA turns a division by a constant or by a broadcast into a multiplication by its
+    # reciprocal, which rounds twice and flushes the reciprocals of numbers above 2^126
+    # (checked on CPU with jax 0.10.2 and 0.12.0.1). This divisor looks like neither.
     return x / jnp.where(jnp.isnan(x), x, y)
 
 
@@ -151,11 +142,12 @@ def lookup(
       entries: The table, of a power of two entries.
       dtype: Its dtype.
     """
-    chosen: list[Array] = [jnp.asarray(entry, dtype) for entry in entries]
+    # Each bit of the index halves what is left of the table.
+    rest: list[Array] = [jnp.asarray(entry, dtype) for entry in entries]
     bit = 1
-    while len(chosen) > 1:
+    while len(rest) > 1:
         high = (index & np.int32(bit)) != 0
-        pairs = zip(chosen[::2], chosen[1::2], strict=True)
-        chosen = [jnp.where(high, odd, even) for even, odd in pairs]
+        pairs = zip(rest[::2], rest[1::2], strict=True)
+        rest = [jnp.where(high, odd, even) for even, odd in pairs]
         bit *= 2
-    return jnp.broadcast_to(chosen[0], index.shape)
+    return jnp.broadcast_to(rest[0], index.shape)

@@ -92,8 +92,8 @@ def map_formula(signed: bool, early: bool = False) -> MapFormula:
     at = [EARLY if early and e < EARLY_DECADES else 0.5 for e in range(7)]
     for power, share in zip(powers, at, strict=True):
         if share != 0.5:
-            here = slice(power - zero, 2 * power - zero + 1)
-            keys[power + 1 : 2 * power + 1] = _keys_at(share, numbers[here])
+            decade = numbers[power - zero : 2 * power - zero + 1]
+            keys[power + 1 : 2 * power + 1] = _keys_at(share, decade)
     starts = tuple(24 * p + 27 * (0.5 - x) for p, x in zip(powers, at, strict=True))
     pairs = zip(powers, starts, strict=True)
     multiples = [27.0 * np.arange(p + 1, 2 * p) - start for p, start in pairs]
@@ -169,13 +169,13 @@ def _lines(
     Args:
       entries: The entries of each decade.
       multiples: The multiples of the decade's factor at each.
-      factors: The factors by the real formula; the ones found are a few ulps away.
+      factors: The factors by the real formula; those of the result are a few ulps away.
       wanted: What is to come out at each entry, as an integer.
       scale: Its units for one unit in the last place of the line.
       unit: Its units for one step of the two bits.
       least: What the two bits count from.
     """
-    found, steps = [], np.zeros(wanted.size - 1, np.int64)
+    fitted, steps = [], np.zeros(wanted.size - 1, np.int64)
     for entry, multiple, factor in zip(entries, multiples, factors, strict=True):
         start = np.float32(factor).view(np.int32)
         for ulps in sorted(range(-8, 9), key=abs):
@@ -186,8 +186,8 @@ def _lines(
                 break
         else:
             raise AssertionError("no factor comes near enough to the map")
-        found.append(float(candidate))
+        fitted.append(float(candidate))
         steps[entry] = away // unit
     packed = (steps.reshape(-1, 16) << 2 * np.arange(16)).sum(axis=1)
     words = tuple(packed.astype(np.uint32).view(np.int32).tolist())
-    return DecadeLines(tuple(found), words, unit, least)
+    return DecadeLines(tuple(fitted), words, unit, least)

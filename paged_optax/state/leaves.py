@@ -114,8 +114,8 @@ def _holds_states(node: PyTree, path: KeyPath) -> bool:
     Optax says so in the field's name (`inner_state`, `fast_state`). All others are
     trees of parameters, which may have a name that ends in `State` too.
     """
-    optax_own = type(node).__module__.partition(".")[0] in ("optax", "paged_optax")
-    return not (optax_own and hasattr(node, "_fields")) or "state" in path[0].name
+    by_optax = type(node).__module__.partition(".")[0] in ("optax", "paged_optax")
+    return not (by_optax and hasattr(node, "_fields")) or "state" in path[0].name
 
 
 def is_quantized(node: PyTree) -> bool:
@@ -164,8 +164,8 @@ def _flat(field: PyTree) -> list[tuple[KeyPath, PyTree]]:
 
 def _is_count_variable(key_path: KeyPath, value: PyTree) -> bool:
     """Whether a field is a count in a variable, as in Flax's `nnx.Optimizer`."""
-    alone = key_path == (jax.tree_util.GetAttrKey("value"),)
-    return alone and counts_steps(value.dtype)
+    one_variable = key_path == (jax.tree_util.GetAttrKey("value"),)
+    return one_variable and counts_steps(value.dtype)
 
 
 def unpaged_places(leaves: Iterable[StateLeaf]) -> set[tuple[KeyPath, str]]:
@@ -200,16 +200,16 @@ class Parameters:
     def named_by(self, path: Path) -> list[KeyPath]:
         """Those that a path names: one, or a group."""
         if isinstance(path, tuple):
-            found = self.groups.get(key_names(path), [])
+            group = self.groups.get(key_names(path), [])
         elif isinstance(path, str):
-            found = self._named_by_text(path)
+            group = self._named_by_text(path)
         else:
             raise TypeError(
                 f"path={path!r} is no path: pass one such as 'blocks/0/kernel', or"
                 " JAX's keys."
             )
-        if found:
-            return found
+        if group:
+            return group
         wanted, names = path_name(path), list(self.names.values())
         close = difflib.get_close_matches(wanted, names, n=3, cutoff=0.3) or names[:3]
         raise ValueError(
@@ -240,37 +240,38 @@ class Parameters:
 def parameter_at(path: Path, leaves: Iterable[StateLeaf]) -> KeyPath:
     """The one parameter that a path names."""
     paths = [leaf.parameter for leaf in leaves if leaf.is_moment]
-    found = Parameters(paths, "the state").named_by(path)
-    if len(found) > 1:
-        names = [path_name(each) for each in found]
-        shown = [
+    group = Parameters(paths, "the state").named_by(path)
+    if len(group) > 1:
+        names = [path_name(each) for each in group]
+        labels = [
             repr(name) if names.count(name) == 1 else str(each)
-            for name, each in zip(names, found, strict=True)
+            for name, each in zip(names, group, strict=True)
         ]
-        more = ["..."] if len(found) > 3 else []
+        more = ["..."] if len(group) > 3 else []
         raise ValueError(
-            f"path={path_name(path).strip('/')!r} leads to {len(found)} parameters"
-            f" ({', '.join(shown[:3] + more)}): name one."
+            f"path={path_name(path).strip('/')!r} leads to {len(group)} parameters"
+            f" ({', '.join(labels[:3] + more)}): name one."
         )
-    return found[0]
+    return group[0]
 
 
 def moments_at(state: PyTree, path: Path) -> dict[str, tuple[int, StateLeaf]]:
     """One parameter's moments by name, with their positions in the state."""
     leaves = leaves_of(state)
     parameter = parameter_at(path, leaves)
-    own = [
+    moments = [
         (position, leaf)
         for position, leaf in enumerate(leaves)
         if leaf.is_moment and leaf.parameter == parameter
     ]
-    names = [leaf.field for _, leaf in own]
+    names = [leaf.field for _, leaf in moments]
+    # Where two fields have one name, the path to the field comes before it.
     for spelled in (path_name, keystr):
         names = [
             name if names.count(name) == 1 else f"{spelled(leaf.node)}/{leaf.field}"
-            for name, (_, leaf) in zip(names, own, strict=True)
+            for name, (_, leaf) in zip(names, moments, strict=True)
         ]
-    return dict(zip(names, own, strict=True))
+    return dict(zip(names, moments, strict=True))
 
 
 def arrays_at(state: PyTree, path: Path | None) -> list[ArrayOrShape]:

@@ -13,9 +13,8 @@ from jaxtyping import Float, PyTree
 from paged_optax.backend.memory import (
     DEVICE,
     HOST,
-    PINNED_HOST,
     donate_within_memory,
-    memory_kinds,
+    kind_of,
     on_host,
 )
 from paged_optax.backend.text import key_names, path_name
@@ -115,20 +114,20 @@ def page_out(
             f"moments={sorted(moments)}: parameter {path_name(path)!r} has the moments"
             f" {sorted(known)}: pass those, as page_in gives them."
         )
-    found = leaves_of(state)
-    leaves, unpaged = [leaf.value for leaf in found], unpaged_places(found)
+    leaves = leaves_of(state)
+    values, unpaged = [leaf.value for leaf in leaves], unpaged_places(leaves)
     for name, (position, leaf) in known.items():
-        if not _alike(moments[name], leaf.value):
-            given, held = _describe(moments[name]), _describe(leaf.value)
+        new = moments[name]
+        if not _alike(new, leaf.value):
             raise ValueError(
-                f"moments[{name!r}] is {given}, and the state of parameter"
-                f" {path_name(path)!r} holds {held}: pass moments as page_in gives"
-                " them."
+                f"moments[{name!r}] is {_describe(new)}, and the state of parameter"
+                f" {path_name(path)!r} holds {_describe(leaf.value)}: pass moments as"
+                " page_in gives them."
             )
-        put = functools.partial(_put_beside, host=leaf.place not in unpaged)
-        given = unflatten_like(leaf.value, moments[name])
-        leaves[position] = jax.tree.map(put, given, leaf.value)
-    return unflatten_like(state, donate_within_memory(leaves))
+        put = functools.partial(_put_like, host=leaf.place not in unpaged)
+        new = unflatten_like(leaf.value, new)
+        values[position] = jax.tree.map(put, new, leaf.value)
+    return unflatten_like(state, donate_within_memory(values))
 
 
 def init_param(
@@ -170,34 +169,34 @@ def init_param(
     flat, structure = jax.tree_util.tree_flatten_with_path(params)
     joins = set(Parameters([key for key, _ in flat], "params").named_by(path))
     # All others empty: their moments cost nothing, and are not used.
-    alone = [
+    parameters = [
         x if key in joins else jnp.zeros((0, *x.shape[1:]), x.dtype) for key, x in flat
     ]
     target = abstract_state(tx, params)
-    made = tx.init(jax.tree.unflatten(structure, alone))
+    initial = tx.init(jax.tree.unflatten(structure, parameters))
     # In Flax's variables or not, a moment is the same.
-    made, known, wanted = (leaves_of(as_pure(x)) for x in (made, state, target))
-    new = {leaf.key: leaf.value for leaf in made if leaf.field not in SETTINGS}
+    initial, known, wanted = (leaves_of(as_pure(x)) for x in (initial, state, target))
+    new = {leaf.key: leaf.value for leaf in initial if leaf.field not in SETTINGS}
     old = {leaf.key: leaf.value for leaf in known}
-    own = jax.tree_util.tree_flatten_with_path(as_pure(params))[0]
+    pure = jax.tree_util.tree_flatten_with_path(as_pure(params))[0]
     names = {
-        key_names(key)
-        for (key, _), (given, _) in zip(own, flat, strict=True)
-        if given in joins
+        key_names(pure_key)
+        for (pure_key, _), (key, _) in zip(pure, flat, strict=True)
+        if key in joins
     }
-    leaves = list[PyTree]()
+    values = list[PyTree]()
     for leaf in wanted:
         if key_names(leaf.parameter) in names and leaf.key in new:
-            leaves.append(jax.tree.map(_in_memory_of, new[leaf.key], leaf.value))
+            values.append(jax.tree.map(_in_memory_of, new[leaf.key], leaf.value))
         else:
-            leaves.append(_kept(old, leaf, path))
-    # Where nothing joins, the state keeps its containers: `nnx.Optimizer` has its own.
+            values.append(_old_value(old, leaf, path))
+    # If nothing joins, the state keeps its containers: `nnx.Optimizer` has others.
     same = [leaf.key for leaf in wanted] == list(old)
-    keeps = same and jax.tree.structure(leaves) == jax.tree.structure([*old.values()])
-    return unflatten_like(state if keeps else target, donate_within_memory(leaves))
+    keeps = same and jax.tree.structure(values) == jax.tree.structure([*old.values()])
+    return unflatten_like(state if keeps else target, donate_within_memory(values))
 
 
-def _kept(
+def _old_value(
     old: Mapping[LeafKey, PyTree[Array]], leaf: StateLeaf, path: Path
 ) -> PyTree[Array]:
     """What a state holds for a leaf of another one, for a parameter that is there."""
@@ -207,15 +206,15 @@ def _kept(
             f" either: name it too, by a path that leads to it and to"
             f" {path_name(path)!r}, or add one after the other."
         )
-    kept = old[leaf.key]
-    if not _alike(kept, leaf.value):
+    value = old[leaf.key]
+    if not _alike(value, leaf.value):
         raise ValueError(
-            f"{leaf.field} of parameter {leaf.name!r} is {_describe(kept)} in the"
+            f"{leaf.field} of parameter {leaf.name!r} is {_describe(value)} in the"
             f" state, and {_describe(leaf.value)} in that of tx for these parameters:"
             " pass the transformation that the state was made with, and parameters"
             " of the same shapes."
         )
-    return kept
+    return value
 
 
 def _alike(one: PyTree, other: PyTree) -> bool:
@@ -238,11 +237,10 @@ def _describe(moment: PyTree) -> str:
     return f"{aval.dtype}{list(aval.shape)}"
 
 
-def _put_beside(x: ArrayLike, old: Array, *, host: bool) -> Array:
+def _put_like(x: ArrayLike, old: Array, *, host: bool) -> Array:
     """A new value in the place of an old one; `host`: in host memory."""
     if is_committed(old):
-        kind = PINNED_HOST if host else memory_kinds()[0]
-        return jax.device_put(x, old.sharding.with_memory_kind(kind))
+        return jax.device_put(x, old.sharding.with_memory_kind(kind_of(host)))
     return jax.device_put(x, HOST if host else DEVICE)
 
 
@@ -289,20 +287,20 @@ def master_weights(
       (Array(1, dtype=bfloat16), Array(0.9999, dtype=float32))
     """
     check_arrays("params", params)
-    found = {
+    fields = {
         (leaf.field, _named(leaf.parameter)): leaf.value for leaf in leaves_of(state)
     }
 
     def master(path: KeyPath, parameter: Array) -> Array:
         name = _named(path)
         for field in _OF_FIELD:
-            half = found.get((field, name))
+            half = fields.get((field, name))
             if half is not None and half.shape == parameter.shape:
                 half = jax.device_put(half, jax.memory.Space.Device)
                 return _OF_FIELD[field](parameter, half)
         if wider(parameter, jnp.float32) is parameter:
             return parameter
-        known = [repr("/".join(name)) for field, name in found if field in _OF_FIELD]
+        known = [repr("/".join(name)) for field, name in fields if field in _OF_FIELD]
         if known:
             raise ValueError(
                 f"params: the state keeps no master of {path_name(path)!r} of shape"

@@ -10,9 +10,8 @@ from jax import Array
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import (
-    PINNED_HOST,
     bytes_per_device,
-    memory_kinds,
+    kind_of,
     nbytes,
     on_host,
 )
@@ -213,13 +212,13 @@ def rebalance(
             left -= sizes[name]
             stays.add(name)
     values = [leaf.value for leaf in leaves]
+    # Evictions come first, so that no more than the budget is ever on the device.
     for to_host in (True, False):
         for position, leaf in enumerate(leaves):
             belongs_on_host = leaf.parameter not in stays
             moves = movable[position] and belongs_on_host != on_host(leaf.value)
             if moves and belongs_on_host == to_host:
-                kind = PINNED_HOST if to_host else memory_kinds()[0]
-                move = functools.partial(moved_to, kind=kind)
+                move = functools.partial(moved_to, kind=kind_of(to_host))
                 values[position] = jax.tree.map(move, leaf.value)
     return unflatten_like(state, values)
 

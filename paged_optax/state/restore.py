@@ -14,9 +14,7 @@ from jax.sharding import (
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import (
-    PINNED_HOST,
-    memory_kinds,
-    on_host,
+    memory_kind,
     replicated_sharding,
     typed_by_memory,
 )
@@ -93,11 +91,11 @@ def abstract_state(
     check_transformation("tx", tx)
     check_arrays("params", params)
     refuse_uneven(params)
-    asked = optimizer_shardings(params)
-    params = _on_meshes(params, asked)
+    of_moments = optimizer_shardings(params)
+    params = _on_meshes(params, of_moments)
     # So `update` knows the parameters' shardings of a state that is restored.
-    looking = within(types_only=True, mesh=mesh_of(params))
-    with looking, explicitly_typed(params) as shapes:
+    types_only = within(types_only=True, mesh=mesh_of(params))
+    with types_only, explicitly_typed(params) as shapes:
         # A new function each time: JAX would not run one again that it has traced.
         closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(shapes)
     stored = jax.tree_util.tree_flatten_with_path(
@@ -120,22 +118,23 @@ def abstract_state(
             typed = NamedSharding(default.mesh, aval.sharding.spec)
         if parameter is not None and parameter.shape == x.shape:
             sharding = getattr(parameter, "sharding", None) or default
-            own, told = Shards.of(sharding, x.shape), Shards.of(typed, x.shape)
-            if own and told and own.axes != told.axes:
-                sharding = told.sharding  # as an `init` was told before
+            shards, traced = Shards.of(sharding, x.shape), Shards.of(typed, x.shape)
+            if shards and traced and shards.axes != traced.axes:
+                sharding = traced.sharding  # as an `init` was told before
         elif typed is not None:
             sharding = typed
-        kind = PINNED_HOST if on_host(aval) else memory_kinds()[0]
-        sharding = typed_by_memory(sharding.with_memory_kind(kind))
+        sharding = typed_by_memory(sharding.with_memory_kind(memory_kind(aval)))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    beside = [
-        x if told is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=told)
-        for (_, x), told in zip(parameters, asked, strict=True)
+    likes = [
+        x
+        if sharding is None
+        else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        for (_, x), sharding in zip(parameters, of_moments, strict=True)
     ]
     placed = []
     for (_, x), owner in zip(stored, owners, strict=True):
-        parameter = None if owner is None else beside[owner]
+        parameter = None if owner is None else likes[owner]
         placed.append(jax.tree.map(lambda x, p=parameter: place(x, p), x))
     return unflatten_like(shapes, placed)
 
@@ -202,15 +201,15 @@ def state_shardings(
     return jax.tree.map(lambda x: x.sharding, abstract_state(tx, divided))
 
 
-def _on_meshes(params: PyTree, asked: Sequence[NamedSharding | None]) -> PyTree:
+def _on_meshes(params: PyTree, of_moments: Sequence[NamedSharding | None]) -> PyTree:
     """Parameters of which each is on the mesh of its moments, where Flax tells one."""
     leaves = [
         jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=NamedSharding(told.mesh, PartitionSpec())
+            x.shape, x.dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec())
         )
-        if told is not None and Shards.of_array(x) is None
+        if sharding is not None and Shards.of_array(x) is None
         else x
-        for x, told in zip(jax.tree.leaves(params), asked, strict=True)
+        for x, sharding in zip(jax.tree.leaves(params), of_moments, strict=True)
     ]
     return unflatten_like(params, leaves)
 
@@ -258,23 +257,23 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
       False
     """
     target = abstract_state(state if isinstance(state, Described) else tx, params)
-    found, wanted = _by_name(state), _by_name(target)
-    for name in wanted:
+    arrays, places = _by_name(state), _by_name(target)
+    for name in places:
         # Before containers named the codec, the field of codes was called so.
         before = (*name[:-1], "codes")
-        if name not in found and before in found and is_codes_field(name[-1]):
-            found[name] = found.pop(before)
-    for name in [*wanted, *found]:
-        here, there = _describe(found.get(name)), _describe(wanted.get(name))
-        if here != there:
-            beside = (x for x in wanted if x[:-1] == name[:-1])
-            coded = any(is_codes_field(x[-1]) for x in beside)
+        if name not in arrays and before in arrays and is_codes_field(name[-1]):
+            arrays[name] = arrays.pop(before)
+    for name in [*places, *arrays]:
+        shape, wanted = _describe(arrays.get(name)), _describe(places.get(name))
+        if shape != wanted:
+            siblings = (x for x in places if x[:-1] == name[:-1])
+            coded = any(is_codes_field(x[-1]) for x in siblings)
             raise ValueError(
-                f"state: {'/'.join(name)!r} is {here}, and a state of tx for these"
-                f" parameters has {there}: pass the transformation, and the"
+                f"state: {'/'.join(name)!r} is {shape}, and a state of tx for these"
+                f" parameters has {wanted}: pass the transformation, and the"
                 f" parameters, that the state was made with{_BLOCKS if coded else ''}."
             )
-    placed = [_placed(found[name], place) for name, place in wanted.items()]
+    placed = [_placed(arrays[name], place) for name, place in places.items()]
     same = jax.tree.structure(as_pure(state)) == jax.tree.structure(as_pure(target))
     return unflatten_like(state if same else target, placed)
 

@@ -50,9 +50,9 @@ def get_step(state: PyTree, path: Path) -> Int[Array, ""]:
 def step_of(leaves: Iterable[StateLeaf], parameter: KeyPath) -> Int[Array, ""] | None:
     """The step count of a parameter: its own, or the one it shares, or None."""
     counts = [leaf for leaf in leaves if leaf.is_count]
-    own = [leaf for leaf in counts if leaf.parameter == parameter != ()]
-    if own:
-        return own[0].value
+    for leaf in counts:
+        if leaf.parameter == parameter != ():
+            return leaf.value
     nodes = _nodes(leaves, parameter)
     shared = [
         leaf
@@ -110,15 +110,15 @@ def increment_step(state: PyTree, path: Path) -> PyTree:
     leaves = leaves_of(state)
     parameter = parameter_at(path, leaves)
     nodes = {leaf.node for leaf in leaves if leaf.is_moment}
-    own = [
+    increments = [
         leaf.is_count
         and leaf.parameter == parameter
-        # If the parameters are a single array, every count is its own, except those of
-        # wrappers around the state that holds its moments.
+        # If the parameters are a single array, every count is that of the array, except
+        # those of wrappers around the state that holds its moments.
         and (parameter or not any(_is_above(leaf.node, node) for node in nodes))
         for leaf in leaves
     ]
-    if not any(own):
+    if not any(increments):
         raise ValueError(
             f"parameter {path_name(parameter)!r} has no step count of its own: the"
             " state has one count for all parameters, or none. Build the transformation"
@@ -126,7 +126,7 @@ def increment_step(state: PyTree, path: Path) -> PyTree:
         )
     values = [
         optax.safe_increment(leaf.value) if yes else leaf.value
-        for leaf, yes in zip(leaves, own, strict=True)
+        for leaf, yes in zip(leaves, increments, strict=True)
     ]
     return unflatten_like(state, donate_within_memory(values))
 

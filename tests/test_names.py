@@ -1,0 +1,78 @@
+"""Names say what a thing is, and each file's name exists once."""
+
+import ast
+import collections
+import pathlib
+import re
+
+import pytest
+
+PACKAGE = pathlib.Path(__file__).parents[1] / "paged_optax"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+#: Words of how a thing came about, or where it is in the text. Optax and Equinox have
+#: them in 0.1% of their identifiers, Optimistix and Lineax in none.
+WORDS = frozenset("found made given own here ahead beside alone".split())
+#: Arguments that users pass by these names, each with its reason.
+ALLOWED: dict[str, str] = {}
+SHARE = 0.045
+
+
+def words(identifier):
+    """The words of a name, in `snake_case` or in `CamelCase`."""
+    return {x.lower() for x in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", identifier)}
+
+
+def bound(tree):
+    """The identifiers that a module binds, one for each place."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+            case ast.arg(arg=name) | ast.alias(asname=str(name)):
+                yield name
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.ExceptHandler(name=str(name)):
+                yield name
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                yield name
+
+
+def names_of(file):
+    return [file.stem, *bound(ast.parse(file.read_text()))]
+
+
+def test_names_say_what_a_thing_is():
+    everything, wrong = 0, collections.Counter()
+    for file in FILES:
+        names = names_of(file)
+        everything += len(names)
+        wrong.update(
+            (name, str(file.relative_to(PACKAGE)))
+            for name in names
+            if words(name) & WORDS and name not in ALLOWED
+        )
+    share = wrong.total() / everything
+    worst = "\n".join(
+        f"{n:4} {name}, {file}" for (name, file), n in wrong.most_common(60)
+    )
+    print(f"{wrong.total()} of {everything} identifiers, {share:.2%}:\n{worst}")
+    assert share <= SHARE, f"{share:.2%} of all identifiers:\n{worst}"
+
+
+def test_each_file_has_a_name_of_its_own():
+    folders = collections.defaultdict(list)
+    for file in FILES:
+        folder = str(file.parent.relative_to(PACKAGE))
+        if folder != "guides":  # pages to read, and no code
+            folders[file.name].append(folder)
+    twice = {name: x for name, x in folders.items() if len(x) > 1}
+    assert set(twice) <= {"__init__.py", "checks.py"}, twice
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_is_allowed_is_used(name):
+    assert any(name in names_of(file) for file in FILES)
