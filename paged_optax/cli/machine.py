@@ -102,6 +102,7 @@ def shortage(device_bytes: int, host_bytes: int) -> str | None:
     """
     limit, _ = device_memory()
     free = host_available() * HOST_SHARE
+    # On the CPU backend, which has no limit, both are the machine's memory.
     if not limit:
         device_bytes, host_bytes = 0, device_bytes + host_bytes
     elif device_bytes > limit * DEVICE_SHARE:

@@ -171,6 +171,8 @@ class Computations:
         body, condition = instruction.named("body"), instruction.named("condition")
         if known := re.search(r'known_trip_count[^}]*"n":"?(\d+)', instruction.line):
             return Loop(body, condition, int(known[1]), True)
+        # A loop without a stated count takes one turn, as a gate does, unless it is an
+        # innermost one that moves pages: these are page loops on XLA:TPU.
         if body not in self._turns:
             inside = self.instructions[body]
             inner = any(x.operation == "while" for x in inside)

@@ -144,6 +144,7 @@ class Step:
         """The program for such arguments, where they are; compiled if there is none."""
         call = call._replace(values=jax.tree.map(typed, call.values))
         kind = call.kind
+        # Threads that call a step at once compile it once: the others wait and find it.
         with self._compiling:
             for program in self._programs:
                 if program.kind == kind and not are_elsewhere(

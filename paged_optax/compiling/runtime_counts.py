@@ -111,6 +111,7 @@ def _instruction(program: Computations, instruction: Instruction) -> _Counts:
         branches = [_computation(program, x) for x in program.branches(instruction)]
         if operation == "call":
             return functools.reduce(operator.add, branches, collections.Counter())
+        # The host waits for the index of the branch, which is not known here.
         largest = functools.reduce(operator.or_, branches, collections.Counter())
         return largest + collections.Counter(host_syncs=1)
     executor = program.executor(instruction)

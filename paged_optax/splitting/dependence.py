@@ -89,6 +89,7 @@ class Depends:
         owner = {leaf: n for n, leaves in enumerate(members) for leaf in leaves}
         rest = set(weights) - set(owner)
         pure, first = _pure(flat, live, owner, set(flat.constants), rest)
+        # Layers are ordered by their first use, whatever their numbers.
         turns = {n: k for k, n in enumerate(sorted(first, key=lambda n: first[n]))}
         if missing := sorted(set(range(len(members))) - set(turns)):
             _refuse_together(flat, live, pure, missing[0])

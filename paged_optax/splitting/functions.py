@@ -114,6 +114,7 @@ class Functions:
 
         if len(pieces.kinds) == 1:
             return run(pieces.kinds[0])(x, context)
+        # Of layers of several kinds only the layer's branch is computed.
         which = jnp.asarray(np.asarray(pieces.kind_of, np.int32))[i]
         return lax.switch(which, list(map(run, pieces.kinds)), list(x), context)
 

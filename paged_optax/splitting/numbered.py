@@ -158,6 +158,7 @@ def _by_kind(
             if not (match := _numbered(name)):
                 continue
             for start in range(k, -1, -1):
+                # A number before this one is that of a list around this list.
                 if start < k and _numbered(names[start]):
                     break
                 kind = (*names[start:k], *filter(None, match[:1]))
@@ -248,6 +249,8 @@ def _alike(
         frozenset((member, avals[n].shape, avals[n].dtype) for member, n in x.items())
         for x in members
     ]
+    # The longest run wins, then the shortest period: blocks of several subtrees are for
+    # layers of kinds that alternate.
     best: tuple[int, int, range] = (0, 0, range(0))
     for period in range(1, len(members) // 2 + 1):
         start = 0

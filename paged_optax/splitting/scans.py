@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from paged_optax.analysis.flat import Flat, closed_of
 from paged_optax.analysis.program import Constant, Equation, Operand, Program
 from paged_optax.splitting.dependence import SplitError, line_of, values_in, values_of
+from paged_optax.splitting.indexed import Whole, Wholes
 from paged_optax.splitting.numbered import (
     Member,
     Names,
@@ -31,7 +32,6 @@ from paged_optax.splitting.pieces import (
     Seen,
     Weight,
 )
-from paged_optax.splitting.slices import Whole, Wholes
 from paged_optax.splitting.stacking import Stack
 
 

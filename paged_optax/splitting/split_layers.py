@@ -20,8 +20,8 @@ from paged_optax.backend.validation import (
 )
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
 from paged_optax.splitting.functions import Functions
-from paged_optax.splitting.loss import Loss, SplitLoss
 from paged_optax.splitting.numbered import Member, split_names
+from paged_optax.splitting.split_loss import Loss, SplitLoss
 from paged_optax.splitting.stacking import Stack, Stacking, tell_of_choices, unnested
 from paged_optax.splitting.summary import summary
 

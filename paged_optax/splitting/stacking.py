@@ -203,6 +203,7 @@ def _together(leaves: Sequence[Shaped], axis: int | None) -> Shaped:
     if axis == 0:
         return first
     if any(on_host(x) for x in leaves):
+        # By NumPy: XLA would compute in host memory, or refuse to.
         return jax.device_put(
             _together([np.asarray(x) for x in leaves], axis), _sharding(first, axis)
         )

@@ -145,12 +145,15 @@ class _Search:
             avals = [[aval_of(self.flat, x) for x in xs] for xs in (theirs, results)]
             if avals[0] != avals[1]:
                 continue
+            # The first cut tells what the first layer hands on, not where it begins: it
+            # is matched from its results backward.
             pairs = list(zip(theirs, results, strict=True))
             match = match_backward(
                 self.flat, depends.producer.get, template, pairs, fit
             )
             if match is None or self._shared(match.equations.values()):
                 continue
+            # The layer is unlike the other one if it has equations that match none.
             piece = {*match.equations.values(), *needed}
             if len(piece) <= len(template):
                 return [n for n in cuts.order if n in piece]
@@ -170,6 +173,8 @@ class _Search:
 
     def _starts(self) -> list[int]:
         """Places where the first layer may begin, the last first."""
+        # A layer keeps the types of the carry: it may begin wherever just such values
+        # are alive that no later layer uses.
         cuts, flat = self.cuts, self.flat
         stop = cuts.cuts[0] if cuts.cuts else cuts.end
         goes_on = lambda x: any(stop <= place < cuts.end for place in cuts.uses[x])
@@ -205,6 +210,7 @@ class _Search:
             for n in candidates
             if self.count - 1 in depends.uses(n) and len(depends.uses(n)) == 1
         }
+        # The last cut tells what the last layer takes: it is matched forward.
         for template in reversed(templates):
             match = match_forward(self.flat, template, candidates, fits)
             piece = set(match.equations.values()) if match else set()

@@ -9,9 +9,9 @@ from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.backend.text import readable_bytes, table
 from paged_optax.splitting.dependence import line_of, live_of, values_in, values_of
-from paged_optax.splitting.loss import Loss, SplitLoss
 from paged_optax.splitting.numbered import nbytes_of
 from paged_optax.splitting.pieces import Pieces, Seen
+from paged_optax.splitting.split_loss import Loss, SplitLoss
 
 _LOGITS = (
     "The logits are the largest: po.linear_cross_entropy(x, head, labels) in the loss"

@@ -22,6 +22,7 @@ from paged_optax.splitting.dependence import (
     values_in,
     values_of,
 )
+from paged_optax.splitting.indexed import Sliced, slices
 from paged_optax.splitting.numbered import (
     Member,
     Names,
@@ -33,7 +34,6 @@ from paged_optax.splitting.numbered import (
 )
 from paged_optax.splitting.pieces import Pieces
 from paged_optax.splitting.scans import Scan, scans
-from paged_optax.splitting.slices import Sliced, slices
 from paged_optax.splitting.stacking import Stack
 from paged_optax.splitting.stages import Stages
 

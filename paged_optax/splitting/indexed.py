@@ -121,6 +121,7 @@ class Wholes:
             x.value if isinstance(x, Constant) else self.known[x]
             for x in equation.inputs
         ]
+        # Also where split_layers is called within a function that is traced.
         with jax.ensure_compile_time_eval():
             results = equation.bind(operands, None)
         self.known.update(zip(equation.outputs, results, strict=True))
@@ -146,6 +147,7 @@ def _taken(
         case "dynamic_slice":
             for axis, index in enumerate(equation.inputs[1 : 1 + len(shape)]):
                 n = number(index)
+                # XLA clamps the index of a dynamic slice.
                 if n is not None and read("slice_sizes") == _only(shape, axis):
                     yield axis, [min(max(n, 0), shape[axis] - 1)]
         case "gather":
@@ -153,6 +155,8 @@ def _taken(
             mapped = getattr(numbers, "start_index_map", ())
             collapsed = getattr(numbers, "collapsed_slice_dims", ())
             n = number(equation.inputs[1])
+            # What a gather does with an index out of bounds depends on its mode: such a
+            # stack counts as used whole.
             if n is not None and len(mapped) == 1 and collapsed == mapped:
                 whole = read("slice_sizes") == _only(shape, mapped[0])
                 if whole and 0 <= n < shape[mapped[0]]:
@@ -224,11 +228,7 @@ class Sliced:
         return split.flat, members
 
     def refuse_other_order(self, turns: Sequence[int]) -> None:
-        """Refuses layers that are computed in another order than they are stacked in.
-
-        Args:
-          turns: For each layer its turn.
-        """
+        """Refuses layers that are computed in another order than that of the stacks."""
         if list(turns) != sorted(turns):
             order = sorted(range(len(turns)), key=lambda n: turns[n])
             raise SplitError(
