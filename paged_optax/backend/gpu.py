@@ -60,21 +60,15 @@ NO_OVERLAP = "XLA overlaps transfers with products on this GPU only if it is tol
 
 
 def needs_overlap_options(device: Any) -> bool:
-    """Whether XLA overlaps transfers on a device only if it is told to.
-
-    Nothing is told where `XLA_FLAGS` say something of the scheduler.
-    """
+    """Whether XLA overlaps transfers on a device only if it is told to."""
     capability = compute_capability(device)
+    # Nothing is told if `XLA_FLAGS` say something of the scheduler.
     told = _SCHEDULER in os.environ.get("XLA_FLAGS", "")
     return capability is not None and int(capability) != _HOPPER and not told
 
 
 def warn_without_overlap(tree: PyTree) -> None:
-    """Warns of traced arrays in host memory, on a GPU that overlaps only if told to.
-
-    Which options `jax.jit` has been given shows nowhere in a trace. So the warning says
-    how to silence it. `jit_step` ignores it while it traces, and gives the options.
-    """
+    """Warns of traced arrays in host memory, on a GPU that overlaps only if told to."""
     if not is_traced(tree) or not any(map(on_host, jax.tree.leaves(tree))):
         return
     if not needs_overlap_options(jax.local_devices()[0]):
@@ -82,7 +76,10 @@ def warn_without_overlap(tree: PyTree) -> None:
     flags = " ".join(
         f"--{name}={str(x).lower()}" for name, x in OVERLAP_OPTIONS.items()
     )
-    # One text at one place: Python shows it once, and again after filters changed.
+    # Which options `jax.jit` has been given shows nowhere in a trace. So the warning
+    # says how to silence it. `jit_step` ignores it while it traces, and gives the
+    # options. One text at one place: Python shows it once, and again after filters
+    # changed.
     warnings.warn(
         f"{NO_OVERLAP}, and what is compiled by another than paged_optax.jit_step does"
         " not tell it. Copy this into your jax.jit, or eqx.filter_jit:"
@@ -102,7 +99,7 @@ def warn_without_overlap(tree: PyTree) -> None:
 POOL_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 _GIB = 1 << 30
-_FIRST = 2 << 20  # bytes of the first region
+_FIRST_REGION = 2 << 20  # bytes
 _UNIT = 256  # bytes: all chunks are multiples
 _SPLIT = 128 << 20  # a chunk that exceeds what is asked by so much is split
 # Arrays of a number of bytes of which nothing else is known.
@@ -124,11 +121,7 @@ def pool_limit() -> int:
 def pinned_bytes(needed: ArrayBytes, limit: int | None = None) -> int | None:
     """The bytes that the pool takes of the machine.
 
-    It is simulated by the rules of XLA's `tsl/framework/bfc_allocator.cc`. The smallest
-    free chunk that is large enough is taken. What it has more is split off if that is
-    128 MiB, or as much as was asked. If no chunk is large enough, a region is added:
-    as large as the last one doubled, or doubled until it holds the array, and never
-    beyond the limit.
+    It is simulated by the rules of XLA's `tsl/framework/bfc_allocator.cc`.
 
     Args:
       needed: Bytes of each array in host memory, in the order in which they are made;
@@ -137,27 +130,27 @@ def pinned_bytes(needed: ArrayBytes, limit: int | None = None) -> int | None:
 
     Returns:
       The bytes of all regions, or None if there is no room for an array.
-
-    Example:
-      >>> pinned_bytes(4711 << 20, limit=64 << 30) >> 30
-      8
-      >>> pinned_bytes(4711 << 20, limit=5 << 30) >> 30
-      5
     """
     limit = pool_limit() if limit is None else limit
     free: list[int] = []
-    region, taken = _FIRST, 0
+    region, taken = _FIRST_REGION, 0
     for size in _arrays(needed):
         asked = -(-size // _UNIT) * _UNIT
         if not any(chunk >= asked for chunk in free):
+            # A region is added: as large as the last one doubled, or doubled until it
+            # holds the array, and never beyond the limit.
             left = (limit - taken) // _UNIT * _UNIT
             if asked > left:
                 return None
-            doubled = _doubled(region, asked)
+            doubled = region
+            while doubled < asked:
+                doubled *= 2
             free.append(min(doubled, left))
             taken += free[-1]
             # A region that was made larger for an array comes once more.
             region = 2 * region if doubled == region else doubled
+        # The smallest free chunk that is large enough is taken. What it has more is
+        # split off if that is 128 MiB, or as much as was asked.
         chunk = min(chunk for chunk in free if chunk >= asked)
         free.remove(chunk)
         more = chunk - asked
@@ -175,23 +168,12 @@ def limit_gigabytes(needed: ArrayBytes) -> int:
     Returns:
       The most that is at most 1.15 of what is needed, if the pool then has room for all
       arrays and for a 32nd of their bytes; otherwise the least that has.
-
-    Example:
-      >>> limit_gigabytes(4711 << 20), limit_gigabytes(43 << 30)
-      (5, 49)
     """
     total = sum(_arrays(needed)) / _GIB
     gigabytes = max(1, math.ceil(_LEAST * total), math.floor(_MOST * total))
     while pinned_bytes(needed, gigabytes * _GIB) is None:
         gigabytes += 1
     return gigabytes
-
-
-def _doubled(region: int, asked: int) -> int:
-    """The bytes of a region, doubled until they are enough."""
-    while region < asked:
-        region *= 2
-    return region
 
 
 def _arrays(needed: ArrayBytes) -> Iterable[int]:

@@ -45,22 +45,18 @@ _PAIR = "tf.aliasing_output"
 
 
 def on_host(x: PyTree) -> bool:
-    """Whether an array, a traced value or an abstract value lives in host memory.
-
-    A codec may store a moment in several arrays. They live in one memory, so that only
-    the first is looked at.
-    """
+    """Whether an array, a traced value or an abstract value lives in host memory."""
+    # A codec may store a moment in several arrays. They live in one memory, so that
+    # only the first is looked at.
     x = x if isinstance(x, ShapedArray) else jax.tree.leaves(x)[0]
     aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
     return aval.memory_space == HOST
 
 
 def is_mistyped(x: PyTree) -> bool:
-    """Whether a concrete array is in host memory, and its type says device memory.
-
-    This is so for arrays made with a `SingleDeviceSharding`, as a restore into concrete
-    arrays makes them (jax 0.10.2 to 0.12.0.1).
-    """
+    """Whether a concrete array is in host memory, and its type says device memory."""
+    # This is so for arrays made with a `SingleDeviceSharding`, as a restore into
+    # concrete arrays makes them (jax 0.10.2 to 0.12.0.1).
     if not isinstance(x, jax.Array) or is_traced(x):
         return False
     return x.sharding.memory_kind == PINNED_HOST and not on_host(x)
@@ -75,15 +71,14 @@ def typed_by_memory(sharding: Sharding) -> Sharding: ...
 
 
 def typed_by_memory(sharding: Sharding) -> Sharding:
-    """The same placement, as a sharding that types arrays by their memory.
-
-    An array made with a `SingleDeviceSharding`, as by a restore, has the type of device
-    memory whatever its memory kind (jax 0.10.2 to 0.12.0.1); no update would page it.
-    A mesh without axes leaves the rest of the type as it is: a step's results have the
-    same type, so that `jax.jit` does not compile for the restored and again for them.
-    """
+    """The same placement, as a sharding that types arrays by their memory."""
     if not isinstance(sharding, SingleDeviceSharding):
         return sharding
+    # An array made with a `SingleDeviceSharding`, as by a restore, has the type of
+    # device memory whatever its memory kind (jax 0.10.2 to 0.12.0.1); no update would
+    # page it. A mesh without axes leaves the rest of the type as it is: a step's
+    # results have the same type, so that `jax.jit` does not compile for the restored
+    # and again for them.
     (device,) = sharding.device_set
     mesh = Mesh(np.array(device), ())
     return NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
@@ -94,7 +89,7 @@ def replicated_sharding(
 ) -> NamedSharding | SingleDeviceSharding | None:
     """Where an array of no single parameter goes: whole, on all of these devices.
 
-    It is what a step gives such an array, beside arguments like these.
+    A step returns such an array there, if its arguments are like these.
 
     Args:
       arrays: Parameters. The first one whose sharding is of a mesh or of one device
@@ -257,7 +252,7 @@ def _lower(
     context: mlir.LoweringRuleContext, *operands: "ir.Value[ir.Type]"
 ) -> "Sequence[ir.Value[ir.Type]]":
     module = context.module_context
-    # Once a program: it has a mark for each array.
+    # Once a program, although it has a mark for each array.
     if module.cached_primitive_lowerings.setdefault(_pair, context) is context:
         for operation in module.module.body.operations:
             if isinstance(operation, func.FuncOp) and operation.name.value == "main":

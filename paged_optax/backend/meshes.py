@@ -89,9 +89,6 @@ def with_automatic_axes(
 ) -> PyTree:
     """Calls a function on a mesh of explicit axes as if they were automatic.
 
-    What is traced of a transformation knows no axes: its equations would make arrays of
-    other types than those that they meet.
-
     Args:
       function: What to call.
       arguments: Its arguments, trees of arrays.
@@ -105,6 +102,8 @@ def with_automatic_axes(
     mesh = next(filter(None, meshes), None)
     if mesh is None:
         return function(*arguments)
+    # What is traced of a transformation knows no axes: its equations would make arrays
+    # of other types than those that they meet.
     spec = lambda x: jax.typeof(x).sharding.spec if _explicit_mesh(x) else None
     # The mesh is stated too: without one around, `auto_axes` would do nothing.
     like = lambda x: NamedSharding(mesh, spec(x) or PartitionSpec())
@@ -116,10 +115,8 @@ def with_automatic_axes(
 
 
 def without_explicit_axes() -> contextlib.AbstractContextManager[None]:
-    """Traces within as on one device, where the mesh around has explicit axes.
-
-    What is traced then runs on such a mesh and on automatic axes alike.
-    """
+    """Traces within as on one device, if the mesh around has explicit axes."""
+    # What is traced then runs on such a mesh and on automatic axes alike.
     around = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit not in around.axis_types:
         return contextlib.nullcontext()

@@ -137,13 +137,7 @@ def _meshes(
 
 
 def fixed_variables(state: PyTree) -> PyTree:
-    """A new state whose variables Flax leaves as they are, where they are.
-
-    Flax makes one mapping of all that a variable holds, so what is stored in several
-    arrays has a variable for each. And `nnx.Optimizer` moves what a variable with
-    sharding metadata holds, to device memory, unless the variable says not to. Metadata
-    of a parameter's axes is left out of what has fewer, such as a codec's scales.
-    """
+    """A new state whose variables Flax leaves as they are, where they are."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return state
@@ -156,12 +150,17 @@ def fixed_variables(state: PyTree) -> PyTree:
         told = {name: x.get_metadata(name) for name in names}
 
         def copied(value: ArrayOrShape) -> "nnx.Variable[ArrayOrShape]":
-            # `nnx.eval_shape` refuses what has more axes than its array.
+            # `nnx.eval_shape` refuses metadata of more axes than its array has, such as
+            # a codec's scales.
             rank = lambda told: len(getattr(told, "spec", told) or ())
             wrong = [name for name in told if rank(told[name]) > len(value.shape)]
+            # `nnx.Optimizer` moves what a variable with sharding metadata holds, to
+            # device memory, unless the variable says not to.
             stays = {"eager_sharding": False} if told else {}
             return x.copy(value, **stays, **dict.fromkeys(wrong))
 
+        # Flax makes one mapping of all that a variable holds, so what is stored in
+        # several arrays has a variable for each.
         return jax.tree.map(copied, x.get_raw_value())
 
     return jax.tree.map(settle, state, is_leaf=is_variable)

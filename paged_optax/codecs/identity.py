@@ -2,7 +2,7 @@
 
 The codes of one codec are numbers of another one too, only other numbers. Their dtype
 does not tell them apart: a restore casts to the dtype of its target. So a state names
-in its structure what made its codes, by the name of a field. Then all that compares
+its codec in its structure, by the name of the codes' field. Then all that compares
 structures refuses to read them otherwise: Orbax, `flax.serialization`, and `update`
 after pickle.
 
@@ -100,6 +100,7 @@ class _Named(type):
     field: str
 
 
+# Saved states name this function and this module: pickle finds classes through it.
 @functools.cache  # Structures are equal if their classes are the same.
 def _class_of(field: str) -> type[Quantized[PyTree]]:
     fields = collections.namedtuple(  # pyright: ignore[reportUntypedNamedTuple]

@@ -1,25 +1,12 @@
-"""What a codec stores, arranged for memory that is sliced and divided.
+"""How codes and scales lie in memory that is sliced and divided.
 
-**Codes in words.** XLA:TPU cannot slice an array of bytes in host memory: for each page
-it copies all of it to the device and back, in another tiling (libtpu 0.0.52). Words of
-32 bits it slices like float32. Codes share a word along the axis that a TPU puts in its
-sublanes, as its own packed layouts do: words then lie as the moment does, so that no
-page is turned from one layout into another, and unpacking moves nothing across lanes.
+Codes share words of 32 bits, along the axis that a TPU puts in its sublanes. Scales
+have the moment's axes if a row, or a column, is whole blocks, and blocks run along it.
 
-**Scales with the moment's axes.** The scales of a flattened matrix do not divide as the
-matrix does. Where a row is whole blocks, they are an array `[*rows, blocks of a row]`,
-whose dimensions are the matrix's own: it is paged and divided as the matrix is, and no
-way of dividing changes what it holds.
-
-**Blocks along columns.** A row of 50257 values is no whole number of blocks, and blocks
-that run on from row to row fit no page of a TPU's tiles: it took 86 s to compile, and
-617 MiB of scratch. Where a column is whole blocks they run along the columns, as they
-do in PyTorch, whose layers keep the transposed matrix.
-
-**Dtypes.** A state is arrays, and codes of another map mean other numbers: their dtypes
-tell. Codes of a map with negative numbers are signed integers, and other codes are
-unsigned. Eight-bit floats have a float8 dtype. In words they are unsigned integers, and
-their scales are integers that hold the bits of float32.
+A state is arrays, and codes of another map mean other numbers: their dtypes tell. Codes
+of a map with negative numbers are signed integers, and other codes are unsigned.
+Eight-bit floats have a float8 dtype. In words they are unsigned integers, and their
+scales are integers that hold the bits of float32.
 """
 
 import dataclasses
@@ -102,8 +89,6 @@ class Arranged:
         plain = self.codec.stored(shape)
         entries, dtype = list(codes_of(plain).shape), codes_of(plain).dtype
         floats = jnp.issubdtype(dtype, jnp.floating)
-        # The dtypes tell what stored the moment: codes with negative numbers are signed
-        # integers. Eight-bit floats in words are unsigned, and their scales integers.
         if self.axis is not None:
             entries[self.axis] = -(-entries[self.axis] // self.packed)
             dtype = jnp.int32 if self.signed and not floats else jnp.uint32
@@ -113,6 +98,9 @@ class Arranged:
         if not isinstance(plain, Quantized):
             return codes
         dtype, blocks = plain.scales.dtype, list(plain.scales.shape)
+        # The scales of a flattened matrix do not divide as the matrix does. With the
+        # matrix's own dimensions they are paged and divided as it is, and no way of
+        # dividing changes what it holds.
         if self.blocks is not None:
             blocks = list(shape)
             blocks[self.blocks] //= self.block
@@ -242,8 +230,12 @@ def arranged(
 
 def _axis_of_words(shape: tuple[int, ...], packed: int) -> int | None:
     """The axis along which codes share words."""
-    # From the last two axes alone, so that a layer of a stack is stored as the stack
-    # is.
+    # XLA:TPU cannot slice an array of bytes in host memory: for each page it copies all
+    # of it to the device and back, in another tiling (libtpu 0.0.52). Words of 32 bits
+    # it slices like float32. Along the sublanes codes share words in its own packed
+    # layouts too: words then lie as the moment does, so that no page is turned from one
+    # layout into another, and unpacking moves nothing across lanes. The last two axes
+    # alone decide, so that a layer of a stack is stored as the stack is.
     sublanes = tiling.minor_to_major(shape[-2:])[1] - 2
     if _in_words(shape, sublanes, packed):
         return sublanes
@@ -268,6 +260,10 @@ def _axis_of_blocks(shape: tuple[int, ...], block: int) -> int | None:
     rows, columns = shape[-2:]
     if not columns % block:
         return -1
+    # A row of 50257 values is no whole number of blocks, and blocks that run on from
+    # row to row fit no page of a TPU's tiles: it took 86 s to compile, and 617 MiB of
+    # scratch. If a column is whole blocks they run along the columns, as they do in
+    # PyTorch, whose layers keep the transposed matrix.
     few = block // math.gcd(block, columns) <= _FEW_ROWS and columns < _WIDE
     return None if few or rows % block else -2
 

@@ -137,9 +137,10 @@ def _positions(midpoints: np.ndarray, zero: int) -> tuple[int, np.ndarray]:
 def _keys(numbers: np.ndarray) -> np.ndarray:
     """For each number, twice the bits of the last float not nearer to the next number.
 
-    One is added unless that float is exactly as near to both. Distances are rounded to
-    float32, as bitsandbytes' are; between 5.5e-7 and 3.25e-6 that moves the midpoint.
+    One is added unless that float is exactly as near to both.
     """
+    # Distances are rounded to float32, as bitsandbytes' are; between 5.5e-7 and 3.25e-6
+    # that moves the midpoint.
     low, high = numbers[:-1], numbers[1:]
     middle = ((low + high) / np.float32(2)).view(np.int32)
     around = middle + np.arange(-3, 4, dtype=np.int32)[:, None]

@@ -40,7 +40,6 @@ SETTINGS = ("hyperparams", "hyperparams_states")
 #: accumulators of `optax.MultiSteps` stay on the device.
 _NO_MOMENTS = (*SETTINGS, "acc_grads")
 
-
 #: The names of the keys of a leaf's node, its field, those of its parameter.
 LeafKey = tuple[tuple[str, ...], str, tuple[str, ...]]
 
@@ -96,11 +95,9 @@ class StateLeaf:
 
 
 def _is_state(node: PyTree) -> bool:
-    """Whether a node is an Optax state, or a container of such.
-
-    Optax's states are named tuples called `...State`; what they hold in their fields is
-    trees of the parameters' structure, which may be of any type.
-    """
+    """Whether a node is an Optax state, or a container of such."""
+    # Optax's states are named tuples called `...State`; what they hold in their fields
+    # is trees of the parameters' structure, which may be of any type.
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return type(node).__name__.endswith("State")
     if isinstance(node, (tuple, list)):
@@ -109,11 +106,9 @@ def _is_state(node: PyTree) -> bool:
 
 
 def _holds_states(node: PyTree, path: KeyPath) -> bool:
-    """Whether a child of a state may be a state itself.
-
-    Optax says so in the field's name (`inner_state`, `fast_state`). All others are
-    trees of parameters, which may have a name that ends in `State` too.
-    """
+    """Whether a child of a state may be a state itself."""
+    # Optax says so in the field's name (`inner_state`, `fast_state`). All others are
+    # trees of parameters, which may have a name that ends in `State` too.
     by_optax = type(node).__module__.partition(".")[0] in ("optax", "paged_optax")
     return not (by_optax and hasattr(node, "_fields")) or "state" in path[0].name
 
@@ -169,11 +164,9 @@ def _is_count_variable(key_path: KeyPath, value: PyTree) -> bool:
 
 
 def unpaged_places(leaves: Iterable[StateLeaf]) -> set[tuple[KeyPath, str]]:
-    """Fields that nothing pages, such as that of an `optax.trace` beside `paged(...)`.
-
-    Moments of a parameter move together, so a field without a single moment on the
-    host, although other moments of its parameters are there, is not paged.
-    """
+    """Fields that nothing pages, as that of an `optax.trace` beside `paged(...)`."""
+    # Moments of a parameter move together, so a field without a single moment on the
+    # host, although other moments of its parameters are there, is not paged.
     moments = [leaf for leaf in leaves if leaf.is_moment]
     paged = {leaf.place for leaf in moments if on_host(leaf.value)}
     away = {leaf.parameter for leaf in moments if on_host(leaf.value)}
@@ -183,13 +176,13 @@ def unpaged_places(leaves: Iterable[StateLeaf]) -> set[tuple[KeyPath, str]]:
 class Parameters:
     """Parameters, to be found by paths."""
 
-    def __init__(self, known: Iterable[KeyPath], where: str):
+    def __init__(self, paths: Iterable[KeyPath], where: str):
         """Takes their paths; `where` is what has them, for messages."""
         self.where = where
         self.names: dict[KeyPath, str] = {}
         self.groups: dict[tuple[str, ...], list[KeyPath]] = {}
         self.joined: dict[str, set[tuple[str, ...]]] = {}
-        for path in dict.fromkeys(known):
+        for path in dict.fromkeys(paths):
             self.names[path] = path_name(path)
             for n in range(len(path) + 1):
                 self.groups.setdefault(key_names(path[:n]), []).append(path)

@@ -212,7 +212,7 @@ def rebalance(
             left -= sizes[name]
             stays.add(name)
     values = [leaf.value for leaf in leaves]
-    # Evictions come first, so that no more than the budget is ever on the device.
+    # Evictions come first: no more than the budget is ever on the device.
     for to_host in (True, False):
         for position, leaf in enumerate(leaves):
             belongs_on_host = leaf.parameter not in stays
@@ -228,6 +228,7 @@ def moved_to(x: Array, kind: str) -> Array:
     if x.sharding.memory_kind == kind:
         return x
     sharding = x.sharding.with_memory_kind(kind)
+    # One array moves at a time, so that no more than the budget is on the device.
     moved = jax.block_until_ready(jax.device_put(x, sharding))
     x.delete()
     return moved
