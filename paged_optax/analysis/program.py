@@ -8,7 +8,7 @@ traces and lowers the streaming loop once for both.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -105,10 +105,6 @@ class Equation:
         return list(result) if self.primitive.multiple_results else [result]
 
 
-#: The results of one leaf's program.
-Made = Sequence[PyTree[ArrayLike]]
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A straight line of equations; values `0 .. inputs-1` are its arguments."""
@@ -180,7 +176,6 @@ class Analysis:
     """A traced function, taken apart.
 
     Attributes:
-      constants: Values closed over, by number.
       shared: The program of the scalars shared by all leaves.
       shared_inputs: Numbers of the values that are its arguments.
       shared_outputs: Numbers its results get.
@@ -192,7 +187,6 @@ class Analysis:
       owners: For each output the parameter it belongs to, or None.
     """
 
-    constants: Mapping[int, ArrayLike] = dataclasses.field(compare=False)
     shared: Program
     shared_inputs: tuple[int, ...]
     shared_outputs: tuple[int, ...]
@@ -209,62 +203,6 @@ class Analysis:
         leaves = (leaf.outputs for leaf in self.leaves if leaf.program.elementwise)
         direct = (position for position, _ in self.direct)
         return frozenset(itertools.chain(direct, *leaves))
-
-    def evaluate(
-        self,
-        arguments: Sequence[PyTree[ArrayLike]],
-        run_leaves: Callable[[list[tuple[LeafUpdate, list[PyTree]]]], Iterable[Made]],
-        own: Mapping[int, Sequence[ArrayLike]] | None = None,
-    ) -> list[PyTree[ArrayLike]]:
-        """Computes every output.
-
-        Args:
-          arguments: The traced function's arguments.
-          run_leaves: Runs the programs of all leaves, each with its inputs. No program
-            needs what another one makes.
-          own: Scalars of which each parameter has one of its own: by the number of the
-            argument, one value for each parameter. What the shared program makes of
-            them is then made for each.
-
-        Returns:
-          The outputs; one that depends on such scalars and belongs to no leaf is a list
-          with one value for each parameter.
-        """
-        values = dict(enumerate(arguments)) | dict(self.constants)
-
-        def share(values: dict[int, PyTree]) -> dict[int, PyTree]:
-            shared = self.shared([values[i] for i in self.shared_inputs])
-            return values | dict(zip(self.shared_outputs, shared, strict=True))
-
-        values = share(values)
-        scopes: list[dict[int, PyTree]] = []
-        if own:
-            scopes = [
-                share(values | {number: each[owner] for number, each in own.items()})
-                for owner in range(len(next(iter(own.values()))))
-            ]
-        made_of_own = self.reached_from(own or ())
-        results: dict[int, PyTree] = {}
-        for position, x in self.direct:
-            if isinstance(x, Constant):
-                results[position] = x.value
-            elif x in made_of_own:
-                results[position] = [scope[x] for scope in scopes]
-            else:
-                results[position] = values[x]
-        scope_of = lambda leaf: (
-            scopes[leaf.owner] if scopes and leaf.owner is not None else values
-        )
-        given = [
-            (leaf, [scope_of(leaf)[i] for i in leaf.inputs]) for leaf in self.leaves
-        ]
-        for leaf, made in zip(self.leaves, run_leaves(given), strict=True):
-            count = len(leaf.outputs)
-            results.update(zip(leaf.outputs, made[:count], strict=True))
-            values.update(zip(leaf.between, made[count:], strict=True))
-        tail = self.tail([values[i] for i in self.tail_inputs])
-        results.update(zip(self.tail_outputs, tail, strict=True))
-        return [results[position] for position in range(len(results))]
 
     @functools.cached_property
     def same(self) -> Mapping[int, int]:
@@ -304,3 +242,74 @@ class Analysis:
             for number, x in zip(self.shared_outputs, self.shared.outputs, strict=True)
             if x in inside
         }
+
+
+class Evaluation:
+    """A traced function's outputs, computed leaf by leaf.
+
+    First come the values that all leaves share, then the programs of leaves, of which
+    none needs what another one computes, and last the outputs.
+
+    Args:
+      analysis: The function, taken apart.
+      arguments: Its arguments.
+      constants: The values that it closes over, by number.
+      counts: Scalars of which each parameter has one: by the number of the argument,
+        one value for each parameter. What the shared program makes of them is then made
+        for each.
+    """
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        arguments: Sequence[PyTree[ArrayLike]],
+        constants: Mapping[int, ArrayLike],
+        counts: Mapping[int, Sequence[ArrayLike]] | None = None,
+    ):
+        self.analysis = analysis
+        self.values = self._shared(dict(enumerate(arguments)) | dict(constants))
+        self.counts = counts or {}
+        parameters = len(next(iter(self.counts.values()))) if self.counts else 0
+        each_counts = [
+            {number: each[owner] for number, each in self.counts.items()}
+            for owner in range(parameters)
+        ]
+        self.by_parameter = [self._shared(self.values | each) for each in each_counts]
+
+    def _shared(self, values: dict[int, PyTree]) -> dict[int, PyTree]:
+        """Values, and what the shared program makes of them."""
+        shared = self.analysis.shared([values[i] for i in self.analysis.shared_inputs])
+        return values | dict(zip(self.analysis.shared_outputs, shared, strict=True))
+
+    def inputs(self, leaf: LeafUpdate) -> list[PyTree[ArrayLike]]:
+        """The arguments of a leaf's program."""
+        values = self.values
+        if self.by_parameter and leaf.owner is not None:
+            values = self.by_parameter[leaf.owner]
+        return [values[i] for i in leaf.inputs]
+
+    def results(
+        self, of_leaves: Sequence[Sequence[PyTree[ArrayLike]]]
+    ) -> list[PyTree[ArrayLike]]:
+        """The outputs, given the results of each leaf's program.
+
+        One that depends on `counts` and belongs to no leaf is a list with one value for
+        each parameter.
+        """
+        analysis, values = self.analysis, dict(self.values)
+        results: dict[int, PyTree] = {}
+        of_counts = analysis.reached_from(self.counts)
+        for position, x in analysis.direct:
+            if isinstance(x, Constant):
+                results[position] = x.value
+            elif x in of_counts:
+                results[position] = [each[x] for each in self.by_parameter]
+            else:
+                results[position] = values[x]
+        for leaf, new in zip(analysis.leaves, of_leaves, strict=True):
+            count = len(leaf.outputs)
+            results.update(zip(leaf.outputs, new[:count], strict=True))
+            values.update(zip(leaf.between, new[count:], strict=True))
+        tail = analysis.tail([values[i] for i in analysis.tail_inputs])
+        results.update(zip(analysis.tail_outputs, tail, strict=True))
+        return [results[position] for position in range(len(results))]

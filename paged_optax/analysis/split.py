@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from jax.extend import core
+from jax.typing import ArrayLike
 
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import (
@@ -240,7 +241,7 @@ def analyse(
     output_owners: Sequence[int | None],
     name: Callable[[int], str],
     replaced: Sequence[int] = (),
-) -> Analysis:
+) -> tuple[Analysis, dict[int, ArrayLike]]:
     """Takes a traced update apart into one program a leaf.
 
     Args:
@@ -255,7 +256,7 @@ def analyse(
         where all are new.
 
     Returns:
-      The programs.
+      The programs, and the values that they close over, by number.
 
     Raises:
       CrossLeafError: If a value depends on two parameters, or if what is laid end to
@@ -299,8 +300,7 @@ def analyse(
             )
         )
     program, inputs = found.program(tuple(shared), lambda _: True, ())
-    return Analysis(
-        constants=flat.constants,
+    analysis = Analysis(
         shared=program,
         shared_inputs=inputs,
         shared_outputs=tuple(shared),
@@ -311,3 +311,4 @@ def analyse(
         direct=tuple(outputs.direct),
         owners=tuple(outputs.owners),
     )
+    return analysis, flat.constants

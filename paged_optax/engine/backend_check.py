@@ -94,4 +94,5 @@ def _leaves(
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32)] * count
     closed, _ = trace(function, *arguments)
     owners = [0, *[None] * (count - 1)]
-    return analyse(closed, owners, owners, str).leaves
+    analysis, _ = analyse(closed, owners, owners, str)
+    return analysis.leaves

@@ -58,7 +58,7 @@ def on_its_axes(model: Model, parts: Parts, batch: PyTree, several: bool) -> Mod
       Exception: What the model raises if it runs on neither: on explicit axes if it
         says how something is divided, and else on automatic ones.
     """
-    if not any(map(_is_explicit, current().given.values())):
+    if not any(map(_is_explicit, current().shardings.values())):
         return model
     fixed = model.frozen
     given = _Given(

@@ -24,7 +24,7 @@ from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.agreement import Said
 from paged_optax.transform.context import within
-from paged_optax.transform.paged_transformation import Pager, tell
+from paged_optax.transform.paged_transformation import PagedTransformation, tell
 from paged_optax.transform.parameter_shardings import ParameterShardings
 
 
@@ -53,7 +53,7 @@ def tell_of_moved(
 
 def _asked(
     tx: optax.GradientTransformation, params: PyTree, state: PyTree, says: bool = False
-) -> list[tuple[Pager, str, Said]]:
+) -> list[tuple[PagedTransformation, str, Said]]:
     """The paged transformations inside, and what each would tell of its moments.
 
     Args:
@@ -62,9 +62,9 @@ def _asked(
       state: Its state.
       says: Whether each also says what all processes must have built alike.
     """
-    asked: list[tuple[Pager, str, Said]] = []
+    asked: list[tuple[PagedTransformation, str, Said]] = []
 
-    def ask(pager: Pager, what: str, said: Callable[[], Said]) -> None:
+    def ask(pager: PagedTransformation, what: str, said: Callable[[], Said]) -> None:
         asked.append((pager, what, said() if says else {}))
 
     # What is not paged may fail here, with a state on the host: its layers need not.

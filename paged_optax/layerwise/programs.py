@@ -1,8 +1,7 @@
 """What the update of a whole tree computes of each leaf, and of one layer's part."""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeGuard
 
 import jax
@@ -13,7 +12,13 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import trace
-from paged_optax.analysis.program import FILLS, Analysis, Constant, LeafUpdate
+from paged_optax.analysis.program import (
+    FILLS,
+    Analysis,
+    Constant,
+    Evaluation,
+    LeafUpdate,
+)
 from paged_optax.analysis.split import analyse
 from paged_optax.layerwise.slices import LayerIndex, slab
 
@@ -27,10 +32,12 @@ class Programs:
 
     Attributes:
       analysis: The programs.
+      constants: What they close over, by number.
       stacks: Positions of the outputs that are stacks of layers, updated in slabs.
     """
 
     analysis: Analysis
+    constants: Mapping[int, ArrayLike] = dataclasses.field(compare=False)
     stacks: frozenset[int]
 
     @classmethod
@@ -59,14 +66,14 @@ class Programs:
         closed, _ = trace(update, jnp.int32(0), gradients, state, params)
         count = len(jax.tree.leaves(params))
         states = len(jax.tree.leaves(state))
-        analysis = analyse(
+        analysis, constants = analyse(
             closed,
             [None, *range(count), *[None] * states, *range(count)],
             [*range(count), *[None] * (len(closed.out_avals) - count)],
             name,
             range(1, 1 + len(closed.out_avals)),
         )
-        return cls(analysis, frozenset(stacks))
+        return cls(analysis, constants, frozenset(stacks))
 
     @property
     def whole(self) -> frozenset[int]:
@@ -103,17 +110,15 @@ class Programs:
             # Arrays that the transformation closes over are whole stacks.
             return slab(x, i, length) if _is_whole(x, shape) else x
 
-        def run(
-            leaf: LeafUpdate, inputs: Sequence[ArrayLike | None]
-        ) -> Sequence[ArrayLike | None]:
+        def run(leaf: LeafUpdate) -> Sequence[ArrayLike | None]:
             if not set(leaf.outputs) & set(wanted):
                 return [None] * len(leaf.avals)
             shape = (leaf.shape[0] // length, *leaf.shape[1:])
-            return leaf.program([cut(x, leaf.shape) for x in inputs], shape)
+            inputs = [cut(x, leaf.shape) for x in evaluation.inputs(leaf)]
+            return leaf.program(inputs, shape)
 
-        results = self.analysis.evaluate(
-            [i, *arguments], lambda leaves: itertools.starmap(run, leaves)
-        )
+        evaluation = Evaluation(self.analysis, [i, *arguments], self.constants)
+        results = evaluation.results(list(map(run, self.analysis.leaves)))
         return [results[position] for position in wanted]
 
     def differences(self, other: "Programs") -> list[int]:

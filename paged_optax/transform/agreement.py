@@ -12,7 +12,7 @@ from paged_optax.backend.memory import on_host
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.engine.shards import Shards
-from paged_optax.transform.paged_transformation import Pager
+from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.trees import paths_of
 
 #: What is said, by name and path; see `backend.processes.compare`.
@@ -20,7 +20,7 @@ Said = Mapping[str, Mapping[str, str]]
 
 
 def said_of(
-    pager: Pager,
+    paged: PagedTransformation,
     params: PyTree[ArrayOrShape],
     state: PyTree[ArrayOrShape],
     shards: Sequence[Shards | None],
@@ -29,25 +29,25 @@ def said_of(
     """Says what a program of a paged update depends on.
 
     Args:
-      pager: The transformation.
+      paged: The transformation.
       params: The parameters, or the gradients.
       state: The state.
       shards: For each parameter how its moments are divided.
       analysis: What the update computes.
     """
-    configuration, (paths, leaves) = pager.configuration, paths_of(params)
+    configuration, (paths, leaves) = paged.configuration, paths_of(params)
     settings = {
         "page_size": configuration.page_size,
         "device_budget": configuration.device_budget,
         "min_paged_size": configuration.min_paged_size,
         "host_memory_kind": configuration.host_memory_kind,
-        "per_parameter_steps": pager.per_parameter_steps,
+        "per_parameter_steps": paged.per_parameter_steps,
     }
     programs = analysis.shared, *(leaf.program for leaf in analysis.leaves)
     distinct = list(dict.fromkeys((*programs, analysis.tail)))
     return {
         **{name: {"": str(value)} for name, value in settings.items()},
-        "codec": {repr([key]): _plain(rule) for key, rule in pager.rules.items()},
+        "codec": {repr([key]): _plain(rule) for key, rule in paged.rules.items()},
         "parameter ": {
             keystr(path): _typed(x) for path, x in zip(paths, leaves, strict=True)
         },

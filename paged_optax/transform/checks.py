@@ -1,6 +1,6 @@
 """Checks of what `init` and `update` are given, and the errors that they raise."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence, Set
 from typing import NoReturn
 
 import jax
@@ -9,21 +9,20 @@ import numpy as np
 import optax
 from jax import Array
 from jax.sharding import Mesh
-from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.backend.memory import PINNED_HOST, memory_kinds, on_host
 from paged_optax.backend.meshes import shape_dtype
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import KeyPath
+from paged_optax.backend.types import ArrayOrShape, KeyPath
 from paged_optax.codecs import Quantized
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.context import current, within
-from paged_optax.transform.trees import Leaf, Value, paths_of
+from paged_optax.transform.trees import Value, paths_of
 
 
-def refuse_dtype(path: KeyPath, leaf: Leaf) -> None:
+def refuse_dtype(path: KeyPath, leaf: ArrayOrShape) -> None:
     """Refuses a parameter that has no moments."""
     dtype = jax.typeof(leaf).dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
@@ -145,10 +144,8 @@ def refuse_different(updates: PyTree, params: PyTree) -> None:
     update_paths, update_leaves = paths_of(updates)
     parameter_paths, parameter_leaves = paths_of(params)
     if jax.tree.structure(updates) != jax.tree.structure(params):
-        here, there = set(map(tuple, update_paths)), set(map(tuple, parameter_paths))
-        odd = sorted(keystr(path) for path in here ^ there) or [
-            "(another container type)"
-        ]
+        differ = set(map(tuple, update_paths)) ^ set(map(tuple, parameter_paths))
+        odd = sorted(keystr(path) for path in differ) or ["(another container type)"]
         raise ValueError(
             "the gradients' structure differs from the parameters' at"
             f" {', '.join(odd[:3])}: pass gradients taken of these parameters."
@@ -174,45 +171,44 @@ def refuse_state(
         wanted = jax.eval_shape(inner.init, jax.tree.map(shape_dtype, updates))
     except Exception:
         return  # the gradients are no parameters: the first error says more
-    there = dict(zip(*paths_of(wanted), strict=True))
-    here = dict(zip(*paths_of(state), strict=True))
-    differ = lambda here: [
-        keystr(path) for path in (*here, *there) if (path in here) != (path in there)
+    wanted = dict(zip(*paths_of(wanted), strict=True))
+    leaves = dict(zip(*paths_of(state), strict=True))
+    differ = lambda paths: [
+        keystr(path)
+        for path in (*paths, *wanted)
+        if (path in paths) != (path in wanted)
     ]
     # What a codec stores is several arrays: they differ only where no moment does.
     moments, _ = jax.tree_util.tree_flatten_with_path(
         state, is_leaf=lambda x: isinstance(x, Quantized)
     )
-    odd = differ(dict(moments)) or differ(here)
+    odd = differ(dict(moments)) or differ(leaves)
     if odd:
         raise ValueError(
             "the state's structure is not the one these gradients call for: they differ"
             f" at state{', state'.join(odd[:3])}. Pass the state that this"
             " transformation's init made for these parameters."
         ) from error
-    for path, leaf in here.items():
-        if leaf.shape != there[path].shape:
+    for path, leaf in leaves.items():
+        if leaf.shape != wanted[path].shape:
             raise ValueError(
                 f"state{keystr(path)} has shape {leaf.shape}, and these gradients call"
-                f" for {there[path].shape}: pass the state that this transformation's"
+                f" for {wanted[path].shape}: pass the state that this transformation's"
                 " init made for these parameters."
             ) from error
 
 
-def refuse_own_steps(
-    analysis: Analysis,
-    own: Mapping[int, Sequence[ArrayLike]],
-    state: PyTree,
-    gradients: int,
+def refuse_shared_counts(
+    analysis: Analysis, counts: Set[int], state: PyTree, gradients: int
 ) -> None:
     """Refuses a value that all parameters share, computed from their step counts."""
-    if not own:
+    if not counts:
         return
-    reached = analysis.reached_from(own)
-    shared = [p for p, x in analysis.direct if x in reached and p not in own]
+    reached = analysis.reached_from(counts)
+    shared = [p for p, x in analysis.direct if x in reached and p not in counts]
     for leaf in analysis.leaves:
         if gradients > 1:  # what one parameter's gradient makes is not everyone's count
-            shared += own.keys() & leaf.outputs
+            shared += counts & {*leaf.outputs}
     for leaf in analysis.leaves:
         if leaf.owner is None and reached.intersection(leaf.inputs):
             shared += leaf.outputs

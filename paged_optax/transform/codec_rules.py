@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_optax.backend.text import matching_names, path_name
-from paged_optax.backend.types import KeyPath
+from paged_optax.backend.types import ArrayOrShape, KeyPath
 from paged_optax.codecs import Codec, named
-from paged_optax.transform.trees import Leaf
 
 #: What `paged(codec=...)` takes for one moment.
 CodecLike = str | Codec | None
@@ -66,7 +65,7 @@ def draws(rules: Mapping[str, Rule]) -> bool:
 def choose(
     rules: Mapping[str, Rule],
     state_paths: Sequence[KeyPath],
-    avals: Sequence[Leaf],
+    avals: Sequence[ArrayOrShape],
     parameter_paths: Sequence[KeyPath],
     owners: Sequence[int | None],
     dtypes: Sequence[np.dtype],
@@ -135,7 +134,7 @@ class _Moment(NamedTuple):
 
     name: str
     parameter: str
-    aval: Leaf
+    aval: ArrayOrShape
     of: np.dtype
     as_masters: bool
 

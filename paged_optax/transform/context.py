@@ -2,7 +2,7 @@
 
 Optax's wrappers do not forward every argument. A wrapper or a trace that has something
 to say to the paged transformations inside sets it in a context around the call. There
-is one context in one variable, and all of it but `given` is part of the key of JAX's
+is one context in one variable. All of it but `shardings` is part of the key of JAX's
 trace caches: an inner `jax.jit` traces again in another context.
 """
 
@@ -44,15 +44,15 @@ class Context:
       mesh: The devices that parameters are divided over, whose types alone are looked
         at: every paged `init` remembers how, as it does of arrays. None: it does not.
       paged: Whether a paged transformation calls, which pages what is inside it.
-      asked: Every paged `update` only calls it with its `Pager`, with what it would
-        tell of moments that are not where they belong, empty if they all are, and with
-        a function that says what all processes must have built alike.
+      asked: Every paged `update` only calls it with its `PagedTransformation`, with
+        what it would tell of moments that are not where they belong, empty if they all
+        are, and with a function that says what all processes must have built alike.
       record: Every paged `init` calls it with its `Configuration`, and with a function
-        that describes its moments, a `recorded.Describe`.
-      given: How the arguments of a step that is traced are divided, by the `id` of the
-        tracer of each; if its explicit axes were made automatic, as its type said. It
-        is no part of JAX's keys: only in the step's own trace, which is not kept, are
-        these tracers met.
+        that describes its moments, a `planned_moments.Describe`.
+      shardings: How the arguments of a step that is traced are divided, by the `id` of
+        the tracer of each; if its explicit axes were made automatic, as its type said.
+        It is no part of JAX's keys: only in the step's own trace, which is not kept,
+        are these tracers met.
     """
 
     gate: Gate = True
@@ -67,7 +67,7 @@ class Context:
     paged: bool = False
     asked: Callable[..., None] | None = None
     record: Callable[..., None] | None = None
-    given: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
+    shardings: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
 
 
 _NOTHING_SAID = Context()
@@ -98,12 +98,12 @@ def telling(
     """
     pairs = zip(tracers, places, strict=True)
     told = {id(tracer): place for tracer, place in pairs if place is not None}
-    return within(given={**current().given, **told})
+    return within(shardings={**current().shardings, **told})
 
 
 def sharding_in_type(x: object) -> NamedSharding:
     """How an array's type says that it is divided, or said; see `telling`."""
-    now, told = jax.typeof(x).sharding, current().given.get(id(x))
+    now, told = jax.typeof(x).sharding, current().shardings.get(id(x))
     if AxisType.Explicit in axis_types(now) or not isinstance(told, NamedSharding):
         return now
     return told if AxisType.Explicit in axis_types(told) else now
@@ -117,11 +117,11 @@ def without() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _entered(context: Context) -> Generator[None]:
     names = (field.name for field in dataclasses.fields(context))
-    values = (getattr(context, name) for name in names if name != "given")
+    values = (getattr(context, name) for name in names if name != "shardings")
     # A traced value, and what records, is equal to itself alone. JAX's caches must not
     # keep it alive.
-    alone = lambda x: isinstance(x, Array) or callable(x)
-    key = tuple(object() if alone(x) else x for x in values)
+    unique = lambda x: isinstance(x, Array) or callable(x)
+    key = tuple(object() if unique(x) else x for x in values)
     token = _current.set(context)
     try:
         with _trace_key(key):

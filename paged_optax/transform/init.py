@@ -4,16 +4,17 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import refuse_effects, trace
-from paged_optax.analysis.program import Analysis, LeafUpdate
+from paged_optax.analysis.program import Analysis, Evaluation, LeafUpdate
 from paged_optax.analysis.split import analyse
 from paged_optax.backend import memory
 from paged_optax.backend.memory import (
@@ -49,37 +50,45 @@ from paged_optax.transform.checks import (
     refuse_inside_paged,
 )
 from paged_optax.transform.context import current, within
-from paged_optax.transform.paged_transformation import Pager
+from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.placing import place, tied
 from paged_optax.transform.planned_moments import planned_moments
-from paged_optax.transform.state_layout import Layout, resident
-from paged_optax.transform.trees import Parameter, Stored, Value, as_arrays, paths_of
+from paged_optax.transform.state_layout import StateLayout, resident
+from paged_optax.transform.trees import (
+    Parameter,
+    StoredOrShape,
+    Value,
+    as_arrays,
+    paths_of,
+)
 
 
-def init(pager: Pager, params: optax.Params) -> optax.OptState:
+def init(paged: PagedTransformation, params: optax.Params) -> optax.OptState:
     """Makes the state of `inner`, its larger arrays in host memory."""
     refuse_inside_paged()
     record = current().record
     # JAX's caches keep what is traced for each context: who records is no part of it.
     with contextlib.nullcontext() if record is None else within(record=None):
-        asked, own = optimizer_shardings(params), parameter_shardings(params)
-        pairs = zip(jax.tree.leaves(params), own, strict=True)
-        given = {id(x): sharding for x, sharding in pairs if sharding is not None}
-        with within(given={**current().given, **given}):
-            made = donate_within_memory(_made(pager, as_pure(params), asked, record))
+        asked = optimizer_shardings(params)
+        pairs = zip(jax.tree.leaves(params), parameter_shardings(params), strict=True)
+        shardings = {id(x): sharding for x, sharding in pairs if sharding is not None}
+        with within(shardings={**current().shardings, **shardings}):
+            state = donate_within_memory(
+                _new_state(paged, as_pure(params), asked, record)
+            )
     structure = jax.tree.structure(as_pure(params))
     if structure == jax.tree.structure(params):
-        return made
-    own = jax.eval_shape(pager.inner.init, params)
+        return state
+    variables = jax.eval_shape(paged.inner.init, params)
     leaves = [
         unflatten_like(params, x) if jax.tree.structure(x) == structure else x
-        for x in jax.tree.structure(as_pure(own)).flatten_up_to(made)
+        for x in jax.tree.structure(as_pure(variables)).flatten_up_to(state)
     ]
-    return fixed_variables(jax.tree.unflatten(jax.tree.structure(own), leaves))
+    return fixed_variables(jax.tree.unflatten(jax.tree.structure(variables), leaves))
 
 
-def _made(
-    pager: Pager,
+def _new_state(
+    paged: PagedTransformation,
     params: optax.Params,
     asked: Sequence[NamedSharding | None],
     record: Callable[..., None] | None,
@@ -88,52 +97,51 @@ def _made(
     paths, leaves = paths_of(params)
     for path, leaf in zip(paths, leaves, strict=True):
         refuse_dtype(path, leaf)
-    told = pager.known.told_by(paths, leaves, asked)
-    said = pager.known.said_by(paths, leaves, told)
-    making = _Making.of(pager, params, told)
-    making.tell_of_factors()
+    told = paged.known.told_by(paths, leaves, asked)
+    said = paged.known.said_by(paths, leaves, told)
+    state = _NewState.of(paged, params, told)
+    state.tell_of_factors()
     if record is not None:
         abstract_params = jax.tree.map(shape_dtype, params)
         record(
-            pager.configuration,
+            paged.configuration,
             lambda extra: planned_moments(
-                pager,
+                paged,
                 abstract_params,
-                making.shapes,
-                making.stays,
-                making.refused,
-                making.shards,
+                state.shapes,
+                state.stays,
+                state.refused,
+                state.shards,
                 extra,
             ),
         )
     else:
-        pager.known.remember(paths, leaves, told)
+        paged.known.remember(paths, leaves, told)
     if not is_traced(leaves):
         if spans_processes(leaves):
             # Before JAX itself waits for the others, where scalars are placed.
-            given = params, making.shapes, making.shards, making.analysis
-            alike = said_of(pager, *given)
-            compare("init of a paged transformation", alike, once=False)
+            built = said_of(paged, params, state.shapes, state.shards, state.analysis)
+            compare("init of a paged transformation", built, once=False)
         with without_explicit_axes():
-            made = tied(making.leaves(leaves), leaves)
-        pager.known.learn(said)
-        return making.layout.build(made)
+            new = tied(state.leaves(leaves), leaves)
+        paged.known.learn(said)
+        return state.layout.build(new)
     if record is None:
-        pager.known.learn(said)
-    beside = making.beside(leaves)
+        paged.known.learn(said)
+    parameters = state.divided_parameters(leaves)
     types = [
-        making.layout.types(i, None if owner is None else beside[owner])
-        for i, owner in enumerate(making.owners)
+        state.layout.types(i, None if owner is None else parameters[owner])
+        for i, owner in enumerate(state.layout.owners)
     ]
-    return making.layout.build(with_automatic_axes(making.leaves, (leaves,), types))
+    return state.layout.build(with_automatic_axes(state.leaves, (leaves,), types))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Making:
+class _NewState:
     """A new state: its leaves, the programs that make them, and where they go.
 
     Attributes:
-      pager: The paged transformation.
+      paged: The paged transformation.
       shapes: The shapes and dtypes of the state of `inner`.
       layout: How the state is stored.
       shards: For each parameter how its moments are divided, or None.
@@ -142,40 +150,42 @@ class _Making:
       refused: For each leaf that stays because it cannot be sliced in host memory the
         reason, by its position.
       analysis: The programs that make the leaves.
+      constants: What these close over, by number.
     """
 
-    pager: Pager
+    paged: PagedTransformation
     shapes: PyTree[jax.ShapeDtypeStruct]
-    layout: Layout
+    layout: StateLayout
     shards: tuple[Shards | None, ...]
     told: tuple[NamedSharding | None, ...]
     stays: list[bool]
     refused: Mapping[int, str]
     analysis: Analysis
+    constants: Mapping[int, ArrayLike]
 
     @classmethod
     def of(
         cls,
-        pager: Pager,
+        paged: PagedTransformation,
         params: optax.Params,
         told: tuple[NamedSharding | None, ...],
-    ) -> "_Making":
+    ) -> "_NewState":
         """Traces `inner.init`, and decides what stays on the device."""
         paths, leaves = paths_of(params)
         shards = tuple(
-            Shards.of(sharding, x.shape) or own
-            for sharding, x, own in zip(
-                told, leaves, pager.known.find(paths, leaves), strict=True
+            Shards.of(sharding, x.shape) or known
+            for sharding, x, known in zip(
+                told, leaves, paged.known.find(paths, leaves), strict=True
             )
         )
-        closed, shapes = trace(pager.inner.init, params)
+        closed, shapes = trace(paged.inner.init, params)
         refuse_effects(closed)
         state_paths, avals = paths_of(shapes)
-        layout = pager.layout(params, shapes, shards)
-        configuration = pager.configuration
+        layout = paged.layout(params, shapes, shards)
+        configuration = paged.configuration
         budget = configuration.budget(parameters=nbytes(leaves))
         stays = resident(
-            layout.sizes(),
+            layout.sizes,
             layout.owners,
             budget,
             layout.small(configuration.min_paged_size),
@@ -189,26 +199,26 @@ class _Making:
                 refused = {
                     i: reason
                     for i, stay in enumerate(stays)
-                    if not stay and (reason := pager.refused(layout, i))
+                    if not stay and (reason := paged.refused(layout, i))
                 }
                 _tell_of_refused(state_paths, refused)
                 stays = [stay or i in refused for i, stay in enumerate(stays)]
             else:
                 stays = [True] * len(stays)
-        analysis = analyse(closed, [None] * len(leaves), [None] * len(avals), str)
-        return cls(pager, shapes, layout, shards, told, stays, refused, analysis)
-
-    @property
-    def owners(self) -> Sequence[int | None]:
-        """For each leaf the parameter that it belongs to, or None."""
-        return self.layout.owners
+        nothing = [None] * len(leaves), [None] * len(avals)
+        analysis, constants = analyse(closed, *nothing, str)
+        return cls(
+            paged, shapes, layout, shards, told, stays, refused, analysis, constants
+        )
 
     @functools.cached_property
     def mesh(self) -> Mesh | AbstractMesh | None:
         """The mesh that parameters are divided over; None if none is."""
         return next((shards.mesh for shards in self.shards if shards), None)
 
-    def beside(self, parameters: Sequence[Parameter]) -> Sequence[Parameter]:
+    def divided_parameters(
+        self, parameters: Sequence[Parameter]
+    ) -> Sequence[Parameter]:
         """The parameters, or types divided as their moments are, if that is told."""
         return [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=told) if told else x
@@ -218,7 +228,7 @@ class _Making:
     def tell_of_factors(self) -> None:
         """Warns of what has other axes than those that Flax says how to divide."""
         paths, avals = paths_of(self.shapes)
-        for path, x, owner in zip(paths, avals, self.owners, strict=True):
+        for path, x, owner in zip(paths, avals, self.layout.owners, strict=True):
             told = None if owner is None else self.told[owner]
             if told is None or x.size < 2 or len(x.shape) >= len(told.spec):
                 continue
@@ -231,26 +241,23 @@ class _Making:
                 )
             return
 
-    def leaves(self, parameters: Sequence[Parameter]) -> list[Stored]:
+    def leaves(self, parameters: Sequence[Parameter]) -> list[StoredOrShape]:
         """Makes the state's leaves, as they are stored, each in its memory."""
-        sizes = zip(self.layout.sizes(), self.stays, strict=True)
+        sizes = zip(self.layout.sizes, self.stays, strict=True)
         moving = sum(size or 0 for size, stay in sizes if not stay)
         traced = is_traced(parameters)
         shown = moving >= LARGE_BYTES and not traced
-
-        def run(
-            leaves: Sequence[tuple[LeafUpdate, list[Value]]],
-        ) -> Iterator[list[Value]]:
-            for leaf, inputs in track(leaves, "moments", len(leaves), shown):
-                made = self._leaf(leaf, inputs)
-                yield jax.block_until_ready(made) if shown else made
-
+        evaluation = Evaluation(self.analysis, parameters, self.constants)
         try:
-            values = self.analysis.evaluate(parameters, run)
-            beside = self.beside(parameters)
+            of_leaves = []
+            leaves = self.analysis.leaves
+            for leaf in track(leaves, "moments", len(leaves), shown):
+                new = self._leaf(leaf, evaluation.inputs(leaf))
+                of_leaves.append(jax.block_until_ready(new) if shown else new)
+            divided = self.divided_parameters(parameters)
             return [
-                self._placed(position, value, beside)
-                for position, value in enumerate(values)
+                self._placed(position, value, divided)
+                for position, value in enumerate(evaluation.results(of_leaves))
             ]
         except Exception as error:
             if "RESOURCE_EXHAUSTED" in str(error):  # JAX has no type of its own for it.
@@ -269,31 +276,31 @@ class _Making:
             return leaf.program(inputs)
         if current().types_only:
             stored = self.layout.stored(position)
-            made = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stored)
-            return [made if stays else jax.device_put(made, memory.HOST)]
-        owner = self.owners[position]
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stored)
+            return [zeros if stays else jax.device_put(zeros, memory.HOST)]
+        owner = self.layout.owners[position]
         if owner is not None and self.told[owner] and not is_traced(inputs):
             divide = lambda x: jax.device_put(x, self.told[owner])
             inputs = [divide(x) if x.shape == leaf.shape else x for x in inputs]
         storage = [Storage(dtype.itemsize, codec, not stays)]
-        made = fill(
+        new = fill(
             tuple(inputs),
             jnp.zeros(2, jnp.uint32) if codec and codec.draws else None,
             program=leaf.program,
-            geometry=self.pager.geometry(leaf, storage, divided),
+            geometry=self.paged.geometry(leaf, storage, divided),
             dtype=dtype,
             codec=codec,
             host=not stays,
             shards=divided,
             axes=varying_axes(leaf.avals),
         )
-        return [made]
+        return [new]
 
     def _placed(
         self, position: int, value: Value, parameters: Sequence[Parameter]
-    ) -> Stored:
+    ) -> StoredOrShape:
         """Puts a leaf beside its parameter, in its own memory."""
-        layout, owner = self.layout, self.owners[position]
+        layout, owner = self.layout, self.layout.owners[position]
         if layout.codecs[position] is None:
             value = jnp.asarray(value, layout.avals[position].dtype)
             if is_traced(value) and not memory.on_host(value):

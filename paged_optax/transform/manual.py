@@ -21,11 +21,11 @@ from paged_optax.backend.meshes import in_shard_map, varying, varying_axes
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.codecs import Codec, arranged
 from paged_optax.transform.context import Gate
-from paged_optax.transform.state_layout import Layout
-from paged_optax.transform.trees import Stored
+from paged_optax.transform.state_layout import StateLayout
+from paged_optax.transform.trees import StoredOrShape
 
 
-def held_parts(shapes: PyTree, state: PyTree) -> dict[int, Stored]:
+def held_parts(shapes: PyTree, state: PyTree) -> dict[int, StoredOrShape]:
     """What a state holds of parts of moments that a codec stores.
 
     Args:
@@ -43,8 +43,10 @@ def held_parts(shapes: PyTree, state: PyTree) -> dict[int, Stored]:
 
 
 def arranged_as(
-    layout: Layout, codecs: Sequence[Codec | None], parts: Mapping[int, Stored]
-) -> Layout:
+    layout: StateLayout,
+    codecs: Sequence[Codec | None],
+    parts: Mapping[int, StoredOrShape],
+) -> StateLayout:
     """A layout in which parts of moments are arranged as they were stored.
 
     Args:
@@ -65,7 +67,7 @@ def arranged_as(
     return dataclasses.replace(layout, codecs=tuple(found))
 
 
-def _held(structure: PyTreeDef, state: PyTree) -> list[Stored] | None:
+def _held(structure: PyTreeDef, state: PyTree) -> list[StoredOrShape] | None:
     """What a state holds in each leaf's place; None outside a `jax.shard_map`."""
     if not in_shard_map():
         return None
@@ -90,7 +92,7 @@ def _wholes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         yield tuple(whole[1:])
 
 
-def _kinds(stored: Stored) -> list[tuple[tuple[int, ...], DTypeLike]]:
+def _kinds(stored: StoredOrShape) -> list[tuple[tuple[int, ...], DTypeLike]]:
     """The shapes and dtypes of codes and scales, of a row of scales without its axis.
 
     Where shards are no ranges of the flattened moment, its scales have a row for each.
@@ -100,7 +102,7 @@ def _kinds(stored: Stored) -> list[tuple[tuple[int, ...], DTypeLike]]:
     return [(codes.shape, codes.dtype), *((flat(x.shape), x.dtype) for x in scales)]
 
 
-def without_rows(layout: Layout, state: PyTree) -> PyTree:
+def without_rows(layout: StateLayout, state: PyTree) -> PyTree:
     """A state in which each coded part has the shapes of a moment of its own."""
     held = _held(layout.structure, state)
     if held is None:
@@ -127,7 +129,7 @@ def with_rows(new: PyTree, old: PyTree) -> list[Array]:
 
 def as_results(
     analysis: Analysis,
-    layout: Layout,
+    layout: StateLayout,
     updates: PyTree,
     state: PyTree,
     *,

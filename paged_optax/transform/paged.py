@@ -19,7 +19,10 @@ from paged_optax.backend.validation import (
 from paged_optax.transform.checks import paged_by_one
 from paged_optax.transform.codec_rules import Rule, check, draws
 from paged_optax.transform.init import init
-from paged_optax.transform.paged_transformation import Configuration, Pager
+from paged_optax.transform.paged_transformation import (
+    Configuration,
+    PagedTransformation,
+)
 from paged_optax.transform.parameter_shardings import ParameterShardings
 from paged_optax.transform.precision import counted, in_float32, with_master_weights
 from paged_optax.transform.remainders import with_master_remainders
@@ -170,9 +173,11 @@ def paged(
         raise ValueError(f"on_moved={on_moved!r}: pass 'warn' or 'raise'.")
     check_bool("per_parameter_steps", per_parameter_steps)
     known = ParameterShardings(shardings)
-    pager = Pager(inner, configuration, rules, per_parameter_steps, known, on_moved)
+    transformation = PagedTransformation(
+        inner, configuration, rules, per_parameter_steps, known, on_moved
+    )
     return optax.GradientTransformationExtraArgs(
-        functools.partial(init, pager), Update(pager).update
+        functools.partial(init, transformation), Update(transformation).update
     )
 
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import refuse_effects, trace
@@ -17,11 +18,12 @@ from paged_optax.backend import memory
 from paged_optax.backend.memory import (
     PINNED_HOST,
     device_memory,
+    on_host,
     resolve_host_memory_kind,
 )
 from paged_optax.backend.meshes import shape_dtype
-from paged_optax.backend.text import keystr, parse_bytes
-from paged_optax.backend.types import PyTreeDef
+from paged_optax.backend.text import keystr, parse_bytes, readable_bytes
+from paged_optax.backend.types import ArrayOrShape, PyTreeDef
 from paged_optax.engine.page_size import cut, uncut
 from paged_optax.engine.pages import Geometry, Storage
 from paged_optax.engine.shards import Shards
@@ -30,8 +32,14 @@ from paged_optax.transform.codec_rules import Rule, choose
 from paged_optax.transform.context import current
 from paged_optax.transform.manual import arranged_as, held_parts
 from paged_optax.transform.parameter_shardings import ParameterShardings
-from paged_optax.transform.state_layout import Layout
-from paged_optax.transform.trees import Leaf, Static, Traceable, parameter_of, paths_of
+from paged_optax.transform.state_layout import StateLayout
+from paged_optax.transform.trees import (
+    Static,
+    StoredOrShape,
+    Traceable,
+    parameter_of,
+    paths_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +125,7 @@ _PAIRS = (
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Pager:
+class PagedTransformation:
     """A transformation, and how it is paged.
 
     Attributes:
@@ -148,17 +156,17 @@ class Pager:
         divided = jax.tree.leaves(params) or gradients
         state_paths, leaves = paths_of(state)
         owners = parameter_of(state_paths, paths)
-        own = {
+        moment_of = {
             i: x
             for i, x in zip(owners, leaves, strict=True)
             if i is not None and x.shape == gradients[i].shape
         }
-        moments = [own.get(i, x) for i, x in enumerate(divided)]
+        moments = [moment_of.get(i, x) for i, x in enumerate(divided)]
         return self.known.find(paths, moments, divided, gradients)
 
     def layout(
         self, params: PyTree, state: PyTree, shards: Sequence[Shards | None]
-    ) -> Layout:
+    ) -> StateLayout:
         """The layout of a state of `inner`, or of one made by `init`."""
         shapes = state
         if self.rules or self.per_parameter_steps:
@@ -177,7 +185,7 @@ class Pager:
         codecs = choose(
             self.rules, paths, avals, parameter_paths, owners, dtypes, parts
         )
-        layout = Layout.of(
+        layout = StateLayout.of(
             shapes,
             codecs,
             params,
@@ -202,7 +210,7 @@ class Pager:
         page_size = self.configuration.page_size
         return cut(shape, tuple(moments), page_size, like, room, gates)
 
-    def refused(self, layout: Layout, position: int) -> str:
+    def refused(self, layout: StateLayout, position: int) -> str:
         """Tells why a moment cannot be sliced in host memory; empty if it can."""
         aval, shards = layout.avals[position], layout.shards[position]
         shape = shards.local(aval.shape) if shards else aval.shape
@@ -224,7 +232,7 @@ class Pager:
         params: PyTree,
         arrays: Sequence[Traceable],
         static: Static,
-    ) -> tuple[Analysis, PyTreeDef]:
+    ) -> tuple[Analysis, dict[int, ArrayLike], PyTreeDef]:
         """Traces `inner.update` once and takes it apart.
 
         Args:
@@ -236,7 +244,8 @@ class Pager:
           static: The rest of the extra arguments, and whether the state restarts.
 
         Returns:
-          The analysis, and the structure of what `inner.update` returns.
+          The analysis, what it closes over, and the structure of what `inner.update`
+          returns.
         """
 
         def function(
@@ -245,16 +254,16 @@ class Pager:
             params: PyTree,
             arrays: Sequence[Traceable],
         ) -> tuple[PyTree, PyTree]:
-            given = static.merge(arrays)
-            result = self.inner.update(updates, state, params, **given["extra_args"])
-            if given.get("restart", False) is False:
-                return result
+            others = static.merge(arrays)
+            new = self.inner.update(updates, state, params, **others["extra_args"])
+            if (restart := others.get("restart", False)) is False:
+                return new
             first = self.inner.init(updates if params is None else params)
-            restarted = lambda first, new: jnp.where(given["restart"], first, new)
-            return result[0], jax.tree.map(
+            restarted = lambda first, new: jnp.where(restart, first, new)
+            return new[0], jax.tree.map(
                 lambda first, new: restarted(first, new).astype(jnp.asarray(new).dtype),
                 first,
-                result[1],
+                new[1],
             )
 
         paths, gradients = paths_of(updates)
@@ -265,17 +274,47 @@ class Pager:
             raise
         refuse_effects(closed)
         refuse_changes(shapes, updates, state)
-        own = range(len(gradients))
         parameters = range(len(jax.tree.leaves(params)))
         unknown = [None] * len(owners)
-        analysis = analyse(
+        analysis, constants = analyse(
             closed,
-            [*own, *unknown, *parameters, *[None] * len(arrays)],
-            [*own, *owners],
+            [*range(len(gradients)), *unknown, *parameters, *[None] * len(arrays)],
+            [*range(len(gradients)), *owners],
             lambda i: f"parameter {keystr(paths[i])}",
             range(len(closed.out_avals)),
         )
-        return analysis, jax.tree.structure(shapes)
+        return analysis, constants, jax.tree.structure(shapes)
+
+    def moved(self, layout: StateLayout, leaves: Sequence[StoredOrShape]) -> str:
+        """What to tell of moments on the device for which the budget has no room."""
+        budget = self.configuration.device_budget
+        if not isinstance(budget, int):
+            return ""
+        kind = resolve_host_memory_kind(self.configuration.host_memory_kind)
+        if kind != PINNED_HOST:
+            return ""
+        paths, _ = paths_of(jax.tree.unflatten(layout.structure, range(len(leaves))))
+        small = layout.small(self.configuration.min_paged_size)
+        every = zip(paths, leaves, layout.sizes, small, strict=True)
+        moved = [
+            (path, size)
+            for position, (path, x, size, stays) in enumerate(every)
+            if size is not None
+            and not stays
+            and not on_host(x)
+            and not self.refused(layout, position)
+        ]
+        total = sum(size for _, size in moved)
+        if total <= budget:
+            return ""
+        return (
+            f"{len(moved)} moments of {readable_bytes(total)} are in device memory,"
+            f" state{keystr(moved[0][0])} first, and device_budget="
+            f"{readable_bytes(budget)} leaves them no room: a jax.device_put, a"
+            " restore or out_shardings without a memory kind moved them; or they were"
+            " small, and now count as large together with others of their shape. If"
+            " they are to stay, pass device_budget=None; if not, put"
+        )
 
     def tell(self, what: str) -> None:
         """Warns of moments that are not where they belong, or raises."""
@@ -301,10 +340,35 @@ def tell(what: str, name: str, on_moved: str) -> None:
 
 def divided_as(
     leaf: LeafUpdate,
-    parameters: Sequence[Leaf],
+    parameters: Sequence[ArrayOrShape],
     shards: Sequence[Shards | None],
 ) -> Shards | None:
     """How a leaf is divided: as its parameter, if it is updated value by value."""
     if leaf.owner is None or not leaf.program.elementwise:
         return None
     return shards[leaf.owner] if leaf.shape == parameters[leaf.owner].shape else None
+
+
+def loop_key(
+    analysis: Analysis,
+    leaf: LeafUpdate,
+    moments: Sequence[Storage],
+    divided: Shards | None,
+    shared: Sequence[int],
+    *,
+    singly: bool,
+) -> Hashable:
+    """Grouping key: leaves with equal keys may share one loop, and its pages.
+
+    Args:
+      analysis: What the update computes.
+      leaf: The leaf.
+      moments: Its moments that travel or are coded.
+      divided: How it is divided.
+      shared: Numbers of its inputs that are not of its shape.
+      singly: Whether no two parameters share a loop, as if each counts its own steps.
+    """
+    drawn = any(x.codec is not None and x.codec.draws for x in moments)
+    owner = leaf.owner if drawn or singly else None
+    same = [analysis.same.get(number, number) for number in shared]
+    return leaf.program, leaf.shape, tuple(moments), divided, owner, *same

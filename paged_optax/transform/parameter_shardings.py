@@ -11,11 +11,11 @@ from jaxtyping import PyTree
 from paged_optax.backend.memory import typed_by_memory
 from paged_optax.backend.meshes import axis_types
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import KeyPath, is_committed, is_traced
+from paged_optax.backend.types import ArrayOrShape, KeyPath, is_committed, is_traced
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.context import current, sharding_in_type
 from paged_optax.transform.divisions import Axes, Divisions, Key, axes_of
-from paged_optax.transform.trees import Leaf, Parameter
+from paged_optax.transform.trees import Parameter
 
 #: What the last `init` or `abstract_state` saw divided, of any transformation: each
 #: parameter, and the mesh's axes. One that forgets has nowhere else to keep it.
@@ -119,7 +119,7 @@ class ParameterShardings:
                 sharding = x.sharding
             elif mesh is not None:
                 sharding = NamedSharding(mesh, jax.typeof(x).sharding.spec)
-            elif (sharding := current().given.get(id(x))) is None:
+            elif (sharding := current().shardings.get(id(x))) is None:
                 continue  # a tracer tells nothing
             key = keystr(path), x.shape
             here = Shards.of(sharding, x.shape)
@@ -144,7 +144,7 @@ class ParameterShardings:
                 if max(shards.divisions, default=1) > 1:
                     _divided.add(one)
 
-    def tell_of_unknown(self, path: KeyPath, x: Leaf) -> None:
+    def tell_of_unknown(self, path: KeyPath, x: ArrayOrShape) -> None:
         """Warns, once, of a parameter that was divided, which an update cannot know.
 
         Args:
@@ -236,7 +236,7 @@ class ParameterShardings:
                 self.told.keep((keystr(path), x.shape), shards)
 
     def find(
-        self, paths: Sequence[KeyPath], *trees: Sequence[Leaf] | None
+        self, paths: Sequence[KeyPath], *trees: Sequence[ArrayOrShape] | None
     ) -> tuple[Shards | None, ...]:
         """Finds the shards of each parameter, given arrays of its shape.
 
@@ -248,7 +248,7 @@ class ParameterShardings:
             self._of(path, [tree[i] for tree in given]) for i, path in enumerate(paths)
         )
 
-    def _of(self, path: KeyPath, arrays: Sequence[Leaf]) -> Shards | None:
+    def _of(self, path: KeyPath, arrays: Sequence[ArrayOrShape]) -> Shards | None:
         shape, mesh = arrays[0].shape, _mesh_of(arrays)
         key = keystr(path), shape
         told = self.told.on(key, mesh) or self.told.assumed(key, mesh)
@@ -270,7 +270,7 @@ class ParameterShardings:
         found = next((shards for shards in own if shards is not None), None)
         if concrete:
             return found
-        given = (Shards.of(current().given.get(id(x)), shape) for x in arrays)
+        given = (Shards.of(current().shardings.get(id(x)), shape) for x in arrays)
         if (seen := self.seen.on(key, mesh)) is not None and not _typed(seen):
             return seen
         return next(filter(None, given), None) or self.seen.assumed(key, mesh)
@@ -304,7 +304,7 @@ def _typed(shards: Shards | None) -> bool:
     return shards is not None and set(shards.mesh.axis_types) == {AxisType.Explicit}
 
 
-def _mesh_of(arrays: Sequence[Leaf]) -> Mesh | AbstractMesh | None:
+def _mesh_of(arrays: Sequence[ArrayOrShape]) -> Mesh | AbstractMesh | None:
     """The mesh that the first of some arrays which names one is on; None: not known."""
     for x in arrays:
         for sharding in (getattr(x, "sharding", None), jax.typeof(x).sharding):
@@ -338,7 +338,7 @@ def explicitly_typed(params: PyTree) -> Generator[PyTree[jax.ShapeDtypeStruct]]:
     """Shapes of parameters on explicit axes: a trace of them tells all shardings."""
     meshes = []
 
-    def typed(x: Leaf) -> jax.ShapeDtypeStruct:
+    def typed(x: ArrayOrShape) -> jax.ShapeDtypeStruct:
         shards = Shards.of_array(x)
         if shards is None:
             return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -16,15 +16,15 @@ from paged_optax.backend.memory import (
     replicated_sharding,
 )
 from paged_optax.backend.types import is_committed, is_traced
-from paged_optax.transform.trees import Parameter, Stored
+from paged_optax.transform.trees import Parameter, StoredOrShape
 
 
 def place(
-    value: Stored,
+    value: StoredOrShape,
     host: bool,
     like: Parameter | None,
     mesh: Mesh | AbstractMesh | None,
-) -> Stored:
+) -> StoredOrShape:
     """Puts one leaf of a new state beside its parameter, in its own memory.
 
     Args:

@@ -1,7 +1,7 @@
 """Describes the moments of all paged transformations inside another, for `plan`."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,21 @@ from paged_optax.analysis.program import LeafUpdate
 from paged_optax.backend import memory, tiling
 from paged_optax.backend.memory import layout_bytes
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import Transformation
+from paged_optax.backend.types import ArrayOrShape, Transformation
 from paged_optax.engine.page_size import sharing, uncut
 from paged_optax.engine.pages import Pages, Storage
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.stored_array import StoredArray
 from paged_optax.transform.context import within
-from paged_optax.transform.paged_transformation import Configuration, Pager, divided_as
+from paged_optax.transform.paged_transformation import (
+    Configuration,
+    PagedTransformation,
+    divided_as,
+    loop_key,
+)
 from paged_optax.transform.parameter_shardings import explicitly_typed
-from paged_optax.transform.state_layout import Layout
-from paged_optax.transform.trees import Leaf, arrays_and_rest, paths_of
+from paged_optax.transform.state_layout import StateLayout
+from paged_optax.transform.trees import arrays_and_rest, paths_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,19 +96,19 @@ def recorded(
     Raises:
       ValueError: If nothing in `tx` is paged.
     """
-    found: list[tuple[Configuration, Describe]] = []
+    calls: list[tuple[Configuration, Describe]] = []
     # New functions each time: JAX does not trace the same one twice in one context, and
     # keeps what it traced, context and all, as long as the function.
-    record = lambda configuration, describe: found.append((configuration, describe))
+    record = lambda configuration, describe: calls.append((configuration, describe))
     init = lambda params: tx.init(params)
     with within(types_only=True, record=record), explicitly_typed(params) as shapes:
         jax.eval_shape(init, shapes)
-    if not found:
+    if not calls:
         raise ValueError(
             "tx has no paged transformation inside: wrap one with paged(...), or use"
             " an alias such as paged_adamw."
         )
-    return found
+    return calls
 
 
 _WHOLE = (
@@ -113,7 +118,7 @@ _WHOLE = (
 
 
 def planned_moments(
-    pager: Pager,
+    paged: PagedTransformation,
     params: PyTree[jax.ShapeDtypeStruct],
     shapes: PyTree[jax.ShapeDtypeStruct],
     stays: Sequence[bool],
@@ -124,7 +129,7 @@ def planned_moments(
     """Describes where `init` places each moment, and how `update` will cut it.
 
     Args:
-      pager: The paged transformation.
+      paged: The paged transformation.
       params: The shapes and dtypes of the parameters.
       shapes: The shapes and dtypes of the state of `inner`.
       stays: For each leaf of the state whether it stays on the device.
@@ -136,41 +141,37 @@ def planned_moments(
     Returns:
       One description for each leaf of the state.
     """
-    layout = pager.layout(params, shapes, shards)
+    layout = paged.layout(params, shapes, shards)
     extras = arrays_and_rest({"extra_args": extra})
-    analysis, _ = pager.analyse(params, shapes, layout.owners, params, *extras)
-    first = len(jax.tree.leaves(params))
-    state_paths, avals = paths_of(shapes)
-    platform = memory.platform()
+    analysis, _, _ = paged.analyse(params, shapes, layout.owners, params, *extras)
     parameters = jax.tree.leaves(params)
-    alike: dict[Hashable, list[_Leaf]] = {}
+    first = len(parameters)
+    state_paths, avals = paths_of(shapes)
+    groups: dict[Hashable, list[_LeafMoments]] = {}
     shape_of = dict(enumerate(x.shape for x in (*parameters, *avals, *parameters)))
     for leaf in analysis.leaves:
         divided = divided_as(leaf, parameters, shards)
         dtype = None if leaf.owner is None else parameters[leaf.owner].dtype
-        each = _Leaf.of(leaf, layout, stays, first, divided, dtype)
-        shared = [
-            analysis.same.get(i, i)
-            for i in leaf.inputs
-            if shape_of.get(i) != leaf.shape
-        ]
-        own = each.owner_of_its_own(pager.per_parameter_steps)
-        alike.setdefault((each.kind, dtype, own, *shared), []).append(each)
-    geometry, number = _geometry(pager, alike, platform)
+        each = _LeafMoments.of(leaf, layout, stays, first, divided, dtype)
+        shared = [i for i in leaf.inputs if shape_of.get(i) != leaf.shape]
+        singly = paged.per_parameter_steps
+        key = loop_key(analysis, leaf, each.storage, divided, shared, singly=singly)
+        groups.setdefault((key, dtype), []).append(each)
+    geometry, number = _geometry(paged, groups.values(), memory.platform())
     elementwise = analysis.elementwise
-    found = []
-    small = layout.small(pager.configuration.min_paged_size)
-    every = zip(state_paths, avals, layout.sizes(), strict=True)
+    moments = []
+    small = layout.small(paged.configuration.min_paged_size)
+    every = zip(state_paths, avals, layout.sizes, strict=True)
     for i, (path, x, size) in enumerate(every):
-        alone = number + i, uncut(x.shape).gpu, False, 3
-        number, pages, both, flying = geometry.get(i, alone)
+        unstreamed = number + i, uncut(x.shape).gpu, False, 3
+        number, pages, both, flying = geometry.get(i, unstreamed)
         codec, part = layout.codecs[i], layout.shards[i]
         shape = part.local(x.shape) if part else x.shape
         stored = codec.stored(shape) if codec else jax.ShapeDtypeStruct(shape, x.dtype)
         parts = StoredArray.of(stored, pages, codec, on_host=not stays[i]).parts
         whole = [part for part in parts if part.whole]
         reason = _WHOLE if parts[0].whole else pages.refused
-        found.append(
+        moments.append(
             Moment(
                 path=keystr(path),
                 shape=shape,
@@ -188,11 +189,13 @@ def planned_moments(
                 elementwise=first + i in elementwise,
             )
         )
-    return found
+    return moments
 
 
 def _geometry(
-    pager: Pager, alike: Mapping[Hashable, Sequence["_Leaf"]], platform: str
+    paged: PagedTransformation,
+    groups: Iterable[Sequence["_LeafMoments"]],
+    platform: str,
 ) -> tuple[dict[int, tuple[int, Pages, bool, int]], int]:
     """How moments are cut, by their numbers among the state's leaves.
 
@@ -203,21 +206,20 @@ def _geometry(
     """
     geometry: dict[int, tuple[int, Pages, bool, int]] = {}
     number = 0
-    for group in alike.values():
+    for group in groups:
         one = group[0]
-        pages = pager.geometry(one.leaf, one.storage, one.divided, len(group)).on(
-            platform
-        )
+        cut = paged.geometry(one.leaf, one.storage, one.divided, len(group))
+        pages = cut.on(platform)
         for part in sharing(pages, len(group)):
             travelling = sum(x.on_host for each in group[part] for x in each.storage)
             both = pages.both_ways(travelling)
             # If a leaf has one moment, XLA:GPU may keep a further page: the kernel of
             # the moment computes it. With several moments it never did (jax 0.10.2).
-            apart = sum(x.on_host for x in one.storage) == 1 and platform != "tpu"
-            flying = (4 if both else 3) if apart or not pages.count else 2
+            single = sum(x.on_host for x in one.storage) == 1 and platform != "tpu"
+            flying = (4 if both else 3) if single or not pages.count else 2
             for each in group[part]:
-                found = (number, pages, both, flying)
-                geometry.update((i, found) for i in each.inside)
+                way = (number, pages, both, flying)
+                geometry.update((i, way) for i in each.numbers)
                 if pages.leaves == 1 < pages.count and each.converts:
                     geometry[each.widest] = (number, pages, both, flying + 1)
             number += 1
@@ -225,19 +227,19 @@ def _geometry(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Leaf:
+class _LeafMoments:
     """A leaf's program, and its moments.
 
     Attributes:
       leaf: The program.
-      inside: The numbers of its moments that are streamed, among the state's leaves.
+      numbers: Of its moments that are streamed, among the state's leaves.
       storage: How each of these is kept.
       divided: How they are divided, or None.
       dtype: Its parameter's dtype; None if it has none.
     """
 
     leaf: LeafUpdate
-    inside: tuple[int, ...]
+    numbers: tuple[int, ...]
     storage: tuple[Storage, ...]
     divided: Shards | None
     dtype: np.dtype | None
@@ -246,26 +248,21 @@ class _Leaf:
     def of(
         cls,
         leaf: LeafUpdate,
-        layout: Layout,
+        layout: StateLayout,
         stays: Sequence[bool],
         first: int,
         divided: Shards | None,
         dtype: np.dtype | None,
-    ) -> "_Leaf":
-        """Finds the moments of a leaf; the state's first is the argument `first`."""
+    ) -> "_LeafMoments":
+        """The moments of a leaf; the state's first is the argument `first`."""
         avals, codecs = layout.avals, layout.codecs
         numbers = {i - first for i in (*leaf.inputs, *leaf.outputs)}
         inside = sorted(i for i in numbers if 0 <= i < len(avals))
-        inside = tuple(i for i in inside if not stays[i] or codecs[i])
+        streamed = tuple(i for i in inside if not stays[i] or codecs[i])
         storage = [
-            Storage(avals[i].dtype.itemsize, codecs[i], not stays[i]) for i in inside
+            Storage(avals[i].dtype.itemsize, codecs[i], not stays[i]) for i in streamed
         ]
-        return cls(leaf, inside, tuple(storage), divided, dtype)
-
-    @property
-    def kind(self) -> Hashable:
-        """What like leaves have in common, if all are updated; see `Streaming`."""
-        return self.leaf.program, self.leaf.shape, self.storage, self.divided
+        return cls(leaf, streamed, tuple(storage), divided, dtype)
 
     @property
     def converts(self) -> bool:
@@ -284,20 +281,11 @@ class _Leaf:
     @property
     def widest(self) -> int:
         """The number of its widest moment on the host."""
-        there = (
-            (x.itemsize, i)
-            for i, x in zip(self.inside, self.storage, strict=True)
-            if x.on_host
-        )
-        return max(there)[1]
-
-    def owner_of_its_own(self, own_steps: bool) -> int | None:
-        """The parameter, if it counts its own steps or draws its own noise."""
-        draws = any(x.codec is not None and x.codec.draws for x in self.storage)
-        return self.leaf.owner if draws or own_steps else None
+        pairs = zip(self.numbers, self.storage, strict=True)
+        return max((x.itemsize, i) for i, x in pairs if x.on_host)[1]
 
 
-def _page_bytes(pages: Pages, moment: Leaf) -> int:
+def _page_bytes(pages: Pages, moment: ArrayOrShape) -> int:
     """Bytes of a full page, as the transformation sees it."""
     if not pages.count:
         return layout_bytes(moment)

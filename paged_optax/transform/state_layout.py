@@ -8,6 +8,7 @@ follow the updates that a parameter has really had.
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable, Sequence
 
@@ -18,7 +19,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
-from paged_optax.backend.meshes import in_shard_map
+from paged_optax.backend.meshes import in_shard_map, shape_dtype
 from paged_optax.backend.types import (
     ArrayOrShape,
     PyTreeDef,
@@ -36,7 +37,7 @@ from paged_optax.codecs import (
     quantized_as,
 )
 from paged_optax.engine.shards import Shards
-from paged_optax.transform.trees import Leaf, Parameter, Stored
+from paged_optax.transform.trees import Parameter, StoredOrShape
 
 
 class OtherLayoutError(ValueError):
@@ -44,12 +45,12 @@ class OtherLayoutError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """A state's structure, and how each of its leaves is stored.
 
     Attributes:
       structure: The structure of the transformation's own state.
-      avals: For each leaf what has the shape and dtype that the transformation sees.
+      avals: For each leaf the shape and dtype that the transformation sees.
       codecs: For each leaf the codec that stores it; None if it is stored as it is.
       counts: The positions of the step counts that each parameter has for itself.
       parameters: The structure of the parameters.
@@ -58,7 +59,7 @@ class Layout:
     """
 
     structure: PyTreeDef
-    avals: tuple[Leaf, ...]
+    avals: tuple[jax.ShapeDtypeStruct, ...]
     codecs: tuple[Codec | None, ...]
     counts: tuple[int, ...]
     parameters: PyTreeDef
@@ -68,14 +69,14 @@ class Layout:
     @classmethod
     def of(
         cls,
-        shapes: PyTree[Leaf],
+        shapes: PyTree[ArrayOrShape],
         codecs: Sequence[Codec | None],
         params: PyTree,
         owners: Sequence[int | None],
         shards: Sequence[Shards | None],
         *,
         per_parameter_steps: bool,
-    ) -> "Layout":
+    ) -> "StateLayout":
         """Lays a state out, given the shapes of the transformation's own.
 
         Args:
@@ -105,7 +106,7 @@ class Layout:
         ]
         return cls(
             structure,
-            tuple(avals),
+            tuple(map(shape_dtype, avals)),
             tuple(codecs),
             tuple(counts),
             parameters,
@@ -113,7 +114,7 @@ class Layout:
             tuple(shards),
         )
 
-    def stored(self, position: int) -> Stored:
+    def stored(self, position: int) -> StoredOrShape:
         """The shapes and dtypes in which a leaf is stored."""
         codec, aval = self.codecs[position], self.avals[position]
         if codec is None:
@@ -121,7 +122,7 @@ class Layout:
         shards = self.shards[position]
         return shards.stored(codec, aval.shape) if shards else codec.stored(aval.shape)
 
-    def types(self, position: int, parameter: Parameter | None) -> Stored | None:
+    def types(self, position: int, parameter: Parameter | None) -> StoredOrShape | None:
         """Arrays or shapes divided as a stored leaf; None if it is on all devices."""
         codec, aval = self.codecs[position], self.avals[position]
         shards = self.shards[position]
@@ -133,6 +134,7 @@ class Layout:
             return jax.tree.map(lambda _: None, stored)
         return shards.typed(codec, stored, shards.local(aval.shape))
 
+    @functools.cached_property
     def sizes(self) -> list[int | None]:
         """Bytes per device of each leaf as it is stored; None if it is no moment."""
         return [
@@ -145,14 +147,14 @@ class Layout:
     def small(self, min_paged_size: int) -> list[bool]:
         """For each leaf whether it is no moment, or one not worth its transfers."""
         stored = [self.stored(position) for position in range(len(self.avals))]
-        return small(self.sizes(), stored, self.owners, min_paged_size)
+        return small(self.sizes, stored, self.owners, min_paged_size)
 
     def parts(self, position: int) -> int:
         """The number of parts that a leaf is divided into."""
         shards = self.shards[position]
         return math.prod(shards.divisions) if shards else 1
 
-    def build(self, leaves: Sequence[Stored]) -> PyTree:
+    def build(self, leaves: Sequence[StoredOrShape]) -> PyTree:
         """Makes a new state of stored leaves, with copies of each count.
 
         What a codec stored gets a container that names the codec.
@@ -169,7 +171,7 @@ class Layout:
 
     def take_apart(
         self, state: PyTree
-    ) -> tuple[list[Stored], dict[int, list[ArrayLike]]]:
+    ) -> tuple[list[StoredOrShape], dict[int, list[ArrayLike]]]:
         """Takes a state apart into its stored leaves and its parameters' own counts.
 
         Returns:
@@ -183,7 +185,7 @@ class Layout:
         for position, codec in enumerate(self.codecs):
             if codec is not None:
                 leaves[position] = self._read(leaves[position], position)
-        own: dict[int, list[ArrayLike]] = {}
+        by_parameter: dict[int, list[ArrayLike]] = {}
         for position in self.counts:
             counts = leaves[position]
             if jax.tree.structure(counts) != self.parameters:
@@ -193,9 +195,9 @@ class Layout:
                     " parameter is called for: make the state with this"
                     " transformation's own init."
                 )
-            own[position] = jax.tree.leaves(counts)
-            leaves[position] = own[position][0]
-        return leaves, own
+            by_parameter[position] = jax.tree.leaves(counts)
+            leaves[position] = by_parameter[position][0]
+        return leaves, by_parameter
 
     def _codes_field(self, position: int) -> str:
         """The name of the field for the codes of a leaf that a codec stores."""
@@ -206,18 +208,18 @@ class Layout:
             return codes_field(codec, shape)
         return codes_field(codec, shards.local(shape), shards.divisions)
 
-    def _read(self, found: PyTree, position: int) -> Stored:
+    def _read(self, stored: PyTree, position: int) -> StoredOrShape:
         """Reads what a codec stored, whatever container a restore put it in.
 
         Before containers named the codec, the field was called `codes`.
         """
         wanted = self.stored(position)
         describe = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
-        if isinstance(wanted, Quantized) and (names := fields_of(found)):
-            field, here = self._codes_field(position), names[0]
+        if isinstance(wanted, Quantized) and (names := fields_of(stored)):
+            field, name = self._codes_field(position), names[0]
             if in_shard_map():
-                here = of_one_part(here)
-            if here not in (field, "codes"):
+                name = of_one_part(name)
+            if name not in (field, "codes"):
                 raise OtherLayoutError(
                     f"the state has a field {names[0]!r}, where codec"
                     f" {self.codecs[position]!r} stores a moment of shape"
@@ -225,16 +227,16 @@ class Layout:
                     " the parameters that the state was made with, divided as they"
                     " were, or make the state with this transformation's own init."
                 )
-        if describe(found) != describe(wanted):
+        if describe(stored) != describe(wanted):
             raise OtherLayoutError(
-                f"the state holds {jax.tree.map(jax.typeof, found)} where codec"
+                f"the state holds {jax.tree.map(jax.typeof, stored)} where codec"
                 f" {self.codecs[position]!r} stores {wanted}: pass the codec that the"
                 " state was made with, or make the state with this transformation's own"
                 " init, for parameters divided as these are."
             )
-        return jax.tree.unflatten(jax.tree.structure(wanted), jax.tree.leaves(found))
+        return jax.tree.unflatten(jax.tree.structure(wanted), jax.tree.leaves(stored))
 
-    def seen(self, leaves: Sequence[Stored]) -> PyTree[Leaf]:
+    def seen(self, leaves: Sequence[StoredOrShape]) -> PyTree[ArrayOrShape]:
         """The state as the transformation sees it, with shapes for coded leaves."""
         return jax.tree.unflatten(
             self.structure,
@@ -244,7 +246,7 @@ class Layout:
             ],
         )
 
-    def blank(self, leaves: Sequence[Stored]) -> PyTree[Leaf]:
+    def blank(self, leaves: Sequence[StoredOrShape]) -> PyTree[ArrayOrShape]:
         """The state as the transformation sees it, with zeros for coded leaves."""
         return jax.tree.map(
             lambda x: (

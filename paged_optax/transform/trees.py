@@ -11,55 +11,21 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.analysis.program import Analysis
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import ArrayOrShape, KeyPath, PyTreeDef
-from paged_optax.transform.context import Gate
 
 #: A parameter or a gradient: an array, or the shape and dtype of one.
 Parameter = Array | jax.ShapeDtypeStruct
 
-#: A leaf of a state, or what the transformation sees of it: an array, or the shape and
-#: dtype of one.
-Leaf = ArrayOrShape
-
-#: A leaf as a state holds it: an array, or the arrays in which a codec stores it.
-Stored = PyTree[Leaf]
+#: A leaf as a state holds it: an array, or the arrays in which a codec stores it; or
+#: their shapes and dtypes.
+StoredOrShape = PyTree[ArrayOrShape]
 
 #: What an update's programs take and make: a leaf as a state holds it, or a number.
-Value = PyTree[Leaf | ArrayLike]
+Value = PyTree[ArrayOrShape | ArrayLike]
 
 #: What `jax.jit` traces of an extra argument, so that no new value compiles it again.
 Traceable = ArrayLike | jax.ShapeDtypeStruct
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Gates:
-    """The gates of all gradients, each once.
-
-    One tracer may be the gate of all gradients. If it were passed once for each
-    gradient, it would become many tracers, and nothing would tell that they are equal.
-
-    Attributes:
-      distinct: The gates.
-      number: For each gradient the number of its gate.
-    """
-
-    distinct: list[Gate]
-    number: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def of(cls, gates: Sequence[Gate]) -> "Gates":
-        """Takes the gates of all gradients."""
-        distinct = {id(gate): gate for gate in gates}
-        positions = list(distinct)
-        numbers = tuple(positions.index(id(gate)) for gate in gates)
-        return cls(list(distinct.values()), numbers)
-
-    def each(self) -> list[Gate]:
-        """The gate of each gradient."""
-        return [self.distinct[i] for i in self.number]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,21 +47,6 @@ class Static:
         array, rest = iter(arrays), iter(self.rest)
         leaves = [next(array) if yes else next(rest) for yes in self.is_array]
         return jax.tree.unflatten(self.treedef, leaves)
-
-
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """An update as a value: two updates that compute the same are equal.
-
-    Attributes:
-      analysis: Its programs, without the arrays that they close over.
-      structure: The structure of what it returns.
-      gating: Its gates and its restart, without those that only the device knows.
-    """
-
-    analysis: Analysis
-    structure: PyTreeDef
-    gating: Static
 
 
 def arrays_and_rest(tree: PyTree) -> tuple[list[Traceable], Static]:
@@ -154,7 +105,7 @@ def parameter_of(
     position = {tuple(path): i for i, path in enumerate(parameter_paths)}
     lengths = sorted({len(path) for path in position}, reverse=True)
     # For each leaf the trees that may be of parameters, the outermost first.
-    found = [
+    candidates = [
         {
             tuple(path[:start]): position[end]
             for start in (len(path) - n for n in lengths)
@@ -162,7 +113,7 @@ def parameter_of(
         }
         for path in state_paths
     ]
-    members = collections.Counter(tree for trees in found for tree in trees)
+    members = collections.Counter(tree for trees in candidates for tree in trees)
     inside = collections.Counter(
         tuple(path[:n]) for path in state_paths for n in range(len(path) + 1)
     )
@@ -171,5 +122,5 @@ def parameter_of(
     whole = {tree for tree, count in members.items() if count == inside[tree]}
     return [
         next((each for tree, each in trees.items() if tree in whole), None)
-        for trees in found
+        for trees in candidates
     ]

@@ -1,8 +1,11 @@
-"""The update of a paged transformation: its state streams past the gradients."""
+"""The update of a paged transformation: what it computes, as a value.
 
-import dataclasses
+`Update` checks its arguments, traces the transformation, and takes it apart into one
+program a leaf. `paged_optax.transform.streaming` then runs these.
+"""
+
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import optax
@@ -10,40 +13,30 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.gpu import warn_without_overlap
-from paged_optax.backend.memory import (
-    PINNED_HOST,
-    donate_within_memory,
-    is_mistyped,
-    on_host,
-    resolve_host_memory_kind,
-)
+from paged_optax.backend.memory import donate_within_memory, is_mistyped
 from paged_optax.backend.meshes import in_shard_map, shape_dtype, with_automatic_axes
 from paged_optax.backend.processes import compare, spans_processes
-from paged_optax.backend.text import keystr, readable_bytes
+from paged_optax.backend.text import keystr
 from paged_optax.backend.types import is_traced
 from paged_optax.backend.variables import as_pure, unflatten_like
-from paged_optax.engine.backend_check import check_backend
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.agreement import Said, said_of
 from paged_optax.transform.checks import (
     refuse_different,
     refuse_host,
     refuse_inside_paged,
-    refuse_own_steps,
+    refuse_shared_counts,
     refuse_state,
 )
 from paged_optax.transform.context import current
-from paged_optax.transform.gates import any_gate, gates_of
+from paged_optax.transform.gates import Gates, gates_of
 from paged_optax.transform.manual import as_results, with_rows, without_rows
-from paged_optax.transform.paged_transformation import Pager
-from paged_optax.transform.state_layout import Layout, OtherLayoutError
-from paged_optax.transform.streaming import Streaming
+from paged_optax.transform.paged_transformation import PagedTransformation
+from paged_optax.transform.state_layout import OtherLayoutError
+from paged_optax.transform.streaming import Traced, stream_update
 from paged_optax.transform.trees import (
-    Gates,
     Static,
-    Stored,
     Traceable,
-    Traced,
     arrays_and_rest,
     as_arrays,
     paths_of,
@@ -54,12 +47,12 @@ class Update:
     """The `update` of one paged transformation.
 
     Args:
-      pager: The transformation, and how it is paged.
+      paged: The transformation, and how it is paged.
     """
 
-    def __init__(self, pager: Pager):
-        self.pager = pager
-        self._eager = jax.jit(self._stream, static_argnames=("traced", "shards"))
+    def __init__(self, paged: PagedTransformation):
+        self.paged = paged
+        self._eager = jax.jit(self._stream, static_argnames="traced")
 
     def update(
         self,
@@ -70,7 +63,7 @@ class Update:
         active: PyTree = None,
         **extra_args: object,
     ) -> tuple[optax.Updates, optax.OptState]:
-        """Streams the state past the gradients.
+        """Streams moments through the device.
 
         Args:
           updates: The gradients.
@@ -84,27 +77,25 @@ class Update:
           as the gradients are; and the new state.
         """
         refuse_inside_paged()
-        gradients, held, params = as_pure(updates), as_pure(state), as_pure(params)
+        gradients, moments, params = as_pure(updates), as_pure(state), as_pure(params)
         active, extra_args = as_pure(active), as_pure(extra_args)
-        pager = self.pager
-        if current().seen_through:
-            shards = pager.shards(gradients, held, params)
-            layout = pager.layout(_like_init(gradients, params), held, shards)
-            plain = layout.blank(layout.take_apart(held)[0])
-            made = pager.inner.update(gradients, plain, params, **extra_args)
-            return unflatten_like(updates, made[0]), made[1]
-        if (asked := current().asked) is not None:
-            shards = pager.shards(gradients, held, params)
-            layout = pager.layout(_like_init(gradients, params), held, shards)
-            moved = _moved(pager, layout, layout.take_apart(held)[0])
-            asked(pager, moved, lambda: self._said(gradients, held, params, extra_args))
-            return updates, state
-        made = donate_within_memory(
-            self._update(gradients, held, params, active, extra_args)
+        paged, asked = self.paged, current().asked
+        if current().seen_through or asked is not None:
+            shards = paged.shards(gradients, moments, params)
+            layout = paged.layout(_state_like(gradients, params), moments, shards)
+            leaves, _ = layout.take_apart(moments)
+            if asked is not None and not current().seen_through:
+                said = lambda: self._said(gradients, moments, params, extra_args)
+                asked(paged, paged.moved(layout, leaves), said)
+                return updates, state
+            plain = layout.blank(leaves)
+            new = paged.inner.update(gradients, plain, params, **extra_args)
+            return unflatten_like(updates, new[0]), new[1]
+        new_updates, new_state = donate_within_memory(
+            self._update(gradients, moments, params, active, extra_args)
         )
-        return unflatten_like(updates, made[0]), unflatten_like(
-            state, with_rows(made[1], held)
-        )
+        new_state = unflatten_like(state, with_rows(new_state, moments))
+        return unflatten_like(updates, new_updates), new_state
 
     def _update(
         self,
@@ -119,34 +110,45 @@ class Update:
         self._tell_of_mistyped(state)
         if params is not None:
             refuse_different(updates, params)
-        gates = gates_of(active, updates)
-        restart = current().restart
-        given = {"gates": gates and Gates.of(gates), "restart": restart}
-        open_gates, gating = arrays_and_rest(given)
+        gates, restart = gates_of(active, updates), current().restart
+        gating = {"gates": gates and Gates.of(gates), "restart": restart}
+        open_gates, gating = arrays_and_rest(gating)
         extras, static = arrays_and_rest({"restart": restart, "extra_args": extra_args})
         trees = (as_arrays(updates), state, as_arrays(params))
-        shards = self.pager.shards(*trees)
-        if self.pager.rules and in_shard_map():
-            alone = without_rows(self.pager.layout(updates, state, shards), state)
-            trees = (trees[0], alone, trees[2])
+        shards = self.paged.shards(*trees)
+        if self.paged.rules and in_shard_map():
+            layout = self.paged.layout(updates, state, shards)
+            trees = (trees[0], without_rows(layout, state), trees[2])
         # Traced anew at each call, for `inner` may read more than its arguments.
-        trace = lambda updates, state, params: self._trace(
-            updates, state, params, extras, static, gating, shards
+        trace = functools.partial(
+            self._trace, extras=extras, static=static, gating=gating, shards=shards
         )
-        traced, constants, layout = trace(*trees)
+        traced, constants = trace(*trees)
         overwritten = functools.partial(as_results, gates=gates or (), restart=restart)
-        while new := overwritten(traced.analysis, layout, *trees[:2]):
+        while new := overwritten(traced.analysis, traced.layout, *trees[:2]):
             trees = (*new, trees[2])
-            traced, constants, layout = trace(*trees)
+            traced, constants = trace(*trees)
         if spans_processes(trees):
-            made_for = _like_init(updates, params)
-            said = said_of(self.pager, made_for, state, shards, traced.analysis)
+            like = _state_like(updates, params)
+            said = said_of(self.paged, like, state, shards, traced.analysis)
             compare("update of a paged transformation", said)
         arguments = (*trees, extras, open_gates, constants)
         if is_traced(arguments):
             warn_without_overlap(state)
-            return self._stream(*arguments, traced=traced, shards=shards)
-        return self._eager(*arguments, traced=traced, shards=shards)
+            return self._stream(*arguments, traced=traced)
+        return self._eager(*arguments, traced=traced)
+
+    def _stream(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
+        *others: PyTree[ArrayLike],
+        traced: Traced,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        run = functools.partial(stream_update, self.paged, traced)
+        like = (_state_like(updates, params), state)
+        return with_automatic_axes(run, (updates, state, params, *others), like)
 
     def _said(
         self,
@@ -156,17 +158,16 @@ class Update:
         extra_args: dict[str, PyTree],
     ) -> Said:
         """What all processes must have built alike."""
-        given = {"restart": False, "extra_args": extra_args}
-        extras, static = arrays_and_rest(given)
-        shards = self.pager.shards(updates, state, params)
-        made = self._trace(updates, state, params, extras, static, static, shards)
-        made_for = _like_init(updates, params)
-        return said_of(self.pager, made_for, state, shards, made[0].analysis)
+        extras, static = arrays_and_rest({"restart": False, "extra_args": extra_args})
+        shards = self.paged.shards(updates, state, params)
+        traced, _ = self._trace(updates, state, params, extras, static, static, shards)
+        like = _state_like(updates, params)
+        return said_of(self.paged, like, state, shards, traced.analysis)
 
     def _tell_of_mistyped(self, state: optax.OptState) -> None:
         for path, x in zip(*paths_of(state), strict=True):
             if is_mistyped(x):
-                self.pager.tell(
+                self.paged.tell(
                     f"state{keystr(path)} is in host memory, and has the type of"
                     " device memory, where it is about to go: a restore made it with"
                     " a SingleDeviceSharding. Put"
@@ -182,117 +183,31 @@ class Update:
         static: Static,
         gating: Static,
         shards: tuple[Shards | None, ...],
-    ) -> tuple[Traced, dict[int, ArrayLike], Layout]:
-        """Traces what an update computes, and finds the arrays that it closes over."""
-        made_for = _like_init(updates, params)
-        layout = self.pager.layout(made_for, state, shards)
+    ) -> tuple[Traced, dict[int, ArrayLike]]:
+        """Traces what an update computes, and the arrays that it closes over."""
+        like = _state_like(updates, params)
+        layout = self.paged.layout(like, state, shards)
         try:
-            leaves, own = layout.take_apart(state)
+            leaves, counts = layout.take_apart(state)
         except OtherLayoutError:
             raise
         except ValueError as error:
-            refuse_state(self.pager.inner, made_for, state, error)
+            refuse_state(self.paged.inner, like, state, error)
             raise
         seen = jax.tree.map(
-            lambda x, held: x if x is held else shape_dtype(x, held),
+            lambda x, stored: x if x is stored else shape_dtype(x, stored),
             layout.seen(leaves),
             layout.structure.unflatten(leaves),
         )
-        analysis, structure = self.pager.analyse(
+        analysis, constants, structure = self.paged.analyse(
             updates, seen, layout.owners, params, extras, static
         )
         first = len(jax.tree.leaves(updates))
-        refuse_own_steps(analysis, {first + p: x for p, x in own.items()}, seen, first)
-        constants = dict(analysis.constants)
-        analysis = dataclasses.replace(analysis, constants={})
-        return Traced(analysis, structure, gating), constants, layout
-
-    def _stream(
-        self,
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None,
-        *others: PyTree[ArrayLike],
-        traced: Traced,
-        shards: tuple[Shards | None, ...],
-    ) -> tuple[optax.Updates, optax.OptState]:
-        run = functools.partial(_streamed, self.pager, traced=traced, shards=shards)
-        results = (updates if params is None else params, state)
-        return with_automatic_axes(run, (updates, state, params, *others), results)
+        numbers = {first + position for position in counts}
+        refuse_shared_counts(analysis, numbers, seen, first)
+        return Traced(analysis, structure, gating, layout, shards), constants
 
 
-def _streamed(
-    pager: Pager,
-    updates: optax.Updates,
-    state: optax.OptState,
-    params: optax.Params | None,
-    extras: Sequence[Traceable],
-    open_gates: Sequence[Traceable],
-    constants: Mapping[int, ArrayLike],
-    *,
-    traced: Traced,
-    shards: tuple[Shards | None, ...],
-) -> tuple[optax.Updates, optax.OptState]:
-    """Computes the updates and the new state on a mesh of automatic axes."""
-    gradients = jax.tree.leaves(updates)
-    layout = pager.layout(_like_init(updates, params), state, shards)
-    leaves, own = layout.take_apart(state)
-    if not current().fetched and (moved := _moved(pager, layout, leaves)):
-        pager.tell(moved)
-    first = len(gradients)
-    arguments = [*gradients, *leaves, *jax.tree.leaves((params, extras))]
-    if any(map(on_host, arguments)):
-        check_backend()
-    given = traced.gating.merge(open_gates)
-    gates = given["gates"].each() if given["gates"] else [True] * first
-    # On a restart a moment starts again even if its parameter's update is skipped.
-    moves = [any_gate([gate, given["restart"]]) for gate in gates]
-    streaming = Streaming(
-        pager=pager,
-        layout=layout,
-        shards=shards,
-        analysis=dataclasses.replace(traced.analysis, constants=constants),
-        arguments=arguments,
-        own={first + position: each for position, each in own.items()},
-        gates=gates,
-        moves=moves,
-        any_moves=any_gate(moves) if moves else True,
-    )
-    made, new = jax.tree.unflatten(traced.structure, streaming.results())
-    return made, unflatten_like(state, new)  # in containers that name the codecs
-
-
-def _like_init(updates: PyTree, params: PyTree | None) -> PyTree:
-    """What the state was made for; gradients may have other dtypes."""
+def _state_like(updates: PyTree, params: PyTree | None) -> PyTree:
+    """What the state belongs to; gradients may have other dtypes than parameters."""
     return updates if params is None else params
-
-
-def _moved(pager: Pager, layout: Layout, leaves: Sequence[Stored]) -> str:
-    """What to tell of moments on the device for which the budget has no room."""
-    budget = pager.configuration.device_budget
-    if not isinstance(budget, int):
-        return ""
-    if resolve_host_memory_kind(pager.configuration.host_memory_kind) != PINNED_HOST:
-        return ""
-    paths, _ = paths_of(jax.tree.unflatten(layout.structure, range(len(leaves))))
-    small = layout.small(pager.configuration.min_paged_size)
-    every = zip(paths, leaves, layout.sizes(), small, strict=True)
-    moved = [
-        (path, size)
-        for position, (path, x, size, stays) in enumerate(every)
-        if size is not None
-        and not stays
-        and not on_host(x)
-        and not pager.refused(layout, position)
-    ]
-    total = sum(size for _, size in moved)
-    if total <= budget:
-        return ""
-    return (
-        f"{len(moved)} moments of {readable_bytes(total)} are in device memory,"
-        f" state{keystr(moved[0][0])} first, and device_budget="
-        f"{readable_bytes(budget)} leaves them no room: a jax.device_put, a"
-        " restore or out_shardings without a memory kind moved them; or they were"
-        " small, and now count as large together with others of their shape. If"
-        " they are to stay, pass device_budget=None; if not, put"
-    )
