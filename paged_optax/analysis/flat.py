@@ -94,20 +94,25 @@ def _differentiated(eqn: core.JaxprEqn) -> Hashable:
     avals = [shape(x) for x in eqn.invars]
     results = [shape(x) for x in eqn.outvars]
     chosen = [jnp.issubdtype(x.dtype, jnp.inexact) for x in avals]
-    made = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
+    differentiable = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
 
     def pulled(values: Sequence[ArrayLike], by: Sequence[ArrayLike]) -> Sequence[Array]:
         def run(*learned: ArrayLike) -> list[Array]:
-            given = iter(learned)
+            inexact = iter(learned)
             all_of = [
-                next(given) if yes else x for x, yes in zip(values, chosen, strict=True)
+                next(inexact) if yes else x
+                for x, yes in zip(values, chosen, strict=True)
             ]
             params = eqn.primitive.get_bind_params(eqn.params)
-            return list(itertools.compress(eqn.primitive.bind(*all_of, **params), made))
+            return list(
+                itertools.compress(
+                    eqn.primitive.bind(*all_of, **params), differentiable
+                )
+            )
 
         return jax.vjp(run, *itertools.compress(values, chosen))[1](list(by))
 
-    by = list(itertools.compress(results, made))
+    by = list(itertools.compress(results, differentiable))
     closed = jax.make_jaxpr(pulled)(avals, by)
     called = _called(eqn)
     assert called is not None
@@ -119,8 +124,8 @@ def _params(eqn: core.JaxprEqn) -> tuple[tuple[str, Hashable], ...]:
     if eqn.primitive.name not in _DERIVATIVES:
         return tuple((k, _comparable(v)) for k, v in eqn.params.items())
     # Functions that make its derivatives are made anew at each call.
-    found = [(k, Opaque(v, k)) for k, v in eqn.params.items()]
-    return (*found, ("", Opaque(None, _differentiated(eqn))))
+    params = [(k, Opaque(v, k)) for k, v in eqn.params.items()]
+    return (*params, ("", Opaque(None, _differentiated(eqn))))
 
 
 def closed_of(called: core.ClosedJaxpr | core.Jaxpr) -> core.ClosedJaxpr:
@@ -200,17 +205,17 @@ class Flat:
             if self._inlines(eqn, operands) and (body := _called(eqn)) is not None:
                 outputs = self._inline(body, operands)
             elif self.both and eqn.primitive.name == "cond" and not _skips(eqn):
-                which, *given = operands
-                results = [self._inline(x, given) for x in eqn.params["branches"]]
+                which, *others = operands
+                results = [self._inline(x, others) for x in eqn.params["branches"]]
                 outputs = [self._number(var.aval) for var in eqn.outvars]
                 for output, *cases in zip(outputs, *results, strict=True):
                     choice = Equation(lax.select_n_p, (), (which, *cases), (output,))
                     self.equations.append(choice)
             else:
                 outputs = [self._number(var.aval) for var in eqn.outvars]
-                given = tuple(operands), tuple(outputs)
+                values = tuple(operands), tuple(outputs)
                 self.equations.append(
-                    Equation(eqn.primitive, _params(eqn), *given, traced=eqn)
+                    Equation(eqn.primitive, _params(eqn), *values, traced=eqn)
                 )
             scope.update(zip(eqn.outvars, outputs, strict=True))
         return [read(x) for x in jaxpr.outvars]
@@ -231,15 +236,15 @@ class Flat:
             return np.shape(value.value)
         return self.avals[value].shape
 
-    def made_of(self, values: Iterable[int]) -> set[int]:
+    def dependents(self, values: Iterable[int]) -> set[int]:
         """These values, and all that depend on them."""
-        found = set(values)
+        dependents = set(values)
         for equation in self.equations:
-            if not found.isdisjoint(
+            if not dependents.isdisjoint(
                 x for x in equation.inputs if not isinstance(x, Constant)
             ):
-                found.update(equation.outputs)
-        return found
+                dependents.update(equation.outputs)
+        return dependents
 
     def fit(self, operands: Iterable[Operand], shape: tuple[int, ...]) -> bool:
         """Whether all are of a leaf's shape, or scalars."""
@@ -272,10 +277,10 @@ class Flat:
                 x for x in self.equations[index].inputs if not isinstance(x, Constant)
             ]
         equations = [self.equations[i] for i in sorted(needed)]
-        made = {x for equation in equations for x in equation.outputs}
+        computed = {x for equation in equations for x in equation.outputs}
         arguments: dict[int, int] = {}
         for operand in (*(x for e in equations for x in e.inputs), *wanted):
-            if not isinstance(operand, Constant) and operand not in made:
+            if not isinstance(operand, Constant) and operand not in computed:
                 arguments.setdefault(operand, len(arguments))
         names = dict(arguments)
         for equation in equations:

@@ -97,10 +97,12 @@ class _Followed:
             and holds_moments(flat.avals[value].dtype)
         ]
         unknown: list[int | None] = [None] * (len(flat.avals) - len(owners))
-        found = cls(flat, owners, flat.made_of(moments), [*owners, *unknown], {}, {})
+        followed = cls(
+            flat, owners, flat.dependents(moments), [*owners, *unknown], {}, {}
+        )
         for index, equation in enumerate(flat.equations):
-            found._follow(index, equation, name)
-        return found
+            followed._follow(index, equation, name)
+        return followed
 
     def _follow(
         self, index: int, equation: Equation, name: Callable[[int], str]
@@ -113,17 +115,17 @@ class _Followed:
         }
         primitive = equation.primitive.name
         if _JOINED in whose:
-            alone = whose == {_JOINED} and (
+            unmixed = whose == {_JOINED} and (
                 primitive in _CUTS or self.flat.is_elementwise(equation, self.full)
             )
         else:
-            alone = len(whose) < 2
+            unmixed = len(whose) < 2
         # Laid end to end, what is made of moments would all be on the device at once.
         joins = _JOINED not in whose and self.of_moments.isdisjoint(equation.outputs)
-        if not alone and joins and primitive == "concatenate":
+        if not unmixed and joins and primitive == "concatenate":
             self.joined.update((x, None) for x in equation.outputs)
             whose = {_JOINED}
-        elif not alone:
+        elif not unmixed:
             first, second = (sorted(whose - {_JOINED}) + [None, None])[:2]
             raise CrossLeafError(
                 f"`{primitive}` combines values of"
@@ -139,7 +141,7 @@ class _Followed:
         """The shape of all parameters laid end to end."""
         return self.flat.shape(next(iter(self.joined))) if self.joined else ()
 
-    def is_given(self, value: int) -> bool:
+    def is_input(self, value: int) -> bool:
         """Whether a value is an argument or a constant."""
         return value not in self.producer
 
@@ -158,7 +160,7 @@ class _Followed:
         # of a device's part may be as small as what is shared.
         if self.is_shared(value) and not (in_shard_map() and self.flat.shape(value)):
             return True
-        return self.is_given(value) and (value == place or not self.flat.shape(value))
+        return self.is_input(value) and (value == place or not self.flat.shape(value))
 
     def ends_joined(self, value: int) -> bool:
         """Whether a value is cut from what was laid end to end."""
@@ -210,29 +212,29 @@ class _Outputs:
     @classmethod
     def of(
         cls,
-        found: _Followed,
+        followed: _Followed,
         by_places: Sequence[int | None],
         replaced: Sequence[int],
     ) -> "_Outputs":
         """Groups them; the arguments are those of `analyse`."""
-        made = cls({}, [], [])
-        for position, value in enumerate(found.flat.outputs):
+        outputs = cls({}, [], [])
+        for position, value in enumerate(followed.flat.outputs):
             place = replaced[position] if replaced else None
             by_place = by_places[position]
-            whose = None if isinstance(value, Constant) else found.owner[value]
+            whose = None if isinstance(value, Constant) else followed.owner[value]
             if whose is None and place is not None:
                 # An update, of the same leaf as its gradient.
-                whose = found.owners[place]
-            made.owners.append(by_place if whose in (None, _JOINED) else whose)
-            if found.is_direct(value, place):
-                made.direct.append((position, value))
+                whose = followed.owners[place]
+            outputs.owners.append(by_place if whose in (None, _JOINED) else whose)
+            if followed.is_direct(value, place):
+                outputs.direct.append((position, value))
                 continue
-            alone = (None, position)
+            key_of_place = (None, position)
             if by_place is not None:
-                alone = (by_place, found.flat.shape(value))
-            key = alone if whose is None else whose
-            made.groups.setdefault(key, []).append(position)
-        return made
+                key_of_place = (by_place, followed.flat.shape(value))
+            key = key_of_place if whose is None else whose
+            outputs.groups.setdefault(key, []).append(position)
+        return outputs
 
 
 def analyse(
@@ -262,44 +264,53 @@ def analyse(
       CrossLeafError: If a value depends on two parameters, or if what is laid end to
         end is made of moments.
     """
-    found = _followed(closed, owners, name)
-    flat = found.flat
-    outputs = _Outputs.of(found, output_owners, replaced)
+    followed = _followed(closed, owners, name)
+    flat = followed.flat
+    outputs = _Outputs.of(followed, output_owners, replaced)
     shared: dict[int, None] = dict.fromkeys(
-        x for _, x in outputs.direct if isinstance(x, int) and not found.is_given(x)
+        x for _, x in outputs.direct if isinstance(x, int) and not followed.is_input(x)
     )
 
     def share(inputs: Iterable[int]) -> None:
-        made = (x for x in inputs if not found.is_given(x) and found.is_shared(x))
-        shared.update(dict.fromkeys(made))
+        computed = (x for x in inputs if not followed.is_input(x))
+        shared.update(dict.fromkeys(filter(followed.is_shared, computed)))
 
     # Leaves laid end to end are one leaf to what follows element by element; where
     # the result is cut apart again, that leaf ends and the tail begins.
     cut_apart = [
         position
         for position in outputs.groups.get(_JOINED, ())
-        if flat.shape(flat.outputs[position]) != found.full
+        if flat.shape(flat.outputs[position]) != followed.full
     ]
     wanted = [flat.outputs[p] for p in cut_apart]
-    tail, tail_inputs = found.program(wanted, found.ends_joined, ())
+    tail, tail_inputs = followed.program(wanted, followed.ends_joined, ())
     share(tail_inputs)
-    made = [x for x in tail_inputs if not found.is_given(x) and not found.is_shared(x)]
+    computed = [x for x in tail_inputs if not followed.is_input(x)]
+    of_joined = [x for x in computed if not followed.is_shared(x)]
     leaves, out_avals = [], closed.out_avals  # JAX makes that list at every look
     for key, positions in outputs.groups.items():
         places = [p for p in positions if p not in cut_apart]
-        between = made if key == _JOINED else []
+        between = of_joined if key == _JOINED else []
         wanted = [*(flat.outputs[p] for p in places), *between]
         shape = flat.shape(wanted[0])
-        program, inputs = found.program(wanted, lambda x: not found.is_shared(x), shape)
+        program, inputs = followed.program(
+            wanted, lambda x: not followed.is_shared(x), shape
+        )
         share(inputs)
         avals = [out_avals[p] for p in places] + [flat.avals[x] for x in between]
-        own = None if key == _JOINED else outputs.owners[positions[0]]
+        owner = None if key == _JOINED else outputs.owners[positions[0]]
         leaves.append(
             LeafUpdate(
-                program, inputs, tuple(places), tuple(between), tuple(avals), shape, own
+                program,
+                inputs,
+                tuple(places),
+                tuple(between),
+                tuple(avals),
+                shape,
+                owner,
             )
         )
-    program, inputs = found.program(tuple(shared), lambda _: True, ())
+    program, inputs = followed.program(tuple(shared), lambda _: True, ())
     analysis = Analysis(
         shared=program,
         shared_inputs=inputs,

@@ -78,8 +78,8 @@ def _folded(values: int, unit: int, most: int) -> int:
 
     They are a multiple of the unit. A unit of 0: the codec stores no flat vector.
     """
-    found = range(unit, most + 1, unit) if unit else ()
-    exact = (n for n in found if values % n == 0 and values // n < MOST_INDEX)
+    columns = range(unit, most + 1, unit) if unit else ()
+    exact = (n for n in columns if values % n == 0 and values // n < MOST_INDEX)
     return next(exact, 0)
 
 
@@ -128,7 +128,7 @@ def in_tiles(
     page_size = many_pages(size_of_leaf, page_size)
     if size_of_leaf <= page_size:
         return single(shape, tiled=True)
-    found: list[Pages] = []
+    larger: list[Pages] = []
     ways = list(_ways(shape))
     if any(block_of(x) > 1 and axis_of_blocks(x.codec) is None for x in moments):
         # If blocks run through rows, cuts into whole rows come first: (1024, 16, 64)
@@ -146,9 +146,9 @@ def in_tiles(
             continue
         if pages.entries * itemsize <= page_size:
             return pages
-        found.append(pages)
-    if found:
-        return min(found, key=lambda pages: pages.entries)
+        larger.append(pages)
+    if larger:
+        return min(larger, key=lambda pages: pages.entries)
     whole = single(shape, tiled=True)
     if size_of_leaf <= max(asked, 2 * PIECE):
         return whole

@@ -98,10 +98,10 @@ class Pages:
             return [PageRange(self, 0, self.extent, 1, 1)]
         full, left = divmod(self.extent, self.size)
         step = self.size // self.unit
-        found = [PageRange(self, 0, self.size, full * step, step)] if full else []
+        ranges = [PageRange(self, 0, self.size, full * step, step)] if full else []
         if left:
-            found.append(PageRange(self, full * self.size, left, 1, 1))
-        return found
+            ranges.append(PageRange(self, full * self.size, left, 1, 1))
+        return ranges
 
     def both_ways(self, travelling: int) -> bool:
         """Whether one page is read while another is written.

@@ -63,9 +63,9 @@ class Shards:
             () if entry is PartitionSpec.UNCONSTRAINED else _names(entry)
             for entry in entries
         )
-        found = cls(sharding.mesh, axes)
-        whole = (n % d == 0 for n, d in zip(shape, found.divisions, strict=True))
-        return found if all(whole) else None
+        shards = cls(sharding.mesh, axes)
+        whole = (n % d == 0 for n, d in zip(shape, shards.divisions, strict=True))
+        return shards if all(whole) else None
 
     @classmethod
     def of_array(cls, x: ArrayOrShape) -> "Shards | None":
@@ -96,14 +96,14 @@ class Shards:
         have one row for each shard that is not a range of the flattened moment. So the
         shape of the scales shows in which layout a state was made.
         """
-        found = codec.stored(self.local(shape))
+        stored = codec.stored(self.local(shape))
         grown = lambda x, divisions: jax.ShapeDtypeStruct(
             tuple(n * d for n, d in zip(x.shape, divisions, strict=True)), x.dtype
         )
-        if not isinstance(found, Quantized):
-            return grown(found, self.divisions)
+        if not isinstance(stored, Quantized):
+            return grown(stored, self.divisions)
         first, *others = self.divisions
-        scales = found.scales
+        scales = stored.scales
         if axis_of_blocks(codec) is not None:
             scales = grown(scales, self.divisions)
         elif self.has_rows:
@@ -111,7 +111,7 @@ class Shards:
             scales = jax.ShapeDtypeStruct(shape, scales.dtype)
         else:
             scales = grown(scales, (first,))
-        return Quantized(grown(found.codes, self.divisions), scales)
+        return Quantized(grown(stored.codes, self.divisions), scales)
 
     def spec_of(
         self,
@@ -230,12 +230,12 @@ def on_shards(
         start = first * np.uint32(math.prod(local) % 2**32)
         start = jnp.uint32(0) if shards.has_rows else start
         place = ShardPosition(start, _index(shards, rest))
-        made = function(
+        new = function(
             place,
             tuple(flat(c, x) for c, x in zip(codecs, arrays, strict=True)),
             scalars,
         )
-        return tuple(rows(c, x) for (c, _), x in zip(coded, made, strict=True))
+        return tuple(rows(c, x) for (c, _), x in zip(coded, new, strict=True))
 
     return jax.shard_map(
         run,

@@ -40,7 +40,7 @@ def learned(model: Model, weights: Weights, rest: Rest, batch: PyTree) -> Learne
     chosen = entering[: len(every)]
     while True:
         given = [n for n, yes in enumerate((*chosen, *seen), first) if yes]
-        made = flat.made_of([*range(first), *given])
+        made = flat.dependents([*range(first), *given])
         becomes = [
             old or (inexact and not isinstance(new, Constant) and new in made)
             for old, inexact, new in zip(chosen, every, flat.outputs, strict=True)
@@ -88,5 +88,5 @@ def used(
     outputs = {x for x in flat.outputs if not isinstance(x, Constant)}
     leaves, structure = jax.tree.flatten(rest)
     return structure.unflatten(
-        [not outputs.isdisjoint(flat.made_of([n])) for n in range(len(leaves))]
+        [not outputs.isdisjoint(flat.dependents([n])) for n in range(len(leaves))]
     )

@@ -39,7 +39,7 @@ from paged_optax.state.leaves import (
 )
 from paged_optax.state.residency import moved_to
 from paged_optax.state.restore import abstract_state
-from paged_optax.transform.precision import master_beside, wider
+from paged_optax.transform.precision import current_master, wider
 from paged_optax.transform.remainders import master_of
 
 
@@ -254,7 +254,7 @@ def _in_memory_of(x: Array, place: jax.ShapeDtypeStruct) -> Array:
 
 #: Where a state keeps masters, or the halves of them that parameters lack, and what
 #: gives the master of a parameter with either.
-_OF_FIELD = {"master": master_beside, "remainder": master_of}
+_OF_FIELD = {"master": current_master, "remainder": master_of}
 
 
 def master_weights(

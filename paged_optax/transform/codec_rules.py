@@ -105,11 +105,11 @@ def choose(
     masters = {
         x.dtype for x, name in zip(avals, moments, strict=True) if name == "master"
     }
-    found: list[Codec | None] = []
+    codecs: list[Codec | None] = []
     every = zip(moments, owners, avals, strict=True)
     for position, (moment, owner, aval) in enumerate(every):
         if owner is None or moment is None:
-            found.append(None)
+            codecs.append(None)
             continue
         dtype = dtypes[owner]
         which = _Moment(moment, parameters[owner], aval, dtype, aval.dtype in masters)
@@ -117,8 +117,8 @@ def choose(
         small = int(np.prod(aval.shape)) < SMALLEST_CODED
         small = small and position not in coded
         plain = small or rule in (None, "float32")
-        found.append(None if plain else _fitting(rule, by_name, which))
-    return found
+        codecs.append(None if plain else _fitting(rule, by_name, which))
+    return codecs
 
 
 class _Moment(NamedTuple):
@@ -145,13 +145,13 @@ def _parameters_named(
     parameters: Sequence[str],
 ) -> dict[str, set[str] | None]:
     """For each key the parameters that it names; None if it names moments."""
-    found: dict[str, set[str] | None] = {}
+    named_by: dict[str, set[str] | None] = {}
     for key, rule in rules.items():
         # Under a parameter's path there may be rules by moment, under a moment's name
         # not.
         by_moment = key in moments and not isinstance(rule, Mapping)
-        found[key] = None if by_moment else matching_names(key, parameters)
-        if not by_moment and not found[key] and parameters:
+        named_by[key] = None if by_moment else matching_names(key, parameters)
+        if not by_moment and not named_by[key] and parameters:
             known = sorted({moment for moment in moments if moment})
             likely = sorted(parameters, key=lambda x: key.strip("*/") not in x)
             raise ValueError(
@@ -159,7 +159,7 @@ def _parameters_named(
                 f" ({', '.join(known)}) nor any parameter matches it"
                 f" ({', '.join(likely[:3])}, ...)."
             )
-    return found
+    return named_by
 
 
 def _last_match(

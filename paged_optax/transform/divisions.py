@@ -56,13 +56,12 @@ class Divisions:
         around = jax.sharding.get_abstract_mesh()
         if AxisType.Manual in around.axis_types:
             return None  # what is seen is a part
-        seen = self._seen.get(key, {})
         if mesh is not None:
-            found = seen.get(axes_of(mesh))
-            if found is None or {*mesh.axis_types} != {AxisType.Auto}:
-                return found
-            return dataclasses.replace(found, mesh=mesh)
-        last = next(reversed(seen.values()), None)
+            shards = self.kept(key, mesh)
+            if shards is None or {*mesh.axis_types} != {AxisType.Auto}:
+                return shards
+            return dataclasses.replace(shards, mesh=mesh)
+        last = next(reversed(self._seen.get(key, {}).values()), None)
         if last is None or isinstance(last.mesh, Mesh):
             return last
         return last if axes_of(around) == axes_of(last.mesh) else None

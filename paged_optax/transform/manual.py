@@ -57,14 +57,14 @@ def arranged_as(
     Returns:
       The layout. It is unchanged where no arrangement fits, for its own message.
     """
-    found = list(layout.codecs)
+    new_codecs = list(layout.codecs)
     for position, held in parts.items():
         if (codec := codecs[position]) is not None:
             shape = layout.avals[position].shape
             each = (arranged(codec, shape, whole) for whole in _wholes(shape))
             fits = (x for x in each if _kinds(x.stored(shape)) == _kinds(held))
-            found[position] = next(fits, found[position])
-    return dataclasses.replace(layout, codecs=tuple(found))
+            new_codecs[position] = next(fits, new_codecs[position])
+    return dataclasses.replace(layout, codecs=tuple(new_codecs))
 
 
 def _held(structure: PyTreeDef, state: PyTree) -> list[StoredOrShape] | None:

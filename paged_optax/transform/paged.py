@@ -197,7 +197,7 @@ def _alias(
     codec: str | None = None,
 ) -> Callable[..., optax.GradientTransformationExtraArgs]:
     """Builds `paged(optimizer(...))` as a function with one signature for both."""
-    own = inspect.signature(optimizer)
+    original = inspect.signature(optimizer)
     paging = [
         parameter.replace(default=codec) if parameter.name == "codec" else parameter
         for parameter in _PAGING
@@ -240,8 +240,8 @@ def _alias(
     References:
       The optimizer: `optax` documentation, `{source}`.
     """
-    signature = own.replace(
-        parameters=[*own.parameters.values(), *paging],
+    signature = original.replace(
+        parameters=[*original.parameters.values(), *paging],
         return_annotation=optax.GradientTransformationExtraArgs,
     )
     # Functions declare no such attribute, so a plain assignment fails the type check.

@@ -50,13 +50,13 @@ def _uneven(
 
 
 def _otherwise(
-    what: str, shape: tuple[int, ...], here: Shards | None, before: Shards | None
+    what: str, shape: tuple[int, ...], now: Shards | None, before: Shards | None
 ) -> ValueError:
     divided = lambda x: (
         f"divided by {x.spec} over the mesh {dict(x.mesh.shape)}" if x else "undivided"
     )
     return ValueError(
-        f"{what} of shape {shape} is {divided(here)}, and was {divided(before)} at an"
+        f"{what} of shape {shape} is {divided(now)}, and was {divided(before)} at an"
         " earlier init of this transformation: in a jax.jit one could not be told from"
         " the other. Build one transformation for each, or say which it is, by"
         " paged(..., shardings=...)."
@@ -122,16 +122,16 @@ class ParameterShardings:
             elif (sharding := current().shardings.get(id(x))) is None:
                 continue  # a tracer tells nothing
             key = keystr(path), x.shape
-            here = Shards.of(sharding, x.shape)
-            if is_traced(x) and here is None and key not in self.seen:
+            shards = Shards.of(sharding, x.shape)
+            if is_traced(x) and shards is None and key not in self.seen:
                 continue
-            said[key] = here
-            before = self.seen.kept(key, here.mesh) if here else None
-            if _typed(here) or _typed(before):
+            said[key] = shards
+            before = self.seen.kept(key, shards.mesh) if shards else None
+            if _typed(shards) or _typed(before):
                 continue  # a type tells nearly every update
-            same = before is None or here is None or here.axes == before.axes
+            same = before is None or shards is None or shards.axes == before.axes
             if not (same or current().types_only):
-                raise _otherwise(f"parameter {key[0]}", x.shape, here, before)
+                raise _otherwise(f"parameter {key[0]}", x.shape, shards, before)
         return said
 
     def learn(self, said: Mapping[Key, Shards | None]) -> None:
@@ -193,7 +193,7 @@ class ParameterShardings:
           ValueError: If such a sharding does not fit its parameter, or `init` was told
             another before.
         """
-        found = []
+        shardings = []
         for path, x, sharding in zip(paths, leaves, asked, strict=True):
             key, mesh = (keystr(path), x.shape), _mesh_of([x])
             if sharding is not None:
@@ -205,19 +205,19 @@ class ParameterShardings:
                 before = before or (
                     self.told.assumed(key, mesh) if is_traced(x) else None
                 )
-                here = before if is_traced(x) else Shards.of_array(x)
+                shards = before if is_traced(x) else Shards.of_array(x)
             else:
                 fits = len(sharding.spec) <= len(x.shape)
-                here = Shards.of(sharding, x.shape) if fits else None
-                if here is None:
+                shards = Shards.of(sharding, x.shape) if fits else None
+                if shards is None:
                     raise _uneven("optimizer_sharding", sharding, path, x.shape)
-            same = before is None or (here is not None and here.axes == before.axes)
+            same = before is None or (shards is not None and shards.axes == before.axes)
             if not (same or current().types_only):
                 what = f"what is kept of parameter {keystr(path)}"
-                raise _otherwise(what, x.shape, here, before)
+                raise _otherwise(what, x.shape, shards, before)
             told = sharding or (before and before.sharding)
-            found.append(told and _on_axes_of(x, told))
-        return tuple(found)
+            shardings.append(told and _on_axes_of(x, told))
+        return tuple(shardings)
 
     def remember(
         self,
@@ -243,9 +243,9 @@ class ParameterShardings:
         Raises:
           ValueError: If a sharding that was asked for does not fit its parameter.
         """
-        given = [tree for tree in trees if tree]
+        known = [tree for tree in trees if tree]
         return tuple(
-            self._of(path, [tree[i] for tree in given]) for i, path in enumerate(paths)
+            self._of(path, [tree[i] for tree in known]) for i, path in enumerate(paths)
         )
 
     def _of(self, path: KeyPath, arrays: Sequence[ArrayOrShape]) -> Shards | None:
@@ -266,14 +266,13 @@ class ParameterShardings:
         if self.asked:
             return self._asked(path, shape)
         concrete = [x for x in arrays if not is_traced(x)]
-        own = map(Shards.of_array, concrete)
-        found = next((shards for shards in own if shards is not None), None)
+        of_arrays = map(Shards.of_array, concrete)
         if concrete:
-            return found
-        given = (Shards.of(current().shardings.get(id(x)), shape) for x in arrays)
+            return next((shards for shards in of_arrays if shards is not None), None)
+        arguments = (Shards.of(current().shardings.get(id(x)), shape) for x in arrays)
         if (seen := self.seen.on(key, mesh)) is not None and not _typed(seen):
             return seen
-        return next(filter(None, given), None) or self.seen.assumed(key, mesh)
+        return next(filter(None, arguments), None) or self.seen.assumed(key, mesh)
 
     def _asked(self, path: KeyPath, shape: tuple[int, ...]) -> Shards | None:
         ends = (tuple(path[:n]) for n in range(len(path), -1, -1))
@@ -293,10 +292,10 @@ class ParameterShardings:
                     " jax.set_mesh(mesh)."
                 )
             asked = NamedSharding(mesh, asked)
-        found = Shards.of(asked, shape) if len(asked.spec) <= len(shape) else None
-        if found is None and asked.mesh.size > 1:
+        shards = Shards.of(asked, shape) if len(asked.spec) <= len(shape) else None
+        if shards is None and asked.mesh.size > 1:
             raise _uneven("shardings", asked, path, shape)
-        return found
+        return shards
 
 
 def _typed(shards: Shards | None) -> bool:

@@ -109,7 +109,7 @@ def with_master_weights(
                 "master_dtype needs the parameters: call"
                 " update(updates, state, params)."
             )
-        master = jax.tree.map(master_beside, params, state.master)
+        master = jax.tree.map(current_master, params, state.master)
         changed, inner_state = inner.update(
             wider(updates, dtype), state.inner_state, master, **extra_args
         )
@@ -124,7 +124,7 @@ def with_master_weights(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def master_beside(parameter: Array, master: Array) -> Array:
+def current_master(parameter: Array, master: Array) -> Array:
     """The master copy of a parameter as it is, whatever has changed the parameter.
 
     Args:
@@ -140,15 +140,15 @@ def master_beside(parameter: Array, master: Array) -> Array:
     before = rounded(master, parameter.dtype)
     # Compared as numbers of more bits, XLA would leave out the rounding.
     unsigned = jnp.dtype(f"uint{8 * parameter.dtype.itemsize}")
-    here, there = (
+    bits, bits_before = (
         lax.bitcast_convert_type(x.astype(parameter.dtype), unsigned)
         for x in (parameter, before)
     )
-    zeros = (here | there) << unsigned.type(1) == 0  # of either sign
+    zeros = (bits | bits_before) << unsigned.type(1) == 0  # of either sign
     x = widened(parameter, master.dtype)
     moved = x + (master - before)
     moved = jnp.where(rounded(moved, parameter.dtype) == x, moved, x)
-    return jnp.where((here == there) | zeros, master, moved)
+    return jnp.where((bits == bits_before) | zeros, master, moved)
 
 
 def way(x: Array, master: Array, dtype: DTypeLike) -> Array:

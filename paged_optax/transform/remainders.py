@@ -111,9 +111,9 @@ def with_master_remainders(
             new = rounded(_wide(p) + _wide(moved), p.dtype)
             return _between(new, m + u.astype(m.dtype))
 
-        given = params, masters, changed, state.remainder
-        moved = jax.tree.map(difference, *given)
-        kept = jax.tree.map(remainder, *given, moved)
+        trees = params, masters, changed, state.remainder
+        moved = jax.tree.map(difference, *trees)
+        kept = jax.tree.map(remainder, *trees, moved)
         return moved, MasterRemaindersState(kept, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -284,14 +284,6 @@ def small(
       stored: The arrays that hold it. Like moments have arrays of one shape and dtype.
       owners: The parameter that it belongs to, or None.
       min_paged_size: The least bytes that are worth it.
-
-    Example:
-      >>> import numpy as np
-      >>> def found(*shapes):
-      ...     stored = [np.zeros(shape, np.float32) for shape in shapes]
-      ...     return small([x.nbytes for x in stored], stored, range(len(stored)), 256)
-      >>> found((8, 4), (8, 4)), found((8, 4), (4, 8)), found((4,), (4,))
-      ([False, False], [True, True], [True, True])
     """
     kinds: list[Hashable] = []
     before = collections.Counter[Hashable]()

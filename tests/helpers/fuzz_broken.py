@@ -40,7 +40,7 @@ BREAKAGES: apart.Breakages = {
     "always the first page": (PagedArray, "write", _always_the_first_page),
     "gates are not read": (Loop, "__call__", _gates_not_read),
     "codecs decode too much": (StoredArray, "decode", _decoded_too_much),
-    "masters go on": (precision, "master_beside", _masters_go_on),
+    "masters go on": (precision, "current_master", _masters_go_on),
 }
 
 if __name__ == "__main__":
