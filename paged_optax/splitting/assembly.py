@@ -225,6 +225,7 @@ class _Assembly:
                 groups.append(group)
                 continue
             known.layers.append(n)
+            # The last layer hands nothing on, and so agrees with all others.
             known.handed = group.handed if known.handed is None else known.handed
         return groups
 
@@ -287,6 +288,7 @@ class _Assembly:
         row: list[Operand | None] = [None] * self.count
         for n, x in zip(layers, operands, strict=True):
             row[n] = x
+        # Layers of other kinds have no row here: their tables may fill the gaps.
         for number, known in enumerate(self.tables):
             pairs = zip(known, row, strict=True)
             agree = all(None in (a, b) or a == b for a, b in pairs)
@@ -307,6 +309,7 @@ class _Assembly:
         free = [k for k, x in enumerate(values) if x in self.dataflow.needed_after]
         handed: list[int | None] = []
         for aval in self.dataflow.avals:
+            # The latest value of the type, as the other layers hand on.
             fit = (k for k in reversed(free) if aval_of(self.flat, values[k]) == aval)
             chosen = next(fit, None)
             if chosen is not None:
@@ -348,6 +351,7 @@ class _Assembly:
         for number, group in enumerate(groups):
             for n in group.layers:
                 kind_of[n] = number
+            # The first layer's arguments are the first values of the slots.
             if 0 in group.layers:
                 first = self.dataflow.subprograms[0].arguments
                 for role, x in zip(group.roles, first, strict=True):

@@ -84,7 +84,7 @@ class Depends:
         Raises:
           SplitError: If a layer is not used.
         """
-        producer = {x: n for n, e in enumerate(flat.equations) for x in e.outputs}
+        producer = producers_of(flat)
         live = live_of(flat, producer)
         owner = {leaf: n for n, leaves in enumerate(members) for leaf in leaves}
         rest = set(weights) - set(owner)
@@ -174,6 +174,11 @@ def values_in(equation: Equation) -> list[int]:
 def values_of(operands: Sequence[Operand]) -> list[int]:
     """The values among operands."""
     return [x for x in operands if not isinstance(x, Constant)]
+
+
+def producers_of(flat: Flat) -> dict[int, int]:
+    """The position of the equation that computes each value."""
+    return {x: n for n, e in enumerate(flat.equations) for x in e.outputs}
 
 
 def _refuse_together(

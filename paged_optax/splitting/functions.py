@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
 from paged_optax.analysis.program import Constant, Operand, Program
+from paged_optax.splitting.dependence import producers_of
 from paged_optax.splitting.numbered import Member
 from paged_optax.splitting.pieces import (
     Carried,
@@ -53,7 +54,7 @@ class Functions:
     def of(cls, pieces: Pieces) -> "Functions":
         """The three functions of a loss in pieces."""
         flat = pieces.flat
-        producer = {x: n for n, e in enumerate(flat.equations) for x in e.outputs}
+        producer = producers_of(flat)
         roles = [role for kind in pieces.kinds for role in kind.roles]
         seen = dict.fromkeys(
             role.value

@@ -117,7 +117,7 @@ class _Matching:
 
 def match_backward(
     flat: Flat,
-    producer: Callable[[int], int | None],
+    producer: Mapping[int, int],
     template: Sequence[int],
     results: Sequence[tuple[int, int]],
     fits: Fits,
@@ -126,7 +126,7 @@ def match_backward(
 
     Args:
       flat: The loss.
-      producer: The position of the equation that computes a value, or None.
+      producer: The position of the equation that computes each value.
       template: The template's equations.
       results: The template's results, each with the value in its place.
       fits: Whether an operand may be in the place of one of the template's inputs.
@@ -139,7 +139,7 @@ def match_backward(
         n = inside.get(x)
         if n is None or n in pairs:
             continue
-        m = producer(y)
+        m = producer.get(y)
         one = flat.equations[n]
         if m is None or len(one.inputs) != len(flat.equations[m].inputs):
             return None

@@ -11,7 +11,13 @@ from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import Flat, closed_of
 from paged_optax.analysis.program import Constant, Equation, Operand, Program
-from paged_optax.splitting.dependence import SplitError, line_of, values_in, values_of
+from paged_optax.splitting.dependence import (
+    SplitError,
+    line_of,
+    producers_of,
+    values_in,
+    values_of,
+)
 from paged_optax.splitting.indexed import Whole, Wholes
 from paged_optax.splitting.numbered import (
     Member,
@@ -124,13 +130,13 @@ class Scan:
     @property
     def prepared(self) -> set[int]:
         """The values between the parameters and the scan."""
-        producer = {x: e for e in self.flat.equations for x in e.outputs}
+        producer = producers_of(self.flat)
         between = set[int]()
         scanned = self.equation.inputs[-len(self.over) :]
         for x, over in zip(scanned, self.over, strict=True):
             while over is not None and not isinstance(x, Constant) and x in producer:
                 between.add(x)
-                (x,) = values_in(producer[x])
+                (x,) = values_in(self.flat.equations[producer[x]])
         return between
 
     def pieces(self) -> Pieces:
@@ -152,8 +158,10 @@ class Scan:
         if [e.primitive.name for e in body.equations] == ["remat2"]:
             # A layerwise step computes each layer again anyway, and once is enough.
             body = Flat(turn, checkpoints=True, derivatives=False)
-        producer = {x: n for n, e in enumerate(body.equations) for x in e.outputs}
-        program, arguments = body.program(body.outputs, lambda _: True, producer, ())
+        everything = lambda _: True
+        program, arguments = body.program(
+            body.outputs, everything, producers_of(body), ()
+        )
         constants, carried = _counts(self.equation.traced)
         inputs = self.equation.inputs
         tables: list[Operand] = []

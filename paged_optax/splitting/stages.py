@@ -148,9 +148,7 @@ class _Search:
             # The first cut tells what the first layer hands on, not where it begins: it
             # is matched from its results backward.
             pairs = list(zip(theirs, results, strict=True))
-            match = match_backward(
-                self.flat, depends.producer.get, template, pairs, fit
-            )
+            match = match_backward(self.flat, depends.producer, template, pairs, fit)
             if match is None or self._shared(match.equations.values()):
                 continue
             # The layer is unlike the other one if it has equations that match none.

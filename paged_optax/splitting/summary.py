@@ -8,7 +8,13 @@ from jax.core import ShapedArray
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.backend.text import readable_bytes, table
-from paged_optax.splitting.dependence import line_of, live_of, values_in, values_of
+from paged_optax.splitting.dependence import (
+    line_of,
+    live_of,
+    producers_of,
+    values_in,
+    values_of,
+)
 from paged_optax.splitting.numbered import nbytes_of
 from paged_optax.splitting.pieces import Pieces, Seen
 from paged_optax.splitting.split_loss import Loss, SplitLoss
@@ -103,9 +109,9 @@ def _row(flat: Flat, table: Sequence[Operand | None] | Operand) -> tuple[str, st
 def _largest(pieces: Pieces, parameters: int) -> tuple[Equation, ShapedArray] | None:
     """The largest value outside the layers that follows from the batch."""
     flat = pieces.flat
-    producer = {x: n for n, e in enumerate(flat.equations) for x in e.outputs}
+    live = live_of(flat, producers_of(flat))
     needed = set(values_of(flat.outputs))
-    needed.update(*(values_in(flat.equations[n]) for n in live_of(flat, producer)))
+    needed.update(*(values_in(flat.equations[n]) for n in live))
     best = None
     for equation, _ in _of_the_batch(flat, parameters):
         for x in equation.outputs:
