@@ -111,12 +111,12 @@ class Instruction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
-    """A loop.
+class WhileLoop:
+    """A loop of a program.
 
     Attributes:
       body: The computation of a turn.
-      condition: The computation that decides whether there is another one.
+      condition: The computation that decides whether there is another turn.
       turns: How many turns are taken.
       counted: Whether the compiler states them. XLA:GPU then runs the turns without
         the condition.
@@ -166,11 +166,11 @@ class Computations:
         names = re.findall(r"%?([\w.\-]+)", instruction.code.partition(")")[2])
         return [name for name in names if name in self.instructions]
 
-    def loop(self, instruction: Instruction) -> Loop:
+    def loop(self, instruction: Instruction) -> WhileLoop:
         """The loop that a `while` instruction runs."""
         body, condition = instruction.named("body"), instruction.named("condition")
         if known := re.search(r'known_trip_count[^}]*"n":"?(\d+)', instruction.line):
-            return Loop(body, condition, int(known[1]), True)
+            return WhileLoop(body, condition, int(known[1]), True)
         # A loop without a stated count takes one turn, as a gate does, unless it is an
         # innermost one that moves pages: these are page loops on XLA:TPU.
         if body not in self._turns:
@@ -178,7 +178,7 @@ class Computations:
             inner = any(x.operation == "while" for x in inside)
             moves = any(x.started and self.on_host(x) for x in inside)
             self._turns[body] = next(self._stated, 1) if moves and not inner else 1
-        return Loop(body, condition, self._turns[body], False)
+        return WhileLoop(body, condition, self._turns[body], False)
 
     def buffers(self, instruction: Instruction) -> list[Buffer]:
         """The arrays that an instruction reads and writes."""

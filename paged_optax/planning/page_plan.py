@@ -115,7 +115,7 @@ class PagePlan:
     @property
     def host_bytes(self) -> int:
         """Bytes of moments in host memory."""
-        return sum(x.bytes for x in self.moments if x.on_host)
+        return sum(self.arrays_on_host)
 
     @property
     def arrays_on_host(self) -> tuple[int, ...]:
