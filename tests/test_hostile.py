@@ -145,7 +145,7 @@ def test_only_module_runs_what_is_named():
                 case ast.Call(func=ast.Attribute(ast.Name("importlib"), name)):
                     names.add(name)
             found |= {(path.name, x) for x in names & dangerous}
-    assert found == {("module.py", "import_module"), ("graphs.py", "subprocess")}
+    assert found == {("models.py", "import_module"), ("graphs.py", "subprocess")}
 
 
 def test_what_has_no_end_is_not_read(tmp_path):

@@ -146,7 +146,7 @@ def linear_cross_entropy(
         # What a cotangent is summed over is then known outside `_scores`.
         operands = _Inputs(x, head, bias), labels
         operands = varying(operands, varying_axes(operands))
-        label, total = _scores(_Head(chunks, soft_cap), *operands)
+        label, total = _scores(_ChunkedHead(chunks, soft_cap), *operands)
         loss = total - label
         if z_loss:
             loss += z_loss * jnp.square(total)
@@ -187,7 +187,7 @@ class _Inputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Head:
+class _ChunkedHead:
     """A linear layer, a chunk of the vocabulary at a time.
 
     Attributes:
@@ -243,7 +243,7 @@ def _zeros(inputs: _Inputs, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     return varying(jnp.zeros(shape, dtype), varying_axes(inputs.x))
 
 
-def _scored(head: _Head, inputs: _Inputs, labels: Array) -> tuple[Array, Array]:
+def _scored(head: _ChunkedHead, inputs: _Inputs, labels: Array) -> tuple[Array, Array]:
     """For each token its label's logit, and the logarithm of the sum of exponentials.
 
     What a loss makes of the two, JAX differentiates.
@@ -269,14 +269,14 @@ _Residuals = tuple[_Inputs, Array, Array]
 
 
 def _forward(
-    head: _Head, inputs: _Inputs, labels: Array
+    head: _ChunkedHead, inputs: _Inputs, labels: Array
 ) -> tuple[tuple[Array, Array], _Residuals]:
     label, total = _scored(head, inputs, labels)
     return (label, total), (inputs, labels, total)
 
 
 def _backward(
-    head: _Head, residuals: _Residuals, cotangents: tuple[Array, Array]
+    head: _ChunkedHead, residuals: _Residuals, cotangents: tuple[Array, Array]
 ) -> tuple[_Inputs, None]:
     r"""The gradients.
 

@@ -173,7 +173,7 @@ def _in_order(
 
 
 @dataclasses.dataclass(eq=False)
-class _Group:
+class _AlikeLayers:
     """Layers that are alike.
 
     Attributes:
@@ -189,7 +189,7 @@ class _Group:
     roles: tuple[Weight | Carried | None, ...]
     handed: tuple[int | None, ...] | None
 
-    def takes(self, other: "_Group") -> bool:
+    def takes(self, other: "_AlikeLayers") -> bool:
         """Whether another layer is like these."""
         # The first layer takes from before the layers what others take from a layer.
         first = other.layers == [0]
@@ -215,9 +215,9 @@ class _Assembly:
         self.kept: list[Hashable] = []
         self.after: dict[int, FromCarry | FromKept] = {}
 
-    def groups(self) -> list[_Group]:
+    def groups(self) -> list[_AlikeLayers]:
         """Layers that are alike. The first one comes last: it joins any that fits."""
-        groups: list[_Group] = []
+        groups: list[_AlikeLayers] = []
         for n in (*range(1, self.count), 0):
             group = self._single(n)
             known = next((g for g in groups if g.takes(group)), None)
@@ -229,7 +229,7 @@ class _Assembly:
             known.handed = group.handed if known.handed is None else known.handed
         return groups
 
-    def _single(self, n: int) -> _Group:
+    def _single(self, n: int) -> _AlikeLayers:
         """The group of one layer."""
         subprogram, slots = self.dataflow.subprograms[n], self.dataflow.slots
         members = self.stages.members
@@ -246,11 +246,11 @@ class _Assembly:
             places = {x: k for k, x in enumerate(subprogram.values)}
             held = {slot: places.get(x) for x, slot in slots[n + 1].items()}
             handed = tuple(map(held.get, range(len(self.dataflow.avals))))
-        return _Group(
+        return _AlikeLayers(
             [n], subprogram.key, tuple(map(role, subprogram.arguments)), handed
         )
 
-    def kind(self, group: _Group) -> LayerKind:
+    def kind(self, group: _AlikeLayers) -> LayerKind:
         """The program of a group's layers, and the roles of its arguments."""
         arguments = [self.dataflow.subprograms[n].arguments for n in group.layers]
         subprogram = self.dataflow.subprograms[group.layers[0]]
@@ -303,7 +303,7 @@ class _Assembly:
     def _aval(self, row: Sequence[Operand | None]) -> Hashable:
         return next(aval_of(self.flat, x) for x in row if x is not None)
 
-    def _last(self, group: _Group) -> tuple[int | None, ...]:
+    def _last(self, group: _AlikeLayers) -> tuple[int | None, ...]:
         """The carry of a last layer that is like no other one, by shapes and dtypes."""
         values = self.dataflow.subprograms[group.layers[0]].values
         free = [k for k, x in enumerate(values) if x in self.dataflow.needed_after]
@@ -318,7 +318,7 @@ class _Assembly:
         return tuple(handed)
 
     def _kept(
-        self, group: _Group, handed: Sequence[int | None]
+        self, group: _AlikeLayers, handed: Sequence[int | None]
     ) -> tuple[int | None, ...]:
         """The values that a group's layers keep for the end, by number."""
         places: list[int | None] = [None] * len(self.kept)
