@@ -28,7 +28,7 @@ from paged_optax.backend.validation import (
     check_transformation,
 )
 from paged_optax.transform.gates import only_if, restart_if
-from paged_optax.transform.placing import tied
+from paged_optax.transform.init import tied
 
 #: Returns updates as they are; its state tells whether the wrapper took its update.
 _PROBE = optax.GradientTransformationExtraArgs(

@@ -75,8 +75,8 @@ def slab(x: Stored | np.ndarray, i: LayerIndex, parts: int | None = None) -> Sto
             ),
             DEVICE,
         )
-        made = read_in_pieces(_pieces(x, size), piece)
-        return made.reshape(size, *x.shape[1:])
+        part = read_in_pieces(_pieces(x, size), piece)
+        return part.reshape(size, *x.shape[1:])
 
     # Weights are fetched ahead of their layer. In a loop XLA may do it long before,
     # beside an embedding: 0.9 GiB more for Llama-3-8B on an L4 (jax 0.12.0.1).
@@ -121,8 +121,8 @@ def put(x: Stored, new: Stored, i: LayerIndex, parts: int | None = None) -> Stor
                 rows, placed, address(turn), 0, allow_negative_indices=False
             )
 
-        made = write_in_pieces(_pieces(x, size), write, _by_rows(x), _by_rows(new))
-        return made.reshape(x.shape)
+        rows = write_in_pieces(_pieces(x, size), write, _by_rows(x), _by_rows(new))
+        return rows.reshape(x.shape)
 
     if parts is None or _in_loop(i) or _pieces(x, size) == 1:
         return written(x, new)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax import Array
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
@@ -18,9 +19,14 @@ from paged_optax.analysis.program import Analysis, Evaluation, LeafUpdate
 from paged_optax.analysis.split import analyse
 from paged_optax.backend import memory
 from paged_optax.backend.memory import (
+    DEVICE,
+    HOST,
     PINNED_HOST,
     donate_within_memory,
+    memory_kinds,
     nbytes,
+    on_host,
+    replicated_sharding,
     resolve_host_memory_kind,
 )
 from paged_optax.backend.meshes import (
@@ -31,7 +37,7 @@ from paged_optax.backend.meshes import (
 )
 from paged_optax.backend.processes import compare, spans_processes
 from paged_optax.backend.text import LARGE_BYTES, keystr, readable_bytes, track
-from paged_optax.backend.types import KeyPath, is_traced
+from paged_optax.backend.types import KeyPath, is_committed, is_traced
 from paged_optax.backend.variables import (
     as_pure,
     fixed_variables,
@@ -51,7 +57,6 @@ from paged_optax.transform.checks import (
 )
 from paged_optax.transform.context import current, within
 from paged_optax.transform.paged_transformation import PagedTransformation
-from paged_optax.transform.placing import place, tied
 from paged_optax.transform.planned_moments import planned_moments
 from paged_optax.transform.state_layout import StateLayout, resident
 from paged_optax.transform.trees import (
@@ -275,6 +280,7 @@ class _NewState:
         if stays and codec is None and divided is None:
             return leaf.program(inputs)
         if current().types_only:
+            # Pages take long to trace, and only types are looked at.
             stored = self.layout.stored(position)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stored)
             return [zeros if stays else jax.device_put(zeros, memory.HOST)]
@@ -324,3 +330,68 @@ def _tell_of_refused(paths: Sequence[KeyPath], refused: Mapping[int, str]) -> No
         f" memory: {reason}.",
         stacklevel=3,
     )
+
+
+def place(
+    value: StoredOrShape,
+    host: bool,
+    like: Parameter | None,
+    mesh: Mesh | AbstractMesh | None,
+) -> StoredOrShape:
+    """Puts one leaf of a new state beside its parameter, in its own memory.
+
+    Args:
+      value: The leaf.
+      host: Whether it goes to host memory.
+      like: Its parameter, or a type that is divided as it is to be; None if it belongs
+        to no single parameter.
+      mesh: If the leaf is not put beside its parameter, it goes to all devices of this
+        mesh; None if there is no mesh.
+
+    Returns:
+      The leaf.
+    """
+
+    def placed(x: Array) -> Array:
+        sharding = None
+        known = is_committed(like) or isinstance(like, jax.ShapeDtypeStruct)
+        if is_traced((x, like)):
+            pass  # its type says where it is
+        elif known and like is not None and like.shape == x.shape:
+            sharding = like.sharding
+        elif isinstance(mesh, Mesh):
+            sharding = NamedSharding(mesh, PartitionSpec())
+        elif is_committed(like) and len(like.sharding.device_set) == 1:
+            sharding = replicated_sharding(
+                [like]
+            )  # what a codec stores has shapes of its own
+        if sharding is not None:
+            # A parameter may be on the host, as an offloaded layer is.
+            if host or (like is not None and on_host(like)):
+                kind = PINNED_HOST if host else memory_kinds()[0]
+                sharding = sharding.with_memory_kind(kind)
+            return jax.device_put(x, sharding)
+        if on_host(x) != host:
+            return jax.device_put(x, HOST if host else DEVICE)
+        return x
+
+    return jax.tree.map(placed, value)
+
+
+def tied(state: PyTree, parameters: Sequence[object]) -> PyTree:
+    """Commits a new state to the devices of its host arrays, and of its parameters.
+
+    A program that uses host arrays, or any that are committed, returns committed
+    arrays. If a step count was not committed before, `jax.jit` would compile the next
+    step again. A traced state, as of parameters that a `jax.jit` closes over, is
+    committed by what runs it.
+    """
+    leaves = jax.tree.leaves(state)
+    if is_traced((leaves, parameters)):
+        return state
+    tying = [*filter(is_committed, parameters), *filter(on_host, leaves)]
+    place = replicated_sharding(tying)
+    if place is None or any(x.sharding.device_set != place.device_set for x in tying):
+        return state
+    tie = lambda x: x if is_committed(x) else jax.device_put(x, place)
+    return jax.tree.map(tie, state)

@@ -43,7 +43,7 @@ def paged(
     master_remainders: bool = False,
     on_moved: str = "warn",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Pages a transformation: its moments live on the host, its numbers stay.
+    r"""Keeps the moments of `inner` in host memory; results are unchanged.
 
     `update` streams each leaf's moments through the device, one page after the other:
 
@@ -81,11 +81,11 @@ def paged(
         moments, None pages nothing. `"auto"` takes what the device has free at `init`
         less a reserve: as many bytes as the parameters have, for gradients, and a
         quarter of the device.
-      min_paged_size: Moments of fewer bytes stay on the device: a transfer of a few
-        kilobytes costs its latency, and saves nothing. Moments of one shape and dtype
-        count together if each has an eighth of these bytes or more, as adapters have.
-        With a codec, bytes are those that it stores: 256 KiB are 65,536 values in
-        float32, 258,000 in eight bits.
+      min_paged_size: Moments of fewer bytes stay on the device, because small transfers
+        are bound by latency. Moments of one shape and dtype count together if each has
+        an eighth of these bytes or more, as adapters have. With a codec, bytes are
+        those that it stores: 256 KiB are 65,536 values in float32, 258,000 in eight
+        bits.
       host_memory_kind: `"pinned_host"`, or `"auto"` to keep the moments on the device
         if a backend has no pinned host memory.
       shardings: The parameters' shardings over a mesh, if the arrays do not tell them:

@@ -202,7 +202,7 @@ class PagedTransformation:
         shards: Shards | None = None,
         like: int = 1,
     ) -> Geometry:
-        """Cuts like leaves into pages, given their moments that travel or are coded."""
+        """Chooses the page layout of leaves with identical programs."""
         shape = shards.local(leaf.shape) if shards else leaf.shape
         if not leaf.program.elementwise or not moments:
             return uncut(shape)

@@ -199,7 +199,7 @@ class _Streaming:
                 refuse_joined(leaf)
             olds = [None if p is None else self.arguments[p] for p in leaf.places]
             if gate is False:
-                # No update, and the old moments.
+                # A gate that is closed when traced costs nothing: no loop is there.
                 results[number] = [
                     jnp.zeros(new.shape, new.dtype)
                     if p is None or p < self.first
@@ -344,5 +344,6 @@ class _Streaming:
         old = self.arguments[position]
         gate = self.gate_of(self.traced.analysis.owners[position])
         shards = self.traced.layout.shards[position - self.first]
+        # XLA would replicate what it can compute anywhere, such as a constant.
         new = constrained(jnp.asarray(choose_by(gate, new, old)), shards)
         return jax.device_put(new, HOST) if on_host(old) and not on_host(new) else new
