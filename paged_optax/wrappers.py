@@ -69,29 +69,28 @@ class _Wrapped(NamedTuple):
     ) -> tuple[optax.Updates, PyTree]:
         old = self.inside(state)
         blank = state._replace(**{self.field: jnp.asarray(False)})
-        passed, outer = self.update(updates, blank, params, **extra_args)
+        gradients, outer = self.update(updates, blank, params, **extra_args)
         happens = getattr(outer, self.field)
         if not self.accumulates:
             # Optax's conditional returns the same gradients, but copies them.
-            passed = updates
+            gradients = updates
         with only_if(happens):
-            changed, new = self.inner.update(passed, old, params, **extra_args)
+            updates, new = self.inner.update(gradients, old, params, **extra_args)
         # The loops of paged moments have selected already.
         new = jax.tree.map(
             lambda new, old: new if on_host(new) else jnp.where(happens, new, old),
             new,
             old,
         )
-        changed = jax.tree.map(
-            lambda changed, passed: jnp.where(
-                happens,
-                changed,
-                jnp.zeros_like(changed) if self.zero else passed.astype(changed.dtype),
-            ),
-            changed,
-            passed,
+        skipped = lambda x, gradient: (
+            jnp.zeros_like(x) if self.zero else gradient.astype(x.dtype)
         )
-        return changed, outer._replace(**{self.field: new})
+        updates = jax.tree.map(
+            lambda x, gradient: jnp.where(happens, x, skipped(x, gradient)),
+            updates,
+            gradients,
+        )
+        return updates, outer._replace(**{self.field: new})
 
     def inside(self, state: PyTree) -> PyTree:
         """The wrapped transformation's part of a state."""
