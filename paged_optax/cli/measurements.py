@@ -109,6 +109,7 @@ def jit(
     """Jits a program, its targets donated."""
     places = [shardings[kind] for kind in targets]
     first = len(sources)
+    # Unused arguments stay: `whole` takes its target only for the target's buffer.
     return jax.jit(
         function,
         donate_argnums=tuple(range(first, first + len(targets))),

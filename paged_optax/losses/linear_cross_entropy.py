@@ -294,6 +294,8 @@ def _backward(
         by_logit += jnp.where(is_label, by_label[..., None], 0.0)
         if head.soft_cap is not None:
             by_logit *= 1.0 - jnp.square(logits / head.soft_cap)
+        # The gradient of x is a sum over chunks, in float32. The chunk's part of the
+        # head's gradient is complete, and is rounded here.
         x = carry.x + _product(inputs, by_logit, weights, ((labels.ndim,), (axis,)))
         order = (by_logit, inputs.x) if axis == 0 else (inputs.x, by_logit)
         part = _product(inputs, *order, (tokens, tokens)).astype(carry.head.dtype)

@@ -42,27 +42,20 @@ class Functions:
       pieces: The loss.
       before: Computes the first layer's input, and the values that all layers see.
       after: Computes the results of the loss.
-      seen: The values that all layers see, among the results of `before`.
     """
 
     pieces: Pieces
     before: _Part
     after: _Part
-    seen: tuple[int, ...]
 
     @classmethod
     def of(cls, pieces: Pieces) -> "Functions":
         """The three functions of a loss in pieces."""
         flat = pieces.flat
         producer = producers_of(flat)
-        roles = [role for kind in pieces.kinds for role in kind.roles]
-        seen = dict.fromkeys(
-            role.value
-            for role in roles
-            if isinstance(role, Seen) and role.value not in flat.constants
-        )
+        # In the order in which `prologue` reads the results.
         wanted: list[Operand] = [x for x in pieces.initial if x is not None]
-        wanted += seen
+        wanted += pieces.seen
         for table in pieces.tables:
             rows = [table] if isinstance(table, (int, Constant)) else table
             wanted += [x for x in rows if x is not None]
@@ -70,7 +63,7 @@ class Functions:
         before = _Part(*flat.program(wanted, outside, producer, ()))
         until = lambda x: x not in pieces.after
         after = _Part(*flat.program(flat.outputs, until, producer, ()))
-        return cls(pieces, before, after, tuple(seen))
+        return cls(pieces, before, after)
 
     def prologue(self, numbered: Mapping[int, ArrayLike]) -> tuple[list[Array], PyTree]:
         """The first layer's input, and the values that all layers see.
@@ -86,7 +79,7 @@ class Functions:
             else _array(next(results), aval.dtype)
             for operand, aval in zip(pieces.initial, pieces.carried, strict=True)
         ]
-        seen = {str(value): jnp.asarray(next(results)) for value in self.seen}
+        seen = {str(value): jnp.asarray(next(results)) for value in pieces.seen}
         tables: list[Array] = []
         for table in pieces.tables:
             if isinstance(table, (int, Constant)):

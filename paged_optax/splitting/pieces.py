@@ -271,3 +271,10 @@ class Pieces:
     kept: tuple[ShapedArray, ...]
     after: Mapping[int, FromCarry | FromKept]
     inside: frozenset[int]
+
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """The values that all layers see, without the constants of the loss."""
+        roles = (role for kind in self.kinds for role in kind.roles)
+        values = dict.fromkeys(role.value for role in roles if isinstance(role, Seen))
+        return tuple(x for x in values if x not in self.flat.constants)

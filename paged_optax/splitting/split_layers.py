@@ -156,6 +156,7 @@ class _FunctionsByShape:
         """The first layer's input, and the values that all layers see."""
         functions = self._of(others[-1])
         x, context = functions.prologue(self._numbered(rest, others))
+        # A layer is not given the batch, by whose shapes its functions are chosen.
         return x, (functions, context)
 
     def layer(

@@ -16,7 +16,7 @@ from paged_optax.splitting.dependence import (
     values_of,
 )
 from paged_optax.splitting.numbered import nbytes_of
-from paged_optax.splitting.pieces import Pieces, Seen
+from paged_optax.splitting.pieces import Pieces
 from paged_optax.splitting.split_loss import Loss, SplitLoss
 
 _LOGITS = (
@@ -35,13 +35,7 @@ def summary(loss: Loss, split: SplitLoss) -> str:
     rows += _parameters(loss, split)
     carried = f"{count} x {_size(pieces.carried)}"
     rows.append(("carried, saved for each layer", _types(pieces.carried), carried))
-    seen = {
-        role.value
-        for kind in pieces.kinds
-        for role in kind.roles
-        if isinstance(role, Seen) and role.value not in flat.constants
-    }
-    if shared := [flat.avals[x] for x in sorted(seen)]:
+    if shared := [flat.avals[x] for x in sorted(pieces.seen)]:
         rows.append(("seen by all layers", _types(shared), _size(shared)))
     rows += [("for each layer another", *_row(flat, each)) for each in pieces.tables]
     if pieces.kept:
