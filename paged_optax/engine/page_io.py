@@ -167,15 +167,14 @@ class PagedArray:
         return list(zip(done, pieces, strict=True))
 
     def _in_layout(self, page: Array) -> Array:
-        """A page in the layout of its array.
+        """A page in the layout of its array; see `in_layout`.
 
-        Otherwise XLA:TPU gives the whole array the layout that the page's neighbours
-        prefer, and copies the array. libtpu 0.0.52 copied eight bits of (4096, 4096) in
-        host memory. It took 529 MiB of scratch for two leaves of (4096, 11008).
+        libtpu 0.0.52 copied eight bits of (4096, 4096) in host memory without it. It
+        took 529 MiB of scratch for two leaves of (4096, 11008).
         """
         if not self.pages.tiled or page.ndim < 2:
             return page
-        return with_layout_constraint(page, Layout(self._order[::-1]))
+        return in_layout(page, self._order)
 
     @property
     def _order(self) -> tuple[int, ...]:
@@ -219,6 +218,19 @@ def _scaled(start: Index, number: int, of: int) -> Index:
     """`start * number / of`, which is a whole number."""
     # Start is a multiple of `of`, and a product first might not fit 32 bits.
     return lax.div(start, np.int32(of)) * number
+
+
+def in_layout(page: Array, order: tuple[int, ...]) -> Array:
+    """A page in the layout of the array that it is cut from, or written to.
+
+    Otherwise XLA:TPU gives the whole array the layout that the page's neighbours
+    prefer, and copies the array (libtpu 0.0.52).
+
+    Args:
+      page: The page.
+      order: The array's axes, the most minor one first.
+    """
+    return with_layout_constraint(page, Layout(order[::-1]))
 
 
 def pieces_of(size: int, whole: Callable[[int], bool] = lambda size: True) -> int:

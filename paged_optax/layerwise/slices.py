@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Int
 
 from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
@@ -15,7 +14,12 @@ from paged_optax.backend.memory import DEVICE, HOST, on_host
 from paged_optax.backend.tiling import minor_to_major
 from paged_optax.backend.types import is_traced
 from paged_optax.codecs import Quantized
-from paged_optax.engine.page_io import pieces_of, read_in_pieces, write_in_pieces
+from paged_optax.engine.page_io import (
+    in_layout,
+    pieces_of,
+    read_in_pieces,
+    write_in_pieces,
+)
 from paged_optax.engine.pages import Index
 from paged_optax.engine.stored_array import Stored
 from paged_optax.transform.codec_rules import SMALLEST_CODED
@@ -64,7 +68,7 @@ def slab(x: Stored | np.ndarray, i: LayerIndex, parts: int | None = None) -> Sto
 
     def fetched(x: Array) -> Array:
         part = lax.dynamic_slice_in_dim(x, _first(i, size), size)
-        return jax.device_put(_laid_out(part), DEVICE)
+        return jax.device_put(_in_stacks_layout(part), DEVICE)
 
     def in_pieces(x: Array) -> Array:
         rows = _by_rows(x)
@@ -109,7 +113,7 @@ def put(x: Stored, new: Stored, i: LayerIndex, parts: int | None = None) -> Stor
         return lax.dynamic_update_slice_in_dim(x, new, _first(i, size), 0)
 
     def written(x: Array, new: Array) -> Array:
-        placed = _laid_out(jax.device_put(new, HOST))
+        placed = _in_stacks_layout(jax.device_put(new, HOST))
         return lax.dynamic_update_slice_in_dim(x, placed, _first(i, size), 0)
 
     def in_pieces(x: Array, new: Array) -> Array:
@@ -154,19 +158,13 @@ def _address(
     return lambda turn: np.int32(i * rows) + turn * np.int32(length), length
 
 
-def _laid_out(part: Array) -> Array:
-    """A part of a stack on the host, in the stack's own layout.
-
-    Otherwise XLA:TPU gives the stack the layout that the products beside prefer, and
-    copies it (libtpu 0.0.52).
-    """
+def _in_stacks_layout(part: Array) -> Array:
+    """A part of a stack on the host, in the stack's own layout on a TPU."""
     if part.ndim < 2:
         return part
     order = minor_to_major(part.shape, part.dtype.itemsize)
     return lax.platform_dependent(
-        part,
-        tpu=lambda part: with_layout_constraint(part, Layout(order[::-1])),
-        default=lambda part: part,
+        part, tpu=lambda part: in_layout(part, order), default=lambda part: part
     )
 
 
