@@ -158,10 +158,8 @@ class Scan:
         if [e.primitive.name for e in body.equations] == ["remat2"]:
             # A layerwise step computes each layer again anyway, and once is enough.
             body = Flat(turn, checkpoints=True, derivatives=False)
-        everything = lambda _: True
-        program, arguments = body.program(
-            body.outputs, everything, producers_of(body), ()
-        )
+        producer = producers_of(body)
+        program, arguments = body.program(body.outputs, lambda _: True, producer, ())
         constants, carried = _counts(self.equation.traced)
         inputs = self.equation.inputs
         tables: list[Operand] = []
