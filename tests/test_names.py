@@ -5,8 +5,6 @@ import collections
 import pathlib
 import re
 
-import pytest
-
 PACKAGE = pathlib.Path(__file__).parents[1] / "paged_optax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -46,10 +44,11 @@ def names_of(file):
 
 
 def test_names_say_what_a_thing_is():
-    everything, wrong = 0, collections.Counter()
+    everything, wrong, unused = 0, collections.Counter(), set(ALLOWED)
     for file in FILES:
         names = names_of(file)
         everything += len(names)
+        unused -= {*names}
         wrong.update(
             (name, str(file.relative_to(PACKAGE)))
             for name in names
@@ -61,6 +60,7 @@ def test_names_say_what_a_thing_is():
     )
     print(f"{wrong.total()} of {everything} identifiers, {share:.2%}:\n{worst}")
     assert share <= SHARE, f"{share:.2%} of all identifiers:\n{worst}"
+    assert not unused, f"nothing is called so any more: {unused}"
 
 
 def test_each_file_has_a_name_of_its_own():
@@ -71,8 +71,3 @@ def test_each_file_has_a_name_of_its_own():
             folders[file.name].append(folder)
     twice = {name: x for name, x in folders.items() if len(x) > 1}
     assert set(twice) <= {"__init__.py", "checks.py"}, twice
-
-
-@pytest.mark.parametrize("name", ALLOWED)
-def test_what_is_allowed_is_used(name):
-    assert any(name in names_of(file) for file in FILES)
