@@ -12,7 +12,8 @@ import paged_optax as po
 from helpers import aot, decoder, step_model
 from helpers.layered import far
 from helpers.stacked import SETTINGS, both, same
-from paged_optax.layerwise import apart, beside
+from paged_optax.layerwise.overlap import ends_of
+from paged_optax.layerwise.slices import FETCHES_AHEAD
 
 step_module = importlib.import_module("paged_optax.layerwise.step")
 
@@ -21,7 +22,7 @@ MODEL = decoder.Decoder(
     hidden=1024, query=1024, key=512, inner=2816, layers=LAYERS, vocabulary=0
 )
 _AHEAD = pytest.mark.skipif(
-    not apart.FETCHES_AHEAD,
+    not FETCHES_AHEAD,
     reason="this XLA:GPU needs a layer's own index, so that all goes in turn",
 )
 
@@ -106,8 +107,8 @@ def test_numbers_are_those_of_turns(monkeypatch, how):
 
 def test_segments_without_moments():
     """`optax.sgd` has none: then only weights travel, if they are on the host."""
-    assert beside.ends_of([0] * 4, [0] * 4, [0] * 4) == [0.25, 0.5, 0.75]
-    assert beside.ends_of([1, 3], [1, 3], [0, 0]) == [0.5]
+    assert ends_of([0] * 4, [0] * 4, [0] * 4) == [0.25, 0.5, 0.75]
+    assert ends_of([1, 3], [1, 3], [0, 0]) == [0.5]
 
 
 def heavy(params):

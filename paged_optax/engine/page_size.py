@@ -57,8 +57,9 @@ _CODED_PAGES = 16 * 2**20
 _CODED_LEAVES = 7
 
 # A page costs XLA:GPU about ten kernels, however large it is. Beside layers' weights
-# that are on the device a larger one is little: see `paged_optax.layerwise.apart`. If
-# nothing of it travels, it may have so many times the size that was asked for.
+# that are on the device a larger one is little: see
+# `paged_optax.layerwise.layer_optimizer`. If nothing of it travels, it may have so many
+# times the size that was asked for.
 _LARGER_ON_DEVICE = 16
 
 # Norms and biases on the device need no gate. What XLA may compute of all of them at

@@ -9,9 +9,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, PyTree
 
 from paged_optax.backend.memory import on_host
-from paged_optax.layerwise.beside import Beside, Flow, Turn
-from paged_optax.layerwise.hosted import fetched, returned
-from paged_optax.layerwise.learned import learned, used
+from paged_optax.layerwise.clipping import widened
+from paged_optax.layerwise.dependencies import learned, used
 from paged_optax.layerwise.loss import WeightedLoss, over
 from paged_optax.layerwise.model import (
     ByPrologue,
@@ -20,12 +19,18 @@ from paged_optax.layerwise.model import (
     Model,
     Rest,
     is_inexact,
-    parted,
+    select,
 )
-from paged_optax.layerwise.norms import widened
-from paged_optax.layerwise.segments import in_segments
+from paged_optax.layerwise.overlap import in_segments
+from paged_optax.layerwise.overlapped_update import BackwardOverlap, InFlight, Stage
 from paged_optax.layerwise.slices import Carry, LayerIndex, downwards, kept, put, slab
-from paged_optax.layerwise.weights import Fetched, Slabs, Weights
+from paged_optax.layerwise.weights import (
+    Prefetched,
+    Slabs,
+    Weights,
+    fetch_after,
+    host_like,
+)
 from paged_optax.layerwise.workspace import GradientWorkspace
 
 #: One layer's turn: `visit(carry, i, slabs, gradients)` returns the next carry, and the
@@ -35,12 +40,12 @@ Visit = Callable[
 ]
 
 # What is visited with, the gradients on their way to the prologue, the stacks, and what
-# is fetched ahead.
-_Carried = tuple[Carry, ByPrologue, list[Array], Fetched]
+# of the next layer is fetched.
+_PassCarry = tuple[Carry, ByPrologue, list[Array], Prefetched]
 
-# Beside what else goes on: the parameters that came from the host, of the layer that is
-# to be updated.
-_Pipelined = tuple[Carry, ByPrologue, Flow, dict[int, Array]]
+# Beside an update: the parameters that came from the host, of the layer that is to be
+# updated.
+_OverlapCarry = tuple[Carry, ByPrologue, InFlight, dict[int, Array]]
 
 
 def written(
@@ -48,38 +53,34 @@ def written(
 ) -> list[Array]:
     """Stacks with the slabs of layer i replaced, where they changed."""
     return [
-        x if made is old else put(x, made, i)
-        for x, old, made in zip(stacks, slabs, new, strict=True)
+        x if update is old else put(x, update, i)
+        for x, old, update in zip(stacks, slabs, new, strict=True)
     ]
 
 
-def _of_first(x: Array) -> Array:
-    """What each layer kept of the first micro-batch."""
-    return x[:, 0]
+def _with_prefetched(
+    gradients: PyTree[Array], back: ByPrologue, prefetched: Prefetched
+) -> tuple[PyTree[Array], ByPrologue, Prefetched]:
+    """Binds each matrix of the following layer to this layer's gradient of it.
 
-
-def _each_with(
-    gradients: PyTree[Array], back: ByPrologue, ahead: Fetched
-) -> tuple[PyTree[Array], ByPrologue, Fetched]:
-    """Ties each matrix of the following layer to this layer's gradient of it.
-
-    So the matrix travels while the gradients are computed. It is read from the stack
-    before this layer's matrix is written there. Otherwise XLA would copy the stack.
-    Frozen matrices are tied to what the following layer begins with.
+    So the matrix travels while the gradients are computed. Frozen matrices are bound to
+    what the following layer begins with.
     """
     flat, structure = jax.tree.flatten(gradients)
-    trained, frozen = ahead
+    trained, frozen = prefetched
+    # The matrix is read from the stack before this layer's matrix is written there.
+    # Otherwise XLA would copy the stack.
     pairs = [
-        (g, a) if a is None else lax.optimization_barrier((g, a))
-        for g, a in zip(flat, trained, strict=True)
+        (g, x) if x is None else lax.optimization_barrier((g, x))
+        for g, x in zip(flat, trained, strict=True)
     ]
-    if any(a is not None for a in frozen):
+    if any(x is not None for x in frozen):
         back, frozen = lax.optimization_barrier((back, frozen))
     gradients = jax.tree.unflatten(structure, [g for g, _ in pairs])
-    return gradients, back, ([a for _, a in pairs], frozen)
+    return gradients, back, ([x for _, x in pairs], frozen)
 
 
-class Bundle:
+class BackwardPass:
     """The micro-batches that go through the layers together: all of them, or one."""
 
     def __init__(
@@ -104,7 +105,7 @@ class Bundle:
           workspace: The workspace.
           several: Whether there are several of them.
           before: The weight of the micro-batches before these.
-          forward: What the forward pass made; None: it is run.
+          forward: What the forward pass returned; None: it is run.
           last: Whether no micro-batch comes after.
         """
         self.model, self.weights, self.rest, self.batch = model, weights, rest, batch
@@ -117,8 +118,8 @@ class Bundle:
         x, self.inputs, keep, self.context, self.stacks = forward
         one = jax.tree.map(lambda x: x[0], batch) if several else batch
         self.learned = learned(model, weights, rest, one)
-        model, here, x = model.fetched(rest, x)
-        head = self._heads(model, here, x, keep, before, last)
+        model, fetched, x = model.fetch_rest(rest, x)
+        head = self._heads(model, fetched, x, keep, before, last)
         self.loss, self.metrics = head.loss, head.metrics
         chosen = [
             yes
@@ -126,15 +127,16 @@ class Bundle:
             if is_inexact(leaf)
         ]
         self.drest, self.dkept = head.by_rest, head.by_kept
-        self.dx, _ = parted(head.by_output, chosen)
-        if here is rest:
+        self.dx, _ = select(head.by_output, chosen)
+        if fetched is rest:
             return
         if several:
-            x, keep = jax.tree.map(lambda x: x[0], x), jax.tree.map(_of_first, keep)
-        seen = jax.tree.leaves(used(model.finished, here, x, keep, one))
-        made, structure = jax.tree.flatten(head.by_rest)
-        known, merge = parted(made, seen)
-        known = returned(known, parted(jax.tree.leaves(rest), seen)[0])
+            x = jax.tree.map(lambda x: x[0], x)
+            keep = jax.tree.map(lambda x: x[:, 0], keep)
+        in_head = jax.tree.leaves(used(model.finished, fetched, x, keep, one))
+        gradients, structure = jax.tree.flatten(head.by_rest)
+        known, merge = select(gradients, in_head)
+        known = host_like(known, select(jax.tree.leaves(rest), in_head)[0])
         # What follows comes after all of the head: its weights are then given up, and
         # none are fetched beside them. Zeros are made where they are added.
         known, self.dx, self.dkept, self.stacks = lax.optimization_barrier(
@@ -158,23 +160,21 @@ class Bundle:
         count = len(jax.tree.leaves(batch)[0])
 
         def head(
-            drest: Rest, given: tuple[PyTree, PyTree, PyTree]
+            drest: Rest, arguments: tuple[PyTree, PyTree, PyTree]
         ) -> tuple[Rest, Head]:
-            made = model.head(rest, *given, dtype)
-            parts = 1 if isinstance(made.loss, WeightedLoss) else count
-            mean = lambda tree: jax.tree.map(lambda g: g / parts, tree)
+            one = model.head(rest, *arguments, dtype)
+            divisor = 1 if isinstance(one.loss, WeightedLoss) else count
+            mean = lambda tree: jax.tree.map(lambda g: g / divisor, tree)
             drest = jax.tree.map(
-                lambda s, g: s + g.astype(s.dtype) / parts, drest, made.by_rest
+                lambda s, g: s + g.astype(s.dtype) / divisor, drest, one.by_rest
             )
-            by = mean(made.by_output), mean(made.by_kept)
-            return drest, Head(made.loss, made.metrics, {}, *by)
+            by = mean(one.by_output), mean(one.by_kept)
+            return drest, Head(one.loss, one.metrics, {}, *by)
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, widened(x.dtype)), rest)
         swapped = lambda tree: jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), tree)
-        drest, made = lax.scan(head, zeros, (x, swapped(keep), batch))
-        every = Head(
-            made.loss, made.metrics, drest, made.by_output, swapped(made.by_kept)
-        )
+        drest, every = lax.scan(head, zeros, (x, swapped(keep), batch))
+        every = every._replace(by_rest=drest, by_kept=swapped(every.by_kept))
         if not isinstance(every.loss, WeightedLoss):
             return every
         weight = jnp.sum(every.loss.weight)
@@ -193,65 +193,62 @@ class Bundle:
             return function(*arguments)
         return lax.map(lambda xs: function(*xs), arguments)
 
-    def backward(
+    def run(
         self, visit: Visit[Carry], start: Carry
     ) -> tuple[Carry, list[Array], ByPrologue]:
         """Runs `visit(carry, i, slabs, gradients)` for each layer, the last first.
 
         Returns:
           The last carry, the stacks with what `visit` returned in place of the slabs,
-          and the gradients by what the prologue made: the first layer's input, and the
-          learned context.
+          and the gradients by what the prologue returned: the first layer's input, and
+          the learned context.
         """
         weights = self.weights
 
         def body(
-            i: LayerIndex, following: LayerIndex | None, carry: _Carried[Carry]
-        ) -> _Carried[Carry]:
-            inner, back, stacks, ahead = carry
-            fetched, frozen = weights.slabs(stacks, i, ahead, vectors)
-            ahead = weights.fetched(stacks, following)
-            x = jax.tree.map(lambda to: slab(to, i)[0], self.inputs)
-            dkept = jax.tree.map(lambda to: slab(to, i)[0], self.dkept)
-            gradients, back = self._pull((fetched, frozen), x, i, back, dkept)
+            i: LayerIndex, following: LayerIndex | None, carry: _PassCarry[Carry]
+        ) -> _PassCarry[Carry]:
+            inner, back, stacks, prefetched = carry
+            slabs, frozen = weights.slabs(stacks, i, prefetched, vectors)
+            prefetched = weights.prefetch(stacks, following)
+            x, dkept = self._at(i)
+            gradients, back = self._pull((slabs, frozen), x, back, dkept, i)
             # Or XLA:CPU fuses the products into the update, and copies the stacks.
-            gradients, fetched, back = lax.platform_dependent(
-                (gradients, fetched, back),
+            gradients, slabs, back = lax.platform_dependent(
+                (gradients, slabs, back),
                 cpu=lax.optimization_barrier,
                 default=lambda values: values,
             )
-            gradients, back, ahead = _each_with(gradients, back, ahead)
-            inner, new = visit(inner, i, fetched, gradients)
-            if all(a is b for a, b in zip(new, fetched, strict=True)):
-                stacks, _ = kept(stacks, fetched, i)
+            gradients, back, prefetched = _with_prefetched(gradients, back, prefetched)
+            inner, new = visit(inner, i, slabs, gradients)
+            if all(a is b for a, b in zip(new, slabs, strict=True)):
+                stacks, _ = kept(stacks, slabs, i)
             else:
-                stacks = written(stacks, fetched, new, i)
-            if weights.ahead:
+                stacks = written(stacks, slabs, new, i)
+            if weights.prefetches:
                 # Of two layers a trip, the second's moments wait for the first's.
                 inner, back = lax.optimization_barrier((inner, back))
-            return inner, back, stacks, ahead
+            return inner, back, stacks, prefetched
 
         vectors = weights.vectors(self.stacks)
-        ahead = weights.fetched(self.stacks, weights.length - 1)
-        seen, _ = parted(self.context, self.learned.context)
-        dcontext = list(map(jnp.zeros_like, seen))
+        prefetched = weights.prefetch(self.stacks, weights.length - 1)
         carry, back, stacks, _ = downwards(
             weights.length,
             body,
-            (start, ByPrologue(self.dx, dcontext), self.stacks, ahead),
-            ahead=weights.ahead,
+            (start, self._by_prologue(self.dx), self.stacks, prefetched),
+            ahead=weights.prefetches,
         )
         return carry, stacks, back
 
-    def beside(
+    def overlapped(
         self,
-        update: Beside,
+        update: BackwardOverlap,
         visit: Callable[[Carry, LayerIndex, PyTree[Array]], Carry],
         gradients_of: Callable[[Carry, LayerIndex], Sequence[Array]],
         start: Carry,
         others: Sequence[Array] = (),
-    ) -> tuple[Carry, Flow, ByPrologue]:
-        """Makes each layer's gradients beside the update of the layer before.
+    ) -> tuple[Carry, InFlight, ByPrologue]:
+        """Computes each layer's gradients beside the update of the layer after it.
 
         Args:
           update: The update.
@@ -260,83 +257,74 @@ class Bundle:
           gradients_of: `gradients_of(carry, i)` returns the gradients to update by of
             the layer that was visited last.
           start: The first carry.
-          others: Other parameters that are updated, a part with each layer.
+          others: Other parameters that are updated, a chunk with each layer.
 
         Returns:
           The last carry; the state's stacks, and the parameters of the layers and the
-          others; and the gradients by what the prologue made.
+          others; and the gradients by what the prologue returned.
         """
         last, count = self.weights.length - 1, len(self.stacks)
         vectors = self.weights.vectors(self.stacks)
 
-        def at(i: LayerIndex) -> tuple[PyTree, list[Array]]:
-            cut = lambda to: slab(to, i)[0]
-            return jax.tree.map(cut, self.inputs), jax.tree.map(cut, self.dkept)
-
-        def made(
-            slabs: Slabs,
-            x: PyTree[Array],
-            back: ByPrologue,
-            dkept: list[Array],
-            i: LayerIndex,
-        ) -> tuple[PyTree[Array], ByPrologue]:
-            return self._pull(slabs, x, i, back, dkept)
-
         def turn(
-            i: LayerIndex, following: LayerIndex | None, carry: _Pipelined[Carry]
-        ) -> _Pipelined[Carry]:
-            inner, back, flow, held = carry
-            fetched, frozen = flow.weights, update.shares.slabs(flow.frozen, i)
-            layers = flow.stacks[:count]
-            ahead = [fetched.get(n) for n in range(count)], frozen
-            slabs, frozen = self.weights.slabs(layers, i, ahead, vectors)
-            stacks = {n: x for n, x in enumerate(layers) if n not in fetched}
-            slabs, stacks = lax.optimization_barrier((slabs, stacks))
-            flow = flow._replace(
-                stacks=[stacks.get(n, x) for n, x in enumerate(flow.stacks)],
-                frozen={},
+            i: LayerIndex, following: LayerIndex | None, carry: _OverlapCarry[Carry]
+        ) -> _OverlapCarry[Carry]:
+            inner, back, flight, hosted = carry
+            fetched, frozen = flight.weights, update.shares.slabs(flight.frozen, i)
+            prefetched = [fetched.get(n) for n in range(count)], frozen
+            slabs, frozen = self.weights.slabs(
+                flight.stacks[:count], i, prefetched, vectors
             )
-            now = Turn(i + 1, held, gradients_of(inner, i + 1), i, following)
+            flight, slabs = flight.read_first(slabs, count)
+            stage = Stage(i + 1, hosted, gradients_of(inner, i + 1), i, following)
 
-            def between(k: int, living: list[ArrayLike]) -> list[ArrayLike]:
-                nonlocal flow
-                flow, living = update.arrived(k, flow, living)
-                flow, living = update.begun(k + 1, flow, now, living)
-                return living
+            def between(k: int, computed: list[ArrayLike]) -> list[ArrayLike]:
+                nonlocal flight
+                flight, computed = update.wait(k, flight, computed)
+                flight, computed = update.update(k + 1, flight, stage, computed)
+                return computed
 
-            x, dkept = at(i)
-            given = (slabs, frozen), x, back, dkept, i
-            flow, given = update.begun(0, flow, now, given)
-            results = in_segments(made, given, update.ends, between)
+            x, dkept = self._at(i)
+            arguments = (slabs, frozen), x, back, dkept, i
+            flight, arguments = update.update(0, flight, stage, arguments)
+            results = in_segments(self._pull, arguments, update.ends, between)
             k = len(update.groups) - 1
-            flow, (gradients, back) = update.arrived(k, flow, results)
-            return visit(inner, i, gradients), back, flow, fetched
+            flight, (gradients, back) = update.wait(k, flight, results)
+            return visit(inner, i, gradients), back, flight, fetched
 
         # What the last layer needs waits for the loss. XLA fetched some of it before.
         stacks, dx = lax.optimization_barrier((self.stacks, self.dx))
         slabs = self.weights.slabs(stacks, last)
-        held = {n: x for n, x in enumerate(slabs[0]) if on_host(self.stacks[n])}
-        flow, dx = update.started([*stacks, *others], last, dx)
-        x, dkept = at(last)
-        seen, _ = parted(self.context, self.learned.context)
-        dcontext = list(map(jnp.zeros_like, seen))
-        back = ByPrologue(dx, dcontext)
-        gradients, back = self._pull(slabs, x, jnp.int32(last), back, dkept)
-        flow, (gradients, back) = update.arrived(-1, flow, (gradients, back))
-        carry = visit(start, last, gradients), back, flow, held
-        inner, back, flow, held = downwards(
-            last, turn, carry, following=self.weights.ahead
+        hosted = {n: x for n, x in enumerate(slabs[0]) if on_host(self.stacks[n])}
+        flight, dx = update.start([*stacks, *others], last, dx)
+        x, dkept = self._at(last)
+        back = self._by_prologue(dx)
+        gradients, back = self._pull(slabs, x, back, dkept, jnp.int32(last))
+        flight, (gradients, back) = update.wait(-1, flight, (gradients, back))
+        carry = visit(start, last, gradients), back, flight, hosted
+        inner, back, flight, hosted = downwards(
+            last, turn, carry, following=self.weights.prefetches
         )
-        flow = update.alone(flow, Turn(0, held, gradients_of(inner, 0)))
-        return inner, flow, back
+        flight = update.finish(flight, Stage(0, hosted, gradients_of(inner, 0)))
+        return inner, flight, back
+
+    def _by_prologue(self, dx: list[Array]) -> ByPrologue:
+        """The gradients that the last layer begins with; by the context, zeros."""
+        context, _ = select(self.context, self.learned.context)
+        return ByPrologue(dx, list(map(jnp.zeros_like, context)))
+
+    def _at(self, i: LayerIndex) -> tuple[PyTree[Array], list[Array]]:
+        """Layer i's input, and the gradients by what it kept."""
+        cut = lambda stack: slab(stack, i)[0]
+        return jax.tree.map(cut, self.inputs), jax.tree.map(cut, self.dkept)
 
     def _pull(
         self,
         slabs: Slabs,
         x: PyTree[Array],
-        i: LayerIndex,
         back: ByPrologue,
         dkept: list[Array],
+        i: LayerIndex,
     ) -> tuple[PyTree[Array], ByPrologue]:
         """One layer's gradients; and those by its input, and so far by the context."""
         weights, frozen = self.weights.of(slabs)
@@ -344,7 +332,7 @@ class Bundle:
         pull = lambda x, context, dx, dkept: self.model.pull(
             weights, frozen, x, context, self.learned, i, dx, dkept
         )
-        more = lambda made: jax.tree.map(jnp.add, dcontext, made)
+        add = lambda new: jax.tree.map(jnp.add, dcontext, new)
         narrow = lambda g: jax.tree.unflatten(
             self.weights.structure,
             [
@@ -353,33 +341,34 @@ class Bundle:
             ],
         )
         if not self.several:
-            gradients, dx, made = pull(x, self.context, dx, dkept)
-            return narrow(gradients), ByPrologue(dx, more(made))
+            gradients, dx, new = pull(x, self.context, dx, dkept)
+            return narrow(gradients), ByPrologue(dx, add(new))
 
         def one(
-            total: PyTree[Array], given: tuple[PyTree, PyTree, list[Array], list[Array]]
+            total: PyTree[Array],
+            arguments: tuple[PyTree, PyTree, list[Array], list[Array]],
         ) -> tuple[PyTree[Array], ByPrologue]:
-            gradients, dx, made = pull(*given)
-            return jax.tree.map(jnp.add, total, narrow(gradients)), ByPrologue(dx, made)
+            gradients, dx, new = pull(*arguments)
+            return jax.tree.map(jnp.add, total, narrow(gradients)), ByPrologue(dx, new)
 
         zeros = jax.tree.map(jnp.zeros_like, narrow(weights))
-        gradients, (dx, made) = lax.scan(one, zeros, (x, self.context, dx, dkept))
-        return gradients, ByPrologue(dx, more(made))
+        gradients, (dx, new) = lax.scan(one, zeros, (x, self.context, dx, dkept))
+        return gradients, ByPrologue(dx, add(new))
 
     def rest_gradients(self, back: ByPrologue) -> Rest:
         """The gradients by all parameters but the layers': the prologue's added.
 
         They have the parameters' dtypes, unless the workspace adds up in a wider one.
         """
-        drest, back = fetched(self.drest, back)
-        model, rest, back = self.model.fetched(self.rest, back)
+        drest, back = fetch_after(self.drest, back)
+        model, rest, back = self.model.fetch_rest(self.rest, back)
         first = lambda batch, back: model.first(rest, batch, self.learned, back)
         if not self.several:
             return jax.tree.map(jnp.add, drest, first(self.batch, back))
 
-        def one(total: Rest, given: tuple[PyTree, ByPrologue]) -> tuple[Rest, None]:
-            made = first(*given)
-            return jax.tree.map(lambda s, g: s + g.astype(s.dtype), total, made), None
+        def one(total: Rest, arguments: tuple[PyTree, ByPrologue]) -> tuple[Rest, None]:
+            add = lambda s, g: s + g.astype(s.dtype)
+            return jax.tree.map(add, total, first(*arguments)), None
 
         total = lax.scan(one, drest, (self.batch, back))[0]
         if self.widens:

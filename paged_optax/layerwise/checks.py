@@ -1,8 +1,9 @@
-"""What a layerwise step is given, looked at before it is used."""
+"""Arguments of a layerwise step, checked before it runs."""
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,14 @@ from jax import Array
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes, on_host
-from paged_optax.backend.meshes import on_one_device, shape_dtype
+from paged_optax.backend.meshes import shape_dtype
 from paged_optax.backend.processes import compare, spans_processes
 from paged_optax.backend.text import key_names, keystr, readable_bytes
 from paged_optax.backend.types import KeyPath
 from paged_optax.backend.validation import nondifferentiable
 from paged_optax.backend.variables import as_pure
 from paged_optax.engine.shards import Shards
-from paged_optax.layerwise.parts import Parts, by_name
+from paged_optax.layerwise.parameters import Partition, by_name
 from paged_optax.layerwise.slices import goes_in_slabs
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.state.leaves import is_quantized
@@ -28,55 +29,52 @@ from paged_optax.transform.paged_transformation import PagedTransformation, tell
 from paged_optax.transform.parameter_shardings import ParameterShardings
 
 
-def tell_of_moved(
-    tx: optax.GradientTransformation,
-    params: PyTree,
-    state: PyTree,
-    workspace: GradientWorkspace,
-) -> None:
-    """Warns of what has left the host, or raises if a paged transformation says so.
+class Answer(NamedTuple):
+    """What a paged transformation inside another one answers when it is asked.
 
-    Args:
-      tx: The transformation.
-      params: The parameters, wherever they are.
-      state: Its state.
-      workspace: The workspace.
+    Attributes:
+      pager: The transformation.
+      moved: What it would tell of moments that are not where they belong.
+      said: What all processes must have built alike, if there are several.
     """
-    asked = _asked(tx, params, state)
-    for pager, what, _ in asked:
-        if what:
-            pager.tell(what)
-    if what := _moved(workspace):
-        raises = any(pager.on_moved == "raise" for pager, *_ in asked)
-        tell(what, "workspace", "raise" if raises else "warn")
+
+    pager: PagedTransformation
+    moved: str
+    said: Said
 
 
-def _asked(
-    tx: optax.GradientTransformation, params: PyTree, state: PyTree, says: bool = False
-) -> list[tuple[PagedTransformation, str, Said]]:
-    """The paged transformations inside, and what each would tell of its moments.
+def ask(
+    tx: optax.GradientTransformation, params: PyTree, state: PyTree
+) -> list[Answer]:
+    """Asks the paged transformations inside, each once."""
+    answers: list[Answer] = []
+    several = spans_processes((params, state))
 
-    Args:
-      tx: The transformation.
-      params: The parameters.
-      state: Its state.
-      says: Whether each also says what all processes must have built alike.
-    """
-    asked: list[tuple[PagedTransformation, str, Said]] = []
-
-    def ask(pager: PagedTransformation, what: str, said: Callable[[], Said]) -> None:
-        asked.append((pager, what, said() if says else {}))
+    def answer(
+        pager: PagedTransformation, moved: str, said: Callable[[], Said]
+    ) -> None:
+        answers.append(Answer(pager, moved, said() if several else {}))
 
     # What is not paged may fail here, with a state on the host: its layers need not.
     # What is wrong fails in the step, in its own words.
-    with contextlib.suppress(Exception), within(asked=ask):
+    with contextlib.suppress(Exception), within(asked=answer):
         plain = jax.tree.map(shape_dtype, params)
-        jax.eval_shape(lambda *given: tx.update(*given), plain, state, plain)
-    return asked
+        jax.eval_shape(lambda *trees: tx.update(*trees), plain, state, plain)
+    return answers
+
+
+def warn_of_moved(answers: Sequence[Answer], workspace: GradientWorkspace) -> None:
+    """Warns of what has left the host, or raises if a paged transformation says so."""
+    for pager, moved, _ in answers:
+        if moved:
+            pager.tell(moved)
+    if moved := _moved(workspace):
+        raises = any(pager.on_moved == "raise" for pager, *_ in answers)
+        tell(moved, "workspace", "raise" if raises else "warn")
 
 
 def compare_processes(
-    tx: optax.GradientTransformation,
+    answers: Sequence[Answer],
     params: PyTree,
     state: PyTree,
     workspace: PyTree,
@@ -85,11 +83,11 @@ def compare_processes(
     """Compares what several processes have built, before they compute together.
 
     Args:
-      tx: The transformation.
+      answers: Those of the paged transformations.
       params: The parameters.
       state: The transformation's state.
       workspace: The workspace.
-      settings: What else `layerwise_step` was given, by name.
+      settings: The other arguments of `layerwise_step`, by name.
 
     Raises:
       ValueError: If processes differ.
@@ -102,41 +100,34 @@ def compare_processes(
     for name, tree in (("params", params), ("workspace", workspace)):
         flat = jax.tree_util.tree_flatten_with_path(tree)[0]
         said[name] = {keystr(path): str(jax.typeof(x)) for path, x in flat}
-    for number, (_, _, each) in enumerate(_asked(tx, params, state, says=True)):
+    for number, (*_, each) in enumerate(answers):
         of = f"paged transformation {number}, " if number else ""
         said |= {of + name: values for name, values in each.items()}
     compare("layerwise_step", said)
 
 
-def tell_of_divided_layers(
-    tx: optax.GradientTransformation,
-    params: PyTree,
-    state: PyTree,
-    frozen: PyTree,
-    key: str,
+def warn_of_divided_layers(
+    answers: Sequence[Answer], params: PyTree, frozen: PyTree, key: str
 ) -> bool:
     """Warns of the first stack that is divided along its layers, if there is one.
 
     Args:
-      tx: The transformation. What is paged in it knows how `init` saw parameters.
+      answers: Those of the paged transformations, which know how `init` saw parameters.
       params: The parameters, whose types or places may say how they are divided.
-      state: The transformation's state.
       frozen: Parameters that are not trained, or None.
       key: The key of the layers' parameters.
 
     Returns:
       Whether it warned.
     """
-    known = [ParameterShardings()]
-    if jax.device_count() > 1 or not on_one_device(params):
-        known += [pager.known for pager, *_ in _asked(tx, params, state)]
+    known = [ParameterShardings(), *(pager.known for pager, *_ in answers)]
     for name, tree, sources in (
         ("params", as_pure(params), known),
         ("frozen", as_pure(frozen), known[:1]),
     ):
         for path, x in _stacks(tree, key):
-            found = (_found(source, path, x) for source in sources)
-            shards = next((each for each in found if each), None)
+            every = (_shards(source, path, x) for source in sources)
+            shards = next(filter(None, every), None)
             if shards is None or not x.shape or shards.divisions[0] == 1:
                 continue
             warnings.warn(
@@ -153,15 +144,15 @@ def tell_of_divided_layers(
 
 def _stacks(tree: PyTree, key: str) -> list[tuple[KeyPath, Array]]:
     """The layers' stacks among parameters, and their paths."""
-    held = by_name(tree)
-    if held is None or key not in held:
+    children = by_name(tree)
+    if children is None or key not in children:
         return []
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    inside = Parts.of(tree, key).in_layers
+    inside = Partition.of(tree, key).in_layers
     return [each for each, stacked in zip(flat, inside, strict=True) if stacked]
 
 
-def _found(known: ParameterShardings, path: KeyPath, x: Array) -> Shards | None:
+def _shards(known: ParameterShardings, path: KeyPath, x: Array) -> Shards | None:
     """How a stack is divided; None if a source has nothing of this parameter."""
     with contextlib.suppress(ValueError):
         return known.find([path], [x])[0]
@@ -177,13 +168,13 @@ def refuse_other_state(
     """
     try:
         with within(types_only=True):
-            made = jax.eval_shape(
+            fresh = jax.eval_shape(
                 lambda p: tx.init(p), jax.tree.map(shape_dtype, params)
             )
     except (AttributeError, TypeError, ValueError):
         return  # an `init` may look at arrays, as at their places
     flat = jax.tree_util.tree_flatten_with_path
-    leaves = flat(as_pure(made), is_leaf=is_quantized)[0]
+    leaves = flat(as_pure(fresh), is_leaf=is_quantized)[0]
     there = {key_names(path): path for path, _ in leaves}
     coded = {key_names(path) for path, x in leaves if is_quantized(x)}
     odd, missing = list[KeyPath](), set(there)

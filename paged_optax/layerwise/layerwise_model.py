@@ -1,26 +1,40 @@
-"""A model as three functions: what comes before its layers, one layer, what follows."""
+"""A model as three functions: what comes before its layers, one layer, what follows.
+
+On a mesh of explicit axes types say what is divided. The step runs on automatic axes:
+its buffers are divided as XLA likes, and what is traced of a transformation knows no
+axes. So do the model's functions, if they can. They cannot if they say themselves how
+something is divided, by `out_sharding=` or `jax.sharding.reshard`: then each call of
+them is on the explicit axes.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+)
 from jax.typing import DTypeLike
 from jaxtyping import Int, PyTree
 
+from paged_optax.backend.meshes import axis_types, with_automatic_axes
 from paged_optax.backend.validation import check_function
-from paged_optax.layerwise.axes import on_its_axes, told_automatically
-from paged_optax.layerwise.frozen import Frozen
-from paged_optax.layerwise.hosted import on_device
-from paged_optax.layerwise.loss import WeightedLoss, has_metrics, over, parted_loss
+from paged_optax.layerwise.clipping import widest
+from paged_optax.layerwise.loss import WeightedLoss, has_metrics, loss_and_metrics, over
 from paged_optax.layerwise.model import Model, refuse_other_input
-from paged_optax.layerwise.norms import widest
-from paged_optax.layerwise.parts import Parts
-from paged_optax.layerwise.stacks import from_numpy, length_of
+from paged_optax.layerwise.parameters import Partition, from_numpy, length_of
+from paged_optax.layerwise.weights import Frozen, on_device
 from paged_optax.layerwise.workspace import GradientWorkspace
+from paged_optax.transform.context import current, sharding_in_type, telling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +119,11 @@ class LayerwiseModel:
         Raises:
           ValueError: As `GradientWorkspace.allocate`.
         """
-        parts = Parts.of(params, layers)
+        partition = Partition.of(params, layers)
         if isinstance(rest, bool):
-            rest = parts.rest if rest else None
+            rest = partition.rest if rest else None
         return GradientWorkspace.allocate(
-            parts.layers,
+            partition.layers,
             accumulate=accumulate,
             dtype=dtype,
             host_dtype=host_dtype,
@@ -142,33 +156,238 @@ class LayerwiseModel:
             stacked alike.
         """
         run = functools.partial(self._loss, layers)
-        return told_automatically(run, from_numpy((params, *frozen_and_batch)), None)
+        return on_automatic_axes(run, from_numpy((params, *frozen_and_batch)), None)
 
     def _loss(self, layers: str, params: PyTree, *frozen_and_batch: PyTree) -> PyTree:
-        *given, batch = frozen_and_batch
-        parts = Parts.of(params, layers)
-        count = length_of(parts.layers)
-        frozen = Frozen.of(given[0], layers, count) if given else None
+        *frozen_params, batch = frozen_and_batch
+        partition = Partition.of(params, layers)
+        count = length_of(partition.layers)
+        frozen = None
+        if frozen_params:
+            frozen = Frozen.of(frozen_params[0], layers, count)
         model = Model(self.prologue, self.layer, self.epilogue, False, frozen)
-        model = on_its_axes(model, parts, batch, False)
-        x, context = model.enter(parts.rest, batch)
+        model = on_explicit_axes(model, partition, batch, False)
+        x, context = model.enter(partition.rest, batch)
 
         def run(
             x: PyTree[Array], turn: tuple[Int[Array, ""], PyTree[Array], PyTree[Array]]
         ) -> tuple[PyTree[Array], PyTree[Array]]:
             i, *stacks = turn
             weights, fixed = jax.tree.map(on_device, stacks)
-            made, kept = model.through(weights, fixed, x, context, i)
-            refuse_other_input(x, made)
-            return made, kept
+            output, kept = model.through(weights, fixed, x, context, i)
+            refuse_other_input(x, output)
+            return output, kept
 
         # The stacks are scanned over. If they were indexed, the gradients of those in
         # host memory would be added up there, where nothing can compute.
-        turns = jnp.arange(count), parts.layers, frozen and frozen.layers
+        turns = jnp.arange(count), partition.layers, frozen and frozen.layers
         x, kept = lax.scan(run, x, turns)
-        made = model.finished(parts.rest, x, kept, batch)
-        value, metrics = parted_loss(made)
+        output = model.finished(partition.rest, x, kept, batch)
+        value, metrics = loss_and_metrics(output)
         if isinstance(value, WeightedLoss):
             total, weight = map(jnp.asarray, value)
             value = over(total, lax.stop_gradient(weight).astype(widest(total)))
-        return (value, metrics) if has_metrics(made) else value
+        return (value, metrics) if has_metrics(output) else value
+
+
+def on_automatic_axes(
+    function: Callable[..., PyTree], arguments: Sequence[PyTree], results: PyTree
+) -> PyTree:
+    """As `automatically`; within, `update` is told the types that arguments had."""
+    leaves = jax.tree.leaves(arguments)
+    types = [jax.typeof(x).sharding if hasattr(x, "dtype") else None for x in leaves]
+    types = [x if _is_explicit(x) else None for x in types]
+
+    def run(*arguments: PyTree) -> PyTree:
+        with telling(jax.tree.leaves(arguments), types):
+            return function(*arguments)
+
+    return with_automatic_axes(run, arguments, results)
+
+
+def on_explicit_axes(
+    model: Model, partition: Partition, batch: PyTree, several: bool
+) -> Model:
+    """The model, on explicit axes if it runs on no others.
+
+    Args:
+      model: The model.
+      partition: The parameters.
+      batch: What prologue and epilogue get.
+      several: Whether that is several micro-batches, stacked.
+
+    Raises:
+      Exception: What the model raises if it runs on neither: on explicit axes if it
+        says how something is divided, and else on automatic ones.
+    """
+    if not any(map(_is_explicit, current().shardings.values())):
+        return model
+    fixed = model.frozen
+    types = _InputTypes(
+        _typed(partition.rest),
+        _typed(partition.layers, 1),
+        _typed(batch, int(several)),
+        _typed(fixed and fixed.rest),
+        _typed(fixed and fixed.layers, 1),
+    )
+    meshes = (x.sharding.mesh for x in jax.tree.leaves(types) if x.sharding)
+    mesh = next(meshes, None)
+    if mesh is None or AxisType.Manual in mesh.axis_types:
+        return model
+    length = length_of(partition.layers)
+    try:
+        _traced(model, jax.tree.map(_on(None), types), length)
+        return model
+    except Exception as error:  # JAX has no class of its own for it
+        failed = error
+    types = jax.tree.map(_on(mesh), types)
+    try:
+        with jax.sharding.use_abstract_mesh(mesh):
+            return _on_axes(model, mesh, types, _traced(model, types, length))
+    except Exception as error:
+        if not _tells_of_axes(failed):
+            raise failed from None  # on explicit axes a right part may fail before
+        words = str(failed).partition("\n")[0]
+        error.add_note(
+            "So fails the model on the mesh's explicit axes. On automatic axes, where"
+            f" layerwise_step runs a model that can: {type(failed).__name__}: {words}"
+        )
+        raise error from failed
+
+
+def _tells_of_axes(error: Exception) -> bool:
+    """Whether JAX refuses `out_sharding=` on automatic axes (0.10.2 and 0.12.0.1)."""
+    return any(words in str(error) for words in ("of type Auto", "mesh"))
+
+
+class _InputTypes(NamedTuple):
+    """The types of what a model is called with.
+
+    Attributes:
+      rest: The parameters without the layers'.
+      weights: One layer's.
+      batch: One micro-batch.
+      fixed_rest: The frozen parameters without the layers'.
+      fixed: One layer's frozen parameters.
+    """
+
+    rest: PyTree[jax.ShapeDtypeStruct]
+    weights: PyTree[jax.ShapeDtypeStruct]
+    batch: PyTree[jax.ShapeDtypeStruct]
+    fixed_rest: PyTree[jax.ShapeDtypeStruct]
+    fixed: PyTree[jax.ShapeDtypeStruct]
+
+
+class _OutputSpecs(NamedTuple):
+    """How what a model's functions hand to each other is divided.
+
+    Attributes:
+      x: What a layer hands to the next one.
+      context: What all layers see.
+      kept: What layers kept, stacked.
+    """
+
+    x: list[PartitionSpec]
+    context: list[PartitionSpec]
+    kept: list[PartitionSpec]
+
+
+def _traced(model: Model, types: _InputTypes, length: int) -> _OutputSpecs:
+    """Traces the model's functions and their gradients, on the axes around."""
+    specs: list[_OutputSpecs] = []
+
+    def total(trained: tuple[PyTree, PyTree], others: tuple[PyTree, ...]) -> Array:
+        (rest, weights), (batch, fixed_rest, fixed) = trained, others
+        frozen = model.frozen and dataclasses.replace(model.frozen, rest=fixed_rest)
+        one = dataclasses.replace(model, frozen=frozen)
+        x, context = one.enter(rest, batch)
+        through = lambda x: one.through(weights, fixed, x, context, jnp.int32(0))
+        output, kept = through(x)
+        if _specs(output) != _specs(x):
+            # The second layer is the first one that gets what a layer returns.
+            refuse_other_input(x, output)
+            output, kept = through(output)
+        stack = lambda x: jnp.broadcast_to(x, (length, *x.shape))
+        kept = jax.tree.map(stack, kept)
+        specs.append(_OutputSpecs(*map(_specs, (output, context, kept))))
+        loss, _ = loss_and_metrics(one.finished(rest, output, kept, batch))
+        return jnp.asarray(loss.total if isinstance(loss, WeightedLoss) else loss)
+
+    def gradients(trained: tuple[PyTree, PyTree], others: tuple[PyTree, ...]) -> PyTree:
+        value, pull = jax.vjp(lambda trained: total(trained, others), trained)
+        return pull(value)
+
+    rest, weights, *others = types
+    jax.eval_shape(gradients, (rest, weights), tuple(others))
+    return specs[0]
+
+
+def _on_axes(
+    model: Model, mesh: AbstractMesh, types: _InputTypes, specs: _OutputSpecs
+) -> Model:
+    """The model, called from automatic axes, its functions on explicit ones."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in kinds if kind is AxisType.Explicit)
+
+    def on(
+        function: Callable[..., PyTree], *specs: list[PartitionSpec]
+    ) -> Callable[..., PyTree]:
+        flat = tuple(spec for some in specs for spec in some)
+
+        def run(*arguments: PyTree) -> PyTree:
+            leaves, structure = jax.tree.flatten(arguments)
+            call = lambda *leaves: function(*structure.unflatten(leaves))
+            typed = jax.sharding.explicit_axes(call, axes=axes, in_sharding=flat)
+            return typed(*leaves)
+
+        return run
+
+    rest, weights, batch, fixed_rest, fixed = map(_specs, types)
+    return dataclasses.replace(
+        model,
+        prologue=on(model.prologue, rest, fixed_rest, batch),
+        layer=on(
+            model.layer, weights, fixed, specs.x, specs.context, [PartitionSpec()]
+        ),
+        epilogue=on(model.epilogue, rest, fixed_rest, specs.x, specs.kept, batch),
+    )
+
+
+def _typed(tree: PyTree[Array], stacked: int = 0) -> PyTree[jax.ShapeDtypeStruct]:
+    """The types that arguments had, without so many leading axes."""
+
+    def typed(x: Array) -> jax.ShapeDtypeStruct:
+        kind, sharding = jax.typeof(x), sharding_in_type(x)
+        spec = PartitionSpec(*sharding.spec[stacked:])
+        return jax.ShapeDtypeStruct(
+            kind.shape[stacked:],
+            kind.dtype,
+            sharding=NamedSharding(sharding.mesh, spec)
+            if _is_explicit(sharding)
+            else None,
+            weak_type=kind.weak_type,
+        )
+
+    return jax.tree.map(typed, tree)
+
+
+def _on(
+    mesh: AbstractMesh | None,
+) -> Callable[[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
+    """Puts a type on a mesh of explicit axes; None: on none."""
+    whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return lambda x: jax.ShapeDtypeStruct(
+        x.shape,
+        x.dtype,
+        sharding=whole and (x.sharding or whole),
+        weak_type=x.weak_type,
+    )
+
+
+def _is_explicit(sharding: Sharding | None) -> bool:
+    return AxisType.Explicit in axis_types(sharding)
+
+
+def _specs(tree: PyTree) -> list[PartitionSpec]:
+    """How types say that a tree's arrays are divided."""
+    return [jax.typeof(x).sharding.spec for x in jax.tree.leaves(tree)]

@@ -1,4 +1,4 @@
-"""A loss that is a sum and a weight."""
+"""The loss, a mean or a sum and a weight, and the metrics of a layerwise step."""
 
 from typing import NamedTuple
 
@@ -50,42 +50,42 @@ class WeightedLoss(NamedTuple):
     weight: Float[Array, ""]
 
 
-def parted_loss(made: PyTree) -> tuple[ArrayLike | WeightedLoss, PyTree]:
+def loss_and_metrics(output: PyTree) -> tuple[ArrayLike | WeightedLoss, PyTree]:
     """The loss that an epilogue returned, and its metrics or None.
 
     Raises:
       ValueError: If the loss, or its weight, is not one number.
       TypeError: If it has no gradient.
     """
-    refuse_no_loss("epilogue", made)
-    loss, metrics = made if has_metrics(made) else (made, None)
+    refuse_no_loss("epilogue", output)
+    loss, metrics = output if has_metrics(output) else (output, None)
     return loss, metrics
 
 
-def has_metrics(made: PyTree) -> bool:
+def has_metrics(output: PyTree) -> bool:
     """Whether a function returned metrics beside the loss; a `WeightedLoss` is one."""
-    return isinstance(made, tuple) and not isinstance(made, WeightedLoss)
+    return isinstance(output, tuple) and not isinstance(output, WeightedLoss)
 
 
-def refuse_no_loss(function: str, made: PyTree) -> None:
+def refuse_no_loss(function: str, output: PyTree) -> None:
     """Refuses what is no loss.
 
     Args:
       function: What users call the function that returned it.
-      made: The loss, or the loss and metrics, or their shapes.
+      output: The loss, or the loss and metrics, or their shapes.
 
     Raises:
       ValueError: If the loss, or its weight, is not one number.
       TypeError: If it has no gradient.
     """
-    loss = made
-    if has_metrics(made):
-        if len(made) != 2:
+    loss = output
+    if has_metrics(output):
+        if len(output) != 2:
             raise TypeError(
-                f"{function} returns a tuple of {len(made)}: it returns the loss, or"
+                f"{function} returns a tuple of {len(output)}: it returns the loss, or"
                 " (loss, metrics), of which metrics may be any tree."
             )
-        loss = made[0]
+        loss = output[0]
     if isinstance(loss, WeightedLoss):
         for name, x in zip(loss._fields, loss, strict=True):
             if jnp.shape(x):
@@ -123,11 +123,11 @@ def over(total: Array, weight: Array, last: ArrayLike = True) -> Array:
         yet stays a sum.
     """
     wide = total.astype(np.promote_types(total.dtype, weight.dtype))
-    mean = wide / divisor(weight)
+    mean = wide / weight_divisor(weight)
     return jnp.where((weight == 0) & last, jnp.zeros_like(mean), mean)
 
 
-def divisor(weight: Array) -> Array:
+def weight_divisor(weight: Array) -> Array:
     """What a sum has been divided by: its weight, or 1 if it has none yet."""
     return jnp.where(weight == 0, jnp.ones_like(weight), weight)
 
@@ -137,3 +137,17 @@ def mean_of(losses: Array | WeightedLoss) -> Array:
     if isinstance(losses, WeightedLoss):
         return over(jnp.sum(losses.total), jnp.sum(losses.weight))
     return jnp.mean(losses) if losses.ndim else losses
+
+
+class LayerwiseOutput(NamedTuple):
+    """Metrics of a layerwise step.
+
+    Attributes:
+      loss: The loss, averaged over micro-batches, by their weights if it has any.
+      metrics: What `epilogue` returned beside it, or None; of each micro-batch.
+      gradient_norm: The global norm of the gradients, before any clipping.
+    """
+
+    loss: Float[Array, ""]
+    metrics: PyTree
+    gradient_norm: Float[Array, ""]

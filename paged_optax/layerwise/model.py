@@ -12,11 +12,17 @@ from jaxtyping import Bool, Float, PyTree
 
 from paged_optax.backend.memory import HOST
 from paged_optax.backend.validation import brief
-from paged_optax.layerwise.frozen import Frozen
-from paged_optax.layerwise.hosted import Behind, fetched, on_device
-from paged_optax.layerwise.loss import WeightedLoss, over, parted_loss
+from paged_optax.layerwise.loss import WeightedLoss, loss_and_metrics, over
 from paged_optax.layerwise.slices import LayerIndex, kept, put, upwards
-from paged_optax.layerwise.weights import Fetched, Slabs, Weights
+from paged_optax.layerwise.weights import (
+    Dependency,
+    Frozen,
+    Prefetched,
+    Slabs,
+    Weights,
+    fetch_after,
+    on_device,
+)
 
 #: The parameters without the layers', by name.
 Rest = Mapping[Hashable, PyTree]
@@ -25,9 +31,9 @@ Rest = Mapping[Hashable, PyTree]
 Merge = Callable[[Sequence[Array]], PyTree]
 
 
-# A layer's input, all inputs so far, what is kept so far, the stacks, and what is
-# fetched ahead.
-_Carried = tuple[PyTree, PyTree, PyTree, list[Array], Fetched]
+# A layer's input, all inputs so far, what is kept so far, the stacks, and what of the
+# next layer is fetched.
+_ForwardCarry = tuple[PyTree, PyTree, PyTree, list[Array], Prefetched]
 
 
 class Entered(NamedTuple):
@@ -101,7 +107,7 @@ class Learned(NamedTuple):
 
 
 class ByPrologue(NamedTuple):
-    """The gradients by what the prologue made, as far as it can be learned.
+    """The gradients by what the prologue returned, as far as it can be learned.
 
     Attributes:
       x: Those by the learned leaves of the first layer's input; on the way to it, by
@@ -136,18 +142,21 @@ class Model:
         every = (rest,) if self.frozen is None else (rest, self.frozen.rest)
         return jax.tree.map(on_device, every)
 
-    def fetched(self, rest: Rest, behind: Behind) -> tuple["Model", Rest, Behind]:
-        """The model and what is beside its layers, fetched behind something else."""
+    def fetch_rest(
+        self, rest: Rest, dependency: Dependency
+    ) -> tuple["Model", Rest, Dependency]:
+        """Fetches what is outside the layers once `dependency` has been computed."""
         if self.frozen is None:
-            return self, *fetched(rest, behind)
-        (rest, fixed), behind = fetched((rest, self.frozen.rest), behind)
+            return self, *fetch_after(rest, dependency)
+        both = rest, self.frozen.rest
+        (rest, fixed), dependency = fetch_after(both, dependency)
         frozen = dataclasses.replace(self.frozen, rest=fixed)
-        return dataclasses.replace(self, frozen=frozen), rest, behind
+        return dataclasses.replace(self, frozen=frozen), rest, dependency
 
     def enter(self, rest: Rest, batch: PyTree) -> tuple[PyTree[Array], PyTree]:
         """The first layer's input, and the context."""
-        made = self.prologue(*self._all(rest), batch)
-        x, context = _pair("prologue", "x, context", made)
+        entered = self.prologue(*self._all(rest), batch)
+        x, context = _pair("prologue", "x, context", entered)
         return jax.tree.map(jnp.asarray, x), context
 
     def through(
@@ -160,8 +169,8 @@ class Model:
     ) -> tuple[PyTree[Array], PyTree[Array]]:
         """One layer's output, and what it keeps."""
         every = (weights,) if self.frozen is None else (weights, frozen)
-        made = self.layer(*every, x, context, i)
-        return jax.tree.map(jnp.asarray, _pair("layer", "x, kept", made))
+        output = self.layer(*every, x, context, i)
+        return jax.tree.map(jnp.asarray, _pair("layer", "x, kept", output))
 
     def finished(
         self, rest: Rest, x: PyTree[Array], keep: PyTree[Array], batch: PyTree
@@ -189,6 +198,7 @@ class Model:
             x,
         )
         refuse_other_input(x, shapes[0])
+        # Empty, for each layer writes its own before anything reads it.
         blank = lambda x: lax.empty((length, *x.shape), x.dtype)
         inputs = jax.tree.map(blank, x)
         if self.activations_on_host:
@@ -199,24 +209,24 @@ class Model:
         """Runs the layers."""
 
         def body(
-            i: LayerIndex, following: LayerIndex | None, carry: _Carried
-        ) -> _Carried:
-            x, inputs, keep, stacks, ahead = carry
-            slabs, frozen = weights.slabs(stacks, i, ahead, vectors)
+            i: LayerIndex, following: LayerIndex | None, carry: _ForwardCarry
+        ) -> _ForwardCarry:
+            x, inputs, keep, stacks, prefetched = carry
+            slabs, frozen = weights.slabs(stacks, i, prefetched, vectors)
             stacks, slabs = kept(stacks, slabs, i)
-            ahead = weights.fetched(stacks, following)
+            prefetched = weights.prefetch(stacks, following)
             inputs = stored(inputs, x, i)
-            x, made = entered.run(i, (slabs, frozen), x)
-            return x, inputs, stored(keep, made, i), stacks, ahead
+            x, new = entered.run(i, (slabs, frozen), x)
+            return x, inputs, stored(keep, new, i), stacks, prefetched
 
         x, inputs, keep, context, _ = entered
         vectors = weights.vectors(weights.stacks)
-        ahead = weights.fetched(weights.stacks, 0)
+        prefetched = weights.prefetch(weights.stacks, 0)
         x, inputs, keep, stacks, _ = upwards(
             weights.length,
             body,
-            (x, inputs, keep, weights.stacks, ahead),
-            ahead=weights.ahead,
+            (x, inputs, keep, weights.stacks, prefetched),
+            ahead=weights.prefetches,
         )
         return Forward(x, inputs, keep, context, stacks)
 
@@ -248,12 +258,12 @@ class Model:
         def loss(
             rest: Rest, inputs: list[Array], floats: list[Array]
         ) -> tuple[ArrayLike, tuple[WeightedLoss | None, PyTree]]:
-            made = self.finished(rest, merge_x(inputs), merge_kept(floats), batch)
-            value, metrics = parted_loss(made)
+            output = self.finished(rest, merge_x(inputs), merge_kept(floats), batch)
+            value, metrics = loss_and_metrics(output)
             if not isinstance(value, WeightedLoss):
                 return value, (None, metrics)
             total, weight = map(jnp.asarray, value)
-            weight = lax.stop_gradient(weight).astype(dtype)
+            weight = lax.stop_gradient(weight).astype(dtype)  # it is data
             value = total if before is None else over(total, before + weight, last)
             return value, (WeightedLoss(total, weight), metrics)
 
@@ -275,15 +285,15 @@ class Model:
         dkept: list[Array],
     ) -> tuple[PyTree[Array], list[Array], list[Array]]:
         """One layer's gradients by its weights, and what is learned beside them."""
-        inputs, merge_x = parted(x, learned.x)
-        seen, merge_context = parted(context, learned.context)
+        inputs, merge_x = select(x, learned.x)
+        seen, merge_context = select(context, learned.context)
 
         def run(
             weights: PyTree[Array], inputs: list[Array], seen: list[Array]
         ) -> tuple[list[Array], list[Array]]:
-            given = weights, frozen, merge_x(inputs), merge_context(seen)
-            x, made = self.through(*given, i)
-            return parted(x, learned.x)[0], _inexact(made)[0]
+            arguments = weights, frozen, merge_x(inputs), merge_context(seen)
+            x, new = self.through(*arguments, i)
+            return select(x, learned.x)[0], _inexact(new)[0]
 
         return jax.vjp(run, weights, inputs, seen)[1]((dx, dkept))
 
@@ -294,14 +304,14 @@ class Model:
 
         def run(rest: Rest) -> ByPrologue:
             x, context = self.enter(rest, batch)
-            chosen = parted(x, learned.x)[0], parted(context, learned.context)[0]
+            chosen = select(x, learned.x)[0], select(context, learned.context)[0]
             return ByPrologue(*chosen)
 
         return jax.vjp(run, rest)[1](back)[0]
 
 
 def stored(to: PyTree[Array], x: PyTree[Array], i: LayerIndex) -> PyTree[Array]:
-    """Stacks with what layer i got, or made, in its place."""
+    """Stacks with what layer i got, or returned, in its place."""
     return jax.tree.map(lambda to, x: put(to, x[None], i), to, x)
 
 
@@ -313,42 +323,42 @@ def is_inexact(x: object) -> bool:
 
 def _inexact(tree: PyTree) -> tuple[list[Array], Merge]:
     """What is differentiable of a tree, and what puts it back."""
-    return parted(tree, [is_inexact(x) for x in jax.tree.leaves(tree)])
+    return select(tree, [is_inexact(x) for x in jax.tree.leaves(tree)])
 
 
-def parted(tree: PyTree, chosen: Sequence[bool]) -> tuple[list[Array], Merge]:
+def select(tree: PyTree, chosen: Sequence[bool]) -> tuple[list[Array], Merge]:
     """The chosen leaves of a tree, and what puts others in their place."""
     leaves, structure = jax.tree.flatten(tree)
 
     def merge(values: Sequence[Array]) -> PyTree:
-        given = iter(values)
+        new = iter(values)
         return jax.tree.unflatten(
             structure,
-            [next(given) if yes else x for x, yes in zip(leaves, chosen, strict=True)],
+            [next(new) if yes else x for x, yes in zip(leaves, chosen, strict=True)],
         )
 
     return [x for x, yes in zip(leaves, chosen, strict=True) if yes], merge
 
 
-def _pair(function: str, names: str, made: PyTree) -> tuple[PyTree, PyTree]:
+def _pair(function: str, names: str, output: PyTree) -> tuple[PyTree, PyTree]:
     """What one of the user's functions returns, which must be two things."""
-    if not isinstance(made, (tuple, list)) or len(made) != 2:
+    if not isinstance(output, (tuple, list)) or len(output) != 2:
         raise TypeError(
-            f"{function} returns {brief(made)}: it returns ({names}), of which the"
+            f"{function} returns {brief(output)}: it returns ({names}), of which the"
             " second may be None."
         )
-    first, second = made
+    first, second = output
     return first, second
 
 
 def refuse_other_input(
-    x: PyTree[Array], made: PyTree[Array] | PyTree[jax.ShapeDtypeStruct]
+    x: PyTree[Array], output: PyTree[Array] | PyTree[jax.ShapeDtypeStruct]
 ) -> None:
     """Refuses a layer's output that cannot be the next layer's input."""
     describe = lambda tree: jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
-    if describe(x) != describe(made):
+    if describe(x) != describe(output):
         raise ValueError(
-            f"layer turns {describe(x)} into {describe(made)}: a layer's output is the"
-            " next one's input, so that both must be alike; cast in the layer, or in"
-            " the prologue."
+            f"layer turns {describe(x)} into {describe(output)}: a layer's output is"
+            " the next one's input, so that both must be alike; cast in the layer, or"
+            " in the prologue."
         )

@@ -1,4 +1,12 @@
-"""What the update of a whole tree computes of each leaf, and of one layer's part."""
+"""What the update of a whole tree computes of each leaf, and of one layer's slab.
+
+`tx.update` is traced of the whole tree. So masks and labels, by path or by shape,
+counts and schedules are what they are in an ordinary step.
+
+Coded moments are no arrays of the parameters' shape. Where a stack has such moments,
+`tx.update` itself runs on the tree with one layer in it, in stacks of length 1. That
+this comes to the same is checked on the whole tree's jaxpr.
+"""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -7,6 +15,7 @@ from typing import TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
@@ -19,8 +28,32 @@ from paged_optax.analysis.program import (
     Evaluation,
     LeafUpdate,
 )
-from paged_optax.analysis.split import analyse
+from paged_optax.analysis.split import CrossLeafError, analyse
+from paged_optax.backend.text import keystr
+from paged_optax.backend.types import ArrayOrShape, KeyPath
+from paged_optax.codecs import Quantized
+from paged_optax.engine.stored_array import Stored
+from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.slices import LayerIndex, slab
+from paged_optax.transform.context import current, within
+
+_WAY_OUT = (
+    "If a mask or labels are computed from shapes, give the mask as it is, a tree of"
+    " bools, and labels as a tree of strings; or leave out the codec."
+)
+
+
+class CrossLayerError(CrossLeafError):
+    """`tx` mixes several parameters, whose gradients are not there at once."""
+
+    def __str__(self) -> str:
+        return (
+            f"layerwise_step updates each layer alone, and in tx {self.args[0]}: leave"
+            " that out of tx. max_norm= clips by the global norm, and accumulate=True"
+            " adds up micro-batches. Wrappers that skip steps, as MultiSteps and"
+            " apply_if_finite do, need all gradients first; paged_optax.apply_if_finite"
+            " may be around the whole of tx."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,18 +83,15 @@ class Programs:
         stacks: Collection[int],
         name: Callable[[int], str],
     ) -> "Programs":
-        """Traces an update.
+        """Traces `update(i, gradients, state, params)` of layer i.
 
         Args:
-          update: `update(i, gradients, state, params)` of layer i.
-          gradients: The gradients, or their shapes.
-          state: The state, or its shapes.
-          params: The parameters, or their shapes.
+          update: The update.
+          gradients: The gradients, or their shapes, as for the next two.
+          state: The state.
+          params: The parameters.
           stacks: Positions of outputs, as above.
           name: A parameter's name, by its number.
-
-        Returns:
-          The programs.
         """
         closed, _ = trace(update, jnp.int32(0), gradients, state, params)
         count = len(jax.tree.leaves(params))
@@ -159,3 +189,151 @@ def _is_whole(
 ) -> TypeGuard[Array | np.ndarray]:
     """Whether an operand has the shape of a whole leaf, and not of one layer's slab."""
     return x is not None and jnp.shape(x) == shape
+
+
+def layer_programs(
+    tx: optax.GradientTransformationExtraArgs,
+    layered: LayeredState,
+    gradients: Sequence[ArrayOrShape],
+) -> Programs | None:
+    """What an update computes of each leaf; None if moments are coded.
+
+    Args:
+      tx: The transformation.
+      layered: The parameters and its state.
+      gradients: For each parameter the shape of its gradient, of all layers.
+
+    Raises:
+      ValueError: If one layer's slice cannot be updated by it.
+    """
+    programs = _traced(tx, layered, gradients, layered.state, layered.params)
+    if programs.not_elementwise is None:
+        _refuse_state(layered, programs)
+        return programs
+    # Reading and writing codes is not element by element. What is computed in between
+    # may be.
+    with within(seen_through=True):
+        whole = _traced(tx, layered, gradients, layered.state, layered.params)
+    if whole.not_elementwise is not None:
+        raise ValueError(
+            f"the update of {layered.name(whole.not_elementwise)} is not element by"
+            " element (a norm, a factored moment, a matrix product, noise), so that"
+            " one layer's part of the stack cannot be updated without the others:"
+            " with layerwise_step use a transformation such as paged_adamw,"
+            " paged_lion or paged_sgd."
+        )
+    _refuse_state(layered, None)
+    _refuse_choices_by_shape(tx, layered, whole, gradients)
+    return None
+
+
+def _traced(
+    tx: optax.GradientTransformationExtraArgs,
+    layered: LayeredState,
+    gradients: Sequence[ArrayOrShape],
+    state: Sequence[PyTree[ArrayOrShape]],
+    params: Sequence[ArrayOrShape],
+) -> Programs:
+    """What an update computes, of the leaves of its arguments, or of their shapes."""
+
+    def update(
+        i: LayerIndex, gradients: PyTree, state: PyTree, params: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        with within(fetched=True, layer=i):
+            return tx.update(gradients, state, params)
+
+    stacked = [
+        yes
+        for x, yes in zip(state, layered.stacked, strict=True)
+        for _ in jax.tree.leaves(x)
+    ]
+    # What is seen through gives the state as it is computed, not as it is stored.
+    flags = [*layered.slabbed, *([] if current().seen_through else stacked)]
+    try:
+        return Programs.of(
+            update,
+            layered.params_tree(gradients),
+            layered.state_tree(state),
+            layered.params_tree(params),
+            [position for position, yes in enumerate(flags) if yes],
+            layered.name,
+        )
+    except CrossLeafError as error:
+        raise CrossLayerError(*error.args) from None
+
+
+def _refuse_state(layered: LayeredState, programs: Programs | None) -> None:
+    """Refuses moments of layers that cannot be cut, or told, layer by layer."""
+    leaves = () if programs is None else programs.analysis.leaves
+    updated_with = {position: x.owner for x in leaves for position in x.outputs}
+    position = len(layered.params)
+    for path, x, owner, stacked in zip(
+        layered.state_paths, layered.state, layered.owners, layered.stacked, strict=True
+    ):
+        number = updated_with.get(position)
+        arrays = jax.tree.leaves(x)
+        position += len(arrays)
+        if stacked and owner is not None and owner not in layered.chunked:
+            _refuse_other_stack(path, x, layered.params[owner])
+        whole = not stacked and bool(arrays[0].ndim)
+        if whole and number is not None and layered.slabbed[number]:
+            raise ValueError(
+                f"state{keystr(path)} is updated with {layered.name(number)}, and"
+                " nothing in its path says so, so that no layer's part of it is"
+                " known: keep moments in trees of the parameters' structure."
+            )
+
+
+def _refuse_other_stack(path: KeyPath, x: Stored, parameter: Array) -> None:
+    length = parameter.shape[0]
+    values = parameter.size // length
+    fits = (
+        x.shape == parameter.shape
+        if not isinstance(x, Quantized)
+        else (
+            x.codes.shape[0] == length
+            and (x.scales.ndim == 1 or x.scales.shape[0] == length)
+            and x.scales.size % length == 0
+            and values % -(-values // (x.scales.size // length)) == 0
+        )
+    )
+    if not fits:
+        shapes = jax.tree.map(lambda x: x.shape, x)
+        raise ValueError(
+            f"state{keystr(path)} has shape {shapes}, which cannot be cut into the"
+            f" {length} layers of its parameter of shape {parameter.shape}: use moments"
+            " of the parameters' own shape; with a codec, layers of whole blocks."
+        )
+
+
+def _refuse_choices_by_shape(
+    tx: optax.GradientTransformationExtraArgs,
+    layered: LayeredState,
+    whole: Programs,
+    gradients: Sequence[ArrayOrShape],
+) -> None:
+    """Refuses what one layer's update would choose otherwise than the whole's."""
+    cut = lambda leaves, chosen: [
+        jax.eval_shape(lambda x: slab(x, 0, layered.length), x) if yes else x
+        for x, yes in zip(leaves, chosen, strict=True)
+    ]
+    try:
+        with within(seen_through=True):
+            one = _traced(
+                tx,
+                layered,
+                cut(gradients, layered.slabbed),
+                cut(layered.state, layered.stacked),
+                cut(layered.params, layered.slabbed),
+            )
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "where moments are coded each layer is updated in a stack of its own,"
+            f" and tx.update refuses a stack of one layer: {error} {_WAY_OUT}"
+        ) from error
+    if differ := whole.differences(one):
+        raise ValueError(
+            f"the update of {layered.name(differ[0])} depends on the shape of the"
+            " whole stack, and where moments are coded each layer is updated in a"
+            f" stack of its own. {_WAY_OUT}"
+        )

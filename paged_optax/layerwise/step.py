@@ -1,8 +1,9 @@
 """A training step whose backward pass handles one layer at a time."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import optax
@@ -11,32 +12,37 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.gpu import warn_without_overlap
 from paged_optax.backend.validation import brief, check_rate, check_transformation
-from paged_optax.layerwise.axes import on_its_axes, told_automatically
-from paged_optax.layerwise.by_host import ByHost
+from paged_optax.layerwise.backward_update import BackwardUpdate
 from paged_optax.layerwise.checks import (
+    Answer,
+    ask,
     compare_processes,
     refuse_integers,
     refuse_other_counts,
     refuse_other_state,
-    tell_of_divided_layers,
-    tell_of_moved,
+    warn_of_divided_layers,
+    warn_of_moved,
 )
-from paged_optax.layerwise.deferred import Deferred
-from paged_optax.layerwise.early import early_leaves
-from paged_optax.layerwise.frozen import Frozen
-from paged_optax.layerwise.guard import Guard
-from paged_optax.layerwise.layer_update import Applied
-from paged_optax.layerwise.layerwise_model import LayerwiseModel
+from paged_optax.layerwise.clipping import Clipping, Guard, widest
+from paged_optax.layerwise.deferred_update import DeferredUpdate
+from paged_optax.layerwise.dependencies import chunked_leaves
+from paged_optax.layerwise.host_gradients import HostGradients
+from paged_optax.layerwise.layer_optimizer import LayerOptimizer
+from paged_optax.layerwise.layered_state import LayeredState
+from paged_optax.layerwise.layerwise_model import (
+    LayerwiseModel,
+    on_automatic_axes,
+    on_explicit_axes,
+)
+from paged_optax.layerwise.loss import LayerwiseOutput
 from paged_optax.layerwise.model import Model
-from paged_optax.layerwise.norms import Norms, widest
-from paged_optax.layerwise.output import LayerwiseOutput
-from paged_optax.layerwise.parts import Parts
-from paged_optax.layerwise.stacks import (
+from paged_optax.layerwise.parameters import (
+    Partition,
     from_numpy,
     length_of,
     refuse_one_by_one,
 )
-from paged_optax.layerwise.sweeps import Sweeps
+from paged_optax.layerwise.weights import Frozen
 from paged_optax.layerwise.workspace import GradientWorkspace
 
 # XLA:TPU copies stacks in host memory whole that are updated beside other layers'
@@ -185,7 +191,7 @@ def layerwise_step(
     return LayerwiseStep(engine, tx, max_norm, clip, accumulate, layers)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class LayerwiseStep:
     """What `layerwise_step` returns: call it, or `finish` what it leaves."""
 
@@ -195,8 +201,8 @@ class LayerwiseStep:
     _clip: str
     _accumulate: bool
     _layers: str
-    # What it has warned of. No program depends on it.
-    _told: set[str] = dataclasses.field(default_factory=set)
+    # Whether it has warned of divided layers. No program depends on it.
+    _warned: bool = False
 
     # By this name JAX calls what it compiles.
     __name__ = "layerwise_step"
@@ -225,9 +231,11 @@ class LayerwiseStep:
         """
         params, frozen = from_numpy((params, frozen))
         warn_without_overlap((params, state, workspace, frozen))
-        self._check(params, state, workspace, frozen)
-        given = params, state, workspace, batch, frozen
-        return told_automatically(self._run, given, (params, state, workspace, None))
+        answers = ask(self._tx, params, state)
+        self._check(answers, params, state, workspace, frozen)
+        arguments = params, state, workspace, batch, frozen
+        run = functools.partial(self._run, answers)
+        return on_automatic_axes(run, arguments, (params, state, workspace, None))
 
     def finish(
         self, params: PyTree, state: PyTree, workspace: GradientWorkspace
@@ -274,82 +282,85 @@ class LayerwiseStep:
           >>> bool((params["layers"]["kernel"] == 0.01).any())
           False
         """
-        given = from_numpy(params), state, workspace
-        warn_without_overlap(given)
-        return told_automatically(self._finish, given, given)
+        arguments = from_numpy(params), state, workspace
+        warn_without_overlap(arguments)
+        return on_automatic_axes(self._finish, arguments, arguments)
 
     def _check(
         self,
+        answers: Sequence[Answer],
         params: PyTree,
         state: PyTree,
         workspace: GradientWorkspace,
         frozen: PyTree,
     ) -> None:
         """Looks at how arrays are divided, while their types still say so."""
-        given = self._tx, params, state, frozen, self._layers
-        if not self._told and tell_of_divided_layers(*given):
-            self._told.add("layers")
+        if not self._warned:
+            self._warned = warn_of_divided_layers(answers, params, frozen, self._layers)
         names = "max_norm", "clip", "accumulate"
         settings = {name: getattr(self, f"_{name}") for name in names}
-        compare_processes(self._tx, params, state, workspace, settings)
+        compare_processes(answers, params, state, workspace, settings)
 
     def _run(
         self,
+        answers: Sequence[Answer],
         params: PyTree,
         state: PyTree,
         workspace: GradientWorkspace,
         batch: PyTree,
         frozen: PyTree,
     ) -> tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput]:
-        if self._accumulate:
+        accumulate, model = self._accumulate, self._model
+        if accumulate:
             refuse_other_counts(batch)
-        parts, guard, norms, apply = self._taken_apart(params, state, workspace)
-        accumulate, deferred = self._accumulate, workspace.pending is not None
-        way, model = _way(workspace), self._model
+        partition, guard, clipping = self._partitioned(params, state, workspace)
+        kind = BackwardUpdate if workspace.host is None else HostGradients
+        if deferred := workspace.pending is not None:
+            kind = DeferredUpdate
         if frozen is not None:
-            length = length_of(parts.layers)
-            held = Frozen.of(frozen, self._layers, length)
-            model = dataclasses.replace(model, frozen=held)
-        model = on_its_axes(model, parts, batch, accumulate)
-        run = lambda applied: way(model, parts, applied, norms, accumulate, guard)(
-            workspace, batch
-        )
-        in_turn = apply()
-        tell_of_moved(guard.tx, params, guard.state, workspace)
+            length = length_of(partition.layers)
+            of_layers = Frozen.of(frozen, self._layers, length)
+            model = dataclasses.replace(model, frozen=of_layers)
+        model = on_explicit_axes(model, partition, batch, accumulate)
+        run = lambda optimizer: kind(
+            model, partition, optimizer, clipping, accumulate, guard
+        )(workspace, batch)
+        in_turn = _optimizer(params, partition, guard, workspace)
+        warn_of_moved(answers, workspace)
         # If a separate backward pass finds the norm, nothing overlaps. The gradients of
         # two layers would take more memory than that first pass.
-        waits = workspace.host is not None or norms.needed_first
+        waits = workspace.host is not None or clipping.needed_first
         guard.refuse_unknown(waits)
         if (accumulate if deferred else waits) or not in_turn.can_overlap:
             return run(in_turn)
-        early: list[int] = []
-        if not accumulate and not norms.by_layer:
-            early = early_leaves(model.enter, params, parts, guard.state, batch)
-        try:
-            beside = apply(early, True)
-        except ValueError:  # a choice by shape, of what is no layer
-            beside = apply((), True)
-        ways = {platform: functools.partial(run, beside) for platform in _OVERLAPPED}
+        overlapped = in_turn
+        if not accumulate and not clipping.by_layer:
+            chunked = chunked_leaves(model.enter, params, partition, guard.state, batch)
+            with contextlib.suppress(ValueError):  # a choice by shape, of no layer
+                overlapped = _optimizer(params, partition, guard, workspace, chunked)
+        overlapped = dataclasses.replace(overlapped, overlaps=True)
+        ways = {name: functools.partial(run, overlapped) for name in _OVERLAPPED}
         return lax.platform_dependent(default=functools.partial(run, in_turn), **ways)
 
     def _finish(
         self, params: PyTree, state: PyTree, workspace: GradientWorkspace
     ) -> tuple[PyTree, PyTree, GradientWorkspace]:
-        parts, guard, norms, apply = self._taken_apart(params, state, workspace)
+        partition, guard, clipping = self._partitioned(params, state, workspace)
         if workspace.pending is None:
             raise ValueError(
                 "workspace has nothing to finish: only updates by a workspace that is"
                 " allocated with rest= and host_dtype= are deferred."
             )
-        step = Deferred(self._model, parts, apply(), norms, False, guard)
-        tell_of_moved(guard.tx, params, guard.state, workspace)
+        optimizer = _optimizer(params, partition, guard, workspace)
+        step = DeferredUpdate(self._model, partition, optimizer, clipping, False, guard)
+        warn_of_moved(ask(guard.tx, params, guard.state), workspace)
         return step.finish(workspace)
 
-    def _taken_apart(
+    def _partitioned(
         self, params: PyTree, state: PyTree, workspace: GradientWorkspace
-    ) -> tuple[Parts, Guard, Norms, Callable[..., Applied]]:
-        """The model's parts, what guards them, how they are clipped, their update."""
-        parts = Parts.of(params, self._layers)
+    ) -> tuple[Partition, Guard, Clipping]:
+        """The model's parameters, what guards a step, and how gradients are clipped."""
+        partition = Partition.of(params, self._layers)
         refuse_integers(params)
         if not isinstance(workspace, GradientWorkspace):
             raise TypeError(
@@ -357,38 +368,30 @@ class LayerwiseStep:
                 " GradientWorkspace.allocate(params['layers']) makes, or what is"
                 " restored with abstract_state(workspace, params) as the target."
             )
-        refuse_one_by_one(parts.layers)
-        workspace.check(parts.layers, parts.rest)
+        refuse_one_by_one(partition.layers)
+        workspace.check(partition.layers, partition.rest)
         refuse_other_state(self._tx, params, state)
         guard = Guard.of(self._tx, state)
-        gradients, pending = workspace.gradients, workspace.pending
-        tests, dtype = guard.wrapper is not None, widest(parts.rest, gradients)
-        norms = Norms(self._max_norm, self._clip, dtype, tests)
-        if pending is not None and norms.by_layer:
+        tests_finite = guard.wrapper is not None
+        dtype = widest(partition.rest, workspace.gradients)
+        clipping = Clipping(self._max_norm, self._clip, dtype, tests_finite)
+        if workspace.pending is not None and clipping.by_layer:
             raise ValueError(
                 "clip='layer' with a workspace of deferred updates: a layer's own norm"
                 " is known with the layer's gradients, and nothing need be deferred."
                 " Allocate the workspace without rest=."
             )
-        happens = True if pending is None else pending.waits
-
-        def apply(early: Sequence[int] = (), overlaps: bool = False) -> Applied:
-            return Applied(
-                guard.tx,
-                params,
-                parts,
-                guard.state,
-                gradients,
-                early,
-                overlaps,
-                happens,
-            )
-
-        return parts, guard, norms, apply
+        return partition, guard, clipping
 
 
-def _way(workspace: GradientWorkspace) -> type[Sweeps]:
-    """How the step goes."""
-    if workspace.pending is not None:
-        return Deferred
-    return Sweeps if workspace.host is None else ByHost
+def _optimizer(
+    params: PyTree,
+    partition: Partition,
+    guard: Guard,
+    workspace: GradientWorkspace,
+    chunked: Sequence[int] = (),
+) -> LayerOptimizer:
+    layered = LayeredState(params, partition, guard.state, chunked)
+    pending = workspace.pending
+    happens = True if pending is None else pending.waits
+    return LayerOptimizer.of(guard.tx, layered, workspace.gradients, happens)

@@ -1,33 +1,151 @@
-"""The layers' parameters, stacked, and fetched a layer at a time."""
+"""Weights that are on the device, or fetched from the host: trained and frozen.
+
+Prologue, epilogue, the prologue's gradients and the update each fetch the parameters
+outside the layers, and give them up. The gradients of these wait on the host too, while
+those of the layers are computed. Nothing writes frozen parameters, so that loops close
+over their stacks, and fetch each layer of those on the host when there is time.
+"""
 
 import copy
+import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
+from jaxtyping import Int, PyTree
 
-from paged_optax.backend.memory import nbytes, on_host
+from paged_optax.backend.memory import DEVICE, HOST, nbytes, on_host
 from paged_optax.backend.meshes import on_one_device
+from paged_optax.backend.text import keystr
+from paged_optax.backend.validation import check_arrays
+from paged_optax.layerwise.parameters import by_name, length_of, refuse_one_by_one
 from paged_optax.layerwise.slices import FETCHES_AHEAD, LayerIndex, slab
-from paged_optax.layerwise.stacks import length_of
 
 #: One layer of the stacks, and of the frozen stacks.
 Slabs = tuple[list[Array], list[Array]]
 
-#: What of them is fetched ahead of the layer's turn; None for what need not be.
-Fetched = tuple[Sequence[Array | None], Sequence[Array | None]]
+#: What of them is fetched before the layer's turn; None for what need not be.
+Prefetched = tuple[Sequence[Array | None], Sequence[Array | None]]
 
 #: Where the vectors of all layers are read, by their stacks' positions: an array of
 #: several stacks, [layers, stacks, width], and the stack's number in it.
 Vectors = Mapping[int, tuple[Array, int]]
 
+Tree = TypeVar("Tree", bound=PyTree)
+Dependency = TypeVar("Dependency", bound=PyTree)
+
 # Bytes of an array of several stacks, which are held twice. Two norms of 80 layers that
 # are 8192 wide have 2.5 MiB.
-_JOINED = 4 * 2**20
+_LARGEST_VECTORS = 4 * 2**20
+
+# Parts of a parameter that is changed in place.
+_PARTS_IN_PLACE = 16
+
+
+def on_device(x: Array) -> Array:
+    """An array, fetched if it is on the host."""
+    return jax.device_put(x, DEVICE) if on_host(x) else x
+
+
+def fetch_after(tree: Tree, dependency: Dependency) -> tuple[Tree, Dependency]:
+    """Fetches the leaves on the host once `dependency` has been computed.
+
+    Returns:
+      The tree on the device, and `dependency`.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    hosted = [x for x in leaves if on_host(x)]
+    if not hosted:
+        return tree, dependency
+    # Without the barrier XLA takes all fetches of one array for one, and keeps what it
+    # fetched.
+    hosted, dependency = lax.optimization_barrier((hosted, dependency))
+    fetched = iter([on_device(x) for x in hosted])
+    leaves = [next(fetched) if on_host(x) else x for x in leaves]
+    return structure.unflatten(leaves), dependency
+
+
+def host_like(tree: Tree, like: PyTree) -> Tree:
+    """Moves to the host the leaves that are on the host in `like`."""
+    return jax.tree.map(
+        lambda x, old: (
+            jax.device_put(x, HOST) if on_host(old) and not on_host(x) else x
+        ),
+        tree,
+        like,
+    )
+
+
+def add_in_place(x: Array, update: Array) -> Array:
+    """`x + update` in the update's place: XLA:GPU takes a third buffer for the sum.
+
+    Args:
+      x: A parameter that was fetched.
+      update: Its update.
+    """
+    rows = x.shape[0] if x.ndim else 1
+    parts = max(n for n in range(1, _PARTS_IN_PLACE + 1) if rows % n == 0)
+    if parts == 1 or update.dtype != x.dtype:
+        return (x + update).astype(x.dtype)
+    size = rows // parts
+
+    def body(i: Int[Array, ""], update: Array) -> Array:
+        part = lambda x: lax.dynamic_slice_in_dim(x, i * size, size)
+        new = part(x) + part(update)
+        return lax.dynamic_update_slice_in_dim(update, new, i * size, 0)
+
+    return lax.fori_loop(0, parts, body, update)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """Parameters that are used and not trained.
+
+    Attributes:
+      layers: Those of the layers, stacked; None: there are none.
+      rest: All others, by name.
+    """
+
+    layers: PyTree[Array]
+    rest: Mapping[Hashable, PyTree[Array]]
+
+    @classmethod
+    def of(cls, frozen: PyTree, key: str, length: int) -> "Frozen":
+        """Partitions frozen parameters.
+
+        Args:
+          frozen: The frozen parameters.
+          key: The key of the layers' parameters.
+          length: How many layers are trained.
+
+        Raises:
+          TypeError: If they are no mapping of arrays.
+          ValueError: If those of the layers are not so many layers, stacked.
+        """
+        rest = by_name(frozen)
+        if rest is None:
+            raise TypeError(
+                f"frozen is of type {type(frozen).__name__}: pass a dict or another"
+                " mapping that JAX knows as a pytree, with what is frozen of the layers"
+                f" stacked on a leading axis under the key {key!r}."
+            )
+        layers = rest.pop(key, None)
+        name = f"frozen[{key!r}]"
+        check_arrays(name, layers)
+        refuse_one_by_one(layers)
+        for path, x in jax.tree_util.tree_flatten_with_path(layers)[0]:
+            if x.shape[:1] != (length,):
+                raise ValueError(
+                    f"{name}{keystr(path)} has shape {x.shape}, and params[{key!r}] has"
+                    f" {length} layers: stack what is frozen of them on a leading axis"
+                    f" of {length}. What all layers share goes into frozen beside"
+                    f" {key!r}, and to the layers as the prologue's context."
+                )
+        return cls(layers, rest)
 
 
 class Weights:
@@ -47,21 +165,21 @@ class Weights:
         self.frozen, self._frozen_structure = jax.tree.flatten(frozen)
         self.length = length_of(layers)
 
-    def holding(self, stacks: Sequence[Array]) -> "Weights":
+    def with_stacks(self, stacks: Sequence[Array]) -> "Weights":
         """The same layers with other values of what is trained."""
-        held = copy.copy(self)
-        held.stacks = [*stacks]
-        return held
+        weights = copy.copy(self)
+        weights.stacks = [*stacks]
+        return weights
 
     @property
-    def ahead(self) -> bool:
+    def prefetches(self) -> bool:
         """Whether weights are fetched while the layer before is computed."""
         hosted = any(map(on_host, [*self.stacks, *self.frozen]))
         return FETCHES_AHEAD and self.length > 1 and hosted
 
-    def fetched(self, stacks: Sequence[Array], i: LayerIndex | None) -> Fetched:
-        """What is fetched ahead of layer i's turn."""
-        if i is None or not self.ahead:
+    def prefetch(self, stacks: Sequence[Array], i: LayerIndex | None) -> Prefetched:
+        """Fetches what is fetched before layer i's turn; nothing for None."""
+        if i is None or not self.prefetches:
             return [None] * len(stacks), [None] * len(self.frozen)
         return (
             [slab(x, i) if on_host(x) else None for x in stacks],
@@ -77,24 +195,24 @@ class Weights:
         """
         if any(map(on_host, stacks)):
             return {}  # XLA:GPU packs what is held less well: 32 MiB more on an L4
-        alike = defaultdict[tuple[tuple[int, ...], DTypeLike], list[int]](list)
+        by_kind = defaultdict[tuple[tuple[int, ...], DTypeLike], list[int]](list)
         for n, x in enumerate(stacks):
             if x.ndim == 2 and not on_host(x):
-                alike[x.shape, x.dtype].append(n)
-        made = {}
-        for numbers in alike.values():
+                by_kind[x.shape, x.dtype].append(n)
+        vectors = {}
+        for numbers in by_kind.values():
             group = [stacks[n] for n in numbers]
-            small = sum(map(nbytes, group)) <= _JOINED
+            small = sum(map(nbytes, group)) <= _LARGEST_VECTORS
             if len(group) > 1 and small and on_one_device(group):
                 joined = jnp.stack(group, axis=1)
-                made |= {n: (joined, k) for k, n in enumerate(numbers)}
-        return made
+                vectors |= {n: (joined, k) for k, n in enumerate(numbers)}
+        return vectors
 
     def slabs(
         self,
         stacks: Sequence[Array],
         i: LayerIndex,
-        ahead: Fetched | None = None,
+        prefetched: Prefetched | None = None,
         vectors: Vectors | None = None,
     ) -> Slabs:
         """Layer i.
@@ -102,17 +220,25 @@ class Weights:
         Args:
           stacks: What is trained.
           i: The layer's number.
-          ahead: What of it has been fetched; None: nothing.
+          prefetched: What of it has been fetched; None: nothing.
           vectors: Where its vectors are read; None: in `stacks`.
         """
-        trained, frozen = ahead or self.fetched(stacks, None)
+        trained, frozen = prefetched or self.prefetch(stacks, None)
         vectors = vectors or {}
+
+        def row(n: int) -> Array:
+            joined, k = vectors[n]
+            return slab(joined, i)[:, k]
+
+        def each(x: Array, fetched: Array | None) -> Array:
+            return slab(x, i) if fetched is None else fetched
+
         return (
             [
-                _row(*vectors[n], i) if n in vectors else _here(x, there, i)
-                for n, (x, there) in enumerate(zip(stacks, trained, strict=True))
+                row(n) if n in vectors else each(x, fetched)
+                for n, (x, fetched) in enumerate(zip(stacks, trained, strict=True))
             ],
-            [_here(x, there, i) for x, there in zip(self.frozen, frozen, strict=True)],
+            [each(x, fetched) for x, fetched in zip(self.frozen, frozen, strict=True)],
         )
 
     def of(self, slabs: Slabs) -> tuple[PyTree[Array], PyTree[Array]]:
@@ -122,11 +248,3 @@ class Weights:
             jax.tree.unflatten(self.structure, trained),
             jax.tree.unflatten(self._frozen_structure, frozen),
         )
-
-
-def _row(joined: Array, k: int, i: LayerIndex) -> Array:
-    return slab(joined, i)[:, k]
-
-
-def _here(x: Array, fetched: Array | None, i: LayerIndex) -> Array:
-    return slab(x, i) if fetched is None else fetched

@@ -19,11 +19,15 @@ from paged_optax.backend.validation import (
     nondifferentiable,
     parameter_dtype,
 )
-from paged_optax.layerwise.buffers import Shaped, placed_shape, zeros
-from paged_optax.layerwise.norms import widest
-from paged_optax.layerwise.parts import by_name
+from paged_optax.layerwise.clipping import widest
+from paged_optax.layerwise.parameters import (
+    Shaped,
+    by_name,
+    length_of,
+    placed_shape,
+    zeros,
+)
 from paged_optax.layerwise.slices import goes_in_slabs
-from paged_optax.layerwise.stacks import length_of
 
 _PASS_REST = (
     "pass the model's parameters without the layers' to GradientWorkspace.allocate as"
@@ -178,10 +182,11 @@ class GradientWorkspace:
         """
         check_arrays("gradients", gradients)
         described = lambda tree: jax.tree.map(lambda x: x.shape, tree)
-        found, wanted = described(gradients), described(self.gradients)
-        if found != wanted:
+        shapes, wanted = described(gradients), described(self.gradients)
+        if shapes != wanted:
             raise ValueError(
-                f"gradients of the shapes {found} are not those of one layer: {wanted}."
+                f"gradients of the shapes {shapes} are not those of one layer:"
+                f" {wanted}."
             )
         held, structure = jax.tree.flatten(self.gradients)
         written = [
@@ -271,19 +276,19 @@ class GradientWorkspace:
         paths = jax.tree_util.tree_flatten_with_path(layers)[0]
         wanted = {keystr(p): x.shape[1:] for p, x in paths}
         paths = jax.tree_util.tree_flatten_with_path(self.gradients)[0]
-        found = {keystr(p): x.shape for p, x in paths}
-        for name in (*wanted, *found):
-            here, there = found.get(name), wanted.get(name)
-            if here != there:
+        allocated = {keystr(p): x.shape for p, x in paths}
+        for name in (*wanted, *allocated):
+            shape, layer = allocated.get(name), wanted.get(name)
+            if shape != layer:
                 raise ValueError(
-                    f"workspace{name} is allocated for a layer's shape {here}, and the"
-                    f" model's layers have {there} there: allocate a workspace for this"
+                    f"workspace{name} is allocated for a layer's shape {shape}, and the"
+                    f" model's layers have {layer} there: allocate a workspace for this"
                     " model, with GradientWorkspace.allocate(params['layers'])."
                 )
-        for here, there in zip(found, wanted, strict=True):
-            if here != there:
+        for name, layer in zip(allocated, wanted, strict=True):
+            if name != layer:
                 raise ValueError(
-                    f"workspace{here} stands where the model's layers have {there}:"
+                    f"workspace{name} stands where the model's layers have {layer}:"
                     " their mappings differ in the order of their leaves. Allocate a"
                     " workspace with GradientWorkspace.allocate(params['layers'])."
                 )
@@ -322,13 +327,13 @@ def _refuse_other_rest(allocated: PyTree, rest: PyTree) -> None:
         keystr(path): (x.shape, jax.typeof(x).dtype)
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
     }
-    found, wanted = describe(allocated), describe(rest)
-    for name in (*wanted, *found):
-        here, there = found.get(name), wanted.get(name)
-        if here != there:
+    shapes, wanted = describe(allocated), describe(rest)
+    for name in (*wanted, *shapes):
+        shape, other = shapes.get(name), wanted.get(name)
+        if shape != other:
             raise ValueError(
-                f"workspace is allocated for rest{name} {here or 'absent'}, and in the"
-                f" model it is {there or 'absent'}: {_PASS_REST}"
+                f"workspace is allocated for rest{name} {shape or 'absent'}, and in the"
+                f" model it is {other or 'absent'}: {_PASS_REST}"
             )
     structures = jax.tree.structure(allocated), jax.tree.structure(rest)
     if structures[0] != structures[1]:

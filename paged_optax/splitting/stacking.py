@@ -22,10 +22,10 @@ from paged_optax.backend.memory import HOST, nbytes, on_host
 from paged_optax.backend.text import keystr, parse_bytes
 from paged_optax.backend.types import KeyPath, PyTreeDef, is_traced
 from paged_optax.backend.validation import brief, check_arrays
-from paged_optax.layerwise.guard import wrapper_of
+from paged_optax.layerwise.clipping import wrapper_of
+from paged_optax.layerwise.parameters import Shaped, offload, to_host
 from paged_optax.layerwise.programs import Programs
 from paged_optax.layerwise.slices import LayerIndex, goes_in_slabs, put
-from paged_optax.layerwise.stacks import Shaped, away, offload
 from paged_optax.splitting.numbered import Names
 from paged_optax.transform.context import within
 
@@ -84,7 +84,8 @@ class Stacking:
         rest = {name: _read(leaves[n]) for name, n in self.rest.items()}
         if on_host == "all":
             rest = {
-                name: x if nbytes(x) < smallest else away(x) for name, x in rest.items()
+                name: x if nbytes(x) < smallest else to_host(x)
+                for name, x in rest.items()
             }
         return {"layers": nested(layers), "rest": nested(rest)}
 
@@ -170,7 +171,7 @@ def _away(leaves: Sequence[Shaped], axis: int | None, min_size: int | str) -> Sh
     if in_jax or axis is not None or not on_host(offload([kind], min_size)):
         return offload([_together(leaves, axis)], min_size)[0]
     # Arrays that NumPy reads go there layer by layer: NumPy holds no second stack.
-    stack = away(np.zeros(kind.shape, kind.dtype))
+    stack = to_host(np.zeros(kind.shape, kind.dtype))
     write = jax.jit(put, donate_argnums=0)
     for n, x in enumerate(leaves):
         stack = jax.block_until_ready(write(stack, np.asarray(x)[None], n))

@@ -10,19 +10,25 @@ from jax import Array, lax
 from jaxtyping import Float, Int, PyTree
 
 from paged_optax.engine.stored_array import Stored
-from paged_optax.layerwise.backward import Bundle, written
-from paged_optax.layerwise.layer_update import Applied
-from paged_optax.layerwise.loss import WeightedLoss, divisor, mean_of, over
+from paged_optax.layerwise.backward import BackwardPass, written
+from paged_optax.layerwise.backward_update import BackwardUpdate, LayerResults
+from paged_optax.layerwise.clipping import Measure
+from paged_optax.layerwise.layer_optimizer import LayerOptimizer
+from paged_optax.layerwise.layered_state import store_small
+from paged_optax.layerwise.loss import (
+    LayerwiseOutput,
+    WeightedLoss,
+    mean_of,
+    over,
+    weight_divisor,
+)
 from paged_optax.layerwise.model import Rest
-from paged_optax.layerwise.norms import Measure
-from paged_optax.layerwise.output import LayerwiseOutput
 from paged_optax.layerwise.slices import LayerIndex, put, slab, upwards
-from paged_optax.layerwise.sweeps import Sweeps, Swept
 from paged_optax.layerwise.weights import Weights
 from paged_optax.layerwise.workspace import GradientWorkspace
 
 
-class Sent(NamedTuple):
+class HostCarry(NamedTuple):
     """What goes from layer to layer where gradients leave for the host.
 
     Attributes:
@@ -37,7 +43,7 @@ class Sent(NamedTuple):
     workspace: GradientWorkspace
 
 
-class Gathered(NamedTuple):
+class BatchCarry(NamedTuple):
     """What goes from micro-batch to micro-batch.
 
     Attributes:
@@ -55,8 +61,8 @@ class Gathered(NamedTuple):
     weight: Float[Array, ""]
 
 
-class Measured(NamedTuple):
-    """What is measured of a micro-batch, or of all.
+class BatchMetrics(NamedTuple):
+    """Metrics of a micro-batch, or of all.
 
     Attributes:
       loss: The loss; stacked if it is that of several.
@@ -69,13 +75,13 @@ class Measured(NamedTuple):
     layers: Measure
 
 
-class Updated(NamedTuple):
+class UpdateCarry(NamedTuple):
     """What goes from layer to layer where gradients come from the host.
 
     Attributes:
       stacks: The layers' parameters.
       slots: The state's stacks.
-      small: The collected gradients of the small leaves.
+      small: The gradients of the small leaves, of all layers.
     """
 
     stacks: list[Array]
@@ -83,122 +89,128 @@ class Updated(NamedTuple):
     small: list[Array | None]
 
 
-class ByHost(Sweeps):
+class HostGradients(BackwardUpdate):
     """One step, being traced, whose gradients go by way of the host."""
 
-    def _swept(
+    def _layers(
         self, weights: Weights, rest: Rest, workspace: GradientWorkspace, batch: PyTree
-    ) -> Swept:
+    ) -> LayerResults:
         """Updates follow when all gradients are there."""
-        gathered, measured = self._gathered(weights, rest, workspace, batch)
-        drest, own = gathered.drest, self.norms.measured(gathered.drest)
-        measure = measured.layers + own
-        held = measure.norm, gathered.stacks, gathered.host
-        norm, weights.stacks, host = lax.optimization_barrier(held)
-        applied = self.applied.only_if(self.guard.passes(measure))
-        updated = self._updated(applied, weights, host, workspace, norm)
-        drest = self.norms.scaled(
-            drest, norm if self.norms.clip == "global" else own.norm
+        totals, metrics = self._gradients(weights, rest, workspace, batch)
+        drest, of_rest = totals.drest, self.clipping.measure(totals.drest)
+        measure = metrics.layers + of_rest
+        # No gradient is fetched for an update before the norm of all is known.
+        norm, weights.stacks, host = lax.optimization_barrier(
+            (measure.norm, totals.stacks, totals.host)
         )
-        workspace = filled(workspace, gathered)
-        output = LayerwiseOutput(mean_of(measured.loss), measured.metrics, norm)
-        return Swept(*updated, drest, workspace, output, measure)
+        optimizer = self.optimizer.only_if(self.guard.passes(measure))
+        carry = self._updated(optimizer, weights, host, workspace, norm)
+        limit = norm if self.clipping.clip == "global" else of_rest.norm
+        drest = self.clipping.clipped(drest, limit)
+        workspace = filled(workspace, totals)
+        output = LayerwiseOutput(mean_of(metrics.loss), metrics.metrics, norm)
+        return LayerResults(*carry, drest, workspace, output, measure)
 
     def _updated(
         self,
-        applied: Applied,
+        optimizer: LayerOptimizer,
         weights: Weights,
         host: Sequence[Array],
         workspace: GradientWorkspace,
         norm: Float[Array, ""],
-    ) -> Updated:
+    ) -> UpdateCarry:
         """Updates the layers, one after the other, by gradients on the host."""
 
         def body(
-            i: LayerIndex, following: LayerIndex | None, carry: Updated
-        ) -> Updated:
-            del following  # the moments take longer than the weights, and come alone
+            i: LayerIndex, following: LayerIndex | None, carry: UpdateCarry
+        ) -> UpdateCarry:
+            del following  # moments take longer than weights, and come in their turn
             slabs = [slab(x, i) for x in carry.stacks]
             gradients = self._clipped_from(host, workspace, norm, i)
-            small = applied.collect(carry.small, gradients, i)
-            slots, new = applied.layer(carry.slots, slabs, gradients, i)
-            return Updated(written(carry.stacks, slabs, new, i), slots, small)
+            small = store_small(carry.small, gradients, i)
+            slots, new = optimizer.update_layer(carry.slots, slabs, gradients, i)
+            return UpdateCarry(written(carry.stacks, slabs, new, i), slots, small)
 
-        small = applied.collector(workspace.gradients, weights.length)
-        start = Updated(weights.stacks, applied.slots, small)
+        layered = optimizer.layered
+        small = layered.small_gradients(workspace.gradients)
+        start = UpdateCarry(weights.stacks, layered.slots, small)
         return upwards(weights.length, body, start)
 
-    def _gathered(
+    def _gradients(
         self, weights: Weights, rest: Rest, workspace: GradientWorkspace, batch: PyTree
-    ) -> tuple[Gathered, Measured]:
+    ) -> tuple[BatchCarry, BatchMetrics]:
         """Sends all layers' gradients to the host, one micro-batch's at a time."""
         count = len(jax.tree.leaves(batch)[0]) if self.accumulate else 1
-        one_batch = lambda gathered, given: self._one_batch(
-            weights, rest, count, gathered, *given
-        )
-        zero = self.norms.zero.square
+
+        def one_batch(
+            totals: BatchCarry, numbered: tuple[Int[Array, ""], PyTree]
+        ) -> tuple[BatchCarry, BatchMetrics]:
+            number, batch = numbered
+            last = number == count - 1
+            one = BackwardPass(
+                self.model,
+                weights.with_stacks(totals.stacks),
+                rest,
+                batch,
+                totals.workspace,
+                False,
+                totals.weight,
+                last=last,
+            )
+            return self._sent(one, count, totals, number)
+
+        zero = self.clipping.zero.square
         if not self.accumulate:
-            start = gathering(weights.stacks, workspace, None, zero)
+            start = first_carry(weights.stacks, workspace, None, zero)
             return one_batch(start, (jnp.int32(0), batch))
+        # One micro-batch after the other: the gradients of a layer add up on the host.
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rest)
-        gathered, measured = lax.scan(
+        totals, metrics = lax.scan(
             one_batch,
-            gathering(weights.stacks, workspace, zeros, zero),
+            first_carry(weights.stacks, workspace, zeros, zero),
             (jnp.arange(count), batch),
         )
-        last = jax.tree.map(lambda x: x[-1], measured.layers)
-        return gathered, measured._replace(layers=last)
-
-    def _one_batch(
-        self,
-        weights: Weights,
-        rest: Rest,
-        count: int,
-        gathered: Gathered,
-        number: Int[Array, ""],
-        batch: PyTree,
-    ) -> tuple[Gathered, Measured]:
-        """Adds one micro-batch's gradients to those on the host."""
-        weights = weights.holding(gathered.stacks)
-        bare, before = gathered.workspace, gathered.weight
-        last = number == count - 1
-        one = Bundle(self.model, weights, rest, batch, bare, False, before, last=last)
-        return self._sent(one, count, gathered, number)
+        last = jax.tree.map(lambda x: x[-1], metrics.layers)
+        return totals, metrics._replace(layers=last)
 
     def _sent(
-        self, one: Bundle, count: int, gathered: Gathered, number: Int[Array, ""]
-    ) -> tuple[Gathered, Measured]:
-        """Adds one micro-batch's gradients, as they are made, to those on the host."""
-        _, host, workspace, drest, before = gathered
-        parts, share, weight = count, None, before
+        self, one: BackwardPass, count: int, totals: BatchCarry, number: Int[Array, ""]
+    ) -> tuple[BatchCarry, BatchMetrics]:
+        """Adds one micro-batch's gradients, layer by layer, to those on the host."""
+        _, host, workspace, drest, before = totals
+        divisor, share, weight = count, None, before
         if isinstance(one.loss, WeightedLoss):
             weight = before + one.loss.weight
-            parts, share = 1, over(divisor(before), weight, number == count - 1)
+            divisor = 1
+            share = over(weight_divisor(before), weight, number == count - 1)
 
         def visit(
-            carry: Sent, i: LayerIndex, slabs: list[Array], gradients: PyTree[Array]
-        ) -> tuple[Sent, list[Array]]:
+            carry: HostCarry,
+            i: LayerIndex,
+            slabs: list[Array],
+            gradients: PyTree[Array],
+        ) -> tuple[HostCarry, list[Array]]:
             workspace = carry.workspace.zero_accumulators().write(gradients)
             new = [
-                (g[None] / parts).astype(old.dtype)
+                (g[None] / divisor).astype(old.dtype)
                 if count == 1
-                else _added_to(slab(old, i), g[None] / parts, number, share)
+                else _added_to(slab(old, i), g[None] / divisor, number, share)
                 for old, g in zip(
                     carry.host, jax.tree.leaves(workspace.gradients), strict=True
                 )
             ]
             host = [put(old, g, i) for old, g in zip(carry.host, new, strict=True)]
-            measure = carry.measure + self.norms.measured(new)
-            return Sent(measure, host, workspace), slabs
+            measure = carry.measure + self.clipping.measure(new)
+            return HostCarry(measure, host, workspace), slabs
 
-        start = Sent(self.norms.zero, host, workspace)
-        (measure, host, workspace), stacks, back = one.backward(visit, start)
-        made = jax.tree.map(lambda x: x / parts, one.rest_gradients(back))
+        start = HostCarry(self.clipping.zero, host, workspace)
+        (measure, host, workspace), stacks, back = one.run(visit, start)
+        total = jax.tree.map(lambda x: x / divisor, one.rest_gradients(back))
         if drest is not None:
             drest = drest if share is None else _scaled(drest, share)
-            made = jax.tree.map(jnp.add, drest, made)
-        gathered = Gathered(stacks, host, workspace, made, weight)
-        return gathered, Measured(one.loss, one.metrics, measure)
+            total = jax.tree.map(jnp.add, drest, total)
+        totals = BatchCarry(stacks, host, workspace, total, weight)
+        return totals, BatchMetrics(one.loss, one.metrics, measure)
 
     def _clipped_from(
         self,
@@ -212,29 +224,28 @@ class ByHost(Sweeps):
             slab(g, i).astype(x.dtype)
             for g, x in zip(host, jax.tree.leaves(workspace.gradients), strict=True)
         ]
-        here = (
-            norm if self.norms.clip == "global" else self.norms.measured(gradients).norm
-        )
-        return self.norms.scaled(gradients, here)
+        whole = self.clipping.clip == "global"
+        limit = norm if whole else self.clipping.measure(gradients).norm
+        return self.clipping.clipped(gradients, limit)
 
 
-def gathering(
+def first_carry(
     stacks: list[Array],
     workspace: GradientWorkspace,
     drest: Rest | None,
     weight: Float[Array, ""],
-) -> Gathered:
+) -> BatchCarry:
     """What the first micro-batch begins with."""
     host = jax.tree.leaves(workspace.host)
     bare = dataclasses.replace(workspace, host=None, pending=None)
-    return Gathered(stacks, host, bare, drest, weight)
+    return BatchCarry(stacks, host, bare, drest, weight)
 
 
-def filled(workspace: GradientWorkspace, gathered: Gathered) -> GradientWorkspace:
+def filled(workspace: GradientWorkspace, totals: BatchCarry) -> GradientWorkspace:
     """The workspace, with the gradients of all micro-batches on the host."""
-    host = jax.tree.unflatten(jax.tree.structure(workspace.host), gathered.host)
+    host = jax.tree.unflatten(jax.tree.structure(workspace.host), totals.host)
     return dataclasses.replace(
-        workspace, gradients=gathered.workspace.gradients, host=host
+        workspace, gradients=totals.workspace.gradients, host=host
     )
 
 

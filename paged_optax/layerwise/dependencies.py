@@ -1,0 +1,161 @@
+"""Which leaves of a model depend on which parameters.
+
+Gradients are computed of what follows from trained parameters. And the gradient of an
+output matrix, on which the prologue does not depend, is known before those of the
+layers: its moments need not wait, and a chunk of them travels with each layer's.
+"""
+
+from collections.abc import Callable, Hashable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.custom_derivatives import CustomVJPPrimal
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
+
+from paged_optax.analysis.flat import Flat
+from paged_optax.analysis.program import Constant
+from paged_optax.backend.memory import on_host
+from paged_optax.backend.meshes import on_one_device, shape_dtype
+from paged_optax.backend.variables import as_pure
+from paged_optax.engine.stored_array import Stored
+from paged_optax.layerwise.model import Learned, Model, Rest, is_inexact
+from paged_optax.layerwise.parameters import Partition, length_of
+from paged_optax.layerwise.weights import Weights
+from paged_optax.state.leaves import is_quantized
+from paged_optax.transform.codec_rules import SMALLEST_CODED
+from paged_optax.transform.trees import parameter_of
+
+
+def learned(model: Model, weights: Weights, rest: Rest, batch: PyTree) -> Learned:
+    """Which leaves of the layers' input, and of the context, have gradients.
+
+    Args:
+      model: The model.
+      weights: The layers' parameters.
+      rest: The others.
+      batch: A micro-batch.
+    """
+    entering, (x, context) = _entering(model, rest, batch)
+    every = [is_inexact(leaf) for leaf in jax.tree.leaves(x)]
+    seen = entering[len(every) :]
+    if sum(every) < 2:
+        return Learned(every, seen)
+
+    def layer(stacks: list[Array], x: PyTree, context: PyTree) -> PyTree:
+        slabs = weights.of(weights.slabs(stacks, 0))
+        return model.through(*slabs, x, context, jnp.int32(0))[0]
+
+    flat = Flat(jax.make_jaxpr(layer)(weights.stacks, x, context))
+    first = len(weights.stacks)
+    chosen = entering[: len(every)]
+    while True:
+        inputs = [n for n, yes in enumerate((*chosen, *seen), first) if yes]
+        dependent = flat.dependents([*range(first), *inputs])
+        outputs = [
+            old or (inexact and not isinstance(new, Constant) and new in dependent)
+            for old, inexact, new in zip(chosen, every, flat.outputs, strict=True)
+        ]
+        if outputs == chosen:
+            return Learned(chosen, seen)
+        chosen = outputs
+
+
+def _entering(
+    model: Model, rest: Rest, batch: PyTree
+) -> tuple[list[bool], tuple[PyTree, PyTree]]:
+    """Which leaves the prologue returns have gradients, and the shapes of all."""
+    perturbed: list[bool] = []
+    shapes: list[tuple[PyTree, PyTree]] = []
+
+    def watched(number: int, x: ArrayLike) -> ArrayLike:
+        @jax.custom_vjp
+        def watch(x: ArrayLike) -> ArrayLike:
+            return x
+
+        def forward(x: CustomVJPPrimal) -> tuple[ArrayLike, None]:
+            perturbed[number] = x.perturbed
+            return x.value, None
+
+        watch.defvjp(forward, lambda _, dx: (dx,), symbolic_zeros=True)
+        return watch(x)
+
+    def run(rest: Rest) -> list[ArrayLike]:
+        entered = model.enter(rest, batch)
+        shapes.append(jax.tree.map(shape_dtype, entered))
+        leaves = jax.tree.leaves(entered)
+        perturbed.extend([False] * len(leaves))
+        return [watched(i, x) for i, x in enumerate(leaves) if is_inexact(x)]
+
+    jax.eval_shape(lambda rest: jax.vjp(run, rest)[0], rest)
+    return perturbed, shapes[0]
+
+
+def used(
+    function: Callable[..., PyTree], rest: Rest, *others: PyTree
+) -> Mapping[Hashable, PyTree[bool]]:
+    """Which leaves of `rest` the results of a function of it depend on."""
+    flat = Flat(jax.make_jaxpr(function)(rest, *others))
+    outputs = {x for x in flat.outputs if not isinstance(x, Constant)}
+    leaves, structure = jax.tree.flatten(rest)
+    return structure.unflatten(
+        [not outputs.isdisjoint(flat.dependents([n])) for n in range(len(leaves))]
+    )
+
+
+# Rows of a chunk of a parameter: whole tiles of a TPU, of words of four codes each too.
+_ROWS = 32
+
+
+def chunked_leaves(
+    prologue: Callable[[Rest, PyTree], PyTree],
+    params: PyTree,
+    partition: Partition,
+    state: PyTree,
+    batch: PyTree,
+) -> list[int]:
+    """Numbers of the parameters outside the layers that can be updated in chunks.
+
+    Args:
+      prologue: The model's.
+      params: All parameters.
+      partition: The same, partitioned.
+      state: The state.
+      batch: One micro-batch.
+    """
+    paths = [
+        path for path, _ in jax.tree_util.tree_flatten_with_path(as_pure(params))[0]
+    ]
+    flat, _ = jax.tree_util.tree_flatten_with_path(as_pure(state), is_leaf=is_quantized)
+    owners = parameter_of([path for path, _ in flat], paths)
+    length = length_of(partition.layers)
+    used_first = partition.combine(
+        [True] * partition.in_layers.count(True),
+        partition.others(used(prologue, partition.rest, batch)),
+    )
+    numbers: list[int] = []
+    for n, x in enumerate(jax.tree.leaves(params)):
+        moments = [
+            y
+            for (_, y), owner in zip(flat, owners, strict=True)
+            if owner == n and jax.tree.leaves(y)[0].ndim
+        ]
+        if not used_first[n] and _divides(x, moments, length):
+            numbers.append(n)
+    return numbers
+
+
+def _divides(x: Array, moments: list[Stored], chunks: int) -> bool:
+    """Whether a parameter and its moments divide into chunks of whole rows."""
+    arrays = [y for moment in moments for y in jax.tree.leaves(moment)]
+    if not any(map(on_host, arrays)) or on_host(x) or x.ndim < 2:
+        return False
+    large = x.size // chunks >= SMALLEST_CODED
+    whole = x.shape[0] % (chunks * _ROWS) == 0
+    return (
+        on_one_device(arrays)
+        and large
+        and whole
+        and all(y.ndim >= 2 and y.shape[0] % (chunks * _ROWS // 4) == 0 for y in arrays)
+    )

@@ -1,0 +1,182 @@
+"""Parameters and an optimizer's state: which leaves are updated layer by layer."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import PyTree
+
+from paged_optax.backend.memory import DEVICE, HOST, nbytes, on_host
+from paged_optax.backend.meshes import on_one_device
+from paged_optax.backend.text import keystr
+from paged_optax.backend.types import KeyPath
+from paged_optax.backend.variables import as_pure, unflatten_like
+from paged_optax.codecs import Quantized
+from paged_optax.engine.stored_array import Stored
+from paged_optax.layerwise.overlap import Group, grouped
+from paged_optax.layerwise.parameters import Partition, length_of
+from paged_optax.layerwise.slices import (
+    FETCHES_AHEAD,
+    LayerIndex,
+    goes_in_slabs,
+    put,
+)
+from paged_optax.state.leaves import is_quantized
+from paged_optax.transform.trees import parameter_of
+
+Value = TypeVar("Value")
+
+
+class LayeredState:
+    """Parameters and an optimizer's state, leaf by leaf.
+
+    Attributes:
+      partition: The parameters, partitioned.
+      length: How many layers there are.
+      chunked: The numbers of the parameters outside the layers that are updated with
+        them, in as many chunks as there are layers.
+      paths: The paths of all parameters.
+      params: All parameters.
+      slabbed: For each of them whether it is updated in slabs.
+      numbers: The numbers of the layers' parameters, and then of those in chunks. A
+        leaf of a layer is known by its position among these.
+      state_paths: The paths of the state.
+      state: Its leaves.
+      owners: For each of these the number of its parameter; None: of none.
+      stacked: For each of these whether it is updated in slabs.
+      slots: Those that are.
+    """
+
+    def __init__(
+        self,
+        params: PyTree[Array],
+        partition: Partition,
+        state: PyTree[Array],
+        chunked: Sequence[int] = (),
+    ):
+        self.partition, self.chunked = partition, tuple(chunked)
+        self.length = length_of(partition.layers)
+        flat, _ = jax.tree_util.tree_flatten_with_path(as_pure(params))
+        self.paths = [path for path, _ in flat]
+        self.params: list[Array] = [x for _, x in flat]
+        self.slabbed = [
+            n in chunked or (inside and goes_in_slabs(x))
+            for n, (inside, x) in enumerate(
+                zip(partition.in_layers, self.params, strict=True)
+            )
+        ]
+        self.numbers = [n for n, inside in enumerate(partition.in_layers) if inside]
+        self.numbers += self.chunked
+        self._whole = state
+        self._structure = jax.tree.structure(state, is_leaf=is_quantized)
+        flat, _ = jax.tree_util.tree_flatten_with_path(
+            as_pure(state), is_leaf=is_quantized
+        )
+        self.state_paths: list[KeyPath] = [path for path, _ in flat]
+        self.state: list[Stored] = [x for _, x in flat]
+        self.owners = parameter_of(self.state_paths, self.paths)
+        self.stacked = [
+            owner is not None
+            and self.slabbed[owner]
+            and bool(jax.tree.leaves(x)[0].ndim)
+            for x, owner in zip(self.state, self.owners, strict=True)
+        ]
+        # Scales are few, and on a TPU a part of a vector is no whole tile.
+        self.slots = [
+            _scales_to(x, host=False)
+            for x, stacked in zip(self.state, self.stacked, strict=True)
+            if stacked
+        ]
+
+    def grouped(self, most: int | None = None) -> list[Group]:
+        """The leaves that are updated in slabs, in groups of about equal travel."""
+        place = {number: leaf for leaf, number in enumerate(self.numbers)}
+        leaves = [place[n] for n in self.numbers if self.slabbed[n]]
+        owners = [
+            place[owner]
+            for owner, stacked in zip(self.owners, self.stacked, strict=True)
+            if stacked and owner is not None
+        ]
+        weights = [(place[n], self.params[n]) for n in self.numbers]
+        moving = [*zip(owners, self.slots, strict=True), *weights]
+        travel = [
+            sum(nbytes(x) for owner, x in moving if owner == leaf and on_host(x))
+            for leaf in leaves
+        ]
+        return grouped(leaves, owners, travel, most)
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether a layer can be updated while another one is computed.
+
+        Not yet on many devices, where gradients are reduced beside transfers.
+        """
+        return FETCHES_AHEAD and self.length > 1 and on_one_device(self.slots)
+
+    def of_layers(self, values: Sequence[Value]) -> list[Value]:
+        """Those of a value for each parameter that belong to the layers."""
+        inside = self.partition.in_layers
+        return [x for x, yes in zip(values, inside, strict=True) if yes]
+
+    def small_gradients(self, gradients: PyTree[Array]) -> list[Array | None]:
+        """Room for the gradients of small leaves, of all layers: norms, biases."""
+        return [
+            None if slabbed else jnp.zeros((self.length, *g.shape), g.dtype)
+            for g, slabbed in zip(
+                jax.tree.leaves(gradients), self.of_layers(self.slabbed), strict=True
+            )
+        ]
+
+    def name(self, number: int) -> str:
+        """What messages call a parameter."""
+        return f"parameter {keystr(self.paths[number])}"
+
+    def params_tree(self, leaves: Sequence[object]) -> PyTree:
+        """A tree of all parameters' structure."""
+        return jax.tree.unflatten(self.partition.structure, leaves)
+
+    def state_tree(self, leaves: Sequence[object]) -> PyTree:
+        """A tree of the state's structure."""
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def new_state(
+        self, slots: Sequence[Stored], leaves: Sequence[Stored]
+    ) -> PyTree[Array]:
+        """The whole state.
+
+        Args:
+          slots: Its stacks.
+          leaves: All its leaves, of which those that are stacks are not used.
+        """
+        stacks = iter(slots)
+        whole = [
+            unflatten_like(old, _scales_to(next(stacks), host=on_host(old)))
+            if stacked
+            else x
+            for old, x, stacked in zip(self.state, leaves, self.stacked, strict=True)
+        ]
+        return unflatten_like(self._whole, whole)
+
+
+def store_small(
+    small: Sequence[Array | None], gradients: Sequence[Array], i: LayerIndex
+) -> list[Array | None]:
+    """Keeps the gradients of layer i's small leaves."""
+    return [
+        None if stack is None else put(stack, g, i)
+        for stack, g in zip(small, gradients, strict=True)
+    ]
+
+
+def _scales_to(x: Stored, *, host: bool) -> Stored:
+    """Moves a stack's scales, which are few, to the device or back.
+
+    The container names no codec, as those of single layers do not.
+    """
+    if not isinstance(x, Quantized):
+        return x
+    if not on_host(x):
+        return Quantized(*x)
+    return Quantized(x.codes, jax.device_put(x.scales, HOST if host else DEVICE))

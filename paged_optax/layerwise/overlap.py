@@ -1,0 +1,265 @@
+"""Transfers between host and device, overlapped with a computation in segments.
+
+XLA begins a transfer where its operand is there, and waits for it where its result is
+used. So what is to travel beside a segment is bound to the segment's ends: what has
+been computed there passes an optimization barrier together with what has been
+transferred. A layer's leaves are in as many groups, of which one travels beside each
+segment.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import jax
+from jax import Array, lax
+from jax.extend import core
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
+
+from paged_optax.analysis.flat import Flat
+from paged_optax.analysis.program import Constant, Equation, Opaque
+from paged_optax.backend.memory import nbytes, on_host
+from paged_optax.layerwise.slices import LayerIndex, slab
+
+#: What happens between two segments: `between(k, computed)` is called after segment k
+#: and returns what has been computed.
+Between = Callable[[int, list[ArrayLike]], list[ArrayLike]]
+
+Result = TypeVar("Result", bound=PyTree[Array])
+
+# Products that an H200 computes in the time in which it writes an entry to its memory.
+_AN_ENTRY = 300
+
+# An equation of this part of a segment's work has results that segments are bound to.
+# To bind whatever lives there would tear apart what XLA fuses.
+_PRODUCT = 1 / 32
+
+# The result of these is their operand, in another shape or dtype.
+_SAME = frozenset({"convert_element_type", "reshape", "squeeze", "transpose"})
+
+
+def in_segments(
+    function: Callable[..., Result],
+    arguments: Sequence[PyTree[ArrayLike]],
+    ends: Sequence[float],
+    between: Between,
+) -> Result:
+    """Calls a function in segments.
+
+    Args:
+      function: The function.
+      arguments: Its arguments.
+      ends: Where each segment but the last one ends, as a part of the work.
+      between: What happens there.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    flat = Flat(closed, checkpoints=False)
+    work = [_work(flat, equation) for equation in flat.equations]
+    cuts = _cuts(work, ends)
+    bound = _results(flat)
+    for equation, size in zip(flat.equations, work, strict=True):
+        if size > _PRODUCT * sum(work) / (len(ends) + 1):
+            bound.update(equation.outputs)
+    last_use = {
+        x: index
+        for index, operands in enumerate(
+            [*(equation.inputs for equation in flat.equations), flat.outputs]
+        )
+        for x in operands
+        if not isinstance(x, Constant)
+    }
+    values = dict(flat.constants) | dict(enumerate(jax.tree.leaves(arguments)))
+    read = lambda x: x.value if isinstance(x, Constant) else values[x]
+    for index, equation in enumerate(flat.equations):
+        with _traced_mesh(equation):
+            outputs = equation.bind([read(x) for x in equation.inputs], None)
+        values.update(zip(equation.outputs, outputs, strict=True))
+        for k in (k for k, cut in enumerate(cuts) if cut == index):
+            computed = [x for x in values if x in bound and last_use.get(x, -1) > index]
+            new = between(k, [values[x] for x in computed])
+            values.update(zip(computed, new, strict=True))
+    return jax.tree.unflatten(jax.tree.structure(shapes), map(read, flat.outputs))
+
+
+def _traced_mesh(equation: Equation) -> contextlib.AbstractContextManager[None]:
+    """Around an equation: the mesh that it was traced on, of explicit axes or not."""
+    mesh = equation.traced and equation.traced.ctx.cur_abstract_mesh
+    if not mesh or mesh == jax.sharding.get_abstract_mesh():
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def _cuts(work: Sequence[float], ends: Sequence[float]) -> list[int]:
+    """The equations after which segments end: those that end nearest."""
+    done = list(itertools.accumulate(work))
+    nearest = lambda end: min(
+        range(len(done)), key=lambda index: abs(done[index] - end * done[-1])
+    )
+    return [nearest(end) for end in ends]
+
+
+def _results(flat: Flat) -> set[int]:
+    """The results, and what is a result in another shape or dtype."""
+    results = {x for x in flat.outputs if not isinstance(x, Constant)}
+    for equation in reversed(flat.equations):
+        if equation.primitive.name in _SAME and not results.isdisjoint(
+            equation.outputs
+        ):
+            results.update(x for x in equation.inputs if not isinstance(x, Constant))
+    return results
+
+
+def _work(flat: Flat, equation: Equation) -> float:
+    """Operations of an equation of a flat jaxpr."""
+    return _operations(
+        equation.primitive.name,
+        {k: x.value if isinstance(x, Opaque) else x for k, x in equation.params},
+        [tuple(flat.shape(x)) for x in equation.inputs],
+        [tuple(flat.shape(x)) for x in equation.outputs],
+    )
+
+
+def _operations(
+    primitive: str,
+    params: Mapping[str, object],
+    operands: Sequence[tuple[int, ...]],
+    results: Sequence[tuple[int, ...]],
+) -> float:
+    """Operations of a primitive, given the shapes of its operands and results."""
+    entries = sum(map(math.prod, results))
+    match primitive, params:
+        case "dot_general", {"dimension_numbers": (((*summed,), _), _)}:
+            return 2.0 * entries * math.prod(operands[0][i] for i in summed)
+        case _, {"dimension_numbers": lax.ConvDimensionNumbers() as numbers}:
+            features = operands[1][numbers.rhs_spec[0]]
+            return 2.0 * entries * math.prod(operands[1]) / features
+        case _:
+            pass
+    inside = sum(
+        _operations(
+            eqn.primitive.name,
+            eqn.params,
+            [getattr(x.aval, "shape", ()) for x in eqn.invars],
+            [getattr(x.aval, "shape", ()) for x in eqn.outvars],
+        )
+        for jaxpr in core.jaxprs_in_params(dict(params))
+        for eqn in jaxpr.eqns
+    )
+    turns = params.get("length", 1)
+    return (turns if isinstance(turns, int) else 1) * inside + _AN_ENTRY * entries
+
+
+# A transfer is hidden by what is computed beside it. Of more groups fewer bytes wait
+# on the device; of four, each is about one large matrix of a transformer.
+_GROUPS = 4
+
+
+class Group(NamedTuple):
+    """Some leaves of a layer, which are updated together.
+
+    Attributes:
+      leaves: Their positions among the layer's leaves.
+      slots: The positions of their moments among the state's stacks.
+    """
+
+    leaves: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+def grouped(
+    leaves: Sequence[int],
+    owners: Sequence[int],
+    travel: Sequence[int],
+    most: int | None = None,
+) -> list[Group]:
+    """Divides a layer's leaves into groups of about equal travel.
+
+    Args:
+      leaves: The positions of those that are updated layer by layer.
+      owners: For each of the state's stacks the position of its leaf.
+      travel: For each of `leaves` the bytes that travel.
+      most: How many groups at most; None: as many as are worth it.
+
+    Returns:
+      The groups.
+    """
+    count = min(most or _GROUPS, sum(map(bool, travel)))
+    groups: list[list[int]] = [[] for _ in range(max(1, count))]
+    sizes = [0] * len(groups)
+    for size, leaf in sorted(zip(travel, leaves, strict=True), reverse=True):
+        least = sizes.index(min(sizes))
+        groups[least].append(leaf)
+        sizes[least] += size
+    # The smallest first: it is fetched beside the last segment, where XLA:GPU begins to
+    # fetch late (jax 0.12.0.1).
+    return [
+        Group(
+            tuple(sorted(group)),
+            tuple(n for n, owner in enumerate(owners) if owner in group),
+        )
+        for _, group in sorted(zip(sizes, groups, strict=True))
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """Frozen stacks, of which a share is fetched beside each segment of a computation.
+
+    Attributes:
+      stacks: The stacks.
+      count: How many shares, of about equal travel.
+    """
+
+    stacks: Sequence[Array]
+    count: int
+
+    @property
+    def numbers(self) -> list[tuple[int, ...]]:
+        """For each share the positions of its stacks, all of which are on the host."""
+        hosted = [n for n, x in enumerate(self.stacks) if on_host(x)]
+        travel = [nbytes(self.stacks[n]) for n in hosted]
+        numbers = [group.leaves for group in grouped(hosted, (), travel, self.count)]
+        return numbers + [()] * (self.count - len(numbers))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each share, of all layers."""
+        return [sum(nbytes(self.stacks[n]) for n in share) for share in self.numbers]
+
+    def fetch(self, k: int, i: LayerIndex) -> dict[int, Array]:
+        """Begins to fetch share k of layer i; by the positions of the stacks."""
+        return {n: slab(self.stacks[n], i) for n in self.numbers[k]}
+
+    def slabs(self, fetched: Mapping[int, Array], i: LayerIndex) -> list[Array]:
+        """Layer i, all shares of which have been fetched."""
+        return [
+            fetched[n] if n in fetched else slab(x, i)
+            for n, x in enumerate(self.stacks)
+        ]
+
+
+def ends_of(
+    leaving: Sequence[int], coming: Sequence[int], shares: Sequence[int]
+) -> list[float]:
+    """Where segments end, as parts of the work: as long as what travels in them.
+
+    Beside segment k group k leaves, and the group after it comes, and share k.
+
+    Args:
+      leaving: Bytes of each group that travel to the host.
+      coming: Those that travel from it.
+      shares: Bytes of each share of what is frozen.
+
+    Returns:
+      The ends. Segments are equally long if nothing of all this travels, as of weights
+      on the host that are updated without moments.
+    """
+    after = map(sum, zip([*coming[1:], *coming[:1]], shares, strict=True))
+    done = list(itertools.accumulate(map(max, zip(leaving, after, strict=True))))
+    if not done[-1]:
+        return [k / len(done) for k in range(1, len(done))]
+    return [x / done[-1] for x in done[:-1]]
