@@ -29,7 +29,7 @@ from paged_optax.analysis.program import (
     Operand,
     Program,
 )
-from paged_optax.backend.meshes import in_shard_map
+from paged_optax.backend.axis_types import in_shard_map
 from paged_optax.backend.types import holds_moments
 
 #: Values of at most this many elements that no gradient enters are computed once

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import xla_metadata
 
-from paged_optax.backend.meshes import varying, varying_axes
+from paged_optax.backend.axis_types import varying, varying_axes
 
 #: XLA:CPU drops optimization barriers before it fuses. The fetches of pages then fuse
 #: into every one of their uses, reads and writes of a leaf overlap, and each page

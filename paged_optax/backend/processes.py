@@ -155,7 +155,10 @@ def _difference(first: bytes, mine: bytes, process: int) -> str:
         json.loads(zlib.decompress(each)) for each in (first, mine)
     )
     if call != my_call:
-        return f"process 0 calls {call}, and process {process} {my_call}."
+        return (
+            f"process 0 calls {call}, and process {process} {my_call}. All processes"
+            " make the same calls, in the same order: if one restores a state, all do."
+        )
     lines = [*_differences(values, my_values, process)]
     more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
     return (

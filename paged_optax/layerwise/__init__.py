@@ -2,7 +2,7 @@
 
 `step` is the whole. `backward_update` updates each layer as its gradients are computed,
 `host_gradients` when all of them are on the host, `deferred_update` in the next step.
-`layerwise_model` is what users write, `model` runs it forward and differentiates it,
+`layerwise_model` is what users write, `forward` runs it forward and differentiates it,
 `backward` goes through all layers, `dependencies` finds what has gradients.
 `layer_optimizer` applies the transformation to one layer, by the `programs` of the
 whole tree; `layered_state` finds its moments. `overlapped_update` does so while another

@@ -11,8 +11,7 @@ from jaxtyping import Bool, Float, PyTree
 from paged_optax.backend.memory import on_host
 from paged_optax.layerwise.clipping import widened
 from paged_optax.layerwise.dependencies import learned, used
-from paged_optax.layerwise.loss import WeightedLoss, over
-from paged_optax.layerwise.model import (
+from paged_optax.layerwise.forward import (
     ByPrologue,
     Forward,
     Head,
@@ -21,6 +20,7 @@ from paged_optax.layerwise.model import (
     is_inexact,
     select,
 )
+from paged_optax.layerwise.loss import WeightedLoss, over
 from paged_optax.layerwise.overlap import in_segments
 from paged_optax.layerwise.overlapped_update import BackwardOverlap, InFlight, Stage
 from paged_optax.layerwise.slices import Carry, LayerIndex, downwards, kept, put, slab

@@ -12,10 +12,10 @@ from paged_optax.backend.memory import DEVICE, on_host
 from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.backward import BackwardPass
 from paged_optax.layerwise.clipping import Clipping, Guard, Measure
+from paged_optax.layerwise.forward import ByPrologue, Model, Rest
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layered_state import store_small
 from paged_optax.layerwise.loss import LayerwiseOutput, mean_of
-from paged_optax.layerwise.model import ByPrologue, Model, Rest
 from paged_optax.layerwise.overlapped_update import BackwardOverlap
 from paged_optax.layerwise.parameters import Partition
 from paged_optax.layerwise.slices import LayerIndex, goes_in_slabs, slab

@@ -11,8 +11,8 @@ import optax
 from jax import Array
 from jaxtyping import PyTree
 
+from paged_optax.backend.axis_types import shape_dtype
 from paged_optax.backend.memory import nbytes, on_host
-from paged_optax.backend.meshes import shape_dtype
 from paged_optax.backend.processes import compare, spans_processes
 from paged_optax.backend.text import key_names, keystr, readable_bytes
 from paged_optax.backend.types import KeyPath

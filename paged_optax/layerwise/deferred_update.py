@@ -16,9 +16,9 @@ from jaxtyping import PyTree
 
 from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.backward import BackwardPass
+from paged_optax.layerwise.forward import Forward
 from paged_optax.layerwise.host_gradients import HostGradients, filled, first_carry
 from paged_optax.layerwise.loss import LayerwiseOutput, mean_of
-from paged_optax.layerwise.model import Forward
 from paged_optax.layerwise.overlapped_update import ForwardOverlap
 from paged_optax.layerwise.parameters import Partition
 from paged_optax.layerwise.weights import Weights

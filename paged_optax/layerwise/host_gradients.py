@@ -13,6 +13,7 @@ from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.backward import BackwardPass, written
 from paged_optax.layerwise.backward_update import BackwardUpdate, LayerResults
 from paged_optax.layerwise.clipping import Measure
+from paged_optax.layerwise.forward import Rest
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layered_state import store_small
 from paged_optax.layerwise.loss import (
@@ -22,7 +23,6 @@ from paged_optax.layerwise.loss import (
     over,
     weight_divisor,
 )
-from paged_optax.layerwise.model import Rest
 from paged_optax.layerwise.slices import LayerIndex, put, slab, upwards
 from paged_optax.layerwise.weights import Weights
 from paged_optax.layerwise.workspace import GradientWorkspace

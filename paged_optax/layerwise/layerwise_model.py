@@ -26,11 +26,11 @@ from jax.sharding import (
 from jax.typing import DTypeLike
 from jaxtyping import Int, PyTree
 
-from paged_optax.backend.meshes import axis_types, with_automatic_axes
+from paged_optax.backend.axis_types import axis_types, with_automatic_axes
 from paged_optax.backend.validation import check_function
 from paged_optax.layerwise.clipping import widest
+from paged_optax.layerwise.forward import Model, refuse_other_input
 from paged_optax.layerwise.loss import WeightedLoss, has_metrics, loss_and_metrics, over
-from paged_optax.layerwise.model import Model, refuse_other_input
 from paged_optax.layerwise.parameters import Partition, from_numpy, length_of
 from paged_optax.layerwise.weights import Frozen, on_device
 from paged_optax.layerwise.workspace import GradientWorkspace

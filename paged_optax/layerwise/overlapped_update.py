@@ -18,8 +18,8 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.engine.stored_array import Stored
+from paged_optax.layerwise.forward import Entered, Forward, stored
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
-from paged_optax.layerwise.model import Entered, Forward, stored
 from paged_optax.layerwise.overlap import Group, Shares, ends_of, in_segments
 from paged_optax.layerwise.slices import LayerIndex, put, slab, upwards
 from paged_optax.layerwise.weights import Slabs

@@ -26,6 +26,7 @@ from paged_optax.layerwise.checks import (
 from paged_optax.layerwise.clipping import Clipping, Guard, widest
 from paged_optax.layerwise.deferred_update import DeferredUpdate
 from paged_optax.layerwise.dependencies import chunked_leaves
+from paged_optax.layerwise.forward import Model
 from paged_optax.layerwise.host_gradients import HostGradients
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layered_state import LayeredState
@@ -35,7 +36,6 @@ from paged_optax.layerwise.layerwise_model import (
     on_explicit_axes,
 )
 from paged_optax.layerwise.loss import LayerwiseOutput
-from paged_optax.layerwise.model import Model
 from paged_optax.layerwise.parameters import (
     Partition,
     from_numpy,

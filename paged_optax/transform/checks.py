@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from paged_optax.analysis.program import Analysis, LeafUpdate
+from paged_optax.backend.axis_types import shape_dtype
 from paged_optax.backend.memory import PINNED_HOST, memory_kinds, on_host
-from paged_optax.backend.meshes import shape_dtype
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import ArrayOrShape, KeyPath
 from paged_optax.codecs import Quantized

@@ -18,6 +18,13 @@ from paged_optax.analysis.flat import refuse_effects, trace
 from paged_optax.analysis.program import Analysis, Evaluation, LeafUpdate
 from paged_optax.analysis.split import analyse
 from paged_optax.backend import memory
+from paged_optax.backend.axis_types import (
+    on_automatic_axes,
+    shape_dtype,
+    varying_axes,
+    with_automatic_axes,
+    without_explicit_axes,
+)
 from paged_optax.backend.memory import (
     DEVICE,
     HOST,
@@ -28,12 +35,6 @@ from paged_optax.backend.memory import (
     on_host,
     replicated_sharding,
     resolve_host_memory_kind,
-)
-from paged_optax.backend.meshes import (
-    shape_dtype,
-    varying_axes,
-    with_automatic_axes,
-    without_explicit_axes,
 )
 from paged_optax.backend.processes import compare, spans_processes
 from paged_optax.backend.text import LARGE_BYTES, keystr, readable_bytes, track
@@ -288,6 +289,9 @@ class _NewState:
         if owner is not None and self.told[owner] and not is_traced(inputs):
             divide = lambda x: jax.device_put(x, self.told[owner])
             inputs = [divide(x) if x.shape == leaf.shape else x for x in inputs]
+        if divided is None and not is_traced(inputs):
+            # Pages are written into a buffer whose type names no mesh.
+            inputs = [on_automatic_axes(x) for x in inputs]
         storage = [Storage(dtype.itemsize, codec, not stays)]
         new = fill(
             tuple(inputs),

@@ -18,8 +18,8 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
+from paged_optax.backend.axis_types import in_shard_map, shape_dtype
 from paged_optax.backend.memory import nbytes
-from paged_optax.backend.meshes import in_shard_map, shape_dtype
 from paged_optax.backend.types import (
     ArrayOrShape,
     PyTreeDef,

@@ -12,9 +12,13 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
+from paged_optax.backend.axis_types import (
+    in_shard_map,
+    shape_dtype,
+    with_automatic_axes,
+)
 from paged_optax.backend.gpu import warn_without_overlap
 from paged_optax.backend.memory import donate_within_memory, is_mistyped
-from paged_optax.backend.meshes import in_shard_map, shape_dtype, with_automatic_axes
 from paged_optax.backend.processes import compare, spans_processes
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import is_traced

@@ -114,6 +114,23 @@ def with_automatic_axes(
     return run(*arguments)
 
 
+def on_automatic_axes(x: PyTree) -> PyTree:
+    """A concrete array, whose type on a mesh of explicit axes then tells no division.
+
+    Its buffers are the same.
+    """
+    if _explicit_mesh(x) is None:
+        return x
+    mesh: Mesh = x.sharding.mesh
+    types = tuple(
+        AxisType.Auto if one is AxisType.Explicit else one for one in mesh.axis_types
+    )
+    automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    kind = x.sharding.memory_kind
+    sharding = NamedSharding(automatic, x.sharding.spec, memory_kind=kind)
+    return jax.device_put(x, sharding)
+
+
 def without_explicit_axes() -> contextlib.AbstractContextManager[None]:
     """Traces within as on one device, if the mesh around has explicit axes."""
     # What is traced then runs on such a mesh and on automatic axes alike.
