@@ -4,7 +4,7 @@ Optax selects between the old state and the new with `jnp.where` or `lax.cond`. 
 states are host arrays, XLA copies them whole (`MultiSteps` on GPUs; `lax.cond` on GPUs,
 jax 0.10.2) or fails to compile (`MultiSteps` on TPUs), and every micro-step moves every
 byte. Here a skipped step runs its page loops zero times, which
-`paged_optax.transform.gates` sees to.
+`paged_optax.transform.active_parameters` sees to.
 
 The semantics are Optax's by construction: Optax's own wrapper runs around a
 transformation whose state is a single bool, and that bool tells afterwards whether the
@@ -27,7 +27,7 @@ from paged_optax.backend.validation import (
     check_function,
     check_transformation,
 )
-from paged_optax.transform.gates import only_if, restart_if
+from paged_optax.transform.active_parameters import only_if, restart_if
 from paged_optax.transform.init import tied
 
 #: Returns updates as they are; its state tells whether the wrapper took its update.

@@ -18,6 +18,7 @@ from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import parse_bytes, print_table, readable_bytes
 from paged_optax.backend.validation import floating_dtype
 from paged_optax.cli.measurements import measured_card
+from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
 from paged_optax.planning.cards import CARDS, find_card
 from paged_optax.planning.fits import what_fits
 from paged_optax.planning.footprints import filled
@@ -94,7 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a float32 copy, what bfloat16 parameters lack: 2 bytes each",
     )
     parser.add_argument(
-        "--page-size", default="16MiB", metavar="BYTES", help="(default: %(default)s)"
+        "--page-size",
+        default=DEFAULT_PAGE_SIZE,
+        metavar="BYTES",
+        help="(default: %(default)s)",
     )
     parser.add_argument(
         "--link",

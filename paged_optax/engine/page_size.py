@@ -62,6 +62,9 @@ _CODED_LEAVES = 7
 # times the size that was asked for.
 _LARGER_ON_DEVICE = 16
 
+#: Bytes of a page if a user asks for no other: long transfers, and little scratch.
+DEFAULT_PAGE_SIZE = "16MiB"
+
 # Norms and biases on the device need no gate. What XLA may compute of all of them at
 # once is little, and on a GPU each gate waits for the host twice.
 _UNGATED = 64 * 2**10

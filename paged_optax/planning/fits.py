@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from paged_optax.backend.memory import device_share, nbytes, platform
 from paged_optax.backend.text import parse_bytes
 from paged_optax.backend.validation import brief, check_arrays, check_bool, check_count
+from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
 from paged_optax.planning.activations import Activations, Sizes, Workload, sizes_of
 from paged_optax.planning.cards import CARDS, Card, find_card
 from paged_optax.planning.footprints import Footprint, Footprints
@@ -30,7 +31,7 @@ def what_fits(
     codec: Rule | Mapping[str, Rule] = None,
     master_dtype: DTypeLike | None = None,
     master_remainders: bool = False,
-    page_size: int | str = "16MiB",
+    page_size: int | str = DEFAULT_PAGE_SIZE,
     link_gigabytes_per_second: float | None = None,
     teraflops: float | None = None,
     layers: str = "layers",

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import parse_bytes
+from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
 from paged_optax.planning.activations import Activations
 from paged_optax.planning.footprints import LAYERWISE, Footprint
 from paged_optax.planning.layers import Layers
@@ -63,9 +64,8 @@ class Paging:
         A codec that has no name is the variable `codec`.
         """
         texts = []
-        if parse_bytes("page_size", self.page_size) != parse_bytes(
-            "page_size", "16MiB"
-        ):
+        size, default = self.page_size, DEFAULT_PAGE_SIZE
+        if parse_bytes("page_size", size) != parse_bytes("page_size", default):
             texts += [f"page_size={json.dumps(self.page_size)}"]
         if self.master_dtype is not None:
             texts += [f'master_dtype="{np.dtype(self.master_dtype)}"']

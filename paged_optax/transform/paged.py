@@ -16,6 +16,7 @@ from paged_optax.backend.validation import (
     check_transformation,
     floating_dtype,
 )
+from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
 from paged_optax.transform.checks import paged_by_one
 from paged_optax.transform.codec_rules import Rule, check, draws
 from paged_optax.transform.init import init
@@ -32,7 +33,7 @@ from paged_optax.transform.update import Update
 def paged(
     inner: optax.GradientTransformation,
     *,
-    page_size: int | str = "16MiB",
+    page_size: int | str = DEFAULT_PAGE_SIZE,
     device_budget: int | str | None = "0B",
     min_paged_size: int | str = "256KiB",
     host_memory_kind: str = "pinned_host",

@@ -24,7 +24,7 @@ from paged_optax.backend.memory import (
 )
 from paged_optax.backend.text import keystr, parse_bytes, readable_bytes
 from paged_optax.backend.types import ArrayOrShape, PyTreeDef
-from paged_optax.engine.page_size import cut, uncut
+from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE, cut, uncut
 from paged_optax.engine.pages import Geometry, Storage
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.checks import refuse_changes, refuse_state
@@ -72,7 +72,7 @@ class Configuration:
         if page_bytes == 0:
             raise ValueError(
                 f"page_size={page_size!r}: a page needs at least one byte; the default"
-                " is '16MiB'."
+                f" is {DEFAULT_PAGE_SIZE!r}."
             )
         if host_memory_kind not in ("auto", PINNED_HOST):
             # This call starts JAX's backend, which only a call that raises may do.

@@ -22,9 +22,9 @@ from paged_optax.engine.backend_check import check_backend
 from paged_optax.engine.pages import Storage
 from paged_optax.engine.shards import UNSHARDED, Shards, constrained
 from paged_optax.engine.stream import stream
+from paged_optax.transform.active_parameters import Gate, any_gate, choose_by
 from paged_optax.transform.checks import refuse_derivatives, refuse_joined
 from paged_optax.transform.context import current, without
-from paged_optax.transform.gates import Gate, any_gate, choose_by
 from paged_optax.transform.paged_transformation import (
     PagedTransformation,
     divided_as,

@@ -24,6 +24,7 @@ from paged_optax.backend.text import keystr
 from paged_optax.backend.types import is_traced
 from paged_optax.backend.variables import as_pure, unflatten_like
 from paged_optax.engine.shards import Shards
+from paged_optax.transform.active_parameters import Gates, gates_of
 from paged_optax.transform.agreement import Said, said_of
 from paged_optax.transform.checks import (
     refuse_different,
@@ -33,7 +34,6 @@ from paged_optax.transform.checks import (
     refuse_state,
 )
 from paged_optax.transform.context import current
-from paged_optax.transform.gates import Gates, gates_of
 from paged_optax.transform.manual import as_results, with_rows, without_rows
 from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.state_layout import OtherLayoutError
