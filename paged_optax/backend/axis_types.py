@@ -122,9 +122,7 @@ def on_automatic_axes(x: PyTree) -> PyTree:
     if _explicit_mesh(x) is None:
         return x
     mesh: Mesh = x.sharding.mesh
-    types = tuple(
-        AxisType.Auto if one is AxisType.Explicit else one for one in mesh.axis_types
-    )
+    types = _without_explicit(mesh.axis_types)
     automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
     kind = x.sharding.memory_kind
     sharding = NamedSharding(automatic, x.sharding.spec, memory_kind=kind)
@@ -140,9 +138,13 @@ def without_explicit_axes() -> contextlib.AbstractContextManager[None]:
     if AxisType.Manual not in around.axis_types:
         return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
     # Within a `jax.shard_map` over some of the axes; what varies along them says so.
-    automatic = {AxisType.Explicit: AxisType.Auto}
-    types = tuple(automatic.get(one, one) for one in around.axis_types)
+    types = _without_explicit(around.axis_types)
     return jax.sharding.use_abstract_mesh(around.update(axis_types=types))
+
+
+def _without_explicit(types: Sequence[AxisType]) -> tuple[AxisType, ...]:
+    automatic = {AxisType.Explicit: AxisType.Auto}
+    return tuple(automatic.get(one, one) for one in types)
 
 
 def _explicit_mesh(x: PyTree) -> Mesh | AbstractMesh | None:
