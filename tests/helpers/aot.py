@@ -182,7 +182,9 @@ def placements(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
 def ends(pages: Pages, page_bytes: int) -> set[tuple[str, int, int]]:
     """What `descriptors` has of the first page read and the last full one written.
 
-    Each goes in as few pieces as divide its units.
+    Each goes in as few pieces as divide its units, 2, 3, 5 or 7. What no such number
+    divides, as 251 units, is moved whole and outside of loops: 251 small transfers
+    would take longer.
 
     Args:
       pages: How a leaf is cut.
@@ -190,12 +192,14 @@ def ends(pages: Pages, page_bytes: int) -> set[tuple[str, int, int]]:
 
     Returns:
       (operation, first byte, bytes from piece to piece) of both; nothing where pages go
-      in turn.
+      in turn, or whole.
     """
     if GPU_NEEDS_RAW_INDEX:
         return set()
     units = pages.size // pages.unit
-    pieces = next(n for n in range(2, units + 1) if units % n == 0)
+    pieces = next((n for n in (2, 3, 5, 7) if units % n == 0), None)
+    if pieces is None:
+        return set()
     last = (pages.extent // pages.size - 1) * page_bytes
     size = page_bytes // pieces
     return {("read", 0, size), ("write", last, size)}
