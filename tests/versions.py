@@ -22,8 +22,9 @@ import tomllib
 ROOT = pathlib.Path(__file__).parents[1]
 #: Subjects that call another library, or depend on how JAX places arrays.
 SUBJECTS = (
-    *("checkpoints", "flax", "nnx", "numbers", "partial", "place"),
-    *("shapes", "sharding", "state", "step", "wrappers"),
+    *("compiling/step", "engine/shapes", "engine/sharding", "libraries/flax"),
+    *("libraries/nnx", "state/checkpoints", "state/place", "state/state"),
+    *("transform/numbers", "transform/partial", "transform/wrappers"),
 )
 #: Of the extra `test`, what the tests of these import.
 TOOLS = ("chex", "equinox", "hypothesis", "pytest", "pytest-xdist", "safetensors")
@@ -72,7 +73,8 @@ def main() -> None:
         for name in sorted(found):
             print(f"{name:24}{found[name]:16}{asked.get(name, '')}")
         command = [python, "-m", "pytest", "-n", "2", "-m", "not slow and not compiler"]
-        files = [f"tests/test_{subject}.py" for subject in SUBJECTS]
+        names = (subject.split("/") for subject in SUBJECTS)
+        files = [f"tests/{room}/test_{subject}.py" for room, subject in names]
         tested = subprocess.run(
             [*command, "-rfE", "--tb=short", "-p", "no:cacheprovider", *files],
             cwd=ROOT,

@@ -8,8 +8,8 @@ an array in host memory is refused ("Bitcast changes dimensionality", "Only hand
 bitcasts") or ends the process ("minor_to_major field contains 4 elements, but shape has
 2 dimensions"). So pages are cut along axes that are there.
 
-The rule was read off the compiler; `tests/test_tiling.py` compares it with the compiler
-for random shapes (libtpu 0.0.52).
+The rule was read off the compiler; `tests/backend/test_tiling.py` compares it with the
+compiler for random shapes (libtpu 0.0.52).
 """
 
 import functools

@@ -51,7 +51,7 @@ def linear_cross_entropy(
 
     MiB of device memory for loss and gradients, beside arguments and results, of 8192
     tokens, 2560 wide, a vocabulary of 151,936, and bfloat16, from XLA's buffer
-    assignment (`tests/test_linear_cross_entropy.py` bounds it):
+    assignment (`tests/losses/test_linear_cross_entropy.py` bounds it):
 
     | | H200 | TPU v5e |
     | --- | --- | --- |

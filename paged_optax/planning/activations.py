@@ -2,7 +2,7 @@
 
 Each constant is a count of buffers that XLA:GPU has alive at once, read off its buffer
 assignment for an H200 of decoders whose layers are each a `jax.checkpoint` (jax
-0.12.0.1). `tests/test_activations.py` holds the sums against it.
+0.12.0.1). `tests/planning/test_activations.py` holds the sums against it.
 """
 
 import collections

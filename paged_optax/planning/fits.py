@@ -58,21 +58,21 @@ def what_fits(
     Bytes of moments, of pages and of the link are `plan`'s. The sums are bounds: XLA's
     own buffer assignment for an H200 is at most 3% above those of paged and layerwise,
     5% above the resident one, and up to a quarter above that of the whole tree
-    (`tests/test_fit.py`).
+    (`tests/planning/test_fit.py`).
 
     With `batch` and `length` activations are counted too, of decoders whose layers are
     each a `jax.checkpoint`, as a layerwise step computes them: what the layers' inputs
     take, one layer's backward pass, its attention scores, and the logits
     (`paged_optax.planning.activations` has the formulas). Of 42 programs for an H200,
     of five models, the sum is within 7.1% of XLA's own bytes
-    (`tests/test_activations.py` bounds it). Of a mixture of experts all are counted for
-    each token, and a note says what `jax.lax.ragged_dot` takes more on a GPU: of two
-    layers of Qwen3-30B-A3B the sum is within 9%. The last lines are the way to choose:
-    the fastest that fits, with the code for it. If the rate of products is known, there
-    are a step's seconds too, in a range. At best its transfers travel beside products,
-    at 60% of a card's stated TFLOP/s, and both ways at once. At worst products reach
-    30% and nothing travels beside them, one way at a time. What the update itself
-    computes is not counted.
+    (`tests/planning/test_activations.py` bounds it). Of a mixture of experts all are
+    counted for each token, and a note says what `jax.lax.ragged_dot` takes more on a
+    GPU: of two layers of Qwen3-30B-A3B the sum is within 9%. The last lines are the way
+    to choose: the fastest that fits, with the code for it. If the rate of products is
+    known, there are a step's seconds too, in a range. At best its transfers travel
+    beside products, at 60% of a card's stated TFLOP/s, and both ways at once. At worst
+    products reach 30% and nothing travels beside them, one way at a time. What the
+    update itself computes is not counted.
 
     On a GPU the last note is what XLA's pool pins of the host's memory for the way to
     choose, which may be twice what is needed, and the limit that keeps it near that.

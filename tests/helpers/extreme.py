@@ -97,7 +97,7 @@ def compare_with_optax(alias: str) -> dict[str, dict[str, float]]:
 # -- codecs -------------------------------------------------------------------------
 
 #: The largest error over the largest magnitude of a block, signed and not, that
-#: `tests/test_codecs.py` holds each codec to; of bfloat16, over each value.
+#: `tests/codecs/test_codecs.py` holds each codec to; of bfloat16, over each value.
 BOUNDS = {
     "dynamic_int8": (0.008, 0.004),
     "dynamic_int4": (0.12, 0.12),

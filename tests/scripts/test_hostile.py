@@ -29,7 +29,7 @@ def test_readers(name):
     outcome = hostile.fuzz(name, count, seed=0)
     assert outcome.ended.total() >= 0.9 * count
     assert outcome.ended["refused"]
-    # Few changes leave a document whole; tests/test_shapes.py reads whole ones.
+    # Few changes leave a document whole; tests/engine/test_shapes.py reads whole ones.
     assert outcome.ended["read"] or name in ("index", "config")
     assert outcome.most_bytes < MOST
 

@@ -23,7 +23,7 @@ def test_paged_is_optax(exactly, alias):
     """Bit for bit where XLA rounds one way, also what is not finite."""
     found = exactly(f"extreme {alias}")
     if alias == "paged_muon":
-        # Its sums have an order of their own, see tests/test_numbers.py.
+        # Its sums have an order of their own, see tests/transform/test_numbers.py.
         assert found["state"] == {}
     else:
         assert found == {"state": {}, "parameters": {}}
@@ -40,7 +40,7 @@ CODED += [("paged_ademamix", "dynamic_int8"), ("paged_lion", "dynamic_int8")]
 def test_codecs(alias, codec, stream):
     """Within the codec's own bound of each exact step; updates are not much larger.
 
-    The bounds are those of tests/test_codecs.py and tests/test_vanishing.py.
+    The bounds are those of test_codecs.py and test_vanishing.py.
     """
     errors, sizes = compared(alias, codec)
     assert errors[stream] <= 1 + 1e-6

@@ -15,7 +15,7 @@ import pytest
 
 from helpers import disagreeing, process
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = pathlib.Path(process.__file__)
 STEPS = 4
 

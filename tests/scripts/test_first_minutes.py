@@ -14,7 +14,7 @@ import pytest
 
 from paged_optax.cli import graphs, measurements
 
-BENCHMARKS = pathlib.Path(__file__).parent / "benchmarks"
+BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 NAMES = ["graphs", "link", "large leaves", "activations"]
 
 

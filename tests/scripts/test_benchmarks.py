@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-RUN = pathlib.Path(__file__).parent / "benchmarks" / "run.py"
+RUN = pathlib.Path(__file__).parents[1] / "benchmarks" / "run.py"
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import rich
 
 import paged_optax as po
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 # The programs run as a user runs them: one device, this checkout importable.
 ENVIRONMENT = {
     **{k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS",)},
@@ -146,7 +146,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "paged_optax").rglob("*.md"))]
 BLOCKS = {
     path: re.findall(r"```python\n(.*?)```", path.read_text(), re.S)
     for path in PAGES
-    if path.name != "wrong_calls.md"  # tests/test_wrong_calls.py runs it
+    if path.name != "wrong_calls.md"  # tests/transform/test_wrong_calls.py runs it
 }
 
 

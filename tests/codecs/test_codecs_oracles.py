@@ -28,7 +28,7 @@ from paged_optax.codecs.quantization import dynamic_map, linear_map
 
 pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("strict")]
 
-DATA = pathlib.Path(__file__).parent / "data"
+DATA = pathlib.Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "codecs.npz")
 CASES = [key.removeprefix("input/") for key in GOLDEN if key.startswith("input/")]
 

@@ -18,7 +18,7 @@ from helpers import hf_command, hf_folders
 from helpers.hf_command import command, run, weights_of
 from helpers.hf_folders import TEXT
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 why = 'not installed: pip install ".[hf]", from Python 3.12 on'
 pytest.importorskip("eqx_zoo", reason=why)
 transformers = pytest.importorskip("transformers", reason=why)

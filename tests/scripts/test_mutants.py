@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-RECORD = pathlib.Path(__file__).parent / "data" / "mutants.json"
+RECORD = pathlib.Path(__file__).parents[1] / "data" / "mutants.json"
 
 
 def test_on_record():

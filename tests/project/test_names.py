@@ -5,7 +5,7 @@ import collections
 import pathlib
 import re
 
-PACKAGE = pathlib.Path(__file__).parents[1] / "paged_optax"
+PACKAGE = pathlib.Path(__file__).parents[2] / "paged_optax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 #: Words of how a thing came about, or where it is in the text. Optax and Equinox have
@@ -71,3 +71,12 @@ def test_each_file_has_a_name_of_its_own():
             folders[file.name].append(folder)
     twice = {name: x for name, x in folders.items() if len(x) > 1}
     assert set(twice) <= {"__init__.py", "checks.py"}, twice
+
+
+def test_tests_lie_as_the_package_lies():
+    tests = PACKAGE.parent / "tests"
+    rooms = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
+    others = {"libraries", "examples", "scripts", "project"}
+    package = {path.parent.relative_to(PACKAGE) for path in FILES}
+    assert rooms <= package | {*map(pathlib.Path, others)}
+    assert pathlib.Path() not in rooms

@@ -1,6 +1,6 @@
 """Checkpoints on a full disk, truncated, and altered: the last good one restores.
 
-Kills while they are written are in tests/test_faults.py.
+Kills while they are written are in tests/scripts/test_faults.py.
 """
 
 import functools

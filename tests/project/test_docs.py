@@ -21,7 +21,7 @@ from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
 from paged_optax.planning.cards import find_card
 from paged_optax.planning.shapes.models import DECODERS
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 GUIDES = ROOT / "paged_optax" / "guides"
 #: What is too deep for the README.
@@ -173,7 +173,7 @@ def test_messages_are_those_of_the_package():
     table = rows(TROUBLESHOOTING.read_text())
     assert len(table) > 10
     for message, way_out in table:
-        if message.endswith("by JAX"):  # those are held in tests/test_impossible.py
+        if message.endswith("by JAX"):  # those are held in test_impossible.py
             continue
         pattern = re.escape(message.strip("`")).replace("…", ".*")
         assert any(re.search(pattern, text, re.S) for text in texts), message

@@ -11,7 +11,7 @@ import pytest
 
 import paged_optax as po
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MESSAGES = (ROOT / "paged_optax" / "guides" / "troubleshooting.md").read_text()
 PARAMS = {"a": jnp.linspace(-1, 1, 32 * 32).reshape(32, 32)}
 

@@ -11,7 +11,7 @@ import pytest
 from helpers import kills
 from helpers.trainer import PHASES
 
-RECORD = pathlib.Path(__file__).parent / "data" / "killed.json"
+RECORD = pathlib.Path(__file__).parents[1] / "data" / "killed.json"
 
 
 @pytest.mark.slow

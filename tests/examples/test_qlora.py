@@ -13,7 +13,7 @@ from flax import nnx
 import paged_optax as po
 from helpers import aot
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 pytestmark = [
     pytest.mark.slow,

@@ -19,7 +19,7 @@ import paged_optax as po
 from helpers.reference import assert_equal
 from paged_optax.backend.memory import on_host
 
-EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 pytestmark = [
     pytest.mark.slow,

@@ -221,7 +221,7 @@ def test_the_command_for_a_folder(read, tmp_path, capsys):
     *_, line = capsys.readouterr().out.strip().splitlines()
     assert main(command) == 0
     assert "finetune_hf.py" not in capsys.readouterr().out
-    sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+    sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
     arguments = importlib.import_module("hf_arguments").parse_arguments
     python, program, *given = shlex.split(line)
     assert (python, program) == ("python", "examples/finetune_hf.py")

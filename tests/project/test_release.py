@@ -18,7 +18,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 #: A command of the README's.
 PLAN = ("plan", "--params", "8B", "--device-memory", "24GiB")

@@ -18,7 +18,7 @@ from helpers.endurance import BUDGET, REBALANCED_EVERY, TRAININGS
 from helpers.reference import assert_equal, distances, kinds
 from helpers.small import HOST
 
-RECORD = pathlib.Path(__file__).parent / "data" / "long_runs.json"
+RECORD = pathlib.Path(__file__).parents[1] / "data" / "long_runs.json"
 
 
 @pytest.mark.slow
