@@ -23,7 +23,7 @@ from paged_optax.analysis.program import (
     Operand,
     Program,
 )
-from paged_optax.backend.axis_types import shape_dtype, without_explicit_axes
+from paged_optax.backend.types import shape_dtype, without_explicit_axes
 
 #: Primitives that compute each element of their result from the same element of
 #: their operands.

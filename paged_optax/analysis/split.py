@@ -29,8 +29,7 @@ from paged_optax.analysis.program import (
     Operand,
     Program,
 )
-from paged_optax.backend.axis_types import in_shard_map
-from paged_optax.backend.types import holds_moments
+from paged_optax.backend.types import holds_moments, in_shard_map
 
 #: Values of at most this many elements that no gradient enters are computed once
 #: and shared; larger ones (noise, masks) are made anew by each leaf that needs

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 import jax
 import optax
 
-from paged_optax.backend.gpu import (
+from paged_optax.backend.memory import PINNED_HOST, memory_kinds
+from paged_optax.backend.text import print_table, readable_bytes, track
+from paged_optax.backend.xla import (
     GPU_NEEDS_RAW_INDEX,
     OVERLAP_OPTIONS,
     POOL_LIMIT,
     needs_overlap_options,
     pool_limit,
 )
-from paged_optax.backend.memory import PINNED_HOST, memory_kinds
-from paged_optax.backend.text import print_table, readable_bytes, track
 from paged_optax.cli import graphs, machine, measurements
 from paged_optax.cli.comparison import Difference, compare
 from paged_optax.engine import backend_check

@@ -14,8 +14,8 @@ from jax import Array
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
-from paged_optax.backend.gpu import POOL_LIMIT, pool_limit
 from paged_optax.backend.memory import PINNED_HOST, device_memory, typed_by_memory
+from paged_optax.backend.xla import POOL_LIMIT, pool_limit
 
 #: Most of the free memory that a measurement takes. On the CPU backend the device's
 #: memory is the machine's, which other programs may be using too.

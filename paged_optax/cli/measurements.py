@@ -18,7 +18,6 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, PyTree
 
-from paged_optax.backend.gpu import compute_capability
 from paged_optax.backend.memory import (
     DEVICE,
     HOST,
@@ -27,6 +26,7 @@ from paged_optax.backend.memory import (
     device_share,
     memory_kinds,
 )
+from paged_optax.backend.xla import compute_capability
 from paged_optax.cli import machine
 from paged_optax.planning.cards import Card
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from paged_optax.backend.gpu import OVERLAP_OPTIONS, needs_overlap_options
 from paged_optax.backend.text import readable_bytes, table
+from paged_optax.backend.xla import OVERLAP_OPTIONS, needs_overlap_options
 from paged_optax.compiling.hlo import is_partitioned, transfers
 from paged_optax.compiling.runtime_counts import RuntimeCounts
 from paged_optax.engine.shards import UNSHARDED

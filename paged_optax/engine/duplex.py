@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jax import Array, lax
 from jaxtyping import Bool
 
-from paged_optax.backend.barriers import barrier
+from paged_optax.backend.xla import barrier
 from paged_optax.engine.pages import PageAddress
 from paged_optax.engine.stored_array import LeafBuffers, StoredArray
 

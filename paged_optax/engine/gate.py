@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int, PyTree
 
-from paged_optax.backend.barriers import HAS_UNINLINED_CALLS, uninlined_call
+from paged_optax.backend.xla import HAS_UNINLINED_CALLS, uninlined_call
 
 Arguments = TypeVar("Arguments", bound=PyTree)
 Changing = TypeVar("Changing", bound=PyTree)

@@ -29,8 +29,8 @@ from jax import Array, lax
 from jaxtyping import Int, UInt32
 
 from paged_optax.analysis.program import Program
-from paged_optax.backend.axis_types import varying, varying_axes
-from paged_optax.backend.barriers import barrier, on_cpu, unfused_on_cpu
+from paged_optax.backend.types import varying, varying_axes
+from paged_optax.backend.xla import barrier, on_cpu, unfused_on_cpu
 from paged_optax.codecs import Codec, Noise, Quantized
 from paged_optax.codecs.codec import strides_of
 from paged_optax.engine.duplex import Exchange

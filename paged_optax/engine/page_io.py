@@ -21,8 +21,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Int, PyTree
 
 from paged_optax.backend import tiling
-from paged_optax.backend.axis_types import varying, varying_axes
 from paged_optax.backend.memory import DEVICE, HOST
+from paged_optax.backend.types import varying, varying_axes
 from paged_optax.engine.pages import Index, PageAddress, Pages
 
 Page = TypeVar("Page", bound=PyTree)

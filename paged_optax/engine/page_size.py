@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 import jax
 
-from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import axis_of_blocks, codes_per_word
 from paged_optax.engine.page_shapes import in_rows, in_tiles
 from paged_optax.engine.pages import (

@@ -8,8 +8,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int
 
-from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
 from paged_optax.backend.types import ArrayOrShape
+from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Codec
 
 #: Slices start at entries counted in 32 bits.

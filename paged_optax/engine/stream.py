@@ -27,8 +27,8 @@ from jax import Array, lax
 from jaxtyping import Int, PyTree, UInt32
 
 from paged_optax.analysis.program import Program
-from paged_optax.backend.axis_types import varying
 from paged_optax.backend.memory import HOST, on_host
+from paged_optax.backend.types import varying
 from paged_optax.codecs import Codec
 from paged_optax.engine.loop import Loop
 from paged_optax.engine.page_size import sharing

@@ -11,11 +11,10 @@ import optax
 from jax import Array
 from jaxtyping import PyTree
 
-from paged_optax.backend.axis_types import shape_dtype
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.backend.processes import compare, spans_processes
 from paged_optax.backend.text import key_names, keystr, readable_bytes
-from paged_optax.backend.types import KeyPath
+from paged_optax.backend.types import KeyPath, shape_dtype
 from paged_optax.backend.validation import nondifferentiable
 from paged_optax.backend.variables import as_pure
 from paged_optax.engine.shards import Shards

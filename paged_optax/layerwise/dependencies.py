@@ -16,8 +16,8 @@ from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant
-from paged_optax.backend.axis_types import on_one_device, shape_dtype
 from paged_optax.backend.memory import on_host
+from paged_optax.backend.types import on_one_device, shape_dtype
 from paged_optax.backend.variables import as_pure
 from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.forward import Learned, Model, Rest, is_inexact

@@ -17,9 +17,9 @@ import optax
 from jax import Array
 from jaxtyping import PyTree
 
-from paged_optax.backend.axis_types import on_one_device
-from paged_optax.backend.barriers import barrier_on_cpu
 from paged_optax.backend.memory import HOST, nbytes, on_host
+from paged_optax.backend.types import on_one_device
+from paged_optax.backend.xla import barrier_on_cpu
 from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.overlap import Group

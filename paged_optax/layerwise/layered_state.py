@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import PyTree
 
-from paged_optax.backend.axis_types import on_one_device
 from paged_optax.backend.memory import DEVICE, HOST, nbytes, on_host
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import KeyPath
+from paged_optax.backend.types import KeyPath, on_one_device
 from paged_optax.backend.variables import as_pure, unflatten_like
 from paged_optax.codecs import Quantized
 from paged_optax.engine.stored_array import Stored

@@ -26,7 +26,7 @@ from jax.sharding import (
 from jax.typing import DTypeLike
 from jaxtyping import Int, PyTree
 
-from paged_optax.backend.axis_types import axis_types, with_automatic_axes
+from paged_optax.backend.types import axis_types, with_automatic_axes
 from paged_optax.backend.validation import check_function
 from paged_optax.layerwise.clipping import widest
 from paged_optax.layerwise.forward import Model, refuse_other_input

@@ -9,10 +9,10 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int
 
-from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
 from paged_optax.backend.memory import DEVICE, HOST, on_host
 from paged_optax.backend.tiling import minor_to_major
 from paged_optax.backend.types import is_traced
+from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Quantized
 from paged_optax.engine.page_io import (
     in_layout,

@@ -18,9 +18,9 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Int, PyTree
 
-from paged_optax.backend.axis_types import on_one_device
 from paged_optax.backend.memory import DEVICE, HOST, nbytes, on_host
 from paged_optax.backend.text import keystr
+from paged_optax.backend.types import on_one_device
 from paged_optax.backend.validation import check_arrays
 from paged_optax.layerwise.parameters import by_name, length_of, refuse_one_by_one
 from paged_optax.layerwise.slices import FETCHES_AHEAD, LayerIndex, slab

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Integer
 
-from paged_optax.backend.axis_types import (
+from paged_optax.backend.types import (
     on_one_device,
     varying,
     varying_axes,

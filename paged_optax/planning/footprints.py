@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import overload
 
-from paged_optax.backend import gpu
+from paged_optax.backend import xla
 from paged_optax.backend.text import readable_bytes, table
 from paged_optax.planning.activations import Activations, Workload
 
@@ -245,9 +245,9 @@ class Footprints(Sequence[Footprint]):
             row = max(self.rows, key=lambda row: row.host)
         if not row.host:
             return
-        taken = gpu.pinned_bytes(row.arrays)
-        gigabytes = gpu.limit_gigabytes(row.arrays)
-        limited = gpu.pinned_bytes(row.arrays, gigabytes << 30) or 0
+        taken = xla.pinned_bytes(row.arrays)
+        gigabytes = xla.limit_gigabytes(row.arrays)
+        limited = xla.pinned_bytes(row.arrays, gigabytes << 30) or 0
         takes = "does not hand out so much"
         if taken is not None:
             takes = f"takes {readable_bytes(taken)} for it"
@@ -265,7 +265,7 @@ class Footprints(Sequence[Footprint]):
             text += f" With this, before JAX starts, the pool takes {least}:"
         yield text
         if helps:
-            yield f"export {gpu.POOL_LIMIT}={gigabytes}"
+            yield f"export {xla.POOL_LIMIT}={gigabytes}"
 
     def _share_notes(self) -> Iterator[str]:
         memory = readable_bytes(self.device_memory)

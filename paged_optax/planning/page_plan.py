@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from paged_optax.backend import gpu
+from paged_optax.backend import xla
 from paged_optax.backend.text import readable_bytes, table
 from paged_optax.backend.types import ArrayOrShape, Transformation
 from paged_optax.backend.validation import (
@@ -315,12 +315,12 @@ def plan(
     )
     # Planning for a GPU is mostly done elsewhere; only a TPU has no such pool.
     arrays = result.arrays_on_host * min(devices, devices_per_host)
-    if jax.default_backend() != "tpu" and gpu.pinned_bytes(arrays) is None:
+    if jax.default_backend() != "tpu" and xla.pinned_bytes(arrays) is None:
         warnings.warn(
             f"the moments need {readable_bytes(result.bytes_per_host)} of pinned host"
             f" memory, and XLA's pool on a GPU holds"
-            f" {readable_bytes(gpu.pool_limit())}: set"
-            f" {gpu.POOL_LIMIT}={gpu.limit_gigabytes(arrays)} before JAX"
+            f" {readable_bytes(xla.pool_limit())}: set"
+            f" {xla.POOL_LIMIT}={xla.limit_gigabytes(arrays)} before JAX"
             " starts.",
             stacklevel=2,
         )

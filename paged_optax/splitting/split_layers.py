@@ -11,8 +11,8 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.axis_types import shape_dtype
 from paged_optax.backend.text import keystr
+from paged_optax.backend.types import shape_dtype
 from paged_optax.backend.validation import (
     check_arrays,
     check_function,

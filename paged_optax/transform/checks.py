@@ -12,10 +12,9 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from paged_optax.analysis.program import Analysis, LeafUpdate
-from paged_optax.backend.axis_types import shape_dtype
 from paged_optax.backend.memory import PINNED_HOST, memory_kinds, on_host
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import ArrayOrShape, KeyPath
+from paged_optax.backend.types import ArrayOrShape, KeyPath, shape_dtype
 from paged_optax.codecs import Quantized
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.context import current, within

@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.typing import ArrayLike
 
-from paged_optax.backend.axis_types import axis_types
+from paged_optax.backend.types import axis_types
 
 #: A bool known when traced, or one known on the device.
 Gate = bool | Array

@@ -18,13 +18,6 @@ from paged_optax.analysis.flat import refuse_effects, trace
 from paged_optax.analysis.program import Analysis, Evaluation, LeafUpdate
 from paged_optax.analysis.split import analyse
 from paged_optax.backend import memory
-from paged_optax.backend.axis_types import (
-    on_automatic_axes,
-    shape_dtype,
-    varying_axes,
-    with_automatic_axes,
-    without_explicit_axes,
-)
 from paged_optax.backend.memory import (
     DEVICE,
     HOST,
@@ -38,7 +31,16 @@ from paged_optax.backend.memory import (
 )
 from paged_optax.backend.processes import compare, spans_processes
 from paged_optax.backend.text import LARGE_BYTES, keystr, readable_bytes, track
-from paged_optax.backend.types import KeyPath, is_committed, is_traced
+from paged_optax.backend.types import (
+    KeyPath,
+    is_committed,
+    is_traced,
+    on_automatic_axes,
+    shape_dtype,
+    varying_axes,
+    with_automatic_axes,
+    without_explicit_axes,
+)
 from paged_optax.backend.variables import (
     as_pure,
     fixed_variables,

@@ -17,8 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.program import Analysis
-from paged_optax.backend.axis_types import in_shard_map, varying, varying_axes
-from paged_optax.backend.types import PyTreeDef
+from paged_optax.backend.types import PyTreeDef, in_shard_map, varying, varying_axes
 from paged_optax.codecs import Codec, arranged
 from paged_optax.transform.context import Gate
 from paged_optax.transform.state_layout import StateLayout

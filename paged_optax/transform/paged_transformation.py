@@ -15,7 +15,6 @@ from paged_optax.analysis.flat import refuse_effects, trace
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.analysis.split import analyse
 from paged_optax.backend import memory
-from paged_optax.backend.axis_types import shape_dtype
 from paged_optax.backend.memory import (
     PINNED_HOST,
     device_memory,
@@ -23,7 +22,7 @@ from paged_optax.backend.memory import (
     resolve_host_memory_kind,
 )
 from paged_optax.backend.text import keystr, parse_bytes, readable_bytes
-from paged_optax.backend.types import ArrayOrShape, PyTreeDef
+from paged_optax.backend.types import ArrayOrShape, PyTreeDef, shape_dtype
 from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE, cut, uncut
 from paged_optax.engine.pages import Geometry, Storage
 from paged_optax.engine.shards import Shards

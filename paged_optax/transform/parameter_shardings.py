@@ -8,10 +8,15 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from paged_optax.backend.axis_types import axis_types
 from paged_optax.backend.memory import typed_by_memory
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import ArrayOrShape, KeyPath, is_committed, is_traced
+from paged_optax.backend.types import (
+    ArrayOrShape,
+    KeyPath,
+    axis_types,
+    is_committed,
+    is_traced,
+)
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.context import current, sharding_in_type
 from paged_optax.transform.divisions import Axes, Divisions, Key, axes_of

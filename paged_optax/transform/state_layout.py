@@ -18,14 +18,15 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.axis_types import in_shard_map, shape_dtype
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import (
     ArrayOrShape,
     PyTreeDef,
     counts_steps,
     holds_moments,
+    in_shard_map,
     is_traced,
+    shape_dtype,
 )
 from paged_optax.codecs import (
     Codec,

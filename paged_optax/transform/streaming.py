@@ -13,9 +13,8 @@ from jax.typing import ArrayLike
 from jaxtyping import UInt32
 
 from paged_optax.analysis.program import Analysis, Evaluation, LeafUpdate
-from paged_optax.backend.axis_types import varying, varying_axes
 from paged_optax.backend.memory import HOST, on_host
-from paged_optax.backend.types import PyTreeDef
+from paged_optax.backend.types import PyTreeDef, varying, varying_axes
 from paged_optax.backend.variables import unflatten_like
 from paged_optax.codecs import Codec, draw
 from paged_optax.engine.backend_check import check_backend

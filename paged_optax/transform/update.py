@@ -12,17 +12,17 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.axis_types import (
-    in_shard_map,
-    shape_dtype,
-    with_automatic_axes,
-)
-from paged_optax.backend.gpu import warn_without_overlap
 from paged_optax.backend.memory import donate_within_memory, is_mistyped
 from paged_optax.backend.processes import compare, spans_processes
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import is_traced
+from paged_optax.backend.types import (
+    in_shard_map,
+    is_traced,
+    shape_dtype,
+    with_automatic_axes,
+)
 from paged_optax.backend.variables import as_pure, unflatten_like
+from paged_optax.backend.xla import warn_without_overlap
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.active_parameters import Gates, gates_of
 from paged_optax.transform.agreement import Said, said_of

@@ -8,7 +8,7 @@ import pytest
 import paged_optax as po
 from helpers import aot, decoder
 from helpers.programs import updating
-from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX, OVERLAP_OPTIONS
+from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX, OVERLAP_OPTIONS
 from paged_optax.compiling.runtime_counts import RuntimeCounts
 from paged_optax.planning.shapes.models import DECODERS
 

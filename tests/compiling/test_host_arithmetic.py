@@ -10,7 +10,7 @@ from helpers import aot
 from helpers.programs import on_device, square, state_on
 from helpers.reference import SMALL_PAGES
 from helpers.small import TX, small, step_of
-from paged_optax.backend.gpu import GPU_COPIES_FOR_CONDITIONALS
+from paged_optax.backend.xla import GPU_COPIES_FOR_CONDITIONALS
 from paged_optax.compiling.host_arithmetic import warn_of_host_compute
 
 odd = lambda step: step % 2 == 1  # noqa: E731

@@ -10,7 +10,7 @@ import pytest
 import paged_optax as po
 from helpers import aot, decoder, step_model
 from helpers.programs import placed, shardings, state_on
-from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
 from paged_optax.compiling.runtime_counts import RuntimeCounts
 from paged_optax.planning.cards import CARDS
 from steps import LLAMA_3_8B

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import paged_optax as po
-from paged_optax.backend import gpu
-from paged_optax.backend.gpu import OVERLAP_OPTIONS
+from paged_optax.backend import xla
+from paged_optax.backend.xla import OVERLAP_OPTIONS
 from paged_optax.compiling import memory_report
 from paged_optax.compiling.memory_report import compile_overlapping
 
@@ -109,7 +109,7 @@ LAYERS = {"layers": {"w": jnp.full((3, 64, 64), 0.01)}}
 
 
 def on_a_gpu(monkeypatch, capability):
-    monkeypatch.setattr(gpu, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(xla, "compute_capability", lambda device: capability)
 
 
 def traced(compiled=jax.jit, tx=None):
@@ -147,7 +147,7 @@ WAYS = [traced, traced_by_layers, finished]
 @pytest.mark.parametrize("way", WAYS)
 def test_a_jit_of_ones_own_is_told(way, capability, monkeypatch):
     on_a_gpu(monkeypatch, capability)
-    with pytest.warns(UserWarning, match=gpu.NO_OVERLAP):
+    with pytest.warns(UserWarning, match=xla.NO_OVERLAP):
         way(jax.jit)
 
 
@@ -174,7 +174,7 @@ def test_who_compiles_nothing_is_not_told(way, monkeypatch):
 def test_where_nothing_is_to_be_told(case, monkeypatch):
     on_a_gpu(monkeypatch, {"Hopper": 9.0, "no GPU": None}.get(case, 8.9))
     if case == "flags":
-        monkeypatch.setenv("XLA_FLAGS", f"--{gpu._SCHEDULER}=false")
+        monkeypatch.setenv("XLA_FLAGS", f"--{xla._SCHEDULER}=false")
     resident = po.paged_adamw(1e-3, device_budget=None) if case == "resident" else None
     traced(jax.jit, resident)
 
@@ -186,13 +186,13 @@ def test_one_is_told_once(monkeypatch):
         warnings.simplefilter("default")
         for way in [traced, *WAYS]:
             way(jax.jit)
-    assert [str(x.message)[: len(gpu.NO_OVERLAP)] for x in caught] == [gpu.NO_OVERLAP]
+    assert [str(x.message)[: len(xla.NO_OVERLAP)] for x in caught] == [xla.NO_OVERLAP]
 
 
 def test_what_to_copy(monkeypatch):
     """Options and flags are those that `jit_step` gives; the filter silences it."""
     on_a_gpu(monkeypatch, 8.9)
-    with pytest.warns(UserWarning, match=gpu.NO_OVERLAP) as caught:
+    with pytest.warns(UserWarning, match=xla.NO_OVERLAP) as caught:
         traced()
     text = str(caught[0].message)
     (options,) = re.findall(r"compiler_options=(\{.*?\})", text)

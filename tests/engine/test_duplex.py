@@ -18,7 +18,7 @@ from helpers.programs import (
     square,
     updating,
 )
-from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
 from paged_optax.engine import pages as page_types
 from paged_optax.engine.duplex import Exchange
 from paged_optax.engine.loop import Loop

@@ -6,8 +6,8 @@ import optax
 import pytest
 
 from helpers import aot
-from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
 from paged_optax.backend.memory import on_host
+from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
 from paged_optax.transform.context import within
 
 MIB = 2**20

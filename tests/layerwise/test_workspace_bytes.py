@@ -11,7 +11,7 @@ import pytest
 import paged_optax as po
 from helpers import aot, decoder, schedule
 from helpers.decoder import LLAMA3_70B, QWEN3_4B, REFERENCE
-from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
 from paged_optax.layerwise.slices import FETCHES_AHEAD
 
 GB = 1e9

@@ -17,7 +17,7 @@ from flax import nnx
 
 import paged_optax as po
 from helpers import step_model
-from paged_optax.backend.gpu import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
 from paged_optax.planning.cards import find_card
 from paged_optax.planning.shapes.models import DECODERS
 

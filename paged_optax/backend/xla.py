@@ -1,25 +1,28 @@
-"""XLA:GPU: faults of earlier versions, options for overlap, pinned host memory.
+"""What of XLA this code must know: faults by version, barriers, options, pinned memory.
 
-It begins a transfer long before its result is needed if its latency-hiding scheduler is
-on. By default that is so on a Hopper GPU alone. On others most transfers begin right
-before they are waited for: a layerwise step of Llama-3-8B on an RTX 4090 would take
-1.04 s at the rates at which it takes 0.76 with `OVERLAP_OPTIONS` (jax 0.12.0.1, by the
-model of its schedule in `tests/steps.py`).
+XLA:GPU begins a transfer long before its result is needed if its latency-hiding
+scheduler is on. By default that is so on a Hopper GPU alone. On others most transfers
+begin right before they are waited for: a layerwise step of Llama-3-8B on an RTX 4090
+would take 1.04 s at the rates at which it takes 0.76 with `OVERLAP_OPTIONS` (jax
+0.12.0.1, by the model of its schedule in `tests/steps.py`).
 """
 
 import math
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import xla_metadata
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import on_host
-from paged_optax.backend.types import is_traced
+from paged_optax.backend.types import is_traced, varying, varying_axes
 
 # Each of these faults was checked on jax 0.10.2, which has it, and on 0.12.0.1, which
 # has not. They end with jax 0.11.2.
@@ -32,6 +35,75 @@ GPU_NEEDS_RAW_INDEX = _BEFORE_0_11_2
 #: XLA:GPU copies the host arrays that a conditional returns, also those that a branch
 #: hands through.
 GPU_COPIES_FOR_CONDITIONALS = _BEFORE_0_11_2
+
+#: XLA:CPU drops optimization barriers before it fuses. The fetches of pages then fuse
+#: into every one of their uses, reads and writes of a leaf overlap, and each page
+#: copies the whole leaf: 9 times the time at 4 pages a leaf, 60 times at 64.
+CPU_DROPS_BARRIERS = _BEFORE_0_11_2
+
+# jax 0.10.2 has none, 0.12.0.1 has it.
+_call = getattr(xla_metadata, "xla_metadata_call", None)
+
+#: Whether XLA:GPU can be told to keep a call.
+HAS_UNINLINED_CALLS = _call is not None
+
+Tree = TypeVar("Tree")
+
+
+def barrier(values: Tree) -> Tree:
+    """`lax.optimization_barrier` of values that need not vary alike."""
+    leaves, structure = jax.tree.flatten(values)
+    axes = list(map(varying_axes, leaves))
+    # Within a `jax.shard_map` jax 0.10.2 makes all that pass one barrier vary along the
+    # axes of each. So values pass one with those that vary as they do.
+    for each in set(axes):
+        alike = [i for i, x in enumerate(axes) if x == each]
+        passed = lax.optimization_barrier([leaves[i] for i in alike])
+        for i, x in zip(alike, passed, strict=True):
+            leaves[i] = x
+    return structure.unflatten(leaves)
+
+
+def on_cpu(function: Callable[[Tree], Tree], values: Tree) -> Tree:
+    """Applies a function on a CPU, and nothing elsewhere."""
+    return lax.platform_dependent(values, cpu=function, default=lambda values: values)
+
+
+def unfused_on_cpu(compute: Callable[[], Tree]) -> Tree:
+    """Calls a function so that XLA:CPU finishes it before its results are used."""
+    return _conditional(compute) if CPU_DROPS_BARRIERS else compute()
+
+
+def barrier_on_cpu(compute: Callable[[], Tree]) -> Tree:
+    """Calls a function so that XLA:CPU finishes all of it before any of it is used."""
+    if CPU_DROPS_BARRIERS:
+        return _conditional(compute)
+    # Without a barrier reads and writes of a stack overlap, and XLA:CPU copies it.
+    return lax.platform_dependent(cpu=lambda: barrier(compute()), default=compute)
+
+
+def uninlined_call(compute: Callable[..., Tree]) -> Callable[..., Tree]:
+    """A function that XLA:GPU does not inline, where `HAS_UNINLINED_CALLS`."""
+    # So nothing is hoisted out of it, and it is never begun before another such call
+    # has ended. At run time there is nothing around it: its kernels follow those before
+    # (openxla/xla, `call_inliner.cc` and `ThunkEmitter::EmitCall`). But XLA:GPU fuses
+    # nothing in it outside of loops.
+    assert _call is not None
+    return _call(compute, inlineable="false")
+
+
+def _conditional(compute: Callable[[], Tree]) -> Tree:
+    """Computes in a branch that is always taken, which XLA:CPU does not fuse."""
+    compute = jax.jit(compute, inline=True)  # so it is traced once for three uses
+
+    def conditional() -> Tree:
+        shapes = jax.eval_shape(compute)
+        always = lax.optimization_barrier(True)
+        zeros = lambda x: varying(jnp.zeros(x.shape, x.dtype), varying_axes(x))
+        blank = lambda: jax.tree.map(zeros, shapes)
+        return lax.cond(always, compute, blank)
+
+    return lax.platform_dependent(cpu=conditional, default=compute)
 
 
 def compute_capability(device: Any) -> float | None:
