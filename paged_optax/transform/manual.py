@@ -1,4 +1,4 @@
-"""An update within a `jax.shard_map`: what it sees are the device's own parts.
+"""An update of parts: within a `jax.shard_map`, or of one layer of a stack.
 
 There a moment may be a part of a larger one, of a shape that nothing tells. What a
 codec stores of the part depends on the whole: whether it is coded at all, and how its
@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 from paged_optax.analysis.program import Analysis
 from paged_optax.backend.types import PyTreeDef, in_shard_map, varying, varying_axes
 from paged_optax.codecs import Codec, arranged
-from paged_optax.transform.context import Gate
+from paged_optax.transform.context import Gate, current
 from paged_optax.transform.state_layout import StateLayout
 from paged_optax.transform.trees import StoredOrShape
 
@@ -32,10 +32,11 @@ def held_parts(shapes: PyTree, state: PyTree) -> dict[int, StoredOrShape]:
       state: The state.
 
     Returns:
-      What is held, by the leaf's position; nothing outside a `jax.shard_map`.
+      What is held, by the leaf's position; nothing where every moment is a whole.
     """
     leaves, structure = jax.tree.flatten(shapes)
-    held = _held(structure, state) or leaves
+    parts = in_shard_map() or current().layer is not None
+    held = (parts and _held(structure, state)) or leaves
     plain = lambda x, aval: getattr(x, "dtype", None) == aval.dtype
     pairs = enumerate(zip(held, leaves, strict=True))
     return {i: x for i, (x, aval) in pairs if not plain(x, aval)}
@@ -67,9 +68,7 @@ def arranged_as(
 
 
 def _held(structure: PyTreeDef, state: PyTree) -> list[StoredOrShape] | None:
-    """What a state holds in each leaf's place; None outside a `jax.shard_map`."""
-    if not in_shard_map():
-        return None
+    """What a state holds in each leaf's place."""
     try:
         return structure.flatten_up_to(state)
     except ValueError:
@@ -77,7 +76,10 @@ def _held(structure: PyTreeDef, state: PyTree) -> list[StoredOrShape] | None:
 
 
 def _wholes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The shapes of which this may be a device's part, itself first."""
+    """The shapes of which this may be a part, itself first."""
+    if current().layer is not None and len(shape) > 2 and shape[0] == 1:
+        yield shape
+        shape = 2, *shape[1:]  # all stacks of several layers are arranged alike
     mesh = jax.sharding.get_abstract_mesh()
     manual = [
         size
@@ -103,7 +105,7 @@ def _kinds(stored: StoredOrShape) -> list[tuple[tuple[int, ...], DTypeLike]]:
 
 def without_rows(layout: StateLayout, state: PyTree) -> PyTree:
     """A state in which each coded part has the shapes of a moment of its own."""
-    held = _held(layout.structure, state)
+    held = _held(layout.structure, state) if in_shard_map() else None
     if held is None:
         return state
     for position, codec in enumerate(layout.codecs):

@@ -88,13 +88,15 @@ def epilogue(rest: Any, x: Array, kept: None, batch: Array) -> Array:
     return jnp.mean((x - jnp.roll(batch, 1, -1)) ** 2)
 
 
-def model(make: Callable[..., Any], dtype: Any = "float32", width: int = 64) -> Any:
+def model(
+    make: Callable[..., Any], dtype: Any = "float32", width: int = 64, rows: int = 64
+) -> Any:
     """Parameters of two layers, and others."""
     keys = jax.random.split(jax.random.key(0), 4)
     normal = lambda key, *shape: (0.1 * jax.random.normal(key, shape)).astype(dtype)
     return {
-        "first": make(b=normal(keys[0], 64), w=normal(keys[1], 64, 64)),
-        "layers": make(b=normal(keys[2], 2, width), w=normal(keys[3], 2, 64, width)),
+        "first": make(b=normal(keys[0], rows), w=normal(keys[1], rows, rows)),
+        "layers": make(b=normal(keys[2], 2, width), w=normal(keys[3], 2, rows, width)),
     }
 
 

@@ -49,7 +49,7 @@ WAYS = {
 BATCHES = [jax.random.normal(jax.random.key(seed), (4, 64)) for seed in (1, 2)]
 
 
-def layerwise(tx, params, way):
+def layerwise(tx, params, way, batches=BATCHES):
     """Two layerwise steps; what is given keeps its containers and its memory."""
     step = po.layerwise_step(
         po.LayerwiseModel(containers.prologue, containers.layer, containers.epilogue),
@@ -68,7 +68,7 @@ def layerwise(tx, params, way):
         lambda x: (x.shape, str(x.dtype), x.sharding.memory_kind), tree
     )
     before, compiled = described(given[:2]), jax.jit(step)
-    for batch in BATCHES:
+    for batch in batches:
         *given, _ = compiled(*given, batch)
     if way.deferred:
         given = jax.jit(step.finish)(*given)
@@ -76,7 +76,7 @@ def layerwise(tx, params, way):
     return given[0], given[1]
 
 
-def by_grad(tx, params, gradients_dtype=None):
+def by_grad(tx, params, gradients_dtype=None, batches=BATCHES):
     """Two ordinary steps."""
     state = tx.init(params)
 
@@ -88,7 +88,7 @@ def by_grad(tx, params, gradients_dtype=None):
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
-    for batch in BATCHES:
+    for batch in batches:
         params, state = step(params, state, batch)
     return params, state
 
@@ -171,6 +171,27 @@ def test_layers_of_parts_of_blocks(container, codec):
         return
     with pytest.raises(ValueError, match=r"\(2, 64, 67\).*layers of whole blocks"):
         layerwise(tx, params, Way())
+
+
+@pytest.mark.quick("dynamic_int8-layerwise")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("codec", NAMES)
+def test_rows_of_parts_of_words(codec, way):
+    """A stack's codes share words along its rows, whose number is no multiple of 4.
+
+    A matrix of that shape would be filled up to whole words along its columns.
+    """
+    way, rows = WAYS[way], 131
+    make = containers.CONTAINERS["dict"]
+    params = containers.model(make, way.dtype, width=256, rows=rows)
+    batches = [jax.random.normal(jax.random.key(seed), (4, rows)) for seed in (1, 2)]
+    tx = po.paged_adamw(0.01, codec=codec, **way.tx, **SETTINGS)
+    found, state = layerwise(tx, params, way, batches)
+    wanted, wanted_state = by_grad(tx, params, way.workspace, batches)
+    noise = 1e-3 if codec == "bfloat16_stochastic" else 1e-6
+    assert far(found, wanted) <= noise
+    if noise == 1e-6:
+        assert far(state, wanted_state) <= 1e-4
 
 
 def test_what_refuses_one_layer_is_said():
