@@ -48,7 +48,7 @@ from tunix.sft import utils
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig, TrainingInput
 
 import paged_optax as po
-from paged_optax.planning.shapes import checkpoint_shapes
+from paged_optax.planning.checkpoint import checkpoint_shapes
 
 #: Wide enough that most adapters of rank 16 have the 4096 values of eight-bit moments.
 TINY = dataclasses.replace(

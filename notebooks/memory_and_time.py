@@ -142,7 +142,7 @@ def programs(shape):
     import paged_optax as po
     from helpers import decoder
     from helpers.programs import whole_tree
-    from paged_optax.planning.shapes.models import DECODERS
+    from paged_optax.planning.models import DECODERS
 
     class Llama(decoder.Decoder):
         def batch(self, sharding, size=shape):

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import paged_optax as po
 from helpers import aot, decoder, step_model
 from paged_optax.cli.machine import describe
-from paged_optax.compiling.runtime_counts import RuntimeCounts
+from paged_optax.compiling.memory_report import RuntimeCounts
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "benchmarks" / "results"
 TOKENS = (16384, 65536)

@@ -15,8 +15,8 @@ from paged_optax.backend.xla import (
     needs_overlap_options,
     pool_limit,
 )
-from paged_optax.cli import graphs, machine, measurements
-from paged_optax.cli.comparison import Difference, compare
+from paged_optax.cli import machine, self_test
+from paged_optax.cli.self_test import Difference
 from paged_optax.engine import backend_check
 from paged_optax.planning.cards import CARDS, Card, card_name
 from paged_optax.planning.footprints import filled
@@ -50,13 +50,13 @@ def run(options: argparse.Namespace) -> int:
         print(f"\n{note}")
     print()
     card = _known_card()
-    rates = measurements.measure(measurements.SIZE, 3)
-    count = len(measurements.programs())
+    rates = machine.measure(machine.SIZE, 3)
+    count = len(machine.programs())
     rows = (_rate(x, card) for x in track(rates, "measuring the link", count))
     stated = ("stated",) if card else ()
     print_table(("link", "GB/s", *stated), rows)
     print()
-    dtypes = ("bfloat16",) if measurements.knows_bfloat16() else ("float16", "bfloat16")
+    dtypes = ("bfloat16",) if machine.knows_bfloat16() else ("float16", "bfloat16")
     rows = (
         (dtype, _products(dtype), *_stated(card and card.products(dtype)))
         for dtype in dtypes
@@ -84,7 +84,7 @@ _WRONG = (
 )
 _WITHOUT_GRAPHS = (
     "Train without CUDA graphs, and open an issue with this page. Before JAX starts:\n"
-    f"export XLA_FLAGS={graphs.OFF}"
+    f"export XLA_FLAGS={self_test.NO_GRAPHS}"
 )
 
 
@@ -134,7 +134,7 @@ def _known_card() -> Card | None:
     return CARDS[name] if name else None
 
 
-def _rate(rate: measurements.Rate, card: Card | None) -> tuple[str, ...]:
+def _rate(rate: machine.Rate, card: Card | None) -> tuple[str, ...]:
     both = rate.name.startswith("both")
     stated = card and (card.both_ways if both else card.link)
     return rate.name, rate.reason or f"{rate.median:.1f}", *_stated(stated)
@@ -148,8 +148,8 @@ def _stated(rate: float | None) -> tuple[str, ...]:
 def _products(dtype: str) -> str:
     if jax.default_backend() == "cpu":
         return "not measured: no accelerator"
-    reason = machine.shortage(4 * 2 * measurements.SIDE**2, 0)
-    return reason or f"{measurements.teraflops(dtype=dtype):.1f}"
+    reason = machine.shortage(4 * 2 * machine.SIDE**2, 0)
+    return reason or f"{machine.teraflops(dtype=dtype):.1f}"
 
 
 def _self_test() -> tuple[bool, list[tuple[str, str, str]]]:
@@ -163,7 +163,7 @@ def _self_test() -> tuple[bool, list[tuple[str, str, str]]]:
         backend_check.run_check(jax.default_backend())
         rows.append(("distinct pages", "come back as they were sent", "passed"))
         for name, inner in track(tests.items(), "self-test", len(tests)):
-            comparison = compare(inner, steps=5)
+            comparison = self_test.compare_with_optax(inner, steps=5)
             passed = comparison.error <= _TOLERANCE
             pages = max(x.pages for x in comparison.moments)
             verdict = "passed" if passed else "FAILED"
@@ -179,9 +179,9 @@ def _self_test() -> tuple[bool, list[tuple[str, str, str]]]:
 
 def _with_graphs() -> tuple[bool, tuple[str, str, str]]:
     """Whether steps compute the same with graphs and without, and the row of it."""
-    name = f"{graphs.STEPS} steps, ordinary and layerwise"
+    name = f"{self_test.GRAPH_STEPS} steps, ordinary and layerwise"
     try:
-        difference = graphs.compare()
+        difference = self_test.compare_graphs()
     except Exception as error:  # Whatever breaks is the finding.
         return False, (name, f"{type(error).__name__}: {error}", "FAILED")
     same = difference.error <= _TOLERANCE

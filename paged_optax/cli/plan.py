@@ -17,19 +17,19 @@ from jaxtyping import PyTree
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import parse_bytes, print_table, readable_bytes
 from paged_optax.backend.validation import floating_dtype
-from paged_optax.cli.measurements import measured_card
+from paged_optax.cli.machine import measured_card
 from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
 from paged_optax.planning.cards import CARDS, find_card
+from paged_optax.planning.checkpoint import checkpoint_shapes
 from paged_optax.planning.fits import what_fits
 from paged_optax.planning.footprints import filled
-from paged_optax.planning.shapes import (
-    checkpoint_shapes,
-    config_heads,
+from paged_optax.planning.hugging_face import config_heads
+from paged_optax.planning.models import (
+    DECODERS,
     decoder_of,
     model_shapes,
     module_shapes,
 )
-from paged_optax.planning.shapes.models import DECODERS
 
 # The name of the card of this machine.
 _MEASURED = "measured"

@@ -1,9 +1,9 @@
 """How moments are stored: codecs, and their names.
 
 `codec` says what a codec is; `floats`, `dynamic_int8` and `dynamic_int4` are those
-there are. `quantization` has their maps and blocks, `tpu_codes` computes a map on a
-TPU. `layout` decides how codes and scales lie in memory, and `packing` packs codes into
-words. `identity` tells in a state which codec stored what.
+there are. `quantization` has their maps, as tables and as arithmetic for a TPU, and
+their blocks. `layout` decides how codes and scales lie in memory, and `packing` packs
+codes into words. `identity` tells in a state which codec stored what.
 """
 
 from collections.abc import Callable

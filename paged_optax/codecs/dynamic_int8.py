@@ -1,9 +1,9 @@
 r"""Moments in eight bits, as bitsandbytes stores them.
 
-A code is a position in the dynamic map (`maps.dynamic_map`). A scale is the largest
-magnitude of 256 values. The code that is stored is that of the number nearest to
-`x * (1 / scale)`. If two numbers are equally near, it is the lower one's. Small second
-moments are rounded up early: see `DynamicInt8`.
+A code is a position in the dynamic map (`quantization.dynamic_map`). A scale is the
+largest magnitude of 256 values. The code that is stored is that of the number nearest
+to `x * (1 / scale)`. If two numbers are equally near, it is the lower one's. Small
+second moments are rounded up from a quarter of the way on: see `DynamicInt8`.
 
 One table finds a code: the higher bits of a float name the nearest number, or two and
 the midpoint that decides between them. Another holds the numbers themselves.
@@ -31,17 +31,20 @@ from jaxtyping import Float32, Int32, UInt8
 
 from paged_optax.codecs.codec import Noise, Quantized
 from paged_optax.codecs.quantization import (
+    LOW_BITS,
     MAGNITUDE,
+    NEVER,
     SMALLEST_NORMAL,
+    MapFormula,
     bits,
     block_absmax,
     block_count,
     dynamic_map,
     from_bits,
     from_blocks,
+    map_formula,
     to_blocks,
 )
-from paged_optax.codecs.tpu_codes import LOW_BITS, NEVER, MapFormula, map_formula
 
 _EXPONENT = np.int32(0x7F800000)
 
@@ -179,7 +182,7 @@ def _nearest(
       rounds_to_zero: Whether zero may be the nearest to what is not zero.
     """
     rounds = signed or rounds_to_zero
-    formula, negative = map_formula(signed, early=not rounds), pattern < 0
+    formula, negative = map_formula(signed, rounds_up=not rounds), pattern < 0
     # Of two numbers as near, the lower: below zero that is the larger magnitude. So
     # one bit more tells a midpoint that is met from one that lies between two floats.
     key = 2 * bits(scaled) + (negative.astype(jnp.int32) if signed else 0)

@@ -2,5 +2,5 @@
 
 `arguments` says where each of a step's arguments lives and whether it can be donated,
 `host_arithmetic` finds what a step computes on arrays in host memory, `hlo` reads the
-text of a compiled program, `runtime_counts` counts what XLA:GPU's runtime does with it.
+text of a compiled program.
 """

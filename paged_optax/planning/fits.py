@@ -11,11 +11,23 @@ from paged_optax.backend.memory import device_share, nbytes, platform
 from paged_optax.backend.text import parse_bytes
 from paged_optax.backend.validation import brief, check_arrays, check_bool, check_count
 from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
-from paged_optax.planning.activations import Activations, Sizes, Workload, sizes_of
-from paged_optax.planning.cards import CARDS, Card, find_card
+from paged_optax.planning.cards import (
+    CARDS,
+    Card,
+    Rates,
+    find_card,
+    free_from,
+    operations,
+)
 from paged_optax.planning.footprints import Footprint, Footprints
-from paged_optax.planning.layers import Layers, find_layers
-from paged_optax.planning.seconds import Rates, free_from, operations
+from paged_optax.planning.layers import (
+    Activations,
+    Layers,
+    Sizes,
+    Workload,
+    find_layers,
+    sizes_of,
+)
 from paged_optax.planning.ways import Paging, Ways
 from paged_optax.transform.codec_rules import Rule
 
@@ -63,7 +75,7 @@ def what_fits(
     With `batch` and `length` activations are counted too, of decoders whose layers are
     each a `jax.checkpoint`, as a layerwise step computes them: what the layers' inputs
     take, one layer's backward pass, its attention scores, and the logits
-    (`paged_optax.planning.activations` has the formulas). Of 42 programs for an H200,
+    (`paged_optax.planning.layers` has the formulas). Of 42 programs for an H200,
     of five models, the sum is within 7.1% of XLA's own bytes
     (`tests/planning/test_activations.py` bounds it). Of a mixture of experts all are
     counted for each token, and a note says what `jax.lax.ragged_dot` takes more on a

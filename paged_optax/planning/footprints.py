@@ -7,7 +7,7 @@ from typing import overload
 
 from paged_optax.backend import xla
 from paged_optax.backend.text import readable_bytes, table
-from paged_optax.planning.activations import Activations, Workload
+from paged_optax.planning.layers import Activations, Workload
 
 
 def written(way: str, inner: str, arguments: str = "", fused_head: bool = False) -> str:

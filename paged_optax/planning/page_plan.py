@@ -20,9 +20,8 @@ from paged_optax.backend.validation import (
     check_transformation,
 )
 from paged_optax.engine.shards import Shards, spec_of_axes
-from paged_optax.planning.cards import CARDS, card_name
+from paged_optax.planning.cards import CARDS, card_name, free_from
 from paged_optax.planning.layers import stacks_under
-from paged_optax.planning.seconds import free_from
 from paged_optax.transform.parameter_shardings import refuse_uneven
 from paged_optax.transform.planned_moments import Moment, recorded
 
@@ -168,7 +167,7 @@ class PagePlan:
         """The tokens a step from which paging takes no time in a `layerwise_step`.
 
         None where no rate of products was stated; see
-        `paged_optax.planning.seconds`.
+        `paged_optax.planning.cards`.
         """
         if self.teraflops is None or not self.parameters:
             return None

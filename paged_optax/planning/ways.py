@@ -13,9 +13,8 @@ from jaxtyping import PyTree
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import parse_bytes
 from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
-from paged_optax.planning.activations import Activations
 from paged_optax.planning.footprints import LAYERWISE, Footprint
-from paged_optax.planning.layers import Layers
+from paged_optax.planning.layers import Activations, Layers
 from paged_optax.planning.page_plan import PagePlan, plan
 from paged_optax.transform.codec_rules import Rule
 from paged_optax.transform.paged import paged

@@ -9,8 +9,8 @@ import paged_optax as po
 from helpers import aot, decoder
 from helpers.programs import updating
 from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX, OVERLAP_OPTIONS
-from paged_optax.compiling.runtime_counts import RuntimeCounts
-from paged_optax.planning.shapes.models import DECODERS
+from paged_optax.compiling.memory_report import RuntimeCounts
+from paged_optax.planning.models import DECODERS
 
 pytestmark = [
     pytest.mark.compiler,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import paged_optax as po
-from paged_optax.cli.comparison import Difference, difference, refuse_not_finite
+from paged_optax.cli.self_test import Difference, difference, refuse_not_finite
 
 STEPS = 3
 

@@ -1,6 +1,6 @@
 """Whether paged optimizers compute Optax's numbers on this backend.
 
-Every transformation runs twice, as `paged_optax.cli.comparison` compares them.
+Every transformation runs twice, as `paged_optax.cli.self_test` compares them.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from paged_optax.cli.comparison import compare
+from paged_optax.cli.self_test import compare_with_optax
 
 SECTION = "numbers"
 # Relative to a leaf's largest value. Rows that went to a wrong place are wrong by
@@ -39,7 +39,7 @@ def check(quick: bool) -> list[dict[str, Any]]:
 def _compare(
     name: str, inner: optax.GradientTransformation, tolerance: float, steps: int
 ) -> dict[str, Any]:
-    found = compare(inner, steps)
+    found = compare_with_optax(inner, steps)
     cut = [x for x in found.moments if x.on_host and x.pages > 1]
     return {
         "section": SECTION,

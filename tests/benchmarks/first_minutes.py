@@ -48,10 +48,10 @@ _SAME_KERNELS, _OTHER_PROGRAM = 1e-5, 1e-4
 
 def graphs(small: bool) -> Row:
     """Steps with CUDA graphs and without."""
-    from paged_optax.cli.graphs import STEPS, compare
+    from paged_optax.cli.self_test import GRAPH_STEPS, compare_graphs
 
-    steps = 2 if small else STEPS
-    found = compare(steps, limit=LIMITS["graphs"] / 2 - 5)
+    steps = 2 if small else GRAPH_STEPS
+    found = compare_graphs(steps, limit=LIMITS["graphs"] / 2 - 5)
     return {"steps": steps} | _verdict(found, _SAME_KERNELS)
 
 

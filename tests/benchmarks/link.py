@@ -1,8 +1,8 @@
-"""The rate of the link, by `paged_optax.cli.measurements`, as rows of a benchmark."""
+"""The rate of the link, by `paged_optax.cli.machine`, as rows of a benchmark."""
 
 from typing import Any
 
-from paged_optax.cli.measurements import measure
+from paged_optax.cli.machine import measure
 
 SECTION = "link"
 

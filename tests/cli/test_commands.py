@@ -19,11 +19,10 @@ import paged_optax as po
 from paged_optax.backend import text
 from paged_optax.cli import (
     doctor,
-    graphs,
     machine,
     main,
-    measurements,
     plan,
+    self_test,
 )
 from paged_optax.engine import backend_check
 from paged_optax.transform import init
@@ -147,12 +146,12 @@ def on_a_t4(monkeypatch):
     """This machine, as if it had one; what is slow is left out."""
     found = machine.describe() | {"device_kind": "Tesla T4"}
     rates = [
-        measurements.Rate("host to device, in pages", (6.1,)),
-        measurements.Rate("both at once, in pages", (9.9,), 2),
+        machine.Rate("host to device, in pages", (6.1,)),
+        machine.Rate("both at once, in pages", (9.9,), 2),
     ]
     monkeypatch.setattr(jax, "devices", lambda: [Tesla])
     monkeypatch.setattr(jax, "local_devices", lambda: [Tesla])
-    monkeypatch.setattr(measurements, "measure", lambda size, repeats: iter(rates))
+    monkeypatch.setattr(machine, "measure", lambda size, repeats: iter(rates))
     monkeypatch.setattr(machine, "describe", lambda: found)
     monkeypatch.setattr(doctor, "memory_kinds", lambda: ("device", "pinned_host"))
     monkeypatch.setattr(machine, "host_available", lambda: int(11.6 * 2**30))
@@ -164,7 +163,9 @@ def on_a_t4(monkeypatch):
 def test_doctor_on_a_t4(monkeypatch, capsys):
     """What is stated of it stands beside what was measured; and how to train."""
     on_a_t4(monkeypatch)
-    monkeypatch.setattr(graphs, "trained", lambda *run: {"w": np.ones(3, np.float32)})
+    monkeypatch.setattr(
+        self_test, "trained", lambda *run: {"w": np.ones(3, np.float32)}
+    )
     assert main(["doctor"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     for words in (
@@ -189,14 +190,14 @@ def test_doctor_where_graphs_are_wrong(what, monkeypatch, capsys):
     if what == "numbers":
         wrong = {"numbers": np.full(3, 1.01, np.float32)}
         trained = lambda flag, steps, limit: ones if flag else wrong
-        monkeypatch.setattr(graphs, "trained", trained)
+        monkeypatch.setattr(self_test, "trained", trained)
     elif what == "NaN":
         gone = {"numbers": np.full(3, np.nan, np.float32)}
-        monkeypatch.setattr(graphs, "trained", lambda *run: gone)
+        monkeypatch.setattr(self_test, "trained", lambda *run: gone)
     elif what == "crash":
-        monkeypatch.setattr(graphs, "OFF", "--xla_gpu_no_such_flag=")
+        monkeypatch.setattr(self_test, "NO_GRAPHS", "--xla_gpu_no_such_flag=")
     else:
-        monkeypatch.setattr(graphs.compare, "__defaults__", (1, 0.01))
+        monkeypatch.setattr(self_test.compare_graphs, "__defaults__", (1, 0.01))
     on_a_t4(monkeypatch)
     assert main(["doctor"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
@@ -213,7 +214,7 @@ def test_doctor_where_graphs_are_wrong(what, monkeypatch, capsys):
 @pytest.mark.slow
 def test_steps_with_graphs_and_without():
     """In two processes; a CPU has no graphs, and computes the same twice."""
-    found = graphs.compare(steps=2)
+    found = self_test.compare_graphs(steps=2)
     assert found.values > 100_000 and found.differing == 0
 
 
@@ -231,14 +232,14 @@ def test_doctor_keeps_the_pool_within_the_machine(limit, told, monkeypatch):
 @pytest.mark.parametrize("what", ["numbers", "pages", "crash", "no host memory"])
 def test_doctor_of_a_sick_backend(what, monkeypatch, capsys):
     if what == "numbers":
-        compare = doctor.compare
+        compare = self_test.compare_with_optax
 
         def wrong(inner, steps):
             found = compare(inner, steps)
             state = dataclasses.replace(found.state, differing=1, ulps=99, error=0.5)
             return dataclasses.replace(found, state=state)
 
-        monkeypatch.setattr(doctor, "compare", wrong)
+        monkeypatch.setattr(self_test, "compare_with_optax", wrong)
     elif what == "no host memory":
         monkeypatch.setattr(doctor, "memory_kinds", lambda: ("device",))
     else:
@@ -256,8 +257,8 @@ def test_doctor_of_a_sick_backend(what, monkeypatch, capsys):
 def test_rates_of_a_link_that_is_there(monkeypatch):
     """The loops run on the CPU too, whose rates say nothing and are not shown."""
     monkeypatch.setattr(jax, "default_backend", lambda: "an accelerator")
-    rates = list(measurements.measure(32 << 20, 2))
-    assert [rate.name for rate in rates] == list(measurements.programs())
+    rates = list(machine.measure(32 << 20, 2))
+    assert [rate.name for rate in rates] == list(machine.programs())
     for rate in rates:
         assert not rate.reason
         assert len(rate.gigabytes_per_second) == 2 and rate.median > 0
@@ -268,17 +269,17 @@ def test_rates_of_a_link_that_is_there(monkeypatch):
 def test_plan_takes_this_machine_as_a_card(monkeypatch, capsys):
     """The CPU's own rates, which say nothing: plan has them as those of a card."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(measurements, "SIZE", 16 << 20)
-    monkeypatch.setattr(measurements, "device_memory", lambda: (18 << 30, 0))
-    monkeypatch.setattr(measurements.teraflops, "__defaults__", (64, 1))
-    card = measurements.measured_card()
+    monkeypatch.setattr(machine, "SIZE", 16 << 20)
+    monkeypatch.setattr(machine, "device_memory", lambda: (18 << 30, 0))
+    monkeypatch.setattr(machine.teraflops, "__defaults__", (64, 1))
+    card = machine.measured_card()
     assert (card.memory, card.gpu) == (24 << 30, True)
     assert 0 < card.link < math.inf
     assert 0 < card.both_ways < math.inf
     assert 0 < card.teraflops < math.inf
     assert card.bfloat16 is None
-    monkeypatch.setattr(measurements, "knows_bfloat16", lambda: False)
-    assert 0 < measurements.measured_card().bfloat16 < math.inf
+    monkeypatch.setattr(machine, "knows_bfloat16", lambda: False)
+    assert 0 < machine.measured_card().bfloat16 < math.inf
     monkeypatch.setattr(plan, "measured_card", lambda: card)
     step = "--batch 1 --length 512".split()
     assert main(["plan", "--params", "1B", "--card", "measured", *step]) == 0
@@ -290,8 +291,8 @@ def test_plan_takes_this_machine_as_a_card(monkeypatch, capsys):
 
 def test_a_link_that_loses_values_is_reported(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "an accelerator")
-    monkeypatch.setattr(measurements, "whole", lambda source, target, to: target)
-    first = next(measurements.measure(16 << 20, 1))
+    monkeypatch.setattr(machine, "whole", lambda source, target, to: target)
+    first = next(machine.measure(16 << 20, 1))
     assert "are not those that were sent" in first.reason
 
 

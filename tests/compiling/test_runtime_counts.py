@@ -9,7 +9,7 @@ import pytest
 import paged_optax as po
 from helpers import aot
 from helpers.programs import square, updating
-from paged_optax.compiling.runtime_counts import RuntimeCounts
+from paged_optax.compiling.memory_report import RuntimeCounts
 
 PAGES, ROWS, COLUMNS = 8, 256, 1024
 PAGE = 4 * ROWS * COLUMNS

@@ -11,7 +11,7 @@ import paged_optax as po
 from helpers import aot, decoder, step_model
 from helpers.programs import placed, shardings, state_on
 from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
-from paged_optax.compiling.runtime_counts import RuntimeCounts
+from paged_optax.compiling.memory_report import RuntimeCounts
 from paged_optax.planning.cards import CARDS
 from steps import LLAMA_3_8B
 

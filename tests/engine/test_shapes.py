@@ -15,8 +15,9 @@ import safetensors.numpy
 from flax import linen, nnx
 
 import paged_optax as po
-from paged_optax.planning.shapes import checkpoint, checkpoint_shapes, module_shapes
-from paged_optax.planning.shapes.models import DECODERS, of_size
+from paged_optax.planning import checkpoint
+from paged_optax.planning.checkpoint import checkpoint_shapes
+from paged_optax.planning.models import DECODERS, module_shapes, of_size
 
 
 def count(tree):

@@ -15,7 +15,7 @@ import safetensors.numpy
 
 import paged_optax as po
 from paged_optax.cli import main
-from paged_optax.planning.shapes import checkpoint_shapes
+from paged_optax.planning.checkpoint import checkpoint_shapes
 
 #: From the repositories of these models: what is absent there is absent here.
 CONFIGS = {

@@ -17,11 +17,11 @@ from helpers.programs import (
     shardings,
     state_on,
 )
-from paged_optax.planning import shapes
+from paged_optax.planning import models
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoder(shapes.Decoder):
+class Decoder(models.Decoder):
     """One that computes; without a vocabulary it is its layers alone."""
 
     head: int = 128

@@ -47,7 +47,8 @@ from helpers.hostile_files import (
 )
 from helpers.reference import kinds
 from paged_optax.backend.text import parse_bytes
-from paged_optax.planning.shapes import checkpoint_shapes, module_shapes
+from paged_optax.planning.checkpoint import checkpoint_shapes
+from paged_optax.planning.models import module_shapes
 
 #: Most bytes that reading one file may take.
 MOST = 100 * 10**6

@@ -12,8 +12,8 @@ import numpy as np
 import safetensors
 from hypothesis import strategies as st
 
-from paged_optax.planning.shapes import checkpoint_shapes
-from paged_optax.planning.shapes.untrusted import Fields
+from paged_optax.planning.checkpoint import checkpoint_shapes
+from paged_optax.planning.hugging_face import Fields
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,8 @@ from helpers import aot, real_decoder
 from helpers.programs import ordinary_step, placed, shardings, state_on
 from helpers.real_decoder import Config
 from paged_optax.layerwise.slices import FETCHES_AHEAD
-from paged_optax.planning.activations import Activations, Workload, sizes_of
-from paged_optax.planning.layers import find_layers
-from paged_optax.planning.shapes.models import DECODERS
+from paged_optax.planning.layers import Activations, Workload, find_layers, sizes_of
+from paged_optax.planning.models import DECODERS
 
 MODELS = ("llama3.2-1b", "qwen3-0.6b", "qwen3-4b", "llama3-8b", "gemma-2b")
 #: By a way's name, where `real_decoder.step` has the weights; None: an ordinary step.

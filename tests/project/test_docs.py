@@ -19,7 +19,7 @@ import paged_optax as po
 from helpers import step_model
 from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
 from paged_optax.planning.cards import find_card
-from paged_optax.planning.shapes.models import DECODERS
+from paged_optax.planning.models import DECODERS
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

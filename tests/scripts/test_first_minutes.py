@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_optax.cli import graphs, measurements
+from paged_optax.cli import machine, self_test
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 NAMES = ["graphs", "link", "large leaves", "activations"]
@@ -24,7 +24,7 @@ def program(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     # Where steps are compared, each process would compile them once more.
     made = {"w": np.ones(3, np.float32)}
-    monkeypatch.setattr(graphs, "trained", lambda flag, steps, limit: made)
+    monkeypatch.setattr(self_test, "trained", lambda flag, steps, limit: made)
     return importlib.import_module("first_minutes")
 
 
@@ -37,13 +37,13 @@ def test_check(name, program):
 
 def break_graphs(monkeypatch):
     trained = lambda flag, steps, limit: {"w": np.full(3, 2.0 if flag else 1.9)}
-    monkeypatch.setattr(graphs, "trained", trained)
+    monkeypatch.setattr(self_test, "trained", trained)
 
 
 def break_link(monkeypatch):
     """Nothing is sent."""
     monkeypatch.setattr(jax, "default_backend", lambda: "an accelerator")
-    monkeypatch.setattr(measurements, "whole", lambda source, target, to: target)
+    monkeypatch.setattr(machine, "whole", lambda source, target, to: target)
 
 
 def break_large_leaves(monkeypatch):

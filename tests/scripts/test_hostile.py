@@ -15,8 +15,8 @@ import paged_optax as po
 from helpers import hostile
 from helpers.hostile import MOST, READERS, measured, read
 from helpers.hostile_files import MONSTERS, Case, laid_out
-from paged_optax.planning.shapes import checkpoint_shapes
-from paged_optax.planning.shapes.untrusted import MOST_BYTES, Fields
+from paged_optax.planning.checkpoint import checkpoint_shapes
+from paged_optax.planning.hugging_face import MOST_BYTES, Fields
 
 #: Of a run in continuous integration, of all readers together.
 FILES = 500
@@ -145,7 +145,7 @@ def test_only_module_runs_what_is_named():
                 case ast.Call(func=ast.Attribute(ast.Name("importlib"), name)):
                     names.add(name)
             found |= {(path.name, x) for x in names & dangerous}
-    assert found == {("models.py", "import_module"), ("graphs.py", "subprocess")}
+    assert found == {("models.py", "import_module"), ("self_test.py", "subprocess")}
 
 
 def test_what_has_no_end_is_not_read(tmp_path):

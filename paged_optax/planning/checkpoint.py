@@ -13,15 +13,13 @@ from jaxtyping import PyTree
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import path_name
 from paged_optax.backend.types import KeyPath
-from paged_optax.planning.shapes.hugging_face import (
-    config_shapes,
-    index_files,
-    index_shapes,
-)
-from paged_optax.planning.shapes.untrusted import (
+from paged_optax.planning.hugging_face import (
     MOST_BYTES,
     MOST_TENSORS,
     Fields,
+    config_shapes,
+    index_files,
+    index_shapes,
     opened,
 )
 
