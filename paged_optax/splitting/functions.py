@@ -1,7 +1,7 @@
 """Prologue, layer and epilogue of a loss in pieces, as a layerwise step calls them."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from jaxtyping import Int, PyTree
 
 from paged_optax.analysis.program import Constant, Operand, Program
 from paged_optax.splitting.dependence import producers_of
-from paged_optax.splitting.numbered import Member
+from paged_optax.splitting.numbered import Member, split_names
 from paged_optax.splitting.pieces import (
     Carried,
     Fixed,
@@ -24,6 +24,8 @@ from paged_optax.splitting.pieces import (
     Seen,
     Weight,
 )
+from paged_optax.splitting.split_loss import Loss, SplitLoss
+from paged_optax.splitting.stacking import Stack, Stacking, unnested
 
 
 class _Part(NamedTuple):
@@ -175,6 +177,112 @@ class Functions:
         )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class FunctionsByShape:
+    """Prologue, layer and epilogue for batches of any shapes.
+
+    Attributes:
+      loss: The user's loss.
+      split: The loss, split for the first batch.
+      by_shapes: A cache of the functions by the batch's shapes. They depend only on the
+        loss and these shapes.
+    """
+
+    loss: Loss
+    split: SplitLoss
+    by_shapes: dict[Hashable, Functions]
+
+    @classmethod
+    def of(cls, loss: Loss, batch: PyTree, layers: str | None) -> "FunctionsByShape":
+        """Splits a loss for a first batch, whose layers are those of all others."""
+        split = loss.split(batch, layers, None)
+        return cls(loss, split, {_key(batch): Functions.of(split.pieces)})
+
+    def stacking(self, *, frozen: bool) -> Stacking:
+        """How the trained parameters are stacked, or the frozen ones."""
+        loss = self.loss
+        tree = loss.frozen if frozen else loss.params
+        flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+        first = len(jax.tree.leaves(loss.params)) if frozen else 0
+        stacks = {
+            names: Stack(tuple(n - first for n in stack.leaves), stack.axis)
+            for (kind, names), stack in self.split.stacks.items()
+            if kind == frozen
+        }
+        taken = {n for stack in stacks.values() for n in stack.leaves}
+        paths = tuple(path for path, _ in flat)
+        names = enumerate(split_names(paths))
+        rest = {name: n for n, name in names if n not in taken}
+        return Stacking(
+            "frozen" if frozen else "params",
+            structure,
+            paths,
+            tuple(x.shape for _, x in flat),
+            stacks,
+            rest,
+        )
+
+    def prologue(self, rest: PyTree, *others: PyTree) -> tuple[list[Array], PyTree]:
+        """The first layer's input, and the values that all layers see."""
+        functions = self._of(others[-1])
+        x, context = functions.prologue(self._numbered(rest, others))
+        # A layer is not given the batch, by whose shapes its functions are chosen.
+        return x, (functions, context)
+
+    def layer(
+        self, weights: PyTree, *others: PyTree
+    ) -> tuple[list[Array], list[Array]]:
+        """The next layer's input, and the values to keep for the epilogue."""
+        *frozen, x, (functions, context), i = others
+        trees = weights, *frozen
+
+        def weight(member: Member) -> Array:
+            kind, names = member
+            (leaf,) = unnested(trees[kind], [names])
+            return leaf
+
+        return functions.layer(weight, x, context, i)
+
+    def epilogue(self, rest: PyTree, *others: PyTree) -> PyTree:
+        """What the loss returns."""
+        *frozen, x, kept, batch = others
+        numbers = self._numbered(rest, (*frozen, batch))
+        results = self._of(batch).epilogue(numbers, x, kept)
+        return jax.tree.unflatten(self.split.output, results)
+
+    def _of(self, batch: PyTree) -> Functions:
+        key = _key(batch)
+        if key not in self.by_shapes:
+            # The layers are those of the first batch: its parameters are stacked so.
+            stacked = isinstance(next(iter(self.split.stacks.values())).axis, int)
+            split = self.loss.split(batch, self.split.layers.name, stacked)
+            self.by_shapes[key] = Functions.of(split.pieces)
+        return self.by_shapes[key]
+
+    def _numbered(self, rest: PyTree, others: Sequence[PyTree]) -> dict[int, ArrayLike]:
+        """The parameters outside the layers, and the batch, by number."""
+        *frozen, batch = others
+        if bool(frozen) != (self.loss.frozen is not None):
+            raise TypeError(
+                "frozen is given, and split_layers was given none: split the loss"
+                " again, split_layers(loss, params, batch, frozen=frozen)."
+                if frozen
+                else "frozen is missing: the loss has parameters that are not trained."
+                " Pass model.stack_frozen(frozen) after the batch to a step, and before"
+                " it to model.loss."
+            )
+        numbers: dict[int, ArrayLike] = {}
+        first = 0
+        for tree, is_frozen in ((rest, False), *((x, True) for x in frozen)):
+            stacking = self.stacking(frozen=is_frozen)
+            leaves = unnested(tree, [("rest", *names) for names in stacking.rest])
+            places = (first + n for n in stacking.rest.values())
+            numbers.update(zip(places, leaves, strict=True))
+            first += len(stacking.paths)
+        numbers.update(enumerate(jax.tree.leaves(batch), first))
+        return numbers
+
+
 def _run(part: _Part, values: Mapping[int, ArrayLike]) -> list[ArrayLike]:
     return part.program([values[x] for x in part.arguments])
 
@@ -194,3 +302,10 @@ def _stacked(rows: Sequence[ArrayLike], dtype: np.dtype) -> Array:
     if all(not isinstance(x, Array) for x in rows):
         return jnp.asarray(np.stack([np.asarray(x, dtype) for x in rows]))
     return jnp.stack([_array(x, dtype) for x in rows])
+
+
+def _key(batch: PyTree) -> Hashable:
+    """The structure and the types of a batch."""
+    leaves, structure = jax.tree.flatten(batch)
+    types = [jax.typeof(x) if not hasattr(x, "dtype") else x for x in leaves]
+    return structure, tuple((tuple(x.shape), str(x.dtype)) for x in types)

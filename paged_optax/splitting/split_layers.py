@@ -1,17 +1,19 @@
-"""`split_layers`: a user's loss as prologue, layer and epilogue."""
+"""`split_layers`: a user's loss as prologue, layer and epilogue; its table."""
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 import jax
 import optax
-from jax import Array
-from jax.typing import ArrayLike
+from jax.core import ShapedArray
 from jaxtyping import PyTree
 
-from paged_optax.backend.text import keystr
+from paged_optax.analysis.flat import Flat
+from paged_optax.analysis.program import Constant, Equation, Operand
+from paged_optax.backend.text import keystr, readable_bytes, table
 from paged_optax.backend.types import shape_dtype
 from paged_optax.backend.validation import (
     check_arrays,
@@ -19,11 +21,18 @@ from paged_optax.backend.validation import (
     nondifferentiable,
 )
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
-from paged_optax.splitting.functions import Functions
-from paged_optax.splitting.numbered import Member, split_names
+from paged_optax.splitting.dependence import (
+    line_of,
+    live_of,
+    producers_of,
+    values_in,
+    values_of,
+)
+from paged_optax.splitting.functions import FunctionsByShape
+from paged_optax.splitting.numbered import nbytes_of
+from paged_optax.splitting.pieces import Pieces
 from paged_optax.splitting.split_loss import Loss, SplitLoss
-from paged_optax.splitting.stacking import Stack, Stacking, tell_of_choices, unnested
-from paged_optax.splitting.summary import summary
+from paged_optax.splitting.stacking import tell_of_choices
 
 
 def split_layers(
@@ -104,120 +113,17 @@ def split_layers(
         raise TypeError(f"layers={layers!r} is not a path: pass one, as 'layers'.")
     frozen_shapes = None if frozen is None else jax.tree.map(shape_dtype, frozen)
     traced = Loss(loss, jax.tree.map(shape_dtype, params), frozen_shapes)
-    split = traced.split(batch, layers, None)
-    functions = _FunctionsByShape(
-        traced, split, {_key(batch): Functions.of(split.pieces)}
-    )
+    functions = FunctionsByShape.of(traced, batch, layers)
     return SplitModel(
         functions.prologue, functions.layer, functions.epilogue, functions
     )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _FunctionsByShape:
-    """Prologue, layer and epilogue for batches of any shapes.
-
-    Attributes:
-      loss: The user's loss.
-      split: The loss, split for the first batch.
-      by_shapes: A cache of the functions by the batch's shapes. They depend only on the
-        loss and these shapes.
-    """
-
-    loss: Loss
-    split: SplitLoss
-    by_shapes: dict[Hashable, Functions]
-
-    def stacking(self, *, frozen: bool) -> Stacking:
-        """How the trained parameters are stacked, or the frozen ones."""
-        loss = self.loss
-        tree = loss.frozen if frozen else loss.params
-        flat, structure = jax.tree_util.tree_flatten_with_path(tree)
-        first = len(jax.tree.leaves(loss.params)) if frozen else 0
-        stacks = {
-            names: Stack(tuple(n - first for n in stack.leaves), stack.axis)
-            for (kind, names), stack in self.split.stacks.items()
-            if kind == frozen
-        }
-        taken = {n for stack in stacks.values() for n in stack.leaves}
-        paths = tuple(path for path, _ in flat)
-        names = enumerate(split_names(paths))
-        rest = {name: n for n, name in names if n not in taken}
-        return Stacking(
-            "frozen" if frozen else "params",
-            structure,
-            paths,
-            tuple(x.shape for _, x in flat),
-            stacks,
-            rest,
-        )
-
-    def prologue(self, rest: PyTree, *others: PyTree) -> tuple[list[Array], PyTree]:
-        """The first layer's input, and the values that all layers see."""
-        functions = self._of(others[-1])
-        x, context = functions.prologue(self._numbered(rest, others))
-        # A layer is not given the batch, by whose shapes its functions are chosen.
-        return x, (functions, context)
-
-    def layer(
-        self, weights: PyTree, *others: PyTree
-    ) -> tuple[list[Array], list[Array]]:
-        """The next layer's input, and the values to keep for the epilogue."""
-        *frozen, x, (functions, context), i = others
-        trees = weights, *frozen
-
-        def weight(member: Member) -> Array:
-            kind, names = member
-            (leaf,) = unnested(trees[kind], [names])
-            return leaf
-
-        return functions.layer(weight, x, context, i)
-
-    def epilogue(self, rest: PyTree, *others: PyTree) -> PyTree:
-        """What the loss returns."""
-        *frozen, x, kept, batch = others
-        numbers = self._numbered(rest, (*frozen, batch))
-        results = self._of(batch).epilogue(numbers, x, kept)
-        return jax.tree.unflatten(self.split.output, results)
-
-    def _of(self, batch: PyTree) -> Functions:
-        key = _key(batch)
-        if key not in self.by_shapes:
-            # The layers are those of the first batch: its parameters are stacked so.
-            stacked = isinstance(next(iter(self.split.stacks.values())).axis, int)
-            split = self.loss.split(batch, self.split.layers.name, stacked)
-            self.by_shapes[key] = Functions.of(split.pieces)
-        return self.by_shapes[key]
-
-    def _numbered(self, rest: PyTree, others: Sequence[PyTree]) -> dict[int, ArrayLike]:
-        """The parameters outside the layers, and the batch, by number."""
-        *frozen, batch = others
-        if bool(frozen) != (self.loss.frozen is not None):
-            raise TypeError(
-                "frozen is given, and split_layers was given none: split the loss"
-                " again, split_layers(loss, params, batch, frozen=frozen)."
-                if frozen
-                else "frozen is missing: the loss has parameters that are not trained."
-                " Pass model.stack_frozen(frozen) after the batch to a step, and before"
-                " it to model.loss."
-            )
-        numbers: dict[int, ArrayLike] = {}
-        first = 0
-        for tree, is_frozen in ((rest, False), *((x, True) for x in frozen)):
-            stacking = self.stacking(frozen=is_frozen)
-            leaves = unnested(tree, [("rest", *names) for names in stacking.rest])
-            places = (first + n for n in stacking.rest.values())
-            numbers.update(zip(places, leaves, strict=True))
-            first += len(stacking.paths)
-        numbers.update(enumerate(jax.tree.leaves(batch), first))
-        return numbers
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SplitModel(LayerwiseModel):
     """A loss that is taken apart; what `split_layers` returns."""
 
-    _functions: _FunctionsByShape
+    _functions: FunctionsByShape
 
     def stack(
         self,
@@ -310,7 +216,7 @@ class SplitModel(LayerwiseModel):
         return f"SplitModel({split.layers.name!r}, {len(split.pieces.kind_of)} layers)"
 
     def __str__(self) -> str:
-        return summary(self._functions.loss, self._functions.split)
+        return _summary(self._functions.loss, self._functions.split)
 
 
 def _refuse_arguments(loss: Callable[..., PyTree], frozen: PyTree | None) -> None:
@@ -337,8 +243,136 @@ def _refuse_integers(params: PyTree) -> None:
         )
 
 
-def _key(batch: PyTree) -> Hashable:
-    """The structure and the types of a batch."""
-    leaves, structure = jax.tree.flatten(batch)
-    types = [jax.typeof(x) if not hasattr(x, "dtype") else x for x in leaves]
-    return structure, tuple((tuple(x.shape), str(x.dtype)) for x in types)
+_LOGITS = (
+    "The logits are the largest: po.linear_cross_entropy(x, head, labels) in the loss"
+    " never holds them."
+)
+
+
+def _summary(loss: Loss, split: SplitLoss) -> str:
+    """The table of `print(model)`, and advice."""
+    pieces, flat = split.pieces, split.pieces.flat
+    count = len(pieces.kind_of)
+    rows = [("layers", split.layers.shown, f"{count}")]
+    if len(pieces.kinds) > 1:
+        rows.append(("kinds", _order(pieces.kind_of), f"{len(pieces.kinds)}"))
+    rows += _parameters(loss, split)
+    carried = f"{count} x {_size(pieces.carried)}"
+    rows.append(("carried, saved for each layer", _types(pieces.carried), carried))
+    if shared := [flat.avals[x] for x in sorted(pieces.seen)]:
+        rows.append(("seen by all layers", _types(shared), _size(shared)))
+    rows += [("for each layer another", *_row(flat, each)) for each in pieces.tables]
+    if pieces.kept:
+        kept = f"{count} x {_size(pieces.kept)}"
+        rows.append(("kept of each layer", _types(pieces.kept), kept))
+    for other in split.others:
+        frozen = all(loss.leaves[n][0] for n in other.leaves)
+        whole = "frozen" if frozen else "with their gradients"
+        words = f"{other.shown}, {other.length} layers, {whole}"
+        rows.append(("held whole", words, readable_bytes(other.nbytes)))
+    activation = _largest(pieces, len(loss.leaves))
+    if activation is not None:
+        equation, aval = activation
+        place = re.split(r"[/\\]", line_of(equation).split(", which")[0])[-1]
+        text = f"{_types([aval])} at {place}"
+        rows.append(("largest activation outside", text, _size([aval])))
+    lines = [table(("what", "found", "size"), rows)]
+    if activation is not None and _are_logits(pieces, activation[1], len(loss.leaves)):
+        lines.append(_LOGITS)
+    for layers, error in split.refused:
+        size = readable_bytes(layers.nbytes)
+        lines.append(f"{layers.shown}, {size}, is not taken apart: {error}")
+    return "\n".join(lines)
+
+
+def _parameters(loss: Loss, split: SplitLoss) -> Iterator[tuple[str, str, str]]:
+    """Rows of the layers' parameters and of all others, trained and frozen."""
+    avals, leaves = split.pieces.flat.avals, loss.leaves
+    taken = {n for stack in split.stacks.values() for n in stack.leaves}
+    count = len(split.pieces.kind_of)
+    for frozen in (False, True):
+        word = "frozen" if frozen else "parameters"
+        stacks = [stack for (kind, _), stack in split.stacks.items() if kind == frozen]
+        if stacks:
+            size = sum(nbytes_of(avals[n]) for stack in stacks for n in stack.leaves)
+            each = f"{count} x {readable_bytes(size // count)}"
+            yield f"{word}, of each layer", f"{len(stacks)} arrays", each
+        rest = [n for n, (kind, _) in enumerate(leaves) if kind == frozen]
+        rest = [n for n in rest if n not in taken]
+        if rest:
+            names = ["/".join(leaves[n][1]) for n in rest]
+            size = _size(avals[n] for n in rest)
+            yield f"{word}, of no layer", _some(names, 3), size
+
+
+def _order(kind_of: Sequence[int]) -> str:
+    """A letter for each layer's kind; a pattern that repeats is shown once."""
+    first = {kind: k for k, kind in enumerate(dict.fromkeys(kind_of))}
+    order = "".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[first[k] % 26] for k in kind_of)
+    for period in range(1, len(order) // 2 + 1):
+        if all(x == y for x, y in zip(order, order[period:], strict=False)):
+            return f"{order[:period]}, repeated"
+    return order if len(order) <= 40 else f"{order[:37]}..."
+
+
+def _row(flat: Flat, table: Sequence[Operand | None] | Operand) -> tuple[str, str]:
+    """The type of an argument that differs between layers, and the bytes of all."""
+    operands = [table] if isinstance(table, (int, Constant)) else table
+    avals = [flat.avals[x] for x in operands if isinstance(x, int)]
+    if not avals:
+        return "a number of the program", "0 B"
+    return _types(avals[:1]), _size(avals)
+
+
+def _largest(pieces: Pieces, parameters: int) -> tuple[Equation, ShapedArray] | None:
+    """The largest value outside the layers that follows from the batch."""
+    flat = pieces.flat
+    live = live_of(flat, producers_of(flat))
+    needed = set(values_of(flat.outputs))
+    needed.update(*(values_in(flat.equations[n]) for n in live))
+    best = None
+    for equation, _ in _of_the_batch(flat, parameters):
+        for x in equation.outputs:
+            aval = flat.avals[x]
+            larger = best is None or nbytes_of(aval) > nbytes_of(best[1])
+            if x in needed and x not in pieces.inside and larger:
+                best = equation, aval
+    return best
+
+
+def _of_the_batch(flat: Flat, parameters: int) -> Iterator[tuple[Equation, set[int]]]:
+    """Equations that follow from the batch, and their operands that do not."""
+    fixed = {*range(parameters), *flat.constants}
+    for equation in flat.equations:
+        from_parameters = fixed.intersection(values_in(equation))
+        if len(from_parameters) == len(set(values_in(equation))):
+            fixed.update(equation.outputs)
+        else:
+            yield equation, from_parameters
+
+
+def _are_logits(pieces: Pieces, aval: ShapedArray, parameters: int) -> bool:
+    """Whether a product with parameters, and its softmax, have this shape."""
+    # Values computed from logits, such as their exponentials, are as large as these.
+    flat, shape = pieces.flat, sorted(aval.shape)
+    product, softmax = False, False
+    for e, from_parameters in _of_the_batch(flat, parameters):
+        if all(x not in pieces.inside for x in e.outputs):
+            large = any(sorted(flat.avals[x].shape) == shape for x in e.outputs)
+            name = e.primitive.name
+            product |= large and name == "dot_general" and bool(from_parameters)
+            softmax |= large and name == "exp"
+    return product and softmax
+
+
+def _size(avals: Iterable[ShapedArray]) -> str:
+    return readable_bytes(sum(map(nbytes_of, avals)))
+
+
+def _types(avals: Iterable[ShapedArray]) -> str:
+    return _some([f"{x.dtype}{list(x.shape)}" for x in avals], 3)
+
+
+def _some(texts: Sequence[str], most: int) -> str:
+    more = f", {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
