@@ -39,6 +39,15 @@ def test_real_shapes(name, shapes):
         assert found.traffic == pytest.approx(1, abs=0.05), case
 
 
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_vocabulary_in_codes(name):
+    """A TPU holds pages in flight alone. An update of Llama-3's took 22 and 34 MiB."""
+    case = sweep.Case((128256, 4096), name, "default", "v5e", "update")
+    ((_, found),) = sweep.outcomes([case], workers=1)
+    assert not found.failure
+    assert found.scratch < 4 * 2**20
+
+
 @pytest.mark.slow
 def test_a_process_that_ends_is_reported():
     """As a compiler's abort would be; the next case gets a process of its own."""
