@@ -89,11 +89,9 @@ def replicated_sharding(
 ) -> NamedSharding | SingleDeviceSharding | None:
     """Where an array of no single parameter goes: whole, on all of these devices.
 
-    A step returns such an array there, if its arguments are like these.
-
-    Args:
-      arrays: Parameters. The first one whose sharding is of a mesh or of one device
-        decides; None if there is none.
+    A step returns such an array there, if its arguments are like these. The first
+    parameter whose sharding is of a mesh or of one device decides; None if there is
+    none.
     """
     for x in arrays:
         sharding = getattr(x, "sharding", None)
@@ -118,9 +116,7 @@ def nbytes(tree: PyTree) -> int:
 def layout_bytes(tree: PyTree, order: tuple[int, ...] | None = None) -> int:
     """Bytes of arrays as the default backend lays them out: in tiles on a TPU.
 
-    Args:
-      tree: An array, its shape and dtype, or a pytree of such.
-      order: The axes, minor to major; None: the backend's own choice.
+    `order` has the axes, minor to major; None: the backend's own choice.
     """
     if platform() != "tpu":
         return nbytes(tree)
@@ -158,21 +154,8 @@ def memory_kind(x: PyTree) -> str:
 def resolve_host_memory_kind(asked: object) -> str:
     """The memory kind that will hold paged moments on this backend.
 
-    Args:
-      asked: `"pinned_host"`, or `"auto"`, which takes pinned host memory where
-        there is some and device memory where there is none.
-
-    Returns:
-      `"pinned_host"`, or the device's own memory kind for `"auto"` on a backend
-      without pinned host memory: moments then stay on the device.
-
-    Raises:
-      ValueError: If the memory kind cannot hold paged moments, or the backend
-        lacks it.
-
-    Example:
-      >>> resolve_host_memory_kind("pinned_host")
-      'pinned_host'
+    `"auto"` takes pinned host memory where there is some. Where there is none it takes
+    the device's own memory, in which moments then stay.
     """
     kinds, backend = memory_kinds(), jax.default_backend()
     if asked == "auto":
@@ -233,11 +216,7 @@ def device_share() -> float:
 # traced. When the program around it is lowered, the mark pairs buffers anew; it does
 # nothing else.
 def donate_within_memory(tree: Tree) -> Tree:
-    """The same arrays; the program that computes them pairs within a memory.
-
-    Args:
-      tree: Results of any kind. Without traced arrays nothing happens.
-    """
+    """The same arrays; the program that computes them pairs within a memory."""
     return jax.tree.map(lambda x: _pair.bind(x) if is_traced(x) else x, tree)
 
 

@@ -69,7 +69,7 @@ def _spans(x: object) -> bool:
 def compare(
     what: str, said: Mapping[str, Mapping[str, str]], once: bool = True
 ) -> None:
-    """Compares what this process says with what the others say.
+    """Compares what this process says with what the others say, and raises in each.
 
     Args:
       what: What they are about to do together, for messages.
@@ -77,10 +77,6 @@ def compare(
         name if it is one value.
       once: Whether what was compared before is not compared again, for a trace may be
         repeated in one process alone.
-
-    Raises:
-      ValueError: In every process, if any two of them differ, or if one has not come
-        within `PATIENCE`.
     """
     mine = zlib.compress(json.dumps([what, said]).encode())
     store = store_of_processes()

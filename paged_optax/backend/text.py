@@ -58,21 +58,9 @@ def matching_names(pattern: str, names: Iterable[str]) -> set[str]:
 
 
 def parse_bytes(name: str, size: object) -> int:
-    """Reads a number of bytes.
+    """Reads a number of bytes: an int, or a string such as `"16MiB"`.
 
-    Args:
-      name: The argument's name, for messages.
-      size: A number of bytes, or a string such as `"16MiB"`.
-
-    Returns:
-      The number of bytes.
-
-    Raises:
-      ValueError: If the size is negative or cannot be read.
-
-    Example:
-      >>> parse_bytes("page_size", "16MiB")
-      16777216
+    `name` is that of the argument, for messages.
     """
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
@@ -102,12 +90,7 @@ def parse_bytes(name: str, size: object) -> int:
 
 
 def readable_bytes(size: int | float) -> str:
-    """A number of bytes for people.
-
-    Example:
-      >>> readable_bytes(33 * 2**20)
-      '33.0 MiB'
-    """
+    """A number of bytes for people, as in `33.0 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
@@ -116,14 +99,7 @@ def readable_bytes(size: int | float) -> str:
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Aligned columns under a ruled heading; the last column is right-aligned.
-
-    Example:
-      >>> print(table(("space", "bytes"), [("device", "32.0 MiB")]))
-      space      bytes
-      ------  --------
-      device  32.0 MiB
-    """
+    """Aligned columns under a ruled heading; the last column is right-aligned."""
     cells = [tuple(map(str, titles)), *(tuple(map(str, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     line = lambda row: "  ".join(
@@ -140,12 +116,6 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Prints a table: by rich on a terminal that it fits, where rich is installed.
 
     As plain text elsewhere.
-
-    Example:
-      >>> print_table(("space", "bytes"), [("device", "32.0 MiB")])
-      space      bytes
-      ------  --------
-      device  32.0 MiB
     """
     rows = list(rows)
     text = table(titles, rows)
@@ -175,15 +145,9 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 def progress(
     what: str, total: int, shown: bool = True
 ) -> Generator[Callable[[], None]]:
-    """Shows how far a loop is, on a terminal alone.
+    """Shows on a terminal how far a loop of `total` turns is.
 
-    Args:
-      what: What is done, in a few words.
-      total: How many times it is done.
-      shown: Whether it takes long enough to be shown.
-
-    Yields:
-      What to call after each time.
+    It yields what to call after each turn. `shown` says whether it takes long enough.
     """
     if shown and sys.stderr.isatty():
         try:

@@ -26,13 +26,8 @@ Role = Literal["lanes", "sublanes", "major"]
 def minor_to_major(shape: tuple[int, ...], itemsize: int = 4) -> tuple[int, ...]:
     """The axes of an array as XLA:TPU lays it out, the one of the lanes first.
 
-    Args:
-      shape: The array's shape.
-      itemsize: Bytes a value.
-
-    Returns:
-      The axes: of the lanes, of the sublanes, then the others from the last on. Among
-      ways that take the same space, the one nearest to row by row.
+    Then come the axis of the sublanes, and the others from the last on. Among ways that
+    take the same space, it is the one nearest to row by row.
 
     Example:
       >>> minor_to_major((768, 50257)), minor_to_major((50257, 768))
@@ -56,14 +51,7 @@ def tiled_bytes(
 ) -> int:
     """Bytes of an array as XLA:TPU lays it out, with what its tiles leave empty.
 
-    Args:
-      shape: The array's shape.
-      itemsize: Bytes a value.
-      order: The axes of the lanes and of the sublanes, and others; None: its own.
-
-    Example:
-      >>> tiled_bytes((8192, 33), 4) / (8192 * 33 * 4), tiled_bytes((3, 3, 64, 64), 4)
-      (1.2121212121212122, 294912)
+    `order` begins with the axes of the lanes and of the sublanes; None: its own.
     """
     # Values of fewer than 32 bits share a word with those of the next sublanes.
     packed = max(1, 4 // itemsize)
@@ -80,16 +68,10 @@ def tiled_bytes(
 def view_layout(
     shape: tuple[int, ...], axes: int, itemsize: int = 4
 ) -> tuple[int, ...] | None:
-    """The layout of an array whose first axes are seen as one.
+    """The layout of an array whose first axes are seen as one: a view of `axes` axes.
 
-    Args:
-      shape: The array's shape.
-      axes: How many axes the view has.
-      itemsize: Bytes a value.
-
-    Returns:
-      The view's axes, the one of the lanes first; None where such a view is no bitcast:
-      axes that do not follow each other in memory, or rows that end within a tile.
+    None where such a view is no bitcast: axes that do not follow each other in memory,
+    or rows that end within a tile.
 
     Example:
       >>> view_layout((3, 1280, 640), 2)
@@ -119,20 +101,16 @@ def can_slice(
 ) -> bool:
     """Whether XLA:TPU reads and writes slices of an array in host memory.
 
-    The slices start at multiples of `size`; the last one ends with the array. Lanes go
-    by whole tiles ("Updating the lane dimension is only supported when the lane update
-    size is a multiple of LaneCount"). Along the sublanes a slice has a multiple of 8
-    rows. The last one is written in several pieces, see `sublane_sizes`; if values have
-    16 bits, none may be a single row. Arrays of bytes are copied whole, into another
-    tiling and back, for every slice. Slices along two axes end the process ("Check
-    failed: update_detail.higher_dimensions_multiplied").
+    `view` is the shape that is sliced, of the layout `order`, along `axis`, in slices
+    of `size` entries. They start at multiples of `size`; the last one ends with the
+    array.
 
-    Args:
-      view: The array's shape, or the view's that is sliced.
-      order: Its layout.
-      axis: The axis to slice.
-      size: Entries of a slice.
-      itemsize: Bytes a value.
+    Lanes go by whole tiles ("Updating the lane dimension is only supported when the
+    lane update size is a multiple of LaneCount"). Along the sublanes a slice has a
+    multiple of 8 rows. The last one is written in several pieces, see `sublane_sizes`;
+    if values have 16 bits, none may be a single row. Arrays of bytes are copied whole,
+    into another tiling and back, for every slice. Slices along two axes end the process
+    ("Check failed: update_detail.higher_dimensions_multiplied").
     """
     extent = view[axis]
     if itemsize < 2:
@@ -154,15 +132,11 @@ def can_slice(
 
 
 def sublane_sizes(size: int) -> list[int]:
-    """A number of rows as multiples of 8, and powers of two.
+    """A number of rows as multiples of 8, and powers of two: 23 is 16, 4, 2 and 1.
 
     XLA:TPU writes no others to the host (libtpu 0.0.52: "Updating the sublane dimension
     across multiple lane chunks is only supported when the sublane update size is a
     multiple of the chunk sublane size").
-
-    Example:
-      >>> sublane_sizes(23)
-      [16, 4, 2, 1]
     """
     return [n for n in (size // 8 * 8, size & 4, size & 2, size & 1) if n]
 

@@ -140,9 +140,7 @@ def shape_dtype(
 ) -> jax.ShapeDtypeStruct:
     """The shape and dtype of an array, wherever it lives.
 
-    Args:
-      x: The array, or its type.
-      like: The type varies along the axes of these arrays too.
+    The type varies along the axes of the arrays `like` too.
     """
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     weak, manual = getattr(aval, "weak_type", False), _manual_type(aval)
@@ -175,14 +173,8 @@ def with_automatic_axes(
 ) -> PyTree:
     """Calls a function on a mesh of explicit axes as if they were automatic.
 
-    Args:
-      function: What to call.
-      arguments: Its arguments, trees of arrays.
-      results: A tree like its results. For each result an array or a type that is
-        divided as the result shall be; None for a result on all devices.
-
-    Returns:
-      The results.
+    `results` is a tree like the function's results. For each it has an array or a type
+    that is divided as the result shall be; None for a result on all devices.
     """
     meshes = map(_explicit_mesh, jax.tree.leaves(arguments))
     mesh = next(filter(None, meshes), None)

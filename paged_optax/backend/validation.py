@@ -79,15 +79,7 @@ def nondifferentiable(tree: PyTree) -> Iterator[tuple[KeyPath, Array]]:
 
 
 def floating_dtype(name: str, dtype: DTypeLike | None) -> np.dtype:
-    """Reads a floating point dtype.
-
-    Args:
-      name: The argument's name, for messages.
-      dtype: A dtype, or its name; None is none.
-
-    Raises:
-      ValueError: If it is no dtype, or none of floating point.
-    """
+    """Reads a floating point dtype, which an argument of this name is."""
     try:
         result = jnp.dtype("O" if dtype is None else dtype)
     except (TypeError, ValueError, SyntaxError):

@@ -32,19 +32,10 @@ def unflatten_like(tree: PyTree, new: PyTree) -> PyTree:
 
 
 def optimizer_shardings(tree: PyTree) -> list[NamedSharding | None]:
-    """How Flax is told to divide the moments of each parameter.
+    """How Flax is told to divide the moments of each parameter; None if it is not.
 
     `nnx.Optimizer` divides what `init` makes in a variable by the variable's metadata
     `optimizer_sharding`, and not as the parameter is divided (ZeRO-1).
-
-    Args:
-      tree: The parameters, in their variables or without.
-
-    Returns:
-      One for each leaf; None if nothing is told of it.
-
-    Raises:
-      ValueError: If a sharding is told, and no mesh is known to divide over.
     """
     return _each(tree, _optimizer_sharding)
 
@@ -52,13 +43,8 @@ def optimizer_shardings(tree: PyTree) -> list[NamedSharding | None]:
 def parameter_shardings(tree: PyTree) -> list[NamedSharding | None]:
     """How Flax divides each traced parameter: by its variable's `out_sharding`.
 
-    Over automatic axes nothing else says so of a model that is made in a `jax.jit`.
-
-    Args:
-      tree: The parameters, in their variables or without.
-
-    Returns:
-      One for each leaf; None if nothing is told of it, or its array says so itself.
+    Over automatic axes nothing else says so of a model that is made in a `jax.jit`. It
+    is None if nothing is told of a leaf, or its array says so itself.
     """
     return _each(tree, _parameter_sharding)
 

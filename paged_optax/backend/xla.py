@@ -107,11 +107,7 @@ def _conditional(compute: Callable[[], Tree]) -> Tree:
 
 
 def compute_capability(device: Any) -> float | None:
-    """The compute capability of an NVIDIA GPU, such as 8.9; None of other devices.
-
-    Args:
-      device: One of `jax.devices()`.
-    """
+    """The compute capability of an NVIDIA GPU, such as 8.9; None of other devices."""
     text = str(getattr(device, "compute_capability", ""))
     return float(text) if re.fullmatch(r"[0-9]+[.][0-9]+", text) else None
 
@@ -191,7 +187,7 @@ def pool_limit() -> int:
 
 
 def pinned_bytes(needed: ArrayBytes, limit: int | None = None) -> int | None:
-    """The bytes that the pool takes of the machine.
+    """The bytes that the pool takes of the machine; None if it has too little room.
 
     It is simulated by the rules of XLA's `tsl/framework/bfc_allocator.cc`.
 
@@ -199,9 +195,6 @@ def pinned_bytes(needed: ArrayBytes, limit: int | None = None) -> int | None:
       needed: Bytes of each array in host memory, in the order in which they are made;
         or of all of them, which then are many small ones.
       limit: Bytes that the pool may take at most; None: as `pool_limit` has it.
-
-    Returns:
-      The bytes of all regions, or None if there is no room for an array.
     """
     limit = pool_limit() if limit is None else limit
     free: list[int] = []
@@ -234,12 +227,8 @@ def pinned_bytes(needed: ArrayBytes, limit: int | None = None) -> int | None:
 def limit_gigabytes(needed: ArrayBytes) -> int:
     """The `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` to set for arrays in host memory.
 
-    Args:
-      needed: As in `pinned_bytes`.
-
-    Returns:
-      The most that is at most 1.15 of what is needed, if the pool then has room for all
-      arrays and for a 32nd of their bytes; otherwise the least that has.
+    It is the most that is at most 1.15 of what is needed, if the pool then has room for
+    all arrays and for a 32nd of their bytes; otherwise the least that has.
     """
     total = sum(_arrays(needed)) / _GIB
     gigabytes = max(1, math.ceil(_LEAST * total), math.floor(_MOST * total))

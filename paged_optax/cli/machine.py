@@ -117,9 +117,7 @@ def host_available() -> int:
 def shortage(device_bytes: int, host_bytes: int) -> str | None:
     """Why this much memory cannot be had, or None if it can.
 
-    Args:
-      device_bytes: Bytes needed on the device.
-      host_bytes: Bytes needed on the host; counted together where they are one.
+    On the CPU backend device and host are one memory, and are counted together.
     """
     limit, _ = device_memory()
     free = host_available() * HOST_SHARE
@@ -267,14 +265,9 @@ class Rate:
 
 
 def measure(size: int, repeats: int) -> Iterator[Rate]:
-    """Measures the rate of each program, one after the other.
+    """Measures the rate of each program, or says why there is none.
 
-    Args:
-      size: Bytes of one buffer; whole pages of 16 MiB.
-      repeats: Transfers timed, after one that is not.
-
-    Yields:
-      The rate, or the reason why there is none.
+    Buffers are whole pages of 16 MiB. One transfer before the repeats is not timed.
     """
     names = list(programs())
     if jax.default_backend() == "cpu":
@@ -347,12 +340,9 @@ def knows_bfloat16() -> bool:
 def teraflops(
     side: int = SIDE, repeats: int = 3, *, dtype: DTypeLike = jnp.bfloat16
 ) -> float:
-    """The rate of products, in 10^12 operations a second.
+    """The rate of products of square matrices, in 10^12 operations a second.
 
-    Args:
-      side: Rows and columns of a matrix.
-      repeats: Calls timed, after one that is not.
-      dtype: Of the matrices.
+    One call before the repeats is not timed.
     """
     w = jnp.full((side, side), 1 / side, dtype)
     x, jitted, seconds = jnp.ones_like(w), jax.jit(products), []

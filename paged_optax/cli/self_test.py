@@ -82,13 +82,6 @@ def compare_with_optax(inner: optax.GradientTransformation, steps: int) -> Compa
     """Trains twice from the same parameters, on the same gradients.
 
     One run is Optax's. The other pages several pages a leaf, the last one smaller.
-
-    Args:
-      inner: The transformation.
-      steps: Steps to train.
-
-    Returns:
-      What differs.
     """
     generator = np.random.default_rng(0)
     draw = lambda: {
@@ -131,15 +124,7 @@ def _train(
 
 
 def difference(actual: PyTree[np.ndarray], wanted: PyTree[np.ndarray]) -> Difference:
-    """The distance between the arrays of two trees.
-
-    Args:
-      actual: The one tree.
-      wanted: The other tree, which errors are relative to.
-
-    Raises:
-      AssertionError: If their shapes or dtypes differ.
-    """
+    """The distance between two trees' arrays; errors are relative to the second."""
     different, ulps, error = 0, 0, 0.0
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
         if x.shape != y.shape or x.dtype != y.dtype:
@@ -157,11 +142,7 @@ def difference(actual: PyTree[np.ndarray], wanted: PyTree[np.ndarray]) -> Differ
 
 
 def refuse_not_finite(tree: PyTree[np.ndarray]) -> None:
-    """Refuses values that are equal and yet prove nothing.
-
-    Raises:
-      ArithmeticError: If a value is NaN or infinite.
-    """
+    """Refuses values that are equal and yet prove nothing: NaN and infinities."""
     if not all(np.isfinite(x).all() for x in jax.tree.leaves(tree)):
         raise ArithmeticError("values are not finite")
 
@@ -197,16 +178,7 @@ def compare_graphs(
 ) -> Difference:
     """Trains in two processes, with graphs and without, on the same numbers.
 
-    Args:
-      steps: Steps to train.
-      limit: Seconds that each process may take.
-
-    Returns:
-      How far parameters and moments are apart.
-
-    Raises:
-      RuntimeError: If a process fails or takes too long.
-      ArithmeticError: If what is trained without graphs is not finite.
+    Each may take so many seconds.
     """
     runs = track((NO_GRAPHS, ""), "with CUDA graphs and without", 2)
     without, with_graphs = (trained(flag, steps, limit) for flag in runs)
@@ -215,16 +187,7 @@ def compare_graphs(
 
 
 def trained(flag: str, steps: int, limit: float) -> Trained:
-    """The result of `train` in a new process.
-
-    Args:
-      flag: A flag of XLA for it, in addition to those of `XLA_FLAGS`.
-      steps: Steps to train.
-      limit: Seconds that it may take.
-
-    Raises:
-      RuntimeError: If it fails or takes too long.
-    """
+    """The result of `train` in a new process, with this flag of XLA besides."""
     flags = " ".join([os.environ.get("XLA_FLAGS", ""), _SAME_PRODUCTS, flag])
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "trained.npz"

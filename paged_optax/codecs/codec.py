@@ -133,20 +133,10 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def draw(key: Array, step: ArrayLike, start: ArrayLike = 0) -> Noise:
-    """The noise of one page.
+    """The noise of one page of a moment, which has the key.
 
-    Args:
-      key: A key of `jax.random`, of one moment.
-      step: The step's number.
-      start: The position in the flattened moment of the page's first value.
-
-    Returns:
-      The noise. Only `start` differs between pages of one moment.
-
-    Example:
-      >>> import jax
-      >>> draw(jax.random.key(0), step=3).words.shape
-      (2,)
+    `start` is the position in the flattened moment of the page's first value. Nothing
+    else differs between pages of one moment.
     """
     words = jax.random.bits(jax.random.fold_in(key, step), (2,), "uint32")
     return Noise(words, jnp.asarray(start, jnp.uint32))

@@ -175,11 +175,8 @@ def _nearest(
 ) -> Int32[Array, "*shape"]:
     """The code of the number nearest to a value; 0 for NaN.
 
-    Args:
-      scaled: The value's magnitude, divided by the scale.
-      pattern: The value's bits.
-      signed: Whether the map holds negative numbers.
-      rounds_to_zero: Whether zero may be the nearest to what is not zero.
+    `scaled` is the value's magnitude, divided by the scale, and `pattern` has its bits.
+    `rounds_to_zero` says whether zero may be the nearest to what is not zero.
     """
     rounds = signed or rounds_to_zero
     formula, negative = map_formula(signed, rounds_up=not rounds), pattern < 0

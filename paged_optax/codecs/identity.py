@@ -37,12 +37,6 @@ def codes_field(
       codec: The codec, as it is arranged for the moment.
       shape: The moment's shape, or that of one device's part of it.
       divisions: Into how many parts each axis of the moment is cut; empty: into one.
-
-    Example:
-      >>> from paged_optax.codecs import arranged, named
-      >>> nu = named("dynamic_int8", signed=False)
-      >>> codes_field(arranged(nu, (62, 512)), (62, 512))
-      'codes_dynamic_int8_unsigned_1x4'
     """
     parts = ["codes", _name_of(codec)]
     if not codec.signed:
@@ -66,11 +60,7 @@ def of_one_part(field: str) -> str:
 
 
 def is_codes_field(name: str) -> bool:
-    """Whether a field of this name has the codes of a moment, and says of which codec.
-
-    Args:
-      name: The name of a field, or any other key.
-    """
+    """Whether a field of this name has a moment's codes, and says of which codec."""
     return name.startswith("codes_")
 
 

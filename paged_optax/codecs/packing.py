@@ -15,12 +15,9 @@ from paged_optax.backend.tiling import LANES, SUBLANES, minor_to_major, role
 
 
 def pack(codes: Int32[Array, "*shape"], axis: int, bits: int) -> Int32[Array, "*words"]:
-    """Puts codes that follow each other along an axis into one word.
+    """Puts codes of 4 or 8 bits that follow each other along an axis into one word.
 
-    Args:
-      codes: The codes.
-      axis: The axis, counted from the front. Zeros fill its last word up.
-      bits: Bits a code: 4 or 8.
+    Zeros fill the last word up. The axis is counted from the front.
     """
     packed = 32 // bits
     codes = _filled(codes, axis, packed)
@@ -70,14 +67,7 @@ def pack(codes: Int32[Array, "*shape"], axis: int, bits: int) -> Int32[Array, "*
 def unpack(
     words: Int32[Array, "*words"], axis: int, bits: int, extent: int
 ) -> Int32[Array, "*shape"]:
-    """Undoes `pack`.
-
-    Args:
-      words: The words.
-      axis: The axis along which they hold codes, counted from the front.
-      bits: Bits a code: 4 or 8.
-      extent: How many codes there are along it.
-    """
+    """Undoes `pack`; `extent` is how many codes there are along the axis."""
     packed, mask = 32 // bits, np.int32(2**bits - 1)
 
     def by_groups(words: Array) -> Array:
@@ -114,9 +104,7 @@ def interleave(
 ) -> Int32[Array, "*longer"]:
     """The first entries of each part along an axis, then the second ones, for a TPU.
 
-    Args:
-      parts: Numbers from 0 to 255.
-      axis: The axis, counted from the front.
+    Entries are numbers from 0 to 255.
     """
     extent = parts[0].shape[axis]
     group = _group(extent, 1)

@@ -141,10 +141,7 @@ def lookup(
 ) -> Array:
     """Looks a small table up without a gather, which a TPU does one by one.
 
-    Args:
-      index: Positions. If one is out of range, only its low bits are used.
-      entries: The table, of a power of two entries.
-      dtype: Its dtype.
+    The table has a power of two entries. Of an index out of range only low bits count.
     """
     # Each bit of the index halves what is left of the table.
     rest: list[Array] = [jnp.asarray(entry, dtype) for entry in entries]

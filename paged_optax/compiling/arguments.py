@@ -161,12 +161,7 @@ def hosted(call: Call) -> set[ArrayKey]:
 
 
 def refuse_moved(call: Call, known: Set[ArrayKey]) -> None:
-    """Refuses an array that is typed as device memory and belongs on the host.
-
-    Args:
-      call: What a step is called with.
-      known: The arrays that belong on the host.
-    """
+    """Refuses arrays that are typed as device memory and belong on the host."""
     for path, x in jax.tree_util.tree_flatten_with_path(call.values)[0]:
         if not on_host(x) and _array_key(call, path, x) in known:
             raise ValueError(

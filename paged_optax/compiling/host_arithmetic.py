@@ -62,17 +62,14 @@ def host_compute(
     conditionals: bool = False,
     around: tuple[tuple[str, int], ...] = (),
 ) -> Iterator[HostCompute]:
-    """Equations on host arrays that are no transfers.
+    """Equations on host arrays that are no transfers, depth first.
 
     Args:
-      jaxpr: A `Jaxpr` or `ClosedJaxpr`, traced with arguments typed as host memory.
+      jaxpr: A jaxpr that was traced with arguments typed as host memory.
       conditionals: Whether a conditional that returns host arrays counts: one branch
         hands them through. XLA:GPU of some versions copies them then.
       around: Where the equation that holds this jaxpr was traced from. Equations that
         JAX cached from an earlier trace do not say.
-
-    Yields:
-      One `HostCompute` for each, depth first.
     """
     platform_index: set[core.Var] = set()
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
@@ -96,10 +93,7 @@ def host_compute(
 def warn_of_host_compute(jaxpr: core.Jaxpr | core.ClosedJaxpr, platform: str) -> None:
     """Warns, naming the way out, if a step computes on host arrays.
 
-    Args:
-      jaxpr: The traced step.
-      platform: What it is compiled for. On the CPU all memory is the host's, and
-        nothing is lost.
+    On the CPU all memory is the host's, and nothing is lost.
     """
     if platform == "cpu":
         return

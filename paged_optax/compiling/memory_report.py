@@ -181,14 +181,8 @@ def compile_overlapping(
 ) -> jax.stages.Compiled:
     """Compiles a program so that transfers overlap with products, if it then fits.
 
-    Args:
-      lowered: The program.
-      device: One of its devices.
-
-    Returns:
-      What XLA makes of it with `OVERLAP_OPTIONS`; without, where the device needs no
-      such options, where this XLA does not know them, or where the program would take
-      more memory than the device has.
+    It goes without `OVERLAP_OPTIONS` where the device needs none, where this XLA does
+    not know them, or where the program would take more memory than the device has.
     """
     if not needs_overlap_options(device):
         return lowered.compile()
@@ -267,10 +261,8 @@ class RuntimeCounts:
     def of(cls, hlo: str, trips: Sequence[int] = ()) -> "RuntimeCounts":
         """Reads a scheduled program of XLA:GPU: others are run in other ways.
 
-        Args:
-          hlo: The program.
-          trips: Turns of the innermost loops that transfer pages and of which the
-            compiler states none, in the order of the program.
+        `trips` are the turns of the innermost loops that transfer pages and of which
+        the compiler states none, in the order of the program.
         """
         program = Computations(hlo, trips)
         counts = _computation(program, program.entry)

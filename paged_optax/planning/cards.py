@@ -118,8 +118,7 @@ _REPORTED = {
 def card_name(name: str) -> str | None:
     """The name in `CARDS` of a card, however it is spelled; None if it is not there.
 
-    Args:
-      name: A name, or what JAX reports as a device's `device_kind`.
+    JAX's `device_kind` is a spelling too.
     """
     known = {_letters(x): x for x in CARDS}
     known |= {_letters(x): card for x, card in _REPORTED.items()}
@@ -127,19 +126,12 @@ def card_name(name: str) -> str | None:
 
 
 def find_card(name: str | Card, argument: str = "card") -> Card:
-    """The card of a name.
+    """The card of a name, however it is spelled; or a card itself.
 
     Args:
-      name: One of `CARDS`, however it is spelled: `"RTX 4090"`, `"nvidia-l4"`, or as
-        JAX reports it, `"Tesla T4"`; or a card itself.
+      name: One of `CARDS`: `"RTX 4090"`, `"nvidia-l4"`, or as JAX reports it,
+        `"Tesla T4"`.
       argument: What the name is an argument of, for the message.
-
-    Raises:
-      ValueError: If there is no such card. It names the nearest.
-
-    Example:
-      >>> find_card("RTX 4090").teraflops
-      165.2
     """
     if isinstance(name, Card):
         return name
@@ -263,17 +255,8 @@ class Rates:
     ) -> "Rates":
         """The rates that are stated, or a card's, or 25 GB/s.
 
-        Both directions of PCI Express carry twice what one does.
-
-        Args:
-          link: The stated rate of the link in one direction, or None.
-          teraflops: The stated rate of products, or None.
-          card: The card, or None.
-          dtype: Of the products.
-
-        Raises:
-          ValueError: If a rate is not positive.
-          TypeError: If it is no number.
+        Both directions of PCI Express carry twice what one does. `dtype` is the
+        products'.
         """
         both = None
         if link is None:
@@ -289,12 +272,7 @@ class Rates:
         return Rates(link, both or 2 * link, reached)
 
     def timed(self, row: Footprint, work: int) -> Footprint:
-        """A way with the seconds of its step.
-
-        Args:
-          row: The way.
-          work: Operations of a step's products.
-        """
+        """A way with the seconds of its step, whose products are so many operations."""
         if self.teraflops is None:
             return row
         worst, best = (work / 1e12 / x for x in self.teraflops)

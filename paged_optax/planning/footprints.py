@@ -13,11 +13,7 @@ from paged_optax.planning.layers import Activations, Workload
 def written(way: str, inner: str, arguments: str = "", fused_head: bool = False) -> str:
     """The code of a way to train, to paste into a script.
 
-    Args:
-      way: Its name in the tables of `what_fits`.
-      inner: The transformation, as code.
-      arguments: Further arguments of `paged`, as code.
-      fused_head: Whether the loss takes `linear_cross_entropy`.
+    `inner` and further `arguments` of `paged` are code themselves.
     """
     loss = ["# The loss ends with po.linear_cross_entropy(x, head, labels)."]
     lines = loss if fused_head else []

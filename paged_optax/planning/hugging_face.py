@@ -31,11 +31,7 @@ _MOST_ITEMS = 1 << 19
 
 
 def opened(path: pathlib.Path) -> BinaryIO:
-    """Opens a file to read; a device or a pipe might have no end.
-
-    Raises:
-      ValueError: If it is no file, or cannot be opened.
-    """
+    """Opens a file to read; a device or a pipe might have no end."""
     try:
         if path.is_file():
             return path.open("rb")
@@ -175,16 +171,9 @@ _DEFAULTS = {
 
 
 def config_heads(path: pathlib.Path) -> int | None:
-    """Heads of queries by the `config.json` of a checkpoint.
+    """Heads of queries by the `config.json` of a checkpoint; None if none says.
 
-    Args:
-      path: The file, another one beside it, or the folder of both.
-
-    Returns:
-      The number; None if there is no such file, or it states none.
-
-    Raises:
-      ValueError: If the field is not usable.
+    The path is the file, another one beside it, or the folder of both.
     """
     config = path
     if path.is_dir() or not path.name.endswith("config.json"):
@@ -199,18 +188,9 @@ def config_heads(path: pathlib.Path) -> int | None:
 def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]:
     """Shapes of the model that a `config.json` describes.
 
-    Biases, and norms within heads, are left out: under a thousandth of the parameters.
-    What is said of quantized weights, or of experts, which these models do not have, is
-    left out too, with a warning.
-
-    Args:
-      path: The file.
-
-    Returns:
-      `ShapeDtypeStruct`s, the layers stacked under `"layers"`.
-
-    Raises:
-      ValueError: If it describes another kind of model, or a field is not usable.
+    Layers are stacked under `"layers"`. Biases, and norms within heads, are left out:
+    under a thousandth of the parameters. What is said of quantized weights, or of
+    experts, which these models do not have, is left out too, with a warning.
     """
     fields = Fields.of_file(path)
     kind = fields.entries.get("model_type")
@@ -309,11 +289,7 @@ def _warn_of_what_is_left_out(fields: Fields) -> None:
 
 
 def index_files(path: pathlib.Path) -> list[pathlib.Path]:
-    """The safetensors files that an index names, which may not be there.
-
-    Raises:
-      ValueError: If the index names none, or one outside its folder.
-    """
+    """The safetensors files that an index names, which may not be there."""
     fields = Fields.of_file(path)
     names = fields.mapping("weight_map", fields.entries.get("weight_map")).values()
     for name in names:
@@ -327,11 +303,7 @@ def index_files(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def index_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]:
-    """Shapes of the model of an index whose weights are not there, by `config.json`.
-
-    Raises:
-      ValueError: If there is no `config.json` beside it, or one of another size.
-    """
+    """Shapes of the model of an index whose weights are not there, by `config.json`."""
     config = path.with_name("config.json")
     if not config.exists():
         raise ValueError(

@@ -51,15 +51,10 @@ _MOST_LAYERS = 1000
 
 
 def find_layers(params: PyTree, key: str) -> Layers | None:
-    """Finds the layers.
+    """Finds the layers: the stacks under a key, or layers that are numbered by name.
 
-    Args:
-      params: The parameters, or their `ShapeDtypeStruct`s.
-      key: The key under which layers are stacked on the leading axis.
-
-    Returns:
-      The stack under `key`. If there is none, the largest family of alike layers that
-      differ by a number in their names; None if there is no such family.
+    If there is no stack, it is the largest family of alike layers that differ by a
+    number in their names; None if there is none.
     """
     leaves = _by_path(params)
     inside = _under(leaves, key)
@@ -100,12 +95,7 @@ def find_layers(params: PyTree, key: str) -> Layers | None:
 
 
 def stacks_under(params: PyTree, key: str) -> frozenset[int]:
-    """The positions, among all leaves, of the stacks under a key; of none if empty.
-
-    Args:
-      params: The parameters, or their `ShapeDtypeStruct`s.
-      key: The key under which layers are stacked on the leading axis.
-    """
+    """The positions, among all leaves, of the stacks under a key; of none if empty."""
     leaves = _by_path(params)
     inside = _under(leaves, key)
     length = _stacked([leaves[n] for n in inside], key)
@@ -288,16 +278,9 @@ class Activations:
 
 
 def sizes_of(layers: Layers, heads: int | None) -> tuple[Sizes, str]:
-    """The sizes of a model, by the shapes of its parameters.
+    """The sizes of a model by its layers' shapes, and what was assumed of the heads.
 
     Of a mixture of experts all are counted, as if each token went to each of them.
-
-    Args:
-      layers: Its layers.
-      heads: As in `Given`.
-
-    Returns:
-      The sizes, and what was assumed of the heads; empty if nothing was.
     """
     matrices = [(path, x) for path, x in layers.one if len(x.shape) > 1]
     width = _width([x for _, x in matrices])

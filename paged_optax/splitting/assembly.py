@@ -48,11 +48,7 @@ class _Dataflow:
 
     @classmethod
     def of(cls, stages: Stages) -> "_Dataflow":
-        """Follows the values that layers compute.
-
-        Raises:
-          SplitError: If more is handed on than the next layer needs.
-        """
+        """Follows the values that layers compute."""
         depends = stages.cuts.depends
         flat, count = depends.flat, depends.count
         positions: list[list[int]] = [[] for _ in range(count)]
@@ -379,12 +375,5 @@ class _Assembly:
 
 
 def assembled(stages: Stages) -> Pieces:
-    """The pieces of a loss: kinds of layers, and the roles of their arguments.
-
-    Args:
-      stages: The layer of each equation.
-
-    Raises:
-      SplitError: If more is handed on than the next layer needs.
-    """
+    """The pieces of a loss: kinds of layers, and the roles of their arguments."""
     return _Assembly(stages).pieces()

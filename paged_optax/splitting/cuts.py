@@ -43,9 +43,6 @@ class Cuts:
             differs where a layer ends or begins with what keeps the size.
           interleaved: Whether the ends of a layer's towers, such as those of two
             inputs, are ordered step by step together instead of one after the other.
-
-        Raises:
-          SplitError: If a layer is used again after another one.
         """
         order = _ordered(depends)
         order = _interleaved(depends, order) if interleaved else order
@@ -75,11 +72,7 @@ class Cuts:
         return dataclasses.replace(uncut, cuts=tuple(cuts))
 
     def used_until(self, turn: int) -> int:
-        """The place after the last use of a layer's parameters, in its region.
-
-        Raises:
-          SplitError: If there is none.
-        """
+        """The place after the last use of a layer's parameters, in its region."""
         depends = self.depends
         users = depends.users[turn]
         places = [place for place in self.regions[turn] if self.order[place] in users]

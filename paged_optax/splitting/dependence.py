@@ -17,12 +17,9 @@ _LIBRARIES = re.compile(
 def line_of(equation: Equation, nearby: Iterable[Equation] = ()) -> str:
     """The line of the model that an equation was traced from.
 
-    If a library's module computes it, the line is the model's call of the module.
-
-    Args:
-      equation: The equation.
-      nearby: Others, such as those that take its values. The line is one of theirs if
-        that of the equation is not known, as within `jnp.clip`.
+    If a library's module computes it, the line is the model's call of the module. If it
+    is not known, as within `jnp.clip`, it is that of an equation nearby, such as one
+    that takes its values.
     """
     equation = next((e for e in (equation, *nearby) if e.line), equation)
     where, traced = equation.where, equation.traced
@@ -74,16 +71,7 @@ class Depends:
     def of(
         cls, flat: Flat, weights: Sequence[int], members: Sequence[Sequence[int]]
     ) -> "Depends":
-        """Follows the parameters.
-
-        Args:
-          flat: The loss.
-          weights: All parameters.
-          members: Those of each layer, in any order of the layers.
-
-        Raises:
-          SplitError: If a layer is not used.
-        """
+        """Follows the parameters, `weights`; `members` are those of each layer."""
         producer = producers_of(flat)
         live = live_of(flat, producer)
         owner = {leaf: n for n, leaves in enumerate(members) for leaf in leaves}

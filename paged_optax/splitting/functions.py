@@ -70,8 +70,7 @@ class Functions:
     def prologue(self, numbered: Mapping[int, ArrayLike]) -> tuple[list[Array], PyTree]:
         """The first layer's input, and the values that all layers see.
 
-        Args:
-          numbered: The parameters outside the layers, and the batch, by number.
+        The parameters outside the layers, and the batch, are given by their numbers.
         """
         pieces = self.pieces
         results = iter(_run(self.before, {**numbered, **pieces.flat.constants}))
@@ -157,13 +156,7 @@ class Functions:
         x: Sequence[Array],
         kept: Sequence[Array],
     ) -> list[ArrayLike]:
-        """The results of the loss, leaf by leaf.
-
-        Args:
-          numbered: The parameters outside the layers, and the batch, by number.
-          x: The last layer's output.
-          kept: The values that the layers kept, stacked.
-        """
+        """The results of the loss, leaf by leaf; `kept` has all layers' values."""
         from_layers: dict[int, ArrayLike] = {}
         for value, where in self.pieces.after.items():
             if isinstance(where, FromCarry):

@@ -208,14 +208,7 @@ class Sliced:
     def per_layer(self, flat: Flat) -> tuple[Flat, tuple[dict[Member, int], ...]]:
         """The loss with a parameter for each layer in the place of each slice.
 
-        Args:
-          flat: The loss, without checkpoints around layers.
-
-        Returns:
-          The loss, and each layer's parameters in it.
-
-        Raises:
-          SplitError: If something else is done with a stack.
+        It is without checkpoints around layers. Each layer's parameters come besides.
         """
         split = _PerLayer(flat, self)
         members = tuple(
@@ -338,11 +331,8 @@ def slices(
 ) -> list[Sliced]:
     """All layers that are taken from stacks by their numbers, the largest first.
 
-    Args:
-      closed: The loss.
-      leaves: For each parameter whether it is frozen, and its names.
-      lists: Layers that are numbered. An array that is indexed within one of them has
-        parts, not layers.
+    An array that is indexed within one of the numbered `lists` has parts, not layers.
+    Of each parameter, `leaves` say whether it is frozen, and its names.
     """
     flat = Flat(closed, derivatives=False)
     axes = _axes(flat, range(len(leaves)))

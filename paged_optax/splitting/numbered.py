@@ -58,8 +58,7 @@ class NumberedLayers:
     def parts(self, nbytes: Callable[[int], int]) -> tuple["NumberedLayers", ...]:
         """The trained and the frozen parameters of layers that have both, else none.
 
-        Args:
-          nbytes: The bytes of a parameter, by its number.
+        `nbytes` gives the bytes of a parameter by its number.
         """
         parts: list[NumberedLayers] = []
         for kind in (False, True):
@@ -105,9 +104,7 @@ def numbered(
 ) -> list[NumberedLayers]:
     """All lists of alike subtrees, the largest first.
 
-    Args:
-      leaves: For each leaf whether it is frozen, and its names.
-      avals: Their shapes and dtypes.
+    Of each leaf, `leaves` say whether it is frozen, and its names.
     """
     groups: dict[tuple[Names, str], dict[int, dict[Member, int]]] = defaultdict(
         lambda: defaultdict(dict)
@@ -143,12 +140,8 @@ def _by_kind(
     """Layers whose parameters are in several lists, such as `params["mlp"][n]`.
 
     Lists of arrays, such as `params["up"][n]`, are among them. If several candidates
-    have the same parameters, the one with the longest common path is taken.
-
-    Args:
-      leaves: For each leaf whether it is frozen, and its names.
-      avals: Their shapes and dtypes.
-      known: The parameters of other lists.
+    have the same parameters, the one with the longest common path is taken. The
+    parameters of other lists are `known`.
     """
     groups: dict[Names, dict[Names, dict[int, dict[Member, int]]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(dict))
@@ -197,11 +190,8 @@ def relabeled(
     """A layer whose parts, if they are numbered, are not mistaken for layers.
 
     Matrices tell a tree of stacks from a list of layers. If there are only vectors, the
-    names of the parts get a first name that has no number.
-
-    Args:
-      members: The parameters of a layer, or their stacks.
-      ndim: How many axes one has in one layer.
+    names of the parts get a first name that has no number. `ndim` counts the axes that
+    a part has in one layer.
     """
     renamed: dict[Member, Item] = {}
     for frozen in (False, True):

@@ -124,12 +124,7 @@ def match_backward(
 ) -> Match | None:
     """The equations that compute values as a template does, from its results backward.
 
-    Args:
-      flat: The loss.
-      producer: The position of the equation that computes each value.
-      template: The template's equations.
-      results: The template's results, each with the value in its place.
-      fits: Whether an operand may be in the place of one of the template's inputs.
+    `results` pair the template's results with the values in their places.
     """
     inside = {x: n for n in template for x in flat.equations[n].outputs}
     pairs: dict[int, int] = {}
@@ -163,11 +158,7 @@ def match_forward(
 ) -> Match | None:
     """The equations that compute the same as a template, from its inputs forward.
 
-    Args:
-      flat: The loss.
-      template: The template's equations, in an order in which they can be computed.
-      candidates: The equations to match with them, in such an order too.
-      fits: Whether an operand may be in the place of one of the template's inputs.
+    The template and the candidates are in an order in which they can be computed.
     """
     matched = _Matching(flat, template, fits)
     left = list(candidates)

@@ -140,11 +140,7 @@ class Scan:
         return between
 
     def pieces(self) -> Pieces:
-        """The loss in pieces: a layer is a turn of the scan.
-
-        Raises:
-          SplitError: If the scan is in reverse.
-        """
+        """The loss in pieces: a layer is a turn of the scan."""
         params = self._traced
         self._refuse_elsewhere()
         if params["reverse"]:
@@ -230,9 +226,8 @@ def _one(aval: ShapedArray) -> ShapedArray:
 def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
     """All scans over parameters, the largest first.
 
-    Args:
-      flat: The loss. Its first values are the parameters.
-      leaves: For each parameter whether it is frozen, and its names.
+    The loss's first values are the parameters. Of each, `leaves` say whether it is
+    frozen, and its names.
     """
     wholes = Wholes(flat, range(len(leaves)))
     for equation in flat.equations:

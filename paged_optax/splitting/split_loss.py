@@ -114,11 +114,6 @@ class Loss:
           layers: The path or prefix of the layers; None: the largest.
           stacked: Whether their parameters are stacked, and scanned over or taken by
             their numbers; None: whichever are larger.
-
-        Raises:
-          SplitError: If it has no layers, or cannot be split between them.
-          ValueError: If the loss is not one number.
-          TypeError: If the loss has no gradient.
         """
         closed, shapes = self._traced(batch)
         refuse_no_loss("loss", shapes)

@@ -247,14 +247,8 @@ def tell_of_choices(
 ) -> None:
     """Warns of choices that differ, and refuses updates that mix elements.
 
-    Args:
-      tx: The transformation.
-      stacked: The shapes of what `SplitModel.stack` returns. The loss has each layer's
-        parameters by themselves.
-
-    Raises:
-      ValueError: If the update of a layer, or of a stack that is updated whole, is not
-        element by element.
+    `stacked` are the shapes of what `SplitModel.stack` returns. The loss has each
+    layer's parameters by themselves.
     """
     guard = wrapper_of(tx)
     tx = tx if guard is None else guard.inner

@@ -37,11 +37,7 @@ class Stages:
 
     @classmethod
     def from_cuts(cls, cuts: Cuts, members: Mapping[int, Member]) -> "Stages":
-        """Finds the first and the last layer, which no cut ends, and all others.
-
-        Raises:
-          SplitError: If the parameters of a layer are used elsewhere.
-        """
+        """Finds the first and the last layer, which no cut ends, and all others."""
         search = _Search(cuts, members)
         pieces = search.pieces()
         depends = cuts.depends
