@@ -299,22 +299,12 @@ class Flat:
                 for e in equations
             ),
             outputs=tuple(map(rename, wanted)),
-            elementwise=self._elementwise(equations, arguments, wanted, shape),
+            elementwise=self.fit(arguments, shape)
+            and all(self.is_elementwise(e, shape) for e in equations)
+            # A constant result takes the shape of a page.
+            and all(isinstance(x, Constant) or self.shape(x) == shape for x in wanted),
         )
         return program, tuple(arguments)
-
-    def _elementwise(
-        self,
-        equations: Sequence[Equation],
-        arguments: Iterable[int],
-        wanted: Sequence[Operand],
-        shape: tuple[int, ...],
-    ) -> bool:
-        return (
-            all(self.shape(x) == shape for x in wanted if not isinstance(x, Constant))
-            and self.fit(arguments, shape)
-            and all(self.is_elementwise(e, shape) for e in equations)
-        )
 
 
 def refuse_effects(closed: core.ClosedJaxpr | core.Jaxpr) -> None:

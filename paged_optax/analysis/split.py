@@ -27,7 +27,6 @@ from paged_optax.analysis.program import (
     Equation,
     LeafUpdate,
     Operand,
-    Program,
 )
 from paged_optax.backend.types import holds_moments, in_shard_map
 
@@ -168,15 +167,6 @@ class _Followed:
         equation = self.flat.equations[self.producer[value]]
         return not self.flat.is_elementwise(equation, self.full)
 
-    def program(
-        self,
-        wanted: Sequence[Operand],
-        within: Callable[[int], bool],
-        shape: tuple[int, ...],
-    ) -> tuple[Program, tuple[int, ...]]:
-        """The equations that `wanted` needs, stopping at values not `within`."""
-        return self.flat.program(wanted, within, self.producer, shape)
-
 
 def _followed(
     closed: core.ClosedJaxpr,
@@ -282,7 +272,8 @@ def analyse(
         if flat.shape(flat.outputs[position]) != followed.full
     ]
     wanted = [flat.outputs[p] for p in cut_apart]
-    tail, tail_inputs = followed.program(wanted, followed.ends_joined, ())
+    producer = followed.producer
+    tail, tail_inputs = flat.program(wanted, followed.ends_joined, producer, ())
     share(tail_inputs)
     computed = [x for x in tail_inputs if not followed.is_input(x)]
     of_joined = [x for x in computed if not followed.is_shared(x)]
@@ -292,8 +283,8 @@ def analyse(
         between = of_joined if key == _JOINED else []
         wanted = [*(flat.outputs[p] for p in places), *between]
         shape = flat.shape(wanted[0])
-        program, inputs = followed.program(
-            wanted, lambda x: not followed.is_shared(x), shape
+        program, inputs = flat.program(
+            wanted, lambda x: not followed.is_shared(x), producer, shape
         )
         share(inputs)
         avals = [out_avals[p] for p in places] + [flat.avals[x] for x in between]
@@ -309,7 +300,7 @@ def analyse(
                 owner,
             )
         )
-    program, inputs = followed.program(tuple(shared), lambda _: True, ())
+    program, inputs = flat.program(tuple(shared), lambda _: True, producer, ())
     analysis = Analysis(
         shared=program,
         shared_inputs=inputs,

@@ -176,9 +176,7 @@ def with_automatic_axes(
     `results` is a tree like the function's results. For each it has an array or a type
     that is divided as the result shall be; None for a result on all devices.
     """
-    meshes = map(_explicit_mesh, jax.tree.leaves(arguments))
-    mesh = next(filter(None, meshes), None)
-    if mesh is None:
+    if (mesh := explicit_mesh(arguments)) is None:
         return function(*arguments)
     # What is traced of a transformation knows no axes: its equations would make arrays
     # of other types than those that they meet.
@@ -190,6 +188,11 @@ def with_automatic_axes(
     axes = tuple(name for name, kind in kinds if kind is AxisType.Explicit)
     run = jax.sharding.auto_axes(function, axes=axes, out_sharding=shardings)
     return run(*arguments)
+
+
+def explicit_mesh(tree: PyTree) -> Mesh | AbstractMesh | None:
+    """The mesh of explicit axes that the type of any array names, or None."""
+    return next(filter(None, map(_explicit_mesh, jax.tree.leaves(tree))), None)
 
 
 def on_automatic_axes(x: PyTree) -> PyTree:

@@ -154,7 +154,7 @@ def _stacks(tree: PyTree, key: str) -> list[tuple[KeyPath, Array]]:
 def _shards(known: ParameterShardings, path: KeyPath, x: Array) -> Shards | None:
     """How a stack is divided; None if a source has nothing of this parameter."""
     with contextlib.suppress(ValueError):
-        return known.find([path], [x])[0]
+        return known.find(path, x)
     return None
 
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax import Array
 from jax.sharding import (
+    Mesh,
     NamedSharding,
     PartitionSpec,
     Sharding,
@@ -31,11 +32,8 @@ from paged_optax.codecs import is_codes_field
 from paged_optax.engine.shards import Shards
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import within
-from paged_optax.transform.parameter_shardings import (
-    explicitly_typed,
-    mesh_of,
-    refuse_uneven,
-)
+from paged_optax.transform.parameter_shardings import refuse_uneven
+from paged_optax.transform.planned_moments import explicitly_typed
 from paged_optax.transform.trees import parameter_of
 
 
@@ -94,7 +92,7 @@ def abstract_state(
     of_moments = optimizer_shardings(params)
     params = _on_meshes(params, of_moments)
     # So `update` knows the parameters' shardings of a state that is restored.
-    types_only = within(types_only=True, mesh=mesh_of(params))
+    types_only = within(types_only=True, mesh=_mesh_of(params))
     with types_only, explicitly_typed(params) as shapes:
         # A new function each time: JAX would not run one again that it has traced.
         closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(shapes)
@@ -199,6 +197,19 @@ def state_shardings(
         each,
     )
     return jax.tree.map(lambda x: x.sharding, abstract_state(tx, divided))
+
+
+def _mesh_of(params: PyTree) -> Mesh | None:
+    """The devices that all parameters are on; None if one of them does not say."""
+    said = [
+        getattr(x, "sharding", None)
+        if is_committed(x) or isinstance(x, jax.ShapeDtypeStruct)
+        else None
+        for x in jax.tree.leaves(params)
+    ]
+    meshes = {getattr(x and typed_by_memory(x), "mesh", None) for x in said}
+    mesh = meshes.pop() if len(meshes) == 1 else None
+    return mesh if isinstance(mesh, Mesh) else None
 
 
 def _on_meshes(params: PyTree, of_moments: Sequence[NamedSharding | None]) -> PyTree:

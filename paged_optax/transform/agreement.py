@@ -11,8 +11,8 @@ from paged_optax.analysis.program import Analysis, Constant, Program
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import ArrayOrShape
-from paged_optax.engine.shards import Shards
 from paged_optax.transform.paged_transformation import PagedTransformation
+from paged_optax.transform.state_layout import StateLayout
 from paged_optax.transform.trees import paths_of
 
 #: What is said, by name and path; see `backend.processes.compare`.
@@ -23,7 +23,7 @@ def said_of(
     paged: PagedTransformation,
     params: PyTree[ArrayOrShape],
     state: PyTree[ArrayOrShape],
-    shards: Sequence[Shards | None],
+    layout: StateLayout,
     analysis: Analysis,
 ) -> Said:
     """Says what a program of a paged update depends on.
@@ -32,7 +32,7 @@ def said_of(
       paged: The transformation.
       params: The parameters, or the gradients.
       state: The state.
-      shards: For each parameter how its moments are divided.
+      layout: How the state is stored.
       analysis: What the update computes.
     """
     configuration, (paths, leaves) = paged.configuration, paths_of(params)
@@ -53,7 +53,7 @@ def said_of(
         },
         "how they are divided, ": {
             keystr(path): f"{each.spec} over {dict(each.mesh.shape)}"
-            for path, each in zip(paths, shards, strict=True)
+            for path, each in zip(paths, layout.parameter_shards, strict=True)
             if each
         },
         "state": {keystr(p): _typed(x) for p, x in zip(*paths_of(state), strict=True)},

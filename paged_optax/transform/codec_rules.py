@@ -92,8 +92,6 @@ def choose(
     Raises:
       ValueError: If a rule names nothing, or a codec does not fit its moment.
     """
-    if not rules:
-        return [None] * len(avals)
     parameters = [path_name(path) for path in parameter_paths]
     moments = [
         None

@@ -80,11 +80,9 @@ def current() -> Context:
     return _current.get()
 
 
-@contextlib.contextmanager
-def within(**changes: object) -> Generator[None]:
+def within(**changes: object) -> contextlib.AbstractContextManager[None]:
     """Changes fields of the context around all calls within."""
-    with _entered(dataclasses.replace(current(), **changes)):
-        yield
+    return _entered(dataclasses.replace(current(), **changes))
 
 
 def telling(
@@ -116,12 +114,13 @@ def without() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _entered(context: Context) -> Generator[None]:
-    names = (field.name for field in dataclasses.fields(context))
-    values = (getattr(context, name) for name in names if name != "shardings")
+    names = [x.name for x in dataclasses.fields(context) if x.name != "shardings"]
+    values = [getattr(context, name) for name in names]
     # A traced value, and what records, is equal to itself alone. JAX's caches must not
     # keep it alive.
-    unique = lambda x: isinstance(x, Array) or callable(x)
-    key = tuple(object() if unique(x) else x for x in values)
+    key = tuple(
+        [object() if isinstance(x, Array) or callable(x) else x for x in values]
+    )
     token = _current.set(context)
     try:
         with _trace_key(key):

@@ -17,7 +17,6 @@ from jaxtyping import PyTree
 from paged_optax.analysis.flat import refuse_effects, trace
 from paged_optax.analysis.program import Analysis, Evaluation, LeafUpdate
 from paged_optax.analysis.split import analyse
-from paged_optax.backend import memory
 from paged_optax.backend.memory import (
     DEVICE,
     HOST,
@@ -116,10 +115,9 @@ def _new_state(
             lambda extra: planned_moments(
                 paged,
                 abstract_params,
-                state.shapes,
+                state.layout,
                 state.stays,
                 state.refused,
-                state.shards,
                 extra,
             ),
         )
@@ -128,7 +126,9 @@ def _new_state(
     if not is_traced(leaves):
         if spans_processes(leaves):
             # Before JAX itself waits for the others, where scalars are placed.
-            built = said_of(paged, params, state.shapes, state.shards, state.analysis)
+            built = said_of(
+                paged, params, state.layout.shapes, state.layout, state.analysis
+            )
             compare("init of a paged transformation", built, once=False)
         with without_explicit_axes():
             new = tied(state.leaves(leaves), leaves)
@@ -150,9 +150,7 @@ class _NewState:
 
     Attributes:
       paged: The paged transformation.
-      shapes: The shapes and dtypes of the state of `inner`.
       layout: How the state is stored.
-      shards: For each parameter how its moments are divided, or None.
       told: For each parameter how Flax says so of them, or None.
       stays: For each leaf whether it is on the device.
       refused: For each leaf that stays because it cannot be sliced in host memory the
@@ -162,9 +160,7 @@ class _NewState:
     """
 
     paged: PagedTransformation
-    shapes: PyTree[jax.ShapeDtypeStruct]
     layout: StateLayout
-    shards: tuple[Shards | None, ...]
     told: tuple[NamedSharding | None, ...]
     stays: list[bool]
     refused: Mapping[int, str]
@@ -180,12 +176,12 @@ class _NewState:
     ) -> "_NewState":
         """Traces `inner.init`, and decides what stays on the device."""
         paths, leaves = paths_of(params)
-        shards = tuple(
+        shards = [
             Shards.of(sharding, x.shape) or known
             for sharding, x, known in zip(
-                told, leaves, paged.known.find(paths, leaves), strict=True
+                told, leaves, map(paged.known.find, paths, leaves), strict=True
             )
-        )
+        ]
         closed, shapes = trace(paged.inner.init, params)
         refuse_effects(closed)
         state_paths, avals = paths_of(shapes)
@@ -215,14 +211,12 @@ class _NewState:
                 stays = [True] * len(stays)
         nothing = [None] * len(leaves), [None] * len(avals)
         analysis, constants = analyse(closed, *nothing, str)
-        return cls(
-            paged, shapes, layout, shards, told, stays, refused, analysis, constants
-        )
+        return cls(paged, layout, told, stays, refused, analysis, constants)
 
     @functools.cached_property
     def mesh(self) -> Mesh | AbstractMesh | None:
         """The mesh that parameters are divided over; None if none is."""
-        return next((shards.mesh for shards in self.shards if shards), None)
+        return next((x.mesh for x in self.layout.parameter_shards if x), None)
 
     def divided_parameters(
         self, parameters: Sequence[Parameter]
@@ -235,7 +229,7 @@ class _NewState:
 
     def tell_of_factors(self) -> None:
         """Warns of what has other axes than those that Flax says how to divide."""
-        paths, avals = paths_of(self.shapes)
+        paths, avals = paths_of(self.layout.shapes)
         for path, x, owner in zip(paths, avals, self.layout.owners, strict=True):
             told = None if owner is None else self.told[owner]
             if told is None or x.size < 2 or len(x.shape) >= len(told.spec):
@@ -286,7 +280,7 @@ class _NewState:
             # Pages take long to trace, and only types are looked at.
             stored = self.layout.stored(position)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stored)
-            return [zeros if stays else jax.device_put(zeros, memory.HOST)]
+            return [zeros if stays else jax.device_put(zeros, HOST)]
         owner = self.layout.owners[position]
         if owner is not None and self.told[owner] and not is_traced(inputs):
             divide = lambda x: jax.device_put(x, self.told[owner])
@@ -311,18 +305,41 @@ class _NewState:
     def _placed(
         self, position: int, value: Value, parameters: Sequence[Parameter]
     ) -> StoredOrShape:
-        """Puts a leaf beside its parameter, in its own memory."""
+        """Puts a leaf beside its parameter, in its own memory.
+
+        What is not put beside a parameter goes to all devices of the parameters' mesh.
+        """
         layout, owner = self.layout, self.layout.owners[position]
+        shards, host = layout.shards[position], not self.stays[position]
+        like = None if owner is None else parameters[owner]
+        known = is_committed(like) or isinstance(like, jax.ShapeDtypeStruct)
         if layout.codecs[position] is None:
             value = jnp.asarray(value, layout.avals[position].dtype)
-            if is_traced(value) and not memory.on_host(value):
-                value = constrained(value, layout.shards[position])
-        return place(
-            value,
-            not self.stays[position],
-            None if owner is None else parameters[owner],
-            None if layout.shards[position] else self.mesh,
-        )
+            if is_traced(value) and not on_host(value):
+                value = constrained(value, shards)
+
+        def placed(x: Array) -> Array:
+            sharding = None
+            if is_traced((x, like)):
+                pass  # its type says where it is
+            elif known and like is not None and like.shape == x.shape:
+                sharding = like.sharding
+            elif shards is None and isinstance(self.mesh, Mesh):
+                sharding = NamedSharding(self.mesh, PartitionSpec())
+            elif is_committed(like) and len(like.sharding.device_set) == 1:
+                # What a codec stores has shapes of its own.
+                sharding = replicated_sharding([like])
+            if sharding is not None:
+                # A parameter may be on the host, as an offloaded layer is.
+                if host or (like is not None and on_host(like)):
+                    kind = PINNED_HOST if host else memory_kinds()[0]
+                    sharding = sharding.with_memory_kind(kind)
+                return jax.device_put(x, sharding)
+            if on_host(x) != host:
+                return jax.device_put(x, HOST if host else DEVICE)
+            return x
+
+        return jax.tree.map(placed, value)
 
 
 def _tell_of_refused(paths: Sequence[KeyPath], refused: Mapping[int, str]) -> None:
@@ -336,52 +353,6 @@ def _tell_of_refused(paths: Sequence[KeyPath], refused: Mapping[int, str]) -> No
         f" memory: {reason}.",
         stacklevel=3,
     )
-
-
-def place(
-    value: StoredOrShape,
-    host: bool,
-    like: Parameter | None,
-    mesh: Mesh | AbstractMesh | None,
-) -> StoredOrShape:
-    """Puts one leaf of a new state beside its parameter, in its own memory.
-
-    Args:
-      value: The leaf.
-      host: Whether it goes to host memory.
-      like: Its parameter, or a type that is divided as it is to be; None if it belongs
-        to no single parameter.
-      mesh: If the leaf is not put beside its parameter, it goes to all devices of this
-        mesh; None if there is no mesh.
-
-    Returns:
-      The leaf.
-    """
-
-    def placed(x: Array) -> Array:
-        sharding = None
-        known = is_committed(like) or isinstance(like, jax.ShapeDtypeStruct)
-        if is_traced((x, like)):
-            pass  # its type says where it is
-        elif known and like is not None and like.shape == x.shape:
-            sharding = like.sharding
-        elif isinstance(mesh, Mesh):
-            sharding = NamedSharding(mesh, PartitionSpec())
-        elif is_committed(like) and len(like.sharding.device_set) == 1:
-            sharding = replicated_sharding(
-                [like]
-            )  # what a codec stores has shapes of its own
-        if sharding is not None:
-            # A parameter may be on the host, as an offloaded layer is.
-            if host or (like is not None and on_host(like)):
-                kind = PINNED_HOST if host else memory_kinds()[0]
-                sharding = sharding.with_memory_kind(kind)
-            return jax.device_put(x, sharding)
-        if on_host(x) != host:
-            return jax.device_put(x, HOST if host else DEVICE)
-        return x
-
-    return jax.tree.map(placed, value)
 
 
 def tied(state: PyTree, parameters: Sequence[object]) -> PyTree:

@@ -119,24 +119,19 @@ def without_rows(layout: StateLayout, state: PyTree) -> PyTree:
     return layout.structure.unflatten(held)
 
 
-def with_rows(new: PyTree, old: PyTree) -> list[Array]:
-    """The arrays of a new state in the shapes of the old, which undoes `without_rows`.
-
-    Shapes differ in a `jax.shard_map` alone.
-    """
-    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+def with_rows(new: Sequence[Array], old: PyTree) -> list[Array]:
+    """The arrays of a new state in the old one's shapes: undoes `without_rows`."""
+    pairs = zip(new, jax.tree.leaves(old), strict=True)
     return [x if x.shape == np.shape(y) else x.reshape(y.shape) for x, y in pairs]
 
 
 def as_results(
     analysis: Analysis,
-    layout: StateLayout,
     updates: PyTree,
-    state: PyTree,
-    *,
+    leaves: Sequence[StoredOrShape],
     gates: Sequence[Gate],
     restart: Gate,
-) -> tuple[PyTree, PyTree] | None:
+) -> tuple[PyTree, list[StoredOrShape]] | None:
     """Gradients and moments that vary along the axes of what takes their places.
 
     A moment that is the same on all devices takes a gradient in that is not. Its buffer
@@ -144,17 +139,14 @@ def as_results(
 
     Args:
       analysis: What computes the results.
-      layout: How the state is stored.
       updates: The gradients.
-      state: The state.
+      leaves: The state's leaves as they are stored.
       gates: For each gradient its gate; empty if all are open.
       restart: Whether the state restarts.
 
     Returns:
-      The gradients and the state; None if they vary so already.
+      The gradients and the leaves; None if they vary so already.
     """
-    if not in_shard_map():
-        return None
     gate_of = lambda owner: gates[owner] if gates and owner is not None else gates
     axes = {
         position: varying_axes(aval, gate_of(leaf.owner), restart)
@@ -162,7 +154,7 @@ def as_results(
         for position, aval in zip(leaf.outputs, leaf.avals, strict=False)
     }
     gradients, structure = jax.tree.flatten(updates)
-    buffers = [*gradients, *layout.structure.flatten_up_to(state)]
+    buffers = [*gradients, *leaves]
     lacks = [
         p
         for p, wanted in axes.items()
@@ -170,9 +162,7 @@ def as_results(
     ]
     for p in lacks:
         buffers[p] = varying(buffers[p], axes[p])
+    if not lacks:
+        return None
     first = len(gradients)
-    new = (
-        structure.unflatten(buffers[:first]),
-        layout.structure.unflatten(buffers[first:]),
-    )
-    return new if lacks else None
+    return structure.unflatten(buffers[:first]), buffers[first:]

@@ -22,16 +22,17 @@ from paged_optax.backend.memory import (
     resolve_host_memory_kind,
 )
 from paged_optax.backend.text import keystr, parse_bytes, readable_bytes
-from paged_optax.backend.types import ArrayOrShape, PyTreeDef, shape_dtype
+from paged_optax.backend.types import ArrayOrShape, in_shard_map, shape_dtype
+from paged_optax.codecs import Codec
 from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE, cut, uncut
 from paged_optax.engine.pages import Geometry, Storage
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.checks import refuse_changes, refuse_state
 from paged_optax.transform.codec_rules import Rule, choose
 from paged_optax.transform.context import current
-from paged_optax.transform.manual import arranged_as, held_parts
+from paged_optax.transform.manual import arranged_as, held_parts, without_rows
 from paged_optax.transform.parameter_shardings import ParameterShardings
-from paged_optax.transform.state_layout import StateLayout
+from paged_optax.transform.state_layout import OtherLayoutError, StateLayout
 from paged_optax.transform.trees import (
     Static,
     StoredOrShape,
@@ -143,16 +144,15 @@ class PagedTransformation:
     known: ParameterShardings
     on_moved: str
 
-    def shards(
-        self, updates: PyTree, state: PyTree, params: PyTree
-    ) -> tuple[Shards | None, ...]:
-        """Reads how each parameter's moments are divided, for an update to keep it.
+    def take_apart(
+        self, updates: PyTree, state: PyTree, params: PyTree | None
+    ) -> tuple[StateLayout, list[StoredOrShape]]:
+        """Reads how a state is stored, for an update to keep it, and its leaves.
 
-        If a codec stores the moments, the parameter tells; without parameters, the
-        gradient.
+        Raises:
+          ValueError: If it is no state that `init` makes for these parameters.
         """
         paths, gradients = paths_of(updates)
-        divided = jax.tree.leaves(params) or gradients
         state_paths, leaves = paths_of(state)
         owners = parameter_of(state_paths, paths)
         moment_of = {
@@ -160,36 +160,67 @@ class PagedTransformation:
             for i, x in zip(owners, leaves, strict=True)
             if i is not None and x.shape == gradients[i].shape
         }
+        # If a codec stores the moments, the parameter tells how they are divided;
+        # without parameters, the gradient.
+        like = updates if params is None else params
+        divided = jax.tree.leaves(like)
         moments = [moment_of.get(i, x) for i, x in enumerate(divided)]
-        return self.known.find(paths, moments, divided, gradients)
+        arrays = zip(moments, divided, gradients, strict=True)
+        shards = [
+            self.known.find(path, *each)
+            for path, each in zip(paths, arrays, strict=True)
+        ]
+        layout = self.layout(like, state, shards, owners)
+        if self.rules and in_shard_map():
+            state = without_rows(layout, state)
+        try:
+            return layout, layout.take_apart(state)
+        except OtherLayoutError:
+            raise
+        except ValueError as error:
+            refuse_state(self.inner, like, state, error)
+            raise
 
     def layout(
-        self, params: PyTree, state: PyTree, shards: Sequence[Shards | None]
+        self,
+        params: PyTree,
+        state: PyTree,
+        shards: Sequence[Shards | None],
+        owners: Sequence[int | None] | None = None,
     ) -> StateLayout:
-        """The layout of a state of `inner`, or of one made by `init`."""
+        """The layout of a state of `inner`, or of one made by `init`.
+
+        Args:
+          params: The parameters, or the gradients.
+          state: The state.
+          shards: For each parameter how its moments are divided, or None.
+          owners: For each of the state's arrays the parameter that it belongs to; None
+            if that is not known yet.
+        """
         shapes = state
         if self.rules or self.per_parameter_steps:
             # JAX keeps what it traced, for each context anew, as long as the function.
             init = lambda params: self.inner.init(params)
             shapes = jax.eval_shape(init, jax.tree.map(shape_dtype, params))
+            owners = None
         paths, avals = paths_of(shapes)
         parameter_paths, parameters = paths_of(params)
-        owners = parameter_of(paths, parameter_paths)
-        divided = [
-            None if i is None or x.shape != parameters[i].shape else shards[i]
-            for i, x in zip(owners, avals, strict=True)
-        ]
-        parts = held_parts(shapes, state) if self.rules else {}
-        dtypes = [x.dtype for x in parameters]
-        codecs = choose(
-            self.rules, paths, avals, parameter_paths, owners, dtypes, parts
-        )
+        if owners is None:
+            owners = parameter_of(paths, parameter_paths)
+        codecs: list[Codec | None] = [None] * len(avals)
+        parts = {}
+        if self.rules:
+            parts = held_parts(shapes, state)
+            dtypes = [x.dtype for x in parameters]
+            codecs = choose(
+                self.rules, paths, avals, parameter_paths, owners, dtypes, parts
+            )
         layout = StateLayout.of(
             shapes,
             codecs,
             params,
             owners,
-            divided,
+            shards,
             per_parameter_steps=self.per_parameter_steps,
         )
         return arranged_as(layout, codecs, parts) if parts else layout
@@ -231,7 +262,7 @@ class PagedTransformation:
         params: PyTree,
         arrays: Sequence[Traceable],
         static: Static,
-    ) -> tuple[Analysis, dict[int, ArrayLike], PyTreeDef]:
+    ) -> tuple[Analysis, dict[int, ArrayLike]]:
         """Traces `inner.update` once and takes it apart.
 
         Args:
@@ -243,8 +274,7 @@ class PagedTransformation:
           static: The rest of the extra arguments, and whether the state restarts.
 
         Returns:
-          The analysis, what it closes over, and the structure of what `inner.update`
-          returns.
+          The analysis, and what it closes over.
         """
 
         def function(
@@ -275,14 +305,13 @@ class PagedTransformation:
         refuse_changes(shapes, updates, state)
         parameters = range(len(jax.tree.leaves(params)))
         unknown = [None] * len(owners)
-        analysis, constants = analyse(
+        return analyse(
             closed,
             [*range(len(gradients)), *unknown, *parameters, *[None] * len(arrays)],
             [*range(len(gradients)), *owners],
             lambda i: f"parameter {keystr(paths[i])}",
             range(len(closed.out_avals)),
         )
-        return analysis, constants, jax.tree.structure(shapes)
 
     def moved(self, layout: StateLayout, leaves: Sequence[StoredOrShape]) -> str:
         """What to tell of moments on the device for which the budget has no room."""
@@ -292,12 +321,11 @@ class PagedTransformation:
         kind = resolve_host_memory_kind(self.configuration.host_memory_kind)
         if kind != PINNED_HOST:
             return ""
-        paths, _ = paths_of(jax.tree.unflatten(layout.structure, range(len(leaves))))
         small = layout.small(self.configuration.min_paged_size)
-        every = zip(paths, leaves, layout.sizes, small, strict=True)
+        every = zip(leaves, layout.sizes, small, strict=True)
         moved = [
-            (path, size)
-            for position, (path, x, size, stays) in enumerate(every)
+            (position, size)
+            for position, (x, size, stays) in enumerate(every)
             if size is not None
             and not stays
             and not on_host(x)
@@ -306,9 +334,10 @@ class PagedTransformation:
         total = sum(size for _, size in moved)
         if total <= budget:
             return ""
+        paths, _ = paths_of(jax.tree.unflatten(layout.structure, range(len(leaves))))
         return (
             f"{len(moved)} moments of {readable_bytes(total)} are in device memory,"
-            f" state{keystr(moved[0][0])} first, and device_budget="
+            f" state{keystr(paths[moved[0][0]])} first, and device_budget="
             f"{readable_bytes(budget)} leaves them no room: a jax.device_put, a"
             " restore or out_shardings without a memory kind moved them; or they were"
             " small, and now count as large together with others of their shape. If"

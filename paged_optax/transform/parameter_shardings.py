@@ -1,31 +1,103 @@
 """How the parameters are divided over a mesh, from all sources that tell."""
 
-import contextlib
+import dataclasses
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from paged_optax.backend.memory import typed_by_memory
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import (
-    ArrayOrShape,
-    KeyPath,
-    axis_types,
-    is_committed,
-    is_traced,
-)
+from paged_optax.backend.types import ArrayOrShape, KeyPath, axis_types, is_traced
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.context import current, sharding_in_type
-from paged_optax.transform.divisions import Axes, Divisions, Key, axes_of
 from paged_optax.transform.trees import Parameter
+
+#: A parameter: its path and its shape.
+Key = tuple[str, tuple[int, ...]]
+
+#: The axes of a mesh, and their sizes. The types of traced arrays name no more of it.
+Axes = tuple[tuple[str, int], ...]
 
 #: What the last `init` or `abstract_state` saw divided, of any transformation: each
 #: parameter, and the mesh's axes. One that forgets has nowhere else to keep it.
 #: A warning alone depends on it, and no program.
 _divided: set[tuple[Key, Axes]] = set()
+
+
+def axes_of(mesh: Mesh | AbstractMesh | None) -> Axes:
+    """The axes of a mesh, and their sizes; none without a mesh."""
+    return () if mesh is None else tuple(mesh.shape.items())
+
+
+class Divisions:
+    """How parameters were divided, when they were last seen on each mesh.
+
+    Over automatic axes the type of a traced array names its mesh, by its axes and their
+    sizes, and does not say how the array is divided. So what was seen on a mesh is
+    followed on a mesh of these axes alone, whichever its devices: no state goes back to
+    a mesh that it has left.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Key, dict[Axes, Shards | None]] = {}
+
+    def keep(self, key: Key, shards: Shards | None) -> None:
+        """Keeps how a parameter is divided over a mesh, in place of what was there."""
+        seen = self._seen.setdefault(key, {})
+        before = seen.pop(axes_of(shards and shards.mesh), None)
+        # A mesh that names its devices says more than one that does not.
+        if before and shards and before.axes == shards.axes:
+            shards = shards if isinstance(shards.mesh, Mesh) else before
+        seen[axes_of(shards and shards.mesh)] = shards
+
+    def kept(self, key: Key, mesh: Mesh | AbstractMesh) -> Shards | None:
+        """What was kept of a mesh of these axes, on the mesh that it was seen on."""
+        return self._seen.get(key, {}).get(axes_of(mesh))
+
+    def on(self, key: Key, mesh: Mesh | AbstractMesh | None) -> Shards | None:
+        """How a parameter was divided over this mesh.
+
+        Args:
+          key: The parameter.
+          mesh: The mesh that the parameter, or what is like it, is on. None if that is
+            not known: then it is where it was seen last.
+        """
+        around = jax.sharding.get_abstract_mesh()
+        if AxisType.Manual in around.axis_types:
+            return None  # what is seen is a part
+        if mesh is not None:
+            shards = self.kept(key, mesh)
+            if shards is None or {*mesh.axis_types} != {AxisType.Auto}:
+                return shards
+            return dataclasses.replace(shards, mesh=mesh)
+        last = next(reversed(self._seen.get(key, {}).values()), None)
+        if last is None or isinstance(last.mesh, Mesh):
+            return last
+        return last if axes_of(around) == axes_of(last.mesh) else None
+
+    def assumed(self, key: Key, mesh: Mesh | AbstractMesh | None) -> Shards | None:
+        """How it is divided over a mesh of the same axes in other sizes: likewise."""
+        for before in reversed(self._seen.get(key, {}).values()):
+            if mesh and before and {*before.mesh.axis_names} == {*mesh.axis_names}:
+                return Shards.of(NamedSharding(mesh, before.spec), key[1])
+        return None
+
+    def elsewhere(
+        self, key: Key, mesh: Mesh | AbstractMesh
+    ) -> Mesh | AbstractMesh | None:
+        """Another mesh that a parameter was divided over, if it was not on this one."""
+        seen = self._seen.get(key, {})
+        if axes_of(mesh) in seen:
+            return None
+        divided = (
+            x for x in reversed(seen.values()) if x and max(x.divisions, default=1) > 1
+        )
+        return next((x.mesh for x in divided), None)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._seen
 
 
 def refuse_uneven(params: PyTree) -> None:
@@ -240,20 +312,12 @@ class ParameterShardings:
             if isinstance(shards.mesh, Mesh) or not current().types_only:
                 self.told.keep((keystr(path), x.shape), shards)
 
-    def find(
-        self, paths: Sequence[KeyPath], *trees: Sequence[ArrayOrShape] | None
-    ) -> tuple[Shards | None, ...]:
-        """Finds the shards of each parameter, given arrays of its shape.
+    def find(self, path: KeyPath, *arrays: ArrayOrShape) -> Shards | None:
+        """How a parameter is divided, by arrays of its shape, of which the first wins.
 
         Raises:
           ValueError: If a sharding that was asked for does not fit its parameter.
         """
-        known = [tree for tree in trees if tree]
-        return tuple(
-            self._of(path, [tree[i] for tree in known]) for i, path in enumerate(paths)
-        )
-
-    def _of(self, path: KeyPath, arrays: Sequence[ArrayOrShape]) -> Shards | None:
         shape, mesh = arrays[0].shape, _mesh_of(arrays)
         key = keystr(path), shape
         told = self.told.on(key, mesh) or self.told.assumed(key, mesh)
@@ -322,39 +386,3 @@ def _on_axes_of(x: Parameter, sharding: NamedSharding) -> NamedSharding:
     mesh = jax.typeof(x).sharding.mesh if is_traced(x) else sharding.mesh
     explicit = AxisType.Explicit in getattr(mesh, "axis_types", ())
     return NamedSharding(mesh, sharding.spec) if explicit else sharding
-
-
-def mesh_of(params: PyTree) -> Mesh | None:
-    """The devices that all parameters are on; None if one of them does not say."""
-    said = [
-        getattr(x, "sharding", None)
-        if is_committed(x) or isinstance(x, jax.ShapeDtypeStruct)
-        else None
-        for x in jax.tree.leaves(params)
-    ]
-    meshes = {getattr(x and typed_by_memory(x), "mesh", None) for x in said}
-    mesh = meshes.pop() if len(meshes) == 1 else None
-    return mesh if isinstance(mesh, Mesh) else None
-
-
-@contextlib.contextmanager
-def explicitly_typed(params: PyTree) -> Generator[PyTree[jax.ShapeDtypeStruct]]:
-    """Shapes of parameters on explicit axes: a trace of them tells all shardings."""
-    meshes = []
-
-    def typed(x: ArrayOrShape) -> jax.ShapeDtypeStruct:
-        shards = Shards.of_array(x)
-        if shards is None:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        names = shards.mesh.axis_names
-        types = (AxisType.Explicit,) * len(names)
-        meshes.append(AbstractMesh(shards.mesh.axis_sizes, names, axis_types=types))
-        sharding = NamedSharding(meshes[-1], shards.spec)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    shapes = jax.tree.map(typed, params)
-    if not meshes:
-        yield shapes
-        return
-    with jax.sharding.use_abstract_mesh(meshes[0]):
-        yield shapes

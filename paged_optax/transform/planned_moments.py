@@ -1,12 +1,14 @@
 """Describes the moments of all paged transformations inside another, for `plan`."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jaxtyping import PyTree
 
 from paged_optax.analysis.program import LeafUpdate
@@ -25,7 +27,6 @@ from paged_optax.transform.paged_transformation import (
     divided_as,
     loop_key,
 )
-from paged_optax.transform.parameter_shardings import explicitly_typed
 from paged_optax.transform.state_layout import StateLayout
 from paged_optax.transform.trees import arrays_and_rest, paths_of
 
@@ -111,6 +112,29 @@ def recorded(
     return calls
 
 
+@contextlib.contextmanager
+def explicitly_typed(params: PyTree) -> Generator[PyTree[jax.ShapeDtypeStruct]]:
+    """Shapes of parameters on explicit axes: a trace of them tells all shardings."""
+    meshes = []
+
+    def typed(x: ArrayOrShape) -> jax.ShapeDtypeStruct:
+        shards = Shards.of_array(x)
+        if shards is None:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        names = shards.mesh.axis_names
+        types = (AxisType.Explicit,) * len(names)
+        meshes.append(AbstractMesh(shards.mesh.axis_sizes, names, axis_types=types))
+        sharding = NamedSharding(meshes[-1], shards.spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    shapes = jax.tree.map(typed, params)
+    if not meshes:
+        yield shapes
+        return
+    with jax.sharding.use_abstract_mesh(meshes[0]):
+        yield shapes
+
+
 _WHOLE = (
     "its rows are no whole words, and before jax 0.11.2 a GPU takes it whole: install"
     " jax 0.11.2 or newer, or give all moments of the parameter one codec"
@@ -120,10 +144,9 @@ _WHOLE = (
 def planned_moments(
     paged: PagedTransformation,
     params: PyTree[jax.ShapeDtypeStruct],
-    shapes: PyTree[jax.ShapeDtypeStruct],
+    layout: StateLayout,
     stays: Sequence[bool],
     refused: Mapping[int, str],
-    shards: Sequence[Shards | None],
     extra: Mapping[str, PyTree],
 ) -> list[Moment]:
     """Describes where `init` places each moment, and how `update` will cut it.
@@ -131,26 +154,24 @@ def planned_moments(
     Args:
       paged: The paged transformation.
       params: The shapes and dtypes of the parameters.
-      shapes: The shapes and dtypes of the state of `inner`.
+      layout: How the state is stored.
       stays: For each leaf of the state whether it stays on the device.
       refused: For each leaf that stays because it cannot be paged the reason, by its
         position.
-      shards: For each parameter how it is divided, or None.
       extra: The extra arguments that `update` will get.
 
     Returns:
       One description for each leaf of the state.
     """
-    layout = paged.layout(params, shapes, shards)
     extras = arrays_and_rest({"extra_args": extra})
-    analysis, _, _ = paged.analyse(params, shapes, layout.owners, params, *extras)
+    analysis, _ = paged.analyse(params, layout.shapes, layout.owners, params, *extras)
     parameters = jax.tree.leaves(params)
     first = len(parameters)
-    state_paths, avals = paths_of(shapes)
+    state_paths, avals = paths_of(layout.shapes)
     groups: dict[Hashable, list[_LeafMoments]] = {}
     shape_of = dict(enumerate(x.shape for x in (*parameters, *avals, *parameters)))
     for leaf in analysis.leaves:
-        divided = divided_as(leaf, parameters, shards)
+        divided = divided_as(leaf, parameters, layout.parameter_shards)
         dtype = None if leaf.owner is None else parameters[leaf.owner].dtype
         each = _LeafMoments.of(leaf, layout, stays, first, divided, dtype)
         shared = [i for i in leaf.inputs if shape_of.get(i) != leaf.shape]

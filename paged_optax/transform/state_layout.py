@@ -15,12 +15,12 @@ from collections.abc import Hashable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import (
     ArrayOrShape,
+    KeyPath,
     PyTreeDef,
     counts_steps,
     holds_moments,
@@ -38,7 +38,7 @@ from paged_optax.codecs import (
     quantized_as,
 )
 from paged_optax.engine.shards import Shards
-from paged_optax.transform.trees import Parameter, StoredOrShape
+from paged_optax.transform.trees import Parameter, StoredOrShape, paths_of
 
 
 class OtherLayoutError(ValueError):
@@ -57,6 +57,7 @@ class StateLayout:
       parameters: The structure of the parameters.
       owners: For each leaf the parameter that it belongs to, or None.
       shards: For each leaf how it is divided over a mesh; None if it is not.
+      parameter_shards: For each parameter how it is divided, or None.
     """
 
     structure: PyTreeDef
@@ -66,6 +67,7 @@ class StateLayout:
     parameters: PyTreeDef
     owners: tuple[int | None, ...]
     shards: tuple[Shards | None, ...]
+    parameter_shards: tuple[Shards | None, ...]
 
     @classmethod
     def of(
@@ -74,7 +76,7 @@ class StateLayout:
         codecs: Sequence[Codec | None],
         params: PyTree,
         owners: Sequence[int | None],
-        shards: Sequence[Shards | None],
+        parameter_shards: Sequence[Shards | None],
         *,
         per_parameter_steps: bool,
     ) -> "StateLayout":
@@ -85,7 +87,7 @@ class StateLayout:
           codecs: For each of its leaves the codec that stores it, or None.
           params: The parameters.
           owners: For each of its leaves the parameter that it belongs to, or None.
-          shards: For each of its leaves how it is divided, or None.
+          parameter_shards: For each parameter how it is divided, or None.
           per_parameter_steps: Whether each parameter has its own step counts.
 
         Returns:
@@ -101,6 +103,12 @@ class StateLayout:
             and x.ndim == 0
             and counts_steps(x.dtype)
         ]
+        leaves = jax.tree.leaves(params)
+        # What has another shape than its parameter, as a factored moment, is undivided.
+        shards = [
+            None if i is None or x.shape != leaves[i].shape else parameter_shards[i]
+            for i, x in zip(owners, avals, strict=True)
+        ]
         codecs = [
             codec and arranged(codec, part.local(x.shape) if part else x.shape, x.shape)
             for codec, x, part in zip(codecs, avals, shards, strict=True)
@@ -113,6 +121,7 @@ class StateLayout:
             parameters,
             tuple(owners),
             tuple(shards),
+            tuple(parameter_shards),
         )
 
     def stored(self, position: int) -> StoredOrShape:
@@ -139,21 +148,18 @@ class StateLayout:
     def sizes(self) -> list[int | None]:
         """Bytes per device of each leaf as it is stored; None if it is no moment."""
         return [
-            nbytes(self.stored(position)) // self.parts(position)
+            nbytes(self.stored(position)) // (math.prod(part.divisions) if part else 1)
             if x.ndim and holds_moments(x.dtype) and nbytes(x)
             else None
-            for position, x in enumerate(self.avals)
+            for position, (x, part) in enumerate(
+                zip(self.avals, self.shards, strict=True)
+            )
         ]
 
     def small(self, min_paged_size: int) -> list[bool]:
         """For each leaf whether it is no moment, or one not worth its transfers."""
         stored = [self.stored(position) for position in range(len(self.avals))]
         return small(self.sizes, stored, self.owners, min_paged_size)
-
-    def parts(self, position: int) -> int:
-        """The number of parts that a leaf is divided into."""
-        shards = self.shards[position]
-        return math.prod(shards.divisions) if shards else 1
 
     def build(self, leaves: Sequence[StoredOrShape]) -> PyTree:
         """Makes a new state of stored leaves, with copies of each count.
@@ -170,14 +176,11 @@ class StateLayout:
             leaves[position] = jax.tree.unflatten(self.parameters, copies)
         return jax.tree.unflatten(self.structure, leaves)
 
-    def take_apart(
-        self, state: PyTree
-    ) -> tuple[list[StoredOrShape], dict[int, list[ArrayLike]]]:
-        """Takes a state apart into its stored leaves and its parameters' own counts.
+    def take_apart(self, state: PyTree) -> list[StoredOrShape]:
+        """Takes a state apart into its leaves as they are stored.
 
         Returns:
-          The leaves, where each count is that of the first parameter; and by the
-          position of each count, a list of one count for each parameter.
+          The leaves. A count that each parameter has is a list of one for each.
 
         Raises:
           ValueError: If the state is of another layout.
@@ -186,7 +189,6 @@ class StateLayout:
         for position, codec in enumerate(self.codecs):
             if codec is not None:
                 leaves[position] = self._read(leaves[position], position)
-        by_parameter: dict[int, list[ArrayLike]] = {}
         for position in self.counts:
             counts = leaves[position]
             if jax.tree.structure(counts) != self.parameters:
@@ -196,9 +198,8 @@ class StateLayout:
                     " parameter is called for: make the state with this"
                     " transformation's own init."
                 )
-            by_parameter[position] = jax.tree.leaves(counts)
-            leaves[position] = by_parameter[position][0]
-        return leaves, by_parameter
+            leaves[position] = jax.tree.leaves(counts)
+        return leaves
 
     def _codes_field(self, position: int) -> str:
         """The name of the field for the codes of a leaf that a codec stores."""
@@ -239,24 +240,24 @@ class StateLayout:
 
     def seen(self, leaves: Sequence[StoredOrShape]) -> PyTree[ArrayOrShape]:
         """The state as the transformation sees it, with shapes for coded leaves."""
-        return jax.tree.unflatten(
-            self.structure,
-            [
-                x if codec is None else aval
-                for x, aval, codec in zip(leaves, self.avals, self.codecs, strict=True)
-            ],
-        )
+        seen = list(leaves)
+        for position, codec in enumerate(self.codecs):
+            if codec is not None:
+                seen[position] = shape_dtype(self.avals[position], seen[position])
+        for position in self.counts:
+            seen[position] = seen[position][0]
+        return jax.tree.unflatten(self.structure, seen)
 
-    def blank(self, leaves: Sequence[StoredOrShape]) -> PyTree[ArrayOrShape]:
-        """The state as the transformation sees it, with zeros for coded leaves."""
-        return jax.tree.map(
-            lambda x: (
-                jnp.zeros(x.shape, x.dtype)
-                if isinstance(x, jax.ShapeDtypeStruct)
-                else x
-            ),
-            self.seen(leaves),
-        )
+    @property
+    def shapes(self) -> PyTree[jax.ShapeDtypeStruct]:
+        """The transformation's own state, of shapes and dtypes."""
+        return jax.tree.unflatten(self.structure, self.avals)
+
+    @functools.cached_property
+    def parameter_paths(self) -> list[KeyPath]:
+        """The paths of the parameters."""
+        numbers = range(self.parameters.num_leaves)
+        return paths_of(jax.tree.unflatten(self.parameters, numbers))[0]
 
 
 def _copy(count: Array) -> Array:

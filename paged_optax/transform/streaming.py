@@ -1,4 +1,8 @@
-"""One update of all leaves: grouped, streamed, and put together to trees again."""
+"""One update of all leaves: grouped, streamed, and put together again.
+
+Leaves with equal programs form a group, whose pages `paged_optax.engine.stream` sends
+through the device in one loop.
+"""
 
 import contextlib
 import dataclasses
@@ -10,12 +14,16 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import UInt32
+from jaxtyping import PyTree, UInt32
 
 from paged_optax.analysis.program import Analysis, Evaluation, LeafUpdate
 from paged_optax.backend.memory import HOST, on_host
-from paged_optax.backend.types import PyTreeDef, varying, varying_axes
-from paged_optax.backend.variables import unflatten_like
+from paged_optax.backend.types import (
+    explicit_mesh,
+    varying,
+    varying_axes,
+    with_automatic_axes,
+)
 from paged_optax.codecs import Codec, draw
 from paged_optax.engine.backend_check import check_backend
 from paged_optax.engine.pages import Storage
@@ -30,13 +38,7 @@ from paged_optax.transform.paged_transformation import (
     loop_key,
 )
 from paged_optax.transform.state_layout import StateLayout
-from paged_optax.transform.trees import (
-    Static,
-    StoredOrShape,
-    Traceable,
-    Value,
-    paths_of,
-)
+from paged_optax.transform.trees import Static, StoredOrShape, Traceable, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,69 +47,89 @@ class Traced:
 
     Attributes:
       analysis: Its programs.
-      structure: The structure of what it returns.
       gating: Its gates and its restart, without those that only the device knows.
       layout: How the state is stored.
-      shards: For each parameter how it is divided, or None.
     """
 
     analysis: Analysis
-    structure: PyTreeDef
     gating: Static
     layout: StateLayout
-    shards: tuple[Shards | None, ...]
 
 
 def stream_update(
     paged: PagedTransformation,
-    traced: Traced,
-    updates: optax.Updates,
-    state: optax.OptState,
+    buffers: list[StoredOrShape],
     params: optax.Params | None,
     extras: Sequence[Traceable],
     open_gates: Sequence[Traceable],
     constants: Mapping[int, ArrayLike],
-) -> tuple[optax.Updates, optax.OptState]:
-    """Computes the updates and the new state on a mesh of automatic axes.
+    *,
+    traced: Traced,
+) -> list[Array]:
+    """Computes the updates and the new state's arrays.
 
     Args:
       paged: The transformation.
-      traced: What the update computes.
-      updates: The gradients.
-      state: The state.
+      buffers: The gradients, and the state's leaves as they are stored: what the
+        results overwrite, in their order.
       params: The parameters, or None.
       extras: The arrays among the extra arguments.
       open_gates: The gates that only the device knows.
       constants: What the programs close over, by number.
+      traced: What the update computes.
     """
-    layout, gradients = traced.layout, jax.tree.leaves(updates)
-    first = len(gradients)
-    leaves, counts = layout.take_apart(state)
-    if not current().fetched and (moved := paged.moved(layout, leaves)):
+    layout, first = traced.layout, traced.layout.parameters.num_leaves
+    trees = buffers, params, extras, open_gates, constants
+    if explicit_mesh(trees) is not None:
+        # What is traced of a transformation knows no axes: on explicit ones, its
+        # equations would make arrays of other types than those that they meet.
+        updates = buffers[:first] if params is None else params
+        like = jax.tree.leaves((updates, buffers[first:]))
+        run = functools.partial(stream_update, paged, traced=traced)
+        return with_automatic_axes(run, trees, like)
+    if not current().fetched and (moved := paged.moved(layout, buffers[first:])):
         paged.tell(moved)
-    arguments = [*gradients, *leaves, *jax.tree.leaves((params, extras))]
+    arguments = [*buffers, *jax.tree.leaves((params, extras))]
+    # A count that each parameter has is traced as one; see `Evaluation`.
+    counts = {first + position: buffers[first + position] for position in layout.counts}
+    arguments = [counts[i][0] if i in counts else x for i, x in enumerate(arguments)]
     if any(map(on_host, arguments)):
+        # Some versions of XLA:GPU read other pages than they should, and say nothing.
         check_backend()
     gating = traced.gating.merge(open_gates)
     gates = gating["gates"].each() if gating["gates"] else [True] * first
     # On a restart a moment starts again even if its parameter's update is skipped.
     moves = [any_gate([gate, gating["restart"]]) for gate in gates]
-    counts = {first + position: each for position, each in counts.items()}
-    any_moves = any_gate(moves) if moves else True
-    streaming = _Streaming(paged, traced, arguments, counts, gates, moves, any_moves)
+    moves_of = {None: any_gate(moves) if moves else True, **dict(enumerate(moves))}
+    loops = _Loops(paged, traced, arguments, counts, gates, moves_of)
     evaluation = Evaluation(traced.analysis, arguments, constants, counts)
-    of_leaves, groups = streaming.grouped(evaluation)
+    of_leaves, groups = loops.grouped(evaluation)
     for leaf, members in groups:
-        new = streaming.streamed(leaf, list(members.values()))
+        one, *_ = members.values()
+        gate = loops.moves[leaf.owner]
+        noise, travels = loops.noise(leaf), any(map(on_host, one.arrays))
+        geometry = paged.geometry(leaf, one.moving, one.shards, len(members))
+        # No context changes what streams, so like leaves are traced once.
+        with loops.named(leaf, one), without():
+            arrays = [x.arrays for x in members.values()]
+            new = stream(
+                tuple(refuse_derivatives(x) if travels else tuple(x) for x in arrays),
+                # A gate is the trip count of the loop around the pages.
+                gate.astype(jnp.int32) if isinstance(gate, Array) else None,
+                noise,
+                program=leaf.program,
+                overwrites=tuple(one.overwrites),
+                geometry=geometry,
+                codecs=tuple(one.codecs),
+                shapes=tuple(one.shapes),
+                shards=one.shards,
+            )
         of_leaves.update(zip(members, new, strict=True))
     results = evaluation.results([of_leaves[i] for i in range(len(of_leaves))])
-    results = [streaming.result(position, new) for position, new in enumerate(results)]
-    new_updates, new_state = jax.tree.unflatten(traced.structure, results)
-    # In containers that name the codecs.
-    return new_updates, unflatten_like(state, new_state)
+    return jax.tree.leaves(list(map(loops.result, range(len(results)), results)))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class _LeafArrays:
     """The inputs of a leaf's program, and further buffers for its results.
 
@@ -116,21 +138,16 @@ class _LeafArrays:
       overwrites: For each result the position of the array that it replaces.
       codecs: For each array the codec that stores it, or None.
       shapes: For each array the shape that the program sees of it.
+      moving: How each array is kept that a codec or host memory holds.
+      shards: How the leaf is divided, or None.
     """
 
     arrays: list[Value]
     overwrites: list[int]
     codecs: list[Codec | None]
     shapes: list[tuple[int, ...]]
-
-    @functools.cached_property
-    def moving(self) -> list[Storage]:
-        """How each array is kept that a codec or host memory holds."""
-        return [
-            Storage(4 if codec else x.dtype.itemsize, codec, on_host(x))
-            for x, codec in zip(self.arrays, self.codecs, strict=True)
-            if codec is not None or on_host(x)
-        ]
+    moving: list[Storage]
+    shards: Shards | None
 
 
 #: The results of leaves' programs, by the leaves' numbers.
@@ -141,8 +158,8 @@ _Group = tuple[LeafUpdate, dict[int, _LeafArrays]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Streaming:
-    """One update of all leaves.
+class _Loops:
+    """The leaves of one update, to be streamed in loops.
 
     Attributes:
       paged: The paged transformation.
@@ -153,8 +170,8 @@ class _Streaming:
       counts: Counts of which each parameter has one: by the number of the argument, a
         list of one count for each parameter.
       gates: For each parameter whether its update is taken.
-      moves: For each parameter whether its moments change.
-      any_moves: Whether any parameter's moments change.
+      moves: For each parameter whether its moments change; under None whether any
+        parameter's do, for what belongs to all of them.
     """
 
     paged: PagedTransformation
@@ -162,102 +179,77 @@ class _Streaming:
     arguments: list[Value]
     counts: dict[int, list[ArrayLike]]
     gates: Sequence[Gate]
-    moves: Sequence[Gate]
-    any_moves: Gate
-
-    @functools.cached_property
-    def first(self) -> int:
-        """The number of the state's first leaf, among arguments and results."""
-        return len(self.gates)
+    moves: Mapping[int | None, Gate]
 
     @functools.cached_property
     def codecs(self) -> dict[int, Codec]:
         """The codecs of arguments, by the arguments' numbers."""
-        return {i: x for i, x in enumerate(self.traced.layout.codecs, self.first) if x}
-
-    @functools.cached_property
-    def of_leaves(self) -> set[int]:
-        """The positions of results that a leaf's program makes."""
-        return {p for leaf in self.traced.analysis.leaves for p in leaf.outputs}
-
-    def gate_of(self, owner: int | None) -> Gate:
-        """The gate of what belongs to a parameter, or to all of them: None."""
-        return self.any_moves if owner is None else self.moves[owner]
-
-    def divided(self, leaf: LeafUpdate) -> Shards | None:
-        """How a leaf is divided."""
-        return divided_as(leaf, self.arguments[: self.first], self.traced.shards)
+        codecs = enumerate(self.traced.layout.codecs, len(self.gates))
+        return {number: codec for number, codec in codecs if codec}
 
     def grouped(self, evaluation: Evaluation) -> tuple[_ByLeaf, list[_Group]]:
         """Skips or computes leaves on the device, and groups those that stream."""
+        first, analysis = len(self.gates), self.traced.analysis
+        # Of a layer that was fetched, each leaf is cut out of its stack by itself.
+        singly = bool(self.counts) or current().fetched
         results: _ByLeaf = {}
         groups: dict[Hashable, _Group] = {}
-        for number, leaf in enumerate(self.traced.analysis.leaves):
-            inputs, gate = evaluation.inputs(leaf), self.gate_of(leaf.owner)
+        for number, leaf in enumerate(analysis.leaves):
+            inputs, gate = evaluation.inputs(leaf), self.moves[leaf.owner]
             if leaf.owner is None and len({id(gate) for gate in self.gates}) > 1:
                 refuse_joined(leaf)
             olds = [None if p is None else self.arguments[p] for p in leaf.places]
             if gate is False:
                 # A gate that is closed when traced costs nothing: no loop is there.
                 results[number] = [
-                    jnp.zeros(new.shape, new.dtype)
-                    if p is None or p < self.first
-                    else x
+                    jnp.zeros(new.shape, new.dtype) if p is None or p < first else x
                     for p, x, new in zip(leaf.places, olds, leaf.avals, strict=True)
                 ]
                 continue
-            buffers = self._buffers(leaf, inputs, olds)
-            if buffers.moving:
-                _, members = groups.setdefault(self._key(leaf, buffers), (leaf, {}))
-                members[number] = buffers
-            else:
-                results[number] = self._resident(leaf, inputs, olds)
+            arrays = self._arrays(leaf, inputs, olds)
+            if not arrays.moving:
+                pairs = zip(leaf.places, olds, leaf.program(inputs), strict=True)
+                results[number] = [
+                    new
+                    if p is None or p < first or p in self.counts or new is old
+                    else self._kept(p, new)
+                    for p, old, new in pairs
+                ]
+                continue
+            inputs = zip(leaf.inputs, arrays.codecs, arrays.arrays, strict=False)
+            shared = [
+                number
+                for number, codec, x in inputs
+                if codec is None and jnp.shape(x) != leaf.shape
+            ]
+            moving, shards = arrays.moving, arrays.shards
+            # One loop has one gate, and its buffers keep their types from page to page.
+            # Identical leaves must not be compiled one by one: one of eight-bit moments
+            # takes XLA 0.9 CPU-seconds.
+            key = (
+                loop_key(analysis, leaf, moving, shards, shared, singly=singly),
+                id(gate),
+                *(jax.typeof(x) for x in jax.tree.leaves(arrays.arrays)),
+                *arrays.overwrites,
+                *arrays.codecs,
+            )
+            _, members = groups.setdefault(key, (leaf, {}))
+            members[number] = arrays
         return results, list(groups.values())
 
-    def _resident(
-        self, leaf: LeafUpdate, inputs: list[Value], olds: Sequence[Value | None]
-    ) -> Sequence[Value]:
-        """Updates a device-resident leaf that no codec stores."""
-        return [
-            new
-            if p is None or p < self.first or p in self.counts or new is old
-            else self._kept(p, new)
-            for p, old, new in zip(leaf.places, olds, leaf.program(inputs), strict=True)
-        ]
-
-    def _key(self, leaf: LeafUpdate, buffers: _LeafArrays) -> Hashable:
-        shared = [
-            number
-            for number, codec, x in zip(
-                leaf.inputs, buffers.codecs, buffers.arrays, strict=False
-            )
-            if codec is None and jnp.shape(x) != leaf.shape
-        ]
-        # Of a layer that was fetched, each leaf is cut out of its stack by itself.
-        singly = bool(self.counts) or current().fetched
-        key = loop_key(
-            self.traced.analysis,
-            leaf,
-            buffers.moving,
-            self.divided(leaf),
-            shared,
-            singly=singly,
-        )
-        types = [jax.typeof(x) for x in jax.tree.leaves(buffers.arrays)]
-        gate = id(self.gate_of(leaf.owner))
-        return key, gate, *types, *buffers.overwrites, *buffers.codecs
-
-    def _buffers(
+    def _arrays(
         self, leaf: LeafUpdate, inputs: list[Value], olds: Sequence[Value | None]
     ) -> _LeafArrays:
-        buffers, overwrites = list(inputs), list[int]()
+        first, layout = len(self.gates), self.traced.layout
+        arrays, overwrites = list(inputs), list[int]()
         codecs = [self.codecs.get(number) for number in leaf.inputs]
-        avals = self.traced.layout.avals
         shapes = [
-            avals[number - self.first].shape if codec else jnp.shape(x)
+            layout.avals[number - first].shape if codec else jnp.shape(x)
             for number, codec, x in zip(leaf.inputs, codecs, inputs, strict=True)
         ]
         for p, old, new in zip(leaf.places, olds, leaf.avals, strict=True):
+            # Updates overwrite the gradient's buffer, and moments their own, so that
+            # an update allocates pages and nothing else.
             codec = None if p is None else self.codecs.get(p)
             if codec is None and (
                 old is None or (old.shape, old.dtype) != (new.shape, new.dtype)
@@ -268,51 +260,37 @@ class _Streaming:
                 # By its number: one array may be passed for several moments.
                 overwrites.append(leaf.inputs.index(p))
                 continue
-            overwrites.append(len(buffers))
-            buffers.append(old)
+            overwrites.append(len(arrays))
+            arrays.append(old)
             codecs.append(codec)
             shapes.append(new.shape)
-        return _LeafArrays(buffers, overwrites, codecs, shapes)
+        moving = [
+            Storage(4 if codec else x.dtype.itemsize, codec, on_host(x))
+            for x, codec in zip(arrays, codecs, strict=True)
+            if codec is not None or on_host(x)
+        ]
+        gradients = self.arguments[:first]
+        shards = divided_as(leaf, gradients, layout.parameter_shards)
+        return _LeafArrays(arrays, overwrites, codecs, shapes, moving, shards)
 
-    def streamed(
-        self, leaf: LeafUpdate, members: Sequence[_LeafArrays]
-    ) -> Sequence[Sequence[StoredOrShape]]:
-        """Streams the pages of leaves that share a loop through the device."""
-        divided, (one, *_) = self.divided(leaf), members
-        gate, geometry = (
-            self.gate_of(leaf.owner),
-            self.paged.geometry(leaf, one.moving, divided, len(members)),
-        )
-        away, noise = any(map(on_host, one.arrays)), self._noise(leaf)
-        undivided = divided is None and leaf.program.elementwise
-        named = jax.named_scope(UNSHARDED) if undivided else contextlib.nullcontext()
-        if undivided and away and leaf.owner is not None:
-            gradients = self.arguments[: self.first]
-            tree = jax.tree.unflatten(self.traced.layout.parameters, gradients)
-            paths, gradients = paths_of(tree)
-            self.paged.known.tell_of_unknown(paths[leaf.owner], gradients[leaf.owner])
-        # No context changes what streams, so like leaves are traced once.
-        with named, without():
-            arrays = [x.arrays for x in members]
-            return stream(
-                tuple(refuse_derivatives(x) if away else tuple(x) for x in arrays),
-                gate.astype(jnp.int32) if isinstance(gate, Array) else None,
-                noise,
-                program=leaf.program,
-                overwrites=tuple(one.overwrites),
-                geometry=geometry,
-                codecs=tuple(one.codecs),
-                shapes=tuple(one.shapes),
-                shards=divided,
-            )
+    def named(
+        self, leaf: LeafUpdate, arrays: _LeafArrays
+    ) -> contextlib.AbstractContextManager[object]:
+        """Around the loop of a leaf: names it if it is divided in a way not known."""
+        if arrays.shards is not None or not leaf.program.elementwise:
+            return contextlib.nullcontext()
+        if leaf.owner is not None and any(map(on_host, arrays.arrays)):
+            path = self.traced.layout.parameter_paths[leaf.owner]
+            self.paged.known.tell_of_unknown(path, self.arguments[leaf.owner])
+        return jax.named_scope(UNSHARDED)
 
-    def _noise(self, leaf: LeafUpdate) -> tuple[UInt32[Array, "2"] | None, ...] | None:
+    def noise(self, leaf: LeafUpdate) -> tuple[UInt32[Array, "2"] | None, ...] | None:
         """Draws the random words by which results are rounded, anew at each step."""
         codecs = {p: self.codecs[p] for p in leaf.outputs if p in self.codecs}
         if not any(codec.draws for codec in codecs.values()):
             return None
         # The state's first leaf is the count of `precision.counted`.
-        step, layer = self.arguments[self.first], current().layer
+        step, layer = self.arguments[len(self.gates)], current().layer
 
         def words(position: int, codec: Codec) -> UInt32[Array, "2"]:
             key = jax.random.key(getattr(codec, "seed", 0))
@@ -325,24 +303,29 @@ class _Streaming:
         drawn = {p: words(p, codec) for p, codec in codecs.items() if codec.draws}
         return (*map(drawn.get, leaf.outputs), *[None] * len(leaf.between))
 
-    def result(self, position: int, new: Value) -> Value:
+    def result(self, position: int, new: Value) -> PyTree:
         """An update, or a leaf of the new state, as its gate says."""
-        if position < self.first:
+        if position < len(self.gates):
             return choose_by(self.gates[position], new, None)
         if position in self.counts:
             # One value: shared by all, or that of a single parameter's leaf.
             each = new if isinstance(new, list) else [new] * len(self.gates)
-            chosen = map(choose_by, self.moves, each, self.counts[position])
-            return jax.tree.unflatten(self.traced.layout.parameters, chosen)
-        if position in self.of_leaves or new is self.arguments[position]:
+            moves = [self.moves[owner] for owner in range(len(self.gates))]
+            return list(map(choose_by, moves, each, self.counts[position]))
+        if position in self._of_leaves or new is self.arguments[position]:
             return new
         return self._kept(position, new)
+
+    @functools.cached_property
+    def _of_leaves(self) -> set[int]:
+        """The positions of results that a leaf's program makes."""
+        return {p for leaf in self.traced.analysis.leaves for p in leaf.outputs}
 
     def _kept(self, position: int, new: ArrayLike) -> ArrayLike:
         """Chooses the new value or the old by the gate, and keeps the old's place."""
         old = self.arguments[position]
-        gate = self.gate_of(self.traced.analysis.owners[position])
-        shards = self.traced.layout.shards[position - self.first]
+        gate = self.moves[self.traced.analysis.owners[position]]
+        shards = self.traced.layout.shards[position - len(self.gates)]
         # XLA would replicate what it can compute anywhere, such as a constant.
         new = constrained(jnp.asarray(choose_by(gate, new, old)), shards)
         return jax.device_put(new, HOST) if on_host(old) and not on_host(new) else new
