@@ -224,6 +224,7 @@ class Flat:
         """Whether an equation that only calls a jaxpr is replaced by what it calls."""
         if eqn.primitive.name == "remat2":
             return self.checkpoints
+        # Inlined, a function has the derivative that JAX takes of its equations.
         return self.derivatives or eqn.primitive.name not in _DERIVATIVES
 
     def size(self, value: int) -> int:

@@ -229,8 +229,6 @@ class Analysis:
     def reached_from(self, numbers: Iterable[int]) -> set[int]:
         """The shared values that depend on the arguments of these numbers."""
         reached = set(numbers)
-        if not reached:
-            return reached
         inside = {i for i, x in enumerate(self.shared_inputs) if x in reached}
         for equation in self.shared.equations:
             if inside.intersection(
@@ -298,7 +296,7 @@ class Evaluation:
         """
         analysis, values = self.analysis, dict(self.values)
         results: dict[int, PyTree] = {}
-        of_counts = analysis.reached_from(self.counts)
+        of_counts = analysis.reached_from(self.counts) if self.counts else ()
         for position, x in analysis.direct:
             if isinstance(x, Constant):
                 results[position] = x.value

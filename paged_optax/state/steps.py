@@ -1,6 +1,7 @@
 """How many steps a parameter has had."""
 
 from collections.abc import Iterable
+from itertools import takewhile
 
 import optax
 from jax import Array
@@ -84,7 +85,10 @@ def _nodes(leaves: Iterable[StateLeaf], parameter: KeyPath) -> set[KeyPath]:
 
 
 def _nearness(node: KeyPath, nodes: Iterable[KeyPath]) -> int:
-    return max(_common(node, other) for other in nodes)
+    """How many keys a node's path has in common with the nearest of some nodes."""
+    equal = lambda keys: keys[0] == keys[1]
+    common = (takewhile(equal, zip(node, x, strict=False)) for x in nodes)
+    return max(len([*keys]) for keys in common)
 
 
 def increment_step(state: PyTree, path: Path) -> PyTree:
@@ -129,16 +133,6 @@ def increment_step(state: PyTree, path: Path) -> PyTree:
         for leaf, yes in zip(leaves, increments, strict=True)
     ]
     return unflatten_like(state, donate_within_memory(values))
-
-
-def _common(first: KeyPath, second: KeyPath) -> int:
-    """How many keys two nodes' paths have in common."""
-    same = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        same += 1
-    return same
 
 
 def _is_above(node: KeyPath, other: KeyPath) -> bool:

@@ -201,8 +201,6 @@ def refuse_shared_counts(
     analysis: Analysis, counts: Set[int], state: PyTree, gradients: int
 ) -> None:
     """Refuses a value that all parameters share, computed from their step counts."""
-    if not counts:
-        return
     reached = analysis.reached_from(counts)
     shared = [p for p, x in analysis.direct if x in reached and p not in counts]
     for leaf in analysis.leaves:

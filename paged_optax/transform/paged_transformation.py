@@ -235,6 +235,7 @@ class PagedTransformation:
         """Chooses the page layout of leaves with identical programs."""
         shape = shards.local(leaf.shape) if shards else leaf.shape
         if not leaf.program.elementwise or not moments:
+            # A norm, a factored moment or a matrix product needs the whole leaf.
             return uncut(shape)
         room, gates = current().room, current().apart
         page_size = self.configuration.page_size
@@ -284,6 +285,7 @@ class PagedTransformation:
             arrays: Sequence[Traceable],
         ) -> tuple[PyTree, PyTree]:
             others = static.merge(arrays)
+            # A restart is traced too, so that each page is new as it passes through.
             new = self.inner.update(updates, state, params, **others["extra_args"])
             if (restart := others.get("restart", False)) is False:
                 return new
@@ -304,6 +306,7 @@ class PagedTransformation:
         refuse_effects(closed)
         refuse_changes(shapes, updates, state)
         parameters = range(len(jax.tree.leaves(params)))
+        # Whose a moment is shows in the computation: its gradient enters it.
         unknown = [None] * len(owners)
         return analyse(
             closed,
@@ -320,7 +323,7 @@ class PagedTransformation:
             return ""
         kind = resolve_host_memory_kind(self.configuration.host_memory_kind)
         if kind != PINNED_HOST:
-            return ""
+            return ""  # with "auto", on a backend without: there they belong
         small = layout.small(self.configuration.min_paged_size)
         every = zip(leaves, layout.sizes, small, strict=True)
         moved = [

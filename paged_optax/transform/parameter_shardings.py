@@ -334,6 +334,8 @@ class ParameterShardings:
                 return Shards.of(NamedSharding(mesh, sharding.spec), shape)
         if self.asked:
             return self._asked(path, shape)
+        # Over automatic axes a tracer names its mesh alone: what was seen of concrete
+        # arrays on such a mesh then tells.
         concrete = [x for x in arrays if not is_traced(x)]
         of_arrays = map(Shards.of_array, concrete)
         if concrete:

@@ -109,6 +109,8 @@ class StateLayout:
             None if i is None or x.shape != leaves[i].shape else parameter_shards[i]
             for i, x in zip(owners, avals, strict=True)
         ]
+        # Codes of eight bits share words of 32, because XLA:TPU slices no bytes in host
+        # memory; words and scales are arranged so that they shard as the moment does.
         codecs = [
             codec and arranged(codec, part.local(x.shape) if part else x.shape, x.shape)
             for codec, x, part in zip(codecs, avals, shards, strict=True)
