@@ -7,6 +7,7 @@ would take 1.04 s at the rates at which it takes 0.76 with `OVERLAP_OPTIONS` (ja
 0.12.0.1, by the model of its schedule in `tests/steps.py`).
 """
 
+import functools
 import math
 import os
 import re
@@ -69,9 +70,9 @@ def on_cpu(function: Callable[[Tree], Tree], values: Tree) -> Tree:
     return lax.platform_dependent(values, cpu=function, default=lambda values: values)
 
 
-def unfused_on_cpu(compute: Callable[[], Tree]) -> Tree:
-    """Calls a function so that XLA:CPU finishes it before its results are used."""
-    return _conditional(compute) if CPU_DROPS_BARRIERS else compute()
+def unfused_on_cpu(compute: Callable[[], Tree]) -> Callable[[], Tree]:
+    """A function that XLA:CPU finishes before its results are used."""
+    return functools.partial(_conditional, compute) if CPU_DROPS_BARRIERS else compute
 
 
 def barrier_on_cpu(compute: Callable[[], Tree]) -> Tree:

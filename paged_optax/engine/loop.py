@@ -5,22 +5,21 @@ itself. Two ways do it, and give the same numbers:
 
 - **In turn**: each page is read, computed and written before the next one. The link
   works in one direction at a time.
-- **Duplex** (`paged_optax.engine.duplex`): while a page is written, the next one is
+- **Duplex** (`paged_optax.engine.schedule`): while a page is written, the next one is
   read, one moment at a time: `mu` in while `nu` goes out, then `nu` in while `mu` goes
   out. A leaf of n pages takes (n + 1) / n of the time that the slower direction needs.
 
 After the last page nothing is left to read. On a TPU a branch skips that read while the
 last page is written. On a GPU the last page is computed after the loop: a transfer's
 address is known there only where it is linear in a loop's variable, and a branch would
-wait for the host (`paged_optax.engine.page_io`). XLA:GPU before openxla/xla#46308 does
-not know the address of the next page either: there pages go in turn. On a CPU nothing
-travels.
+wait for the host (`paged_optax.engine.transfers`). XLA:GPU before openxla/xla#46308
+does not know the address of the next page either: there pages go in turn. On a CPU
+nothing travels.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -33,19 +32,16 @@ from paged_optax.backend.types import varying, varying_axes
 from paged_optax.backend.xla import barrier, on_cpu, unfused_on_cpu
 from paged_optax.codecs import Codec, Noise, Quantized
 from paged_optax.codecs.codec import strides_of
-from paged_optax.engine.duplex import Exchange
-from paged_optax.engine.gate import gated
-from paged_optax.engine.page_io import pieces_of, read_in_pieces, write_in_pieces
 from paged_optax.engine.page_shapes import PIECE, in_tiles
 from paged_optax.engine.pages import Index, PageAddress, PageRange, Pages, Storage
+from paged_optax.engine.schedule import Exchange, fenced, gated
 from paged_optax.engine.stored_array import (
     LeafBuffers,
     Stored,
     StoredArray,
     buffers_of,
 )
-
-Value = TypeVar("Value")
+from paged_optax.engine.transfers import pieces_of, read_in_pieces, write_in_pieces
 
 #: The buffers of each array of the program, by the array's position.
 ByPosition = dict[int, LeafBuffers]
@@ -119,7 +115,7 @@ class Loop:
         together = looped and not self.coded and not self.duplex
         if gate is None and (together or self.pages.ungated):
             return self._all_pages(*arguments)
-        return gated(self._all_pages, arguments, gate, self._only_loops)
+        return gated(self._all_pages, gate, self._only_loops)(*arguments)
 
     @property
     def _only_loops(self) -> bool:
@@ -179,12 +175,15 @@ class Loop:
 
     def _page(self, at: PageAddress, current: ByPosition) -> ByPosition:
         """Reads a page, computes it, and writes it back."""
-        compute = functools.partial(self._compute, at, current, self._position(at), {})
+        compute = functools.partial(self._compute, at, current, {})
+        if self.pages.count > 1:
+            # Else reads of one page fuse with writes of others, and the leaf is copied.
+            compute = unfused_on_cpu(compute)
+        results = compute()
         # Only what travels is fenced off from its neighbours; gradients and parameters
         # are read and written by the computation itself.
-        results = unfused_on_cpu(compute) if self.pages.count > 1 else compute()
         travels = [self.arrays[p].travels for p in self.overwrites]
-        results = _each(barrier, results, travels)
+        results = fenced(results, travels)
         results = dict(zip(self.overwrites, results, strict=True))
         return self._written(at, current, results)
 
@@ -192,6 +191,7 @@ class Loop:
         """Updates the pages of a range: while one is written, the next one is read."""
         step, last = np.int32(part.step), np.int32(part.stop - part.step)
         once = self.pages.tiled  # all pages are computed by the loop
+        pieces, stop = self._pieces_of(part), part.stop if once else last
         constant = {p: x for p, x in current.items() if p not in self.targets}
         exchange = Exchange(self.arrays, self.streams, self.leaves)
 
@@ -200,7 +200,9 @@ class Loop:
         ) -> tuple[Int[Array, ""], ByPosition, ByPosition]:
             number, changing, page = carry
             at, following = part.at(number), part.at(number + step)
-            changed, results = self._computed(at, constant | changing, page)
+            buffers = constant | changing
+            results = self._compute(at, buffers, page)
+            changed, results = self._on_device(at, buffers, results, page)
             more = number < last if once else None
             changed, page = exchange(changed, results, at, following, page, more)
             return number + step, {p: changed[p] for p in self.targets}, page
@@ -214,11 +216,12 @@ class Loop:
 
         def write(turn: Index, changing: ByPosition, page: ByPosition) -> ByPosition:
             at = part.piece(turn, int(last), pieces)
-            changed, results = self._computed(at, constant | changing, page)
+            buffers = constant | changing
+            results = self._compute(at, buffers, page)
+            changed, results = self._on_device(at, buffers, results, page)
             changed = self._written(at, changed, results)
             return {p: changed[p] for p in self.targets}
 
-        pieces, stop = self._pieces_of(part), part.stop if once else last
         changing = {p: current[p] for p in self.targets}
         _, changing, page = lax.while_loop(
             lambda carry: carry[0] < stop,
@@ -229,18 +232,17 @@ class Loop:
             changing = write_in_pieces(pieces, write, changing, page)
         return constant | changing
 
-    def _computed(
-        self, at: PageAddress, current: ByPosition, page: ByPosition
+    def _on_device(
+        self,
+        at: PageAddress,
+        current: ByPosition,
+        results: Sequence[LeafBuffers],
+        page: ByPosition,
     ) -> tuple[ByPosition, ByPosition]:
-        """Computes a page that has been read, and writes what stays on the device.
-
-        Returns:
-          The buffers, and the results that are to travel.
-        """
-        results = self._compute(at, current, self._position(at), page)
-        results = dict(zip(self.overwrites, results, strict=True))
-        travelling = {p: results.pop(p) for p in page}
-        return self._written(at, current, results), travelling
+        """The buffers with what stays on the device written, and what is to travel."""
+        staying = dict(zip(self.overwrites, results, strict=True))
+        travelling = {p: staying.pop(p) for p in page}
+        return self._written(at, current, staying), travelling
 
     def _written(
         self, at: PageAddress, current: ByPosition, results: ByPosition
@@ -263,10 +265,10 @@ class Loop:
         self,
         at: PageAddress,
         current: ByPosition,
-        position: UInt32[Array, ""],
         page: ByPosition,
     ) -> tuple[LeafBuffers, ...]:
         """Computes a page and encodes its results; `page`: what of it has been read."""
+        position = self._position(at)
         arrays = self.arrays[: self.program.inputs]
         stored = [
             page[p] if p in page else tuple([array.read(x, at) for x in current[p]])
@@ -278,7 +280,7 @@ class Loop:
         fence = lambda pages: lax.platform_dependent(
             pages, cpu=lambda pages: pages, default=barrier
         )
-        stored = _each(fence, stored, [array.travels for array in arrays])
+        stored = fenced(stored, [array.travels for array in arrays], fence)
         if self.coded or self.leaves == 1:
             results = self._results(stored, at, position, self.leaves)
         else:
@@ -307,11 +309,13 @@ class Loop:
         """What is stored of the results of a page of one leaf, or of several joined."""
         shape, strides = self.pages.page(at.size), strides_of(self.pages.view)
         shapes = self.shapes or [shape] * len(stored)
+        # Arrays after the program's inputs are only overwritten, and not `stored`.
         inputs = [
             self._decoded(array, x, seen)
             for array, x, seen in zip(self.arrays, stored, shapes, strict=False)
         ]
         if self.coded:
+            # What is decoded too is apart from what is computed of it, as below.
             inputs = on_cpu(barrier, inputs)
         elementwise = self.program.elementwise
         whole = self.pages.page(at.size, leaves) if elementwise else None
@@ -326,7 +330,7 @@ class Loop:
                 results, cpu=barrier, tpu=barrier, default=lambda results: results
             )
             coded = [self.arrays[p].codec is not None for p in self.overwrites]
-            results = _each(barrier, results, coded)
+            results = fenced(results, coded)
         noise = [
             None if word is None else Noise(word, position, strides)
             for word in self.words
@@ -375,19 +379,6 @@ class Loop:
             return None
         pieces = in_tiles(shape, (Storage(4, codec, on_host=False),), PIECE)
         return pieces if pieces.count > 1 else None
-
-
-def _each(
-    function: Callable[[list[Value]], Sequence[Value]],
-    values: Sequence[Value],
-    chosen: Sequence[bool],
-) -> list[Value]:
-    """Applies a function to the chosen values together."""
-    positions = [i for i, yes in enumerate(chosen) if yes]
-    new = function([values[i] for i in positions])
-    return [
-        *(dict(enumerate(values)) | dict(zip(positions, new, strict=True))).values()
-    ]
 
 
 def _in_pieces(pieces: Pages, codec: Codec, x: Stored, *, encode: bool) -> Stored:

@@ -1,35 +1,18 @@
-"""A page of one array: how it is read, and how it is written back.
-
-What is moved outside of a loop, before the first page or after the last, has a loop of
-its own on a GPU, and is moved in a few pieces. XLA:GPU knows the address of a transfer
-only where it is linear in the variable of a loop whose turns it can count, along the
-first axis. Anywhere else a kernel reads or writes host memory over the link, which is
-slower, and keeps other kernels waiting. (A loop of one turn would be none: XLA unrolls
-it.)
-"""
+"""A page of one array: how it is read, and how it is written back."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Int, PyTree
 
 from paged_optax.backend import tiling
-from paged_optax.backend.memory import DEVICE, HOST
-from paged_optax.backend.types import varying, varying_axes
 from paged_optax.engine.pages import Index, PageAddress, Pages
-
-Page = TypeVar("Page", bound=PyTree)
-Buffers = TypeVar("Buffers", bound=PyTree)
-
-# As few pieces as divide what is moved.
-_PIECES = (2, 3, 5, 7)
+from paged_optax.engine.transfers import in_layout, to_device, to_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +38,14 @@ class PagedArray:
     ratios: tuple[tuple[int, int], ...]
     travels: bool
 
-    @property
+    @functools.cached_property
     def _by_unit(self) -> tuple[int, ...] | None:
         """The view whose first index is the loop's own variable, or None."""
         if self.view is None or self.pages.axis or self.pages.tiled:
             return None
         return by_unit(self.pages, self.view, self.ratios) if self.travels else None
 
-    @property
+    @functools.cached_property
     def opened(self) -> tuple[int, ...]:
         """The shape that a loop holds."""
         if self.view is None or self.whole:
@@ -88,33 +71,30 @@ class PagedArray:
     def to_device(self, x: Array) -> Array:
         """Brings what does not travel in pages to the device."""
         if self.whole:
-            x = jax.device_put(x, DEVICE)
+            x = to_device(x, True)
             return x if self.view is None else x.reshape(self.view)
         return x
 
     def to_host(self, x: Array) -> Array:
         """Undoes `to_device`."""
         if self.whole:
-            return jax.device_put(x.reshape(self.shape), HOST)
+            return to_host(x.reshape(self.shape), True)
         return x
 
     def read(self, x: Array, at: PageAddress) -> Array:
         """A page of it, in device memory."""
         if self.view is not None:
-            starts, sizes = self.slice_of(at)
-            page = lax.dynamic_slice(x, starts, sizes)
-            if self.travels:
-                page = jax.device_put(page, DEVICE)
+            page = to_device(lax.dynamic_slice(x, *self.slice_of(at)), self.travels)
             if self._by_unit:
                 page = page.reshape(-1, *self.view[1:])
             return self._in_layout(page)
-        return self._in_layout(jax.device_put(x, DEVICE) if self.travels else x)
+        return self._in_layout(to_device(x, self.travels))
 
     def write(self, x: Array, page: Array, at: PageAddress) -> Array:
         """The array with a page of it replaced."""
         page = self._in_layout(page)
         if self.view is None:
-            return jax.device_put(page, HOST) if self.travels else page
+            return to_host(page, self.travels)
         starts, sizes = self.slice_of(at)
         page = page.reshape(sizes)
         axis = self.pages.axis
@@ -122,7 +102,7 @@ class PagedArray:
             piece = page
             if size < page.shape[axis]:
                 piece = lax.slice_in_dim(page, done, done + size, axis=axis)
-            piece = jax.device_put(piece, HOST) if self.travels else piece
+            piece = to_host(piece, self.travels)
             first = [
                 n + np.int32(done) if i == axis else n for i, n in enumerate(starts)
             ]
@@ -161,6 +141,7 @@ class PagedArray:
         size = sizes[axis]
         pieces = [size]
         if self.travels and self.pages.tiled:
+            # XLA:TPU writes only some numbers of rows to the host.
             if tiling.role(self._order, axis) == "sublanes":
                 pieces = tiling.sublane_sizes(size)
         done = [sum(pieces[:i]) for i in range(len(pieces))]
@@ -176,7 +157,7 @@ class PagedArray:
             return page
         return in_layout(page, self._order)
 
-    @property
+    @functools.cached_property
     def _order(self) -> tuple[int, ...]:
         """The layout, on a TPU, of the array that pages are cut from."""
         itemsize = jnp.dtype(self.dtype).itemsize
@@ -218,83 +199,3 @@ def _scaled(start: Index, number: int, of: int) -> Index:
     """`start * number / of`, which is a whole number."""
     # Start is a multiple of `of`, and a product first might not fit 32 bits.
     return lax.div(start, np.int32(of)) * number
-
-
-def in_layout(page: Array, order: tuple[int, ...]) -> Array:
-    """A page in the layout of the array that it is cut from, or written to.
-
-    Otherwise XLA:TPU gives the whole array the layout that the page's neighbours
-    prefer, and copies the array (libtpu 0.0.52).
-
-    Args:
-      page: The page.
-      order: The array's axes, the most minor one first.
-    """
-    return with_layout_constraint(page, Layout(order[::-1]))
-
-
-def pieces_of(size: int, whole: Callable[[int], bool] = lambda size: True) -> int:
-    """In how many pieces so much is moved; 1 if no small number divides it.
-
-    Args:
-      size: How much.
-      whole: Whether so much can be a piece.
-    """
-    return next((n for n in _PIECES if size % n == 0 and whole(size // n)), 1)
-
-
-def read_in_pieces(pieces: int, read: Callable[[Index], Page]) -> Page:
-    """Reads pieces, and joins them along the first axis of each array.
-
-    Args:
-      pieces: How many; 1: it is read without a loop.
-      read: Reads the piece of a number.
-    """
-    if pieces == 1:
-        return read(np.int32(0))
-    shapes = jax.eval_shape(read, jnp.int32(0))
-
-    def put(page: Array, new: Array, number: Index) -> Array:
-        return lax.dynamic_update_slice_in_dim(page, new, number * new.shape[0], 0)
-
-    def turn(carry: tuple[Int[Array, ""], Page]) -> tuple[Int[Array, ""], Page]:
-        number, page = carry
-        new = read(number)
-        page = jax.tree.map(lambda page, new: put(page, new, number), page, new)
-        return number + 1, page
-
-    empty = lambda x: varying(
-        lax.empty((pieces * x.shape[0], *x.shape[1:]), x.dtype), varying_axes(x)
-    )
-    start = jnp.int32(0), jax.tree.map(empty, shapes)
-    return lax.while_loop(lambda carry: carry[0] < pieces, turn, start)[1]
-
-
-def write_in_pieces(
-    pieces: int,
-    write: Callable[[Index, Buffers, Page], Buffers],
-    buffers: Buffers,
-    page: Page,
-) -> Buffers:
-    """Cuts what is to be written along the first axis of each array, and writes it.
-
-    Args:
-      pieces: In how many pieces; 1: it is written without a loop.
-      write: Writes the piece of a number into the buffers.
-      buffers: The buffers.
-      page: What is to be written.
-    """
-    if pieces == 1:
-        return write(np.int32(0), buffers, page)
-
-    def turn(carry: tuple[Int[Array, ""], Buffers]) -> tuple[Int[Array, ""], Buffers]:
-        number, buffers = carry
-
-        def cut(x: Array) -> Array:
-            size = x.shape[0] // pieces
-            return lax.dynamic_slice_in_dim(x, number * size, size)
-
-        return number + 1, write(number, buffers, jax.tree.map(cut, page))
-
-    start = jnp.int32(0), buffers
-    return lax.while_loop(lambda carry: carry[0] < pieces, turn, start)[1]

@@ -106,10 +106,12 @@ def cut(
     coded = any(block_of(x) > 1 for x in moments)
     travels = any(x.on_host for x in moments)
     if gates:
-        # A leaf of one page is in no loop, and needs a gate: the host waits.
+        # Half of a moment in float32, so that a leaf has two pages at least. A leaf of
+        # one page is in no loop, and needs a gate: the host waits.
         room = min(room, 2 * math.prod(shape))
     room = room if room >= page_size else 0
-    # Then only another leaf's moment has the same size, and can travel the other way.
+    # No moment is read and written at once. Where a leaf has a single one, or some that
+    # differ in size, another leaf's moment travels the other way.
     sizes = [_stored_bytes(x, shape) for x in moments if x.on_host]
     alternate = 2 if len(sizes) == 1 or len({*sizes}) > 1 else 1
     share = functools.partial(_shared, shape, moments, like)
@@ -123,10 +125,12 @@ def cut(
         # Where pages go in turn, no leaf need alternate with another.
         leaves = at_least(1 if GPU_NEEDS_RAW_INDEX else alternate)
         on_gpu = share(page_size, in_rows, leaves)
+    # Without a gate XLA may compute leaves at once: they are small, or there is room.
     little = coded and on_gpu.count == 1 and 4 * math.prod(shape) <= _UNGATED
     if not travels and (little or (room and not gates)):
         on_gpu = dataclasses.replace(on_gpu, ungated=True)
-    # Remainders have fewer bits than the moments beside them.
+    # A codec converts, and so do remainders, which have fewer bits than the moments
+    # beside them.
     converted = any(x.codec for x in moments) or len({x.itemsize for x in moments}) > 1
     least = _WHOLE_ON_CPU_IF_CONVERTED if converted else _WHOLE_ON_CPU
     whole = page_size >= least and not coded and not on_gpu.refused

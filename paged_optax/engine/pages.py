@@ -60,7 +60,7 @@ class Pages:
       unit: Entries along `axis` that a loop's own variable counts as one. A page is a
         multiple of them.
       tiled: Whether arrays lie in a TPU's tiles.
-      ungated: Whether the leaf needs no gate, see `paged_optax.engine.gate`.
+      ungated: Whether the leaf needs no gate, see `paged_optax.engine.schedule`.
       leaves: How many like leaves share pages. The last group may have fewer.
       refused: Why the leaf cannot be cut although it is larger than a page; else empty.
     """

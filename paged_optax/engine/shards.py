@@ -193,7 +193,7 @@ def on_shards(
     """Calls a function on every device, with its shards of a leaf's arrays.
 
     Args:
-      function: Of the place, the arrays and the scalars.
+      function: Of the position, the arrays and the scalars.
       shards: How the leaf is divided.
       arrays: Arrays of the leaf's shape, or of others, which are replicated.
       codecs: What stores each of the arrays, or None.
@@ -209,39 +209,45 @@ def on_shards(
         shards.spec_of(codec, x, local) for x, codec in zip(arrays, codecs, strict=True)
     )
     coded = [(codecs[x], arrays[x]) if isinstance(x, int) else x for x in results]
-    flat = lambda codec, x: (
-        x._replace(scales=x.scales.reshape(-1))
-        if isinstance(x, Quantized) and axis_of_blocks(codec) is None
-        else x
-    )
-    rows = lambda codec, x: (
-        x._replace(scales=x.scales[None])
-        if isinstance(x, Quantized)
-        and axis_of_blocks(codec) is None
-        and shards.has_rows
-        else x
-    )
+
+    def with_scales(
+        codec: Codec | None, x: PyTree[Array], reshape: Callable[[Array], Array]
+    ) -> PyTree[Array]:
+        # Scales by rows are divided as the leaf is, and need no other shape.
+        if not isinstance(x, Quantized) or axis_of_blocks(codec) is not None:
+            return x
+        return x._replace(scales=reshape(x.scales))
 
     def run(
         arrays: tuple[PyTree[Array], ...], scalars: PyTree[Array]
     ) -> tuple[PyTree[Array], ...]:
         first = _index(shards, shards.axes[0] if shards.axes else ())
         rest = tuple(name for names in shards.axes[1:] for name in names)
+        # Positions count modulo 2**32, as those within the shard do.
         start = first * np.uint32(math.prod(local) % 2**32)
         start = jnp.uint32(0) if shards.has_rows else start
-        place = ShardPosition(start, _index(shards, rest))
-        new = function(
-            place,
-            tuple(flat(c, x) for c, x in zip(codecs, arrays, strict=True)),
-            scalars,
+        position = ShardPosition(start, _index(shards, rest))
+        # A shard's scales are one vector, as those of a leaf on one device are. Outside
+        # they may have a row for each part, see `Shards.stored`.
+        arrays = tuple(
+            with_scales(codec, x, lambda scales: scales.reshape(-1))
+            for codec, x in zip(codecs, arrays, strict=True)
         )
-        return tuple(rows(c, x) for (c, _), x in zip(coded, new, strict=True))
+        new = function(position, arrays, scalars)
+        if not shards.has_rows:
+            return tuple(new)
+        return tuple(
+            with_scales(codec, x, lambda scales: scales[None])
+            for (codec, _), x in zip(coded, new, strict=True)
+        )
 
     return jax.shard_map(
         run,
         mesh=shards.current_mesh,
         in_specs=(specs, PartitionSpec()),
         out_specs=tuple(shards.spec_of(codec, like, local) for codec, like in coded),
+        # Else all that devices know alike, such as a step's number, must be cast before
+        # it meets a shard's values (jax 0.12.0.1).
         check_vma=False,
     )(arrays, scalars)
 
@@ -260,8 +266,8 @@ def constrained(x: Array, shards: Shards | None) -> Array:
 def _index(shards: Shards, names: tuple[str, ...]) -> UInt32[Array, ""]:
     sizes, number = dict(shards.mesh.shape), jnp.uint32(0)
     for name in names:
-        place = jax.lax.axis_index(name).astype(jnp.uint32)
-        number = number * np.uint32(sizes[name]) + place
+        index = jax.lax.axis_index(name).astype(jnp.uint32)
+        number = number * np.uint32(sizes[name]) + index
     return number
 
 

@@ -10,8 +10,8 @@ choices keep this right and small on every compiler at hand:
   induction variable alone and ignores what is computed from it; with this form its
   transfer descriptors cover exactly the page in jax 0.10.2 and in 0.12.0.1. A last page
   of fewer rows is one more access at a fixed row.
-- **A leaf has a gate** (`paged_optax.engine.gate`), so that leaves take memory one at a
-  time.
+- **A leaf has a gate** (`paged_optax.engine.schedule`), so that leaves take memory one
+  at a time.
 
 How an array lies in its pages is in `paged_optax.engine.stored_array`. This module
 knows nothing of Optax.
@@ -19,7 +19,7 @@ knows nothing of Optax.
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -78,87 +78,112 @@ def stream(
       space of the array it replaces.
     """
     codecs = codecs or (None,) * len(leaves[0])
+    update = _stream_jitted
+    if shards is not None:
+        update = functools.partial(_stream_on_mesh, shards=shards)
     how = {
         "program": program,
         "overwrites": overwrites,
         "codecs": codecs,
         "shapes": shapes,
-        "shards": shards,
     }
 
     def run(pages: Pages, leaves: tuple[Arrays, ...], *others: PyTree) -> list[Arrays]:
         parts = sharing(pages, len(leaves))
-        new = [_stream(leaves[part], *others, pages=pages, **how) for part in parts]
+        new = [update(leaves[part], *others, pages=pages, **how) for part in parts]
         return [arrays for each in new for arrays in each]
 
-    return _by_backend(run, geometry, leaves, gate, noise)
+    return _by_backend(run, geometry)(leaves, gate, noise)
 
 
 def _by_backend(
-    run: Callable[..., Results], geometry: Geometry, *arguments: PyTree[Array]
-) -> Results:
-    """Calls a function with the pages of the backend it is lowered for."""
-    pages, of_others = geometry.gpu, {"tpu": geometry.tpu, "cpu": geometry.cpu}
-    others = {name: other for name, other in of_others.items() if other != pages}
+    run: Callable[..., Results], geometry: Geometry
+) -> Callable[..., Results]:
+    """A function of the pages of the backend that it is lowered for."""
+    default = functools.partial(run, geometry.gpu)
+    others = {
+        name: functools.partial(run, pages)
+        for name, pages in (("tpu", geometry.tpu), ("cpu", geometry.cpu))
+        if pages != geometry.gpu
+    }
     if not others:
-        return run(pages, *arguments)
-    ways = {name: functools.partial(run, other) for name, other in others.items()}
-    return lax.platform_dependent(
-        *arguments, default=functools.partial(run, pages), **ways
-    )
+        return default
+    return functools.partial(lax.platform_dependent, default=default, **others)
 
 
-@functools.partial(
-    jax.jit, static_argnames="program overwrites codecs shapes shards pages".split()
-)
 def _stream(
     leaves: tuple[Arrays, ...],
     gate: Int[Array, ""] | None,
     noise: tuple[UInt32[Array, "2"] | None, ...] | None,
+    start: UInt32[Array, ""] | None = None,
     *,
     program: Program,
     overwrites: tuple[int, ...],
     codecs: tuple[Codec | None, ...],
     shapes: tuple[tuple[int, ...], ...],
-    shards: Shards | None,
     pages: Pages,
 ) -> list[Arrays]:
-    """Updates leaves that share pages."""
+    """Updates leaves that share pages; `start`: see `Loop`."""
+    arrays = [
+        StoredArray.of(x, pages, codec, on_host(x))
+        for x, codec in zip(leaves[0], codecs, strict=True)
+    ]
+    buffers = [
+        tuple(map(array.view, each if array.paged else each[:1]))
+        for array, each in zip(arrays, zip(*leaves, strict=True), strict=True)
+    ]
+    words = noise or (None,) * len(overwrites)
+    # Of leaves of several shapes, which travel whole, the program sees each shape.
+    seen = () if pages.count else shapes
+    loop = Loop(program, overwrites, pages, arrays, words, start, seen, len(leaves))
+    new = dict(zip(loop.targets, loop(buffers, gate), strict=True))
+    return [
+        tuple([arrays[p].restore(new[p][leaf]) for p in overwrites])
+        for leaf in range(len(leaves))
+    ]
 
-    def on_one(
-        leaves: tuple[Arrays, ...],
-        gate: Int[Array, ""] | None,
-        noise: tuple[UInt32[Array, "2"] | None, ...] | None,
-        start: UInt32[Array, ""] | None,
-    ) -> list[Arrays]:
-        arrays = [
-            StoredArray.of(x, pages, codec, on_host(x))
-            for x, codec in zip(leaves[0], codecs, strict=True)
-        ]
-        buffers = [
-            tuple(map(array.view, each if array.paged else each[:1]))
-            for array, each in zip(arrays, zip(*leaves, strict=True), strict=True)
-        ]
-        words = noise or (None,) * len(overwrites)
-        seen = () if pages.count else shapes
-        loop = Loop(program, overwrites, pages, arrays, words, start, seen, len(leaves))
-        new = dict(zip(loop.targets, loop(buffers, gate), strict=True))
-        return [
-            tuple(arrays[p].restore(new[p][leaf]) for p in overwrites)
-            for leaf in range(len(leaves))
-        ]
 
-    if shards is None:
-        return on_one(leaves, gate, noise, None)
+# Traced and compiled once for all groups of like leaves that share pages.
+_stream_jitted = jax.jit(
+    _stream, static_argnames="program overwrites codecs shapes pages".split()
+)
+
+
+@functools.partial(
+    jax.jit, static_argnames="program overwrites codecs shapes pages shards".split()
+)
+def _stream_on_mesh(
+    leaves: tuple[Arrays, ...],
+    gate: Int[Array, ""] | None,
+    noise: tuple[UInt32[Array, "2"] | None, ...] | None,
+    *,
+    overwrites: tuple[int, ...],
+    codecs: tuple[Codec | None, ...],
+    pages: Pages,
+    shards: Shards,
+    **how: Any,
+) -> list[Arrays]:
+    """The same on every device, of its shards."""
     count = len(leaves[0])
 
     def on_shard(
         position: ShardPosition, arrays: Arrays, scalars: PyTree[Array]
     ) -> tuple[Stored, ...]:
         gate, noise = scalars
+        # Where shards are no ranges of the flattened leaf, each counts from 0. So the
+        # number of its part makes a shard's words others than those of parts beside it.
         noise = jax.tree.map(lambda words: words + position.part, noise)
         leaves = tuple(arrays[i : i + count] for i in range(0, len(arrays), count))
-        new = on_one(leaves, gate, noise, position.start)
+        new = _stream(
+            leaves,
+            gate,
+            noise,
+            position.start,
+            overwrites=overwrites,
+            codecs=codecs,
+            pages=pages,
+            **how,
+        )
         return tuple(x for each in new for x in each)
 
     arrays = tuple(x for leaf in leaves for x in leaf)
@@ -224,13 +249,13 @@ def fill(
         return (jax.device_put(leaf, HOST) if host else leaf,)
 
     if shards is None:
-        return _by_backend(run, geometry, arrays, noise, None)[0]
+        return _by_backend(run, geometry)(arrays, noise, None)[0]
     local = geometry.gpu.leaf
     shape = tuple(n * d for n, d in zip(local, shards.divisions, strict=True))
     like = jax.ShapeDtypeStruct(shape, dtype)
     (leaf,) = on_shards(
-        lambda position, arrays, noise: _by_backend(
-            run, geometry, arrays, noise, position.start
+        lambda position, arrays, noise: _by_backend(run, geometry)(
+            arrays, noise, position.start
         ),
         shards,
         arrays,

@@ -67,17 +67,14 @@ def _with_prefetched(
     what the following layer begins with.
     """
     flat, structure = jax.tree.flatten(gradients)
-    trained, frozen = prefetched
-    # The matrix is read from the stack before this layer's matrix is written there.
-    # Otherwise XLA would copy the stack.
-    pairs = [
-        (g, x) if x is None else lax.optimization_barrier((g, x))
-        for g, x in zip(flat, trained, strict=True)
-    ]
-    if any(x is not None for x in frozen):
+    trained, frozen = dict(prefetched.trained), prefetched.frozen
+    for n, x in trained.items():
+        # The matrix is read from the stack before this layer's matrix is written there.
+        # Otherwise XLA would copy the stack.
+        flat[n], trained[n] = lax.optimization_barrier((flat[n], x))
+    if frozen:
         back, frozen = lax.optimization_barrier((back, frozen))
-    gradients = jax.tree.unflatten(structure, [g for g, _ in pairs])
-    return gradients, back, ([x for _, x in pairs], frozen)
+    return structure.unflatten(flat), back, Prefetched(trained, frozen)
 
 
 class BackwardPass:
@@ -271,7 +268,7 @@ class BackwardPass:
         ) -> _OverlapCarry[Carry]:
             inner, back, flight, hosted = carry
             fetched, frozen = flight.weights, update.shares.slabs(flight.frozen, i)
-            prefetched = [fetched.get(n) for n in range(count)], frozen
+            prefetched = Prefetched(fetched, dict(enumerate(frozen)))
             slabs, frozen = self.weights.slabs(
                 flight.stacks[:count], i, prefetched, vectors
             )

@@ -295,15 +295,13 @@ class ForwardOverlap(Overlap):
           What the forward pass returns, the state's stacks, and the other parameters.
         """
         x, inputs, keep, context, run = entered
-        count, length, last = (
-            len(stacks),
-            self.optimizer.layered.length,
-            len(self.groups) - 1,
-        )
+        count, last = len(stacks), len(self.groups) - 1
+        slots, length = self.optimizer.layered.slots, self.optimizer.layered.length
 
         def turn(
             i: LayerIndex, following: LayerIndex | None, carry: _ForwardCarry
         ) -> _ForwardCarry:
+            # Layer i runs forward, and layer i + 1 is updated beside it.
             x, inputs, keep, flight = carry
             flight, slabs = self._slabs(i, flight, count)
             inputs = stored(inputs, x, i)
@@ -322,9 +320,7 @@ class ForwardOverlap(Overlap):
             flight, (x, kept) = self.wait(last, flight, results)
             return x, inputs, stored(keep, kept, i), flight
 
-        flight = InFlight(
-            self.optimizer.layered.slots, [*stacks, *others], None, {}, {}
-        )
+        flight = InFlight(slots, [*stacks, *others], None, {}, {})
         flight = flight._replace(inputs=self._inputs(flight, 0, 0))
         # No layer runs forward before the first one is updated.
         for k in range(len(self.groups)):
@@ -332,6 +328,7 @@ class ForwardOverlap(Overlap):
             flight, _ = self.wait(k, flight, ())
         carry = upwards(length - 1, turn, (x, inputs, keep, flight), following=True)
         x, inputs, keep, flight = carry
+        # The last layer has been updated, so that nothing is beside its forward pass.
         i = jnp.int32(length - 1)
         flight, slabs = self._slabs(i, flight, count)
         inputs = stored(inputs, x, i)
@@ -344,6 +341,7 @@ class ForwardOverlap(Overlap):
         self, i: LayerIndex, flight: InFlight, count: int
     ) -> tuple[InFlight, Slabs]:
         """Layer i's parameters, read before the next layer's are written."""
+        # What has been updated a turn ago has come from the host for that.
         new, frozen = flight.weights, self.shares.slabs(flight.frozen, i)
         layers = enumerate(flight.stacks[:count])
         slabs = [new[n] if n in new else slab(x, i) for n, x in layers]

@@ -9,19 +9,12 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int
 
-from paged_optax.backend.memory import DEVICE, HOST, on_host
-from paged_optax.backend.tiling import minor_to_major
+from paged_optax.backend.memory import on_host
 from paged_optax.backend.types import is_traced
 from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Quantized
-from paged_optax.engine.page_io import (
-    in_layout,
-    pieces_of,
-    read_in_pieces,
-    write_in_pieces,
-)
-from paged_optax.engine.pages import Index
 from paged_optax.engine.stored_array import Stored
+from paged_optax.engine.transfers import StackPage
 from paged_optax.transform.codec_rules import SMALLEST_CODED
 
 # To fetch ahead, the next layer's index is computed. Older XLA:GPU cannot follow that.
@@ -58,35 +51,10 @@ def slab(x: Stored | np.ndarray, i: LayerIndex, parts: int | None = None) -> Sto
     """
     if isinstance(x, Quantized):
         parts = x.codes.shape[0] if parts is None else parts
-        blocks = x.scales.shape[0] // parts
-        scales = lax.dynamic_slice_in_dim(x.scales, _first(i, blocks), blocks)
+        scales = _scales(i, x.scales.shape[0] // parts).read(x.scales)
         return Quantized(slab(x.codes, i, parts), scales)
     size = 1 if parts is None else x.shape[0] // parts
-    if not on_host(x):
-        return lax.dynamic_slice_in_dim(x, _first(i, size), size)
-    assert isinstance(x, Array)
-
-    def fetched(x: Array) -> Array:
-        part = lax.dynamic_slice_in_dim(x, _first(i, size), size)
-        return jax.device_put(_in_stacks_layout(part), DEVICE)
-
-    def in_pieces(x: Array) -> Array:
-        rows = _by_rows(x)
-        address, length = _address(x, i, size)
-        piece = lambda turn: jax.device_put(
-            lax.dynamic_slice_in_dim(
-                rows, address(turn), length, allow_negative_indices=False
-            ),
-            DEVICE,
-        )
-        part = read_in_pieces(_pieces(x, size), piece)
-        return part.reshape(size, *x.shape[1:])
-
-    # Weights are fetched ahead of their layer. In a loop XLA may do it long before,
-    # beside an embedding: 0.9 GiB more for Llama-3-8B on an L4 (jax 0.12.0.1).
-    if parts is None or _in_loop(i) or _pieces(x, size) == 1:
-        return fetched(x)
-    return lax.platform_dependent(x, cpu=fetched, tpu=fetched, default=in_pieces)
+    return _page(x, i, size, parts).read(x)
 
 
 @overload
@@ -104,72 +72,24 @@ def put(x: Stored, new: Stored, i: LayerIndex, parts: int | None = None) -> Stor
     """
     if isinstance(x, Quantized):
         assert isinstance(new, Quantized)
-        first = _first(i, new.scales.shape[0])
-        scales = lax.dynamic_update_slice_in_dim(x.scales, new.scales, first, 0)
+        scales = _scales(i, new.scales.shape[0]).write(x.scales, new.scales)
         return Quantized(put(x.codes, new.codes, i, parts), scales)
     assert not isinstance(new, Quantized)
-    size = new.shape[0]
-    if not on_host(x):
-        return lax.dynamic_update_slice_in_dim(x, new, _first(i, size), 0)
-
-    def written(x: Array, new: Array) -> Array:
-        placed = _in_stacks_layout(jax.device_put(new, HOST))
-        return lax.dynamic_update_slice_in_dim(x, placed, _first(i, size), 0)
-
-    def in_pieces(x: Array, new: Array) -> Array:
-        address, _ = _address(x, i, size)
-
-        def write(turn: Index, rows: Array, piece: Array) -> Array:
-            placed = jax.device_put(piece, HOST)
-            return lax.dynamic_update_slice_in_dim(
-                rows, placed, address(turn), 0, allow_negative_indices=False
-            )
-
-        rows = write_in_pieces(_pieces(x, size), write, _by_rows(x), _by_rows(new))
-        return rows.reshape(x.shape)
-
-    if parts is None or _in_loop(i) or _pieces(x, size) == 1:
-        return written(x, new)
-    return lax.platform_dependent(x, new, cpu=written, tpu=written, default=in_pieces)
+    return _page(x, i, new.shape[0], parts).write(x, new)
 
 
-def _in_loop(i: LayerIndex) -> bool:
-    """Whether a transfer of part i is in a loop, as far as a GPU need know."""
-    return is_traced(i) or not FETCHES_AHEAD
+def _page(
+    x: Array | np.ndarray, i: LayerIndex, size: int, parts: int | None
+) -> StackPage:
+    # Weights are fetched ahead of their layer. In a loop XLA may do it long before,
+    # beside an embedding: 0.9 GiB more for Llama-3-8B on an L4 (jax 0.12.0.1).
+    at_once = parts is None or is_traced(i) or not FETCHES_AHEAD
+    return StackPage.of(x, i, size, at_once)
 
 
-def _by_rows(x: Array) -> Array:
-    """A stack whose parts are cut along its first axis: XLA:GPU follows no other."""
-    return x.reshape(-1, *x.shape[2:])
-
-
-def _pieces(x: Array | np.ndarray, size: int) -> int:
-    """In how many pieces a part of a stack is moved; 1: as it is."""
-    numbered = x.ndim > 1 and x.shape[0] * x.shape[1] < 2**31
-    return pieces_of(size * x.shape[1]) if numbered else 1
-
-
-def _address(
-    x: Array | np.ndarray, i: LayerIndex, size: int
-) -> tuple[Callable[[Index], Index], int]:
-    """Where each piece of part i begins, in rows, and how many rows it has."""
-    rows = size * x.shape[1]
-    length = rows // _pieces(x, size)
-    return lambda turn: np.int32(i * rows) + turn * np.int32(length), length
-
-
-def _in_stacks_layout(part: Array) -> Array:
-    """A part of a stack on the host, in the stack's own layout on a TPU."""
-    if part.ndim < 2:
-        return part
-    order = minor_to_major(part.shape, part.dtype.itemsize)
-    return lax.platform_dependent(
-        part, tpu=lambda part: in_layout(part, order), default=lambda part: part
-    )
-
-
-def _first(i: LayerIndex, size: int) -> LayerIndex:
-    return i if size == 1 else i * size
+def _scales(i: LayerIndex, size: int) -> StackPage:
+    # They are on the device while layers are updated, see `LayeredState`.
+    return StackPage(i, size, travels=False, pieces=1)
 
 
 def upwards(

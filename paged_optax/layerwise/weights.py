@@ -10,7 +10,7 @@ import copy
 import dataclasses
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +28,25 @@ from paged_optax.layerwise.slices import FETCHES_AHEAD, LayerIndex, slab
 #: One layer of the stacks, and of the frozen stacks.
 Slabs = tuple[list[Array], list[Array]]
 
-#: What of them is fetched before the layer's turn; None for what need not be.
-Prefetched = tuple[Sequence[Array | None], Sequence[Array | None]]
-
 #: Where the vectors of all layers are read, by their stacks' positions: an array of
 #: several stacks, [layers, stacks, width], and the stack's number in it.
 Vectors = Mapping[int, tuple[Array, int]]
 
 Tree = TypeVar("Tree", bound=PyTree)
 Dependency = TypeVar("Dependency", bound=PyTree)
+
+
+class Prefetched(NamedTuple):
+    """What of a layer is fetched before its turn, by the positions of the stacks.
+
+    Attributes:
+      trained: Slabs of what is trained.
+      frozen: Slabs of what is frozen.
+    """
+
+    trained: dict[int, Array]
+    frozen: dict[int, Array]
+
 
 # Bytes of an array of several stacks, which are held twice. Two norms of 80 layers that
 # are 8192 wide have 2.5 MiB.
@@ -180,10 +190,10 @@ class Weights:
     def prefetch(self, stacks: Sequence[Array], i: LayerIndex | None) -> Prefetched:
         """Fetches what is fetched before layer i's turn; nothing for None."""
         if i is None or not self.prefetches:
-            return [None] * len(stacks), [None] * len(self.frozen)
-        return (
-            [slab(x, i) if on_host(x) else None for x in stacks],
-            [slab(x, i) if on_host(x) else None for x in self.frozen],
+            return Prefetched({}, {})
+        return Prefetched(
+            {n: slab(x, i) for n, x in enumerate(stacks) if on_host(x)},
+            {n: slab(x, i) for n, x in enumerate(self.frozen) if on_host(x)},
         )
 
     @staticmethod
@@ -223,22 +233,21 @@ class Weights:
           prefetched: What of it has been fetched; None: nothing.
           vectors: Where its vectors are read; None: in `stacks`.
         """
-        trained, frozen = prefetched or self.prefetch(stacks, None)
+        trained, frozen = prefetched or Prefetched({}, {})
         vectors = vectors or {}
 
-        def row(n: int) -> Array:
-            joined, k = vectors[n]
-            return slab(joined, i)[:, k]
-
-        def each(x: Array, fetched: Array | None) -> Array:
-            return slab(x, i) if fetched is None else fetched
+        def each(n: int, x: Array) -> Array:
+            if n in vectors:
+                joined, k = vectors[n]
+                return slab(joined, i)[:, k]
+            return trained[n] if n in trained else slab(x, i)
 
         return (
+            [each(n, x) for n, x in enumerate(stacks)],
             [
-                row(n) if n in vectors else each(x, fetched)
-                for n, (x, fetched) in enumerate(zip(stacks, trained, strict=True))
+                frozen[n] if n in frozen else slab(x, i)
+                for n, x in enumerate(self.frozen)
             ],
-            [each(x, fetched) for x, fetched in zip(self.frozen, frozen, strict=True)],
         )
 
     def of(self, slabs: Slabs) -> tuple[PyTree[Array], PyTree[Array]]:

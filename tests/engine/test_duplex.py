@@ -20,9 +20,9 @@ from helpers.programs import (
 )
 from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
 from paged_optax.engine import pages as page_types
-from paged_optax.engine.duplex import Exchange
 from paged_optax.engine.loop import Loop
 from paged_optax.engine.page_size import Storage, cut
+from paged_optax.engine.schedule import Exchange
 
 _ON_GPU = pytest.mark.skipif(
     GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"

@@ -42,7 +42,7 @@ SHAPES = [
 @pytest.fixture
 def on_tiles(monkeypatch):
     """Takes a TPU's pages on the CPU, which lays its arrays out otherwise."""
-    run = lambda run, geometry, *arguments: run(geometry.tpu, *arguments)
+    run = lambda run, geometry: functools.partial(run, geometry.tpu)
     monkeypatch.setattr(stream, "_by_backend", run)
     of = _without_layouts(stream.StoredArray.of)
     monkeypatch.setattr(stream.StoredArray, "of", of)

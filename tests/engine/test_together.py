@@ -33,7 +33,7 @@ def together(monkeypatch, request):
     """Lets a CPU's leaves share pages too, as a GPU's do, and a page size for that."""
 
     def switch():
-        as_a_gpu = lambda run, geometry, *arrays: run(geometry.gpu, *arrays)
+        as_a_gpu = lambda run, geometry: functools.partial(run, geometry.gpu)
         monkeypatch.setattr(stream, "_by_backend", as_a_gpu)
         if request.param == "both ways":
             monkeypatch.setattr(page_types, "GPU_NEEDS_RAW_INDEX", False)

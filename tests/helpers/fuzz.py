@@ -32,7 +32,7 @@ from helpers.fuzz_leaves import (
     on_one_device,
     unnamed,
 )
-from paged_optax.engine import page_io
+from paged_optax.engine import transfers
 
 #: Nearly all of a case is XLA:CPU's compiler. Without YNNPACK, whose
 #: `ynn::define_static_transpose` now and then reads what is not there when a sum first
@@ -306,7 +306,7 @@ def _compute_for(platform: str) -> None:
         _computed_for[:] = [platform]
         jax.lax.platform_dependent = chosen
         # XLA:CPU knows no layout but its own.
-        page_io.with_layout_constraint = lambda page, layout: page
+        transfers.with_layout_constraint = lambda page, layout: page
         for name, function in _OF_HALVES.items():
             setattr(jax.lax, name, functools.partial(_rounded_once, function))
         forget()

@@ -1,15 +1,79 @@
-"""One page is written to the host while another is read."""
+"""What keeps transfers in order: the gate of a leaf, and the exchange of pages.
+
+**The gate of a leaf** says whether it is updated, apart from all else that is computed.
+Otherwise XLA hoists a leaf's first page, or its only one, and many leaves take memory
+at once: 16 leaves of 64 MiB in one page each 2176 MiB of scratch on H200 and v5e
+instead of 256. Two things keep a leaf together:
+
+- **A gate**: a loop whose turns no compiler can count. A gate of 0 moves no byte. On a
+  GPU each of its turns waits for the host.
+- **A call that XLA:GPU does not inline**: the same bytes, and no wait. XLA fuses
+  nothing in it outside of loops, so that every page must be computed in one.
+
+Neither puts leaves in an order: each can be updated as soon as its gradient is there,
+and the gradient can then go.
+
+**The exchange of pages** writes one to the host while it reads another.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool
+from jaxtyping import Bool, Int, PyTree
 
-from paged_optax.backend.xla import barrier
+from paged_optax.backend.xla import HAS_UNINLINED_CALLS, barrier, uninlined_call
 from paged_optax.engine.pages import PageAddress
 from paged_optax.engine.stored_array import LeafBuffers, StoredArray
+
+Arguments = TypeVar("Arguments", bound=PyTree)
+Changing = TypeVar("Changing", bound=PyTree)
+Value = TypeVar("Value", bound=PyTree)
+
+
+def gated(
+    run: Callable[[Arguments, Changing], Changing],
+    gate: Int[Array, ""] | None,
+    in_loops: bool,
+) -> Callable[..., Any]:
+    """A function that updates a leaf as often as its gate says.
+
+    Args:
+      run: Updates the leaf: of what it reads, and what it changes.
+      gate: How often to run; None: once.
+      in_loops: Whether a GPU computes all of it in loops.
+    """
+    if gate is not None or not in_loops or not HAS_UNINLINED_CALLS:
+        return functools.partial(_counted, run, gate)
+    run = jax.jit(run)  # traced once for two uses
+    counted = functools.partial(_counted, run, None)
+    called = uninlined_call(run)
+    return functools.partial(
+        lax.platform_dependent, cpu=counted, tpu=counted, default=called
+    )
+
+
+def _counted(
+    run: Callable[[Arguments, Changing], Changing],
+    gate: Int[Array, ""] | None,
+    arguments: Arguments,
+    changing: Changing,
+) -> Changing:
+    if gate is None:
+        # XLA:CPU sees that this is 1, which does no harm; others cannot see it.
+        gate = lax.platform_dependent(
+            cpu=lambda: jnp.int32(1),
+            default=lambda: lax.optimization_barrier(jnp.int32(1)),
+        )
+    return lax.while_loop(
+        lambda carry: carry[0] < gate,
+        lambda carry: (carry[0] + 1, run(arguments, carry[1])),
+        (jnp.int32(0), changing),
+    )[1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,3 +155,16 @@ class Exchange:
             for p in self.streams
             for leaf in range(leaves)
         ]
+
+
+def fenced(
+    values: Sequence[Value],
+    chosen: Sequence[bool],
+    fence: Callable[[list[Value]], Sequence[Value]] = barrier,
+) -> list[Value]:
+    """Puts one barrier on the chosen values together."""
+    positions = [i for i, yes in enumerate(chosen) if yes]
+    new = fence([values[i] for i in positions])
+    return [
+        *(dict(enumerate(values)) | dict(zip(positions, new, strict=True))).values()
+    ]

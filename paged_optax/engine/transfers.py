@@ -1,0 +1,246 @@
+"""Slices of arrays in host memory, to the device and back.
+
+A page of a leaf and a layer of a stack are such slices.
+
+What is moved outside of a loop, before the first page or after the last, has a loop of
+its own on a GPU, and is moved in a few pieces. XLA:GPU knows the address of a transfer
+only where it is linear in the variable of a loop whose turns it can count, along the
+first axis. Anywhere else a kernel reads or writes host memory over the link, which is
+slower, and keeps other kernels waiting. (A loop of one turn would be none: XLA unrolls
+it.)
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jaxtyping import Int, PyTree
+
+from paged_optax.backend.memory import DEVICE, HOST, on_host
+from paged_optax.backend.tiling import minor_to_major
+from paged_optax.backend.types import varying, varying_axes
+from paged_optax.engine.pages import MOST_INDEX, Index
+
+Page = TypeVar("Page", bound=PyTree)
+Buffers = TypeVar("Buffers", bound=PyTree)
+
+# As few pieces as divide what is moved.
+_PIECES = (2, 3, 5, 7)
+
+
+def to_device(
+    page: Array, travels: bool, layout: Callable[[Array], Array] = lambda page: page
+) -> Array:
+    """A slice of an array, in device memory.
+
+    Args:
+      page: The slice.
+      travels: Whether it comes from host memory.
+      layout: Gives it the layout in which it lies in host memory.
+    """
+    return jax.device_put(layout(page), DEVICE) if travels else page
+
+
+def to_host(
+    page: Array, travels: bool, layout: Callable[[Array], Array] = lambda page: page
+) -> Array:
+    """Undoes `to_device`."""
+    return layout(jax.device_put(page, HOST)) if travels else page
+
+
+def in_layout(page: Array, order: tuple[int, ...]) -> Array:
+    """A page in the layout of the array that it is cut from, or written to.
+
+    Otherwise XLA:TPU gives the whole array the layout that the page's neighbours
+    prefer, and copies the array (libtpu 0.0.52).
+
+    Args:
+      page: The page.
+      order: The array's axes, the most minor one first.
+    """
+    return with_layout_constraint(page, Layout(order[::-1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class StackPage:
+    """A part of an array's first axis, such as a layer of a stack.
+
+    Attributes:
+      number: Its number, among parts of this size.
+      size: Its entries along the axis.
+      travels: Whether it comes from host memory.
+      pieces: In how many pieces a GPU moves it; 1: at once.
+    """
+
+    number: Index | int
+    size: int
+    travels: bool
+    pieces: int
+
+    @classmethod
+    def of(
+        cls, x: Array | np.ndarray, number: Index | int, size: int, at_once: bool
+    ) -> "StackPage":
+        """A part of an array.
+
+        Args:
+          x: The array.
+          number: The part's number.
+          size: Its entries.
+          at_once: Whether it is moved at once, as what is moved in a loop.
+        """
+        travels, pieces = on_host(x), 1
+        # Its rows, with those of all other parts, are counted in 32 bits.
+        numbered = x.ndim > 1 and x.shape[0] * x.shape[1] < MOST_INDEX
+        if travels and numbered and not at_once:
+            pieces = pieces_of(size * x.shape[1])
+        return cls(number, size, travels, pieces)
+
+    def read(self, x: Array | np.ndarray) -> Array:
+        """The part of the array, in device memory."""
+
+        def at_once(x: Array | np.ndarray) -> Array:
+            page = lax.dynamic_slice_in_dim(x, self._first, self.size)
+            return to_device(page, self.travels, _in_stacks_layout)
+
+        def in_pieces(x: Array) -> Array:
+            rows, (first, size) = _by_rows(x), self._piece(x)
+            piece = lambda turn: lax.dynamic_slice_in_dim(
+                rows, first(turn), size, allow_negative_indices=False
+            )
+            read = lambda turn: to_device(piece(turn), self.travels)
+            page = read_in_pieces(self.pieces, read)
+            return page.reshape(self.size, *x.shape[1:])
+
+        return self._by_backend(at_once, in_pieces, x)
+
+    def write(self, x: Array, page: Array) -> Array:
+        """The array with the part replaced."""
+
+        def at_once(x: Array, page: Array) -> Array:
+            page = to_host(page, self.travels, _in_stacks_layout)
+            return lax.dynamic_update_slice_in_dim(x, page, self._first, 0)
+
+        def in_pieces(x: Array, page: Array) -> Array:
+            first, _ = self._piece(x)
+
+            def write(turn: Index, rows: Array, piece: Array) -> Array:
+                piece = to_host(piece, self.travels)
+                return lax.dynamic_update_slice_in_dim(
+                    rows, piece, first(turn), 0, allow_negative_indices=False
+                )
+
+            rows = write_in_pieces(self.pieces, write, _by_rows(x), _by_rows(page))
+            return rows.reshape(x.shape)
+
+        return self._by_backend(at_once, in_pieces, x, page)
+
+    @property
+    def _first(self) -> Index | int:
+        return self.number if self.size == 1 else self.number * self.size
+
+    def _piece(self, x: Array | np.ndarray) -> tuple[Callable[[Index], Index], int]:
+        """Where each piece begins in the array's rows, and how many rows it has."""
+        rows = self.size * x.shape[1]
+        size = rows // self.pieces
+        # XLA:GPU follows what is linear in the loop's variable.
+        return lambda turn: np.int32(self.number * rows) + turn * np.int32(size), size
+
+    def _by_backend(
+        self,
+        at_once: Callable[..., Array],
+        in_pieces: Callable[..., Array],
+        *arrays: Array | np.ndarray,
+    ) -> Array:
+        if self.pieces == 1:
+            return at_once(*arrays)
+        return lax.platform_dependent(
+            *arrays, cpu=at_once, tpu=at_once, default=in_pieces
+        )
+
+
+def _by_rows(x: Array) -> Array:
+    """A stack whose parts are cut along its first axis: XLA:GPU follows no other."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _in_stacks_layout(page: Array) -> Array:
+    """A part of a stack in host memory, in the stack's own layout on a TPU."""
+    if page.ndim < 2:
+        return page
+    order = minor_to_major(page.shape, page.dtype.itemsize)
+    return lax.platform_dependent(
+        page, tpu=lambda page: in_layout(page, order), default=lambda page: page
+    )
+
+
+def pieces_of(size: int, whole: Callable[[int], bool] = lambda size: True) -> int:
+    """In how many pieces so much is moved; 1 if no small number divides it.
+
+    Args:
+      size: How much.
+      whole: Whether so much can be a piece.
+    """
+    return next((n for n in _PIECES if size % n == 0 and whole(size // n)), 1)
+
+
+def read_in_pieces(pieces: int, read: Callable[[Index], Page]) -> Page:
+    """Reads pieces, and joins them along the first axis of each array.
+
+    Args:
+      pieces: How many; 1: it is read without a loop.
+      read: Reads the piece of a number.
+    """
+    if pieces == 1:
+        return read(np.int32(0))
+    shapes = jax.eval_shape(read, jnp.int32(0))
+
+    def put(page: Array, new: Array, number: Index) -> Array:
+        return lax.dynamic_update_slice_in_dim(page, new, number * new.shape[0], 0)
+
+    def turn(carry: tuple[Int[Array, ""], Page]) -> tuple[Int[Array, ""], Page]:
+        number, page = carry
+        new = read(number)
+        page = jax.tree.map(lambda page, new: put(page, new, number), page, new)
+        return number + 1, page
+
+    empty = lambda x: varying(
+        lax.empty((pieces * x.shape[0], *x.shape[1:]), x.dtype), varying_axes(x)
+    )
+    start = jnp.int32(0), jax.tree.map(empty, shapes)
+    return lax.while_loop(lambda carry: carry[0] < pieces, turn, start)[1]
+
+
+def write_in_pieces(
+    pieces: int,
+    write: Callable[[Index, Buffers, Page], Buffers],
+    buffers: Buffers,
+    page: Page,
+) -> Buffers:
+    """Cuts what is to be written along the first axis of each array, and writes it.
+
+    Args:
+      pieces: In how many pieces; 1: it is written without a loop.
+      write: Writes the piece of a number into the buffers.
+      buffers: The buffers.
+      page: What is to be written.
+    """
+    if pieces == 1:
+        return write(np.int32(0), buffers, page)
+
+    def turn(carry: tuple[Int[Array, ""], Buffers]) -> tuple[Int[Array, ""], Buffers]:
+        number, buffers = carry
+
+        def cut(x: Array) -> Array:
+            size = x.shape[0] // pieces
+            return lax.dynamic_slice_in_dim(x, number * size, size)
+
+        return number + 1, write(number, buffers, jax.tree.map(cut, page))
+
+    start = jnp.int32(0), buffers
+    return lax.while_loop(lambda carry: carry[0] < pieces, turn, start)[1]
