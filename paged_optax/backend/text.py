@@ -1,10 +1,9 @@
 """Key paths, numbers of bytes, tables and progress, as people read and write them."""
 
-import contextlib
 import fnmatch
 import re
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import jax
@@ -141,13 +140,10 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     print(text)
 
 
-@contextlib.contextmanager
-def progress(
-    what: str, total: int, shown: bool = True
-) -> Generator[Callable[[], None]]:
-    """Shows on a terminal how far a loop of `total` turns is.
+def track(items: Iterable[T], what: str, total: int, shown: bool = True) -> Iterator[T]:
+    """Yields the items, and shows on a terminal how far it is.
 
-    It yields what to call after each turn. `shown` says whether it takes long enough.
+    `shown` says whether it takes long enough to be shown.
     """
     if shown and sys.stderr.isatty():
         try:
@@ -158,14 +154,8 @@ def progress(
         else:
             with Progress(console=Console(stderr=True), transient=True) as bar:
                 task = bar.add_task(what, total=total)
-                yield lambda: bar.advance(task)
+                for item in items:
+                    yield item
+                    bar.advance(task)
             return
-    yield lambda: None
-
-
-def track(items: Iterable[T], what: str, total: int, shown: bool = True) -> Iterator[T]:
-    """Yields the items, and shows how far it is, as `progress` does."""
-    with progress(what, total, shown) as advance:
-        for item in items:
-            yield item
-            advance()
+    yield from items

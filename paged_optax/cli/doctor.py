@@ -155,6 +155,7 @@ def _products(dtype: str) -> str:
 def _self_test() -> tuple[bool, list[tuple[str, str, str]]]:
     """Whether all tests passed, and a row for each."""
     rows = []
+    # Without it nothing is paged, and nothing can be tested.
     if PINNED_HOST not in memory_kinds():
         missing = "missing: host_memory_kind='auto' keeps moments on the device"
         return False, [(PINNED_HOST, missing, "FAILED")]

@@ -77,6 +77,7 @@ def both_memories() -> tuple[NamedSharding, NamedSharding]:
     The types of arrays and of traced values show these placements.
     """
     device = jax.devices()[0]
+    # Arrays of a `SingleDeviceSharding` all have the type of device memory.
     sharding = typed_by_memory(SingleDeviceSharding(device))
     return (
         sharding.with_memory_kind(device.default_memory().kind),
@@ -135,6 +136,7 @@ def shortage(device_bytes: int, host_bytes: int) -> str | None:
             f"{free / HOST_SHARE / 1e9:.1f} GB are free, of which at most "
             f"{HOST_SHARE:.0%} are used here"
         )
+    # XLA:GPU takes pinned memory of a pool, which has a limit of its own.
     pool = pool_limit()
     if jax.default_backend() == "gpu" and host_bytes > pool:
         return (
@@ -315,6 +317,7 @@ def _time(
 ) -> list[float]:
     """Seconds of each of `n` calls, after one; raises if values were not moved."""
     seconds = []
+    # The first call compiles.
     for _ in range(n + 1):
         started = time.perf_counter()
         moved = jax.block_until_ready(jitted(*sources, *targets))
@@ -346,6 +349,7 @@ def teraflops(
     """
     w = jnp.full((side, side), 1 / side, dtype)
     x, jitted, seconds = jnp.ones_like(w), jax.jit(products), []
+    # The first call compiles.
     for _ in range(repeats + 1):
         started = time.perf_counter()
         jax.block_until_ready(jitted(x, w))
@@ -373,6 +377,7 @@ def measured_card() -> Card:
     limit, _ = device_memory()
     fast = jnp.bfloat16 if knows_bfloat16() else jnp.float16
     return Card(
+        # JAX tells of its share of a GPU's memory; a card has all of it.
         int(limit / device_share()) if gpu else limit,
         min(rate.median for rate in paged if rate.directions == 1),
         max(rate.median for rate in paged if rate.directions == 2),

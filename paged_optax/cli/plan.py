@@ -232,6 +232,8 @@ def _command(options: argparse.Namespace) -> str:
         return ""
     config = json.loads((folder / "config.json").read_text())
     config = config.get("text_config") or config
+    # The example has one optimizer, keeps the dtype, and takes no longer sequences than
+    # the model knows.
     chosen = options.optimizer != "adamw" or options.dtype or options.codec
     longest = config.get("max_position_embeddings") or options.length
     if config.get("model_type") not in _TRAINED or chosen or options.length > longest:

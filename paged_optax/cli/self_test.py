@@ -134,6 +134,7 @@ def difference(actual: PyTree[np.ndarray], wanted: PyTree[np.ndarray]) -> Differ
         ulps = max(ulps, int(steps.max(initial=0)))
         x, y = x.astype(np.float64), y.astype(np.float64)
         if steps.any():
+            # Relative to the largest value of the leaf, and never to zero.
             scale = np.abs(y).max(initial=np.finfo(np.float32).tiny)
             worst = float(np.abs(x - y).max() / scale)
             error = max(error, worst if math.isfinite(worst) else math.inf)
@@ -152,6 +153,7 @@ def _ordered(x: np.ndarray) -> np.ndarray:
     bits = x.view(f"i{x.dtype.itemsize}").astype(np.int64)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return bits
+    # Bit patterns of negative floats are in the reverse order.
     lowest = -(1 << (8 * x.dtype.itemsize - 1))
     return np.where(bits < 0, lowest - bits, bits)
 
@@ -191,6 +193,7 @@ def trained(flag: str, steps: int, limit: float) -> Trained:
     flags = " ".join([os.environ.get("XLA_FLAGS", ""), _SAME_PRODUCTS, flag])
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "trained.npz"
+        # The process is to import this package, wherever it starts.
         root = str(pathlib.Path(__file__).parents[2])
         code = f"import sys; sys.path.insert(0, {root!r})\n"
         code += f"from {__name__} import save; save({str(path)!r}, {steps})"

@@ -138,5 +138,6 @@ def draw(key: Array, step: ArrayLike, start: ArrayLike = 0) -> Noise:
     `start` is the position in the flattened moment of the page's first value. Nothing
     else differs between pages of one moment.
     """
+    # Each step has its own words, and each moment its own key.
     words = jax.random.bits(jax.random.fold_in(key, step), (2,), "uint32")
     return Noise(words, jnp.asarray(start, jnp.uint32))

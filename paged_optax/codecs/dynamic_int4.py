@@ -85,6 +85,7 @@ class DynamicInt4:
         divisors = jnp.maximum(largest, SMALLEST_ABSMAX)
         scaled = divide(values, divisors[:, None])
         codes = jnp.zeros(values.shape, jnp.int32)
+        # A code is how many thresholds the value reaches: nothing is looked up.
         for threshold in _thresholds(self.signed):
             codes = codes + (scaled >= np.float32(threshold)).astype(jnp.int32)
         # What fills a byte or a block up is a zero, in every page alike.

@@ -206,6 +206,7 @@ def _position_by_table(
     first, entries = formula.positions
     entry = jnp.clip((bits(scaled) >> LOW_BITS) - first, 0, len(entries) - 1)
     entry = _entry(entries, entry)
+    # An entry has the least position of its floats; past its midpoint it is one more.
     above = (key & np.int32(NEVER - 1)) > (entry & np.int32(2 * NEVER - 1))
     return (entry >> (LOW_BITS + 2)) + above.astype(jnp.int32)
 
@@ -216,6 +217,7 @@ def _position_by_lines(
     factors = formula.midpoints.factors
     columns = (formula.powers, formula.slopes, formula.starts, factors)
     power, slope, start, factor = (np.float32(column[0]) for column in columns)
+    # Edge by edge, each value takes the line of the decade that it is in.
     for edge, *entries in zip(
         formula.edges[1:-1], *(c[1:] for c in columns), strict=True
     ):
@@ -248,6 +250,7 @@ def _number_by_lines(
 ) -> Float32[Array, "*shape"]:
     position = jnp.abs(code - 127) if signed else code + 1
     as_float = position.astype(jnp.float32)
+    # The leading bit of a position names its decade: as a float, its exponent does.
     power = from_bits(bits(as_float) & _EXPONENT)
     factor = np.float32(formula.numbers.factors[0])
     entries = zip(formula.powers[1:], formula.numbers.factors[1:], strict=True)

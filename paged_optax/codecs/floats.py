@@ -205,6 +205,7 @@ class Float8E4M3:
         largest = jnp.maximum(block_absmax(values), SMALLEST_ABSMAX)
         scales = divide(largest, _LARGEST)
         scaled = divide(values, scales[:, None])
+        # A positive second moment is never stored as zero: see `DynamicInt8`.
         if not (self.signed or self.rounds_to_zero):
             least = jnp.maximum(scaled, _SMALLEST)
             scaled = jnp.where(bits(values) > 0, least, scaled)

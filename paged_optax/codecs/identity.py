@@ -45,9 +45,11 @@ def codes_field(
     if any(n > 1 for n in packed):
         parts.append("x".join(map(str, ([1, *packed])[-2:])))
         entries = codes_of(codec.stored(shape)).shape
+        # The last word along an axis may lack some rows or columns.
         less = [n * k - m for n, k, m in zip(entries, packed, shape, strict=True)]
         if any(less):
             parts += ["less", str(max(less))]
+    # Whether blocks end where the parts of two devices meet, and would not otherwise.
     divided = math.prod(divisions) > 1 and axis_of_blocks(codec) is None
     if divided and (math.prod(divisions[1:]) > 1 or math.prod(shape) % codec.block):
         parts += ["in", "x".join(map(str, divisions))]

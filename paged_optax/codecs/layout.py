@@ -105,6 +105,7 @@ class Arranged:
         if self.blocks is not None:
             blocks = list(shape)
             blocks[self.blocks] //= self.block
+        # In words the codes' dtype no longer tells float8: that of the scales does.
         if floats and self.axis is not None and dtype == jnp.float32:
             dtype = jnp.int32
         return Quantized(codes, jax.ShapeDtypeStruct(tuple(blocks), dtype))
@@ -113,6 +114,7 @@ class Arranged:
         self, page: Float32[Array, "*shape"], noise: Noise | None = None
     ) -> PyTree[Array]:
         """Stores a page."""
+        # Axes of one entry are left out: see `_reshaped`.
         whole, shape = page.shape, _without_units(page.shape)
         page = _reshaped(page, jax.ShapeDtypeStruct(shape, page.dtype))
         coded = self.arrange(self.codec.encode(self._turned(page), noise), shape)
@@ -139,8 +141,9 @@ class Arranged:
         """
         like, codes = self.stored(shape), self._turned(codes_of(coded))
         if self.axis is not None:
+            # By way of bytes without a sign, which would fill the word's higher bits.
             codes = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
-            codes = pack(codes, codes.ndim + self.axis, 32 // self.packed)
+            codes = pack(codes, codes.ndim + self.axis, _bits(self.codec))
         codes = lax.bitcast_convert_type(codes, codes_of(like).dtype)
         if not isinstance(coded, Quantized):
             return codes
@@ -156,7 +159,7 @@ class Arranged:
         if self.axis is not None:
             words = lax.bitcast_convert_type(codes, jnp.int32)
             axis = words.ndim + self.axis
-            codes = unpack(words, axis, 32 // self.packed, shape[axis])
+            codes = unpack(words, axis, _bits(self.codec), shape[axis])
             codes = codes.astype(jnp.uint8)
         codes = self._turned(lax.bitcast_convert_type(codes, codes_of(like).dtype))
         if not isinstance(stored, Quantized):
@@ -294,6 +297,7 @@ def unarranged(
     """
     describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     codes, packed = codes_of(stored), 32 // _bits(codec)
+    # Moments whose codes have this shape: a code an entry, a pair, or a word of them.
     pairs = [(*codes.shape[:-1], 2 * codes.shape[-1] - odd) for odd in (0, 1)]
     shapes = [codes.shape, *pairs, *_unpacked(codes.shape, packed)]
     shapes = [

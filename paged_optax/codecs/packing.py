@@ -43,6 +43,7 @@ def pack(codes: Int32[Array, "*shape"], axis: int, bits: int) -> Int32[Array, "*
         codes = _filled(codes, axis, group * packed).astype(jnp.bfloat16)
         word, code = _places(group, group * packed)
         place = code - word * packed
+        # In two halves of 16 bits, whose sums float32 holds exactly.
         halves = []
         for first in (0, packed // 2):
             power = (1 << ((place - first) * bits).clip(0, 15)).astype(jnp.bfloat16)

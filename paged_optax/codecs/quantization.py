@@ -53,6 +53,7 @@ def dynamic_map(signed: bool, decades: int = 7) -> np.ndarray:
       <https://arxiv.org/abs/2110.02861>`_, 2022; Dettmers, `8-Bit Approximations for
       Parallelism in Deep Learning <https://arxiv.org/abs/1511.04561>`_, 2016.
     """
+    # The largest decade ends at 1, each lower one at a tenth of the next.
     positive = []
     for exponent in range(decades):
         edges = _spaced(2 ** (exponent if signed else exponent + 1))
@@ -326,6 +327,7 @@ def _lines(
     fitted, steps = [], np.zeros(wanted.size - 1, np.int64)
     for entry, multiple, factor in zip(entries, multiples, factors, strict=True):
         start = np.float32(factor).view(np.int32)
+        # The factor by the real formula first, then its neighbours.
         for ulps in sorted(range(-8, 9), key=abs):
             candidate = (start + np.int32(ulps)).view(np.float32)
             line = multiple.astype(np.float32) * candidate

@@ -56,6 +56,7 @@ def label(key: Key) -> str:
 def signature(step: Callable[..., PyTree]) -> inspect.Signature | None:
     """The signature of a step, not of what it wraps; None if it has none."""
     try:
+        # A wrapper may take other arguments than what it wraps.
         return inspect.signature(step, follow_wrapped=False)
     except ValueError:
         return None
@@ -156,6 +157,7 @@ def hosted(call: Call) -> set[ArrayKey]:
     return {
         _array_key(call, path, x)
         for path, x in jax.tree_util.tree_flatten_with_path(call.values)[0]
+        # One that is mistyped is in host memory, whatever its type says.
         if on_host(x) or is_mistyped(x)
     }
 
@@ -174,6 +176,7 @@ def refuse_moved(call: Call, known: Set[ArrayKey]) -> None:
 
 def are_elsewhere(values: PyTree, compiled: jax.stages.Compiled) -> bool:
     """Whether a program is compiled for other places than those of its arguments."""
+    # JAX moves arguments that are not committed: only the others have a place.
     leaves, stated = map(jax.tree.leaves, (values, compiled.input_shardings))
     return any(
         place is not None and not place.is_equivalent_to(sharding, jax.typeof(x).ndim)
@@ -265,6 +268,7 @@ def _like_donated(
         match = next((pair for pair in left if pair[0] == types_of(result)), None)
         if match is None:
             return chosen
+        # Each donated argument gives its place to one result.
         left.remove(match)
         return match[1]
 
@@ -285,6 +289,7 @@ def check_donations(
 ) -> None:
     """Raises unless the compiled program reuses every donated buffer."""
     kinds = [
+        # A sharding that states no memory kind is of the device's own.
         sharding.memory_kind or memory_kinds()[0]
         for sharding in jax.tree.leaves(compiled.output_shardings)
     ]
@@ -297,9 +302,9 @@ def check_donations(
         jax.tree_util.tree_flatten_with_path(args)[0]
     ):
         # No result in host memory can take over a buffer of the device, nor vice versa.
-        kept = reused.get(number) == memory_kind(leaf)
+        is_reused = reused.get(number) == memory_kind(leaf)
         # A Python number has no buffer to lose.
-        if path[0].idx in donated and getattr(leaf, "size", 0) and not kept:
+        if path[0].idx in donated and getattr(leaf, "size", 0) and not is_reused:
             lost.append(f"{place_of(keys, path)} ({jax.typeof(leaf)})")
     if lost:
         raise DonationError(

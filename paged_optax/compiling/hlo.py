@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 
+# A start that has host memory among its types.
 _TRANSFER = re.compile(
     r"= .*S\(5\).* (?:copy-start|async-start|dynamic-slice-start"
     r"|dynamic-update-slice-start|fusion-start)\("
@@ -18,6 +19,7 @@ _TRANSFER = re.compile(
 
 def aliases(hlo: str) -> dict[int, int]:
     """The output that takes over each donated argument, by the argument's number."""
+    # Aliases stand before the first computation, and a blank line between them.
     header = hlo[: hlo.find("\n\n")]
     match = re.search(r"input_output_alias=\{(.*?)\}, entry_computation", header)
     pairs = re.findall(r"\{(\d*)\}: \((\d+),", match[1] if match else "")
@@ -151,6 +153,7 @@ class Computations:
         self.entry = ""
         self._turns: dict[str, int] = {}
         self._stated = iter(trips)
+        # Computations are apart by blank lines.
         for text in hlo.split("\n\n"):
             name = re.match(r"\s*(ENTRY )?%?([\w.\-]+) ", text)
             if name and "{" in text:
@@ -201,8 +204,10 @@ class Computations:
         ):
             return Executor.NOTHING
         called = self.instructions.get(instruction.calls, [])
+        # A fusion or an asynchronous call does what the computation it names does.
         what = operation.removesuffix("-start")
         if self.on_host(instruction):
+            # Scalars, such as an index, do not say where a copy goes.
             large = [x for x in self.buffers(instruction) if x.shape]
             if what == "copy" and all(x.on_host for x in large):
                 return Executor.HOST
@@ -221,6 +226,7 @@ class Computations:
     def goes_up(self, instruction: Instruction) -> bool:
         """Whether a transfer goes from host to device, and not back."""
         if called := self.instructions.get(instruction.calls):
+            # The last instruction of a computation is its result.
             return not any(x.on_host for x in buffers(called[-1].types))
         if instruction.operation.startswith("dynamic-"):
             return "update" not in instruction.operation

@@ -81,10 +81,13 @@ def host_compute(
             platform_index.update(equation.outvars)
         results = [x.aval for x in equation.outvars if _on_host(x)]
         touched = [*results, *(x.aval for x in variables if _on_host(x))]
+        # What goes into a conditional is handed to its branches, which are searched
+        # below.
         if name == "cond":
             touched = results if conditionals and not by_platform else []
         if touched and name not in _HARMLESS | _SEARCHED:
             yield HostCompute(name, touched[0], frames)
+        # A conditional has its jaxprs in a tuple, others have one.
         for inner in jax.tree.leaves(list(equation.params.values())):
             if isinstance(inner, (core.Jaxpr, core.ClosedJaxpr)):
                 yield from host_compute(inner, conditionals=conditionals, around=frames)

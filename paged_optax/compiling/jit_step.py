@@ -177,6 +177,7 @@ class Step:
 
         # A new function for each attempt, because JAX keeps what it traced by function.
         def run(*values: PyTree) -> PyTree:
+            # Constants go back among the arrays, by position or by name.
             by_key = call.static | dict(zip(call.keys, values, strict=True))
             positions = sorted(key for key in by_key if isinstance(key, int))
             named = {key: x for key, x in by_key.items() if isinstance(key, str)}

@@ -266,6 +266,7 @@ class RuntimeCounts:
         """
         program = Computations(hlo, trips)
         counts = _computation(program, program.entry)
+        # XLA says so in such an instruction's name.
         counts["rematerialized"] = sum(
             ".remat" in instruction.name
             and program.executor(instruction) is not Executor.NOTHING

@@ -255,6 +255,7 @@ def _scored(head: _ChunkedHead, inputs: _Inputs, labels: Array) -> tuple[Array, 
         # A bias of minus infinity may mask all entries of a chunk.
         base = jnp.where(top == -jnp.inf, 0.0, top)
         total = jnp.sum(jnp.exp(logits - base[..., None]), axis=-1)
+        # What was summed so far was less another maximum.
         total = sums.total * jnp.exp(sums.top - base) + total
         label = jnp.where(head.is_label(labels, start, size), logits, 0.0)
         return _Sums(top, total, sums.label + jnp.sum(label, axis=-1))
@@ -264,6 +265,7 @@ def _scored(head: _ChunkedHead, inputs: _Inputs, labels: Array) -> tuple[Array, 
     return sums.label, sums.top + jnp.log(sums.total)
 
 
+# By hand, for JAX would keep all chunks' logits from the forward to the backward pass.
 _scores = jax.custom_vjp(_scored, nondiff_argnums=(0,))
 _Residuals = tuple[_Inputs, Array, Array]
 
@@ -293,10 +295,12 @@ def _backward(
         is_label = head.is_label(labels, start, size)
         by_logit += jnp.where(is_label, by_label[..., None], 0.0)
         if head.soft_cap is not None:
+            # The derivative of the capped logit, by its value.
             by_logit *= 1.0 - jnp.square(logits / head.soft_cap)
         # The gradient of x is a sum over chunks, in float32. The chunk's part of the
         # head's gradient is complete, and is rounded here.
         x = carry.x + _product(inputs, by_logit, weights, ((labels.ndim,), (axis,)))
+        # The head is [vocab, width] or [width, vocab].
         order = (by_logit, inputs.x) if axis == 0 else (inputs.x, by_logit)
         part = _product(inputs, *order, (tokens, tokens)).astype(carry.head.dtype)
         matrix = head.chunks.put(carry.head, part, axis, start)

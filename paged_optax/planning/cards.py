@@ -58,6 +58,10 @@ class Card:
 _PCIE3, _PCIE4, _PCIE5 = (16.0, 32.0), (32.0, 64.0), (64.0, 128.0)
 
 
+#: The rate of a link of which nothing is stated, in 10^9 bytes a second: of PCIe 4.
+DEFAULT_LINK = 25.0
+
+
 def _gib(number: float) -> int:
     return int(number * (1 << 30))
 
@@ -260,7 +264,8 @@ class Rates:
         """
         both = None
         if link is None:
-            link, both = (25.0, None) if card is None else (card.link, card.both_ways)
+            link = DEFAULT_LINK if card is None else card.link
+            both = None if card is None else card.both_ways
         check_rate("link_gigabytes_per_second", link)
         reached = None
         if teraflops is not None:

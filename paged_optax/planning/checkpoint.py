@@ -124,6 +124,8 @@ def _header(path: pathlib.Path) -> tuple[dict[str, jax.ShapeDtypeStruct], int]:
     """
     with opened(path) as file:
         length = int.from_bytes(file.read(8), "little")
+        # A header may claim any length: it has no more than the file, and no more than
+        # any model needs.
         if length > min(MOST_BYTES, path.stat().st_size - 8):
             raise ValueError(
                 f"{str(path)!r} is no safetensors file: its header would have {length}"
@@ -155,6 +157,7 @@ def _header(path: pathlib.Path) -> tuple[dict[str, jax.ShapeDtypeStruct], int]:
             tensors[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(known))
         elif dtype[0] in "IU" and bits < 64:
             packed += place[1] - place[0]
+    # Tensors lie one after the other, without gaps.
     end = 0
     for (first, last), name in sorted(places):
         if first != end:

@@ -160,6 +160,7 @@ class Footprints(Sequence[Footprint]):
 
     def tables(self) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
         """Titles and rows of two tables: what fits, and what is on the device."""
+        # One unit for all rows, so that they can be compared.
         largest = max((max(row.device, row.host) for row in self.rows), default=0)
         unit, scale = ("GiB", 30) if largest >= 2**30 else ("MiB", 20)
         number = lambda size: f"{size / 2**scale:.1f}"
@@ -251,6 +252,7 @@ class Footprints(Sequence[Footprint]):
             f"Host memory: {row.way} needs {readable_bytes(row.host)} pinned, and XLA's"
             f" pool on a GPU {takes}."
         )
+        # Where the pool would refuse an array, or would take less with a limit.
         helps = taken is None or limited < taken
         if self.host_memory is not None:
             little = (limited if helps else taken or 0) > self.host_memory

@@ -74,11 +74,14 @@ def find_layers(params: PyTree, key: str) -> Layers | None:
     if length := _stacked(stacks, key):
         cut = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
         return layers(length, [(path, cut(x)) for path, x in stacks], {*inside})
+    # Any number in a path may be a layer's. What stands before it names the list, what
+    # follows the array within the layer.
     numbered: dict[tuple[str, int], dict[str, int]] = {}
     for n, (path, _) in enumerate(leaves):
         for match in re.finditer(r"\d+(?=[^\d])", path):  # with something inside it
             layer = numbered.setdefault((path[: match.start()], int(match[0])), {})
             layer[path[match.end() :]] = n
+    # Layers of one list are alike if they have the same arrays.
     families: dict[object, list[tuple[str, int]]] = collections.defaultdict(list)
     kind = lambda x: (x.shape, x.dtype)
     for (prefix, number), layer in numbered.items():

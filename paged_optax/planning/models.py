@@ -144,6 +144,7 @@ def of_size(parameters: int | float) -> Decoder:
             tied=parameters < 4e9,
         )
         smallest = min(smallest, decoder.size)
+        # A decoder's size is linear in its layers.
         one = decoder.size - dataclasses.replace(decoder, layers=0).size
         layers = round((parameters - decoder.size) / one) + 1
         if layers >= 1:
@@ -228,6 +229,7 @@ def _count(text: str) -> float:
             f" '350M', nor one of {', '.join(DECODERS)}.{guess}"
         )
     count = float(match[1]) * {"": 1, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]]
+    # Nobody means a model of eight parameters.
     if not match[2] and count < 1e4:
         raise ValueError(
             f"model {text!r} would have {count:g} parameters. Did you mean {match[1]}B?"

@@ -20,7 +20,12 @@ from paged_optax.backend.validation import (
     check_transformation,
 )
 from paged_optax.engine.shards import Shards, spec_of_axes
-from paged_optax.planning.cards import CARDS, card_name, free_from
+from paged_optax.planning.cards import (
+    CARDS,
+    DEFAULT_LINK,
+    card_name,
+    free_from,
+)
 from paged_optax.planning.layers import stacks_under
 from paged_optax.transform.parameter_shardings import refuse_uneven
 from paged_optax.transform.planned_moments import Moment, recorded
@@ -72,6 +77,7 @@ def fully_sharded(
         axes: list[tuple[str, ...]] = [()] * len(x.shape)
         left, first = list(x.shape), int(stacked)
         for name, size in mesh.shape.items():
+            # Of dimensions of one length the first.
             longest = max(
                 ((n, -i) for i, n in enumerate(left) if i >= first and n % size == 0),
                 default=None,
@@ -135,6 +141,7 @@ class PagePlan:
         scales; `memory_report` says what it assigned. What XLA takes to move
         gradients that are divided otherwise than their parameters is not in it.
         """
+        # Moments with equal numbers travel together, others before or after them.
         flying: dict[int, int] = {}
         for x in self.moments:
             if x.on_host:
@@ -181,6 +188,7 @@ class PagePlan:
         )
 
     def __str__(self) -> str:
+        # Moments of which the table would say the same share a row.
         groups: dict[Hashable, list[Moment]] = {}
         for x in self.moments:
             key = (x.shape, x.dtype, x.on_host, x.pages, x.page_bytes, x.stays)
@@ -282,12 +290,13 @@ def plan(
     check_arrays("params", params)
     if link_gigabytes_per_second is None:
         name = card_name(jax.local_devices()[0].device_kind)
-        link_gigabytes_per_second = CARDS[name].link if name else 25.0
+        link_gigabytes_per_second = CARDS[name].link if name else DEFAULT_LINK
     check_rate("link_gigabytes_per_second", link_gigabytes_per_second)
     check_count("devices_per_host", devices_per_host, 1)
     if not isinstance(extra_args or {}, Mapping):
         raise TypeError(f"extra_args={brief(extra_args)} is not a mapping of names.")
     refuse_uneven(params)
+    # A parameter that says how it is divided is taken at its word.
     if mesh is not None:
         params = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(
@@ -302,6 +311,7 @@ def plan(
     devices = max((each.mesh.size for each in shards), default=1)
     moments: list[Moment] = []
     for _, describe in recorded(tx, params):
+        # Leaves are numbered through all that `tx` pages.
         described, before = describe(dict(extra_args or {})), len(moments)
         moments += [dataclasses.replace(x, leaf=before + x.leaf) for x in described]
     result = PagePlan(

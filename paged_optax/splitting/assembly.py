@@ -79,6 +79,8 @@ class _Dataflow:
         slots: list[dict[int, int]] = [{}]
         avals: list[Hashable] = []
         for turn in range(1, count):
+            # A value keeps its slot as long as a later layer needs it. Then the next
+            # value of its type takes the slot.
             held = {x: s for x, s in slots[-1].items() if last_use[x] >= turn}
             for x in (x for x in subprograms[turn - 1].values if last_use[x] >= turn):
                 aval = aval_of(flat, x)
@@ -237,6 +239,8 @@ class _Assembly:
                 return Weight(members[x])
             return Carried(slots[n][x]) if x in slots[n] else None
 
+        # Where the next layer's slots come from: values of this layer, or the slot
+        # itself.
         handed = None
         if n + 1 < self.count:
             places = {x: k for k, x in enumerate(subprogram.values)}
@@ -258,6 +262,7 @@ class _Assembly:
         )
         handed = self._last(group) if group.handed is None else group.handed
         kept = self._kept(group, handed)
+        # A value that is handed on and kept too is one result.
         wanted = sorted({x for x in (*handed, *kept) if x is not None})
         count = len(subprogram.arguments)
         program = Program(
@@ -360,6 +365,8 @@ class _Assembly:
             for x, place in self.after.items()
             if isinstance(place, FromKept)
         }
+        # A later kind may keep more values than an earlier one, which has no entries
+        # for them.
         fill = lambda kind: kind.kept + (None,) * (len(kept) - len(kind.kept))
         return Pieces(
             flat=self.flat,

@@ -51,8 +51,10 @@ class Cuts:
         for place, n in enumerate(order):
             for x in values_in(flat.equations[n]):
                 uses[x].append(place)
+        # Results of the loss are used behind all equations.
         for x in values_of(flat.outputs):
             uses[x].append(len(order))
+        # The order is sorted by layer, so that each region is a range of places.
         regions, start = dict[int, range](), 0
         turns = [depends.turn(n) for n in order]
         for turn in range(-1, depends.count + 1):
@@ -65,6 +67,7 @@ class Cuts:
         end = uncut.used_until(count - 1)
         uncut = dataclasses.replace(uncut, end=end)
         cuts = [uncut._cheapest(turn, latest) for turn in range(count - 2)]
+        # Of two layers there is no earlier cut to go by.
         if count == 2:
             cuts.append(uncut._cheapest(0, latest))
         elif count > 2:
@@ -161,6 +164,8 @@ class Cuts:
         }
         total = sum(alive.values())
         best, at = total, first
+        # From place to place results come alive, and operands that no layer uses later
+        # go.
         for place in range(first, region.stop):
             for x in self.results_at([place]):
                 if until(x) > place:

@@ -29,6 +29,7 @@ def line_of(equation: Equation, nearby: Iterable[Equation] = ()) -> str:
     frames = traceback.frames
     for place, frame in enumerate(frames):
         if where.startswith(f"{frame.file_name}:"):
+            # Outward, to the first line that is no library's.
             for outer in frames[place:]:
                 if not _LIBRARIES.search(outer.file_name):
                     line = f"{outer.file_name}:{outer.line_num}"
@@ -95,6 +96,8 @@ class Depends:
             if not taken:
                 continue
             learned.update(equation.outputs)
+            # What is computed of several layers' parameters alone belongs to none of
+            # them.
             several = [pure[x] for x in equation.outputs if len(pure.get(x, ())) > 1]
             turn = len(members) if several else max(last[x] for x in taken)
             last.update(dict.fromkeys(equation.outputs, turn))
@@ -223,6 +226,7 @@ def _pure(
             if not scalars or all(map(single, (*scalars, *equation.outputs))):
                 pure.update(dict.fromkeys(equation.outputs, union))
                 continue
+        # A layer is first used where its parameters meet other values.
         for each in layers_of:
             if each and len(each) == 1:
                 first.setdefault(next(iter(each)), n)
@@ -243,6 +247,7 @@ def _sink(
     for n in reversed(live):
         equation = flat.equations[n]
         taken, results = values_in(equation), equation.outputs
+        # It may come after all layers only if all that needs it does.
         late = [last.get(x) == count for y in results for x in users.get(y, ())]
         small = all(flat.size(x) == 1 and x not in layer for x in (*taken, *results))
         if pure.get(results[0]) and small and late and all(late):

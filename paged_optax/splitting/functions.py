@@ -75,6 +75,7 @@ class Functions:
         pieces = self.pieces
         results = iter(_run(self.before, {**numbered, **pieces.flat.constants}))
         x = [
+            # A slot that no value fills before the first layer.
             jnp.zeros(aval.shape, aval.dtype)
             if operand is None
             else _array(next(results), aval.dtype)
@@ -145,6 +146,7 @@ class Functions:
             for old, n in zip(x, kind.carried, strict=True)
         ]
         kept = [
+            # What all layers keep is stacked, so that each layer has a row.
             jnp.zeros(aval.shape, aval.dtype) if n is None else jnp.asarray(results[n])
             for aval, n in zip(self.pieces.kept, kind.kept, strict=True)
         ]
@@ -196,6 +198,7 @@ class FunctionsByShape:
         loss = self.loss
         tree = loss.frozen if frozen else loss.params
         flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+        # In the trace the frozen parameters come after the others.
         first = len(jax.tree.leaves(loss.params)) if frozen else 0
         stacks = {
             names: Stack(tuple(n - first for n in stack.leaves), stack.axis)
@@ -264,6 +267,7 @@ class FunctionsByShape:
                 " Pass model.stack_frozen(frozen) after the batch to a step, and before"
                 " it to model.loss."
             )
+        # In the order in which the trace numbers its arguments.
         numbers: dict[int, ArrayLike] = {}
         first = 0
         for tree, is_frozen in ((rest, False), *((x, True) for x in frozen)):

@@ -74,6 +74,7 @@ class Wholes:
         taken = values_in(equation)
         if len(taken) != 1 or taken[0] not in self.whole:
             return False
+        # A layer can be prepared by itself if axes are permuted, or all is by element.
         whole, name = self.whole[taken[0]], equation.primitive.name
         axes, steps = whole.axes, whole.steps
         if name == "transpose":
@@ -239,6 +240,8 @@ class _PerLayer:
         self.flat.avals, self.flat.equations = list(flat.avals), []
         self.renamed: dict[int, int] = {}
         self.parts = {n: self._parts(n, axis) for n, axis in sliced.axes.items()}
+        # A slice becomes what is computed of one layer's parameter. Any other use of a
+        # stack would need all layers at once.
         wholes = Wholes(flat, list(sliced.axes))
         for equation in flat.equations:
             wholes.compute_index(equation)
@@ -309,6 +312,7 @@ class _PerLayer:
             return lax.slice(x, at(starts, 0), at(limits, 1), strides)
 
         aval = self.flat.avals[part]
+        # Traced by itself; its equations then get numbers of the loss.
         closed, _ = trace(run, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         body = Flat(closed, derivatives=False)
         names = {0: part} | {

@@ -86,6 +86,7 @@ def split_names(paths: Sequence[KeyPath]) -> list[Names]:
     whole = [key_names(path) for path in paths]
     parted = [tuple(part for x in names for part in _parts(x)) for names in whole]
     times = collections.Counter(parted)
+    # Names that begin another path, and paths that begin with the names of another.
     inner = {names[:k] for names in times for k in range(len(names))}
     outer = lambda names: any(names[:k] in times for k in range(len(names)))
     distinct = lambda names: (
@@ -111,6 +112,7 @@ def numbered(
     )
     whole_names: dict[tuple[Names, str], dict[Member, int]] = defaultdict(dict)
     for number, (frozen, names) in enumerate(leaves):
+        # The last name is an array's: lists of arrays are found by `_by_kind`.
         for k, name in enumerate(names[:-1] if len(names) > 1 else ()):
             member = frozen, names[k + 1 :]
             whole_names[names[:k], name][member] = number
@@ -174,6 +176,7 @@ def _by_kind(
                 size = sum(nbytes_of(avals[n]) for n in chosen)
                 name = "/".join((*before, "")) or "*"
                 several = kinds[len(members)] > 1
+                # Beginnings come by length, so that the longest is the one that stays.
                 lists[chosen] = NumberedLayers(name, tuple(members), size, several)
     return list(lists.values())
 
@@ -210,7 +213,7 @@ def first_names(members: Iterable[Member]) -> str:
     return ", ".join([*first[:3], *(["..."] if len(first) > 3 else [])])
 
 
-def named(layers: str, names: Sequence[str]) -> list[str]:
+def matching_lists(layers: str, names: Sequence[str]) -> list[str]:
     """The lists that a user names, as `"layers"` or `"model/h_*"`.
 
     The beginning of a path will do. If it is the whole name of one list, it does not

@@ -39,12 +39,16 @@ class Subprogram(NamedTuple):
         arguments: list[Operand] = []
         for equation in chosen:
             for x in equation.inputs:
+                # Constants are arguments too: layers that differ by a literal alone are
+                # alike.
                 if isinstance(x, Constant):
                     arguments.append(x)
                 elif x not in inside and x not in names:
                     names[x] = len(arguments)
                     arguments.append(x)
         count = len(arguments)
+        # Values are numbered by their places, so that it does not matter where in the
+        # loss a layer stands.
         names |= {x: count + k for k, x in enumerate(results)}
         constants = iter(k for k, x in enumerate(arguments) if isinstance(x, Constant))
         rename = lambda x: next(constants) if isinstance(x, Constant) else names[x]
@@ -101,6 +105,7 @@ class _Matching:
             return isinstance(y, Constant)
         if isinstance(y, Constant):
             return x not in self.inside and self.fits(x, y)
+        # A value keeps its counterpart; one from outside the template may get any.
         if x in self.values:
             return self.values[x] == y
         return x not in self.inside and self.fits(x, y)
@@ -126,6 +131,8 @@ def match_backward(
 
     `results` pair the template's results with the values in their places.
     """
+    # Equations are paired by the places of their results among operands. Whether they
+    # compute the same is asked then, in the order of the trace.
     inside = {x: n for n in template for x in flat.equations[n].outputs}
     pairs: dict[int, int] = {}
     stack = list(results)
@@ -148,6 +155,7 @@ def match_backward(
         if not matched.alike(n, pairs[n]):
             return None
         matched.put(n, pairs[n])
+    # By way of another operand, a result may have been matched with another value.
     if any(matched.values.get(x, y) != y for x, y in results):
         return None
     return Match(matched.equations, matched.values)

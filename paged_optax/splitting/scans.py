@@ -111,6 +111,7 @@ class Scan:
             taken = values_in(e)
             if reached.isdisjoint(taken) or e is self.equation:
                 continue
+            # What prepares a stack for the scan, such as a cast, takes it before.
             if len(taken) == 1 and set(e.outputs) <= self.prepared:
                 reached.update(e.outputs)
                 continue
@@ -156,6 +157,8 @@ class Scan:
             body = Flat(turn, checkpoints=True, derivatives=False)
         producer = producers_of(body)
         program, arguments = body.program(body.outputs, lambda _: True, producer, ())
+        # A turn takes what the scan closes over, the carry, and then a layer of each
+        # stack.
         constants, carried = _counts(self.equation.traced)
         inputs = self.equation.inputs
         tables: list[Operand] = []
@@ -243,6 +246,7 @@ def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
             None if isinstance(x, Constant) else wholes.whole.get(x) for x in scanned
         ]
         chosen = {x.leaf: x for x in over if x is not None}
+        # Of frozen stacks alone nothing is trained, and one turn is no list of layers.
         if not any(not leaves[n][0] for n in chosen) or params["length"] < 2:
             continue
         common = _common([leaves[n][1] for n in chosen])

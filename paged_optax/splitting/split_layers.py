@@ -112,6 +112,7 @@ def split_layers(
     if layers is not None and not isinstance(layers, str):
         raise TypeError(f"layers={layers!r} is not a path: pass one, as 'layers'.")
     frozen_shapes = None if frozen is None else jax.tree.map(shape_dtype, frozen)
+    # Shapes are kept, and no arrays: for other batches the loss is traced again.
     traced = Loss(loss, jax.tree.map(shape_dtype, params), frozen_shapes)
     functions = FunctionsByShape.of(traced, batch, layers)
     return SplitModel(
@@ -309,6 +310,7 @@ def _order(kind_of: Sequence[int]) -> str:
     """A letter for each layer's kind; a pattern that repeats is shown once."""
     first = {kind: k for k, kind in enumerate(dict.fromkeys(kind_of))}
     order = "".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[first[k] % 26] for k in kind_of)
+    # The shortest pattern that repeats, such as of layers that alternate.
     for period in range(1, len(order) // 2 + 1):
         if all(x == y for x, y in zip(order, order[period:], strict=False)):
             return f"{order[:period]}, repeated"
@@ -328,6 +330,7 @@ def _largest(pieces: Pieces, parameters: int) -> tuple[Equation, ShapedArray] | 
     """The largest value outside the layers that follows from the batch."""
     flat = pieces.flat
     live = live_of(flat, producers_of(flat))
+    # Only what the results need is ever held.
     needed = set(values_of(flat.outputs))
     needed.update(*(values_in(flat.equations[n]) for n in live))
     best = None

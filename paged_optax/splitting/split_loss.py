@@ -27,7 +27,7 @@ from paged_optax.splitting.numbered import (
     Member,
     Names,
     NumberedLayers,
-    named,
+    matching_lists,
     nbytes_of,
     numbered,
     split_names,
@@ -126,11 +126,12 @@ class Loss:
         if stacked is not False:
             all_layers += [*scans(flat, leaves), *slices(closed, leaves, lists)]
         all_layers += [] if stacked else lists
+        # The first that the loss can be split between are taken: the largest.
         all_layers.sort(key=lambda x: -x.nbytes)
         candidates = all_layers
         if layers is not None:
             names = [x.name for x in candidates]
-            chosen = named(layers, names)
+            chosen = matching_lists(layers, names)
             candidates = [x for x in candidates if x.name in chosen]
             if not candidates:
                 raise SplitError(
@@ -159,6 +160,8 @@ class Loss:
                 refused.append((candidate, error))
                 continue
             taken = {n for stack in stacks.values() for n in stack.leaves}
+            # Layers that share parameters with none of these are other ones, and stay
+            # whole.
             others: list[Candidate] = []
             for other in (*all_layers, *_parts(flat, candidate)):
                 if taken.isdisjoint(other.leaves):
@@ -172,6 +175,7 @@ class Loss:
                 tuple(others),
                 tuple(x for x in refused if not x[0].guess),
             )
+        # Where layers are only guessed, others are more likely to be meant.
         meant = (error for x, error in refused if not x.guess)
         raise next(meant, refused[0][1])
 

@@ -233,6 +233,7 @@ def _apart(x: Shaped, count: int, axis: int | None) -> list[Shaped]:
     if axis is not None:
         return [x if axis == 0 else jnp.moveaxis(x, 0, axis)]
     if not isinstance(x, np.ndarray) and on_host(x) and not is_traced(x):
+        # By NumPy, as in `_together`.
         values = np.asarray(x)
         return [jax.device_put(values[n], HOST) for n in range(count)]
     return [x[n] for n in range(count)]

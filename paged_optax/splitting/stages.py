@@ -89,6 +89,7 @@ class _Search:
         chosen = self.cuts.order[start : self.cuts.cuts[0]]
         producer = {x: n for n in chosen for x in self.flat.equations[n].outputs}
         needed = {n for n in chosen if self.depends.turn(n) == 0}
+        # And the equations that these need, as far back as the layer may begin.
         stack = list(needed)
         while stack:
             taken = values_in(self.flat.equations[stack.pop()])
@@ -133,12 +134,14 @@ class _Search:
         depends, cuts = self.depends, self.cuts
         fits = self._leaves(0)
         before = lambda x: isinstance(x, Constant) or depends.after.get(x, -1) < 0
+        # Operands are parameters of the first layer, or come from before all layers.
         fit = lambda x, y: fits(x, y) and (y in depends.layer or before(y))
         results = self._results(0)
         needed = [n for n in cuts.order[: cuts.cuts[0]] if depends.turn(n) == 0]
         for turn, template in enumerate(inner, 1):
             theirs = self._results(turn)
             avals = [[aval_of(self.flat, x) for x in xs] for xs in (theirs, results)]
+            # A layer that hands on other types is another kind of layer.
             if avals[0] != avals[1]:
                 continue
             # The first cut tells what the first layer hands on, not where it begins: it
@@ -207,9 +210,11 @@ class _Search:
         # The last cut tells what the last layer takes: it is matched forward.
         for template in reversed(templates):
             match = match_forward(self.flat, template, candidates, fits)
+            # The match must have all equations that take the last layer's parameters as
+            # they are. Others may follow it.
             piece = set(match.equations.values()) if match else set()
-            kept = {n for n in needed - piece if not self._may_follow(n)}
-            if match and not kept and self._whole(piece, candidates):
+            missing = {n for n in needed - piece if not self._may_follow(n)}
+            if match and not missing and self._whole(piece, candidates):
                 return [n for n in candidates if n in piece]
         return None
 
@@ -292,6 +297,7 @@ def _with_early_equations(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
     for x in values_of(flat.outputs):
         users.setdefault(x, set()).add(depends.count)
     only: dict[int, int] = {}
+    # Backward: the layers that need each equation, and the only one if there is one.
     for n in reversed(depends.live):
         wanted = set().union(*(users.get(x, ()) for x in equations[n].outputs))
         if of.get(n, -1) >= 0:
@@ -303,6 +309,7 @@ def _with_early_equations(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
     repeated = _repeated(cuts, only)
     stages, inside = dict(of), set[int]()
     size = lambda xs: sum(nbytes_of(flat.avals[x]) for x in xs)
+    # Forward, for an equation follows one that was put into its layer.
     for n in depends.live:
         if of.get(n, -1) >= 0:
             continue
