@@ -68,12 +68,14 @@ class _Wrapped(NamedTuple):
         **extra_args: object,
     ) -> tuple[optax.Updates, PyTree]:
         old = self.inside(state)
+        # Optax's own wrapper runs around a bool: it selects between no host arrays.
         blank = state._replace(**{self.field: jnp.asarray(False)})
         gradients, outer = self.update(updates, blank, params, **extra_args)
         happens = getattr(outer, self.field)
         if not self.accumulates:
             # Optax's conditional returns the same gradients, but copies them.
             gradients = updates
+        # A skipped step runs the page loops zero times, and moves no byte.
         with only_if(happens):
             updates, new = self.inner.update(gradients, old, params, **extra_args)
         # The loops of paged moments have selected already.
@@ -377,6 +379,7 @@ def lookahead(
         if not reset_state:
             return wrapper.update(updates, state, params)
         syncs = state.steps_since_sync == sync_period - 1
+        # Optax would multiply host arrays: each page is made anew as it passes instead.
         with restart_if(syncs):
             updates, state = wrapper.update(updates, state, params)
         # The loops of paged moments have selected already.

@@ -95,6 +95,7 @@ class Equation:
         if shape is not None and self.primitive.name in FILLS:
             # Traced with the shape of the whole leaf.
             return [jax.lax.broadcast(operands[0], shape)]
+        # What was wrapped to be compared is unwrapped to be bound.
         params = {
             name: value.value if isinstance(value, Opaque) else value
             for name, value in self.params

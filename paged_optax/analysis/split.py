@@ -15,7 +15,7 @@ its results (a print, a callback, a check) is refused.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from jax.extend import core
 from jax.typing import ArrayLike
@@ -139,10 +139,6 @@ class _Followed:
         """The shape of all parameters laid end to end."""
         return self.flat.shape(next(iter(self.joined))) if self.joined else ()
 
-    def is_input(self, value: int) -> bool:
-        """Whether a value is an argument or a constant."""
-        return value not in self.producer
-
     def is_shared(self, value: int) -> bool:
         """Whether a value is computed once, for all leaves."""
         small = self.owner[value] is None
@@ -158,7 +154,8 @@ class _Followed:
         # of a device's part may be as small as what is shared.
         if self.is_shared(value) and not (in_shard_map() and self.flat.shape(value)):
             return True
-        return self.is_input(value) and (value == place or not self.flat.shape(value))
+        in_place = value == place or not self.flat.shape(value)
+        return value not in self.producer and in_place
 
     def ends_joined(self, value: int) -> bool:
         """Whether a value is cut from what was laid end to end."""
@@ -254,16 +251,11 @@ def analyse(
         end is made of moments.
     """
     followed = _followed(closed, owners, name)
-    flat = followed.flat
+    flat, producer = followed.flat, followed.producer
     outputs = _Outputs.of(followed, output_owners, replaced)
-    shared: dict[int, None] = dict.fromkeys(
-        x for _, x in outputs.direct if isinstance(x, int) and not followed.is_input(x)
-    )
-
-    def share(inputs: Iterable[int]) -> None:
-        computed = (x for x in inputs if not followed.is_input(x))
-        shared.update(dict.fromkeys(filter(followed.is_shared, computed)))
-
+    # In order: programs are compared, and so are the numbers of their arguments.
+    direct = [x for _, x in outputs.direct if isinstance(x, int)]
+    shared = dict.fromkeys([x for x in direct if x in producer])
     # Leaves laid end to end are one leaf to what follows element by element; where
     # the result is cut apart again, that leaf ends and the tail begins.
     cut_apart = [
@@ -272,11 +264,10 @@ def analyse(
         if flat.shape(flat.outputs[position]) != followed.full
     ]
     wanted = [flat.outputs[p] for p in cut_apart]
-    producer = followed.producer
     tail, tail_inputs = flat.program(wanted, followed.ends_joined, producer, ())
-    share(tail_inputs)
-    computed = [x for x in tail_inputs if not followed.is_input(x)]
-    of_joined = [x for x in computed if not followed.is_shared(x)]
+    computed = [x for x in tail_inputs if x in producer]
+    shared |= dict.fromkeys(filter(followed.is_shared, computed))
+    of_joined = [x for x in computed if x not in shared]
     leaves, out_avals = [], closed.out_avals  # JAX makes that list at every look
     for key, positions in outputs.groups.items():
         places = [p for p in positions if p not in cut_apart]
@@ -286,7 +277,8 @@ def analyse(
         program, inputs = flat.program(
             wanted, lambda x: not followed.is_shared(x), producer, shape
         )
-        share(inputs)
+        computed = [x for x in inputs if x in producer]
+        shared |= dict.fromkeys(filter(followed.is_shared, computed))
         avals = [out_avals[p] for p in places] + [flat.avals[x] for x in between]
         owner = None if key == _JOINED else outputs.owners[positions[0]]
         leaves.append(

@@ -80,6 +80,7 @@ def _known(gate: Gate | np.bool_) -> Gate:
 
 def and_gates(first: Gate, second: Gate) -> Gate:
     """Whether both gates are open."""
+    # What is known when traced adds no operation to the program.
     if isinstance(first, bool):
         return second if first else False
     if isinstance(second, bool):
@@ -89,6 +90,7 @@ def and_gates(first: Gate, second: Gate) -> Gate:
 
 def any_gate(gates: Sequence[Gate]) -> Gate:
     """Whether any gate is open."""
+    # One tracer may be the gate of many parameters.
     traced = {id(gate): gate for gate in gates if not isinstance(gate, bool)}
     if any(gate is True for gate in gates) or not traced:
         return any(gate is True for gate in gates)
@@ -111,6 +113,7 @@ def gates_of(active: PyTree, updates: PyTree) -> list[Gate] | None:
       ValueError: If `active` is no prefix of the gradients' structure.
       TypeError: If one of its leaves is not a bool.
     """
+    # Set by wrappers around, which do not forward `active` from one to the other.
     ambient = current().gate
     if active is None and ambient is True:
         return None
@@ -150,4 +153,5 @@ def choose_by(gate: Gate, new: ArrayLike, old: ArrayLike | None) -> ArrayLike:
     old = jnp.zeros_like(new) if old is None else old
     if gate is False:
         return old
+    # Selected in host memory, the two would be copied, or fail to compile.
     return jnp.where(gate, new, jax.device_put(old, DEVICE) if on_host(old) else old)

@@ -44,6 +44,7 @@ def said_of(
         "per_parameter_steps": paged.per_parameter_steps,
     }
     programs = analysis.shared, *(leaf.program for leaf in analysis.leaves)
+    # Like leaves have equal programs, of which one says what all compute.
     distinct = list(dict.fromkeys((*programs, analysis.tail)))
     return {
         **{name: {"": str(value)} for name, value in settings.items()},

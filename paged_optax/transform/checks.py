@@ -101,6 +101,7 @@ def refuse_host(what: str, tree: PyTree) -> None:
 def refuse_derivatives(arrays: Sequence[Value]) -> tuple[Value, ...]:
     """The same arrays, which refuse derivatives and `vmap`."""
     leaves, structure = jax.tree.flatten(tuple(arrays))
+    # Codes and counts have no derivatives.
     inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
     numbers = (x for x, yes in zip(leaves, inexact, strict=True) if yes)
     same = iter(_refuse_derivatives(*numbers))

@@ -71,6 +71,8 @@ class Context:
 
 
 _NOTHING_SAID = Context()
+# JAX's caches find what was traced under the key of `_trace_key`. An inner `jax.jit` is
+# so traced again in another context.
 _current = contextvars.ContextVar("paged_optax", default=_NOTHING_SAID)
 _trace_key = jax.make_user_context(default_value=None)
 
@@ -117,7 +119,7 @@ def _entered(context: Context) -> Generator[None]:
     names = [x.name for x in dataclasses.fields(context) if x.name != "shardings"]
     values = [getattr(context, name) for name in names]
     # A traced value, and what records, is equal to itself alone. JAX's caches must not
-    # keep it alive.
+    # keep it alive: an object that nothing else holds takes its place.
     key = tuple(
         [object() if isinstance(x, Array) or callable(x) else x for x in values]
     )

@@ -106,6 +106,8 @@ def _new_state(
         refuse_dtype(path, leaf)
     told = paged.known.told_by(paths, leaves, asked)
     said = paged.known.said_by(paths, leaves, told)
+    # Over automatic axes a traced step cannot see how its arrays are divided: what
+    # `init` sees is remembered for it.
     state = _NewState.of(paged, params, told)
     state.tell_of_factors()
     if record is not None:
@@ -281,6 +283,8 @@ class _NewState:
             stored = self.layout.stored(position)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stored)
             return [zeros if stays else jax.device_put(zeros, HOST)]
+        # Page by page: 8 bytes a parameter must never exist on the device, not even for
+        # a moment.
         owner = self.layout.owners[position]
         if owner is not None and self.told[owner] and not is_traced(inputs):
             divide = lambda x: jax.device_put(x, self.told[owner])
@@ -316,6 +320,7 @@ class _NewState:
         if layout.codecs[position] is None:
             value = jnp.asarray(value, layout.avals[position].dtype)
             if is_traced(value) and not on_host(value):
+                # XLA would replicate what it can compute anywhere, such as zeros.
                 value = constrained(value, shards)
 
         def placed(x: Array) -> Array:
@@ -335,6 +340,7 @@ class _NewState:
                     kind = PINNED_HOST if host else memory_kinds()[0]
                     sharding = sharding.with_memory_kind(kind)
                 return jax.device_put(x, sharding)
+            # Nothing says where: the default device, and the memory alone.
             if on_host(x) != host:
                 return jax.device_put(x, HOST if host else DEVICE)
             return x

@@ -37,6 +37,7 @@ def held_parts(shapes: PyTree, state: PyTree) -> dict[int, StoredOrShape]:
     leaves, structure = jax.tree.flatten(shapes)
     parts = in_shard_map() or current().layer is not None
     held = (parts and _held(structure, state)) or leaves
+    # A moment that no codec stores has its own dtype, whatever part of it is held.
     plain = lambda x, aval: getattr(x, "dtype", None) == aval.dtype
     pairs = enumerate(zip(held, leaves, strict=True))
     return {i: x for i, (x, aval) in pairs if not plain(x, aval)}
@@ -155,6 +156,7 @@ def as_results(
     }
     gradients, structure = jax.tree.flatten(updates)
     buffers = [*gradients, *leaves]
+    # A page loop's carry keeps its type, so that buffers must vary before it begins.
     lacks = [
         p
         for p, wanted in axes.items()

@@ -167,8 +167,11 @@ def paged(
     elif master_dtype is not None:
         inner = with_master_weights(inner, floating_dtype("master_dtype", master_dtype))
     elif rules:
+        # Codecs store float32, of parameters in fewer bits too.
         inner = in_float32(inner)
     if draws(rules):
+        # Outermost, so that the count is the state's first leaf: each step's noise is
+        # drawn by it.
         inner = counted(inner)
     if on_moved not in ("warn", "raise"):
         raise ValueError(f"on_moved={on_moved!r}: pass 'warn' or 'raise'.")

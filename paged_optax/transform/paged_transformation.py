@@ -199,6 +199,8 @@ class PagedTransformation:
         """
         shapes = state
         if self.rules or self.per_parameter_steps:
+            # What a codec stores, and a count for each parameter, hide the shapes of
+            # the state of `inner`; those of the parameters tell them.
             # JAX keeps what it traced, for each context anew, as long as the function.
             init = lambda params: self.inner.init(params)
             shapes = jax.eval_shape(init, jax.tree.map(shape_dtype, params))
@@ -399,6 +401,8 @@ def loop_key(
       shared: Numbers of its inputs that are not of its shape.
       singly: Whether no two parameters share a loop, as if each counts its own steps.
     """
+    # A loop has one set of random words, and one of each scalar: leaves that round by
+    # words, or that count their own steps, have each their own.
     drawn = any(x.codec is not None and x.codec.draws for x in moments)
     owner = leaf.owner if drawn or singly else None
     same = [analysis.same.get(number, number) for number in shared]

@@ -102,6 +102,7 @@ def recorded(
     # keeps what it traced, context and all, as long as the function.
     record = lambda configuration, describe: calls.append((configuration, describe))
     init = lambda params: tx.init(params)
+    # Pages take long to trace, and only types are looked at.
     with within(types_only=True, record=record), explicitly_typed(params) as shapes:
         jax.eval_shape(init, shapes)
     if not calls:

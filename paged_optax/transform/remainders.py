@@ -156,6 +156,7 @@ def _wide(parameter: BFloat16[Array, "*shape"]) -> Float32[Array, "*shape"]:
 def _position(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
     """The position of a float32 number among all of them; that of 0 is 0."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
+    # Bits of negative numbers count away from those of -0, which has the place of 0.
     return jnp.where(bits < 0, _LOWEST - bits, bits)
 
 
@@ -172,5 +173,6 @@ def _between(
     x: Float32[Array, "*shape"], y: Float32[Array, "*shape"]
 ) -> Int16[Array, "*shape"]:
     """How many float32 numbers above `x` the number `y` is, as near as int16 tells."""
+    # As where a sign changes: the master is then as near as 16 bits reach.
     count = jnp.clip(_position(y) - _position(x), -(2**15), 2**15 - 1)
     return count.astype(jnp.int16)

@@ -289,6 +289,8 @@ def small(
       owners: The parameter that it belongs to, or None.
       min_paged_size: The least bytes that are worth it.
     """
+    # Moments of one kind have one shape and dtype, and come at the same place among
+    # the moments of their parameters.
     kinds: list[Hashable] = []
     before = collections.Counter[Hashable]()
     for arrays, owner in zip(stored, owners, strict=True):
@@ -330,6 +332,7 @@ def resident(
     if budget is None:
         return [True] * len(sizes)
     stays = list(stays)
+    # Moments of a parameter stay or go together.
     together: dict[int | tuple[str, int], list[int]] = {}
     for leaf, owner in enumerate(owners):
         if not stays[leaf]:
