@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -22,7 +22,7 @@ from paged_optax.backend.memory import (
     resolve_host_memory_kind,
 )
 from paged_optax.backend.text import keystr, parse_bytes, readable_bytes
-from paged_optax.backend.types import ArrayOrShape, in_shard_map, shape_dtype
+from paged_optax.backend.types import in_shard_map, shape_dtype
 from paged_optax.codecs import Codec
 from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE, cut, uncut
 from paged_optax.engine.pages import Geometry, Storage
@@ -369,41 +369,3 @@ def tell(what: str, name: str, on_moved: str) -> None:
     if on_moved == "raise":
         raise ValueError(message)
     warnings.warn(message, stacklevel=4)
-
-
-def divided_as(
-    leaf: LeafUpdate,
-    parameters: Sequence[ArrayOrShape],
-    shards: Sequence[Shards | None],
-) -> Shards | None:
-    """How a leaf is divided: as its parameter, if it is updated value by value."""
-    if leaf.owner is None or not leaf.program.elementwise:
-        return None
-    return shards[leaf.owner] if leaf.shape == parameters[leaf.owner].shape else None
-
-
-def loop_key(
-    analysis: Analysis,
-    leaf: LeafUpdate,
-    moments: Sequence[Storage],
-    divided: Shards | None,
-    shared: Sequence[int],
-    *,
-    singly: bool,
-) -> Hashable:
-    """Grouping key: leaves with equal keys may share one loop, and its pages.
-
-    Args:
-      analysis: What the update computes.
-      leaf: The leaf.
-      moments: Its moments that travel or are coded.
-      divided: How it is divided.
-      shared: Numbers of its inputs that are not of its shape.
-      singly: Whether no two parameters share a loop, as if each counts its own steps.
-    """
-    # A loop has one set of random words, and one of each scalar: leaves that round by
-    # words, or that count their own steps, have each their own.
-    drawn = any(x.codec is not None and x.codec.draws for x in moments)
-    owner = leaf.owner if drawn or singly else None
-    same = [analysis.same.get(number, number) for number in shared]
-    return leaf.program, leaf.shape, tuple(moments), divided, owner, *same

@@ -24,10 +24,9 @@ from paged_optax.transform.context import within
 from paged_optax.transform.paged_transformation import (
     Configuration,
     PagedTransformation,
-    divided_as,
-    loop_key,
 )
 from paged_optax.transform.state_layout import StateLayout
+from paged_optax.transform.streaming import divided_as, loop_key
 from paged_optax.transform.trees import arrays_and_rest, paths_of
 
 

@@ -19,6 +19,7 @@ from jaxtyping import PyTree, UInt32
 from paged_optax.analysis.program import Analysis, Evaluation, LeafUpdate
 from paged_optax.backend.memory import HOST, on_host
 from paged_optax.backend.types import (
+    ArrayOrShape,
     explicit_mesh,
     varying,
     varying_axes,
@@ -32,11 +33,7 @@ from paged_optax.engine.stream import stream
 from paged_optax.transform.active_parameters import Gate, any_gate, choose_by
 from paged_optax.transform.checks import refuse_derivatives, refuse_joined
 from paged_optax.transform.context import current, without
-from paged_optax.transform.paged_transformation import (
-    PagedTransformation,
-    divided_as,
-    loop_key,
-)
+from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.state_layout import StateLayout
 from paged_optax.transform.trees import Static, StoredOrShape, Traceable, Value
 
@@ -127,6 +124,44 @@ def stream_update(
         of_leaves.update(zip(members, new, strict=True))
     results = evaluation.results([of_leaves[i] for i in range(len(of_leaves))])
     return jax.tree.leaves(list(map(loops.result, range(len(results)), results)))
+
+
+def divided_as(
+    leaf: LeafUpdate,
+    parameters: Sequence[ArrayOrShape],
+    shards: Sequence[Shards | None],
+) -> Shards | None:
+    """How a leaf is divided: as its parameter, if it is updated value by value."""
+    if leaf.owner is None or not leaf.program.elementwise:
+        return None
+    return shards[leaf.owner] if leaf.shape == parameters[leaf.owner].shape else None
+
+
+def loop_key(
+    analysis: Analysis,
+    leaf: LeafUpdate,
+    moments: Sequence[Storage],
+    divided: Shards | None,
+    shared: Sequence[int],
+    *,
+    singly: bool,
+) -> Hashable:
+    """Grouping key: leaves with equal keys may share one loop, and its pages.
+
+    Args:
+      analysis: What the update computes.
+      leaf: The leaf.
+      moments: Its moments that travel or are coded.
+      divided: How it is divided.
+      shared: Numbers of its inputs that are not of its shape.
+      singly: Whether no two parameters share a loop, as if each counts its own steps.
+    """
+    # A loop has one set of random words, and one of each scalar: leaves that round by
+    # words, or that count their own steps, have each their own.
+    drawn = any(x.codec is not None and x.codec.draws for x in moments)
+    owner = leaf.owner if drawn or singly else None
+    same = [analysis.same.get(number, number) for number in shared]
+    return leaf.program, leaf.shape, tuple(moments), divided, owner, *same
 
 
 @dataclasses.dataclass(frozen=True)
