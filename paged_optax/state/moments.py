@@ -17,7 +17,7 @@ from paged_optax.backend.memory import (
     kind_of,
     on_host,
 )
-from paged_optax.backend.text import key_names, path_name
+from paged_optax.backend.text import dtype_and_shape, key_names, path_name
 from paged_optax.backend.types import (
     KeyPath,
     Path,
@@ -233,8 +233,7 @@ def _describe(moment: PyTree) -> str:
     # A tracer is an instance of `Array`, and not of a union that has it.
     if not isinstance(moment, (ArrayLike, Array, jax.ShapeDtypeStruct)):
         return f"of type {type(moment).__name__}"
-    aval = jax.typeof(moment)
-    return f"{aval.dtype}{list(aval.shape)}"
+    return dtype_and_shape(jax.typeof(moment))
 
 
 def _put_like(x: ArrayLike, old: Array, *, host: bool) -> Array:
