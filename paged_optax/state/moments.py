@@ -124,6 +124,7 @@ def page_out(
                 f" {path_name(path)!r} holds {_describe(leaf.value)}: pass moments as"
                 " page_in gives them."
             )
+        # What nothing pages stays on the device, as the trace beside `paged(...)`.
         put = functools.partial(_put_like, host=leaf.place not in unpaged)
         new = unflatten_like(leaf.value, new)
         values[position] = jax.tree.map(put, new, leaf.value)
@@ -172,6 +173,7 @@ def init_param(
     parameters = [
         x if key in joins else jnp.zeros((0, *x.shape[1:]), x.dtype) for key, x in flat
     ]
+    # Together with others of its shape, a small moment may be worth its transfers.
     target = abstract_state(tx, params)
     initial = tx.init(jax.tree.unflatten(structure, parameters))
     # In Flax's variables or not, a moment is the same.
@@ -295,6 +297,7 @@ def master_weights(
         for field in _OF_FIELD:
             half = fields.get((field, name))
             if half is not None and half.shape == parameter.shape:
+                # Arithmetic on a host array fails, or silently runs on the host.
                 half = jax.device_put(half, jax.memory.Space.Device)
                 return _OF_FIELD[field](parameter, half)
         if wider(parameter, jnp.float32) is parameter:

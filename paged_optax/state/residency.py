@@ -179,6 +179,7 @@ def rebalance(
             " of a single parameter."
         )
     leaves = leaves_of(state)
+    # Where a moment lives is part of its type, and a trace cannot change it.
     if is_traced(state):
         raise ValueError(
             "rebalance moves arrays and cannot be traced: call it outside jit, between"
@@ -208,7 +209,7 @@ def rebalance(
     for name in dict.fromkeys(reversed(used)):
         if budget is not None and sizes[name] <= budget:
             if sizes[name] > left:
-                break
+                break  # all older ones go, as a least recently used cache has it
             left -= sizes[name]
             stays.add(name)
     values = [leaf.value for leaf in leaves]
