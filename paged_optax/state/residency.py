@@ -33,7 +33,7 @@ from paged_optax.state.leaves import (
     fields_of,
     is_quantized,
     leaves_of,
-    parameters_at,
+    moments_within,
     unpaged_places,
 )
 from paged_optax.transform.planned_moments import recorded
@@ -60,9 +60,7 @@ def is_device_resident(state: PyTree, path: Path) -> bool:
       >>> [po.is_device_resident(state, name) for name in ("small", "large")]
       [True, False]
     """
-    leaves = [leaf for leaf in leaves_of(state) if leaf.is_moment]
-    inside = parameters_at(path, leaves)
-    return not any(on_host(x.value) for x in leaves if x.parameter in inside)
+    return not any(on_host(leaf.value) for leaf in moments_within(state, path))
 
 
 def device_resident_count(state: PyTree) -> int:
