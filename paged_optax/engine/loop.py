@@ -19,6 +19,7 @@ nothing travels.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -115,22 +116,23 @@ class Loop:
         together = looped and not self.coded and not self.duplex
         if gate is None and (together or self.pages.ungated):
             return self._all_pages(*arguments)
-        return gated(self._all_pages, gate, self._only_loops)(*arguments)
-
-    @property
-    def _only_loops(self) -> bool:
-        """Whether a GPU computes every page in a loop: outside, it fuses nothing."""
-        if self.pages.tiled or any(part.single for part in self.ranges):
-            return False
-        return not self.duplex or all(self._pieces_of(part) > 1 for part in self.ranges)
+        # Outside of loops a GPU fuses nothing in a call that is not inlined.
+        in_loops = not self.pages.tiled and all(
+            [
+                not part.single and (not self.duplex or self._pieces_of(part) > 1)
+                for part in self.ranges
+            ]
+        )
+        return gated(self._all_pages, gate, in_loops)(*arguments)
 
     def _pieces_of(self, part: PageRange) -> int:
         """In how many pieces the first and the last page of a range are moved."""
         if self.pages.tiled:
             return 1  # a TPU computes all pages in the loop
+        # The loop's variable counts units. A piece has whole blocks of every array.
         unit = part.size // part.step
-        whole = lambda size: all(array.divides(size * unit) for array in self.arrays)
-        return pieces_of(part.step, whole)
+        block = math.lcm(*[part.block for array in self.arrays for part in array.parts])
+        return pieces_of(part.step, block // math.gcd(block, unit))
 
     def _all_pages(
         self, buffers: tuple[LeafBuffers, ...], overwritten: tuple[LeafBuffers, ...]
@@ -248,18 +250,11 @@ class Loop:
         self, at: PageAddress, current: ByPosition, results: ByPosition
     ) -> ByPosition:
         """The buffers, some of them with a page replaced."""
-        write = lambda p: functools.partial(self.arrays[p].write, at=at)
-        return current | {
-            p: tuple(map(write(p), current[p], pages)) for p, pages in results.items()
-        }
-
-    def _position(self, at: PageAddress) -> UInt32[Array, ""]:
-        """The position in the flattened leaf of a page's first value."""
-        position = jnp.uint32(0) if self.start is None else self.start
-        strides = strides_of(self.pages.view)
-        for start, stride in zip(at.starts(self.pages), strides, strict=True):
-            position += jnp.asarray(start, jnp.uint32) * np.uint32(stride % 2**32)
-        return position
+        changed = {}
+        for p, pages in results.items():
+            write = functools.partial(self.arrays[p].write, at=at)
+            changed[p] = tuple(map(write, current[p], pages))
+        return current | changed
 
     def _compute(
         self,
@@ -268,7 +263,11 @@ class Loop:
         page: ByPosition,
     ) -> tuple[LeafBuffers, ...]:
         """Computes a page and encodes its results; `page`: what of it has been read."""
-        position = self._position(at)
+        # Of the page's first value, in the flattened leaf.
+        position = jnp.uint32(0) if self.start is None else self.start
+        strides = strides_of(self.pages.view)
+        for start, stride in zip(at.starts(self.pages), strides, strict=True):
+            position += jnp.asarray(start, jnp.uint32) * np.uint32(stride % 2**32)
         arrays = self.arrays[: self.program.inputs]
         stored = [
             page[p] if p in page else tuple([array.read(x, at) for x in current[p]])
@@ -291,12 +290,14 @@ class Loop:
                 for leaf in range(self.leaves)
             ]
             results = [
-                tuple(x for (x,) in leaves) for leaves in zip(*each, strict=True)
+                tuple([x for (x,) in leaves]) for leaves in zip(*each, strict=True)
             ]
         # What is computed of constants alone varies along no axis, and its buffer may.
         return tuple(
-            varying(x, varying_axes(current[p]))
-            for p, x in zip(self.overwrites, results, strict=True)
+            [
+                varying(x, varying_axes(current[p]))
+                for p, x in zip(self.overwrites, results, strict=True)
+            ]
         )
 
     def _results(

@@ -57,16 +57,16 @@ class PagedArray:
         """Whether all of it travels, before the first page and after the last."""
         return self.on_host and not self.travels
 
-    def divides(self, entries: int) -> bool:
-        """Whether so many entries of the leaf have blocks and words of their own.
+    @property
+    def block(self) -> int:
+        """Entries of the leaf, along the axis that is cut, that share codes or scales.
 
-        Args:
-          entries: Entries of the leaf's view along the axis that is cut.
+        So many and their multiples can be moved by themselves.
         """
         if self.view is None:
-            return True
+            return 1
         number, of = self.ratios[self.pages.axis]
-        return entries * number % of == 0
+        return of // math.gcd(number, of)
 
     def to_device(self, x: Array) -> Array:
         """Brings what does not travel in pages to the device."""

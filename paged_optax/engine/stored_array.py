@@ -105,10 +105,6 @@ class StoredArray:
         codes = self.parts[0]
         return self.codec is not None or codes.shape == codes.pages.leaf
 
-    def divides(self, entries: int) -> bool:
-        """Whether so many entries along the axis that is cut can go by themselves."""
-        return all(part.divides(entries) for part in self.parts)
-
     def view(self, x: Stored) -> Buffers:
         """Its buffers, in the shapes that a loop holds."""
         pairs = zip(buffers_of(x), self.parts, strict=True)
@@ -169,12 +165,15 @@ class StoredArray:
         """
         axis = self.parts[0].pages.axis
         if self.codec is None:
-            return _joined([codes for (codes,) in page], axis)
+            codes = [codes for (codes,) in page]
+            return codes[0] if len(codes) == 1 else lax.concatenate(codes, axis)
         if len(page) == 1:
             return _decode(self.codec, self.stored(page[0], shape), shape)
         whole = (*shape[:axis], shape[axis] * len(page), *shape[axis + 1 :])
         wanted = self.codec.stored(whole)
-        join = lambda like, *parts: _joined(parts, _along(parts[0], like, len(parts)))
+        join = lambda like, *parts: lax.concatenate(
+            parts, _along(parts[0], like, len(parts))
+        )
         parts = [self.stored(x, shape) for x in page]
         return _decode(self.codec, jax.tree.map(join, wanted, *parts), whole)
 
@@ -190,9 +189,10 @@ class StoredArray:
           leaves: How many leaves share the page.
         """
         if self.codec is None:
-            return tuple(
-                [(x,) for x in _parted(result, self.parts[0].pages.axis, leaves)]
-            )
+            if leaves == 1:
+                return ((result,),)
+            axis = self.parts[0].pages.axis
+            return tuple([(x,) for x in jnp.split(result, leaves, axis)])
         if noise is None:
             encoded = _encode(self.codec, result)
         else:
@@ -202,7 +202,7 @@ class StoredArray:
             return (arrays,)
         like = jax.tree.leaves(self.codec.stored(shape))
         parts = [
-            _parted(x, _along(one, x, leaves), leaves)
+            jnp.split(x, leaves, _along(one, x, leaves))
             for x, one in zip(arrays, like, strict=True)
         ]
         return tuple(zip(*parts, strict=True))
@@ -233,26 +233,18 @@ def _along(one: ArrayOrShape, many: ArrayOrShape, leaves: int) -> int:
     return axis
 
 
-def _joined(parts: Sequence[Array], axis: int) -> Array:
-    return parts[0] if len(parts) == 1 else lax.concatenate(parts, axis)
-
-
-def _parted(x: Array, axis: int, leaves: int) -> Sequence[Array]:
-    return [x] if leaves == 1 else jnp.split(x, leaves, axis)
-
-
 def _viewed(
     view: tuple[int, ...], ratios: Sequence[tuple[int, int]]
 ) -> tuple[int, ...]:
     """The shape of an array that has `number` entries for `of` of a leaf's view."""
     cut = view[: len(ratios)]
-    return tuple(-(-n * x // of) for n, (x, of) in zip(cut, ratios, strict=True))
+    return tuple([-(-n * x // of) for n, (x, of) in zip(cut, ratios, strict=True)])
 
 
 def _ratios_of_codes(codec: Codec | None, pages: Pages) -> tuple[tuple[int, int], ...]:
     values = values_per_entry(codec, pages.leaf)[-len(pages.view) :]
     joined = len(pages.view) - len(values)
-    return (*[(1, 1)] * joined, *((1, n) for n in values))
+    return (*[(1, 1)] * joined, *[(1, n) for n in values])
 
 
 def _ratios_of_scales(codec: Codec, pages: Pages) -> tuple[tuple[int, int], ...]:

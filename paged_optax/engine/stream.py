@@ -19,7 +19,7 @@ knows nothing of Optax.
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,15 @@ Results = TypeVar("Results")
 
 #: The program's arguments of one leaf.
 Arrays = tuple[Stored, ...]
+
+
+class CodedProgram(NamedTuple):
+    """A leaf's program, and what stores its arrays; see `stream`."""
+
+    program: Program
+    overwrites: tuple[int, ...]
+    codecs: tuple[Codec | None, ...]
+    shapes: tuple[tuple[int, ...], ...]
 
 
 def stream(
@@ -78,19 +87,16 @@ def stream(
       space of the array it replaces.
     """
     codecs = codecs or (None,) * len(leaves[0])
+    coded = CodedProgram(program, overwrites, codecs, shapes)
     update = _stream_jitted
     if shards is not None:
         update = functools.partial(_stream_on_mesh, shards=shards)
-    how = {
-        "program": program,
-        "overwrites": overwrites,
-        "codecs": codecs,
-        "shapes": shapes,
-    }
 
     def run(pages: Pages, leaves: tuple[Arrays, ...], *others: PyTree) -> list[Arrays]:
         parts = sharing(pages, len(leaves))
-        new = [update(leaves[part], *others, pages=pages, **how) for part in parts]
+        new = [
+            update(leaves[part], *others, coded=coded, pages=pages) for part in parts
+        ]
         return [arrays for each in new for arrays in each]
 
     return _by_backend(run, geometry)(leaves, gate, noise)
@@ -117,13 +123,11 @@ def _stream(
     noise: tuple[UInt32[Array, "2"] | None, ...] | None,
     start: UInt32[Array, ""] | None = None,
     *,
-    program: Program,
-    overwrites: tuple[int, ...],
-    codecs: tuple[Codec | None, ...],
-    shapes: tuple[tuple[int, ...], ...],
+    coded: CodedProgram,
     pages: Pages,
 ) -> list[Arrays]:
     """Updates leaves that share pages; `start`: see `Loop`."""
+    program, overwrites, codecs, shapes = coded
     arrays = [
         StoredArray.of(x, pages, codec, on_host(x))
         for x, codec in zip(leaves[0], codecs, strict=True)
@@ -144,27 +148,21 @@ def _stream(
 
 
 # Traced and compiled once for all groups of like leaves that share pages.
-_stream_jitted = jax.jit(
-    _stream, static_argnames="program overwrites codecs shapes pages".split()
-)
+_stream_jitted = jax.jit(_stream, static_argnames=("coded", "pages"))
 
 
-@functools.partial(
-    jax.jit, static_argnames="program overwrites codecs shapes pages shards".split()
-)
+@functools.partial(jax.jit, static_argnames=("coded", "pages", "shards"))
 def _stream_on_mesh(
     leaves: tuple[Arrays, ...],
     gate: Int[Array, ""] | None,
     noise: tuple[UInt32[Array, "2"] | None, ...] | None,
     *,
-    overwrites: tuple[int, ...],
-    codecs: tuple[Codec | None, ...],
+    coded: CodedProgram,
     pages: Pages,
     shards: Shards,
-    **how: Any,
 ) -> list[Arrays]:
     """The same on every device, of its shards."""
-    count = len(leaves[0])
+    count, overwrites = len(leaves[0]), coded.overwrites
 
     def on_shard(
         position: ShardPosition, arrays: Arrays, scalars: PyTree[Array]
@@ -174,23 +172,14 @@ def _stream_on_mesh(
         # number of its part makes a shard's words others than those of parts beside it.
         noise = jax.tree.map(lambda words: words + position.part, noise)
         leaves = tuple(arrays[i : i + count] for i in range(0, len(arrays), count))
-        new = _stream(
-            leaves,
-            gate,
-            noise,
-            position.start,
-            overwrites=overwrites,
-            codecs=codecs,
-            pages=pages,
-            **how,
-        )
+        new = _stream(leaves, gate, noise, position.start, coded=coded, pages=pages)
         return tuple(x for each in new for x in each)
 
     arrays = tuple(x for leaf in leaves for x in leaf)
     results = [i + p for i in range(0, len(arrays), count) for p in overwrites]
-    each_codec = codecs * len(leaves)
+    codecs = coded.codecs * len(leaves)
     new = on_shards(
-        on_shard, shards, arrays, each_codec, pages.leaf, results, (gate, noise)
+        on_shard, shards, arrays, codecs, pages.leaf, results, (gate, noise)
     )
     size = len(overwrites)
     return [new[i : i + size] for i in range(0, len(new), size)]

@@ -179,14 +179,14 @@ def _in_stacks_layout(page: Array) -> Array:
     )
 
 
-def pieces_of(size: int, whole: Callable[[int], bool] = lambda size: True) -> int:
+def pieces_of(size: int, block: int = 1) -> int:
     """In how many pieces so much is moved; 1 if no small number divides it.
 
     Args:
       size: How much.
-      whole: Whether so much can be a piece.
+      block: What a piece is a multiple of.
     """
-    return next((n for n in _PIECES if size % n == 0 and whole(size // n)), 1)
+    return next((n for n in _PIECES if size % (n * block) == 0), 1)
 
 
 def read_in_pieces(pieces: int, read: Callable[[Index], Page]) -> Page:
@@ -200,13 +200,13 @@ def read_in_pieces(pieces: int, read: Callable[[Index], Page]) -> Page:
         return read(np.int32(0))
     shapes = jax.eval_shape(read, jnp.int32(0))
 
-    def put(page: Array, new: Array, number: Index) -> Array:
-        return lax.dynamic_update_slice_in_dim(page, new, number * new.shape[0], 0)
-
     def turn(carry: tuple[Int[Array, ""], Page]) -> tuple[Int[Array, ""], Page]:
         number, page = carry
-        new = read(number)
-        page = jax.tree.map(lambda page, new: put(page, new, number), page, new)
+
+        def put(page: Array, new: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(page, new, number * new.shape[0], 0)
+
+        page = jax.tree.map(put, page, read(number))
         return number + 1, page
 
     empty = lambda x: varying(

@@ -287,6 +287,7 @@ class BackwardPass:
             results = in_segments(self._pull, arguments, update.ends, between)
             k = len(update.groups) - 1
             flight, (gradients, back) = update.wait(k, flight, results)
+            # What came from the host for a layer's gradients stays for its update.
             return visit(inner, i, gradients), back, flight, fetched
 
         # What the last layer needs waits for the loss. XLA fetched some of it before.

@@ -8,7 +8,6 @@ import jax
 from jax import Array, lax
 from jaxtyping import Float, PyTree
 
-from paged_optax.backend.memory import DEVICE, on_host
 from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.backward import BackwardPass
 from paged_optax.layerwise.clipping import Clipping, Guard, Measure
@@ -19,7 +18,7 @@ from paged_optax.layerwise.loss import LayerwiseOutput, mean_of
 from paged_optax.layerwise.overlapped_update import BackwardOverlap
 from paged_optax.layerwise.parameters import Partition
 from paged_optax.layerwise.slices import LayerIndex, goes_in_slabs, slab
-from paged_optax.layerwise.weights import Weights, host_like
+from paged_optax.layerwise.weights import Weights, host_like, on_device
 from paged_optax.layerwise.workspace import GradientWorkspace
 
 
@@ -136,9 +135,7 @@ class BackwardUpdate:
     def _weights(self) -> Weights:
         """The layers' parameters, where layers can be taken out of them."""
         # Rows of matrices that live on the host are no whole tiles on a TPU.
-        place = lambda x: (
-            x if goes_in_slabs(x) or not on_host(x) else jax.device_put(x, DEVICE)
-        )
+        place = lambda x: x if goes_in_slabs(x) else on_device(x)
         frozen = self.model.frozen
         both = self.partition.layers, frozen.layers if frozen else None
         return Weights(*jax.tree.map(place, both))

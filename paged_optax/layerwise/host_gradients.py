@@ -191,6 +191,7 @@ class HostGradients(BackwardUpdate):
             gradients: PyTree[Array],
         ) -> tuple[HostCarry, list[Array]]:
             workspace = carry.workspace.zero_accumulators().write(gradients)
+            # A single micro-batch overwrites: nothing is fetched to be added to.
             new = [
                 (g[None] / divisor).astype(old.dtype)
                 if count == 1
@@ -237,6 +238,7 @@ def first_carry(
 ) -> BatchCarry:
     """What the first micro-batch begins with."""
     host = jax.tree.leaves(workspace.host)
+    # If a loop carried them twice, XLA would copy them.
     bare = dataclasses.replace(workspace, host=None, pending=None)
     return BatchCarry(stacks, host, bare, drest, weight)
 
@@ -262,6 +264,7 @@ def _added_to(
     """
     before = old.astype(g.dtype)
     before = before if share is None else _scaled(before, share)
+    # At the first micro-batch `old` still is the sum of the step before.
     return (g + jnp.where(number == 0, jnp.zeros_like(g), before)).astype(old.dtype)
 
 

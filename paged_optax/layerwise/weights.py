@@ -18,10 +18,11 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Int, PyTree
 
-from paged_optax.backend.memory import DEVICE, HOST, nbytes, on_host
+from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import on_one_device
 from paged_optax.backend.validation import check_arrays
+from paged_optax.engine.transfers import to_device, to_host
 from paged_optax.layerwise.parameters import by_name, length_of, refuse_one_by_one
 from paged_optax.layerwise.slices import FETCHES_AHEAD, LayerIndex, slab
 
@@ -58,7 +59,7 @@ _PARTS_IN_PLACE = 16
 
 def on_device(x: Array) -> Array:
     """An array, fetched if it is on the host."""
-    return jax.device_put(x, DEVICE) if on_host(x) else x
+    return to_device(x, on_host(x))
 
 
 def fetch_after(tree: Tree, dependency: Dependency) -> tuple[Tree, Dependency]:
@@ -82,9 +83,7 @@ def fetch_after(tree: Tree, dependency: Dependency) -> tuple[Tree, Dependency]:
 def host_like(tree: Tree, like: PyTree) -> Tree:
     """Moves to the host the leaves that are on the host in `like`."""
     return jax.tree.map(
-        lambda x, old: (
-            jax.device_put(x, HOST) if on_host(old) and not on_host(x) else x
-        ),
+        lambda x, old: to_host(x, on_host(old) and not on_host(x)),
         tree,
         like,
     )

@@ -202,7 +202,7 @@ class _AlikeLayers:
         )
 
 
-class Assembly:
+class _Assembly:
     """Groups of layers that are alike, and the tables and values that they share."""
 
     def __init__(self, stages: Stages):
@@ -379,3 +379,8 @@ class Assembly:
             after=self.after,
             inside=frozenset(self.dataflow.layer_of),
         )
+
+
+def assembled(stages: Stages) -> Pieces:
+    """The pieces of a loss: kinds of layers, and the roles of their arguments."""
+    return _Assembly(stages).pieces()
