@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import jax
+from jax.core import ShapedArray
 
-from paged_optax.backend.types import KeyPath, Path
+from paged_optax.backend.types import ArrayOrShape, KeyPath, Path
 
 T = TypeVar("T")
 
@@ -42,6 +43,11 @@ def key_names(path: KeyPath) -> tuple[str, ...]:
     text they would not: of `{"a/b": ..., "a": {"b": ...}}` both are `"a/b"`.
     """
     return tuple(path_name((key,)) for key in path)
+
+
+def dtype_and_shape(x: ArrayOrShape | ShapedArray) -> str:
+    """What an array is, for messages: `float32[2, 3]`."""
+    return f"{x.dtype}{list(x.shape)}"
 
 
 def matching_names(pattern: str, names: Iterable[str]) -> set[str]:

@@ -117,7 +117,7 @@ class Arranged:
         # Axes of one entry are left out: see `_reshaped`.
         whole, shape = page.shape, _without_units(page.shape)
         page = _reshaped(page, jax.ShapeDtypeStruct(shape, page.dtype))
-        coded = self.arrange(self.codec.encode(self._turned(page), noise), shape)
+        coded = self.arrange(self.codec.encode(self._transposed(page), noise), shape)
         return _reshaped(coded, self.stored(whole))
 
     def decode(
@@ -126,11 +126,13 @@ class Arranged:
         """Gives a page back."""
         whole, shape = shape, _without_units(shape)
         stored = _reshaped(stored, self.stored(shape))
-        turned = (*shape[:-2], *shape[:-3:-1]) if self.blocks == -2 else shape
-        page = self._turned(self.codec.decode(self.plain(stored, shape), turned))
+        transposed = (*shape[:-2], *shape[:-3:-1]) if self.blocks == -2 else shape
+        page = self._transposed(
+            self.codec.decode(self.plain(stored, shape), transposed)
+        )
         return page.reshape(whole)
 
-    def _turned(self, x: Array) -> Array:
+    def _transposed(self, x: Array) -> Array:
         """The moment with the axis of its blocks last, or back."""
         return jnp.swapaxes(x, -1, -2) if self.blocks == -2 else x
 
@@ -139,7 +141,7 @@ class Arranged:
 
         If blocks run along columns, they are those of the transposed moment.
         """
-        like, codes = self.stored(shape), self._turned(codes_of(coded))
+        like, codes = self.stored(shape), self._transposed(codes_of(coded))
         if self.axis is not None:
             # By way of bytes without a sign, which would fill the word's higher bits.
             codes = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
@@ -147,10 +149,10 @@ class Arranged:
         codes = lax.bitcast_convert_type(codes, codes_of(like).dtype)
         if not isinstance(coded, Quantized):
             return codes
-        turned = list(like.scales.shape)
+        transposed = list(like.scales.shape)
         if self.blocks == -2:
-            turned[-2:] = turned[:-3:-1]
-        scales = self._turned(coded.scales.reshape(turned))
+            transposed[-2:] = transposed[:-3:-1]
+        scales = self._transposed(coded.scales.reshape(transposed))
         return Quantized(codes, lax.bitcast_convert_type(scales, like.scales.dtype))
 
     def plain(self, stored: PyTree[Array], shape: tuple[int, ...]) -> PyTree[Array]:
@@ -161,11 +163,11 @@ class Arranged:
             axis = words.ndim + self.axis
             codes = unpack(words, axis, _bits(self.codec), shape[axis])
             codes = codes.astype(jnp.uint8)
-        codes = self._turned(lax.bitcast_convert_type(codes, codes_of(like).dtype))
+        codes = self._transposed(lax.bitcast_convert_type(codes, codes_of(like).dtype))
         if not isinstance(stored, Quantized):
             return codes
         scales = lax.bitcast_convert_type(stored.scales, like.scales.dtype)
-        return Quantized(codes, self._turned(scales).reshape(-1))
+        return Quantized(codes, self._transposed(scales).reshape(-1))
 
 
 def _without_units(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -218,7 +218,7 @@ def placements(
     """The shardings of all arguments and of all results, memory kinds among them.
 
     They are the cure of `jax.jit`'s pairing of donated buffers for a step that is
-    compiled here. `backend.donation` is the cure where a user's `jax.jit` compiles it.
+    compiled here. Where a user compiles it by `jax.jit`, `donate_within_memory` is.
     """
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
     structure = jax.tree.structure(shapes)

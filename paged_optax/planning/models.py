@@ -16,7 +16,6 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.types import ArrayOrShape
 from paged_optax.backend.validation import floating_dtype
 
 
@@ -273,7 +272,7 @@ def module_shapes(name: str) -> PyTree[jax.ShapeDtypeStruct]:
         ) from error
     if not jax.tree.leaves(params):
         raise ValueError(f"{name!r} returns no parameters.")
-    return _without_values(params)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
 
 def _failed(error: BaseException) -> str:
@@ -301,7 +300,3 @@ def _array(x: ArrayLike | jax.ShapeDtypeStruct) -> ArrayLike:
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"it returns a {type(x).__name__}, and that is no parameter")
     return x
-
-
-def _without_values(tree: PyTree[ArrayOrShape]) -> PyTree[jax.ShapeDtypeStruct]:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

@@ -202,7 +202,7 @@ class _AlikeLayers:
         )
 
 
-class _Assembly:
+class Assembly:
     """Groups of layers that are alike, and the tables and values that they share."""
 
     def __init__(self, stages: Stages):
@@ -379,8 +379,3 @@ class _Assembly:
             after=self.after,
             inside=frozenset(self.dataflow.layer_of),
         )
-
-
-def assembled(stages: Stages) -> Pieces:
-    """The pieces of a loss: kinds of layers, and the roles of their arguments."""
-    return _Assembly(stages).pieces()

@@ -5,8 +5,8 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from paged_optax.backend.memory import nbytes
 from paged_optax.splitting.dependence import Depends, SplitError, values_in, values_of
-from paged_optax.splitting.numbered import nbytes_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -158,7 +158,7 @@ class Cuts:
         ]
         results = self.results_at(range(self.regions[0].start, first))
         alive = {
-            x: nbytes_of(flat.avals[x])
+            x: nbytes(flat.avals[x])
             for x in (*(before if turn == 0 else ()), *results)
             if until(x) >= first
         }
@@ -169,7 +169,7 @@ class Cuts:
         for place in range(first, region.stop):
             for x in self.results_at([place]):
                 if until(x) > place:
-                    alive[x] = nbytes_of(flat.avals[x])
+                    alive[x] = nbytes(flat.avals[x])
                     total += alive[x]
             for x in set(values_in(flat.equations[self.order[place]])) & set(alive):
                 if until(x) == place:

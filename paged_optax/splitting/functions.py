@@ -202,8 +202,8 @@ class FunctionsByShape:
         first = len(jax.tree.leaves(loss.params)) if frozen else 0
         stacks = {
             names: Stack(tuple(n - first for n in stack.leaves), stack.axis)
-            for (kind, names), stack in self.split.stacks.items()
-            if kind == frozen
+            for (is_frozen, names), stack in self.split.stacks.items()
+            if is_frozen == frozen
         }
         taken = {n for stack in stacks.values() for n in stack.leaves}
         paths = tuple(path for path, _ in flat)
@@ -233,8 +233,8 @@ class FunctionsByShape:
         trees = weights, *frozen
 
         def weight(member: Member) -> Array:
-            kind, names = member
-            (leaf,) = unnested(trees[kind], [names])
+            is_frozen, names = member
+            (leaf,) = unnested(trees[is_frozen], [names])
             return leaf
 
         return functions.layer(weight, x, context, i)

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from paged_optax.analysis.flat import ELEMENTWISE, Flat, trace
 from paged_optax.analysis.program import FILLS, Constant, Equation, Operand
+from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import is_traced
 from paged_optax.splitting.dependence import SplitError, line_of, values_in, values_of
 from paged_optax.splitting.numbered import (
@@ -21,7 +22,6 @@ from paged_optax.splitting.numbered import (
     Names,
     NumberedLayers,
     first_names,
-    nbytes_of,
     relabeled,
 )
 from paged_optax.splitting.stacking import Stack
@@ -358,7 +358,7 @@ def slices(
             for n in members
         }
         stacks = relabeled(stacks, lambda x: len(flat.shape(x.leaves[0])) - 1)
-        size = sum(nbytes_of(flat.avals[n]) for n in members)
+        size = nbytes([flat.avals[n] for n in members])
         name, along = "/".join(common), {n: axes[n] for n in members}
         results.append(Sliced(name, stacks, along, length, size, bool(within)))
     return sorted(results, key=lambda each: -each.nbytes)

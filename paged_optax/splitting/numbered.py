@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import TypeVar
 
 from jax.core import ShapedArray
 
+from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import key_names
 from paged_optax.backend.types import KeyPath
 
@@ -61,9 +61,9 @@ class NumberedLayers:
         `nbytes` gives the bytes of a parameter by its number.
         """
         parts: list[NumberedLayers] = []
-        for kind in (False, True):
-            chosen = lambda each, kind=kind: {
-                member: n for member, n in each.items() if member[0] == kind
+        for frozen in (False, True):
+            chosen = lambda each, frozen=frozen: {
+                member: n for member, n in each.items() if member[0] == frozen
             }
             members = tuple(map(chosen, self.members))
             size = sum(nbytes(n) for each in members for n in each.values())
@@ -128,7 +128,7 @@ def numbered(
         members = [by_number[n] for n in sorted(by_number)]
         if alike := _alike(members, avals):
             alike = [relabeled(each, lambda n: avals[n].ndim) for each in alike]
-            size = sum(nbytes_of(avals[n]) for each in alike for n in each.values())
+            size = nbytes([avals[n] for each in alike for n in each.values()])
             lists.append(NumberedLayers("/".join((*before, stem)), tuple(alike), size))
     lists += _by_kind(leaves, avals, [x.leaves for x in lists])
     return sorted(lists, key=lambda layers: -layers.nbytes)
@@ -173,7 +173,7 @@ def _by_kind(
             chosen = frozenset(n for each in members for n in each.values())
             if members and set(chosen) not in known and all(x[1] for x in members[0]):
                 members = [relabeled(x, lambda n: avals[n].ndim) for x in members]
-                size = sum(nbytes_of(avals[n]) for n in chosen)
+                size = nbytes([avals[n] for n in chosen])
                 name = "/".join((*before, "")) or "*"
                 several = kinds[len(members)] > 1
                 # Beginnings come by length, so that the longest is the one that stays.
@@ -198,7 +198,9 @@ def relabeled(
     """
     renamed: dict[Member, Item] = {}
     for frozen in (False, True):
-        weights = {names: x for (kind, names), x in members.items() if kind == frozen}
+        weights = {
+            names: x for (is_frozen, names), x in members.items() if is_frozen == frozen
+        }
         mistaken = all(
             _numbered(names[0]) and ndim(x) < 2 for names, x in weights.items()
         )
@@ -223,12 +225,6 @@ def matching_lists(layers: str, names: Sequence[str]) -> list[str]:
     wanted = plain(layers)
     exact = [name for name in names if plain(name) == wanted]
     return exact or [name for name in names if name.startswith(f"{wanted}/")]
-
-
-def nbytes_of(aval: ShapedArray) -> int:
-    """Bytes of a value; about those of a key's words."""
-    shape = getattr(aval, "shape", ())
-    return math.prod(shape) * getattr(aval.dtype, "itemsize", 8)
 
 
 def _alike(

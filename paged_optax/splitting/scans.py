@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from jax.core import ShapedArray
 from jax.extend import core
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import Flat, closed_of
 from paged_optax.analysis.program import Constant, Equation, Operand, Program
+from paged_optax.backend.memory import nbytes
 from paged_optax.splitting.dependence import (
     SplitError,
     line_of,
@@ -23,7 +23,6 @@ from paged_optax.splitting.numbered import (
     Member,
     Names,
     first_names,
-    nbytes_of,
     relabeled,
 )
 from paged_optax.splitting.pieces import (
@@ -191,7 +190,7 @@ class Scan:
         after = {x: FromCarry(k) for k, x in enumerate(outputs[:carried])}
         after |= {x: FromKept(k, None) for k, x in enumerate(outputs[carried:])}
         aval = self.flat.avals
-        kept = [_one(aval[x]) for x in outputs[carried:]]
+        kept = [aval[x].update(shape=aval[x].shape[1:]) for x in outputs[carried:]]
         return Pieces(
             flat=self.flat,
             kinds=(kind,),
@@ -220,10 +219,6 @@ def _counts(eqn: core.JaxprEqn | None) -> tuple[int, int]:
 
 def _seen(x: Operand) -> Role:
     return Fixed(x.value) if isinstance(x, Constant) else Seen(x)
-
-
-def _one(aval: ShapedArray) -> ShapedArray:
-    return aval.update(shape=aval.shape[1:])
 
 
 def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
@@ -255,7 +250,7 @@ def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
             frozen, names = leaves[n]
             stacks[frozen, names[len(common) :]] = Stack((n,), x.axes[0])
         stacks = relabeled(stacks, lambda x: len(flat.shape(x.leaves[0])) - 1)
-        size = sum(nbytes_of(flat.avals[n]) for n in chosen)
+        size = nbytes([flat.avals[n] for n in chosen])
         results.append(
             Scan(flat, equation, tuple(over), "/".join(common), stacks, size)
         )

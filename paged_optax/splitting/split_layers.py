@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Operand
+from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import keystr, readable_bytes, table
 from paged_optax.backend.types import shape_dtype
 from paged_optax.backend.validation import (
@@ -29,7 +30,6 @@ from paged_optax.splitting.dependence import (
     values_of,
 )
 from paged_optax.splitting.functions import FunctionsByShape
-from paged_optax.splitting.numbered import nbytes_of
 from paged_optax.splitting.pieces import Pieces
 from paged_optax.splitting.split_loss import Loss, SplitLoss
 from paged_optax.splitting.stacking import tell_of_choices
@@ -293,12 +293,14 @@ def _parameters(loss: Loss, split: SplitLoss) -> Iterator[tuple[str, str, str]]:
     count = len(split.pieces.kind_of)
     for frozen in (False, True):
         word = "frozen" if frozen else "parameters"
-        stacks = [stack for (kind, _), stack in split.stacks.items() if kind == frozen]
+        stacks = [
+            x for (is_frozen, _), x in split.stacks.items() if is_frozen == frozen
+        ]
         if stacks:
-            size = sum(nbytes_of(avals[n]) for stack in stacks for n in stack.leaves)
+            size = nbytes([avals[n] for stack in stacks for n in stack.leaves])
             each = f"{count} x {readable_bytes(size // count)}"
             yield f"{word}, of each layer", f"{len(stacks)} arrays", each
-        rest = [n for n, (kind, _) in enumerate(leaves) if kind == frozen]
+        rest = [n for n, (is_frozen, _) in enumerate(leaves) if is_frozen == frozen]
         rest = [n for n in rest if n not in taken]
         if rest:
             names = ["/".join(leaves[n][1]) for n in rest]
@@ -337,7 +339,7 @@ def _largest(pieces: Pieces, parameters: int) -> tuple[Equation, ShapedArray] | 
     for equation, _ in _of_the_batch(flat, parameters):
         for x in equation.outputs:
             aval = flat.avals[x]
-            larger = best is None or nbytes_of(aval) > nbytes_of(best[1])
+            larger = best is None or nbytes(aval) > nbytes(best[1])
             if x in needed and x not in pieces.inside and larger:
                 best = equation, aval
     return best
@@ -369,7 +371,7 @@ def _are_logits(pieces: Pieces, aval: ShapedArray, parameters: int) -> bool:
 
 
 def _size(avals: Iterable[ShapedArray]) -> str:
-    return readable_bytes(sum(map(nbytes_of, avals)))
+    return readable_bytes(nbytes(list(avals)))
 
 
 def _types(avals: Iterable[ShapedArray]) -> str:

@@ -11,9 +11,10 @@ from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import ELEMENTWISE, Flat, trace
 from paged_optax.analysis.program import Constant, Equation, Operand
+from paged_optax.backend.memory import nbytes
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.layerwise.loss import refuse_no_loss
-from paged_optax.splitting.assembly import assembled
+from paged_optax.splitting.assembly import Assembly
 from paged_optax.splitting.cuts import Cuts
 from paged_optax.splitting.dependence import (
     Depends,
@@ -28,7 +29,6 @@ from paged_optax.splitting.numbered import (
     Names,
     NumberedLayers,
     matching_lists,
-    nbytes_of,
     numbered,
     split_names,
 )
@@ -197,7 +197,7 @@ def _cut_with(
 
 def _parts(flat: Flat, layers: Candidate) -> tuple[NumberedLayers, ...]:
     """The trained and the frozen parameters of layers that have both."""
-    size = lambda n: nbytes_of(flat.avals[n])
+    size = lambda n: nbytes(flat.avals[n])
     return layers.parts(size) if isinstance(layers, NumberedLayers) else ()
 
 
@@ -302,7 +302,8 @@ def _cut(
     weights = {*range(count), *(n for x in members for n in x)}
     depends = Depends.of(flat, sorted(weights), members)
     member = {n: name for x in each for name, n in x.items()}
-    cut = lambda **how: assembled(Stages.from_cuts(Cuts.of(depends, **how), member))
+    stages = lambda **how: Stages.from_cuts(Cuts.of(depends, **how), member)
+    cut = lambda **how: Assembly(stages(**how)).pieces()
     # If a layer ends or begins with equations that keep the size of the carry, several
     # cuts are as good. The one that leaves the fewest kinds of layers is taken.
     cuts = [cut(latest=latest) for latest in (True, False)]
@@ -311,7 +312,7 @@ def _cut(
         for latest in (True, False):
             with contextlib.suppress(SplitError):
                 cuts.append(cut(latest=latest, interleaved=True))
-    saved = lambda pieces: sum(map(nbytes_of, pieces.carried))
+    saved = lambda pieces: nbytes(pieces.carried)
     best = min(cuts, key=lambda pieces: (len(pieces.kinds), saved(pieces)))
     turn = lambda x: depends.layer[min(x.values())]
     if isinstance(layers, Sliced):

@@ -166,12 +166,12 @@ def unnested(tree: PyTree, names: Iterable[Names]) -> list[PyTree]:
 def _away(leaves: Sequence[Shaped], axis: int | None, min_size: int | str) -> Shaped:
     """Leaves of all layers on one leading axis, in host memory if they are large."""
     first = leaves[0]
-    kind = jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
+    like = jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
     in_jax = any(isinstance(x, Array | jax.ShapeDtypeStruct) for x in leaves)
-    if in_jax or axis is not None or not on_host(offload([kind], min_size)):
+    if in_jax or axis is not None or not on_host(offload([like], min_size)):
         return offload([_together(leaves, axis)], min_size)[0]
     # Arrays that NumPy reads go there layer by layer: NumPy holds no second stack.
-    stack = to_host(np.zeros(kind.shape, kind.dtype))
+    stack = to_host(np.zeros(like.shape, like.dtype))
     write = jax.jit(put, donate_argnums=0)
     for n, x in enumerate(leaves):
         stack = jax.block_until_ready(write(stack, np.asarray(x)[None], n))

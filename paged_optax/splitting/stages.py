@@ -12,9 +12,10 @@ from collections.abc import (
 )
 
 from paged_optax.analysis.program import Constant, Operand
+from paged_optax.backend.memory import nbytes
 from paged_optax.splitting.cuts import Cuts
 from paged_optax.splitting.dependence import SplitError, values_in, values_of
-from paged_optax.splitting.numbered import Member, nbytes_of
+from paged_optax.splitting.numbered import Member
 from paged_optax.splitting.pieces import aval_of, match_backward, match_forward
 
 # Values from before the layers of at most this many bytes are not computed in layers.
@@ -308,7 +309,7 @@ def _with_early_equations(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
             users.setdefault(x, set()).update(wanted)
     repeated = _repeated(cuts, only)
     stages, inside = dict(of), set[int]()
-    size = lambda xs: sum(nbytes_of(flat.avals[x]) for x in xs)
+    size = lambda xs: nbytes([flat.avals[x] for x in xs])
     # Forward, for an equation follows one that was put into its layer.
     for n in depends.live:
         if of.get(n, -1) >= 0:

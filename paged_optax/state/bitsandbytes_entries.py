@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import PyTree
 
-from paged_optax.backend.text import key_names, path_name
+from paged_optax.backend.text import dtype_and_shape, key_names, path_name
 from paged_optax.backend.types import KeyPath, Path
 from paged_optax.codecs import (
     Arranged,
@@ -114,7 +114,7 @@ def step_in(parameter: KeyPath, entry: Entry) -> int:
     """The step of an entry; a state counts in 32 bits."""
     step = _numbers(parameter, "step", entry["step"])
     if step.ndim or not 0 <= step < 2**31 or step != np.floor(step):
-        text = str(step) if step.size < 9 else f"{step.dtype}{list(step.shape)}"
+        text = str(step) if step.size < 9 else dtype_and_shape(step)
         raise ValueError(
             f"'step' of parameter {path_name(parameter)!r} is {text}: a step is a"
             " whole number from 0 to 2^31 - 1."
@@ -162,12 +162,11 @@ def read_moment(entry: Entry, leaf: StateLeaf) -> PyTree[Array]:
     moment = Quantized(_moment_array(entry, leaf, state), scales)
     plain = codec.stored(moment.codes.shape)
     if moment.codes.dtype == plain.codes.dtype:
-        if _described(scales) != _described(plain.scales):
+        if dtype_and_shape(scales) != dtype_and_shape(plain.scales):
             raise ValueError(
-                f"{absmax!r} of parameter {leaf.name!r} is"
-                f" {scales.dtype}{list(scales.shape)}, and {state!r} of"
-                f" {list(moment.codes.shape)} has"
-                f" {plain.scales.dtype}{list(plain.scales.shape)}."
+                f"{absmax!r} of parameter {leaf.name!r} is {dtype_and_shape(scales)},"
+                f" and {state!r} of {list(moment.codes.shape)} has"
+                f" {dtype_and_shape(plain.scales)}."
             )
         moment = _arranged_like(leaf.value, moment, codec)
     moment = Quantized(
@@ -235,13 +234,10 @@ def _arranged_like(
         columns = axis_of_blocks(layout) == -2
         if columns != (turned != shape) or not isinstance(layout, Arranged):
             continue
-        if _described(layout.stored(turned)) == _described(moment):
+        stored = jax.tree.map(dtype_and_shape, layout.stored(turned))
+        if stored == jax.tree.map(dtype_and_shape, moment):
             return layout.arrange(on_cpu(plain), turned)
     return plain
-
-
-def _described(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
 
 def _fitting(
@@ -251,8 +247,7 @@ def _fitting(
     if (array.shape, array.dtype) != (old.shape, old.dtype):
         raise ValueError(
             f"{name!r} of parameter {leaf.name!r} would be stored as"
-            f" {array.dtype}{list(array.shape)}, and the state holds"
-            f" {old.dtype}{list(old.shape)}."
+            f" {dtype_and_shape(array)}, and the state holds {dtype_and_shape(old)}."
         )
     return jax.device_put(array, old.sharding)
 

@@ -267,17 +267,17 @@ def moments_at(state: PyTree, path: Path) -> dict[str, tuple[int, StateLeaf]]:
     return dict(zip(names, moments, strict=True))
 
 
+def moments_within(state: PyTree, path: Path) -> list[StateLeaf]:
+    """The moments of a parameter, or of a group."""
+    leaves = [leaf for leaf in leaves_of(state) if leaf.is_moment]
+    paths = [leaf.parameter for leaf in leaves]
+    inside = set(Parameters(paths, "the state").named_by(path))
+    return [leaf for leaf in leaves if leaf.parameter in inside]
+
+
 def arrays_at(state: PyTree, path: Path | None) -> list[ArrayOrShape]:
     """The arrays of a parameter's moments, or of a group's; None: all arrays."""
     check_arrays("state", state)
     if path is None:
         return jax.tree.leaves(state)
-    leaves = [leaf for leaf in leaves_of(state) if leaf.is_moment]
-    inside = parameters_at(path, leaves)
-    return jax.tree.leaves([x.value for x in leaves if x.parameter in inside])
-
-
-def parameters_at(path: Path, leaves: Iterable[StateLeaf]) -> set[KeyPath]:
-    """The parameters, of those that have moments, that a path names."""
-    paths = [leaf.parameter for leaf in leaves if leaf.is_moment]
-    return set(Parameters(paths, "the state").named_by(path))
+    return jax.tree.leaves([leaf.value for leaf in moments_within(state, path)])

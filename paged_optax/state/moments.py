@@ -17,7 +17,7 @@ from paged_optax.backend.memory import (
     kind_of,
     on_host,
 )
-from paged_optax.backend.text import key_names, path_name
+from paged_optax.backend.text import dtype_and_shape, key_names, path_name
 from paged_optax.backend.types import (
     KeyPath,
     Path,
@@ -124,6 +124,7 @@ def page_out(
                 f" {path_name(path)!r} holds {_describe(leaf.value)}: pass moments as"
                 " page_in gives them."
             )
+        # What nothing pages stays on the device, as the trace beside `paged(...)`.
         put = functools.partial(_put_like, host=leaf.place not in unpaged)
         new = unflatten_like(leaf.value, new)
         values[position] = jax.tree.map(put, new, leaf.value)
@@ -172,6 +173,7 @@ def init_param(
     parameters = [
         x if key in joins else jnp.zeros((0, *x.shape[1:]), x.dtype) for key, x in flat
     ]
+    # Together with others of its shape, a small moment may be worth its transfers.
     target = abstract_state(tx, params)
     initial = tx.init(jax.tree.unflatten(structure, parameters))
     # In Flax's variables or not, a moment is the same.
@@ -233,8 +235,7 @@ def _describe(moment: PyTree) -> str:
     # A tracer is an instance of `Array`, and not of a union that has it.
     if not isinstance(moment, (ArrayLike, Array, jax.ShapeDtypeStruct)):
         return f"of type {type(moment).__name__}"
-    aval = jax.typeof(moment)
-    return f"{aval.dtype}{list(aval.shape)}"
+    return dtype_and_shape(jax.typeof(moment))
 
 
 def _put_like(x: ArrayLike, old: Array, *, host: bool) -> Array:
@@ -296,6 +297,7 @@ def master_weights(
         for field in _OF_FIELD:
             half = fields.get((field, name))
             if half is not None and half.shape == parameter.shape:
+                # Arithmetic on a host array fails, or silently runs on the host.
                 half = jax.device_put(half, jax.memory.Space.Device)
                 return _OF_FIELD[field](parameter, half)
         if wider(parameter, jnp.float32) is parameter:

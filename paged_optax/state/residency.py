@@ -33,7 +33,7 @@ from paged_optax.state.leaves import (
     fields_of,
     is_quantized,
     leaves_of,
-    parameters_at,
+    moments_within,
     unpaged_places,
 )
 from paged_optax.transform.planned_moments import recorded
@@ -60,9 +60,7 @@ def is_device_resident(state: PyTree, path: Path) -> bool:
       >>> [po.is_device_resident(state, name) for name in ("small", "large")]
       [True, False]
     """
-    leaves = [leaf for leaf in leaves_of(state) if leaf.is_moment]
-    inside = parameters_at(path, leaves)
-    return not any(on_host(x.value) for x in leaves if x.parameter in inside)
+    return not any(on_host(leaf.value) for leaf in moments_within(state, path))
 
 
 def device_resident_count(state: PyTree) -> int:
@@ -179,6 +177,7 @@ def rebalance(
             " of a single parameter."
         )
     leaves = leaves_of(state)
+    # Where a moment lives is part of its type, and a trace cannot change it.
     if is_traced(state):
         raise ValueError(
             "rebalance moves arrays and cannot be traced: call it outside jit, between"
@@ -208,7 +207,7 @@ def rebalance(
     for name in dict.fromkeys(reversed(used)):
         if budget is not None and sizes[name] <= budget:
             if sizes[name] > left:
-                break
+                break  # all older ones go, as a least recently used cache has it
             left -= sizes[name]
             stays.add(name)
     values = [leaf.value for leaf in leaves]

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 from jax import Array
 from jax.sharding import (
     Mesh,
@@ -19,7 +18,7 @@ from paged_optax.backend.memory import (
     replicated_sharding,
     typed_by_memory,
 )
-from paged_optax.backend.text import key_names, keystr
+from paged_optax.backend.text import dtype_and_shape, key_names, keystr
 from paged_optax.backend.types import (
     ArrayOrShape,
     Described,
@@ -275,7 +274,10 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
         if name not in arrays and before in arrays and is_codes_field(name[-1]):
             arrays[name] = arrays.pop(before)
     for name in [*places, *arrays]:
-        shape, wanted = _describe(arrays.get(name)), _describe(places.get(name))
+        shape, wanted = (
+            dtype_and_shape(each[name]) if name in each else "missing"
+            for each in (arrays, places)
+        )
         if shape != wanted:
             siblings = (x for x in places if x[:-1] == name[:-1])
             coded = any(is_codes_field(x[-1]) for x in siblings)
@@ -293,10 +295,6 @@ def _by_name(state: PyTree) -> dict[tuple[str, ...], PyTree[ArrayOrShape]]:
     """A state's arrays by the names of their keys, whatever the containers."""
     flat = jax.tree_util.tree_flatten_with_path(as_pure(state))[0]
     return {key_names(path): x for path, x in flat}
-
-
-def _describe(x: ArrayOrShape | None) -> str:
-    return "missing" if x is None else f"{x.dtype}{list(np.shape(x))}"
 
 
 def _placed(

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from paged_optax.analysis.program import Analysis, Constant, Program
 from paged_optax.backend.memory import on_host
-from paged_optax.backend.text import keystr
+from paged_optax.backend.text import dtype_and_shape, keystr
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.state_layout import StateLayout
@@ -64,7 +64,7 @@ def said_of(
 
 
 def _typed(x: ArrayOrShape) -> str:
-    kind = f"{jax.typeof(x).dtype}{list(x.shape)}"
+    kind = dtype_and_shape(jax.typeof(x))
     return f"{kind} on the host" if on_host(x) else kind
 
 

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.backend.memory import PINNED_HOST, memory_kinds, on_host
-from paged_optax.backend.text import keystr
+from paged_optax.backend.text import dtype_and_shape, keystr
 from paged_optax.backend.types import ArrayOrShape, KeyPath, shape_dtype
 from paged_optax.codecs import Quantized
 from paged_optax.engine.shards import Shards
@@ -249,7 +249,7 @@ def refuse_changes(
             if np.shape(before) != after.shape or not same_dtype:
                 raise ValueError(
                     f"{what} {keystr(path)} would turn from {jax.typeof(before)} into"
-                    f" {after.dtype}{list(after.shape)}, and could not stay in its own"
+                    f" {dtype_and_shape(after)}, and could not stay in its own"
                     " buffer: pass gradients of the shapes and dtypes that the state"
                     " was made for, and the codec and mu_dtype that it was made with."
                 )

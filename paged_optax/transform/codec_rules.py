@@ -1,6 +1,6 @@
 """Which codec stores which moment."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def check(codec: Rule | Mapping[str, Rule]) -> dict[str, Rule]:
                 f"codec has the key {key!r}: name a moment ('mu') or a pattern of"
                 " parameter paths ('blocks/*/kernel')."
             )
-        for one in rule.values() if isinstance(rule, Mapping) else (rule,):
+        for one in _codecs_of(rule):
             _codec(one, signed=True)
     plain = all(rule in (None, "float32") for rule in rules.values())
     return {} if plain else rules
@@ -54,12 +54,12 @@ def check(codec: Rule | Mapping[str, Rule]) -> dict[str, Rule]:
 
 def draws(rules: Mapping[str, Rule]) -> bool:
     """Whether any codec needs random words."""
-    each = [
-        one
-        for rule in rules.values()
-        for one in (rule.values() if isinstance(rule, Mapping) else (rule,))
-    ]
-    return any(codec.draws for one in each if (codec := _codec(one, True)) is not None)
+    each = [_codec(x, True) for rule in rules.values() for x in _codecs_of(rule)]
+    return any(codec is not None and codec.draws for codec in each)
+
+
+def _codecs_of(rule: Rule) -> Collection[CodecLike]:
+    return rule.values() if isinstance(rule, Mapping) else (rule,)
 
 
 def choose(
