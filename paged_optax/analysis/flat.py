@@ -283,6 +283,8 @@ class Flat:
         for operand in (*(x for e in equations for x in e.inputs), *wanted):
             if not isinstance(operand, Constant) and operand not in computed:
                 arguments.setdefault(operand, len(arguments))
+        # Numbered anew, leaves of equal shape have equal programs, which JAX traces and
+        # lowers once.
         names = dict(arguments)
         for equation in equations:
             for value in equation.outputs:

@@ -1,10 +1,13 @@
 """`paged` and its aliases: an Optax transformation whose state is on the host.
 
-`init` makes the state, `update` and `streaming` stream it; what both know is in
+`init` makes the state. `update` traces what a step computes of each leaf, and
+`streaming` runs it, like leaves in one loop. What both know is in
 `paged_transformation`. `state_layout` says how a state is stored, and what of it stays
 on the device. `codec_rules` chooses the codec of each moment, `trees` finds its
-parameter, `parameter_shardings` how that is divided. `active_parameters` closes the
-loops of parameters that a step skips, and `streaming` keeps their moments; which steps
-do, the room `wrappers` decides. `checks` refuses bad input. `planned_moments` describes
-it all for `plan`.
+parameter, `parameter_shardings` how that is divided, and `manual` which part of it a
+device has within a `shard_map`. `active_parameters` closes the loops of parameters that
+a step skips, and `streaming` keeps their moments; which steps do, the room `wrappers`
+decides. `context` is what an update is told besides its arguments. `precision` and
+`remainders` keep master weights. `checks` refuses bad input, and `agreement` says what
+several processes must have built alike. `planned_moments` describes it all for `plan`.
 """
