@@ -23,7 +23,7 @@ README = (ROOT / "README.md").read_text()
 #: A command of the README's.
 PLAN = ("plan", "--params", "8B", "--device-memory", "24GiB")
 #: Tests that read files beside them: pages, figures, arrays, and `.ci/run`.
-READERS = ("test_codecs_oracles", "test_docs")
+READERS = ("codecs/test_codecs_oracles", "project/test_docs")
 
 
 def run(*command, **options):
