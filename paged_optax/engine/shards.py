@@ -174,7 +174,7 @@ class ShardPosition:
     Attributes:
       start: The position in the flattened leaf of its first value, where shards are
         ranges; else 0.
-      part: The number of its row of parts.
+      part: The number of the shard, where shards are no ranges; else 0.
     """
 
     start: UInt32[Array, ""]
@@ -221,12 +221,12 @@ def on_shards(
     def run(
         arrays: tuple[PyTree[Array], ...], scalars: PyTree[Array]
     ) -> tuple[PyTree[Array], ...]:
-        first = _index(shards, shards.axes[0] if shards.axes else ())
-        rest = tuple(name for names in shards.axes[1:] for name in names)
+        number = _index(shards, [name for names in shards.axes for name in names])
         # Positions count modulo 2**32, as those within the shard do.
-        start = first * np.uint32(math.prod(local) % 2**32)
-        start = jnp.uint32(0) if shards.has_rows else start
-        position = ShardPosition(start, _index(shards, rest))
+        start = number * np.uint32(math.prod(local) % 2**32)
+        zero = jnp.uint32(0)
+        by_row = ShardPosition(zero, number)
+        position = by_row if shards.has_rows else ShardPosition(start, zero)
         # A shard's scales are one vector, as those of a leaf on one device are. Outside
         # they may have a row for each part, see `Shards.stored`.
         arrays = tuple(
@@ -263,7 +263,7 @@ def constrained(x: Array, shards: Shards | None) -> Array:
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _index(shards: Shards, names: tuple[str, ...]) -> UInt32[Array, ""]:
+def _index(shards: Shards, names: Sequence[str]) -> UInt32[Array, ""]:
     sizes, number = dict(shards.mesh.shape), jnp.uint32(0)
     for name in names:
         index = jax.lax.axis_index(name).astype(jnp.uint32)

@@ -1,6 +1,7 @@
 """Each device pages its own shard: numbers, bytes, and where everything lives."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,18 @@ def test_stochastic_rounding():
     # Elsewhere each part draws its own bits: no two columns of parts are alike.
     noise = np.float32(found["trailing"]) != np.float32(wanted["trailing"])
     assert 0.05 < noise.mean() < 0.6
+
+
+def test_each_part_draws_its_own_noise():
+    """Divided along both axes: equal gradients are rounded otherwise in each part."""
+    part = jax.random.normal(jax.random.key(0), (16, 512))
+    gradients = divided({"both": jnp.tile(part, (4, 2))}, mesh_of())
+    tx = po.paged_adamw(1e-2, codec="bfloat16_stochastic", **PAGED)
+    _, state = train(tx, gradients, gradients, steps=1)
+    mu = np.float32(optax.tree.get(state, "mu")["both"])
+    parts = mu.reshape(4, 16, 2, 512).swapaxes(1, 2).reshape(8, 16, 512)
+    differ = [(x != y).mean() for x, y in itertools.combinations(parts, 2)]
+    assert min(differ) > 0.1
 
 
 @pytest.mark.slow
