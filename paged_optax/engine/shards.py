@@ -180,6 +180,10 @@ class ShardPosition:
     start: UInt32[Array, ""]
     part: UInt32[Array, ""]
 
+    def words_of(self, words: PyTree[UInt32[Array, "2"]]) -> PyTree[Array]:
+        """Random words of this shard: each one that is no range counts from 0."""
+        return jax.tree.map(lambda x: x + self.part, words)
+
 
 def on_shards(
     function: Callable[..., Sequence[PyTree[Array]]],

@@ -167,10 +167,7 @@ def _stream_on_mesh(
     def on_shard(
         position: ShardPosition, arrays: Arrays, scalars: PyTree[Array]
     ) -> tuple[Stored, ...]:
-        gate, noise = scalars
-        # Where shards are no ranges of the flattened leaf, each counts from 0. So the
-        # number of its part makes a shard's words others than those of parts beside it.
-        noise = jax.tree.map(lambda words: words + position.part, noise)
+        gate, noise = scalars[0], position.words_of(scalars[1])
         leaves = tuple(arrays[i : i + count] for i in range(0, len(arrays), count))
         new = _stream(leaves, gate, noise, position.start, coded=coded, pages=pages)
         return tuple(x for each in new for x in each)
@@ -244,7 +241,7 @@ def fill(
     like = jax.ShapeDtypeStruct(shape, dtype)
     (leaf,) = on_shards(
         lambda position, arrays, noise: _by_backend(run, geometry)(
-            arrays, noise, position.start
+            arrays, position.words_of(noise), position.start
         ),
         shards,
         arrays,
