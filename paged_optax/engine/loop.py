@@ -131,7 +131,7 @@ class Loop:
             return 1  # a TPU computes all pages in the loop
         # The loop's variable counts units. A piece has whole blocks of every array.
         unit = part.size // part.step
-        block = math.lcm(*[part.block for array in self.arrays for part in array.parts])
+        block = math.lcm(*[one.block for array in self.arrays for one in array.parts])
         return pieces_of(part.step, block // math.gcd(block, unit))
 
     def _all_pages(
@@ -143,7 +143,9 @@ class Loop:
         )
         # What does not travel in pages, such as a leaf's few scales, travels before the
         # first page and after the last.
-        current = {p: tuple(map(arrays[p].to_device, x)) for p, x in current.items()}
+        current = {
+            p: tuple(map(arrays[p].whole_to_device, x)) for p, x in current.items()
+        }
         for part in self.ranges:
             in_turn = functools.partial(self._in_turn, part)
             duplex = functools.partial(self._duplex, part)
@@ -156,7 +158,7 @@ class Loop:
             else:
                 # XLA:CPU shares these pages with XLA:GPU, and has no link.
                 current = lax.platform_dependent(current, cpu=in_turn, default=duplex)
-        return tuple([tuple(map(arrays[p].to_host, current[p])) for p in targets])
+        return tuple([tuple(map(arrays[p].whole_to_host, current[p])) for p in targets])
 
     def _in_turn(self, part: PageRange, current: ByPosition) -> ByPosition:
         """Updates the pages of a range, one after the other."""
@@ -263,7 +265,7 @@ class Loop:
         page: ByPosition,
     ) -> tuple[LeafBuffers, ...]:
         """Computes a page and encodes its results; `page`: what of it has been read."""
-        # Of the page's first value, in the flattened leaf.
+        # Noise depends on where the page's first value is in the flattened leaf.
         position = jnp.uint32(0) if self.start is None else self.start
         strides = strides_of(self.pages.view)
         for start, stride in zip(at.starts(self.pages), strides, strict=True):

@@ -68,15 +68,15 @@ class PagedArray:
         number, of = self.ratios[self.pages.axis]
         return of // math.gcd(number, of)
 
-    def to_device(self, x: Array) -> Array:
+    def whole_to_device(self, x: Array) -> Array:
         """Brings what does not travel in pages to the device."""
         if self.whole:
             x = to_device(x, True)
             return x if self.view is None else x.reshape(self.view)
         return x
 
-    def to_host(self, x: Array) -> Array:
-        """Undoes `to_device`."""
+    def whole_to_host(self, x: Array) -> Array:
+        """Undoes `whole_to_device`."""
         if self.whole:
             return to_host(x.reshape(self.shape), True)
         return x

@@ -196,6 +196,7 @@ class Geometry:
 
     def on(self, platform: str) -> Pages:
         """The pages on a platform, `"gpu"` or `"tpu"`; for a CPU those of a GPU."""
+        # What is planned on a CPU is planned for a machine that has a link.
         return self.tpu if platform == "tpu" else self.gpu
 
 

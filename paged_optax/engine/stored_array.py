@@ -136,15 +136,15 @@ class StoredArray:
         parts = [part if part.travels else stay(part) for part in self.parts]
         return StoredArray(self.codec, tuple(parts))
 
-    def to_device(self, buffers: Buffers) -> Buffers:
+    def whole_to_device(self, buffers: Buffers) -> Buffers:
         """Brings what does not travel in pages to the device."""
         pairs = zip(buffers, self.parts, strict=True)
-        return tuple([part.to_device(x) for x, part in pairs])
+        return tuple([part.whole_to_device(x) for x, part in pairs])
 
-    def to_host(self, buffers: Buffers) -> Buffers:
-        """Undoes `to_device`."""
+    def whole_to_host(self, buffers: Buffers) -> Buffers:
+        """Undoes `whole_to_device`."""
         pairs = zip(buffers, self.parts, strict=True)
-        return tuple([part.to_host(x) for x, part in pairs])
+        return tuple([part.whole_to_host(x) for x, part in pairs])
 
     def read(self, buffers: Buffers, at: PageAddress) -> Buffers:
         """A page as it is stored, in device memory."""

@@ -58,7 +58,7 @@ def stream_update(
     buffers: list[StoredOrShape],
     params: optax.Params | None,
     extras: Sequence[Traceable],
-    open_gates: Sequence[Traceable],
+    traced_gates: Sequence[Traceable],
     constants: Mapping[int, ArrayLike],
     *,
     traced: Traced,
@@ -71,12 +71,12 @@ def stream_update(
         results overwrite, in their order.
       params: The parameters, or None.
       extras: The arrays among the extra arguments.
-      open_gates: The gates that only the device knows.
+      traced_gates: The gates that only the device knows.
       constants: What the programs close over, by number.
       traced: What the update computes.
     """
     layout, first = traced.layout, traced.layout.parameters.num_leaves
-    trees = buffers, params, extras, open_gates, constants
+    trees = buffers, params, extras, traced_gates, constants
     if explicit_mesh(trees) is not None:
         # What is traced of a transformation knows no axes: on explicit ones, its
         # equations would make arrays of other types than those that they meet.
@@ -93,7 +93,7 @@ def stream_update(
     if any(map(on_host, arguments)):
         # Some versions of XLA:GPU read other pages than they should, and say nothing.
         check_backend()
-    gating = traced.gating.merge(open_gates)
+    gating = traced.gating.merge(traced_gates)
     gates = gating["gates"].each() if gating["gates"] else [True] * first
     # On a restart a moment starts again even if its parameter's update is skipped.
     moves = [any_gate([gate, gating["restart"]]) for gate in gates]
@@ -127,14 +127,12 @@ def stream_update(
 
 
 def divided_as(
-    leaf: LeafUpdate,
-    parameters: Sequence[ArrayOrShape],
-    shards: Sequence[Shards | None],
+    leaf: LeafUpdate, like: Sequence[ArrayOrShape], shards: Sequence[Shards | None]
 ) -> Shards | None:
     """How a leaf is divided: as its parameter, if it is updated value by value."""
     if leaf.owner is None or not leaf.program.elementwise:
         return None
-    return shards[leaf.owner] if leaf.shape == parameters[leaf.owner].shape else None
+    return shards[leaf.owner] if leaf.shape == like[leaf.owner].shape else None
 
 
 def loop_key(
@@ -251,10 +249,11 @@ class _Loops:
                     for p, old, new in pairs
                 ]
                 continue
-            inputs = zip(leaf.inputs, arrays.codecs, arrays.arrays, strict=False)
+            # What is only overwritten follows the inputs, and has no number.
+            triples = zip(leaf.inputs, arrays.codecs, arrays.arrays, strict=False)
             shared = [
-                number
-                for number, codec, x in inputs
+                argument
+                for argument, codec, x in triples
                 if codec is None and jnp.shape(x) != leaf.shape
             ]
             moving, shards = arrays.moving, arrays.shards

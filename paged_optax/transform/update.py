@@ -106,7 +106,8 @@ class Update:
         gates, restart = gates_of(as_pure(active), gradients), context.restart
         # Which gates are known is part of the program; the others are its arguments.
         gating = {"gates": gates and Gates.of(gates), "restart": restart}
-        open_gates, gating = arrays_and_rest(gating)
+        traced_gates, gating = arrays_and_rest(gating)
+        # A restart decides which moments move, and is traced too: it is among both.
         extras, static = arrays_and_rest({"restart": restart, "extra_args": extra_args})
         gradients, params = as_arrays(gradients), as_arrays(params)
         layout, leaves = self.paged.take_apart(gradients, moments, params)
@@ -125,7 +126,7 @@ class Update:
             said = said_of(self.paged, like, moments, layout, analysis)
             compare("update of a paged transformation", said)
         buffers = [*jax.tree.leaves(gradients), *leaves]
-        arguments = buffers, params, extras, open_gates, constants
+        arguments = buffers, params, extras, traced_gates, constants
         # Outside a `jax.jit` the update is a program of its own, compiled once for all
         # equal `Traced`.
         run = self._jitted
