@@ -132,6 +132,18 @@ def _mark_slow(items):
         raise pytest.UsageError(f"quick(...) names no case of {names}")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def flax_as_before():
+    """Undoes what Tunix's models change of Flax, for all, when they are imported."""
+    import flax
+
+    name = "flax_always_shard_variable"
+    before = getattr(flax.config, name, None)
+    yield
+    if before is not None:
+        flax.config.update(name, before)
+
+
 @pytest.hookimpl(tryfirst=True)  # before a fixture of the file compiles
 def pytest_runtest_setup(item):
     """Leaves most of XLA:CPU's optimizations out, unless a test is `optimized`."""

@@ -33,7 +33,10 @@ GEMMA2 = {
 
 
 def module_of(package):
-    return importlib.import_module(f"tunix.models.{package}.model")
+    module = importlib.import_module(f"tunix.models.{package}.model")
+    # Its import does this once; conftest.py undoes it.
+    importlib.import_module("tunix.utils.env_utils").setup_sharding_environment()
+    return module
 
 
 def made(package, name, remat="NONE", **sizes):

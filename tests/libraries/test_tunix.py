@@ -35,7 +35,10 @@ def program():
     with pytest.MonkeyPatch.context() as patch:
         jax.devices()  # as many as the suite has, whatever the example asks for
         patch.syspath_prepend(str(EXAMPLES))
-        yield importlib.import_module("finetune_tunix")
+        module = importlib.import_module("finetune_tunix")
+        # Importing a model does this once; conftest.py undoes it.
+        importlib.import_module("tunix.utils.env_utils").setup_sharding_environment()
+        yield module
 
 
 @pytest.fixture(scope="module")
