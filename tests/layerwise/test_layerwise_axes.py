@@ -337,6 +337,31 @@ def test_an_update_on_automatic_axes_of_ones_own():
         assert len(told) == 1
 
 
+@pytest.mark.parametrize(
+    ("codec", "least"), [(None, "512KiB"), ("dynamic_int8", "256KiB")]
+)
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=str)
+def test_small_parts_of_large_moments(axis_type, codec, least):
+    """A device's part is small, and stays where `init` put it: nothing has moved."""
+    mesh = mesh_of(axis_type)
+    params = {"embed": jnp.ones((16, 64)), "layers": {"w": jnp.ones((2, 128, 2048))}}
+    specs = {"embed": P(), "layers": {"w": P(None, None, "x")}}
+    model = po.LayerwiseModel(
+        lambda rest, batch: (rest["embed"] @ jnp.ones((64, 128)), None),
+        lambda weights, x, context, i: (x + x @ weights["w"] @ weights["w"].T, None),
+        lambda rest, x, kept, batch: jnp.mean(x**2),
+    )
+    with jax.set_mesh(mesh):
+        params = placed(params, mesh, specs)
+        tx = po.paged_adamw(1e-2, codec=codec, min_paged_size=least, on_moved="raise")
+        state = tx.init(params)
+        workspace = po.GradientWorkspace.allocate(params["layers"])
+        step = jax.jit(po.layerwise_step(model, tx))
+        _, state, *_ = step(params, state, workspace, jnp.zeros(()))
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state)}
+    assert kinds == {"device"}
+
+
 def test_one_transformation_on_several_meshes():
     """An `init` on explicit axes tells nothing of arrays on other ones."""
     tx, params = po.paged_adamw(1e-3, **PAGED), {"w": jnp.ones((512, 64))}
