@@ -54,13 +54,12 @@ def ask(
     ) -> None:
         answers.append(Answer(pager, moved, said() if several else {}))
 
-    # On explicit axes a moment that a codec stores is divided as its parameter's type
-    # says, which the shapes that are traced do not have.
-    places = [jax.typeof(x).sharding for x in jax.tree.leaves(params)]
-
-    def update(updates: PyTree, state: PyTree, params: PyTree) -> object:
-        with telling(jax.tree.leaves(params), places):
-            return tx.update(updates, state, params)
+    def update(updates: PyTree, state: PyTree, shapes: PyTree) -> object:
+        # On explicit axes a moment that a codec stores is divided as its parameter's
+        # type says, which the shapes that are traced do not have.
+        places = [jax.typeof(x).sharding for x in jax.tree.leaves(params)]
+        with telling(jax.tree.leaves(shapes), places):
+            return tx.update(updates, state, shapes)
 
     # What is not paged may fail here, with a state on the host: its layers need not.
     # What is wrong fails in the step, in its own words.
