@@ -11,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
 from paged_optax.backend.memory import HOST
+from paged_optax.backend.text import dtype_and_shape
 from paged_optax.backend.validation import brief
 from paged_optax.layerwise.loss import WeightedLoss, loss_and_metrics, over
 from paged_optax.layerwise.slices import LayerIndex, kept, put, upwards
@@ -355,7 +356,7 @@ def refuse_other_input(
     x: PyTree[Array], output: PyTree[Array] | PyTree[jax.ShapeDtypeStruct]
 ) -> None:
     """Refuses a layer's output that cannot be the next layer's input."""
-    describe = lambda tree: jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+    describe = lambda tree: jax.tree.map(dtype_and_shape, tree)
     if describe(x) != describe(output):
         raise ValueError(
             f"layer turns {describe(x)} into {describe(output)}: a layer's output is"

@@ -11,7 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
-from paged_optax.backend.text import keystr, matching_names, path_name
+from paged_optax.backend.text import dtype_and_shape, keystr, matching_names, path_name
 from paged_optax.backend.types import KeyPath
 from paged_optax.backend.validation import (
     brief,
@@ -350,7 +350,7 @@ def _nothing_pending(
     check_arrays("rest", rest)
     for path, x in nondifferentiable(rest):
         raise ValueError(
-            f"rest{keystr(path)} is {x.dtype}{list(x.shape)} and has no gradient:"
+            f"rest{keystr(path)} is {dtype_and_shape(x)} and has no gradient:"
             " leave it out of params, and of rest."
         )
     named = by_name(rest)

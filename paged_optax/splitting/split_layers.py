@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.backend.memory import nbytes
-from paged_optax.backend.text import keystr, readable_bytes, table
+from paged_optax.backend.text import dtype_and_shape, keystr, readable_bytes, table
 from paged_optax.backend.types import shape_dtype
 from paged_optax.backend.validation import (
     check_arrays,
@@ -375,7 +375,7 @@ def _size(avals: Iterable[ShapedArray]) -> str:
 
 
 def _types(avals: Iterable[ShapedArray]) -> str:
-    return _some([f"{x.dtype}{list(x.shape)}" for x in avals], 3)
+    return _some(list(map(dtype_and_shape, avals)), 3)
 
 
 def _some(texts: Sequence[str], most: int) -> str:
