@@ -31,7 +31,7 @@ from paged_optax.state.bitsandbytes_entries import (
     refuse_other_moments,
     step_in,
 )
-from paged_optax.state.leaves import StateLeaf, leaves_of
+from paged_optax.state.leaves import StateLeaf, state_leaves_of
 from paged_optax.state.steps import served_by, step_of
 
 #: Optax's counts of updates.
@@ -69,14 +69,14 @@ def to_bitsandbytes(
     References:
       bitsandbytes, `optim/optimizer.py <https://github.com/bitsandbytes-foundation>`_.
     """
-    leaves = leaves_of(state)
+    state_leaves = state_leaves_of(state)
     check_arrays("params", params)
     shapes = {
         key_names(path): x.shape
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
     }
     parts: dict[KeyPath, dict[str, dict[int | None, np.ndarray]]] = {}
-    for leaf in _tracked(leaves, state):
+    for leaf in _tracked(state_leaves, state):
         if not (leaf.is_moment and leaf.field in FIELDS):
             continue
         number, position = FIELDS[leaf.field]
@@ -102,7 +102,7 @@ def to_bitsandbytes(
     names = [path_name(parameter) for parameter in parts]
     label = lambda path: path if names.count(path_name(path)) > 1 else path_name(path)
     return {
-        label(parameter): {"step": int(step_of(leaves, parameter) or 0)}
+        label(parameter): {"step": int(step_of(state_leaves, parameter) or 0)}
         | {
             name: by_position[None]
             if None in by_position
@@ -150,16 +150,17 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[Path | int, Entry]) -> PyT
     References:
       bitsandbytes, `optim/optimizer.py <https://github.com/bitsandbytes-foundation>`_.
     """
-    leaves, values = leaves_of(state), list[PyTree]()
+    state_leaves, values = state_leaves_of(state), list[PyTree]()
     by_parameter = entries_of(
-        entries, [x.parameter for x in leaves if x.is_moment and x.field in FIELDS]
+        entries,
+        [x.parameter for x in state_leaves if x.is_moment and x.field in FIELDS],
     )
-    refuse_other_moments(leaves, by_parameter)
+    refuse_other_moments(state_leaves, by_parameter)
     steps = {path: step_in(path, x) for path, x in by_parameter.items() if "step" in x}
-    for leaf in _tracked(leaves, state):
+    for leaf in _tracked(state_leaves, state):
         value = leaf.value
         if leaf.is_count and leaf.field in _COUNTS:
-            served = by_parameter.keys() & served_by(leaves, leaf)
+            served = by_parameter.keys() & served_by(state_leaves, leaf)
             if untold := sorted(map(path_name, served - steps.keys())):
                 raise ValueError(
                     f"the entry of parameter {untold[0]!r} has no 'step': pass how many"
@@ -171,12 +172,12 @@ def from_bitsandbytes(state: PyTree, entries: Mapping[Path | int, Entry]) -> PyT
         elif leaf.is_moment and leaf.field in FIELDS:
             value = read_moment(by_parameter[leaf.parameter], leaf)
         values.append(value)
-    _warn_of_other_steps(leaves, values, steps)
+    _warn_of_other_steps(state_leaves, values, steps)
     return unflatten_like(state, values)
 
 
 def _warn_of_other_steps(
-    leaves: Sequence[StateLeaf],
+    state_leaves: Sequence[StateLeaf],
     values: Sequence[PyTree[Array]],
     steps: Mapping[KeyPath, int],
 ) -> None:
@@ -185,7 +186,7 @@ def _warn_of_other_steps(
         return
     new = [
         dataclasses.replace(leaf, value=value)
-        for leaf, value in zip(leaves, values, strict=True)
+        for leaf, value in zip(state_leaves, values, strict=True)
     ]
     for path, step in steps.items():
         count = step_of(new, path)
@@ -200,6 +201,8 @@ def _warn_of_other_steps(
             return
 
 
-def _tracked(leaves: Sequence[StateLeaf], state: PyTree) -> Iterator[StateLeaf]:
+def _tracked(state_leaves: Sequence[StateLeaf], state: PyTree) -> Iterator[StateLeaf]:
     """The leaves, with a progress bar where the state is large."""
-    return track(leaves, "moments", len(leaves), shown=nbytes(state) >= LARGE_BYTES)
+    return track(
+        state_leaves, "moments", len(state_leaves), shown=nbytes(state) >= LARGE_BYTES
+    )

@@ -180,7 +180,7 @@ class Analysis:
       shared: The program of the scalars shared by all leaves.
       shared_inputs: Numbers of the values that are its arguments.
       shared_outputs: Numbers its results get.
-      leaves: One program a leaf.
+      leaf_updates: One program a leaf.
       tail: What cuts results of joined leaves apart again; empty otherwise.
       tail_inputs: Numbers of the values that are its arguments.
       tail_outputs: Positions of its results among the outputs.
@@ -191,7 +191,7 @@ class Analysis:
     shared: Program
     shared_inputs: tuple[int, ...]
     shared_outputs: tuple[int, ...]
-    leaves: tuple[LeafUpdate, ...]
+    leaf_updates: tuple[LeafUpdate, ...]
     tail: Program
     tail_inputs: tuple[int, ...]
     tail_outputs: tuple[int, ...]
@@ -201,9 +201,11 @@ class Analysis:
     @property
     def elementwise(self) -> frozenset[int]:
         """Positions of the outputs that are computed element by element."""
-        leaves = (leaf.outputs for leaf in self.leaves if leaf.program.elementwise)
+        outputs = (
+            leaf.outputs for leaf in self.leaf_updates if leaf.program.elementwise
+        )
         direct = (position for position, _ in self.direct)
-        return frozenset(itertools.chain(direct, *leaves))
+        return frozenset(itertools.chain(direct, *outputs))
 
     @functools.cached_property
     def same(self) -> Mapping[int, int]:
@@ -305,7 +307,7 @@ class Evaluation:
                 results[position] = [each[x] for each in self.by_parameter]
             else:
                 results[position] = values[x]
-        for leaf, new in zip(analysis.leaves, of_leaves, strict=True):
+        for leaf, new in zip(analysis.leaf_updates, of_leaves, strict=True):
             count = len(leaf.outputs)
             results.update(zip(leaf.outputs, new[:count], strict=True))
             values.update(zip(leaf.between, new[count:], strict=True))

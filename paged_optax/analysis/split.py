@@ -268,7 +268,7 @@ def analyse(
     computed = [x for x in tail_inputs if x in producer]
     shared |= dict.fromkeys(filter(followed.is_shared, computed))
     of_joined = [x for x in computed if x not in shared]
-    leaves, out_avals = [], closed.out_avals  # JAX makes that list at every look
+    leaf_updates, out_avals = [], closed.out_avals  # JAX makes that list at every look
     for key, positions in outputs.groups.items():
         places = [p for p in positions if p not in cut_apart]
         between = of_joined if key == _JOINED else []
@@ -281,7 +281,7 @@ def analyse(
         shared |= dict.fromkeys(filter(followed.is_shared, computed))
         avals = [out_avals[p] for p in places] + [flat.avals[x] for x in between]
         owner = None if key == _JOINED else outputs.owners[positions[0]]
-        leaves.append(
+        leaf_updates.append(
             LeafUpdate(
                 program,
                 inputs,
@@ -297,7 +297,7 @@ def analyse(
         shared=program,
         shared_inputs=inputs,
         shared_outputs=tuple(shared),
-        leaves=tuple(leaves),
+        leaf_updates=tuple(leaf_updates),
         tail=tail,
         tail_inputs=tail_inputs,
         tail_outputs=tuple(cut_apart),

@@ -49,11 +49,11 @@ class Noise(NamedTuple):
     """What stochastic rounding draws its bits from.
 
     The bits of a value are a function of the two words and of the value's own
-    position in its moment, so that they do not depend on how it was paged.
+    offset in its moment, so that they do not depend on how it was paged.
 
     Attributes:
       words: Random words, of one moment at one step.
-      start: The position in the flattened moment of the page's first value.
+      start: The offset in the flattened moment of the page's first value.
       strides: For each axis of the page how far apart in the flattened moment its
         entries are; None: the page is a range of it.
     """
@@ -135,7 +135,7 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 def draw(key: Array, step: ArrayLike, start: ArrayLike = 0) -> Noise:
     """The noise of one page of a moment, which has the key.
 
-    `start` is the position in the flattened moment of the page's first value. Nothing
+    `start` is the offset in the flattened moment of the page's first value. Nothing
     else differs between pages of one moment.
     """
     # Each step has its own words, and each moment its own key.

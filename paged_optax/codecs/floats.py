@@ -131,7 +131,7 @@ class BFloat16Codec:
 
 
 def _sixteen_bits(noise: Noise, shape: tuple[int, ...]) -> UInt32[Array, "*shape"]:
-    """Sixteen random bits a value: a hash of its position, keyed by two words.
+    """Sixteen random bits a value: a hash of its offset, keyed by two words.
 
     A dozen integer operations, against some seventy of Threefry. Shifts and
     multipliers are Wellons' `triple32`.
@@ -142,8 +142,8 @@ def _sixteen_bits(noise: Noise, shape: tuple[int, ...]) -> UInt32[Array, "*shape
     """
     x = jnp.full(shape, noise.start)
     for axis, stride in enumerate(noise.strides or strides_of(shape)):
-        position = lax.broadcasted_iota(jnp.uint32, shape, axis)
-        x = x + position * np.uint32(stride % 2**32)
+        index = lax.broadcasted_iota(jnp.uint32, shape, axis)
+        x = x + index * np.uint32(stride % 2**32)
     x = x ^ noise.words[0]
     x = (x ^ (x >> np.uint32(17))) * np.uint32(0xED5AD4BB)
     # The second word enters after the first round, so that two keys do not give one

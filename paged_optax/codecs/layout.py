@@ -115,44 +115,44 @@ class Arranged:
     ) -> PyTree[Array]:
         """Stores a page."""
         # Axes of one entry are left out: see `_reshaped`.
-        whole, shape = page.shape, _without_units(page.shape)
+        page_shape, shape = page.shape, _without_units(page.shape)
         page = _reshaped(page, jax.ShapeDtypeStruct(shape, page.dtype))
-        coded = self.arrange(self.codec.encode(self._transposed(page), noise), shape)
-        return _reshaped(coded, self.stored(whole))
+        arranged = self.arrange(self.codec.encode(self._transposed(page), noise), shape)
+        return _reshaped(arranged, self.stored(page_shape))
 
     def decode(
         self, stored: PyTree[Array], shape: tuple[int, ...]
     ) -> Float32[Array, "*shape"]:
         """Gives a page back."""
-        whole, shape = shape, _without_units(shape)
+        page_shape, shape = shape, _without_units(shape)
         stored = _reshaped(stored, self.stored(shape))
         transposed = (*shape[:-2], *shape[:-3:-1]) if self.blocks == -2 else shape
         page = self._transposed(
             self.codec.decode(self.plain(stored, shape), transposed)
         )
-        return page.reshape(whole)
+        return page.reshape(page_shape)
 
     def _transposed(self, x: Array) -> Array:
         """The moment with the axis of its blocks last, or back."""
         return jnp.swapaxes(x, -1, -2) if self.blocks == -2 else x
 
-    def arrange(self, coded: PyTree[Array], shape: tuple[int, ...]) -> PyTree[Array]:
+    def arrange(self, encoded: PyTree[Array], shape: tuple[int, ...]) -> PyTree[Array]:
         """The codes and scales of a moment of this shape, arranged.
 
         If blocks run along columns, they are those of the transposed moment.
         """
-        like, codes = self.stored(shape), self._transposed(codes_of(coded))
+        like, codes = self.stored(shape), self._transposed(codes_of(encoded))
         if self.axis is not None:
             # By way of bytes without a sign, which would fill the word's higher bits.
             codes = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
             codes = pack(codes, codes.ndim + self.axis, _bits(self.codec))
         codes = lax.bitcast_convert_type(codes, codes_of(like).dtype)
-        if not isinstance(coded, Quantized):
+        if not isinstance(encoded, Quantized):
             return codes
         transposed = list(like.scales.shape)
         if self.blocks == -2:
             transposed[-2:] = transposed[:-3:-1]
-        scales = self._transposed(coded.scales.reshape(transposed))
+        scales = self._transposed(encoded.scales.reshape(transposed))
         return Quantized(codes, lax.bitcast_convert_type(scales, like.scales.dtype))
 
     def plain(self, stored: PyTree[Array], shape: tuple[int, ...]) -> PyTree[Array]:

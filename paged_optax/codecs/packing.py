@@ -76,8 +76,8 @@ def unpack(
         groups = jnp.broadcast_to(jnp.expand_dims(words, axis + 1), shape)
         shift = lax.broadcasted_iota(jnp.int32, shape, axis + 1)
         codes = (groups >> (shift * np.int32(bits))) & mask
-        whole = words.shape[axis] * packed
-        return codes.reshape(*words.shape[:axis], whole, *words.shape[axis + 1 :])
+        entries = words.shape[axis] * packed
+        return codes.reshape(*words.shape[:axis], entries, *words.shape[axis + 1 :])
 
     def by_products(words: Array) -> Array:
         return interleave(

@@ -95,4 +95,4 @@ def _leaves(
     closed, _ = trace(function, *arguments)
     owners = [0, *[None] * (count - 1)]
     analysis, _ = analyse(closed, owners, owners, str)
-    return analysis.leaves
+    return analysis.leaf_updates

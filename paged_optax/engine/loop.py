@@ -33,9 +33,9 @@ from paged_optax.backend.types import varying, varying_axes
 from paged_optax.backend.xla import barrier, on_cpu, unfused_on_cpu
 from paged_optax.codecs import Codec, Noise, Quantized
 from paged_optax.codecs.codec import strides_of
-from paged_optax.engine.page_shapes import PIECE, in_tiles
+from paged_optax.engine.page_shapes import CODEC_PAGE, in_tiles
 from paged_optax.engine.pages import Index, PageAddress, PageRange, Pages, Storage
-from paged_optax.engine.schedule import Exchange, fenced, gated
+from paged_optax.engine.schedule import Exchange, fenced, isolated
 from paged_optax.engine.stored_array import (
     LeafBuffers,
     Stored,
@@ -57,21 +57,21 @@ class Loop:
       overwrites: For each of its results the position of the array it replaces.
       pages: How the leaf is cut.
       arrays: How each array lies in the pages.
-      words: For each result the random words that its codec rounds by, or None.
-      start: The position in the flattened leaf of this shard's first value; None: 0.
+      random_words: For each result the random words that its codec rounds by, or None.
+      start: The offset in the flattened leaf of this shard's first value; None: 0.
       shapes: What the program sees of each array, where leaves of several shapes
         travel whole; else empty.
-      leaves: How many leaves share pages.
+      leaf_count: How many leaves share pages.
     """
 
     program: Program
     overwrites: tuple[int, ...]
     pages: Pages
     arrays: Sequence[StoredArray]
-    words: Sequence[UInt32[Array, "2"] | None]
+    random_words: Sequence[UInt32[Array, "2"] | None]
     start: UInt32[Array, ""] | None
     shapes: Sequence[tuple[int, ...]] = ()
-    leaves: int = 1
+    leaf_count: int = 1
 
     @functools.cached_property
     def targets(self) -> tuple[int, ...]:
@@ -92,29 +92,29 @@ class Loop:
     def streams(self) -> tuple[int, ...]:
         """The arrays whose pages travel both ways."""
         inputs = [p for p in self.targets if p < self.program.inputs]
-        return tuple([p for p in inputs if self.arrays[p].travels])
+        return tuple([p for p in inputs if self.arrays[p].streamed])
 
     @functools.cached_property
     def duplex(self) -> bool:
         """Whether pages travel both ways at once where they travel."""
-        written = sum([self.arrays[p].travels for p in self.targets])
+        written = sum([self.arrays[p].streamed for p in self.targets])
         alike = len(self.streams) == written
-        return alike and self.pages.both_ways(written * self.leaves)
+        return alike and self.pages.both_ways(written * self.leaf_count)
 
     def __call__(
-        self, buffers: Sequence[LeafBuffers], gate: Int[Array, ""] | None
+        self, buffers: Sequence[LeafBuffers], trip_count: Int[Array, ""] | None
     ) -> tuple[LeafBuffers, ...]:
         """The new buffers of the arrays that are overwritten.
 
         Args:
           buffers: Those of each array, of each leaf that has its own.
-          gate: How often to run; None: once.
+          trip_count: How often to run; None: once.
         """
         arguments = tuple(buffers), tuple([buffers[p] for p in self.targets])
         # A loop that does all of it keeps the leaf together by itself.
         looped = len(self.ranges) == 1 and self.pages.count > 1
         together = looped and not self.coded and not self.duplex
-        if gate is None and (together or self.pages.ungated):
+        if trip_count is None and (together or not self.pages.isolated):
             return self._all_pages(*arguments)
         # Outside of loops a GPU fuses nothing in a call that is not inlined.
         in_loops = not self.pages.tiled and all(
@@ -123,7 +123,7 @@ class Loop:
                 for part in self.ranges
             ]
         )
-        return gated(self._all_pages, gate, in_loops)(*arguments)
+        return isolated(self._all_pages, trip_count, in_loops)(*arguments)
 
     def _pieces_of(self, part: PageRange) -> int:
         """In how many pieces the first and the last page of a range are moved."""
@@ -143,9 +143,7 @@ class Loop:
         )
         # What does not travel in pages, such as a leaf's few scales, travels before the
         # first page and after the last.
-        current = {
-            p: tuple(map(arrays[p].whole_to_device, x)) for p, x in current.items()
-        }
+        current = {p: tuple(map(arrays[p].preload, x)) for p, x in current.items()}
         for part in self.ranges:
             in_turn = functools.partial(self._in_turn, part)
             duplex = functools.partial(self._duplex, part)
@@ -158,7 +156,7 @@ class Loop:
             else:
                 # XLA:CPU shares these pages with XLA:GPU, and has no link.
                 current = lax.platform_dependent(current, cpu=in_turn, default=duplex)
-        return tuple([tuple(map(arrays[p].whole_to_host, current[p])) for p in targets])
+        return tuple([tuple(map(arrays[p].unload, current[p])) for p in targets])
 
     def _in_turn(self, part: PageRange, current: ByPosition) -> ByPosition:
         """Updates the pages of a range, one after the other."""
@@ -186,8 +184,8 @@ class Loop:
         results = compute()
         # Only what travels is fenced off from its neighbours; gradients and parameters
         # are read and written by the computation itself.
-        travels = [self.arrays[p].travels for p in self.overwrites]
-        results = fenced(results, travels)
+        streamed = [self.arrays[p].streamed for p in self.overwrites]
+        results = fenced(results, streamed)
         results = dict(zip(self.overwrites, results, strict=True))
         return self._written(at, current, results)
 
@@ -197,7 +195,7 @@ class Loop:
         once = self.pages.tiled  # all pages are computed by the loop
         pieces, stop = self._pieces_of(part), part.stop if once else last
         constant = {p: x for p, x in current.items() if p not in self.targets}
-        exchange = Exchange(self.arrays, self.streams, self.leaves)
+        exchange = Exchange(self.arrays, self.streams, self.leaf_count)
 
         def next_page(
             carry: tuple[Int[Array, ""], ByPosition, ByPosition],
@@ -266,10 +264,10 @@ class Loop:
     ) -> tuple[LeafBuffers, ...]:
         """Computes a page and encodes its results; `page`: what of it has been read."""
         # Noise depends on where the page's first value is in the flattened leaf.
-        position = jnp.uint32(0) if self.start is None else self.start
+        offset = jnp.uint32(0) if self.start is None else self.start
         strides = strides_of(self.pages.view)
         for start, stride in zip(at.starts(self.pages), strides, strict=True):
-            position += jnp.asarray(start, jnp.uint32) * np.uint32(stride % 2**32)
+            offset += jnp.asarray(start, jnp.uint32) * np.uint32(stride % 2**32)
         arrays = self.arrays[: self.program.inputs]
         stored = [
             page[p] if p in page else tuple([array.read(x, at) for x in current[p]])
@@ -281,18 +279,19 @@ class Loop:
         fence = lambda pages: lax.platform_dependent(
             pages, cpu=lambda pages: pages, default=barrier
         )
-        stored = fenced(stored, [array.travels for array in arrays], fence)
-        if self.coded or self.leaves == 1:
-            results = self._results(stored, at, position, self.leaves)
+        stored = fenced(stored, [array.streamed for array in arrays], fence)
+        if self.coded or self.leaf_count == 1:
+            results = self._results(stored, at, offset, self.leaf_count)
         else:
             # A short program is compiled for each leaf, and nothing is copied.
             of_leaf = lambda x, leaf: x if len(x) == 1 else x[leaf : leaf + 1]
             each = [
-                self._results([of_leaf(x, leaf) for x in stored], at, position, 1)
-                for leaf in range(self.leaves)
+                self._results([of_leaf(x, leaf) for x in stored], at, offset, 1)
+                for leaf in range(self.leaf_count)
             ]
             results = [
-                tuple([x for (x,) in leaves]) for leaves in zip(*each, strict=True)
+                tuple([x for (x,) in leaf_pages])
+                for leaf_pages in zip(*each, strict=True)
             ]
         # What is computed of constants alone varies along no axis, and its buffer may.
         return tuple(
@@ -306,8 +305,8 @@ class Loop:
         self,
         stored: Sequence[LeafBuffers],
         at: PageAddress,
-        position: UInt32[Array, ""],
-        leaves: int,
+        offset: UInt32[Array, ""],
+        leaf_count: int,
     ) -> Sequence[LeafBuffers]:
         """What is stored of the results of a page of one leaf, or of several joined."""
         shape, strides = self.pages.page(at.size), strides_of(self.pages.view)
@@ -321,8 +320,8 @@ class Loop:
             # What is decoded too is apart from what is computed of it, as below.
             inputs = on_cpu(barrier, inputs)
         elementwise = self.program.elementwise
-        whole = self.pages.page(at.size, leaves) if elementwise else None
-        results = self.program(inputs, whole)
+        joined_shape = self.pages.page(at.size, leaf_count) if elementwise else None
+        results = self.program(inputs, joined_shape)
         if self.coded:
             # What is encoded is apart from what computed it. So the codes of a page are
             # those of the whole leaf: XLA:CPU contracts products and sums as they are
@@ -335,24 +334,24 @@ class Loop:
             coded = [self.arrays[p].codec is not None for p in self.overwrites]
             results = fenced(results, coded)
         noise = [
-            None if word is None else Noise(word, position, strides)
-            for word in self.words
+            None if word is None else Noise(word, offset, strides)
+            for word in self.random_words
         ]
         every = zip(self.overwrites, results, noise, strict=True)
         return [
-            self._encoded(self.arrays[p], result, drawn, shape, leaves)
+            self._encoded(self.arrays[p], result, drawn, shape, leaf_count)
             for p, result, drawn in every
         ]
 
     def _decoded(
         self, array: StoredArray, page: LeafBuffers, shape: tuple[int, ...]
     ) -> Array:
-        """What the program sees of a page, computed in pieces where it is large."""
+        """What the program sees of a page, computed by parts where it is large."""
         codec = array.codec
-        if codec is None or (pieces := self._codec_pieces(codec, shape)) is None:
+        if codec is None or (pages := self._codec_pages(codec, shape)) is None:
             return array.decode(page, shape)
         stored = array.stored(page[0], shape)
-        decoded = _in_pieces(pieces, codec, stored, encode=False)
+        decoded = _by_pages(pages, codec, stored, encode=False)
         assert not isinstance(decoded, Quantized)
         return decoded
 
@@ -362,39 +361,39 @@ class Loop:
         result: Array,
         noise: Noise | None,
         shape: tuple[int, ...],
-        leaves: int,
+        leaf_count: int,
     ) -> LeafBuffers:
-        """What is stored of a result, computed in pieces where it is large."""
+        """What is stored of a result, computed by parts where it is large."""
         codec = array.codec
-        if codec is None or (pieces := self._codec_pieces(codec, result.shape)) is None:
-            return array.encode(result, noise, shape, leaves)
-        return (buffers_of(_in_pieces(pieces, codec, result, encode=True)),)
+        if codec is None or (pages := self._codec_pages(codec, result.shape)) is None:
+            return array.encode(result, noise, shape, leaf_count)
+        return (buffers_of(_by_pages(pages, codec, result, encode=True)),)
 
-    def _codec_pieces(self, codec: Codec, shape: tuple[int, ...]) -> Pages | None:
+    def _codec_pages(self, codec: Codec, shape: tuple[int, ...]) -> Pages | None:
         """How a TPU computes a codec on a leaf that is one page; None: at once.
 
         The larger an array, the longer XLA:TPU takes to compile what is computed of it:
         Adafactor with a momentum of (6144, 50432) in eight bits more than 150 s (libtpu
         0.0.52).
         """
-        whole = self.pages.tiled and self.pages.count <= 1 and self.leaves == 1
-        if not whole or codec.block == 1 or codec.draws:
+        one_page = self.pages.tiled and self.pages.count <= 1 and self.leaf_count == 1
+        if not one_page or codec.block == 1 or codec.draws:
             return None
-        pieces = in_tiles(shape, (Storage(4, codec, on_host=False),), PIECE)
-        return pieces if pieces.count > 1 else None
+        pages = in_tiles(shape, (Storage(4, codec, on_host=False),), CODEC_PAGE)
+        return pages if pages.count > 1 else None
 
 
-def _in_pieces(pieces: Pages, codec: Codec, x: Stored, *, encode: bool) -> Stored:
-    """Encodes or decodes an array on the device, a piece at a time."""
-    plain = jax.ShapeDtypeStruct(pieces.leaf, jnp.float32)
-    stored = codec.stored(pieces.leaf)
+def _by_pages(pages: Pages, codec: Codec, x: Stored, *, encode: bool) -> Stored:
+    """Encodes or decodes an array on the device, a page at a time."""
+    plain = jax.ShapeDtypeStruct(pages.leaf, jnp.float32)
+    stored = codec.stored(pages.leaf)
     arrays = (
-        StoredArray.of(plain, pieces, None, False),
-        StoredArray.of(stored, pieces, codec, False),
+        StoredArray.of(plain, pages, None, False),
+        StoredArray.of(stored, pages, codec, False),
     )
     source, target = arrays if encode else arrays[::-1]
     same = Program(1, (), (0,), elementwise=True)
-    loop = Loop(same, (1,), pieces, (source, target), (None,), None)
+    loop = Loop(same, (1,), pages, (source, target), (None,), None)
     buffers = source.view(x)
     blank = varying(target.blank(), varying_axes(buffers))
     ((new,),) = loop(((buffers,), (blank,)), None)

@@ -27,7 +27,7 @@ class PagedArray:
       view: The shape that pages are cut from. None: every page needs the whole array.
       ratios: For each axis of the view a pair (a, b): a entries of the array stand for
         b of the leaf. Empty if every page needs the whole array.
-      travels: Whether its pages come from host memory.
+      streamed: Whether its pages come from host memory.
     """
 
     pages: Pages
@@ -36,26 +36,26 @@ class PagedArray:
     on_host: bool
     view: tuple[int, ...] | None
     ratios: tuple[tuple[int, int], ...]
-    travels: bool
+    streamed: bool
 
     @functools.cached_property
     def _by_unit(self) -> tuple[int, ...] | None:
         """The view whose first index is the loop's own variable, or None."""
         if self.view is None or self.pages.axis or self.pages.tiled:
             return None
-        return by_unit(self.pages, self.view, self.ratios) if self.travels else None
+        return by_unit(self.pages, self.view, self.ratios) if self.streamed else None
 
     @functools.cached_property
     def opened(self) -> tuple[int, ...]:
         """The shape that a loop holds."""
-        if self.view is None or self.whole:
+        if self.view is None or self.preloaded:
             return self.shape
         return self._by_unit or self.view
 
     @property
-    def whole(self) -> bool:
+    def preloaded(self) -> bool:
         """Whether all of it travels, before the first page and after the last."""
-        return self.on_host and not self.travels
+        return self.on_host and not self.streamed
 
     @property
     def block(self) -> int:
@@ -68,33 +68,33 @@ class PagedArray:
         number, of = self.ratios[self.pages.axis]
         return of // math.gcd(number, of)
 
-    def whole_to_device(self, x: Array) -> Array:
+    def preload(self, x: Array) -> Array:
         """Brings what does not travel in pages to the device."""
-        if self.whole:
+        if self.preloaded:
             x = to_device(x, True)
             return x if self.view is None else x.reshape(self.view)
         return x
 
-    def whole_to_host(self, x: Array) -> Array:
-        """Undoes `whole_to_device`."""
-        if self.whole:
+    def unload(self, x: Array) -> Array:
+        """Undoes `preload`."""
+        if self.preloaded:
             return to_host(x.reshape(self.shape), True)
         return x
 
     def read(self, x: Array, at: PageAddress) -> Array:
         """A page of it, in device memory."""
         if self.view is not None:
-            page = to_device(lax.dynamic_slice(x, *self.slice_of(at)), self.travels)
+            page = to_device(lax.dynamic_slice(x, *self.slice_of(at)), self.streamed)
             if self._by_unit:
                 page = page.reshape(-1, *self.view[1:])
             return self._in_layout(page)
-        return self._in_layout(to_device(x, self.travels))
+        return self._in_layout(to_device(x, self.streamed))
 
     def write(self, x: Array, page: Array, at: PageAddress) -> Array:
         """The array with a page of it replaced."""
         page = self._in_layout(page)
         if self.view is None:
-            return to_host(page, self.travels)
+            return to_host(page, self.streamed)
         starts, sizes = self.slice_of(at)
         page = page.reshape(sizes)
         axis = self.pages.axis
@@ -102,7 +102,7 @@ class PagedArray:
             piece = page
             if size < page.shape[axis]:
                 piece = lax.slice_in_dim(page, done, done + size, axis=axis)
-            piece = to_host(piece, self.travels)
+            piece = to_host(piece, self.streamed)
             first = [
                 n + np.int32(done) if i == axis else n for i, n in enumerate(starts)
             ]
@@ -114,16 +114,16 @@ class PagedArray:
         assert self.view is not None
         starts: list[Index] = []
         sizes: list[int] = []
-        whole = self.pages.page(at.size)
+        page_shape = self.pages.page(at.size)
         entries = at.starts(self.pages)
         for axis, (number, of) in enumerate(self.ratios):
             start = entries[axis]
-            if whole[axis] == self.pages.view[axis]:
+            if page_shape[axis] == self.pages.view[axis]:
                 starts.append(np.int32(0))
                 sizes.append(self.view[axis])
                 continue
             starts.append(start if number == of else _scaled(start, number, of))
-            sizes.append(-(-whole[axis] * number // of))
+            sizes.append(-(-page_shape[axis] * number // of))
         if self._by_unit:
             _, *rest = self._by_unit
             values = math.prod(sizes)
@@ -131,7 +131,7 @@ class PagedArray:
             sizes = [values // math.prod(rest), *rest]
             return starts, sizes
         number, of = self.ratios[self.pages.axis]
-        if self.travels and self.pages.unit * number == of:
+        if self.streamed and self.pages.unit * number == of:
             starts[self.pages.axis] = at.unit
         return starts, sizes
 
@@ -140,7 +140,7 @@ class PagedArray:
         axis = self.pages.axis
         size = sizes[axis]
         pieces = [size]
-        if self.travels and self.pages.tiled:
+        if self.streamed and self.pages.tiled:
             # XLA:TPU writes only some numbers of rows to the host.
             if tiling.role(self._order, axis) == "sublanes":
                 pieces = tiling.sublane_sizes(size)

@@ -104,13 +104,13 @@ def _unit_of_values(codec: Codec | None, shape: tuple[int, ...]) -> int:
     return math.lcm(codec.block, together)
 
 
-#: Bytes of a page, or of a piece of one, that a TPU computes a codec on.
+#: Bytes of a page, or of a part of one, that a TPU computes a codec on.
 #
 # XLA:TPU computes a page of this size in its vector memory. Pages of 16 MiB take 92 MiB
 # of scratch, for (50257, 768) in eight bits. A larger page also takes longer to
 # compile: (32128, 1024) takes 15 s in pages of 2 MiB, and 6 s in pages of 1 MiB (libtpu
 # 0.0.52).
-PIECE = 2**20
+CODEC_PAGE = 2**20
 
 # If a moment has at least so many scales, they go in pages on a TPU too, even if pages
 # must be larger for that.
@@ -124,7 +124,7 @@ def in_tiles(
     itemsize = max(x.itemsize for x in moments)
     asked, size_of_leaf = page_size, math.prod(shape) * itemsize
     if any(block_of(x) > 1 for x in moments):
-        page_size = min(page_size, PIECE)
+        page_size = min(page_size, CODEC_PAGE)
     page_size = many_pages(size_of_leaf, page_size)
     if size_of_leaf <= page_size:
         return single(shape, tiled=True)
@@ -149,10 +149,10 @@ def in_tiles(
         larger.append(pages)
     if larger:
         return min(larger, key=lambda pages: pages.entries)
-    whole = single(shape, tiled=True)
-    if size_of_leaf <= max(asked, 2 * PIECE):
-        return whole
-    return dataclasses.replace(whole, refused=_reason(moments, shape))
+    one_page = single(shape, tiled=True)
+    if size_of_leaf <= max(asked, 2 * CODEC_PAGE):
+        return one_page
+    return dataclasses.replace(one_page, refused=_reason(moments, shape))
 
 
 def _reason(moments: tuple[Storage, ...], shape: tuple[int, ...]) -> str:

@@ -1,7 +1,7 @@
 """How leaves are cut into pages, on a backend of rows and on one of tiles.
 
-A page holds a piece of one leaf. Like leaves may share a page, which then holds the
-same piece of each. They travel together, one is read while another is written, and what
+A page holds a part of one leaf. Like leaves may share a page, which then holds the
+same part of each. They travel together, one is read while another is written, and what
 a codec stores is computed of all of them at once, so that XLA compiles that once:
 
 - Small leaves share a page, such as 16 adapters of (4096, 16).
@@ -65,9 +65,9 @@ _LARGER_ON_DEVICE = 16
 #: Bytes of a page if a user asks for no other: long transfers, and little scratch.
 DEFAULT_PAGE_SIZE = "16MiB"
 
-# Norms and biases on the device need no gate. What XLA may compute of all of them at
-# once is little, and on a GPU each gate waits for the host twice.
-_UNGATED = 64 * 2**10
+# Norms and biases on the device need not be isolated. What XLA may compute of all of
+# them at once is little, and on a GPU each isolated one waits for the host twice.
+_UNISOLATED = 64 * 2**10
 
 
 def uncut(shape: tuple[int, ...]) -> Geometry:
@@ -83,7 +83,7 @@ def cut(
     page_size: int,
     like: int = 1,
     room: int = 0,
-    gates: bool = False,
+    isolate: bool = False,
 ) -> Geometry:
     """Cuts leaves into pages of at most `page_size` bytes, if their layout allows it.
 
@@ -98,16 +98,16 @@ def cut(
       page_size: The most bytes of one moment's page, as the transformation sees it.
       like: So many leaves are like this one, and may share pages.
       room: Bytes of one moment's page for which there is room anyway.
-      gates: Whether leaves have gates though there is room.
+      isolate: Whether leaves are isolated though there is room.
 
     Returns:
       The geometry.
     """
-    coded = any(block_of(x) > 1 for x in moments)
-    travels = any(x.on_host for x in moments)
-    if gates:
+    in_blocks = any(block_of(x) > 1 for x in moments)
+    on_host = any(x.on_host for x in moments)
+    if isolate:
         # Half of a moment in float32, so that a leaf has two pages at least. A leaf of
-        # one page is in no loop, and needs a gate: the host waits.
+        # one page is in no loop of pages, and isolated by one for which the host waits.
         room = min(room, 2 * math.prod(shape))
     room = room if room >= page_size else 0
     # No moment is read and written at once. Where a leaf has a single one, or some that
@@ -115,34 +115,35 @@ def cut(
     sizes = [_stored_bytes(x, shape) for x in moments if x.on_host]
     alternate = 2 if len(sizes) == 1 or len({*sizes}) > 1 else 1
     share = functools.partial(_shared, shape, moments, like)
-    at_least = lambda leaves: _even(like, max(1, like // leaves))
+    at_least = lambda leaf_count: _even(like, max(1, like // leaf_count))
     on_tpu = share(page_size, in_tiles, at_least(alternate))
-    if coded:
-        leaves = _even(like, -(-like // _CODED_LEAVES))
-        on_gpu = share(_coded_page(moments, page_size, room), in_rows, leaves)
+    if in_blocks:
+        least = _even(like, -(-like // _CODED_LEAVES))
+        on_gpu = share(_coded_page(moments, page_size, room), in_rows, least)
         page_size = _coded_page(moments, page_size, 0)
     else:
         # Where pages go in turn, no leaf need alternate with another.
-        leaves = at_least(1 if GPU_NEEDS_RAW_INDEX else alternate)
-        on_gpu = share(page_size, in_rows, leaves)
-    # Without a gate XLA may compute leaves at once: they are small, or there is room.
-    little = coded and on_gpu.count == 1 and 4 * math.prod(shape) <= _UNGATED
-    if not travels and (little or (room and not gates)):
-        on_gpu = dataclasses.replace(on_gpu, ungated=True)
+        least = at_least(1 if GPU_NEEDS_RAW_INDEX else alternate)
+        on_gpu = share(page_size, in_rows, least)
+    # XLA may compute leaves at once that are not isolated: they are small, or there is
+    # room.
+    little = in_blocks and on_gpu.count == 1 and 4 * math.prod(shape) <= _UNISOLATED
+    if not on_host and (little or (room and not isolate)):
+        on_gpu = dataclasses.replace(on_gpu, isolated=False)
     # A codec converts, and so do remainders, which have fewer bits than the moments
     # beside them.
     converted = any(x.codec for x in moments) or len({x.itemsize for x in moments}) > 1
-    least = _WHOLE_ON_CPU_IF_CONVERTED if converted else _WHOLE_ON_CPU
-    whole = page_size >= least and not coded and not on_gpu.refused
-    on_cpu = single(shape) if whole else in_rows(shape, moments, page_size)
+    least_bytes = _WHOLE_ON_CPU_IF_CONVERTED if converted else _WHOLE_ON_CPU
+    one_page = page_size >= least_bytes and not in_blocks and not on_gpu.refused
+    on_cpu = single(shape) if one_page else in_rows(shape, moments, page_size)
     return Geometry(on_gpu, on_tpu, on_cpu)
 
 
 def _coded_page(moments: tuple[Storage, ...], page_size: int, room: int) -> int:
     """Bytes of one moment's page on a GPU, where a codec stores moments in blocks."""
-    travels = any(x.on_host for x in moments)
+    on_host = any(x.on_host for x in moments)
     least = min(page_size, _CODED_PAGES // max(2, len(moments)))
-    most = page_size if travels else _LARGER_ON_DEVICE * page_size
+    most = page_size if on_host else _LARGER_ON_DEVICE * page_size
     return max(least, min(most, room))
 
 
@@ -173,12 +174,12 @@ def _shared(
     most = 1
     if pages.count == 1:
         most = min(_MOST_LEAVES, min(page_size, _SMALL_PAGE) // page_bytes)
-    leaves = _even(like, -(-like // max(least, most)))
-    too_large = page_bytes * leaves > 2 * page_size
-    joins = all(_joins(x, pages, leaves) for x in moments)
-    if leaves == 1 or too_large or not joins:
+    leaf_count = _even(like, -(-like // max(least, most)))
+    too_large = page_bytes * leaf_count > 2 * page_size
+    joins = all(_joins(x, pages, leaf_count) for x in moments)
+    if leaf_count == 1 or too_large or not joins:
         return unshared
-    return dataclasses.replace(pages, leaves=leaves)
+    return dataclasses.replace(pages, leaf_count=leaf_count)
 
 
 def _even(like: int, parts: int) -> int:
@@ -188,10 +189,10 @@ def _even(like: int, parts: int) -> int:
 
 def sharing(pages: Pages, like: int) -> list[slice]:
     """Which of so many like leaves share pages."""
-    return [slice(i, i + pages.leaves) for i in range(0, like, pages.leaves)]
+    return [slice(i, i + pages.leaf_count) for i in range(0, like, pages.leaf_count)]
 
 
-def _joins(storage: Storage, pages: Pages, leaves: int) -> bool:
+def _joins(storage: Storage, pages: Pages, leaf_count: int) -> bool:
     """Whether pages of several leaves, one after the other, are stored as each is."""
     codec = storage.codec
     if pages.refused:
@@ -202,10 +203,10 @@ def _joins(storage: Storage, pages: Pages, leaves: int) -> bool:
     return not codec.draws and all(
         _is_whole(storage, pages, size)
         and all(
-            joined_along(one, many, leaves) is not None
+            joined_along(one, many, leaf_count) is not None
             for one, many in zip(
                 jax.tree.leaves(codec.stored(pages.page(size))),
-                jax.tree.leaves(codec.stored(pages.page(size, leaves))),
+                jax.tree.leaves(codec.stored(pages.page(size, leaf_count))),
                 strict=True,
             )
         )

@@ -60,8 +60,9 @@ class Pages:
       unit: Entries along `axis` that a loop's own variable counts as one. A page is a
         multiple of them.
       tiled: Whether arrays lie in a TPU's tiles.
-      ungated: Whether the leaf needs no gate, see `paged_optax.engine.schedule`.
-      leaves: How many like leaves share pages. The last group may have fewer.
+      isolated: Whether XLA must compute it apart from other leaves, see
+        `paged_optax.engine.schedule`.
+      leaf_count: How many like leaves share pages. The last group may have fewer.
       refused: Why the leaf cannot be cut although it is larger than a page; else empty.
     """
 
@@ -72,8 +73,8 @@ class Pages:
     count: int
     unit: int = 1
     tiled: bool = False
-    ungated: bool = False
-    leaves: int = 1
+    isolated: bool = True
+    leaf_count: int = 1
     refused: str = ""
 
     @property
@@ -86,11 +87,11 @@ class Pages:
         """Entries along the axis that is cut."""
         return self.view[self.axis] if self.view else 1
 
-    def page(self, size: int, leaves: int = 1) -> tuple[int, ...]:
+    def page(self, size: int, leaf_count: int = 1) -> tuple[int, ...]:
         """The shape of a page of `size` entries of each of some leaves."""
         if not self.count or not self.view:
             return self.view
-        return (*self.view[: self.axis], size * leaves, *self.view[self.axis + 1 :])
+        return (*self.view[: self.axis], size * leaf_count, *self.view[self.axis + 1 :])
 
     def ranges(self) -> "list[PageRange]":
         """The full pages, and the smaller last one."""
@@ -230,11 +231,11 @@ def block_of(storage: Storage) -> int:
     return 1 if storage.codec is None else storage.codec.block
 
 
-def joined_along(one: ArrayOrShape, many: ArrayOrShape, leaves: int) -> int | None:
+def joined_along(one: ArrayOrShape, many: ArrayOrShape, leaf_count: int) -> int | None:
     """The axis along which some arrays like `one` join to one like `many`, or None."""
-    if leaves == 1 or len(one.shape) != len(many.shape):
+    if leaf_count == 1 or len(one.shape) != len(many.shape):
         return None
     axes = [i for i, n in enumerate(one.shape) if n != many.shape[i]]
-    if len(axes) != 1 or many.shape[axes[0]] != leaves * one.shape[axes[0]]:
+    if len(axes) != 1 or many.shape[axes[0]] != leaf_count * one.shape[axes[0]]:
         return None
     return axes[0]

@@ -1,12 +1,12 @@
-"""What keeps transfers in order: the gate of a leaf, and the exchange of pages.
+"""What keeps transfers in order: isolated leaves, and the exchange of pages.
 
-**The gate of a leaf** says whether it is updated, apart from all else that is computed.
-Otherwise XLA hoists a leaf's first page, or its only one, and many leaves take memory
-at once: 16 leaves of 64 MiB in one page each 2176 MiB of scratch on H200 and v5e
-instead of 256. Two things keep a leaf together:
+**A leaf is isolated**: it is updated apart from all else that is computed. Otherwise
+XLA hoists a leaf's first page, or its only one, and many leaves take memory at once: 16
+leaves of 64 MiB in one page each 2176 MiB of scratch on H200 and v5e instead of 256.
+Either of two things isolates a leaf:
 
-- **A gate**: a loop whose turns no compiler can count. A gate of 0 moves no byte. On a
-  GPU each of its turns waits for the host.
+- **A loop of one turn**, or of none if the leaf's gate is closed. No compiler can count
+  its turns. Without one no byte is moved. On a GPU each turn waits for the host.
 - **A call that XLA:GPU does not inline**: the same bytes, and no wait. XLA fuses
   nothing in it outside of loops, so that every page must be computed in one.
 
@@ -35,42 +35,42 @@ Changing = TypeVar("Changing", bound=PyTree)
 Value = TypeVar("Value", bound=PyTree)
 
 
-def gated(
+def isolated(
     run: Callable[[Arguments, Changing], Changing],
-    gate: Int[Array, ""] | None,
+    trip_count: Int[Array, ""] | None,
     in_loops: bool,
 ) -> Callable[..., Any]:
-    """A function that updates a leaf as often as its gate says.
+    """A function that updates a leaf apart from all others.
 
     Args:
       run: Updates the leaf: of what it reads, and what it changes.
-      gate: How often to run; None: once.
+      trip_count: How often to run; None: once.
       in_loops: Whether a GPU computes all of it in loops.
     """
-    if gate is not None or not in_loops or not HAS_UNINLINED_CALLS:
-        return functools.partial(_counted, run, gate)
+    if trip_count is not None or not in_loops or not HAS_UNINLINED_CALLS:
+        return functools.partial(_looped, run, trip_count)
     run = jax.jit(run)  # traced once for two uses
-    counted = functools.partial(_counted, run, None)
+    looped = functools.partial(_looped, run, None)
     called = uninlined_call(run)
     return functools.partial(
-        lax.platform_dependent, cpu=counted, tpu=counted, default=called
+        lax.platform_dependent, cpu=looped, tpu=looped, default=called
     )
 
 
-def _counted(
+def _looped(
     run: Callable[[Arguments, Changing], Changing],
-    gate: Int[Array, ""] | None,
+    trip_count: Int[Array, ""] | None,
     arguments: Arguments,
     changing: Changing,
 ) -> Changing:
-    if gate is None:
+    if trip_count is None:
         # XLA:CPU sees that this is 1, which does no harm; others cannot see it.
-        gate = lax.platform_dependent(
+        trip_count = lax.platform_dependent(
             cpu=lambda: jnp.int32(1),
             default=lambda: lax.optimization_barrier(jnp.int32(1)),
         )
     return lax.while_loop(
-        lambda carry: carry[0] < gate,
+        lambda carry: carry[0] < trip_count,
         lambda carry: (carry[0] + 1, run(arguments, carry[1])),
         (jnp.int32(0), changing),
     )[1]
@@ -83,12 +83,12 @@ class Exchange:
     Attributes:
       arrays: How each array of a leaf lies in the pages.
       streams: The positions of the arrays that travel.
-      leaves: How many leaves share pages.
+      leaf_count: How many leaves share pages.
     """
 
     arrays: Sequence[StoredArray]
     streams: tuple[int, ...]
-    leaves: int
+    leaf_count: int
 
     def __call__(
         self,
@@ -112,7 +112,7 @@ class Exchange:
         Returns:
           The buffers, and the page that has been read.
         """
-        leaves = range(self.leaves)
+        leaves = range(self.leaf_count)
         keys = [(p, leaf) for p in self.streams for leaf in leaves]
         held = {(p, leaf): current[p][leaf] for p, leaf in keys}
         read = {(p, leaf): page[p][leaf] for p, leaf in keys}
@@ -127,7 +127,7 @@ class Exchange:
             p, leaf = target
             new = self.arrays[p].write(held[target], results[p][leaf], at)
             # What comes next waits, or XLA may begin all reads before the first write.
-            next_ones = {*after} - {source, target} if self.leaves > 1 else ()
+            next_ones = {*after} - {source, target} if self.leaf_count > 1 else ()
             tied = {x: held[x] for x in sorted(next_ones)}
             # One barrier on both: the read of a buffer ends before a later write of it
             # begins, or XLA copies the whole buffer.
@@ -147,13 +147,13 @@ class Exchange:
         If leaves share pages, it is the same moment of another leaf. So it has the same
         size.
         """
-        leaves, half = self.leaves, len(self.streams) // 2
-        if leaves == 1:
+        count, half = self.leaf_count, len(self.streams) // 2
+        if count == 1:
             return [(p, 0) for p in self.streams[half:] + self.streams[:half]]
         return [
-            (p, (leaf + leaves // 2) % leaves)
+            (p, (leaf + count // 2) % count)
             for p in self.streams
-            for leaf in range(leaves)
+            for leaf in range(count)
         ]
 
 

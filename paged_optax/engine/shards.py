@@ -64,8 +64,8 @@ class Shards:
             for entry in entries
         )
         shards = cls(sharding.mesh, axes)
-        whole = (n % d == 0 for n, d in zip(shape, shards.divisions, strict=True))
-        return shards if all(whole) else None
+        even = (n % d == 0 for n, d in zip(shape, shards.divisions, strict=True))
+        return shards if all(even) else None
 
     @classmethod
     def of_array(cls, x: ArrayOrShape) -> "Shards | None":
@@ -168,11 +168,11 @@ class Shards:
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardPosition:
-    """Where in a leaf this device's shard is, for what depends on positions.
+class ShardOffset:
+    """Where in a leaf this device's shard is, for what depends on it.
 
     Attributes:
-      start: The position in the flattened leaf of its first value, where shards are
+      start: The offset in the flattened leaf of its first value, where shards are
         ranges; else 0.
       part: The number of the shard, where shards are no ranges; else 0.
     """
@@ -180,7 +180,7 @@ class ShardPosition:
     start: UInt32[Array, ""]
     part: UInt32[Array, ""]
 
-    def words_of(self, words: PyTree[UInt32[Array, "2"]]) -> PyTree[Array]:
+    def random_words(self, words: PyTree[UInt32[Array, "2"]]) -> PyTree[Array]:
         """Random words of this shard: each one that is no range counts from 0."""
         return jax.tree.map(lambda x: x + self.part, words)
 
@@ -197,7 +197,7 @@ def on_shards(
     """Calls a function on every device, with its shards of a leaf's arrays.
 
     Args:
-      function: Of the position, the arrays and the scalars.
+      function: Of the shard's offset, the arrays and the scalars.
       shards: How the leaf is divided.
       arrays: Arrays of the leaf's shape, or of others, which are replicated.
       codecs: What stores each of the arrays, or None.
@@ -212,7 +212,7 @@ def on_shards(
     specs = tuple(
         shards.spec_of(codec, x, local) for x, codec in zip(arrays, codecs, strict=True)
     )
-    coded = [(codecs[x], arrays[x]) if isinstance(x, int) else x for x in results]
+    stored_as = [(codecs[x], arrays[x]) if isinstance(x, int) else x for x in results]
 
     def with_scales(
         codec: Codec | None, x: PyTree[Array], reshape: Callable[[Array], Array]
@@ -226,30 +226,32 @@ def on_shards(
         arrays: tuple[PyTree[Array], ...], scalars: PyTree[Array]
     ) -> tuple[PyTree[Array], ...]:
         number = _index(shards, [name for names in shards.axes for name in names])
-        # Positions count modulo 2**32, as those within the shard do.
+        # Offsets count modulo 2**32, as those within the shard do.
         start = number * np.uint32(math.prod(local) % 2**32)
         zero = jnp.uint32(0)
-        by_row = ShardPosition(zero, number)
-        position = by_row if shards.has_rows else ShardPosition(start, zero)
+        by_row = ShardOffset(zero, number)
+        offset = by_row if shards.has_rows else ShardOffset(start, zero)
         # A shard's scales are one vector, as those of a leaf on one device are. Outside
         # they may have a row for each part, see `Shards.stored`.
         arrays = tuple(
             with_scales(codec, x, lambda scales: scales.reshape(-1))
             for codec, x in zip(codecs, arrays, strict=True)
         )
-        new = function(position, arrays, scalars)
+        new = function(offset, arrays, scalars)
         if not shards.has_rows:
             return tuple(new)
         return tuple(
             with_scales(codec, x, lambda scales: scales[None])
-            for (codec, _), x in zip(coded, new, strict=True)
+            for (codec, _), x in zip(stored_as, new, strict=True)
         )
 
     return jax.shard_map(
         run,
         mesh=shards.current_mesh,
         in_specs=(specs, PartitionSpec()),
-        out_specs=tuple(shards.spec_of(codec, like, local) for codec, like in coded),
+        out_specs=tuple(
+            shards.spec_of(codec, like, local) for codec, like in stored_as
+        ),
         # Else all that devices know alike, such as a step's number, must be cast before
         # it meets a shard's values (jax 0.12.0.1).
         check_vma=False,

@@ -78,26 +78,26 @@ class StoredArray:
         cut = pages.count > 1 and (codec is not None or codes.shape == pages.leaf)
         ratios = _ratios_of_codes(codec, pages) if cut else ()
         view = _viewed(pages.view, ratios) if cut else None
-        travels = view is None or pages.tiled or _is_raw(pages, view, ratios)
+        sliceable = view is None or pages.tiled or _is_raw(pages, view, ratios)
         part = functools.partial(PagedArray, pages)
         first = part(
-            codes.shape, codes.dtype, on_host, view, ratios, on_host and travels
+            codes.shape, codes.dtype, on_host, view, ratios, on_host and sliceable
         )
         if scales is None:
             return cls(codec, (first,))
         assert codec is not None
         ratios = _ratios_of_scales(codec, pages) if cut else ()
         view = _viewed(pages.view, ratios) if cut else None
-        travels = view is None or _scales_travel(scales.shape, view, ratios, pages)
+        sliceable = view is None or _scales_sliceable(scales.shape, view, ratios, pages)
         second = part(
-            scales.shape, scales.dtype, on_host, view, ratios, on_host and travels
+            scales.shape, scales.dtype, on_host, view, ratios, on_host and sliceable
         )
         return cls(codec, (first, second))
 
     @property
-    def travels(self) -> bool:
+    def streamed(self) -> bool:
         """Whether its pages come from host memory."""
-        return self.parts[0].travels
+        return self.parts[0].streamed
 
     @property
     def paged(self) -> bool:
@@ -133,18 +133,18 @@ class StoredArray:
     def staged(self) -> "StoredArray":
         """The same, with what does not travel in pages on the device until the end."""
         stay = lambda part: dataclasses.replace(part, on_host=False)
-        parts = [part if part.travels else stay(part) for part in self.parts]
+        parts = [part if part.streamed else stay(part) for part in self.parts]
         return StoredArray(self.codec, tuple(parts))
 
-    def whole_to_device(self, buffers: Buffers) -> Buffers:
+    def preload(self, buffers: Buffers) -> Buffers:
         """Brings what does not travel in pages to the device."""
         pairs = zip(buffers, self.parts, strict=True)
-        return tuple([part.whole_to_device(x) for x, part in pairs])
+        return tuple([part.preload(x) for x, part in pairs])
 
-    def whole_to_host(self, buffers: Buffers) -> Buffers:
-        """Undoes `whole_to_device`."""
+    def unload(self, buffers: Buffers) -> Buffers:
+        """Undoes `preload`."""
         pairs = zip(buffers, self.parts, strict=True)
-        return tuple([part.whole_to_host(x) for x, part in pairs])
+        return tuple([part.unload(x) for x, part in pairs])
 
     def read(self, buffers: Buffers, at: PageAddress) -> Buffers:
         """A page as it is stored, in device memory."""
@@ -169,16 +169,20 @@ class StoredArray:
             return codes[0] if len(codes) == 1 else lax.concatenate(codes, axis)
         if len(page) == 1:
             return _decode(self.codec, self.stored(page[0], shape), shape)
-        whole = (*shape[:axis], shape[axis] * len(page), *shape[axis + 1 :])
-        wanted = self.codec.stored(whole)
+        joined_shape = (*shape[:axis], shape[axis] * len(page), *shape[axis + 1 :])
+        wanted = self.codec.stored(joined_shape)
         join = lambda like, *parts: lax.concatenate(
             parts, _along(parts[0], like, len(parts))
         )
         parts = [self.stored(x, shape) for x in page]
-        return _decode(self.codec, jax.tree.map(join, wanted, *parts), whole)
+        return _decode(self.codec, jax.tree.map(join, wanted, *parts), joined_shape)
 
     def encode(
-        self, result: Array, noise: Noise | None, shape: tuple[int, ...], leaves: int
+        self,
+        result: Array,
+        noise: Noise | None,
+        shape: tuple[int, ...],
+        leaf_count: int,
     ) -> LeafBuffers:
         """What is stored of a result, of each of the leaves that share the page.
 
@@ -186,23 +190,23 @@ class StoredArray:
           result: The result.
           noise: What a codec rounds by, or None.
           shape: The shape of each leaf's part.
-          leaves: How many leaves share the page.
+          leaf_count: How many leaves share the page.
         """
         if self.codec is None:
-            if leaves == 1:
+            if leaf_count == 1:
                 return ((result,),)
             axis = self.parts[0].pages.axis
-            return tuple([(x,) for x in jnp.split(result, leaves, axis)])
+            return tuple([(x,) for x in jnp.split(result, leaf_count, axis)])
         if noise is None:
             encoded = _encode(self.codec, result)
         else:
             encoded = self.codec.encode(result, noise)
         arrays = buffers_of(encoded)
-        if leaves == 1:
+        if leaf_count == 1:
             return (arrays,)
         like = jax.tree.leaves(self.codec.stored(shape))
         parts = [
-            jnp.split(x, leaves, _along(one, x, leaves))
+            jnp.split(x, leaf_count, _along(one, x, leaf_count))
             for x, one in zip(arrays, like, strict=True)
         ]
         return tuple(zip(*parts, strict=True))
@@ -226,9 +230,9 @@ def _decode(codec: Codec, stored: PyTree[Array], shape: tuple[int, ...]) -> Arra
     return codec.decode(stored, shape)
 
 
-def _along(one: ArrayOrShape, many: ArrayOrShape, leaves: int) -> int:
+def _along(one: ArrayOrShape, many: ArrayOrShape, leaf_count: int) -> int:
     """The axis along which one is a part of many, as `page_size` has checked."""
-    axis = joined_along(one, many, leaves)
+    axis = joined_along(one, many, leaf_count)
     assert axis is not None
     return axis
 
@@ -268,7 +272,7 @@ def _is_raw(
     return by_unit(pages, view, ratios) is not None
 
 
-def _scales_travel(
+def _scales_sliceable(
     shape: tuple[int, ...],
     view: tuple[int, ...],
     ratios: Sequence[tuple[int, int]],

@@ -10,7 +10,7 @@ choices keep this right and small on every compiler at hand:
   induction variable alone and ignores what is computed from it; with this form its
   transfer descriptors cover exactly the page in jax 0.10.2 and in 0.12.0.1. A last page
   of fewer rows is one more access at a fixed row.
-- **A leaf has a gate** (`paged_optax.engine.schedule`), so that leaves take memory one
+- **A leaf is isolated** (`paged_optax.engine.schedule`), so that leaves take memory one
   at a time.
 
 How an array lies in its pages is in `paged_optax.engine.stored_array`. This module
@@ -33,7 +33,7 @@ from paged_optax.codecs import Codec
 from paged_optax.engine.loop import Loop
 from paged_optax.engine.page_size import sharing
 from paged_optax.engine.pages import Geometry, Pages
-from paged_optax.engine.shards import ShardPosition, Shards, on_shards
+from paged_optax.engine.shards import ShardOffset, Shards, on_shards
 from paged_optax.engine.stored_array import Stored, StoredArray
 
 Results = TypeVar("Results")
@@ -42,7 +42,7 @@ Results = TypeVar("Results")
 Arrays = tuple[Stored, ...]
 
 
-class CodedProgram(NamedTuple):
+class PageProgram(NamedTuple):
     """A leaf's program, and what stores its arrays; see `stream`."""
 
     program: Program
@@ -53,8 +53,8 @@ class CodedProgram(NamedTuple):
 
 def stream(
     leaves: tuple[Arrays, ...],
-    gate: Int[Array, ""] | None = None,
-    noise: tuple[UInt32[Array, "2"] | None, ...] | None = None,
+    trip_count: Int[Array, ""] | None = None,
+    random_words: tuple[UInt32[Array, "2"] | None, ...] | None = None,
     *,
     program: Program,
     overwrites: tuple[int, ...],
@@ -69,9 +69,9 @@ def stream(
       leaves: For each leaf the program's arguments, in host or device memory, then any
         further buffers to overwrite. Arrays of the leaf's shape are paged; others
         (scalars) are the same for all leaves, and given to every page whole.
-      gate: 1 to update the leaves; 0 to leave them, moving nothing. None always
+      trip_count: 1 to update the leaves; 0 to leave them, moving nothing. None always
         updates.
-      noise: For each result the random words that its codec rounds by, or None.
+      random_words: For each result the random words that its codec rounds by, or None.
       program: What to compute on a page; see `paged_optax.analysis.program`.
       overwrites: For each of its results, the position of the array it replaces,
         of the same shape and dtype.
@@ -87,7 +87,7 @@ def stream(
       space of the array it replaces.
     """
     codecs = codecs or (None,) * len(leaves[0])
-    coded = CodedProgram(program, overwrites, codecs, shapes)
+    page_program = PageProgram(program, overwrites, codecs, shapes)
     update = _stream_jitted
     if shards is not None:
         update = functools.partial(_stream_on_mesh, shards=shards)
@@ -95,11 +95,12 @@ def stream(
     def run(pages: Pages, leaves: tuple[Arrays, ...], *others: PyTree) -> list[Arrays]:
         parts = sharing(pages, len(leaves))
         new = [
-            update(leaves[part], *others, coded=coded, pages=pages) for part in parts
+            update(leaves[part], *others, page_program=page_program, pages=pages)
+            for part in parts
         ]
         return [arrays for each in new for arrays in each]
 
-    return _by_backend(run, geometry)(leaves, gate, noise)
+    return _by_backend(run, geometry)(leaves, trip_count, random_words)
 
 
 def _by_backend(
@@ -119,15 +120,15 @@ def _by_backend(
 
 def _stream(
     leaves: tuple[Arrays, ...],
-    gate: Int[Array, ""] | None,
-    noise: tuple[UInt32[Array, "2"] | None, ...] | None,
+    trip_count: Int[Array, ""] | None,
+    random_words: tuple[UInt32[Array, "2"] | None, ...] | None,
     start: UInt32[Array, ""] | None = None,
     *,
-    coded: CodedProgram,
+    page_program: PageProgram,
     pages: Pages,
 ) -> list[Arrays]:
     """Updates leaves that share pages; `start`: see `Loop`."""
-    program, overwrites, codecs, shapes = coded
+    program, overwrites, codecs, shapes = page_program
     arrays = [
         StoredArray.of(x, pages, codec, on_host(x))
         for x, codec in zip(leaves[0], codecs, strict=True)
@@ -136,11 +137,11 @@ def _stream(
         tuple(map(array.view, each if array.paged else each[:1]))
         for array, each in zip(arrays, zip(*leaves, strict=True), strict=True)
     ]
-    words = noise or (None,) * len(overwrites)
+    words = random_words or (None,) * len(overwrites)
     # Of leaves of several shapes, which travel whole, the program sees each shape.
     seen = () if pages.count else shapes
     loop = Loop(program, overwrites, pages, arrays, words, start, seen, len(leaves))
-    new = dict(zip(loop.targets, loop(buffers, gate), strict=True))
+    new = dict(zip(loop.targets, loop(buffers, trip_count), strict=True))
     return [
         tuple([arrays[p].restore(new[p][leaf]) for p in overwrites])
         for leaf in range(len(leaves))
@@ -148,35 +149,48 @@ def _stream(
 
 
 # Traced and compiled once for all groups of like leaves that share pages.
-_stream_jitted = jax.jit(_stream, static_argnames=("coded", "pages"))
+_stream_jitted = jax.jit(_stream, static_argnames=("page_program", "pages"))
 
 
-@functools.partial(jax.jit, static_argnames=("coded", "pages", "shards"))
+@functools.partial(jax.jit, static_argnames=("page_program", "pages", "shards"))
 def _stream_on_mesh(
     leaves: tuple[Arrays, ...],
-    gate: Int[Array, ""] | None,
-    noise: tuple[UInt32[Array, "2"] | None, ...] | None,
+    trip_count: Int[Array, ""] | None,
+    random_words: tuple[UInt32[Array, "2"] | None, ...] | None,
     *,
-    coded: CodedProgram,
+    page_program: PageProgram,
     pages: Pages,
     shards: Shards,
 ) -> list[Arrays]:
     """The same on every device, of its shards."""
-    count, overwrites = len(leaves[0]), coded.overwrites
+    count, overwrites = len(leaves[0]), page_program.overwrites
 
     def on_shard(
-        position: ShardPosition, arrays: Arrays, scalars: PyTree[Array]
+        offset: ShardOffset, arrays: Arrays, scalars: PyTree[Array]
     ) -> tuple[Stored, ...]:
-        gate, noise = scalars[0], position.words_of(scalars[1])
+        trip_count, words = scalars[0], offset.random_words(scalars[1])
         leaves = tuple(arrays[i : i + count] for i in range(0, len(arrays), count))
-        new = _stream(leaves, gate, noise, position.start, coded=coded, pages=pages)
+        new = _stream(
+            leaves,
+            trip_count,
+            words,
+            offset.start,
+            page_program=page_program,
+            pages=pages,
+        )
         return tuple(x for each in new for x in each)
 
     arrays = tuple(x for leaf in leaves for x in leaf)
     results = [i + p for i in range(0, len(arrays), count) for p in overwrites]
-    codecs = coded.codecs * len(leaves)
+    codecs = page_program.codecs * len(leaves)
     new = on_shards(
-        on_shard, shards, arrays, codecs, pages.leaf, results, (gate, noise)
+        on_shard,
+        shards,
+        arrays,
+        codecs,
+        pages.leaf,
+        results,
+        (trip_count, random_words),
     )
     size = len(overwrites)
     return [new[i : i + size] for i in range(0, len(new), size)]
@@ -188,7 +202,7 @@ def _stream_on_mesh(
 )
 def fill(
     arrays: tuple[Array, ...],
-    noise: UInt32[Array, "2"] | None = None,
+    random_words: UInt32[Array, "2"] | None = None,
     *,
     program: Program,
     geometry: Geometry,
@@ -202,7 +216,7 @@ def fill(
 
     Args:
       arrays: The program's arguments.
-      noise: The random words that the codec rounds by, or None.
+      random_words: The random words that the codec rounds by, or None.
       program: What makes a page; its only result is the leaf.
       geometry: How the leaf is cut; one shard of it, where there are shards.
       dtype: The leaf's dtype, as the program makes it.
@@ -218,7 +232,7 @@ def fill(
     def run(
         pages: Pages,
         arrays: tuple[Array, ...],
-        noise: UInt32[Array, "2"] | None,
+        random_words: UInt32[Array, "2"] | None,
         start: UInt32[Array, ""] | None,
     ) -> tuple[Stored]:
         stored = jax.ShapeDtypeStruct(pages.leaf, dtype)
@@ -228,26 +242,26 @@ def fill(
         buffers = [(one.view(x),) for one, x in zip(inputs, arrays, strict=True)]
         target = StoredArray.of(stored, pages, codec, host).staged()
         every = [*inputs, target]
-        loop = Loop(program, (len(arrays),), pages, every, [noise], start)
+        loop = Loop(program, (len(arrays),), pages, every, [random_words], start)
         blank = varying(target.blank(), axes)
         ((new,),) = loop([*buffers, (blank,)], None)
         leaf = target.restore(new)
         return (jax.device_put(leaf, HOST) if host else leaf,)
 
     if shards is None:
-        return _by_backend(run, geometry)(arrays, noise, None)[0]
+        return _by_backend(run, geometry)(arrays, random_words, None)[0]
     local = geometry.gpu.leaf
     shape = tuple(n * d for n, d in zip(local, shards.divisions, strict=True))
     like = jax.ShapeDtypeStruct(shape, dtype)
     (leaf,) = on_shards(
-        lambda position, arrays, noise: _by_backend(run, geometry)(
-            arrays, position.words_of(noise), position.start
+        lambda offset, arrays, words: _by_backend(run, geometry)(
+            arrays, offset.random_words(words), offset.start
         ),
         shards,
         arrays,
         [None] * len(arrays),
         local,
         [(codec, shards.stored(codec, shape) if codec else like)],
-        noise,
+        random_words,
     )
     return leaf

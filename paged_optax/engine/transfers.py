@@ -34,23 +34,23 @@ _PIECES = (2, 3, 5, 7)
 
 
 def to_device(
-    page: Array, travels: bool, layout: Callable[[Array], Array] = lambda page: page
+    page: Array, on_host: bool, layout: Callable[[Array], Array] = lambda page: page
 ) -> Array:
     """A slice of an array, in device memory.
 
     Args:
       page: The slice.
-      travels: Whether it comes from host memory.
+      on_host: Whether the array is in host memory.
       layout: Gives it the layout in which it lies in host memory.
     """
-    return jax.device_put(layout(page), DEVICE) if travels else page
+    return jax.device_put(layout(page), DEVICE) if on_host else page
 
 
 def to_host(
-    page: Array, travels: bool, layout: Callable[[Array], Array] = lambda page: page
+    page: Array, on_host: bool, layout: Callable[[Array], Array] = lambda page: page
 ) -> Array:
     """Undoes `to_device`."""
-    return layout(jax.device_put(page, HOST)) if travels else page
+    return layout(jax.device_put(page, HOST)) if on_host else page
 
 
 def in_layout(page: Array, order: tuple[int, ...]) -> Array:
@@ -73,13 +73,13 @@ class StackPage:
     Attributes:
       number: Its number, among parts of this size.
       size: Its entries along the axis.
-      travels: Whether it comes from host memory.
+      on_host: Whether the array is in host memory.
       pieces: In how many pieces a GPU moves it; 1: at once.
     """
 
     number: Index | int
     size: int
-    travels: bool
+    on_host: bool
     pieces: int
 
     @classmethod
@@ -94,26 +94,26 @@ class StackPage:
           size: Its entries.
           at_once: Whether it is moved at once, as what is moved in a loop.
         """
-        travels, pieces = on_host(x), 1
+        hosted, pieces = on_host(x), 1
         # Its rows, with those of all other parts, are counted in 32 bits.
         numbered = x.ndim > 1 and x.shape[0] * x.shape[1] < MOST_INDEX
-        if travels and numbered and not at_once:
+        if hosted and numbered and not at_once:
             pieces = pieces_of(size * x.shape[1])
-        return cls(number, size, travels, pieces)
+        return cls(number, size, hosted, pieces)
 
     def read(self, x: Array | np.ndarray) -> Array:
         """The part of the array, in device memory."""
 
         def at_once(x: Array | np.ndarray) -> Array:
             page = lax.dynamic_slice_in_dim(x, self._first, self.size)
-            return to_device(page, self.travels, _in_stacks_layout)
+            return to_device(page, self.on_host, _in_stacks_layout)
 
         def in_pieces(x: Array) -> Array:
             rows, (first, size) = _by_rows(x), self._piece(x)
             piece = lambda turn: lax.dynamic_slice_in_dim(
                 rows, first(turn), size, allow_negative_indices=False
             )
-            read = lambda turn: to_device(piece(turn), self.travels)
+            read = lambda turn: to_device(piece(turn), self.on_host)
             page = read_in_pieces(self.pieces, read)
             return page.reshape(self.size, *x.shape[1:])
 
@@ -123,14 +123,14 @@ class StackPage:
         """The array with the part replaced."""
 
         def at_once(x: Array, page: Array) -> Array:
-            page = to_host(page, self.travels, _in_stacks_layout)
+            page = to_host(page, self.on_host, _in_stacks_layout)
             return lax.dynamic_update_slice_in_dim(x, page, self._first, 0)
 
         def in_pieces(x: Array, page: Array) -> Array:
             first, _ = self._piece(x)
 
             def write(turn: Index, rows: Array, piece: Array) -> Array:
-                piece = to_host(piece, self.travels)
+                piece = to_host(piece, self.on_host)
                 return lax.dynamic_update_slice_in_dim(
                     rows, piece, first(turn), 0, allow_negative_indices=False
                 )

@@ -148,7 +148,7 @@ class Programs:
             return leaf.program(inputs, shape)
 
         evaluation = Evaluation(self.analysis, [i, *arguments], self.constants)
-        results = evaluation.results(list(map(run, self.analysis.leaves)))
+        results = evaluation.results(list(map(run, self.analysis.leaf_updates)))
         return [results[position] for position in wanted]
 
     def differences(self, other: "Programs") -> list[int]:
@@ -169,7 +169,7 @@ class Programs:
         plain = lambda x: (
             (np.asarray(x.value).tobytes(), x.key[1:]) if isinstance(x, Constant) else x
         )
-        for leaf in self.analysis.leaves:
+        for leaf in self.analysis.leaf_updates:
             if position in leaf.outputs:
                 equations = [
                     (
@@ -264,7 +264,7 @@ def _traced(
 
 def _refuse_state(layered: LayeredState, programs: Programs | None) -> None:
     """Refuses moments of layers that cannot be cut, or told, layer by layer."""
-    leaves = () if programs is None else programs.analysis.leaves
+    leaves = () if programs is None else programs.analysis.leaf_updates
     updated_with = {position: x.owner for x in leaves for position in x.outputs}
     position = len(layered.params)
     for path, x, owner, stacked in zip(

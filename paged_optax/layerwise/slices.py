@@ -89,7 +89,7 @@ def _page(
 
 def _scales(i: LayerIndex, size: int) -> StackPage:
     # They are on the device while layers are updated, see `LayeredState`.
-    return StackPage(i, size, travels=False, pieces=1)
+    return StackPage(i, size, on_host=False, pieces=1)
 
 
 def upwards(

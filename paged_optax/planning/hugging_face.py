@@ -107,8 +107,8 @@ class Fields:
     def shape(self, field: str, value: object) -> tuple[int, ...]:
         """A field that is the shape of a tensor."""
         sizes = value if isinstance(value, list) and len(value) <= 32 else [-1]
-        whole = all(type(size) is int and size >= 0 for size in sizes)
-        if not whole or math.prod(sizes) > _MOST_VALUES:
+        valid = all(type(size) is int and size >= 0 for size in sizes)
+        if not valid or math.prod(sizes) > _MOST_VALUES:
             raise self.wrong(field, value, "the shape of a tensor")
         return tuple(sizes)
 

@@ -83,7 +83,8 @@ class Ways:
       parameters: Bytes of all parameters.
       resident: The plan with all moments on the device.
       exact: The plan with moments on the host, as Optax has them.
-      coded: The plan with moments on the host, in a codec; `exact` if there is none.
+      coded_plan: The plan with moments on the host, in a codec; `exact` if there is
+        none.
       codec: The codec's name, after a comma; empty if there is none.
       rate: Bytes a second over the link, in one direction.
       layers: The layers; None if there are none, or no step may go by layers.
@@ -93,7 +94,7 @@ class Ways:
     parameters: int
     resident: PagePlan
     exact: PagePlan
-    coded: PagePlan
+    coded_plan: PagePlan
     codec: str
     rate: float
     layers: Layers | None
@@ -112,7 +113,7 @@ class Ways:
         )
         yield self._ordinary("paged", self.exact)
         if self.codec:
-            yield self._ordinary(f"paged{self.codec}", self.coded)
+            yield self._ordinary(f"paged{self.codec}", self.coded_plan)
         if self.layers is not None:
             way = self._layerwise(self.layers)
             yield way
@@ -172,9 +173,9 @@ class Ways:
         row = self._footprint(
             f"{LAYERWISE}{self.codec}",
             layers.largest + layers.rest,
-            self.coded,
+            self.coded_plan,
             scratch=scratch,
-            link_seconds=self.coded.link_bytes / self.rate,
+            link_seconds=self.coded_plan.link_bytes / self.rate,
         )
         there = row.parameters + row.moments + layers.largest
         return self._counted(row, there, there + scratch, waits=True)
@@ -223,7 +224,7 @@ class Ways:
         moments = self._moments_of(other)
         # The sum of parameter and update is made in sixteen parts, two of them at a
         # time.
-        pages = min(self.coded.scratch_bytes, moments)
+        pages = min(self.coded_plan.scratch_bytes, moments)
         at_rest = other, one + other, pages + other // 8
         parameters, gradients, scratch = max((one, one, way.scratch), at_rest, key=sum)
         moved = 4 * layers.rest + 2 * other

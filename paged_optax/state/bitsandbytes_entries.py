@@ -123,12 +123,12 @@ def step_in(parameter: KeyPath, entry: Entry) -> int:
 
 
 def refuse_other_moments(
-    leaves: Sequence[StateLeaf], entries: Mapping[KeyPath, Entry]
+    state_leaves: Sequence[StateLeaf], entries: Mapping[KeyPath, Entry]
 ) -> None:
     """Refuses entries with moments that the state does not keep."""
     kept = {
         (leaf.parameter, f"state{FIELDS[leaf.field][0]}")
-        for leaf in leaves
+        for leaf in state_leaves
         if leaf.is_moment and leaf.field in FIELDS
     }
     for path, entry in entries.items():

@@ -132,7 +132,7 @@ def fields_of(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, PyTre
             yield (*path, *key_path), child
 
 
-def leaves_of(state: PyTree) -> list[StateLeaf]:
+def state_leaves_of(state: PyTree) -> list[StateLeaf]:
     """The leaves of a state, in order, each with its place."""
     check_arrays("state", state)
     return [
@@ -163,11 +163,11 @@ def _is_count_variable(key_path: KeyPath, value: PyTree) -> bool:
     return one_variable and counts_steps(value.dtype)
 
 
-def unpaged_places(leaves: Iterable[StateLeaf]) -> set[tuple[KeyPath, str]]:
+def unpaged_places(state_leaves: Iterable[StateLeaf]) -> set[tuple[KeyPath, str]]:
     """Fields that nothing pages, as that of an `optax.trace` beside `paged(...)`."""
     # Moments of a parameter move together, so a field without a single moment on the
     # host, although other moments of its parameters are there, is not paged.
-    moments = [leaf for leaf in leaves if leaf.is_moment]
+    moments = [leaf for leaf in state_leaves if leaf.is_moment]
     paged = {leaf.place for leaf in moments if on_host(leaf.value)}
     away = {leaf.parameter for leaf in moments if on_host(leaf.value)}
     return {leaf.place for leaf in moments if leaf.parameter in away} - paged
@@ -230,9 +230,9 @@ class Parameters:
         return [path for path, name in self.names.items() if name.startswith(begins)]
 
 
-def parameter_at(path: Path, leaves: Iterable[StateLeaf]) -> KeyPath:
+def parameter_at(path: Path, state_leaves: Iterable[StateLeaf]) -> KeyPath:
     """The one parameter that a path names."""
-    paths = [leaf.parameter for leaf in leaves if leaf.is_moment]
+    paths = [leaf.parameter for leaf in state_leaves if leaf.is_moment]
     group = Parameters(paths, "the state").named_by(path)
     if len(group) > 1:
         names = [path_name(each) for each in group]
@@ -250,11 +250,11 @@ def parameter_at(path: Path, leaves: Iterable[StateLeaf]) -> KeyPath:
 
 def moments_at(state: PyTree, path: Path) -> dict[str, tuple[int, StateLeaf]]:
     """One parameter's moments by name, with their positions in the state."""
-    leaves = leaves_of(state)
-    parameter = parameter_at(path, leaves)
+    state_leaves = state_leaves_of(state)
+    parameter = parameter_at(path, state_leaves)
     moments = [
         (position, leaf)
-        for position, leaf in enumerate(leaves)
+        for position, leaf in enumerate(state_leaves)
         if leaf.is_moment and leaf.parameter == parameter
     ]
     names = [leaf.field for _, leaf in moments]
@@ -269,10 +269,10 @@ def moments_at(state: PyTree, path: Path) -> dict[str, tuple[int, StateLeaf]]:
 
 def moments_within(state: PyTree, path: Path) -> list[StateLeaf]:
     """The moments of a parameter, or of a group."""
-    leaves = [leaf for leaf in leaves_of(state) if leaf.is_moment]
-    paths = [leaf.parameter for leaf in leaves]
+    state_leaves = [leaf for leaf in state_leaves_of(state) if leaf.is_moment]
+    paths = [leaf.parameter for leaf in state_leaves]
     inside = set(Parameters(paths, "the state").named_by(path))
-    return [leaf for leaf in leaves if leaf.parameter in inside]
+    return [leaf for leaf in state_leaves if leaf.parameter in inside]
 
 
 def arrays_at(state: PyTree, path: Path | None) -> list[ArrayOrShape]:

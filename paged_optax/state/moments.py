@@ -33,8 +33,8 @@ from paged_optax.state.leaves import (
     LeafKey,
     Parameters,
     StateLeaf,
-    leaves_of,
     moments_at,
+    state_leaves_of,
     unpaged_places,
 )
 from paged_optax.state.residency import moved_to
@@ -114,8 +114,9 @@ def page_out(
             f"moments={sorted(moments)}: parameter {path_name(path)!r} has the moments"
             f" {sorted(known)}: pass those, as page_in gives them."
         )
-    leaves = leaves_of(state)
-    values, unpaged = [leaf.value for leaf in leaves], unpaged_places(leaves)
+    state_leaves = state_leaves_of(state)
+    values = [leaf.value for leaf in state_leaves]
+    unpaged = unpaged_places(state_leaves)
     for name, (position, leaf) in known.items():
         new = moments[name]
         if not _alike(new, leaf.value):
@@ -177,7 +178,9 @@ def init_param(
     target = abstract_state(tx, params)
     initial = tx.init(jax.tree.unflatten(structure, parameters))
     # In Flax's variables or not, a moment is the same.
-    initial, known, wanted = (leaves_of(as_pure(x)) for x in (initial, state, target))
+    initial, known, wanted = (
+        state_leaves_of(as_pure(x)) for x in (initial, state, target)
+    )
     new = {leaf.key: leaf.value for leaf in initial if leaf.field not in SETTINGS}
     old = {leaf.key: leaf.value for leaf in known}
     pure = jax.tree_util.tree_flatten_with_path(as_pure(params))[0]
@@ -289,7 +292,8 @@ def master_weights(
     """
     check_arrays("params", params)
     fields = {
-        (leaf.field, _named(leaf.parameter)): leaf.value for leaf in leaves_of(state)
+        (leaf.field, _named(leaf.parameter)): leaf.value
+        for leaf in state_leaves_of(state)
     }
 
     def master(path: KeyPath, parameter: Array) -> Array:

@@ -32,8 +32,8 @@ from paged_optax.state.leaves import (
     arrays_at,
     fields_of,
     is_quantized,
-    leaves_of,
     moments_within,
+    state_leaves_of,
     unpaged_places,
 )
 from paged_optax.transform.planned_moments import recorded
@@ -78,9 +78,9 @@ def device_resident_count(state: PyTree) -> int:
       >>> po.device_resident_count(po.paged_adamw(1e-3).init(params))
       1
     """
-    leaves = [leaf for leaf in leaves_of(state) if leaf.is_moment]
-    paged = {leaf.parameter for leaf in leaves if on_host(leaf.value)}
-    return len({leaf.parameter for leaf in leaves} - paged)
+    state_leaves = [leaf for leaf in state_leaves_of(state) if leaf.is_moment]
+    paged = {leaf.parameter for leaf in state_leaves if on_host(leaf.value)}
+    return len({leaf.parameter for leaf in state_leaves} - paged)
 
 
 def device_bytes(state: PyTree, path: Path | None = None) -> int:
@@ -176,27 +176,27 @@ def rebalance(
             f"recent_paths={brief(recent_paths)} is not a list of paths: pass one, also"
             " of a single parameter."
         )
-    leaves = leaves_of(state)
+    state_leaves = state_leaves_of(state)
     # Where a moment lives is part of its type, and a trace cannot change it.
     if is_traced(state):
         raise ValueError(
             "rebalance moves arrays and cannot be traced: call it outside jit, between"
             " steps."
         )
-    budget, smallest = _budget(tx, state, leaves)
-    unpaged = unpaged_places(leaves)
+    budget, smallest = _budget(tx, state, state_leaves)
+    unpaged = unpaged_places(state_leaves)
     tiny = small(
-        [bytes_per_device(x.value) if x.is_moment else None for x in leaves],
-        [x.value for x in leaves],
-        [x.parameter for x in leaves],
+        [bytes_per_device(x.value) if x.is_moment else None for x in state_leaves],
+        [x.value for x in state_leaves],
+        [x.parameter for x in state_leaves],
         smallest,
     )
     movable = [
         not is_tiny and x.place not in unpaged
-        for x, is_tiny in zip(leaves, tiny, strict=True)
+        for x, is_tiny in zip(state_leaves, tiny, strict=True)
     ]
     sizes: dict[KeyPath, int] = {}
-    for leaf, moves in zip(leaves, movable, strict=True):
+    for leaf, moves in zip(state_leaves, movable, strict=True):
         if leaf.is_moment:
             size = bytes_per_device(leaf.value) if moves else 0
             sizes[leaf.parameter] = sizes.get(leaf.parameter, 0) + size
@@ -210,10 +210,10 @@ def rebalance(
                 break  # all older ones go, as a least recently used cache has it
             left -= sizes[name]
             stays.add(name)
-    values = [leaf.value for leaf in leaves]
+    values = [leaf.value for leaf in state_leaves]
     # Evictions come first: no more than the budget is ever on the device.
     for to_host in (True, False):
-        for position, leaf in enumerate(leaves):
+        for position, leaf in enumerate(state_leaves):
             belongs_on_host = leaf.parameter not in stays
             moves = movable[position] and belongs_on_host != on_host(leaf.value)
             if moves and belongs_on_host == to_host:
@@ -234,13 +234,13 @@ def moved_to(x: Array, kind: str) -> Array:
 
 
 def _budget(
-    tx: Transformation, state: PyTree, leaves: list[StateLeaf]
+    tx: Transformation, state: PyTree, state_leaves: list[StateLeaf]
 ) -> tuple[int | None, int]:
     """The device budget of a transformation, and the smallest moment it pages."""
     params = _parameters_like(state)
     moments = sum(
         bytes_per_device(x.value)
-        for x in leaves
+        for x in state_leaves
         if x.is_moment and not on_host(x.value)
     )
     budgets, smallest = {}, []

@@ -11,7 +11,7 @@ from paged_optax.backend.memory import donate_within_memory
 from paged_optax.backend.text import path_name
 from paged_optax.backend.types import KeyPath, Path
 from paged_optax.backend.variables import unflatten_like
-from paged_optax.state.leaves import StateLeaf, leaves_of, parameter_at
+from paged_optax.state.leaves import StateLeaf, parameter_at, state_leaves_of
 
 
 def get_step(state: PyTree, path: Path) -> Int[Array, ""]:
@@ -37,9 +37,9 @@ def get_step(state: PyTree, path: Path) -> Int[Array, ""]:
       >>> int(po.get_step(state, "a")), int(po.get_step(state, "b"))
       (1, 0)
     """
-    leaves = leaves_of(state)
-    parameter = parameter_at(path, leaves)
-    count = step_of(leaves, parameter)
+    state_leaves = state_leaves_of(state)
+    parameter = parameter_at(path, state_leaves)
+    count = step_of(state_leaves, parameter)
     if count is None:
         raise ValueError(
             f"the state of parameter {path_name(parameter)!r} counts no steps: its"
@@ -48,13 +48,15 @@ def get_step(state: PyTree, path: Path) -> Int[Array, ""]:
     return count
 
 
-def step_of(leaves: Iterable[StateLeaf], parameter: KeyPath) -> Int[Array, ""] | None:
+def step_of(
+    state_leaves: Iterable[StateLeaf], parameter: KeyPath
+) -> Int[Array, ""] | None:
     """The step count of a parameter: its own, or the one it shares, or None."""
-    counts = [leaf for leaf in leaves if leaf.is_count]
+    counts = [leaf for leaf in state_leaves if leaf.is_count]
     for leaf in counts:
         if leaf.parameter == parameter != ():
             return leaf.value
-    nodes = _nodes(leaves, parameter)
+    nodes = _nodes(state_leaves, parameter)
     shared = [
         leaf
         for leaf in counts
@@ -68,20 +70,20 @@ def step_of(leaves: Iterable[StateLeaf], parameter: KeyPath) -> Int[Array, ""] |
     return None
 
 
-def served_by(leaves: Iterable[StateLeaf], count: StateLeaf) -> set[KeyPath]:
+def served_by(state_leaves: Iterable[StateLeaf], count: StateLeaf) -> set[KeyPath]:
     """The parameters whose steps a count counts: its own, or those of its label."""
     if count.parameter:
         return {count.parameter}
     near = {
-        parameter: _nearness(count.node, _nodes(leaves, parameter))
-        for parameter in {leaf.parameter for leaf in leaves if leaf.is_moment}
+        parameter: _nearness(count.node, _nodes(state_leaves, parameter))
+        for parameter in {leaf.parameter for leaf in state_leaves if leaf.is_moment}
     }
     return {x for x, distance in near.items() if distance == max(near.values())}
 
 
-def _nodes(leaves: Iterable[StateLeaf], parameter: KeyPath) -> set[KeyPath]:
+def _nodes(state_leaves: Iterable[StateLeaf], parameter: KeyPath) -> set[KeyPath]:
     """What holds a parameter's moments."""
-    return {x.node for x in leaves if x.is_moment and x.parameter == parameter}
+    return {x.node for x in state_leaves if x.is_moment and x.parameter == parameter}
 
 
 def _nearness(node: KeyPath, nodes: Iterable[KeyPath]) -> int:
@@ -111,16 +113,16 @@ def increment_step(state: PyTree, path: Path) -> PyTree:
       >>> int(po.get_step(po.increment_step(state, "w"), "w"))
       1
     """
-    leaves = leaves_of(state)
-    parameter = parameter_at(path, leaves)
-    nodes = {leaf.node for leaf in leaves if leaf.is_moment}
+    state_leaves = state_leaves_of(state)
+    parameter = parameter_at(path, state_leaves)
+    nodes = {leaf.node for leaf in state_leaves if leaf.is_moment}
     increments = [
         leaf.is_count
         and leaf.parameter == parameter
         # If the parameters are a single array, every count is that of the array, except
         # those of wrappers around the state that holds its moments.
         and (parameter or not any(_is_above(leaf.node, node) for node in nodes))
-        for leaf in leaves
+        for leaf in state_leaves
     ]
     if not any(increments):
         raise ValueError(
@@ -130,7 +132,7 @@ def increment_step(state: PyTree, path: Path) -> PyTree:
         )
     values = [
         optax.safe_increment(leaf.value) if yes else leaf.value
-        for leaf, yes in zip(leaves, increments, strict=True)
+        for leaf, yes in zip(state_leaves, increments, strict=True)
     ]
     return unflatten_like(state, donate_within_memory(values))
 

@@ -64,13 +64,13 @@ def only_if(gate: Gate) -> AbstractContextManager[None]:
     return within(gate=_known(and_gates(current().gate, gate)))
 
 
-def restart_if(gate: Gate | np.bool_) -> AbstractContextManager[None]:
+def restart_if(restart: Gate | np.bool_) -> AbstractContextManager[None]:
     """Lets every paged update called within end with a new state.
 
     Args:
-      gate: Whether the state becomes what `init` makes.
+      restart: Whether the state becomes what `init` makes.
     """
-    return within(restart=_known(gate))
+    return within(restart=_known(restart))
 
 
 def _known(gate: Gate | np.bool_) -> Gate:

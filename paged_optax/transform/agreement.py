@@ -43,7 +43,7 @@ def said_of(
         "host_memory_kind": configuration.host_memory_kind,
         "per_parameter_steps": paged.per_parameter_steps,
     }
-    programs = analysis.shared, *(leaf.program for leaf in analysis.leaves)
+    programs = analysis.shared, *(leaf.program for leaf in analysis.leaf_updates)
     # Like leaves have equal programs, of which one says what all compute.
     distinct = list(dict.fromkeys((*programs, analysis.tail)))
     return {

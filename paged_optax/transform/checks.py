@@ -204,10 +204,10 @@ def refuse_shared_counts(
     """Refuses a value that all parameters share, computed from their step counts."""
     reached = analysis.reached_from(counts)
     shared = [p for p, x in analysis.direct if x in reached and p not in counts]
-    for leaf in analysis.leaves:
+    for leaf in analysis.leaf_updates:
         if gradients > 1:  # what one parameter's gradient makes is not everyone's count
             shared += counts & {*leaf.outputs}
-    for leaf in analysis.leaves:
+    for leaf in analysis.leaf_updates:
         if leaf.owner is None and reached.intersection(leaf.inputs):
             shared += leaf.outputs
     if shared:

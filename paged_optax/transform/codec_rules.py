@@ -69,7 +69,7 @@ def choose(
     parameter_paths: Sequence[KeyPath],
     owners: Sequence[int | None],
     dtypes: Sequence[np.dtype],
-    coded: Container[int] = (),
+    parts: Container[int] = (),
 ) -> list[Codec | None]:
     """Finds the codec of each leaf of a state.
 
@@ -82,8 +82,8 @@ def choose(
       parameter_paths: The paths of the parameters.
       owners: For each leaf the parameter that it belongs to, or None.
       dtypes: The dtypes of the parameters.
-      coded: The positions of leaves that are coded though they have few values: parts
-        of larger ones.
+      parts: The positions of leaves that are parts of larger ones: these are coded
+        though they have few values.
 
     Returns:
       For each leaf its codec; None if it is stored as it is, as are step counts and
@@ -113,7 +113,7 @@ def choose(
         which = _Moment(moment, parameters[owner], aval, dtype, aval.dtype in masters)
         rule, by_name = _last_match(rules, named_by, which)
         small = int(np.prod(aval.shape)) < SMALLEST_CODED
-        small = small and position not in coded
+        small = small and position not in parts
         plain = small or rule in (None, "float32")
         codecs.append(None if plain else _fitting(rule, by_name, which))
     return codecs

@@ -254,7 +254,7 @@ class _NewState:
         evaluation = Evaluation(self.analysis, parameters, self.constants)
         try:
             of_leaves = []
-            leaves = self.analysis.leaves
+            leaves = self.analysis.leaf_updates
             for leaf in track(leaves, "moments", len(leaves), shown):
                 new = self._leaf(leaf, evaluation.inputs(leaf))
                 of_leaves.append(jax.block_until_ready(new) if shown else new)

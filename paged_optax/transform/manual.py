@@ -151,7 +151,7 @@ def as_results(
     gate_of = lambda owner: gates[owner] if gates and owner is not None else gates
     axes = {
         position: varying_axes(aval, gate_of(leaf.owner), restart)
-        for leaf in analysis.leaves
+        for leaf in analysis.leaf_updates
         for position, aval in zip(leaf.outputs, leaf.avals, strict=False)
     }
     gradients, structure = jax.tree.flatten(updates)

@@ -170,7 +170,7 @@ def planned_moments(
     state_paths, avals = paths_of(layout.shapes)
     groups: dict[Hashable, list[_LeafMoments]] = {}
     shape_of = dict(enumerate(x.shape for x in (*parameters, *avals, *parameters)))
-    for leaf in analysis.leaves:
+    for leaf in analysis.leaf_updates:
         divided = divided_as(leaf, parameters, layout.parameter_shards)
         dtype = None if leaf.owner is None else parameters[leaf.owner].dtype
         each = _LeafMoments.of(leaf, layout, stays, first, divided, dtype)
@@ -190,8 +190,8 @@ def planned_moments(
         shape = part.local(x.shape) if part else x.shape
         stored = codec.stored(shape) if codec else jax.ShapeDtypeStruct(shape, x.dtype)
         parts = StoredArray.of(stored, pages, codec, on_host=not stays[i]).parts
-        whole = [part for part in parts if part.whole]
-        reason = _WHOLE if parts[0].whole else pages.refused
+        preloaded = [part for part in parts if part.preloaded]
+        reason = _WHOLE if parts[0].preloaded else pages.refused
         moments.append(
             Moment(
                 path=keystr(path),
@@ -203,7 +203,7 @@ def planned_moments(
                 page_bytes=0 if stays[i] else _page_bytes(pages, x),
                 leaf=number,
                 in_flight=flying if codec is None else 3,
-                beside=sum(map(layout_bytes, whole)),
+                beside=sum(map(layout_bytes, preloaded)),
                 refused=refused.get(i, "" if stays[i] else reason),
                 both_ways=both and not stays[i],
                 small=size is not None and small[i],
@@ -241,7 +241,7 @@ def _geometry(
             for each in group[part]:
                 way = (number, pages, both, flying)
                 geometry.update((i, way) for i in each.numbers)
-                if pages.leaves == 1 < pages.count and each.converts:
+                if pages.leaf_count == 1 < pages.count and each.converts:
                     geometry[each.widest] = (number, pages, both, flying + 1)
             number += 1
     return geometry, number

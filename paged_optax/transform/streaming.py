@@ -104,16 +104,16 @@ def stream_update(
     for leaf, members in groups:
         one, *_ = members.values()
         gate = loops.moves[leaf.owner]
-        noise, travels = loops.noise(leaf), any(map(on_host, one.arrays))
+        random_words, hosted = loops.random_words(leaf), any(map(on_host, one.arrays))
         geometry = paged.geometry(leaf, one.moving, one.shards, len(members))
         # No context changes what streams, so like leaves are traced once.
         with loops.named(leaf, one), without():
             arrays = [x.arrays for x in members.values()]
             new = stream(
-                tuple(refuse_derivatives(x) if travels else tuple(x) for x in arrays),
+                tuple(refuse_derivatives(x) if hosted else tuple(x) for x in arrays),
                 # A gate is the trip count of the loop around the pages.
                 gate.astype(jnp.int32) if isinstance(gate, Array) else None,
-                noise,
+                random_words,
                 program=leaf.program,
                 overwrites=tuple(one.overwrites),
                 geometry=geometry,
@@ -227,7 +227,7 @@ class _Loops:
         singly = bool(self.counts) or current().fetched
         results: _ByLeaf = {}
         groups: dict[Hashable, _Group] = {}
-        for number, leaf in enumerate(analysis.leaves):
+        for number, leaf in enumerate(analysis.leaf_updates):
             inputs, gate = evaluation.inputs(leaf), self.moves[leaf.owner]
             if leaf.owner is None and len({id(gate) for gate in self.gates}) > 1:
                 refuse_joined(leaf)
@@ -318,7 +318,9 @@ class _Loops:
             self.paged.known.tell_of_unknown(path, self.arguments[leaf.owner])
         return jax.named_scope(UNSHARDED)
 
-    def noise(self, leaf: LeafUpdate) -> tuple[UInt32[Array, "2"] | None, ...] | None:
+    def random_words(
+        self, leaf: LeafUpdate
+    ) -> tuple[UInt32[Array, "2"] | None, ...] | None:
         """Draws the random words by which results are rounded, anew at each step."""
         codecs = {p: self.codecs[p] for p in leaf.outputs if p in self.codecs}
         if not any(codec.draws for codec in codecs.values()):
@@ -353,7 +355,7 @@ class _Loops:
     @functools.cached_property
     def _of_leaves(self) -> set[int]:
         """The positions of results that a leaf's program makes."""
-        return {p for leaf in self.traced.analysis.leaves for p in leaf.outputs}
+        return {p for leaf in self.traced.analysis.leaf_updates for p in leaf.outputs}
 
     def _kept(self, position: int, new: ArrayLike) -> ArrayLike:
         """Chooses the new value or the old by the gate, and keeps the old's place."""

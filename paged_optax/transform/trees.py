@@ -119,8 +119,8 @@ def parameter_of(
     )
     # A step count is no moment, even of a parameter that is called `count`: its tree
     # holds leaves that end with no parameter's path.
-    whole = {tree for tree, count in members.items() if count == inside[tree]}
+    complete = {tree for tree, count in members.items() if count == inside[tree]}
     return [
-        next((each for tree, each in trees.items() if tree in whole), None)
+        next((each for tree, each in trees.items() if tree in complete), None)
         for trees in candidates
     ]

@@ -112,7 +112,7 @@ def shifted(ways, count, unit):
                 *page, at = others
                 rows = count * (part.pages.size if unit == "page" else 1)
                 there = at._replace(start=at.start + rows, unit=at.unit + rows)
-                return right(part, x, *page, there if part.travels else at)
+                return right(part, x, *page, there if part.streamed else at)
 
             monkeypatch.setattr(PagedArray, way, wrong)
 

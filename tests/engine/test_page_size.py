@@ -300,15 +300,15 @@ def test_whole_leaves_are_coded_in_pieces_on_a_tpu(shape, codec, on_tiles, monke
     tx = po.paged_lamb(1e-2, min_paged_size=0, codec=codec)
     params = reference.arrays(jnp.float32, 0, {"w": shape})
     found, counts = [], []
-    copied = loop._in_pieces
+    copied = loop._by_pages
     monkeypatch.setattr(
         loop,
-        "_in_pieces",
+        "_by_pages",
         lambda x, *rest, **kw: counts.append(x.count) or copied(x, *rest, **kw),
     )
     for size in (2**14, 2**30):
         jax.clear_caches()
-        monkeypatch.setattr(loop, "PIECE", size)
+        monkeypatch.setattr(loop, "CODEC_PAGE", size)
         _, state = jax.jit(tx.update)(params, tx.init(params), params)
         found.append(moments(state))
     assert len(counts) >= 4

@@ -132,17 +132,17 @@ def test_pages_that_share_end_with_words_and_blocks(codec):
         found = cut(shape, kept, 2**24, like)
         for pages in (found.gpu, found.tpu):
             sizes = {pages.size, pages.extent % pages.size or pages.size}
-            for size in sizes if pages.leaves > 1 else ():
+            for size in sizes if pages.leaf_count > 1 else ():
                 assert_stored_alike(stored, pages, size)
 
 
 def assert_stored_alike(codec, pages, size):
     """What is stored of joined pages is what is stored of each."""
     page = np.random.default_rng(0).normal(size=pages.page(size)).astype(np.float32)
-    parts = [page * 10.0**i for i in range(pages.leaves)]
+    parts = [page * 10.0**i for i in range(pages.leaf_count)]
     array = StoredArray.of(codec.stored(pages.leaf), pages, codec, on_host=True)
     joined = jnp.concatenate(parts, pages.axis)
-    made = array.encode(joined, None, page.shape, pages.leaves)
+    made = array.encode(joined, None, page.shape, pages.leaf_count)
     for found, part in zip(made, parts, strict=True):
         wanted = buffers_of(codec.encode(jnp.asarray(part)))
         jax.tree.map(np.testing.assert_array_equal, found, wanted)

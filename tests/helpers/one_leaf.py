@@ -144,8 +144,8 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
     alone: list[geometry.Geometry] = []
     kept: list[geometry.Storage] = []
 
-    def cut(shape, moments, page_size, like=1, room=0, gates=False):
-        cuts.append(geometry.cut(shape, moments, page_size, like, room, gates))
+    def cut(shape, moments, page_size, like=1, room=0, isolate=False):
+        cuts.append(geometry.cut(shape, moments, page_size, like, room, isolate))
         kept[:] = moments
         alone[:] = [geometry.cut(shape, (x,), page_size) for x in moments]
         return cuts[-1]
@@ -278,7 +278,7 @@ def _misplaced(found: Any, pages: Any, kept: Sequence[Any]) -> str:
         if each.codec is not None:
             stored = each.codec.stored(pages.leaf)
         for part in StoredArray.of(stored, pages, each.codec, each.on_host).parts:
-            if not part.travels:
+            if not part.streamed:
                 continue
             _, sizes = part.slice_of(loops[0].at(0))
             step = math.prod(sizes) * part.dtype.itemsize
