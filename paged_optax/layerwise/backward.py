@@ -23,7 +23,14 @@ from paged_optax.layerwise.forward import (
 from paged_optax.layerwise.loss import WeightedLoss, over
 from paged_optax.layerwise.overlap import in_segments
 from paged_optax.layerwise.overlapped_update import BackwardOverlap, InFlight, Stage
-from paged_optax.layerwise.slices import Carry, LayerIndex, downwards, kept, put, slab
+from paged_optax.layerwise.slices import (
+    Carry,
+    LayerIndex,
+    downwards,
+    put,
+    slab,
+    written_back,
+)
 from paged_optax.layerwise.weights import (
     Prefetched,
     Slabs,
@@ -112,11 +119,11 @@ class BackwardPass:
         if forward is None:
             entered = model.entered(weights, rest, batch, self._each)
             forward = model.forward(weights, entered)
-        x, self.inputs, keep, self.context, self.stacks = forward
+        (x, self.inputs, kept), self.context, self.stacks = forward
         one = jax.tree.map(lambda x: x[0], batch) if several else batch
         self.learned = learned(model, weights, rest, one)
         model, fetched, x = model.fetch_rest(rest, x)
-        head = self._heads(model, fetched, x, keep, before, last)
+        head = self._heads(model, fetched, x, kept, before, last)
         self.loss, self.metrics = head.loss, head.metrics
         chosen = [
             yes
@@ -129,8 +136,8 @@ class BackwardPass:
             return
         if several:
             x = jax.tree.map(lambda x: x[0], x)
-            keep = jax.tree.map(lambda x: x[:, 0], keep)
-        in_head = jax.tree.leaves(used(model.finished, fetched, x, keep, one))
+            kept = jax.tree.map(lambda x: x[:, 0], kept)
+        in_head = jax.tree.leaves(used(model.finished, fetched, x, kept, one))
         gradients, structure = jax.tree.flatten(head.by_rest)
         known, merge = select(gradients, in_head)
         known = host_like(known, select(jax.tree.leaves(rest), in_head)[0])
@@ -146,14 +153,14 @@ class BackwardPass:
         model: Model,
         rest: Rest,
         x: PyTree[Array],
-        keep: PyTree[Array],
+        kept: PyTree[Array],
         before: Float[Array, ""],
         last: Bool[Array, ""] | bool,
     ) -> Head:
         """The loss, and the gradients by what it is made of, of all micro-batches."""
         batch, dtype = self.batch, before.dtype
         if not self.several:
-            return model.head(rest, x, keep, batch, dtype, before, last)
+            return model.head(rest, x, kept, batch, dtype, before, last)
         count = len(jax.tree.leaves(batch)[0])
 
         def head(
@@ -170,7 +177,7 @@ class BackwardPass:
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, widened(x.dtype)), rest)
         swapped = lambda tree: jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), tree)
-        drest, every = lax.scan(head, zeros, (x, swapped(keep), batch))
+        drest, every = lax.scan(head, zeros, (x, swapped(kept), batch))
         every = every._replace(by_rest=drest, by_kept=swapped(every.by_kept))
         if not isinstance(every.loss, WeightedLoss):
             return every
@@ -219,7 +226,7 @@ class BackwardPass:
             gradients, back, prefetched = _with_prefetched(gradients, back, prefetched)
             inner, new = visit(inner, i, slabs, gradients)
             if all(a is b for a, b in zip(new, slabs, strict=True)):
-                stacks, _ = kept(stacks, slabs, i)
+                stacks, _ = written_back(stacks, slabs, i)
             else:
                 stacks = written(stacks, slabs, new, i)
             if weights.prefetches:

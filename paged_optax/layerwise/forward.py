@@ -14,7 +14,7 @@ from paged_optax.backend.memory import HOST
 from paged_optax.backend.text import dtype_and_shape
 from paged_optax.backend.validation import brief
 from paged_optax.layerwise.loss import WeightedLoss, loss_and_metrics, over
-from paged_optax.layerwise.slices import LayerIndex, kept, put, upwards
+from paged_optax.layerwise.slices import LayerIndex, put, upwards, written_back
 from paged_optax.layerwise.weights import (
     Dependency,
     Frozen,
@@ -32,43 +32,82 @@ Rest = Mapping[Hashable, PyTree]
 Merge = Callable[[Sequence[Array]], PyTree]
 
 
-# A layer's input, all inputs so far, what is kept so far, the stacks, and what of the
-# next layer is fetched.
-_ForwardCarry = tuple[PyTree, PyTree, PyTree, list[Array], Prefetched]
+#: `run(i, slabs, x)` returns layer i's output, and what it keeps.
+RunLayer = Callable[[LayerIndex, Slabs, PyTree], tuple[PyTree, PyTree]]
+
+
+class Activations(NamedTuple):
+    """What a forward pass has computed so far, and stores for the backward pass.
+
+    Attributes:
+      x: The next layer's input; in the end the last layer's output.
+      inputs: Every layer's input, stacked.
+      kept: What the layers kept, stacked.
+    """
+
+    x: PyTree[Array]
+    inputs: PyTree[Array]
+    kept: PyTree[Array]
+
+    @classmethod
+    def before(
+        cls,
+        x: PyTree[Array],
+        kept: PyTree[jax.ShapeDtypeStruct],
+        length: int,
+        on_host: bool,
+    ) -> "Activations":
+        """Those before the first layer.
+
+        Args:
+          x: The first layer's input.
+          kept: Shapes of what one layer keeps.
+          length: How many layers there are.
+          on_host: Whether their inputs wait in host memory.
+        """
+        # Empty, for each layer writes its own before anything reads it.
+        blank = lambda x: lax.empty((length, *x.shape), x.dtype)
+        inputs = jax.tree.map(blank, x)
+        if on_host:
+            inputs = jax.device_put(inputs, HOST)
+        return cls(x, inputs, jax.tree.map(blank, kept))
+
+    def after(self, i: LayerIndex, slabs: Slabs, run: RunLayer) -> "Activations":
+        """Those after layer i, which `run` runs."""
+        store = lambda to, x: put(to, x[None], i)
+        inputs = jax.tree.map(store, self.inputs, self.x)
+        x, kept = run(i, slabs, self.x)
+        return Activations(x, inputs, jax.tree.map(store, self.kept, kept))
+
+
+# The activations, the stacks, and what of the next layer is fetched.
+_ForwardCarry = tuple[Activations, list[Array], Prefetched]
 
 
 class Entered(NamedTuple):
     """What a forward pass begins with.
 
     Attributes:
-      x: The first layer's input.
-      inputs: Room for every layer's input, stacked.
-      kept: Room for what the layers keep, stacked.
-      context: What they all see.
-      run: `run(i, slabs, x)` returns layer i's output, and what it keeps.
+      activations: Those before the first layer.
+      context: What all layers see.
+      run: Runs a layer.
     """
 
-    x: PyTree[Array]
-    inputs: PyTree[Array]
-    kept: PyTree[Array]
+    activations: Activations
     context: PyTree
-    run: Callable[[LayerIndex, Slabs, PyTree], tuple[PyTree, PyTree]]
+    run: RunLayer
 
 
 class Forward(NamedTuple):
     """What a forward pass makes.
 
     Attributes:
-      output: The last layer's output.
-      inputs: Every layer's input, stacked.
-      kept: What the layers kept, stacked.
-      context: What they all see.
+      activations: Those after the last layer.
+      context: What all layers see.
       stacks: Their parameters.
     """
 
-    output: PyTree[Array]
-    inputs: PyTree[Array]
-    kept: PyTree[Array]
+    activations: Activations
     context: PyTree
     stacks: list[Array]
 
@@ -174,10 +213,10 @@ class Model:
         return jax.tree.map(jnp.asarray, _pair("layer", "x, kept", output))
 
     def finished(
-        self, rest: Rest, x: PyTree[Array], keep: PyTree[Array], batch: PyTree
+        self, rest: Rest, x: PyTree[Array], kept: PyTree[Array], batch: PyTree
     ) -> PyTree:
         """What `epilogue` returns."""
-        return self.epilogue(*self._all(rest), x, keep, batch)
+        return self.epilogue(*self._all(rest), x, kept, batch)
 
     def entered(
         self,
@@ -189,7 +228,6 @@ class Model:
         """Runs the prologue; `each` calls a function for each micro-batch."""
         rest = jax.tree.map(on_device, rest)  # once for all micro-batches
         x, context = each(lambda b: self.enter(rest, b), batch)
-        length = weights.length
         run = lambda i, slabs, x: each(
             lambda x, c: self.through(*weights.of(slabs), x, c, i), x, context
         )
@@ -198,13 +236,11 @@ class Model:
             weights.stacks,
             x,
         )
-        refuse_other_input(x, shapes[0])
-        # Empty, for each layer writes its own before anything reads it.
-        blank = lambda x: lax.empty((length, *x.shape), x.dtype)
-        inputs = jax.tree.map(blank, x)
-        if self.activations_on_host:
-            inputs = jax.device_put(inputs, HOST)
-        return Entered(x, inputs, jax.tree.map(blank, shapes[1]), context, run)
+        output, kept = shapes
+        refuse_other_input(x, output)
+        on_host = self.activations_on_host
+        activations = Activations.before(x, kept, weights.length, on_host)
+        return Entered(activations, context, run)
 
     def forward(self, weights: Weights, entered: Entered) -> Forward:
         """Runs the layers."""
@@ -212,30 +248,28 @@ class Model:
         def body(
             i: LayerIndex, following: LayerIndex | None, carry: _ForwardCarry
         ) -> _ForwardCarry:
-            x, inputs, keep, stacks, prefetched = carry
+            activations, stacks, prefetched = carry
             slabs, frozen = weights.slabs(stacks, i, prefetched, vectors)
-            stacks, slabs = kept(stacks, slabs, i)
+            stacks, slabs = written_back(stacks, slabs, i)
             prefetched = weights.prefetch(stacks, following)
-            inputs = stored(inputs, x, i)
-            x, new = entered.run(i, (slabs, frozen), x)
-            return x, inputs, stored(keep, new, i), stacks, prefetched
+            activations = activations.after(i, (slabs, frozen), entered.run)
+            return activations, stacks, prefetched
 
-        x, inputs, keep, context, _ = entered
         vectors = weights.vectors(weights.stacks)
         prefetched = weights.prefetch(weights.stacks, 0)
-        x, inputs, keep, stacks, _ = upwards(
+        activations, stacks, _ = upwards(
             weights.length,
             body,
-            (x, inputs, keep, weights.stacks, prefetched),
+            (entered.activations, weights.stacks, prefetched),
             ahead=weights.prefetches,
         )
-        return Forward(x, inputs, keep, context, stacks)
+        return Forward(activations, entered.context, stacks)
 
     def head(
         self,
         rest: Rest,
         x: PyTree[Array],
-        keep: PyTree[Array],
+        kept: PyTree[Array],
         batch: PyTree,
         dtype: DTypeLike,
         before: Float[Array, ""] | None = None,
@@ -246,7 +280,7 @@ class Model:
         Args:
           rest: The parameters without the layers'.
           x: The last layer's output.
-          keep: What the layers kept.
+          kept: What the layers kept.
           batch: The micro-batch.
           dtype: The dtype of weights.
           before: The weight of the micro-batches before. The gradients are of a total
@@ -254,7 +288,7 @@ class Model:
           last: Whether no micro-batch comes after.
         """
         inputs, merge_x = _inexact(x)
-        floats, merge_kept = _inexact(keep)
+        floats, merge_kept = _inexact(kept)
 
         def loss(
             rest: Rest, inputs: list[Array], floats: list[Array]
@@ -309,11 +343,6 @@ class Model:
             return ByPrologue(*chosen)
 
         return jax.vjp(run, rest)[1](back)[0]
-
-
-def stored(to: PyTree[Array], x: PyTree[Array], i: LayerIndex) -> PyTree[Array]:
-    """Stacks with what layer i got, or returned, in its place."""
-    return jax.tree.map(lambda to, x: put(to, x[None], i), to, x)
 
 
 def is_inexact(x: object) -> bool:

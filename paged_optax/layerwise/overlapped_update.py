@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.engine.stored_array import Stored
-from paged_optax.layerwise.forward import Entered, Forward, stored
+from paged_optax.layerwise.forward import Activations, Entered, Forward
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.overlap import Group, Shares, ends_of, in_segments
 from paged_optax.layerwise.slices import LayerIndex, put, slab, upwards
@@ -258,8 +258,8 @@ class BackwardOverlap(Overlap):
         return flight
 
 
-# The layer's input, all inputs so far, what is kept so far, and what travels.
-_ForwardCarry = tuple[PyTree, PyTree, PyTree, InFlight]
+# The activations, and what travels.
+_ForwardCarry = tuple[Activations, InFlight]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,7 +294,6 @@ class ForwardOverlap(Overlap):
         Returns:
           What the forward pass returns, the state's stacks, and the other parameters.
         """
-        x, inputs, keep, context, run = entered
         count, last = len(stacks), len(self.groups) - 1
         slots, length = self.optimizer.layered.slots, self.optimizer.layered.length
 
@@ -302,23 +301,27 @@ class ForwardOverlap(Overlap):
             i: LayerIndex, following: LayerIndex | None, carry: _ForwardCarry
         ) -> _ForwardCarry:
             # Layer i runs forward, and layer i + 1 is updated beside it.
-            x, inputs, keep, flight = carry
+            activations, flight = carry
             flight, slabs = self._slabs(i, flight, count)
-            inputs = stored(inputs, x, i)
-            after = None if following is None else following + 1
 
-            def between(k: int, computed: list[ArrayLike]) -> list[ArrayLike]:
-                # Group k has left and the next one is here: it is updated, and leaves
-                # beside the segment after.
+            def run(i: LayerIndex, slabs: Slabs, x: PyTree) -> tuple[PyTree, PyTree]:
                 nonlocal flight
-                flight, computed = self.wait(k, flight, computed)
-                flight, computed = self._update(k + 1, flight, i + 1, after, computed)
-                return computed
+                after = None if following is None else following + 1
 
-            flight, arguments = self._update(0, flight, i + 1, after, (i, slabs, x))
-            results = in_segments(run, arguments, self.ends, between)
-            flight, (x, kept) = self.wait(last, flight, results)
-            return x, inputs, stored(keep, kept, i), flight
+                def between(k: int, values: list[ArrayLike]) -> list[ArrayLike]:
+                    # Group k has left and the next one is here: it is updated, and
+                    # leaves beside the segment after.
+                    nonlocal flight
+                    flight, values = self.wait(k, flight, values)
+                    flight, values = self._update(k + 1, flight, i + 1, after, values)
+                    return values
+
+                flight, arguments = self._update(0, flight, i + 1, after, (i, slabs, x))
+                results = in_segments(entered.run, arguments, self.ends, between)
+                flight, results = self.wait(last, flight, results)
+                return results
+
+            return activations.after(i, slabs, run), flight
 
         flight = InFlight(slots, [*stacks, *others], None, {}, {})
         flight = flight._replace(inputs=self._inputs(flight, 0, 0))
@@ -326,15 +329,13 @@ class ForwardOverlap(Overlap):
         for k in range(len(self.groups)):
             flight, _ = self._update(k, flight, 0, 1, ())
             flight, _ = self.wait(k, flight, ())
-        carry = upwards(length - 1, turn, (x, inputs, keep, flight), following=True)
-        x, inputs, keep, flight = carry
+        start = entered.activations, flight
+        activations, flight = upwards(length - 1, turn, start, following=True)
         # The last layer has been updated, so that nothing is beside its forward pass.
         i = jnp.int32(length - 1)
         flight, slabs = self._slabs(i, flight, count)
-        inputs = stored(inputs, x, i)
-        x, kept = run(i, slabs, x)
-        keep, stacks = stored(keep, kept, i), flight.stacks
-        forward = Forward(x, inputs, keep, context, stacks[:count])
+        activations, stacks = activations.after(i, slabs, entered.run), flight.stacks
+        forward = Forward(activations, entered.context, stacks[:count])
         return forward, flight.slots, stacks[count:]
 
     def _slabs(

@@ -176,7 +176,7 @@ def _visited(
     return carry
 
 
-def kept(
+def written_back(
     stacks: list[Array], slabs: list[Array], i: LayerIndex
 ) -> tuple[list[Array], list[Array]]:
     """Stacks on the device and their slabs, so that XLA:TPU casts a slab at a time.
