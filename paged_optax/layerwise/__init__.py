@@ -7,8 +7,8 @@
 `layer_optimizer` applies the transformation to one layer, by the `programs` of the
 whole tree; `layered_state` finds its moments. `overlapped_update` does so while another
 layer is computed, in the segments of `overlap`. `weights` and `slices` fetch a layer
-and put it back. `loss` and `clipping` are what a step measures. `checks` looks at its
-arguments, `parameters` at how layers are stacked.
+and put it back. `loss` and `clipping` are what a step measures. `step_arguments` checks
+what it gets, `parameters` how layers are stacked.
 """
 
 from paged_optax.layerwise.layerwise_model import LayerwiseModel

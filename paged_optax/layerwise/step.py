@@ -13,16 +13,6 @@ from jaxtyping import PyTree
 from paged_optax.backend.validation import brief, check_rate, check_transformation
 from paged_optax.backend.xla import warn_without_overlap
 from paged_optax.layerwise.backward_update import BackwardUpdate
-from paged_optax.layerwise.checks import (
-    Answer,
-    ask,
-    compare_processes,
-    refuse_integers,
-    refuse_other_counts,
-    refuse_other_state,
-    warn_of_divided_layers,
-    warn_of_moved,
-)
 from paged_optax.layerwise.clipping import Clipping, Guard, widest
 from paged_optax.layerwise.deferred_update import DeferredUpdate
 from paged_optax.layerwise.dependencies import chunked_leaves
@@ -41,6 +31,16 @@ from paged_optax.layerwise.parameters import (
     from_numpy,
     length_of,
     refuse_one_by_one,
+)
+from paged_optax.layerwise.step_arguments import (
+    Answer,
+    ask,
+    compare_processes,
+    refuse_integers,
+    refuse_other_counts,
+    refuse_other_state,
+    warn_of_divided_layers,
+    warn_of_moved,
 )
 from paged_optax.layerwise.weights import Frozen
 from paged_optax.layerwise.workspace import GradientWorkspace
