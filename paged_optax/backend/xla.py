@@ -1,10 +1,16 @@
 """What of XLA this code must know: faults by version, barriers, options, pinned memory.
 
-XLA:GPU begins a transfer long before its result is needed if its latency-hiding
-scheduler is on. By default that is so on a Hopper GPU alone. On others most transfers
-begin right before they are waited for: a layerwise step of Llama-3-8B on an RTX 4090
-would take 1.04 s at the rates at which it takes 0.76 with `OVERLAP_OPTIONS` (jax
-0.12.0.1, by the model of its schedule in `tests/steps.py`).
+XLA:GPU begins a transfer long before its result is needed, and computes meanwhile, if
+two things are so:
+
+- Its latency-hiding scheduler is on. By default that is so on a Hopper GPU alone. On
+  others most transfers begin right before they are waited for: a layerwise step of
+  Llama-3-8B on an RTX 4090 would take 1.04 s at the rates at which it takes 0.76 (jax
+  0.12.0.1, by the model of its schedule in `tests/steps.py`).
+- Nothing is a CUDA graph. XLA makes graphs of loops, and lets what is in one follow on
+  each other, transfers too (openxla/xla#48900): a layerwise step of Llama-3-8B in
+  eight bits took 1.14 s of an H200, and 0.78 s without graphs (jax 0.11.2, measured by
+  `tests/benchmarks/decoders.py`).
 """
 
 import functools
@@ -115,12 +121,16 @@ def compute_capability(device: Any) -> float | None:
 
 _HOPPER = 9
 _SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+# What `XLA_FLAGS` say of CUDA graphs has this in its name.
+_GRAPHS = "command_buffer"
 
-#: What to give `jax.jit(..., compiler_options=...)` on a GPU that is no Hopper. The
-#: scheduler keeps within a limit of memory, and so does rematerialization. XLA counts
-#: arrays on the host against it, so the limit is lifted: `jit_step` looks at what the
-#: compiled program takes instead.
-OVERLAP_OPTIONS: Mapping[str, Any] = MappingProxyType(
+#: Makes no CUDA graphs. The program takes the same bytes with them and without.
+NO_GRAPHS: Mapping[str, Any] = MappingProxyType({"xla_gpu_enable_command_buffer": ""})
+
+#: Switches the scheduler on. It keeps within a limit of memory, and so does
+#: rematerialization. XLA counts arrays on the host against it, so the limit is lifted:
+#: `jit_step` looks at what the compiled program takes instead.
+SCHEDULED: Mapping[str, Any] = MappingProxyType(
     {_SCHEDULER: True, "xla_gpu_memory_limit_slop_factor": 1000}
 )
 
@@ -128,23 +138,28 @@ OVERLAP_OPTIONS: Mapping[str, Any] = MappingProxyType(
 NO_OVERLAP = "XLA overlaps transfers with products on this GPU only if it is told to"
 
 
-def needs_overlap_options(device: Any) -> bool:
-    """Whether XLA overlaps transfers on a device only if it is told to."""
+def overlap_options(device: Any) -> dict[str, Any]:
+    """What to give `jax.jit(..., compiler_options=...)`, so that transfers overlap.
+
+    Nothing on a device that is no NVIDIA GPU, and nothing of which `XLA_FLAGS` speak.
+    """
     capability = compute_capability(device)
-    # Nothing is told if `XLA_FLAGS` say something of the scheduler.
-    told = _SCHEDULER in os.environ.get("XLA_FLAGS", "")
-    return capability is not None and int(capability) != _HOPPER and not told
+    if capability is None:
+        return {}
+    flags = os.environ.get("XLA_FLAGS", "")
+    graphs = {} if _GRAPHS in flags else NO_GRAPHS
+    scheduled = int(capability) == _HOPPER or _SCHEDULER in flags
+    return {**graphs, **({} if scheduled else SCHEDULED)}
 
 
 def warn_without_overlap(tree: PyTree) -> None:
     """Warns of traced arrays in host memory, on a GPU that overlaps only if told to."""
     if not is_traced(tree) or not any(map(on_host, jax.tree.leaves(tree))):
         return
-    if not needs_overlap_options(jax.local_devices()[0]):
+    options = overlap_options(jax.local_devices()[0])
+    if not options:
         return
-    flags = " ".join(
-        f"--{name}={str(x).lower()}" for name, x in OVERLAP_OPTIONS.items()
-    )
+    flags = " ".join(f"--{name}={str(x).lower()}" for name, x in options.items())
     # Which options `jax.jit` has been given shows nowhere in a trace. So the warning
     # says how to silence it. `jit_step` ignores it while it traces, and gives the
     # options. One text at one place: Python shows it once, and again after filters
@@ -152,7 +167,7 @@ def warn_without_overlap(tree: PyTree) -> None:
     warnings.warn(
         f"{NO_OVERLAP}, and what is compiled by another than paged_optax.jit_step does"
         " not tell it. Copy this into your jax.jit, or eqx.filter_jit:"
-        f" compiler_options={dict(OVERLAP_OPTIONS)!r}. If it is there, silence this:"
+        f" compiler_options={options!r}. If it is there, silence this:"
         " warnings.filterwarnings('ignore', 'XLA overlaps transfers'). Or set this"
         " before JAX starts, as for nnx.jit, which takes no options:"
         f" XLA_FLAGS='{flags}'.",

@@ -10,9 +10,8 @@ from paged_optax.backend.memory import PINNED_HOST, memory_kinds
 from paged_optax.backend.text import print_table, readable_bytes, track
 from paged_optax.backend.xla import (
     GPU_NEEDS_RAW_INDEX,
-    OVERLAP_OPTIONS,
     POOL_LIMIT,
-    needs_overlap_options,
+    overlap_options,
     pool_limit,
 )
 from paged_optax.cli import machine, self_test
@@ -110,9 +109,8 @@ def _machine() -> Iterator[tuple[str, str]]:
         in_turn = "in turn, in twice the time: install jax 0.11.2 or newer"
         both = "both at once"
         yield "reads and writes", in_turn if GPU_NEEDS_RAW_INDEX else both
-        if needs_overlap_options(jax.local_devices()[0]):
-            told = ", ".join(f"{name}={x}" for name, x in OVERLAP_OPTIONS.items())
-            yield "compiler_options= of your own jax.jit", told
+        if options := overlap_options(jax.local_devices()[0]):
+            yield "compiler_options= of your own jax.jit", str(options)
 
 
 def _pool_advice() -> str:

@@ -35,7 +35,12 @@ from paged_optax.backend.memory import (
     memory_kinds,
     typed_by_memory,
 )
-from paged_optax.backend.xla import POOL_LIMIT, compute_capability, pool_limit
+from paged_optax.backend.xla import (
+    POOL_LIMIT,
+    compute_capability,
+    overlap_options,
+    pool_limit,
+)
 from paged_optax.planning.cards import Card
 
 #: Most of the free memory that a measurement takes. On the CPU backend the device's
@@ -234,11 +239,13 @@ def jit(
     places = [shardings[kind] for kind in targets]
     first = len(sources)
     # Unused arguments stay: `whole` takes its target only for the target's buffer.
+    # Compiled as `jit_step` compiles, so that both ways are at once where they can be.
     return jax.jit(
         function,
         donate_argnums=tuple(range(first, first + len(targets))),
         out_shardings=tuple(places) if len(places) > 1 else places[0],
         keep_unused=True,
+        compiler_options=overlap_options(jax.local_devices()[0]),
     )
 
 

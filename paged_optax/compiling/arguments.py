@@ -26,7 +26,7 @@ from paged_optax.backend.types import (
     is_traced,
 )
 from paged_optax.compiling.hlo import aliases
-from paged_optax.compiling.host_arithmetic import warn_of_host_compute
+from paged_optax.compiling.host_arithmetic import reaches_host, warn_of_host_compute
 
 #: The position of an argument, or the name of one that has none.
 Key = int | str
@@ -214,14 +214,16 @@ def device_of(places: PyTree[Sharding]) -> Device:
 
 def placements(
     step: Callable[..., PyTree], args: tuple[PyTree, ...], donated: tuple[int, ...]
-) -> tuple[PyTree[Sharding], PyTree[Sharding]]:
+) -> tuple[PyTree[Sharding], PyTree[Sharding], bool]:
     """The shardings of all arguments and of all results, memory kinds among them.
+
+    And whether anything of the step is in host memory.
 
     They are the cure of `jax.jit`'s pairing of donated buffers for a step that is
     compiled here. Where a user compiles it by `jax.jit`, `donate_within_memory` is.
     """
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
-    structure = jax.tree.structure(shapes)
+    structure, travels = jax.tree.structure(shapes), reaches_host(closed)
     committed = map(_stated, jax.tree.leaves(args))
     devices = {d for sharding in committed if sharding for d in sharding.device_set}
     warn_of_host_compute(closed, next(iter(devices), jax.devices()[0]).platform)
@@ -232,7 +234,8 @@ def placements(
         device = next(iter(devices), jax.devices()[0])
         on_device = lambda x: SingleDeviceSharding(device, memory_kind=memory_kind(x))
         stated = [on_device(x) for x in closed.out_avals]
-        return jax.tree.map(on_device, args), jax.tree.unflatten(structure, stated)
+        outputs = jax.tree.unflatten(structure, stated)
+        return jax.tree.map(on_device, args), outputs, travels
     # XLA chooses how results are divided. It is asked with nothing donated, so that
     # nothing can be paired wrongly; then its choice is stated.
     chosen = jax.jit(step, keep_unused=True).lower(*args).compile()
@@ -241,7 +244,7 @@ def placements(
     inputs = jax.tree.unflatten(jax.tree.structure(args), list(inputs))
     outputs = map(place, jax.tree.leaves(chosen.output_shardings), closed.out_avals)
     outputs = jax.tree.unflatten(structure, list(outputs))
-    return inputs, _like_donated(args, inputs, shapes, outputs, donated)
+    return inputs, _like_donated(args, inputs, shapes, outputs, donated), travels
 
 
 def _like_donated(

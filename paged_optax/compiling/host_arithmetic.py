@@ -6,6 +6,7 @@ it. Between host arrays XLA:GPU copies the whole state for that, silently, and X
 fails to compile with an unrelated message.
 """
 
+import itertools
 import pathlib
 import warnings
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from paged_optax.backend.xla import GPU_COPIES_FOR_CONDITIONALS
 #: Primitives that keep a host array's values, or move it.
 _HARMLESS = frozenset(
     """copy copy_p device_put dynamic_slice dynamic_update_slice empty expand_dims
-    mesh_cast optimization_barrier pair_donated pvary reshape reshard
+    layout_constraint mesh_cast optimization_barrier pair_donated pvary reshape reshard
     sharding_constraint slice squeeze""".split()
 )
 
@@ -57,10 +58,7 @@ class HostCompute(NamedTuple):
 
 
 def host_compute(
-    jaxpr: core.Jaxpr | core.ClosedJaxpr,
-    *,
-    conditionals: bool = False,
-    around: tuple[tuple[str, int], ...] = (),
+    jaxpr: core.Jaxpr | core.ClosedJaxpr, *, conditionals: bool = False
 ) -> Iterator[HostCompute]:
     """Equations on host arrays that are no transfers, depth first.
 
@@ -68,29 +66,56 @@ def host_compute(
       jaxpr: A jaxpr that was traced with arguments typed as host memory.
       conditionals: Whether a conditional that returns host arrays counts: one branch
         hands them through. XLA:GPU of some versions copies them then.
-      around: Where the equation that holds this jaxpr was traced from. Equations that
-        JAX cached from an earlier trace do not say.
     """
-    platform_index: set[core.Var] = set()
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        name, frames = equation.primitive.name, _frames(equation) or around
-        variables = [x for x in equation.invars if not isinstance(x, core.Literal)]
-        # `platform_dependent` leaves one branch when it is compiled: no conditional.
-        by_platform = not platform_index.isdisjoint(variables)
-        if name == "platform_index" or (name == "clamp" and by_platform):
-            platform_index.update(equation.outvars)
+    for equation, around, by_platform in _equations(jaxpr, (), set()):
+        name = equation.primitive.name
         results = [x.aval for x in equation.outvars if _on_host(x)]
-        touched = [*results, *(x.aval for x in variables if _on_host(x))]
-        # What goes into a conditional is handed to its branches, which are searched
-        # below.
+        operands = [x.aval for x in _variables(equation) if _on_host(x)]
+        touched = [*results, *operands]
+        # What goes into a conditional is handed to its branches, which are searched.
         if name == "cond":
             touched = results if conditionals and not by_platform else []
         if touched and name not in _HARMLESS | _SEARCHED:
-            yield HostCompute(name, touched[0], frames)
+            # Equations that JAX cached from an earlier trace do not say.
+            told = (frames for x in (equation, *around) if (frames := _frames(x)))
+            yield HostCompute(name, touched[0], next(told, ()))
+
+
+def _equations(
+    jaxpr: core.Jaxpr | core.ClosedJaxpr,
+    around: tuple[core.JaxprEqn, ...],
+    visited: set[int],
+) -> Iterator[tuple[core.JaxprEqn, tuple[core.JaxprEqn, ...], bool]]:
+    """All equations, those around each, and whether a platform is what it asks for.
+
+    `platform_dependent` leaves one branch when it is compiled: it is no conditional.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    # A function that is called often has one jaxpr.
+    if id(jaxpr) in visited:
+        return
+    visited.add(id(jaxpr))
+    platform_index: set[core.Var] = set()
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        by_platform = not platform_index.isdisjoint(_variables(equation))
+        if name == "platform_index" or (name == "clamp" and by_platform):
+            platform_index.update(equation.outvars)
+        yield equation, around, by_platform
         # A conditional has its jaxprs in a tuple, others have one.
         for inner in jax.tree.leaves(list(equation.params.values())):
             if isinstance(inner, (core.Jaxpr, core.ClosedJaxpr)):
-                yield from host_compute(inner, conditionals=conditionals, around=frames)
+                yield from _equations(inner, (equation, *around), visited)
+
+
+def _variables(equation: core.JaxprEqn) -> list[core.Var]:
+    return [x for x in equation.invars if not isinstance(x, core.Literal)]
+
+
+def reaches_host(jaxpr: core.ClosedJaxpr) -> bool:
+    """Whether anything that a jaxpr takes or computes is in host memory."""
+    results = (x for y, *_ in _equations(jaxpr, (), set()) for x in y.outvars)
+    return any(map(_on_host, itertools.chain(jaxpr.jaxpr.invars, results)))
 
 
 def warn_of_host_compute(jaxpr: core.Jaxpr | core.ClosedJaxpr, platform: str) -> None:

@@ -194,7 +194,7 @@ class Step:
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             # `compile_overlapping` tells XLA, which this warning says nobody does.
             warnings.filterwarnings("ignore", NO_OVERLAP)
-            inputs, outputs = placements(run, call.values, donated)
+            inputs, outputs, travels = placements(run, call.values, donated)
             # Unused arguments stay in the program: `check_donations` finds a leaf among
             # the program's parameters by its number.
             jitted = jax.jit(
@@ -205,7 +205,9 @@ class Step:
                 keep_unused=True,
             )
             lowered = jitted.lower(*call.values)
-            compiled = compile_overlapping(lowered, device_of((inputs, outputs)))
+            # Without transfers nothing is to overlap, and CUDA graphs are faster.
+            device = device_of((inputs, outputs)) if travels else None
+            compiled = compile_overlapping(lowered, device)
         check_donations(compiled, call.values, call.keys, donated)
         self._hosted = belonging
         return _CompiledStep(compiled, jitted, call.kind, donated)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from paged_optax.backend.text import readable_bytes, table
-from paged_optax.backend.xla import OVERLAP_OPTIONS, needs_overlap_options
+from paged_optax.backend.xla import SCHEDULED, overlap_options
 from paged_optax.compiling.hlo import (
     Computations,
     Executor,
@@ -179,15 +179,16 @@ def _stats(compiled: jax.stages.Compiled) -> object:
 def compile_overlapping(
     lowered: jax.stages.Lowered, device: Any
 ) -> jax.stages.Compiled:
-    """Compiles a program so that transfers overlap with products, if it then fits.
+    """Compiles a program with transfers so that they overlap with products.
 
-    It goes without `OVERLAP_OPTIONS` where the device needs none, where this XLA does
-    not know them, or where the program would take more memory than the device has.
+    It goes without the scheduler where the program would then take more memory than the
+    device has, and without all options where this XLA does not know them.
     """
-    if not needs_overlap_options(device):
+    options = overlap_options(device)
+    if not options:
         return lowered.compile()
     try:
-        compiled = lowered.compile(dict(OVERLAP_OPTIONS))
+        compiled = lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
         warnings.warn(
             "this XLA takes no compiler options that overlap transfers and products,"
@@ -195,10 +196,12 @@ def compile_overlapping(
             stacklevel=5,
         )
         return lowered.compile()
-    # With overlap more buffers are alive at once, perhaps more than the device holds.
+    # The scheduler has more buffers alive at once, perhaps more than the device holds.
+    unscheduled = {name: x for name, x in options.items() if name not in SCHEDULED}
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    needed = device_total(compiled)
-    if limit is None or needed <= limit:
+    if unscheduled == options or limit is None:
+        return compiled
+    if (needed := device_total(compiled)) <= limit:
         return compiled
     warnings.warn(
         f"transfers do not overlap with products, as the step would then take"
@@ -206,7 +209,7 @@ def compile_overlapping(
         " give it fewer tokens, or more of the device's memory.",
         stacklevel=5,
     )
-    return lowered.compile()
+    return lowered.compile(unscheduled)
 
 
 _Counts = collections.Counter[str]

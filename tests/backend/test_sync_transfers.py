@@ -8,7 +8,7 @@ import pytest
 import paged_optax as po
 from helpers import aot, decoder
 from helpers.programs import updating
-from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX, OVERLAP_OPTIONS
+from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
 from paged_optax.compiling.memory_report import RuntimeCounts
 from paged_optax.planning.models import DECODERS
 
@@ -45,7 +45,7 @@ def of_four_layers(name):
 def test_each_begins_ahead(name, card):
     """An update and a layerwise step, with the options that `jit_step` gives."""
     model, tx = of_four_layers(name), po.paged_adamw(1e-4)
-    options = {} if card == "h200" else OVERLAP_OPTIONS
+    options = aot.options_on(card)
     compile_for = functools.partial(aot.h200, card=card, options=options)
     for build in (updating(tx, model.shapes()), decoder.layerwise(model, tx)):
         report = compile_for(build)

@@ -12,6 +12,7 @@ Prints tables and writes them as JSON, with versions and device, to
   whole tree, and paged;
 - layerwise: seconds of a training step with one layer's gradients alive, beside an
   ordinary one;
+- decoder: seconds and peak of steps of Llama 3 8B, on a GPU, beside the step model's;
 - eight bits: seconds of `paged_adamw_8bit` on the CPU, beside bitsandbytes' and
   torchao's AdamW8bit where they are installed (`pip install ".[oracle]"`);
 - tracing: at Llama 3 8B's 291 leaves, against `optax.adamw`.
@@ -85,6 +86,10 @@ def work(part: str, arguments: dict[str, Any]) -> Any:
         import layerwise
 
         return layerwise.measure(**arguments)
+    if part == "decoder":
+        import decoders
+
+        return decoders.measure(**arguments)
     if part == "splitting":
         import splitting
 
@@ -205,6 +210,7 @@ class Benchmark:
         self.collect(
             self.attempt("link", 90, size=size, repeats=3 if self.quick else 9)
         )
+        self.decoders(on_gpu=machine["backend"] == "gpu")
         sizes = (
             {"8 x 512x512": (2, 2)}
             if self.quick
@@ -235,6 +241,22 @@ class Benchmark:
             "rows": self.rows,
             "not_run": self.not_run,
         }
+
+    def decoders(self, on_gpu: bool) -> None:
+        """Steps of a whole decoder; without a GPU a small one shows that they run."""
+        import decoders
+
+        size = {"size": "small", "sequences": 2, "steps": 2}
+        if on_gpu and not self.quick:
+            size = {"size": "Llama 3 8B", "sequences": 8, "steps": 5}
+        elif not self.quick:
+            return
+        # The resident step needs more of the device than JAX takes by default.
+        env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
+        for way in decoders.WAYS:
+            self.say(f"decoder, {size['size']}: {way}")
+            row = self.attempt("decoder", 150, way=way, env=env, **size)
+            self.collect([row] if row else None)
 
     def on_the_cpu(self) -> None:
         """What is not of the accelerator."""

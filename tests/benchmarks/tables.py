@@ -103,6 +103,22 @@ TABLES: dict[str, tuple[str, dict[str, Callable[[Row], str]]]] = {
             "rounds": lambda r: str(r["rounds"]),
         },
     ),
+    "decoder": (
+        "A training step of a decoder (predicted: by the step model, at data sheets')",
+        {
+            "step": lambda r: r["name"],
+            "parameters": lambda r: f"{r['parameters'] / 1e6:,.1f} M",
+            "tokens": lambda r: str(r["tokens"]),
+            "ms": lambda r: _milliseconds(r["seconds"]),
+            "range": lambda r: _range([1e3 * x for x in r["seconds_range"]], ".1f"),
+            "predicted": lambda r: _range(
+                [1e3 * x for x in r.get("predicted_range", ())], ".1f"
+            ),
+            "XLA's peak MiB": lambda r: _mib(r["xla_device_bytes"]),
+            "peak MiB": lambda r: _mib(r["peak_device_bytes"]),
+            "last loss": lambda r: f"{r['losses'][-1]:.5f}",
+        },
+    ),
     "tracing": (
         "Tracing, caches cleared before each",
         {

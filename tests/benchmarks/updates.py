@@ -18,6 +18,7 @@ import optax
 from shapes import SIZES, Shapes, count, fill
 
 import paged_optax as po
+from paged_optax.backend.xla import overlap_options
 from paged_optax.cli import machine
 
 SECTION = "update"
@@ -138,10 +139,13 @@ class Update:
     def of(cls, tx: optax.GradientTransformation, shapes: Shapes) -> "Update":
         """Compiles, placements stated, gradients and state donated."""
         gradients, state, params = abstract_arguments(tx, shapes)
+        # As `jit_step` compiles what has moments on the host.
+        options = overlap_options(jax.local_devices()[0]) if _host_bytes(state) else {}
         jitted = jax.jit(
             tx.update,
             donate_argnums=(0, 1),
             out_shardings=(_sharding(gradients), _sharding(state)),
+            compiler_options=options,
         )
         started = time.perf_counter()
         with warnings.catch_warnings(record=True) as caught:

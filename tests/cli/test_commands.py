@@ -189,7 +189,9 @@ def test_doctor_where_graphs_are_wrong(what, monkeypatch, capsys):
     ones = {"numbers": np.ones(3, np.float32)}
     if what == "numbers":
         wrong = {"numbers": np.full(3, 1.01, np.float32)}
-        trained = lambda flag, steps, limit: ones if flag else wrong
+        trained = lambda flag, steps, limit: (
+            ones if flag == self_test.NO_GRAPHS else wrong
+        )
         monkeypatch.setattr(self_test, "trained", trained)
     elif what == "NaN":
         gone = {"numbers": np.full(3, np.nan, np.float32)}

@@ -2,16 +2,19 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 
 import paged_optax as po
-from helpers import aot
+from helpers import aot, decoder
 from helpers.programs import on_device, square, state_on
 from helpers.reference import SMALL_PAGES
 from helpers.small import TX, small, step_of
 from paged_optax.backend.xla import GPU_COPIES_FOR_CONDITIONALS
-from paged_optax.compiling.host_arithmetic import warn_of_host_compute
+from paged_optax.compiling import host_arithmetic
+from paged_optax.compiling.host_arithmetic import reaches_host, warn_of_host_compute
 
 odd = lambda step: step % 2 == 1  # noqa: E731
 #: Optax's wrappers that select between host arrays or multiply them, and ours.
@@ -56,6 +59,30 @@ def test_a_users_own_arithmetic_is_warned_of():
         UserWarning, match=r"`add`.*test_host_arithmetic\.py:\d+.*device_put"
     ):
         warn_of_host_compute(jaxpr, "cuda")
+
+
+WAYS = {
+    "": {},
+    "weights": {"weights_on_host": True, "rest_on_host": True},
+    "deferred": {"host_dtype": "float32", "max_norm": 1.0, "deferred": True},
+    "activations": {"activations_on_host": True},
+}
+
+
+@pytest.mark.parametrize("codec", [None, "dynamic_int8", "dynamic_int4"])
+@pytest.mark.parametrize("way", WAYS)
+def test_no_layerwise_step_is_warned_of(way, codec):
+    """And to look takes no time: a step holds the same functions many times over."""
+    tx = po.paged_adamw(1e-2, codec=codec, **SMALL_PAGES)
+    build = decoder.layerwise(decoder.SMALL, tx, size=(2, 16), **WAYS[way])
+    jitted, args = build(Mesh(np.array(jax.devices()[:1]), ("x",)))
+    jaxpr = jax.make_jaxpr(jitted)(*args)
+    assert reaches_host(jaxpr)
+    for platform in ("cuda", "tpu"):
+        warn_of_host_compute(jaxpr, platform)
+    # Each function once: every one of its equations would be met thousands of times.
+    equations = [id(x) for x, *_ in host_arithmetic._equations(jaxpr, (), set())]
+    assert len(equations) == len(set(equations)) > 1000
 
 
 @pytest.mark.quick("codec2", "master", "inner0")

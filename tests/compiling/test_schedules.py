@@ -1,6 +1,10 @@
 """Programs whose transfers overlap with products on any GPU."""
 
+import os
+import pathlib
 import re
+import subprocess
+import sys
 import types
 import warnings
 
@@ -10,7 +14,7 @@ import pytest
 
 import paged_optax as po
 from paged_optax.backend import xla
-from paged_optax.backend.xla import OVERLAP_OPTIONS
+from paged_optax.backend.xla import NO_GRAPHS, SCHEDULED, overlap_options
 from paged_optax.compiling import memory_report
 from paged_optax.compiling.memory_report import compile_overlapping
 
@@ -45,37 +49,43 @@ def needs(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS")
 
 
-@pytest.mark.parametrize("capability", ["7.5", "8.0", "8.9", "10.0", "12.0"])
+@pytest.mark.parametrize("capability", ["7.5", "8.0", "8.9", "9.0", "10.0", "12.0"])
 def test_options_are_given(capability, needs):
+    """No graphs on any GPU, and the scheduler where XLA has it not by default."""
+    wanted = {**NO_GRAPHS, **({} if capability == "9.0" else SCHEDULED)}
     lowered = Lowered()
-    assert compile_overlapping(lowered, gpu_of(capability, 12 * GIB)) == dict(
-        OVERLAP_OPTIONS
-    )
-    assert lowered.compiled == [dict(OVERLAP_OPTIONS)]
-    assert compile_overlapping(Lowered(), gpu_of(capability)) == dict(OVERLAP_OPTIONS)
+    assert compile_overlapping(lowered, gpu_of(capability, 12 * GIB)) == wanted
+    assert lowered.compiled == [wanted]
+    assert compile_overlapping(Lowered(), gpu_of(capability)) == wanted
 
 
-@pytest.mark.parametrize(
-    "device", [gpu_of("9.0", 1), jax.devices()[0]], ids=["H100", ""]
-)
-def test_no_options_are_needed(device, needs):
+def test_no_options_are_needed(needs):
     lowered = Lowered()
-    assert compile_overlapping(lowered, device) is None
+    assert compile_overlapping(lowered, jax.devices()[0]) is None
     assert lowered.compiled == [None]
 
 
-def test_what_the_user_says_stays(needs, monkeypatch):
-    flag = "--xla_gpu_enable_latency_hiding_scheduler=false"
+@pytest.mark.parametrize(
+    ("flag", "left"),
+    [
+        ("--xla_gpu_enable_latency_hiding_scheduler=false", NO_GRAPHS),
+        ("--xla_gpu_enable_command_buffer=fusion", SCHEDULED),
+        ("--xla_gpu_command_buffer_scheduling_mode=CONCURRENT", SCHEDULED),
+    ],
+)
+def test_what_the_user_says_stays(flag, left, needs, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", flag)
-    assert compile_overlapping(Lowered(), gpu_of("8.9", 1)) is None
+    assert overlap_options(gpu_of("8.9")) == left
 
 
 def test_too_large_for_the_device(needs):
-    """The program without options is taken, and it is said why."""
+    """The program without the scheduler is taken, and it is said why."""
     lowered = Lowered()
     with pytest.warns(UserWarning, match=r"12.0 GiB of the device, and JAX has 11.0"):
-        assert compile_overlapping(lowered, gpu_of("7.5", 11 * GIB)) is None
-    assert lowered.compiled == [dict(OVERLAP_OPTIONS), None]
+        assert compile_overlapping(lowered, gpu_of("7.5", 11 * GIB)) == NO_GRAPHS
+    assert lowered.compiled == [{**NO_GRAPHS, **SCHEDULED}, NO_GRAPHS]
+    # A Hopper's program is the same with the option and without.
+    assert compile_overlapping(Lowered(), gpu_of("9.0", 11 * GIB)) == NO_GRAPHS
 
 
 def test_the_text_is_not_read_to_know_what_a_program_takes():
@@ -91,15 +101,67 @@ def test_unknown_options(needs):
         assert compile_overlapping(Lowered(knows=False), gpu_of("8.9")) is None
 
 
-def test_jit_step_compiles_so(monkeypatch):
-    """A step on a GPU that needs options is compiled with them."""
+@pytest.mark.parametrize("space", ["Device", "Host"])
+def test_jit_step_compiles_so(space, monkeypatch):
+    """With the device's options if there are transfers."""
     asked = []
-    monkeypatch.setattr(memory_report, "needs_overlap_options", asked.append)
+    monkeypatch.setattr(memory_report, "overlap_options", asked.append)
+    x = jax.device_put(jnp.ones(3), jax.memory.Space[space])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step = po.jit_step(lambda x: x + 1, jnp.ones(3), donate_argnums=0)
+        step = po.jit_step(lambda x: x, x, donate_argnums=0)
+    assert asked == [jax.devices()[0] if space == "Host" else None]
+    assert step(x).tolist() == [1, 1, 1]
+
+
+def test_transfers_within_a_step_count(monkeypatch):
+    """Those of what is neither an argument nor a result."""
+    asked = []
+    monkeypatch.setattr(memory_report, "overlap_options", asked.append)
+
+    def turn(x, _):
+        there = jax.device_put(x, jax.memory.Space.Host)
+        return 1 + jax.device_put(there, jax.memory.Space.Device), None
+
+    step = po.jit_step(lambda x: jax.lax.scan(turn, x, length=3)[0], jnp.ones(3))
     assert asked == [jax.devices()[0]]
-    assert step(jnp.ones(3)).tolist() == [2, 2, 2]
+    assert step(jnp.ones(3)).tolist() == [4, 4, 4]
+
+
+GRAPHS = """
+import glob, sys
+from helpers import aot
+from helpers.programs import square, updating
+import paged_optax as po
+
+report = aot.h200(updating(po.paged_adamw(1e-3), square(2)), options={options})
+(path,) = glob.glob(sys.argv[1] + "/*thunk_sequence.txt")
+(later,) = glob.glob(sys.argv[1] + "/*thunk_passes.txt") or [path]
+print("kCommandBuffer" in open(later).read(), report.device_total)
+"""
+
+
+@pytest.mark.compiler
+def test_options_make_no_graphs(tmp_path):
+    """By the runtime's own list of what it does; with the same bytes."""
+    found = []
+    for name, options in {"without": dict(NO_GRAPHS), "with": {}}.items():
+        flags = f"{os.environ['XLA_FLAGS']} --xla_dump_to={tmp_path / name}"
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                GRAPHS.format(options=options),
+                str(tmp_path / name),
+            ],
+            env=os.environ | {"XLA_FLAGS": flags},
+            cwd=pathlib.Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+        )
+        assert not done.returncode, done.stderr
+        found.append(done.stdout.split())
+    assert found == [["False", found[0][1]], ["True", found[0][1]]]
 
 
 # -- programs that others compile ---------------------------------------------------
@@ -143,7 +205,7 @@ def finished(compiled):
 WAYS = [traced, traced_by_layers, finished]
 
 
-@pytest.mark.parametrize("capability", [7.5, 8.9, 10.0, 12.0])
+@pytest.mark.parametrize("capability", [7.5, 8.9, 9.0, 10.0, 12.0])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_jit_of_ones_own_is_told(way, capability, monkeypatch):
     on_a_gpu(monkeypatch, capability)
@@ -170,11 +232,11 @@ def test_who_compiles_nothing_is_not_told(way, monkeypatch):
     way(lambda step: step)
 
 
-@pytest.mark.parametrize("case", ["Hopper", "no GPU", "flags", "resident"])
+@pytest.mark.parametrize("case", ["no GPU", "flags", "resident"])
 def test_where_nothing_is_to_be_told(case, monkeypatch):
-    on_a_gpu(monkeypatch, {"Hopper": 9.0, "no GPU": None}.get(case, 8.9))
+    on_a_gpu(monkeypatch, {"no GPU": None}.get(case, 9.0))
     if case == "flags":
-        monkeypatch.setenv("XLA_FLAGS", f"--{xla._SCHEDULER}=false")
+        monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=fusion")
     resident = po.paged_adamw(1e-3, device_budget=None) if case == "resident" else None
     traced(jax.jit, resident)
 
@@ -196,10 +258,11 @@ def test_what_to_copy(monkeypatch):
         traced()
     text = str(caught[0].message)
     (options,) = re.findall(r"compiler_options=(\{.*?\})", text)
-    assert eval(options) == dict(OVERLAP_OPTIONS)
+    assert eval(options) == {**NO_GRAPHS, **SCHEDULED}
     traced(lambda step: step)
     (flags,) = re.findall(r"XLA_FLAGS='(.*?)'", text)
     assert flags.split() == [
+        "--xla_gpu_enable_command_buffer=",
         "--xla_gpu_enable_latency_hiding_scheduler=true",
         "--xla_gpu_memory_limit_slop_factor=1000",
     ]

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import pathlib
 import re
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
 
-from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX, OVERLAP_OPTIONS
+from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX, overlap_options
 from paged_optax.compiling.hlo import Computations, Executor
 from paged_optax.compiling.memory_report import MemoryReport
 from paged_optax.engine.pages import Pages
@@ -45,8 +46,13 @@ def target(card: str) -> str:
 
 def options_on(card: str) -> Mapping[str, Any]:
     """The compiler options that `jit_step` has on a card."""
-    hopper = "cuda_compute_capability { major: 9 " in target(card)
-    return {} if hopper else OVERLAP_OPTIONS
+    found = re.search(
+        r"cuda_compute_capability \{ major: (\d+) minor: (\d+)", target(card)
+    )
+    assert found is not None
+    return overlap_options(
+        types.SimpleNamespace(compute_capability=".".join(found.groups()))
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +72,7 @@ def h200(
     build: Build,
     devices: int = 1,
     card: str = "h200",
-    options: Mapping[str, bool | int] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> MemoryReport:
     """Compiles `build(mesh)` for `devices` H200s of one host, or other cards.
 
@@ -88,7 +94,7 @@ def lowered_for_h200(
     build: Build,
     devices: int = 1,
     card: str = "h200",
-    options: Mapping[str, bool | int] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Program:
     """Lowers what `h200` compiles."""
     topology = topologies.get_topology_desc(

@@ -36,7 +36,9 @@ def test_check(name, program):
 
 
 def break_graphs(monkeypatch):
-    trained = lambda flag, steps, limit: {"w": np.full(3, 2.0 if flag else 1.9)}
+    trained = lambda flag, steps, limit: {
+        "w": np.full(3, 2.0 if flag == self_test.NO_GRAPHS else 1.9)
+    }
     monkeypatch.setattr(self_test, "trained", trained)
 
 
