@@ -17,7 +17,7 @@ from flax import nnx
 
 import paged_optax as po
 from helpers import step_model
-from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX, NO_GRAPHS
 from paged_optax.planning.cards import find_card
 from paged_optax.planning.models import DECODERS
 
@@ -302,6 +302,29 @@ def test_seconds_of_a_step():
         gib = f"{few['device_gib']:.1f}, {many['device_gib']:.1f}"
         assert f"| {way} | {ratios} | {gib} |" in page
     assert file.stem.removeprefix("steps-h200-jax") in page
+
+
+def test_what_was_measured():
+    """The page says what the files of an H200 say."""
+    page = (GUIDES / "what_fits.md").read_text()
+    results = ROOT / "tests" / "benchmarks" / "results"
+    file = results / "gpu-nvidia-h200-jax0.11.2.json"
+    rows = [
+        x for x in json.loads(file.read_text())["rows"] if x["section"] == "decoder"
+    ]
+    for row in rows:
+        name = row["name"].partition(": ")[2]
+        gib = (row[key] / 2**30 for key in ("peak_device_bytes", "xla_device_bytes"))
+        cells = (f"{row['seconds']:.2f}", *(f"{x:.1f}" for x in gib))
+        assert f"| {name} | {' | '.join(cells)} |" in page
+    assert len(rows) == 4
+    graphs = json.loads((results / f"graphs-{file.name}").read_text())["rows"]
+    seconds = {row["xla_flags"]: f"{row['seconds']:.2f}" for row in graphs}
+    assert f"the third row takes {seconds['']} s" in page
+    told = (
+        f"took {seconds['']} s of an H200, and {seconds[f'--{next(iter(NO_GRAPHS))}=']}"
+    )
+    assert told in " ".join((GUIDES / "start.md").read_text().split())
 
 
 #: Code with what it prints, in the block right after it.

@@ -30,7 +30,7 @@ def test_quick_run(tmp_path):
     sections = {row["section"] for row in result["rows"]}
     assert sections == (
         {"numbers", "update", "eight bits", "layerwise", "tracing"}
-        | {"splitting", "compiling"}
+        | {"decoder", "splitting", "compiling"}
     )
     numbers = [row for row in result["rows"] if row["section"] == "numbers"]
     assert all(row["right"] for row in numbers)
@@ -47,6 +47,10 @@ def test_quick_run(tmp_path):
     assert {"paged_adamw_8bit, resident", "paged_adamw_8bit, paged"} < set(eight_bits)
     for row in eight_bits.values():
         assert row["seconds"] > 0 and row["share_of_the_way_off"] < 0.05
+    decoders = [r for r in result["rows"] if r["section"] == "decoder"]
+    # All compute one function, whatever they keep where.
+    (losses,) = {tuple(r["losses"][:2]) for r in decoders}
+    assert len(decoders) == 4 and losses[1] < losses[0]
     # A CPU has no link, and libraries may lack: said so, and no number invented.
     reasons = {"link": "no link", "eight bits": "not measured: "}
     assert any(row["section"] == "link" for row in result["not_run"])
