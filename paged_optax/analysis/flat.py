@@ -122,7 +122,7 @@ def _differentiated(eqn: core.JaxprEqn) -> Hashable:
 def _params(eqn: core.JaxprEqn) -> tuple[tuple[str, Hashable], ...]:
     """An equation's parameters, to be compared."""
     if eqn.primitive.name not in _DERIVATIVES:
-        return tuple((k, _comparable(v)) for k, v in eqn.params.items())
+        return tuple([(k, _comparable(v)) for k, v in eqn.params.items()])
     # Functions that make its derivatives are made anew at each call.
     params = [(k, Opaque(v, k)) for k, v in eqn.params.items()]
     return (*params, ("", Opaque(None, _differentiated(eqn))))
@@ -241,15 +241,14 @@ class Flat:
         """These values, and all that depend on them."""
         dependents = set(values)
         for equation in self.equations:
-            if not dependents.isdisjoint(
-                x for x in equation.inputs if not isinstance(x, Constant)
-            ):
+            operands = [x for x in equation.inputs if not isinstance(x, Constant)]
+            if not dependents.isdisjoint(operands):
                 dependents.update(equation.outputs)
         return dependents
 
     def fit(self, operands: Iterable[Operand], shape: tuple[int, ...]) -> bool:
         """Whether all are of a leaf's shape, or scalars."""
-        return all(self.shape(x) in (shape, ()) for x in operands)
+        return all([self.shape(x) in (shape, ()) for x in operands])
 
     def is_elementwise(self, equation: Equation, shape: tuple[int, ...]) -> bool:
         """Whether it makes each value of a leaf of the same value of its operands."""
@@ -280,7 +279,7 @@ class Flat:
         equations = [self.equations[i] for i in sorted(needed)]
         computed = {x for equation in equations for x in equation.outputs}
         arguments: dict[int, int] = {}
-        for operand in (*(x for e in equations for x in e.inputs), *wanted):
+        for operand in (*[x for e in equations for x in e.inputs], *wanted):
             if not isinstance(operand, Constant) and operand not in computed:
                 arguments.setdefault(operand, len(arguments))
         # Numbered anew, leaves of equal shape have equal programs, which JAX traces and
@@ -293,17 +292,19 @@ class Flat:
         program = Program(
             inputs=len(arguments),
             equations=tuple(
-                Equation(
-                    e.primitive,
-                    e.params,
-                    tuple(map(rename, e.inputs)),
-                    tuple(names[x] for x in e.outputs),
-                )
-                for e in equations
+                [
+                    Equation(
+                        e.primitive,
+                        e.params,
+                        tuple(map(rename, e.inputs)),
+                        tuple([names[x] for x in e.outputs]),
+                    )
+                    for e in equations
+                ]
             ),
             outputs=tuple(map(rename, wanted)),
             elementwise=self.fit(arguments, shape)
-            and all(self.is_elementwise(e, shape) for e in equations)
+            and all([self.is_elementwise(e, shape) for e in equations])
             # A constant result takes the shape of a page.
             and all(isinstance(x, Constant) or self.shape(x) == shape for x in wanted),
         )

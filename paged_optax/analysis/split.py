@@ -272,7 +272,7 @@ def analyse(
     for key, positions in outputs.groups.items():
         places = [p for p in positions if p not in cut_apart]
         between = of_joined if key == _JOINED else []
-        wanted = [*(flat.outputs[p] for p in places), *between]
+        wanted = [*[flat.outputs[p] for p in places], *between]
         shape = flat.shape(wanted[0])
         program, inputs = flat.program(
             wanted, lambda x: not followed.is_shared(x), producer, shape

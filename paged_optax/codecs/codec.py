@@ -129,7 +129,7 @@ class Codec(Protocol):
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """How far apart in a flattened array the entries of each axis are."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return tuple([math.prod(shape[i + 1 :]) for i in range(len(shape))])
 
 
 def draw(key: Array, step: ArrayLike, start: ArrayLike = 0) -> Noise:

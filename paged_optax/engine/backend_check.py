@@ -58,11 +58,11 @@ def run_check(backend: str) -> None:
         on_host = [
             fill((array,), program=leaf.program, geometry=geometry, dtype=array.dtype)
             for (leaf,) in (
-                _leaves(lambda update: (3 * update + 1,), shape),
-                _leaves(lambda update: (5 * update + 2,), shape),
+                _leaf_updates(lambda update: (3 * update + 1,), shape),
+                _leaf_updates(lambda update: (5 * update + 2,), shape),
             )
         ]
-        (leaf,) = _leaves(
+        (leaf,) = _leaf_updates(
             lambda update, mu, nu: (nu - mu + update, mu + update, nu - update), shape
         )
         arrays = (array, *on_host)
@@ -86,7 +86,7 @@ def run_check(backend: str) -> None:
             )
 
 
-def _leaves(
+def _leaf_updates(
     function: Callable[..., tuple[Array, ...]], shape: tuple[int, ...]
 ) -> tuple[LeafUpdate, ...]:
     """The programs of a function of one parameter's arrays, its gradient first."""

@@ -79,14 +79,9 @@ class Loop:
         return tuple(dict.fromkeys(self.overwrites))
 
     @functools.cached_property
-    def ranges(self) -> list[PageRange]:
-        """The full pages, and the smaller last one."""
-        return self.pages.ranges()
-
-    @functools.cached_property
     def coded(self) -> bool:
         """Whether a codec stores any of the arrays."""
-        return any(array.codec is not None for array in self.arrays)
+        return any([array.codec is not None for array in self.arrays])
 
     @functools.cached_property
     def streams(self) -> tuple[int, ...]:
@@ -112,7 +107,7 @@ class Loop:
         """
         arguments = tuple(buffers), tuple([buffers[p] for p in self.targets])
         # A loop that does all of it keeps the leaf together by itself.
-        looped = len(self.ranges) == 1 and self.pages.count > 1
+        looped = len(self.pages.ranges) == 1 and self.pages.count > 1
         together = looped and not self.coded and not self.duplex
         if trip_count is None and (together or not self.pages.isolated):
             return self._all_pages(*arguments)
@@ -120,7 +115,7 @@ class Loop:
         in_loops = not self.pages.tiled and all(
             [
                 not part.single and (not self.duplex or self._pieces_of(part) > 1)
-                for part in self.ranges
+                for part in self.pages.ranges
             ]
         )
         return isolated(self._all_pages, trip_count, in_loops)(*arguments)
@@ -144,7 +139,7 @@ class Loop:
         # What does not travel in pages, such as a leaf's few scales, travels before the
         # first page and after the last.
         current = {p: tuple(map(arrays[p].preload, x)) for p, x in current.items()}
-        for part in self.ranges:
+        for part in self.pages.ranges:
             in_turn = functools.partial(self._in_turn, part)
             duplex = functools.partial(self._duplex, part)
             if part.single:
@@ -194,6 +189,7 @@ class Loop:
         step, last = np.int32(part.step), np.int32(part.stop - part.step)
         once = self.pages.tiled  # all pages are computed by the loop
         pieces, stop = self._pieces_of(part), part.stop if once else last
+        piece_step = np.int32(part.step // pieces)
         constant = {p: x for p, x in current.items() if p not in self.targets}
         exchange = Exchange(self.arrays, self.streams, self.leaf_count)
 
@@ -210,14 +206,14 @@ class Loop:
             return number + step, {p: changed[p] for p in self.targets}, page
 
         def read(turn: Index) -> ByPosition:
-            at = part.piece(turn, 0, pieces)
+            at = part.at(np.int32(0) + turn * piece_step, pieces)
             return {
                 p: tuple([self.arrays[p].read(x, at) for x in current[p]])
                 for p in self.streams
             }
 
         def write(turn: Index, changing: ByPosition, page: ByPosition) -> ByPosition:
-            at = part.piece(turn, int(last), pieces)
+            at = part.at(last + turn * piece_step, pieces)
             buffers = constant | changing
             results = self._compute(at, buffers, page)
             changed, results = self._on_device(at, buffers, results, page)
@@ -268,6 +264,10 @@ class Loop:
         strides = strides_of(self.pages.view)
         for start, stride in zip(at.starts(self.pages), strides, strict=True):
             offset += jnp.asarray(start, jnp.uint32) * np.uint32(stride % 2**32)
+        noise = [
+            None if words is None else Noise(words, offset, strides)
+            for words in self.random_words
+        ]
         arrays = self.arrays[: self.program.inputs]
         stored = [
             page[p] if p in page else tuple([array.read(x, at) for x in current[p]])
@@ -281,12 +281,12 @@ class Loop:
         )
         stored = fenced(stored, [array.streamed for array in arrays], fence)
         if self.coded or self.leaf_count == 1:
-            results = self._results(stored, at, offset, self.leaf_count)
+            results = self._results(stored, at, noise, self.leaf_count)
         else:
             # A short program is compiled for each leaf, and nothing is copied.
             of_leaf = lambda x, leaf: x if len(x) == 1 else x[leaf : leaf + 1]
             each = [
-                self._results([of_leaf(x, leaf) for x in stored], at, offset, 1)
+                self._results([of_leaf(x, leaf) for x in stored], at, noise, 1)
                 for leaf in range(self.leaf_count)
             ]
             results = [
@@ -305,11 +305,11 @@ class Loop:
         self,
         stored: Sequence[LeafBuffers],
         at: PageAddress,
-        offset: UInt32[Array, ""],
+        noise: Sequence[Noise | None],
         leaf_count: int,
     ) -> Sequence[LeafBuffers]:
         """What is stored of the results of a page of one leaf, or of several joined."""
-        shape, strides = self.pages.page(at.size), strides_of(self.pages.view)
+        shape = self.pages.page(at.size)
         shapes = self.shapes or [shape] * len(stored)
         # Arrays after the program's inputs are only overwritten, and not `stored`.
         inputs = [
@@ -333,10 +333,6 @@ class Loop:
             )
             coded = [self.arrays[p].codec is not None for p in self.overwrites]
             results = fenced(results, coded)
-        noise = [
-            None if word is None else Noise(word, offset, strides)
-            for word in self.random_words
-        ]
         every = zip(self.overwrites, results, noise, strict=True)
         return [
             self._encoded(self.arrays[p], result, drawn, shape, leaf_count)

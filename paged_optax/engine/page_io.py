@@ -28,6 +28,8 @@ class PagedArray:
       ratios: For each axis of the view a pair (a, b): a entries of the array stand for
         b of the leaf. Empty if every page needs the whole array.
       streamed: Whether its pages come from host memory.
+      unit_view: The view whose first index is the loop's own variable, if its pages
+        come from host memory and there is such a view; else None. See `by_unit`.
     """
 
     pages: Pages
@@ -37,20 +39,14 @@ class PagedArray:
     view: tuple[int, ...] | None
     ratios: tuple[tuple[int, int], ...]
     streamed: bool
+    unit_view: tuple[int, ...] | None = None
 
-    @functools.cached_property
-    def _by_unit(self) -> tuple[int, ...] | None:
-        """The view whose first index is the loop's own variable, or None."""
-        if self.view is None or self.pages.axis or self.pages.tiled:
-            return None
-        return by_unit(self.pages, self.view, self.ratios) if self.streamed else None
-
-    @functools.cached_property
+    @property
     def opened(self) -> tuple[int, ...]:
         """The shape that a loop holds."""
         if self.view is None or self.preloaded:
             return self.shape
-        return self._by_unit or self.view
+        return self.unit_view or self.view
 
     @property
     def preloaded(self) -> bool:
@@ -85,7 +81,7 @@ class PagedArray:
         """A page of it, in device memory."""
         if self.view is not None:
             page = to_device(lax.dynamic_slice(x, *self.slice_of(at)), self.streamed)
-            if self._by_unit:
+            if self.unit_view:
                 page = page.reshape(-1, *self.view[1:])
             return self._in_layout(page)
         return self._in_layout(to_device(x, self.streamed))
@@ -98,7 +94,12 @@ class PagedArray:
         starts, sizes = self.slice_of(at)
         page = page.reshape(sizes)
         axis = self.pages.axis
-        for done, size in self._pieces(sizes):
+        done, pieces = 0, [sizes[axis]]
+        on_tiles = self.streamed and self.pages.tiled
+        if on_tiles and tiling.role(self._order, axis) == "sublanes":
+            # XLA:TPU writes only some numbers of rows to the host.
+            pieces = tiling.sublane_sizes(sizes[axis])
+        for size in pieces:
             piece = page
             if size < page.shape[axis]:
                 piece = lax.slice_in_dim(page, done, done + size, axis=axis)
@@ -107,6 +108,7 @@ class PagedArray:
                 n + np.int32(done) if i == axis else n for i, n in enumerate(starts)
             ]
             x = lax.dynamic_update_slice(x, piece, first)
+            done += size
         return x
 
     def slice_of(self, at: PageAddress) -> tuple[list[Index], list[int]]:
@@ -124,8 +126,8 @@ class PagedArray:
                 continue
             starts.append(start if number == of else _scaled(start, number, of))
             sizes.append(-(-page_shape[axis] * number // of))
-        if self._by_unit:
-            _, *rest = self._by_unit
+        if self.unit_view:
+            _, *rest = self.unit_view
             values = math.prod(sizes)
             starts = [at.unit, *[np.int32(0)] * len(rest)]
             sizes = [values // math.prod(rest), *rest]
@@ -134,18 +136,6 @@ class PagedArray:
         if self.streamed and self.pages.unit * number == of:
             starts[self.pages.axis] = at.unit
         return starts, sizes
-
-    def _pieces(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Where each piece that is written of a page begins, and its size."""
-        axis = self.pages.axis
-        size = sizes[axis]
-        pieces = [size]
-        if self.streamed and self.pages.tiled:
-            # XLA:TPU writes only some numbers of rows to the host.
-            if tiling.role(self._order, axis) == "sublanes":
-                pieces = tiling.sublane_sizes(size)
-        done = [sum(pieces[:i]) for i in range(len(pieces))]
-        return list(zip(done, pieces, strict=True))
 
     def _in_layout(self, page: Array) -> Array:
         """A page in the layout of its array; see `in_layout`.

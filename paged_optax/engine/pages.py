@@ -1,6 +1,7 @@
 """How a leaf is cut into pages, where each page is, and rules for every backend."""
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -93,6 +94,7 @@ class Pages:
             return self.view
         return (*self.view[: self.axis], size * leaf_count, *self.view[self.axis + 1 :])
 
+    @functools.cached_property
     def ranges(self) -> "list[PageRange]":
         """The full pages, and the smaller last one."""
         if self.count <= 1:
@@ -164,21 +166,16 @@ class PageRange:
         """Whether it is one page, which needs no loop."""
         return self.stop == self.step
 
-    def at(self, number: Index) -> PageAddress:
-        """The page of a value of the loop's variable."""
+    def at(self, number: Index, pieces: int = 1) -> PageAddress:
+        """The page of a value of the loop's variable, or one of its pieces."""
+        unit = self.pages.unit
         if self.start:
-            unit = np.int32(self.start // self.pages.unit)
-            return PageAddress(np.int32(self.start), self.size, unit)
-        return PageAddress(self._first_entry(number), self.size, number)
-
-    def piece(self, turn: Index, value: int, pieces: int) -> PageAddress:
-        """Of the page of a value one of so many pieces, which divide `step`."""
-        number = np.int32(value) + turn * np.int32(self.step // pieces)
-        return PageAddress(self._first_entry(number), self.size // pieces, number)
-
-    def _first_entry(self, number: Index) -> Index:
+            return PageAddress(
+                np.int32(self.start), self.size, np.int32(self.start // unit)
+            )
         # One multiplication at most: XLA:GPU follows what is linear in the variable.
-        return number if self.pages.unit == 1 else number * np.int32(self.pages.unit)
+        start = number if unit == 1 else number * np.int32(unit)
+        return PageAddress(start, self.size // pieces, number)
 
 
 @dataclasses.dataclass(frozen=True)

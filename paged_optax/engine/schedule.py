@@ -136,7 +136,7 @@ class Exchange:
             )
             held |= tied
         shared = lambda x: {
-            p: tuple(x[p, leaf] for leaf in leaves) for p in self.streams
+            p: tuple([x[p, leaf] for leaf in leaves]) for p in self.streams
         }
         return current | shared(held), shared(read)
 

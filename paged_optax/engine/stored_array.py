@@ -77,21 +77,12 @@ class StoredArray:
         # A whole array may have fewer axes than the leaf: a single value.
         cut = pages.count > 1 and (codec is not None or codes.shape == pages.leaf)
         ratios = _ratios_of_codes(codec, pages) if cut else ()
-        view = _viewed(pages.view, ratios) if cut else None
-        sliceable = view is None or pages.tiled or _is_raw(pages, view, ratios)
-        part = functools.partial(PagedArray, pages)
-        first = part(
-            codes.shape, codes.dtype, on_host, view, ratios, on_host and sliceable
-        )
+        first = _paged_array(codes, pages, on_host, ratios, are_scales=False)
         if scales is None:
             return cls(codec, (first,))
         assert codec is not None
         ratios = _ratios_of_scales(codec, pages) if cut else ()
-        view = _viewed(pages.view, ratios) if cut else None
-        sliceable = view is None or _scales_sliceable(scales.shape, view, ratios, pages)
-        second = part(
-            scales.shape, scales.dtype, on_host, view, ratios, on_host and sliceable
-        )
+        second = _paged_array(scales, pages, on_host, ratios, are_scales=True)
         return cls(codec, (first, second))
 
     @property
@@ -237,12 +228,29 @@ def _along(one: ArrayOrShape, many: ArrayOrShape, leaf_count: int) -> int:
     return axis
 
 
-def _viewed(
-    view: tuple[int, ...], ratios: Sequence[tuple[int, int]]
-) -> tuple[int, ...]:
-    """The shape of an array that has `number` entries for `of` of a leaf's view."""
-    cut = view[: len(ratios)]
-    return tuple([-(-n * x // of) for n, (x, of) in zip(cut, ratios, strict=True)])
+def _paged_array(
+    x: ArrayOrShape,
+    pages: Pages,
+    on_host: bool,
+    ratios: tuple[tuple[int, int], ...],
+    *,
+    are_scales: bool,
+) -> PagedArray:
+    """How an array lies in its pages; no ratios: every page needs all of it."""
+    if not ratios:
+        return PagedArray(pages, x.shape, x.dtype, on_host, None, (), on_host)
+    cut = zip(ratios, pages.view, strict=False)
+    view = tuple([-(-number * size // of) for (number, of), size in cut])
+    raw = None if pages.axis or pages.tiled else by_unit(pages, view, ratios)
+    # Strips are transferred by kernels, which compute their addresses.
+    sliceable = bool(pages.axis or raw) or not GPU_NEEDS_RAW_INDEX
+    if are_scales:
+        sliceable = _scales_sliceable(x.shape, view, ratios, pages, sliceable)
+    streamed = on_host and (sliceable or (pages.tiled and not are_scales))
+    unit_view = raw if streamed else None
+    return PagedArray(
+        pages, x.shape, x.dtype, on_host, view, ratios, streamed, unit_view
+    )
 
 
 def _ratios_of_codes(codec: Codec | None, pages: Pages) -> tuple[tuple[int, int], ...]:
@@ -263,26 +271,21 @@ def _ratios_of_scales(codec: Codec, pages: Pages) -> tuple[tuple[int, int], ...]
     return (*[(1, 1)] * pages.axis, (after // common, codec.block // common))
 
 
-def _is_raw(
-    pages: Pages, view: Sequence[int], ratios: Sequence[tuple[int, int]]
-) -> bool:
-    """Whether pages are found by a loop's own variable, where XLA:GPU needs that."""
-    if pages.axis or not GPU_NEEDS_RAW_INDEX:
-        return True  # strips are transferred by kernels, which compute their addresses
-    return by_unit(pages, view, ratios) is not None
-
-
 def _scales_sliceable(
     shape: tuple[int, ...],
     view: tuple[int, ...],
     ratios: Sequence[tuple[int, int]],
     pages: Pages,
+    sliceable: bool,
 ) -> bool:
-    """Whether scales are so many that they go in pages, and lie so that they can."""
+    """Whether scales are so many that they go in pages, and lie so that they can.
+
+    A GPU slices them if they are `sliceable`.
+    """
     if math.prod(shape) * _SMALL_PART <= pages.entries:
         return False
     if not pages.tiled:
-        return 4 * math.prod(shape) > _FEW_BYTES and _is_raw(pages, view, ratios)
+        return 4 * math.prod(shape) > _FEW_BYTES and sliceable
     number, of = ratios[pages.axis]
     order = tiling.view_layout(shape, len(view))
     return order is not None and tiling.can_slice(

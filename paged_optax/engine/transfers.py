@@ -34,7 +34,7 @@ _PIECES = (2, 3, 5, 7)
 
 
 def to_device(
-    page: Array, on_host: bool, layout: Callable[[Array], Array] = lambda page: page
+    page: Array, on_host: bool, layout: Callable[[Array], Array] | None = None
 ) -> Array:
     """A slice of an array, in device memory.
 
@@ -43,14 +43,19 @@ def to_device(
       on_host: Whether the array is in host memory.
       layout: Gives it the layout in which it lies in host memory.
     """
-    return jax.device_put(layout(page), DEVICE) if on_host else page
+    if not on_host:
+        return page
+    return jax.device_put(layout(page) if layout else page, DEVICE)
 
 
 def to_host(
-    page: Array, on_host: bool, layout: Callable[[Array], Array] = lambda page: page
+    page: Array, on_host: bool, layout: Callable[[Array], Array] | None = None
 ) -> Array:
     """Undoes `to_device`."""
-    return layout(jax.device_put(page, HOST)) if on_host else page
+    if not on_host:
+        return page
+    page = jax.device_put(page, HOST)
+    return layout(page) if layout else page
 
 
 def in_layout(page: Array, order: tuple[int, ...]) -> Array:
@@ -186,7 +191,7 @@ def pieces_of(size: int, block: int = 1) -> int:
       size: How much.
       block: What a piece is a multiple of.
     """
-    return next((n for n in _PIECES if size % (n * block) == 0), 1)
+    return next(iter([n for n in _PIECES if size % (n * block) == 0]), 1)
 
 
 def read_in_pieces(pieces: int, read: Callable[[Index], Page]) -> Page:

@@ -48,7 +48,11 @@ def said_of(
     distinct = list(dict.fromkeys((*programs, analysis.tail)))
     return {
         **{name: {"": str(value)} for name, value in settings.items()},
-        "codec": {repr([key]): _plain(rule) for key, rule in paged.rules.items()},
+        # As text a codec has the address that Python gives an object.
+        "codec": {
+            repr([key]): re.sub(r" at 0x[0-9a-f]+", "", repr(rule))
+            for key, rule in paged.rules.items()
+        },
         "parameter ": {
             keystr(path): _typed(x) for path, x in zip(paths, leaves, strict=True)
         },
@@ -66,11 +70,6 @@ def said_of(
 def _typed(x: ArrayOrShape) -> str:
     kind = dtype_and_shape(jax.typeof(x))
     return f"{kind} on the host" if on_host(x) else kind
-
-
-def _plain(rule: object) -> str:
-    """A codec as text, without the address that Python gives an object."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(rule))
 
 
 def _constants(programs: Sequence[Program]) -> Iterator[str]:

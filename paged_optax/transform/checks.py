@@ -103,7 +103,7 @@ def refuse_derivatives(arrays: Sequence[Value]) -> tuple[Value, ...]:
     leaves, structure = jax.tree.flatten(tuple(arrays))
     # Codes and counts have no derivatives.
     inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
-    numbers = (x for x, yes in zip(leaves, inexact, strict=True) if yes)
+    numbers = [x for x, yes in zip(leaves, inexact, strict=True) if yes]
     same = iter(_refuse_derivatives(*numbers))
     leaves = [next(same) if yes else x for x, yes in zip(leaves, inexact, strict=True)]
     return jax.tree.unflatten(structure, leaves)

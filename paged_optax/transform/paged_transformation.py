@@ -336,7 +336,7 @@ class PagedTransformation:
             and not on_host(x)
             and not self.refused(layout, position)
         ]
-        total = sum(size for _, size in moved)
+        total = sum([size for _, size in moved])
         if total <= budget:
             return ""
         paths, _ = paths_of(jax.tree.unflatten(layout.structure, range(len(leaves))))

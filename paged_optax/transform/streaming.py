@@ -104,13 +104,15 @@ def stream_update(
     for leaf, members in groups:
         one, *_ = members.values()
         gate = loops.moves[leaf.owner]
-        random_words, hosted = loops.random_words(leaf), any(map(on_host, one.arrays))
+        random_words = loops.random_words(leaf)
         geometry = paged.geometry(leaf, one.moving, one.shards, len(members))
         # No context changes what streams, so like leaves are traced once.
         with loops.named(leaf, one), without():
             arrays = [x.arrays for x in members.values()]
             new = stream(
-                tuple(refuse_derivatives(x) if hosted else tuple(x) for x in arrays),
+                tuple(
+                    [refuse_derivatives(x) if one.on_host else tuple(x) for x in arrays]
+                ),
                 # A gate is the trip count of the loop around the pages.
                 gate.astype(jnp.int32) if isinstance(gate, Array) else None,
                 random_words,
@@ -156,7 +158,7 @@ def loop_key(
     """
     # A loop has one set of random words, and one of each scalar: leaves that round by
     # words, or that count their own steps, have each their own.
-    drawn = any(x.codec is not None and x.codec.draws for x in moments)
+    drawn = any([x.codec is not None and x.codec.draws for x in moments])
     owner = leaf.owner if drawn or singly else None
     same = [analysis.same.get(number, number) for number in shared]
     return leaf.program, leaf.shape, tuple(moments), divided, owner, *same
@@ -172,6 +174,7 @@ class _LeafArrays:
       codecs: For each array the codec that stores it, or None.
       shapes: For each array the shape that the program sees of it.
       moving: How each array is kept that a codec or host memory holds.
+      on_host: Whether any of the arrays is in host memory.
       shards: How the leaf is divided, or None.
     """
 
@@ -180,6 +183,7 @@ class _LeafArrays:
     codecs: list[Codec | None]
     shapes: list[tuple[int, ...]]
     moving: list[Storage]
+    on_host: bool
     shards: Shards | None
 
 
@@ -263,7 +267,7 @@ class _Loops:
             key = (
                 loop_key(analysis, leaf, moving, shards, shared, singly=singly),
                 id(gate),
-                *(jax.typeof(x) for x in jax.tree.leaves(arrays.arrays)),
+                *map(jax.typeof, jax.tree.leaves(arrays.arrays)),
                 *arrays.overwrites,
                 *arrays.codecs,
             )
@@ -305,7 +309,8 @@ class _Loops:
         ]
         gradients = self.arguments[:first]
         shards = divided_as(leaf, gradients, layout.parameter_shards)
-        return _LeafArrays(arrays, overwrites, codecs, shapes, moving, shards)
+        hosted = any([x.on_host for x in moving])
+        return _LeafArrays(arrays, overwrites, codecs, shapes, moving, hosted, shards)
 
     def named(
         self, leaf: LeafUpdate, arrays: _LeafArrays
@@ -313,7 +318,7 @@ class _Loops:
         """Around the loop of a leaf: names it if it is divided in a way not known."""
         if arrays.shards is not None or not leaf.program.elementwise:
             return contextlib.nullcontext()
-        if leaf.owner is not None and any(map(on_host, arrays.arrays)):
+        if leaf.owner is not None and arrays.on_host:
             path = self.traced.layout.parameter_paths[leaf.owner]
             self.paged.known.tell_of_unknown(path, self.arguments[leaf.owner])
         return jax.named_scope(UNSHARDED)
@@ -323,7 +328,7 @@ class _Loops:
     ) -> tuple[UInt32[Array, "2"] | None, ...] | None:
         """Draws the random words by which results are rounded, anew at each step."""
         codecs = {p: self.codecs[p] for p in leaf.outputs if p in self.codecs}
-        if not any(codec.draws for codec in codecs.values()):
+        if not any([codec.draws for codec in codecs.values()]):
             return None
         # The state's first leaf is the count of `precision.counted`.
         step, layer = self.arguments[len(self.gates)], current().layer

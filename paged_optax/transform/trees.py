@@ -58,7 +58,7 @@ def arrays_and_rest(tree: PyTree) -> tuple[list[Traceable], Static]:
         isinstance(x, (*kinds, *numbers)) and not isinstance(x, bool) for x in leaves
     ]
     arrays = [x for x, yes in zip(leaves, is_array, strict=True) if yes]
-    rest = tuple(x for x, yes in zip(leaves, is_array, strict=True) if not yes)
+    rest = tuple([x for x, yes in zip(leaves, is_array, strict=True) if not yes])
     return arrays, Static(treedef, tuple(is_array), rest)
 
 

@@ -216,7 +216,7 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
         return found  # nothing is paged, nor coded
     pages = cuts[-1].on(platform)
     if moved:
-        trips = [x.stop // x.step for x in pages.ranges() if not x.single]
+        trips = [x.stop // x.step for x in pages.ranges if not x.single]
         trips *= found.moments if case.phase == "init" else 1
         total = aot.traffic(report.hlo, trips)
         found.traffic = round(total / (ways * moved), 3)
@@ -272,7 +272,7 @@ def _misplaced(found: Any, pages: Any, kept: Sequence[Any]) -> str:
 
     ahead = pages.both_ways(sum(x.on_host for x in kept))
     wanted: collections.Counter[tuple[str, int, int]] = collections.Counter()
-    loops = [x for x in pages.ranges() if not x.single]
+    loops = [x for x in pages.ranges if not x.single]
     for each in kept if loops and not pages.axis else ():
         stored = jax.ShapeDtypeStruct(pages.leaf, f"float{8 * each.itemsize}")
         if each.codec is not None:
