@@ -11,7 +11,9 @@ part of an array in place, twice that part's; one with products takes their time
 
 `cost` gives the time of an ideal runtime, which adds nothing to that. `between` gives a
 range for XLA:GPU's: it adds stated overheads, low and high, and runs transfers on the
-streams of the jax at hand. The overheads are assumptions. None has been measured.
+streams of the jax at hand. The overheads are assumptions. Four steps that were measured
+on an H200 took 6 to 13% less than the low end
+(`tests/benchmarks/results/gpu-nvidia-h200-jax0.11.2.json`).
 """
 
 import collections
@@ -100,7 +102,7 @@ class Overheads:
     slices: float = 0.0
 
 
-#: Assumptions, from what such machines are known for. They are no measurements.
+#: Assumptions, from what such machines are known for.
 LOW = Overheads(
     kernel=2e-6,
     gap=1e-6,

@@ -318,6 +318,8 @@ def test_what_was_measured():
         cells = (f"{row['seconds']:.2f}", *(f"{x:.1f}" for x in gib))
         assert f"| {name} | {' | '.join(cells)} |" in page
     assert len(rows) == 4
+    less = [1 - row["seconds"] / row["predicted_range"][0] for row in rows]
+    assert f"{100 * min(less):.0f} to {100 * max(less):.0f}% less than the low" in page
     graphs = json.loads((results / f"graphs-{file.name}").read_text())["rows"]
     seconds = {row["xla_flags"]: f"{row['seconds']:.2f}" for row in graphs}
     assert f"the third row takes {seconds['']} s" in page
