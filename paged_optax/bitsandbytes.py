@@ -20,7 +20,7 @@ from paged_optax.backend.types import KeyPath, Path
 from paged_optax.backend.validation import check_arrays
 from paged_optax.backend.variables import unflatten_like
 from paged_optax.codecs import Quantized, unarranged
-from paged_optax.codecs.quantization import dynamic_map
+from paged_optax.codecs.dynamic_map import dynamic_map
 from paged_optax.state.bitsandbytes_entries import (
     FIELDS,
     Entry,

@@ -1,9 +1,10 @@
 """How moments are stored: codecs, and their names.
 
 `codec` says what a codec is; `floats`, `dynamic_int8` and `dynamic_int4` are those
-there are. `quantization` has their maps, as tables and as arithmetic for a TPU, and
-their blocks. `layout` decides how codes and scales lie in memory, and `packing` packs
-codes into words. `identity` tells in a state which codec stored what.
+there are. `dynamic_map` has the numbers that codes stand for, as tables and as
+arithmetic for a TPU. `packing` parts values into blocks and packs codes into words.
+`layout` decides how codes and scales lie in memory, and `identity` tells in a state
+which codec stored what.
 """
 
 from collections.abc import Callable

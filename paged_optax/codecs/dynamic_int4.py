@@ -11,17 +11,19 @@ from jax import Array, lax
 from jaxtyping import Float32, Int32, UInt8
 
 from paged_optax.codecs.codec import Noise, Quantized
-from paged_optax.codecs.packing import interleave
-from paged_optax.codecs.quantization import (
+from paged_optax.codecs.dynamic_map import (
+    dynamic_map,
+    linear_map,
+)
+from paged_optax.codecs.packing import (
     SMALLEST_ABSMAX,
     bits,
     block_absmax,
     block_count,
     divide,
-    dynamic_map,
     from_bits,
     from_blocks,
-    linear_map,
+    interleave,
     lookup,
     to_blocks,
 )

@@ -1,6 +1,6 @@
 r"""Moments in eight bits, as bitsandbytes stores them.
 
-A code is a position in the dynamic map (`quantization.dynamic_map`). A scale is the
+A code is a position in the dynamic map (`dynamic_map.dynamic_map`). A scale is the
 largest magnitude of 256 values. The code that is stored is that of the number nearest
 to `x * (1 / scale)`. If two numbers are equally near, it is the lower one's. Small
 second moments are rounded up from a quarter of the way on: see `DynamicInt8`.
@@ -30,19 +30,21 @@ from jax import Array, lax
 from jaxtyping import Float32, Int32, UInt8
 
 from paged_optax.codecs.codec import Noise, Quantized
-from paged_optax.codecs.quantization import (
+from paged_optax.codecs.dynamic_map import (
     LOW_BITS,
-    MAGNITUDE,
     NEVER,
-    SMALLEST_NORMAL,
     MapFormula,
+    dynamic_map,
+    map_formula,
+)
+from paged_optax.codecs.packing import (
+    MAGNITUDE,
+    SMALLEST_NORMAL,
     bits,
     block_absmax,
     block_count,
-    dynamic_map,
     from_bits,
     from_blocks,
-    map_formula,
     to_blocks,
 )
 

@@ -9,7 +9,7 @@ from jax import Array, lax
 from jaxtyping import BFloat16, Float32, UInt32
 
 from paged_optax.codecs.codec import Noise, Quantized, strides_of
-from paged_optax.codecs.quantization import (
+from paged_optax.codecs.packing import (
     SMALLEST_ABSMAX,
     bits,
     block_absmax,

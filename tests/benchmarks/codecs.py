@@ -20,9 +20,9 @@ from paged_optax.codecs import (
     Float8E4M3,
     Quantized,
     draw,
-    quantization,
+    packing,
 )
-from paged_optax.codecs.quantization import dynamic_map
+from paged_optax.codecs.dynamic_map import dynamic_map
 
 SECTION = "codecs"
 
@@ -91,8 +91,8 @@ def _midpoints(signed: bool) -> np.ndarray:
 
 
 def _scaled(x: Any) -> tuple[Any, Any]:
-    rows = quantization.to_blocks(x, 256)
-    scales = quantization.block_absmax(rows)
+    rows = packing.to_blocks(x, 256)
+    scales = packing.block_absmax(rows)
     return rows * (np.float32(1) / scales)[:, None], scales
 
 
@@ -126,7 +126,7 @@ def _compare_all(signed: bool) -> Callable[..., Any]:
 
 def _gather(signed: bool) -> Callable[..., Any]:
     def decode(stored: Quantized[Any]) -> Any:
-        codes = quantization.to_blocks(stored.codes, 256).astype(jnp.int32)
+        codes = packing.to_blocks(stored.codes, 256).astype(jnp.int32)
         return jnp.asarray(dynamic_map(signed))[codes] * stored.scales[:, None]
 
     return decode

@@ -1,17 +1,18 @@
-"""The maps of codes to numbers, blocks, and the exact arithmetic that codecs share.
+"""The maps of codes to numbers: tables, and for a TPU lines.
 
-A map is a table, and for a TPU, which looks entries up one by one, lines.
+A TPU looks entries up one by one.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from jaxtyping import Float32, Int32, Shaped
+from jax import Array
+from jaxtyping import Int32
+
+from paged_optax.codecs.packing import lookup
 
 
 def _spaced(count: int) -> np.ndarray:
@@ -78,81 +79,6 @@ def linear_map() -> np.ndarray:
     numbers = np.arange(1, 17, dtype=np.float32) / np.float32(16)
     numbers.flags.writeable = False
     return numbers
-
-
-MAGNITUDE = np.int32(0x7FFFFFFF)
-SMALLEST_NORMAL = np.int32(0x00800000)
-#: The least magnitude that torchao divides a block by.
-SMALLEST_ABSMAX = np.float32(1e-12)
-
-
-def bits(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-    """The bit pattern; for numbers that are not negative it orders as they do."""
-    return lax.bitcast_convert_type(x, jnp.int32)
-
-
-def from_bits(x: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """The number with this bit pattern."""
-    return lax.bitcast_convert_type(x, jnp.float32)
-
-
-def block_count(shape: tuple[int, ...], block: int) -> int:
-    """Blocks in a moment of this shape, the last one perhaps not full."""
-    return -(-math.prod(shape) // block)
-
-
-def to_blocks(x: Shaped[Array, "*shape"], block: int) -> Shaped[Array, "blocks block"]:
-    """The flattened values in rows of one block, the last one filled with zeros."""
-    flat = x.reshape(-1)
-    missing = -flat.size % block
-    if missing:
-        flat = jnp.pad(flat, (0, missing))
-    return flat.reshape(-1, block)
-
-
-def from_blocks(
-    x: Shaped[Array, "blocks block"], shape: tuple[int, ...]
-) -> Shaped[Array, "*shape"]:
-    """Undoes `to_blocks`."""
-    size = math.prod(shape)
-    return (x if x.size == size else x.reshape(-1)[:size]).reshape(shape)
-
-
-def block_absmax(x: Float32[Array, "blocks block"]) -> Float32[Array, " blocks"]:
-    """The largest magnitude of each block; NaN where one of its values is NaN."""
-    # Magnitudes are compared by their bit patterns. As numbers, backends that flush
-    # denormal ones to zero (XLA:CPU, XLA:TPU) would not find the largest of those, and
-    # XLA:CPU's maximum over the rows of a matrix passes NaN over (jax 0.10.2,
-    # 0.12.0.1).
-    return from_bits(jnp.max(bits(x) & MAGNITUDE, axis=1))
-
-
-def divide(
-    x: Float32[Array, "*#shape"], y: Float32[Array, "*#shape"] | np.float32
-) -> Float32[Array, "*shape"]:
-    """Divides with one rounding, under `jit` too."""
-    # XLA turns a division by a constant or by a broadcast into a multiplication by its
-    # reciprocal, which rounds twice and flushes the reciprocals of numbers above 2^126
-    # (checked on CPU with jax 0.10.2 and 0.12.0.1). This divisor looks like neither.
-    return x / jnp.where(jnp.isnan(x), x, y)
-
-
-def lookup(
-    index: Int32[Array, "*shape"], entries: Sequence[int | float], dtype: type
-) -> Array:
-    """Looks a small table up without a gather, which a TPU does one by one.
-
-    The table has a power of two entries. Of an index out of range only low bits count.
-    """
-    # Each bit of the index halves what is left of the table.
-    rest: list[Array] = [jnp.asarray(entry, dtype) for entry in entries]
-    bit = 1
-    while len(rest) > 1:
-        high = (index & np.int32(bit)) != 0
-        pairs = zip(rest[::2], rest[1::2], strict=True)
-        rest = [jnp.where(high, odd, even) for even, odd in pairs]
-        bit *= 2
-    return jnp.broadcast_to(rest[0], index.shape)
 
 
 # The bits of a float that `MapFormula.positions` leaves out; a key has one more.
