@@ -239,7 +239,6 @@ def _position_by_lines(
 
 
 def _number(code: UInt8[Array, "*shape"], signed: bool) -> Float32[Array, "*shape"]:
-    """The number that a code stands for."""
     return lax.platform_dependent(
         code.astype(jnp.int32),
         tpu=functools.partial(_number_by_lines, map_formula(signed), signed),

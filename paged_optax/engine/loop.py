@@ -114,20 +114,21 @@ class Loop:
         # Outside of loops a GPU fuses nothing in a call that is not inlined.
         in_loops = not self.pages.tiled and all(
             [
-                not part.single and (not self.duplex or self._pieces_of(part) > 1)
-                for part in self.pages.ranges
+                not page_range.single
+                and (not self.duplex or self._pieces_of(page_range) > 1)
+                for page_range in self.pages.ranges
             ]
         )
         return isolated(self._all_pages, trip_count, in_loops)(*arguments)
 
-    def _pieces_of(self, part: PageRange) -> int:
+    def _pieces_of(self, page_range: PageRange) -> int:
         """In how many pieces the first and the last page of a range are moved."""
         if self.pages.tiled:
             return 1  # a TPU computes all pages in the loop
         # The loop's variable counts units. A piece has whole blocks of every array.
-        unit = part.size // part.step
+        unit = page_range.size // page_range.step
         block = math.lcm(*[one.block for array in self.arrays for one in array.parts])
-        return pieces_of(part.step, block // math.gcd(block, unit))
+        return pieces_of(page_range.step, block // math.gcd(block, unit))
 
     def _all_pages(
         self, buffers: tuple[LeafBuffers, ...], overwritten: tuple[LeafBuffers, ...]
@@ -139,11 +140,11 @@ class Loop:
         # What does not travel in pages, such as a leaf's few scales, travels before the
         # first page and after the last.
         current = {p: tuple(map(arrays[p].preload, x)) for p, x in current.items()}
-        for part in self.pages.ranges:
-            in_turn = functools.partial(self._in_turn, part)
-            duplex = functools.partial(self._duplex, part)
-            if part.single:
-                current = self._page(part.at(np.int32(0)), current)
+        for page_range in self.pages.ranges:
+            in_turn = functools.partial(self._in_turn, page_range)
+            duplex = functools.partial(self._duplex, page_range)
+            if page_range.single:
+                current = self._page(page_range.at(np.int32(0)), current)
             elif not self.duplex:
                 current = in_turn(current)
             elif self.pages.tiled:
@@ -153,7 +154,7 @@ class Loop:
                 current = lax.platform_dependent(current, cpu=in_turn, default=duplex)
         return tuple([tuple(map(arrays[p].unload, current[p])) for p in targets])
 
-    def _in_turn(self, part: PageRange, current: ByPosition) -> ByPosition:
+    def _in_turn(self, page_range: PageRange, current: ByPosition) -> ByPosition:
         """Updates the pages of a range, one after the other."""
         constant = {p: x for p, x in current.items() if p not in self.targets}
 
@@ -161,12 +162,12 @@ class Loop:
             carry: tuple[Int[Array, ""], ByPosition],
         ) -> tuple[Int[Array, ""], ByPosition]:
             number, changing = carry
-            changed = self._page(part.at(number), constant | changing)
-            return number + part.step, {p: changed[p] for p in self.targets}
+            changed = self._page(page_range.at(number), constant | changing)
+            return number + page_range.step, {p: changed[p] for p in self.targets}
 
         start = jnp.int32(0), {p: current[p] for p in self.targets}
         _, changing = lax.while_loop(
-            lambda carry: carry[0] < part.stop, next_page, start
+            lambda carry: carry[0] < page_range.stop, next_page, start
         )
         return constant | changing
 
@@ -184,12 +185,13 @@ class Loop:
         results = dict(zip(self.overwrites, results, strict=True))
         return self._written(at, current, results)
 
-    def _duplex(self, part: PageRange, current: ByPosition) -> ByPosition:
+    def _duplex(self, page_range: PageRange, current: ByPosition) -> ByPosition:
         """Updates the pages of a range: while one is written, the next one is read."""
-        step, last = np.int32(part.step), np.int32(part.stop - part.step)
+        step = np.int32(page_range.step)
+        last = np.int32(page_range.stop - page_range.step)
         once = self.pages.tiled  # all pages are computed by the loop
-        pieces, stop = self._pieces_of(part), part.stop if once else last
-        piece_step = np.int32(part.step // pieces)
+        pieces, stop = self._pieces_of(page_range), page_range.stop if once else last
+        piece_step = np.int32(page_range.step // pieces)
         constant = {p: x for p, x in current.items() if p not in self.targets}
         exchange = Exchange(self.arrays, self.streams, self.leaf_count)
 
@@ -197,7 +199,7 @@ class Loop:
             carry: tuple[Int[Array, ""], ByPosition, ByPosition],
         ) -> tuple[Int[Array, ""], ByPosition, ByPosition]:
             number, changing, page = carry
-            at, following = part.at(number), part.at(number + step)
+            at, following = page_range.at(number), page_range.at(number + step)
             buffers = constant | changing
             results = self._compute(at, buffers, page)
             changed, results = self._on_device(at, buffers, results, page)
@@ -206,14 +208,14 @@ class Loop:
             return number + step, {p: changed[p] for p in self.targets}, page
 
         def read(turn: Index) -> ByPosition:
-            at = part.at(np.int32(0) + turn * piece_step, pieces)
+            at = page_range.at(np.int32(0) + turn * piece_step, pieces)
             return {
                 p: tuple([self.arrays[p].read(x, at) for x in current[p]])
                 for p in self.streams
             }
 
         def write(turn: Index, changing: ByPosition, page: ByPosition) -> ByPosition:
-            at = part.at(last + turn * piece_step, pieces)
+            at = page_range.at(last + turn * piece_step, pieces)
             buffers = constant | changing
             results = self._compute(at, buffers, page)
             changed, results = self._on_device(at, buffers, results, page)

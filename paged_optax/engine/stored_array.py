@@ -243,10 +243,10 @@ def _paged_array(
     view = tuple([-(-number * size // of) for (number, of), size in cut])
     raw = None if pages.axis or pages.tiled else by_unit(pages, view, ratios)
     # Strips are transferred by kernels, which compute their addresses.
-    sliceable = bool(pages.axis or raw) or not GPU_NEEDS_RAW_INDEX
+    sliceable = bool(pages.tiled or pages.axis or raw) or not GPU_NEEDS_RAW_INDEX
     if are_scales:
         sliceable = _scales_sliceable(x.shape, view, ratios, pages, sliceable)
-    streamed = on_host and (sliceable or (pages.tiled and not are_scales))
+    streamed = on_host and sliceable
     unit_view = raw if streamed else None
     return PagedArray(
         pages, x.shape, x.dtype, on_host, view, ratios, streamed, unit_view

@@ -93,10 +93,9 @@ def stream(
         update = functools.partial(_stream_on_mesh, shards=shards)
 
     def run(pages: Pages, leaves: tuple[Arrays, ...], *others: PyTree) -> list[Arrays]:
-        parts = sharing(pages, len(leaves))
         new = [
-            update(leaves[part], *others, page_program=page_program, pages=pages)
-            for part in parts
+            update(leaves[group], *others, page_program=page_program, pages=pages)
+            for group in sharing(pages, len(leaves))
         ]
         return [arrays for each in new for arrays in each]
 

@@ -204,12 +204,7 @@ _ASIDES = ("meta", "hf", "base", "instruct", "it", "pt")
 
 
 def _words(name: str) -> tuple[str, ...]:
-    """Letters and numbers of a name, without who trained it and for what.
-
-    Example:
-      >>> _words("meta-llama/Meta-Llama-3-8B-Instruct")
-      ('llama', '3', '8', 'b')
-    """
+    """Letters and numbers of a name, without who trained it and for what."""
     words = re.findall(r"[a-z]+|\d+(?:\.\d+)?", name.lower().rpartition("/")[2])
     return tuple(x for x in words if x not in _ASIDES)
 

@@ -166,7 +166,6 @@ class Ways:
         return self._counted(row, there, there + row.gradients)
 
     def _layerwise(self, layers: Layers) -> Footprint:
-        """A layerwise step."""
         # The layer's moments travel while its gradients are computed, in float32 or the
         # parameters' dtype.
         scratch = layers.largest + self._moments_of(layers.largest)

@@ -204,7 +204,6 @@ class StateLayout:
         return leaves
 
     def _codes_field(self, position: int) -> str:
-        """The name of the field for the codes of a leaf that a codec stores."""
         codec, shape = self.codecs[position], self.avals[position].shape
         shards = self.shards[position]
         assert codec is not None
