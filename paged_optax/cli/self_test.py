@@ -78,10 +78,13 @@ class Comparison:
         return max(self.state.error, self.parameters.error)
 
 
-def compare_with_optax(inner: optax.GradientTransformation, steps: int) -> Comparison:
+def compare_with_optax(
+    inner: optax.GradientTransformation, steps: int, device_budget: int = 0
+) -> Comparison:
     """Trains twice from the same parameters, on the same gradients.
 
-    One run is Optax's. The other pages several pages a leaf, the last one smaller.
+    One run is Optax's. The other pages several pages a leaf, the last one smaller. So
+    many bytes of its moments stay on the device.
     """
     generator = np.random.default_rng(0)
     draw = lambda: {
@@ -92,7 +95,9 @@ def compare_with_optax(inner: optax.GradientTransformation, steps: int) -> Compa
     # rounding of an update is a thousand ulps of the parameter.
     start = {key: np.copysign(1 + np.abs(x) / 4, x) for key, x in draw().items()}
     gradients = [draw() for _ in range(steps)]
-    tx = paged(inner, page_size=PAGE_BYTES, min_paged_size=0)
+    tx = paged(
+        inner, page_size=PAGE_BYTES, min_paged_size=0, device_budget=device_budget
+    )
     wanted_params, wanted_state = _train(inner, start, gradients)
     params, state = _train(tx, start, gradients)
     return Comparison(

@@ -7,6 +7,8 @@ The most valuable check comes first:
 
 - graphs: 20 steps with CUDA graphs and without compute the same numbers, as `doctor`
   has it;
+- half budget: 200 steps of AdamW with half of the moments on the device compute Optax's
+  numbers, bit for bit where the compiler adds alike;
 - link: its rate in each direction alone and in both at once, with what arrives
   compared;
 - large leaves: moments beyond 2^32 bytes come back bit for bit, by page and whole;
@@ -34,7 +36,13 @@ from tables import Row
 
 #: Seconds for all, and for each check.
 BUDGET = 580
-LIMITS = {"graphs": 150, "link": 60, "large leaves": 120, "activations": 100}
+LIMITS = {
+    "graphs": 150,
+    "half budget": 60,
+    "link": 60,
+    "large leaves": 120,
+    "activations": 100,
+}
 
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
 # Errors are relative to a leaf's largest value: what went to a wrong place is wrong by
@@ -53,6 +61,23 @@ def graphs(small: bool) -> Row:
     steps = 2 if small else GRAPH_STEPS
     found = compare_graphs(steps, limit=LIMITS["graphs"] / 2 - 5)
     return {"steps": steps} | _verdict(found, _SAME_KERNELS)
+
+
+def half_budget(small: bool) -> Row:
+    """Donated moments on the device beside others that travel."""
+    import optax
+
+    from paged_optax.cli.self_test import compare_with_optax
+
+    steps = 5 if small else 200
+    sizes = compare_with_optax(optax.adamw(1e-3), 1).moments
+    budget = sum(x.bytes for x in sizes) // 2
+    found = compare_with_optax(optax.adamw(1e-3), steps, budget)
+    places = {x.on_host for x in found.moments}
+    if places != {True, False}:
+        raise AssertionError(f"moments are all in one memory, with {budget} bytes")
+    verdict = _verdict(found.parameters, _SAME_KERNELS)
+    return {"steps": steps, "device_budget": budget} | verdict
 
 
 def link(small: bool) -> Row:
@@ -89,6 +114,7 @@ def activations(small: bool) -> Row:
 #: Each takes whether sizes are small, and returns its outcome and what it found.
 CHECKS: dict[str, Callable[..., Row]] = {
     "graphs": graphs,
+    "half budget": half_budget,
     "link": link,
     "large leaves": large_leaves,
     "activations": activations,

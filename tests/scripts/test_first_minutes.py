@@ -10,12 +10,14 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import paged_optax as po
 from paged_optax.cli import machine, self_test
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
-NAMES = ["graphs", "link", "large leaves", "activations"]
+NAMES = ["graphs", "half budget", "link", "large leaves", "activations"]
 
 
 @pytest.fixture
@@ -40,6 +42,13 @@ def break_graphs(monkeypatch):
         "w": np.full(3, 2.0 if flag == self_test.NO_GRAPHS else 1.9)
     }
     monkeypatch.setattr(self_test, "trained", trained)
+
+
+def break_half_budget(monkeypatch):
+    """A tenth too much is learned."""
+    monkeypatch.setattr(
+        self_test, "paged", lambda inner, **how: po.paged(optax.adamw(1.1e-3), **how)
+    )
 
 
 def break_link(monkeypatch):
@@ -76,6 +85,7 @@ def break_activations(monkeypatch):
 
 BREAKING = {
     "graphs": break_graphs,
+    "half budget": break_half_budget,
     "link": break_link,
     "large leaves": break_large_leaves,
     "activations": break_activations,
