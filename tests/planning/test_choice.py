@@ -2,6 +2,8 @@
 
 import ast
 import dataclasses
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from paged_optax.planning.footprints import written
 from paged_optax.planning.hugging_face import config_heads
 
 SHAPES = po.model_shapes("1B")
+RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
 
 
 @pytest.mark.parametrize("name", CARDS)
@@ -280,3 +283,28 @@ def test_the_command_has_the_same_arguments(capsys):
     assert "are assumed" not in printed
     assert main("plan --params 1B --card t5".split()) == 1
     assert "--card='t5' is none of t4" in capsys.readouterr().err
+
+
+#: Steps that an H200 ran, by the ways that `what_fits` has of them.
+MEASURED = {
+    "layerwise, 8 bits": ("dynamic_int8", "layerwise, dynamic_int8"),
+    "layerwise, bfloat16 moments": (None, "layerwise"),
+    "jax.grad, 8 bits, paged": ("dynamic_int8", "paged, dynamic_int8"),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_what_an_h200_took(name):
+    """Seconds lie in the range, and bytes on the device are those at the peak."""
+    codec, way = MEASURED[name]
+    file = RESULTS / "gpu-nvidia-h200-jax0.11.2.json"
+    rows = json.loads(file.read_text())["rows"]
+    (row,) = (x for x in rows if x["name"] == f"Llama 3 8B: {name}")
+    workload = {"batch": 8, "length": row["tokens"] // 8}
+    shapes = po.model_shapes("llama3-8b")
+    found = po.what_fits(shapes, codec=codec, card="h200", **workload)
+    (planned,) = (x for x in found if x.way == way)
+    least, most = planned.seconds
+    assert least < row["seconds"] < most
+    assert planned.device == pytest.approx(row["peak_device_bytes"], rel=0.03)
+    assert planned.host == pytest.approx(row["xla_host_bytes"], rel=0.01)
