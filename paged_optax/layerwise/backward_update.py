@@ -181,8 +181,8 @@ class BackwardUpdate:
         self, weights: Weights, drest: Rest, norm: Float[Array, ""] | None
     ) -> LayerGradients:
         others = self.partition.others(drest)
-        whole = self.partition.combine(weights.stacks, others)
-        chunked = [whole[n] for n in self.optimizer.layered.chunked]
+        leaves = self.partition.combine(weights.stacks, others)
+        chunked = [leaves[n] for n in self.optimizer.layered.chunked]
         if norm is not None:
             chunked = self.clipping.clipped(chunked, norm)
         return LayerGradients(self.clipping, norm, chunked, weights.length)

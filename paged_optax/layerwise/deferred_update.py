@@ -31,12 +31,12 @@ class UpdatedRest(NamedTuple):
     Attributes:
       weights: The layers'.
       others: The others.
-      leaves: Those of the state; see `LayerOptimizer.update_rest`.
+      state: The leaves of the state; see `LayerOptimizer.update_rest`.
     """
 
     weights: Weights
     others: list[Array]
-    leaves: list[Stored]
+    state: list[Stored]
 
 
 class DeferredUpdate(HostGradients):
@@ -78,7 +78,7 @@ class DeferredUpdate(HostGradients):
                 lambda new, old: new.astype(old.dtype), pending, workspace.pending
             ),
         )
-        state = self.optimizer.layered.new_state(slots, updated.leaves)
+        state = self.optimizer.layered.new_state(slots, updated.state)
         state = self.guard.around(state, measure)
         output = LayerwiseOutput(mean_of(metrics.loss), metrics.metrics, norm)
         return self._params(totals.stacks, others), state, workspace, output
@@ -89,7 +89,7 @@ class DeferredUpdate(HostGradients):
         """Applies what is pending."""
         updated, pending = self._update_rest(workspace), _pending(workspace)
         weights, others, slots = self._update_layers(updated, workspace)
-        state = self.optimizer.layered.new_state(slots, updated.leaves)
+        state = self.optimizer.layered.new_state(slots, updated.state)
         state = self.guard.around(state, None)
         pending = pending._replace(waits=jnp.zeros((), jnp.bool_))
         workspace = dataclasses.replace(workspace, pending=pending)
@@ -108,18 +108,18 @@ class DeferredUpdate(HostGradients):
                 strict=True,
             )
         ]
-        weights.stacks, others, leaves = self.optimizer.update_rest(
+        weights.stacks, others, state = self.optimizer.update_rest(
             weights.stacks,
             small,
             partition.others(partition.rest),
             partition.others(pending.rest),
         )
-        return UpdatedRest(weights, others, leaves)
+        return UpdatedRest(weights, others, state)
 
     def _rest(self, stacks: Sequence[Array], others: Sequence[Array]) -> PyTree:
         """The other parameters, by name."""
-        whole = self.partition.combine(stacks, others)
-        params = jax.tree.unflatten(self.partition.structure, whole)
+        leaves = self.partition.combine(stacks, others)
+        params = jax.tree.unflatten(self.partition.structure, leaves)
         return Partition.of(params, self.partition.key).rest
 
     def _update_layers(

@@ -152,10 +152,10 @@ def _divides(x: Array, moments: list[Stored], chunks: int) -> bool:
     if not any(map(on_host, arrays)) or on_host(x) or x.ndim < 2:
         return False
     large = x.size // chunks >= SMALLEST_CODED
-    whole = x.shape[0] % (chunks * _ROWS) == 0
+    divides = x.shape[0] % (chunks * _ROWS) == 0
     return (
         on_one_device(arrays)
         and large
-        and whole
+        and divides
         and all(y.ndim >= 2 and y.shape[0] % (chunks * _ROWS // 4) == 0 for y in arrays)
     )

@@ -225,8 +225,8 @@ class HostGradients(BackwardUpdate):
             slab(g, i).astype(x.dtype)
             for g, x in zip(host, jax.tree.leaves(workspace.gradients), strict=True)
         ]
-        whole = self.clipping.clip == "global"
-        limit = norm if whole else self.clipping.measure(gradients).norm
+        by_all = self.clipping.clip == "global"
+        limit = norm if by_all else self.clipping.measure(gradients).norm
         return self.clipping.clipped(gradients, limit)
 
 

@@ -131,8 +131,8 @@ class LayerOptimizer:
         with within(apart=True):
             moments, leaves = self.update_group(every, state, weights, gradients, i)
         slots = [put(x, new, i, length) for x, new in zip(slots, moments, strict=True)]
-        new = dict(zip(every.leaves, leaves, strict=True))
-        return slots, [new.get(leaf, w) for leaf, w in enumerate(weights)]
+        new = dict(zip(every.positions, leaves, strict=True))
+        return slots, [new.get(n, x) for n, x in enumerate(weights)]
 
     def update_group(
         self,
@@ -161,18 +161,18 @@ class LayerOptimizer:
             list(map(dict(zip(layered.numbers, values, strict=True)).get, range(count)))
             for values in (weights, gradients)
         )
-        moments = dict(zip(group.slots, state, strict=True))
-        # Of stacks that are in no group the whole is passed: nothing reads it.
-        numbers = iter(range(len(layered.slots)))
-        whole = [
-            moments.get(next(numbers), x) if stacked else x
+        moments = dict(zip(group.slot_positions, state, strict=True))
+        # Of other groups the whole stacks are passed: nothing reads them.
+        positions = iter(range(len(layered.slots)))
+        state_leaves = [
+            moments.get(next(positions), x) if stacked else x
             for x, stacked in zip(layered.state, layered.stacked, strict=True)
         ]
         run = self._one_layer if self.programs is None else self._one_slab
-        old = [x for leaf in group.leaves if (x := weights[leaf]) is not None]
+        old = [x for n in group.positions if (x := weights[n]) is not None]
 
         def update() -> tuple[list[Stored], list[Array]]:
-            leaves, moments = run(updates, whole, params, i, group)
+            leaves, moments = run(updates, state_leaves, params, i, group)
             return self._if_it_happens((moments, leaves), (list(state), old))
 
         return barrier_on_cpu(update)
@@ -187,18 +187,14 @@ class LayerOptimizer:
     ) -> tuple[list[Array], list[Stored]]:
         """Updates some leaves of one layer by the whole tree's programs."""
         assert self.programs is not None
-        chosen = [self.layered.numbers[leaf] for leaf in group.leaves]
+        chosen = [self.layered.numbers[n] for n in group.positions]
         sizes = [len(jax.tree.leaves(x)) for x in state]
-        positions = accumulate(sizes, initial=len(params))
-        slots = [
-            position
-            for slot, position in enumerate(compress(positions, self.layered.stacked))
-            if slot in group.slots
-        ]
+        outputs = accumulate(sizes, initial=len(params))
+        slots = list(compress(outputs, self.layered.stacked))
         results = self.programs.run(
             [*updates, *jax.tree.leaves(state), *params],
             i,
-            [*chosen, *slots],
+            [*chosen, *(slots[n] for n in group.slot_positions)],
             self.layered.length,
         )
         weights = [x for n in chosen if (x := params[n]) is not None]
@@ -215,9 +211,9 @@ class LayerOptimizer:
     ) -> tuple[list[Array], list[Stored]]:
         """Updates a tree with some leaves of one layer in it."""
         layered = self.layered
-        chosen = {layered.numbers[leaf] for leaf in group.leaves}
+        numbers = [layered.numbers[n] for n in group.positions]
         moments = [
-            stacked and owner in chosen
+            stacked and owner in numbers
             for stacked, owner in zip(layered.stacked, layered.owners, strict=True)
         ]
         read = [
@@ -225,12 +221,10 @@ class LayerOptimizer:
             for x, yes, owner in zip(state, moments, layered.owners, strict=True)
         ]
         only = lambda leaves: [
-            x if number in chosen else None for number, x in enumerate(leaves)
+            x if n in numbers else None for n, x in enumerate(leaves)
         ]
         leaves, new = self._jitted(only(updates), read, only(params), i)
-        return [leaves[layered.numbers[leaf]] for leaf in group.leaves], list(
-            compress(new, moments)
-        )
+        return [leaves[n] for n in numbers], list(compress(new, moments))
 
     @functools.cached_property
     def _jitted(self) -> Callable[..., tuple[list[Array], list[Stored]]]:
@@ -243,9 +237,9 @@ class LayerOptimizer:
             params: Sequence[Array | None],
             i: LayerIndex,
         ) -> tuple[list[Array], list[Stored]]:
-            filled = lambda leaves, whole: [
-                _blank(x) if one is None else one
-                for one, x in zip(leaves, whole, strict=True)
+            filled = lambda leaves, like: [
+                _blank(old) if x is None else x
+                for x, old in zip(leaves, like, strict=True)
             ]
             return self._update(
                 filled(updates, layered.params),
@@ -282,10 +276,10 @@ class LayerOptimizer:
         hosted = [n for n in rest if on_host(params[n])]
         new, state = self._update_all_but(hosted, params, updates)
         # Of what is divided, rows are on other devices.
-        whole = on_one_device([params[n] for n in hosted])
+        undivided = on_one_device([params[n] for n in hosted])
         add = (
             functools.partial(jax.tree.map, add_in_place)
-            if whole
+            if undivided
             else optax.apply_updates
         )
         # The device holds the largest ones one at a time.
@@ -327,8 +321,8 @@ class LayerOptimizer:
             not slabbed and n not in left for n, slabbed in enumerate(layered.slabbed)
         ]
         filled = lambda leaves: [
-            x if yes else _blank(whole)
-            for x, whole, yes in zip(leaves, layered.params, taken, strict=True)
+            x if yes else _blank(old)
+            for x, old, yes in zip(leaves, layered.params, taken, strict=True)
         ]
         moments = [
             not stacked and owner not in left

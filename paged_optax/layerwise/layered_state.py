@@ -68,7 +68,7 @@ class LayeredState:
         ]
         self.numbers = [n for n, inside in enumerate(partition.in_layers) if inside]
         self.numbers += self.chunked
-        self._whole = state
+        self._like = state
         self._structure = jax.tree.structure(state, is_leaf=is_quantized)
         flat, _ = jax.tree_util.tree_flatten_with_path(
             as_pure(state), is_leaf=is_quantized
@@ -91,20 +91,20 @@ class LayeredState:
 
     def grouped(self, most: int | None = None) -> list[Group]:
         """The leaves that are updated in slabs, in groups of about equal travel."""
-        place = {number: leaf for leaf, number in enumerate(self.numbers)}
-        leaves = [place[n] for n in self.numbers if self.slabbed[n]]
+        by_number = {number: position for position, number in enumerate(self.numbers)}
+        positions = [by_number[n] for n in self.numbers if self.slabbed[n]]
         owners = [
-            place[owner]
+            by_number[owner]
             for owner, stacked in zip(self.owners, self.stacked, strict=True)
             if stacked and owner is not None
         ]
-        weights = [(place[n], self.params[n]) for n in self.numbers]
+        weights = [(by_number[n], self.params[n]) for n in self.numbers]
         moving = [*zip(owners, self.slots, strict=True), *weights]
         travel = [
-            sum(nbytes(x) for owner, x in moving if owner == leaf and on_host(x))
-            for leaf in leaves
+            sum(nbytes(x) for owner, x in moving if owner == position and on_host(x))
+            for position in positions
         ]
-        return grouped(leaves, owners, travel, most)
+        return grouped(positions, owners, travel, most)
 
     @property
     def can_overlap(self) -> bool:
@@ -150,13 +150,13 @@ class LayeredState:
           leaves: All its leaves, of which those that are stacks are not used.
         """
         stacks = iter(slots)
-        whole = [
+        new = [
             unflatten_like(old, _scales_to(next(stacks), host=on_host(old)))
             if stacked
             else x
             for old, x, stacked in zip(self.state, leaves, self.stacked, strict=True)
         ]
-        return unflatten_like(self._whole, whole)
+        return unflatten_like(self._like, new)
 
 
 def store_small(

@@ -375,11 +375,11 @@ def _on(
     mesh: AbstractMesh | None,
 ) -> Callable[[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
     """Puts a type on a mesh of explicit axes; None: on none."""
-    whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     return lambda x: jax.ShapeDtypeStruct(
         x.shape,
         x.dtype,
-        sharding=whole and (x.sharding or whole),
+        sharding=replicated and (x.sharding or replicated),
         weak_type=x.weak_type,
     )
 

@@ -162,16 +162,16 @@ class Group(NamedTuple):
     """Some leaves of a layer, which are updated together.
 
     Attributes:
-      leaves: Their positions among the layer's leaves.
-      slots: The positions of their moments among the state's stacks.
+      positions: Their positions among the layer's leaves.
+      slot_positions: The positions of their moments among the state's stacks.
     """
 
-    leaves: tuple[int, ...]
-    slots: tuple[int, ...]
+    positions: tuple[int, ...]
+    slot_positions: tuple[int, ...]
 
 
 def grouped(
-    leaves: Sequence[int],
+    positions: Sequence[int],
     owners: Sequence[int],
     travel: Sequence[int],
     most: int | None = None,
@@ -179,9 +179,9 @@ def grouped(
     """Divides a layer's leaves into groups of about equal travel.
 
     Args:
-      leaves: The positions of those that are updated layer by layer.
+      positions: The positions of those that are updated layer by layer.
       owners: For each of the state's stacks the position of its leaf.
-      travel: For each of `leaves` the bytes that travel.
+      travel: For each of `positions` the bytes that travel.
       most: How many groups at most; None: as many as are worth it.
 
     Returns:
@@ -190,9 +190,9 @@ def grouped(
     count = min(most or _GROUPS, sum(map(bool, travel)))
     groups: list[list[int]] = [[] for _ in range(max(1, count))]
     sizes = [0] * len(groups)
-    for size, leaf in sorted(zip(travel, leaves, strict=True), reverse=True):
+    for size, position in sorted(zip(travel, positions, strict=True), reverse=True):
         least = sizes.index(min(sizes))
-        groups[least].append(leaf)
+        groups[least].append(position)
         sizes[least] += size
     # The smallest first: it is fetched beside the last segment, where XLA:GPU begins to
     # fetch late (jax 0.12.0.1).
@@ -218,21 +218,21 @@ class Shares:
     count: int
 
     @property
-    def numbers(self) -> list[tuple[int, ...]]:
+    def positions(self) -> list[tuple[int, ...]]:
         """For each share the positions of its stacks, all of which are on the host."""
         hosted = [n for n, x in enumerate(self.stacks) if on_host(x)]
         travel = [nbytes(self.stacks[n]) for n in hosted]
-        numbers = [group.leaves for group in grouped(hosted, (), travel, self.count)]
-        return numbers + [()] * (self.count - len(numbers))
+        groups = grouped(hosted, (), travel, self.count)
+        return [group.positions for group in groups] + [()] * (self.count - len(groups))
 
     @property
     def sizes(self) -> list[int]:
         """Bytes of each share, of all layers."""
-        return [sum(nbytes(self.stacks[n]) for n in share) for share in self.numbers]
+        return [sum(nbytes(self.stacks[n]) for n in share) for share in self.positions]
 
     def fetch(self, k: int, i: LayerIndex) -> dict[int, Array]:
         """Begins to fetch share k of layer i; by the positions of the stacks."""
-        return {n: slab(self.stacks[n], i) for n in self.numbers[k]}
+        return {n: slab(self.stacks[n], i) for n in self.positions[k]}
 
     def slabs(self, fetched: Mapping[int, Array], i: LayerIndex) -> list[Array]:
         """Layer i, all shares of which have been fetched."""

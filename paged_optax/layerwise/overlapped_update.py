@@ -107,7 +107,7 @@ class Overlap:
         """Bytes of each group's moments that are on the host."""
         slots = self.optimizer.layered.slots
         return [
-            sum(nbytes(x) for n in group.slots if on_host(x := slots[n]))
+            sum(nbytes(x) for n in group.slot_positions if on_host(x := slots[n]))
             for group in self.groups
         ]
 
@@ -141,9 +141,9 @@ class Overlap:
         # What is computed goes on after the update, with the transfers beside it.
         (moments, leaves), computed = _together((new, computed))
         slots, stacks = list(flight.slots), list(flight.stacks)
-        for n, moment in zip(group.slots, moments, strict=True):
+        for n, moment in zip(group.slot_positions, moments, strict=True):
             slots[n] = put(slots[n], moment, i, parts)
-        for n, leaf in zip(group.leaves, leaves, strict=True):
+        for n, leaf in zip(group.positions, leaves, strict=True):
             stacks[n] = put(stacks[n], leaf, i)
         return flight._replace(slots=slots, stacks=stacks), leaves, computed
 
@@ -151,11 +151,11 @@ class Overlap:
         self, k: int, flight: InFlight, computed: Values
     ) -> tuple[InFlight, Values]:
         """Waits for what travels beside segment k, and for the segment."""
-        group, after = self.groups[k], self.groups[(k + 1) % len(self.groups)]
+        groups = self.groups[k], self.groups[(k + 1) % len(self.groups)]
         # Bound are those buffers alone that travel here: others stay free to move.
-        slots = {n: flight.slots[n] for n in (*group.slots, *after.slots)}
-        leaves = (*group.leaves, *after.leaves)
-        stacks = {n: x for n in leaves if on_host(x := flight.stacks[n])}
+        slots = {n: flight.slots[n] for group in groups for n in group.slot_positions}
+        positions = [n for group in groups for n in group.positions]
+        stacks = {n: x for n in positions if on_host(x := flight.stacks[n])}
         weights = flight.weights if self.fetches_weights else {}
         moving = slots, stacks, flight.inputs, weights, flight.frozen
         (slots, stacks, inputs, weights, frozen), computed = _together(
@@ -219,7 +219,7 @@ class BackwardOverlap(Overlap):
         if i is None:
             return GroupInputs([], [], {})
         parts = self.optimizer.layered.length
-        moments = [slab(slots[n], i, parts) for n in self.groups[k].slots]
+        moments = [slab(slots[n], i, parts) for n in self.groups[k].slot_positions]
         return GroupInputs(moments, [], {})
 
     def update(
@@ -242,7 +242,7 @@ class BackwardOverlap(Overlap):
             return flight, computed
         weights = {
             n: slab(flight.stacks[n], stage.following)
-            for n in self.groups[after].leaves
+            for n in self.groups[after].positions
             if on_host(flight.stacks[n])
         }
         frozen = self.shares.fetch(k, stage.following)
@@ -269,7 +269,7 @@ class ForwardOverlap(Overlap):
     Attributes:
       gradients: The gradients of all layers, stacked, and those of the parameters that
         are updated with the layers. A group's come from the host with its moments.
-      clipped: `clipped(n, g)` returns what to update by, of leaf n's gradient.
+      clipped: `clipped(n, g)` returns what to update by, of the gradient at position n.
     """
 
     gradients: Sequence[Array]
@@ -280,7 +280,7 @@ class ForwardOverlap(Overlap):
     def ends(self) -> list[float]:
         """Where segments end, as parts of their work; see `ends_of`."""
         gradients = [
-            sum(nbytes(self.gradients[n]) for n in group.leaves)
+            sum(nbytes(self.gradients[n]) for n in group.positions)
             for group in self.groups
         ]
         coming = [x + y for x, y in zip(self.moment_bytes, gradients, strict=True)]
@@ -353,11 +353,11 @@ class ForwardOverlap(Overlap):
         """Begins to fetch what group k of layer i is updated from."""
         group, parts = self.groups[k], self.optimizer.layered.length
         return GroupInputs(
-            [slab(flight.slots[n], i, parts) for n in group.slots],
-            [slab(self.gradients[n], i, parts) for n in group.leaves],
+            [slab(flight.slots[n], i, parts) for n in group.slot_positions],
+            [slab(self.gradients[n], i, parts) for n in group.positions],
             {
                 n: slab(flight.stacks[n], i, parts)
-                for n in group.leaves
+                for n in group.positions
                 if on_host(flight.stacks[n])
             },
         )
@@ -377,15 +377,16 @@ class ForwardOverlap(Overlap):
         assert flight.inputs is not None  # a turn fetches what the next one updates
         group, parts = self.groups[k], self.optimizer.layered.length
         _, gradients, fetched = flight.inputs
-        by_leaf = dict(zip(group.leaves, gradients, strict=True))
-        leaves = range(len(flight.stacks))
         weights = [
-            fetched.get(n, slab(flight.stacks[n], i, parts)) if n in by_leaf else None
-            for n in leaves
+            fetched.get(n, slab(x, i, parts)) if n in group.positions else None
+            for n, x in enumerate(flight.stacks)
         ]
-        by = [self.clipped(n, by_leaf[n]) if n in by_leaf else None for n in leaves]
+        pairs = zip(group.positions, gradients, strict=True)
+        clipped = {n: self.clipped(n, g) for n, g in pairs}
+        by = [clipped.get(n) for n in range(len(weights))]
         flight, new, computed = self.update_group(k, flight, weights, by, i, computed)
-        updated = {n: x for n, x in zip(group.leaves, new, strict=True) if n in fetched}
+        pairs = zip(group.positions, new, strict=True)
+        updated = {n: x for n, x in pairs if n in fetched}
         flight = flight._replace(
             inputs=None,
             weights=flight.weights | updated,

@@ -66,7 +66,7 @@ class Programs:
     Attributes:
       analysis: The programs.
       constants: What they close over, by number.
-      stacks: Positions of the outputs that are stacks of layers, updated in slabs.
+      stacks: The outputs, by number, that are stacks of layers, updated in slabs.
     """
 
     analysis: Analysis
@@ -90,7 +90,7 @@ class Programs:
           gradients: The gradients, or their shapes, as for the next two.
           state: The state.
           params: The parameters.
-          stacks: Positions of outputs, as above.
+          stacks: Numbers of outputs, as above.
           name: A parameter's name, by its number.
         """
         closed, _ = trace(update, jnp.int32(0), gradients, state, params)
@@ -106,14 +106,9 @@ class Programs:
         return cls(analysis, constants, frozenset(stacks))
 
     @property
-    def whole(self) -> frozenset[int]:
-        """Positions of the stacks that are not updated element by element."""
+    def not_elementwise(self) -> frozenset[int]:
+        """The stacks that are not updated element by element."""
         return self.stacks - self.analysis.elementwise
-
-    @property
-    def not_elementwise(self) -> int | None:
-        """The first of these positions; None: of none."""
-        return min(self.whole, default=None)
 
     def run(
         self,
@@ -128,7 +123,7 @@ class Programs:
           arguments: Gradients, state and parameters. Those that make a wanted stack
             are slabs. The others are not read.
           i: The layer.
-          wanted: The positions of the stacks, in ascending order.
+          wanted: The numbers of the stacks, in ascending order.
           length: How many layers there are.
 
         Returns:
@@ -149,28 +144,28 @@ class Programs:
 
         evaluation = Evaluation(self.analysis, [i, *arguments], self.constants)
         results = evaluation.results(list(map(run, self.analysis.leaf_updates)))
-        return [results[position] for position in wanted]
+        return [results[output] for output in wanted]
 
     def differences(self, other: "Programs") -> list[int]:
-        """Positions of the stacks that another update computes in another way.
+        """Numbers of the stacks that another update computes in another way.
 
         Shapes do not count. If the equations of any stacks differ, it is those.
         Otherwise it is those that take other values from outside.
         """
         differ = lambda parts: [
-            position
-            for position in sorted(self.stacks)
-            if parts(self._chosen(position)) != parts(other._chosen(position))
+            output
+            for output in sorted(self.stacks)
+            if parts(self._chosen(output)) != parts(other._chosen(output))
         ]
         return differ(lambda chosen: chosen[0]) or differ(lambda chosen: chosen)
 
-    def _chosen(self, position: int) -> tuple[Sequence[object], tuple[object, ...]]:
+    def _chosen(self, output: int) -> tuple[Sequence[object], tuple[object, ...]]:
         """The equations that make a stack, and what they are given."""
         plain = lambda x: (
             (np.asarray(x.value).tobytes(), x.key[1:]) if isinstance(x, Constant) else x
         )
         for leaf in self.analysis.leaf_updates:
-            if position in leaf.outputs:
+            if output in leaf.outputs:
                 equations = [
                     (
                         equation.primitive.name,
@@ -181,7 +176,7 @@ class Programs:
                     for equation in leaf.program.equations
                 ]
                 return equations, (leaf.inputs, leaf.outputs, leaf.between)
-        return [plain(x) for p, x in self.analysis.direct if p == position], ()
+        return [plain(x) for n, x in self.analysis.direct if n == output], ()
 
 
 def _is_whole(
@@ -207,20 +202,20 @@ def layer_programs(
       ValueError: If one layer's slice cannot be updated by it.
     """
     programs = _traced(tx, layered, gradients, layered.state, layered.params)
-    if programs.not_elementwise is None:
+    if not programs.not_elementwise:
         _refuse_state(layered, programs)
         return programs
     # Reading and writing codes is not element by element. What is computed in between
     # may be.
     with within(seen_through=True):
         whole = _traced(tx, layered, gradients, layered.state, layered.params)
-    if whole.not_elementwise is not None:
+    if whole.not_elementwise:
+        name = layered.name(min(whole.not_elementwise))
         raise ValueError(
-            f"the update of {layered.name(whole.not_elementwise)} is not element by"
-            " element (a norm, a factored moment, a matrix product, noise), so that"
-            " one layer's part of the stack cannot be updated without the others:"
-            " with layerwise_step use a transformation such as paged_adamw,"
-            " paged_lion or paged_sgd."
+            f"the update of {name} is not element by element (a norm, a factored"
+            " moment, a matrix product, noise), so that one layer's part of the stack"
+            " cannot be updated without the others: with layerwise_step use a"
+            " transformation such as paged_adamw, paged_lion or paged_sgd."
         )
     _refuse_state(layered, None)
     _refuse_choices_by_shape(tx, layered, whole, gradients)
@@ -255,7 +250,7 @@ def _traced(
             layered.params_tree(gradients),
             layered.state_tree(state),
             layered.params_tree(params),
-            [position for position, yes in enumerate(flags) if yes],
+            [output for output, yes in enumerate(flags) if yes],
             layered.name,
         )
     except CrossLeafError as error:
@@ -265,18 +260,18 @@ def _traced(
 def _refuse_state(layered: LayeredState, programs: Programs | None) -> None:
     """Refuses moments of layers that cannot be cut, or told, layer by layer."""
     leaves = () if programs is None else programs.analysis.leaf_updates
-    updated_with = {position: x.owner for x in leaves for position in x.outputs}
-    position = len(layered.params)
+    updated_with = {output: x.owner for x in leaves for output in x.outputs}
+    output = len(layered.params)
     for path, x, owner, stacked in zip(
         layered.state_paths, layered.state, layered.owners, layered.stacked, strict=True
     ):
-        number = updated_with.get(position)
+        number = updated_with.get(output)
         arrays = jax.tree.leaves(x)
-        position += len(arrays)
+        output += len(arrays)
         if stacked and owner is not None and owner not in layered.chunked:
             _refuse_other_stack(path, x, layered.params[owner])
-        whole = not stacked and bool(arrays[0].ndim)
-        if whole and number is not None and layered.slabbed[number]:
+        unstacked = not stacked and bool(arrays[0].ndim)
+        if unstacked and number is not None and layered.slabbed[number]:
             raise ValueError(
                 f"state{keystr(path)} is updated with {layered.name(number)}, and"
                 " nothing in its path says so, so that no layer's part of it is"

@@ -185,8 +185,9 @@ def refuse_other_state(
     coded = {key_names(path) for path, x in leaves if is_quantized(x)}
     odd, missing = list[KeyPath](), set(there)
     for path, _ in flat(as_pure(state))[0]:
-        whole, parts = key_names(path), (key_names(path[:n]) for n in range(len(path)))
-        name = whole if whole in there else next((x for x in parts if x in coded), None)
+        name, outer = key_names(path), (key_names(path[:n]) for n in range(len(path)))
+        if name not in there:
+            name = next((x for x in outer if x in coded), None)
         if name is None:
             odd.append(path)
         else:

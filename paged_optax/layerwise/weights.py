@@ -209,12 +209,12 @@ class Weights:
             if x.ndim == 2 and not on_host(x):
                 by_kind[x.shape, x.dtype].append(n)
         vectors = {}
-        for numbers in by_kind.values():
-            group = [stacks[n] for n in numbers]
+        for positions in by_kind.values():
+            group = [stacks[n] for n in positions]
             small = sum(map(nbytes, group)) <= _LARGEST_VECTORS
             if len(group) > 1 and small and on_one_device(group):
                 joined = jnp.stack(group, axis=1)
-                vectors |= {n: (joined, k) for k, n in enumerate(numbers)}
+                vectors |= {n: (joined, k) for k, n in enumerate(positions)}
         return vectors
 
     def slabs(

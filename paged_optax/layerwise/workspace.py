@@ -246,21 +246,21 @@ class GradientWorkspace:
 
     def _allocated_for(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """The layers' parameters among all, and the others."""
-        named = by_name(params)
-        if named is None or not named:
+        children = by_name(params)
+        if not children:
             raise ValueError(
                 f"params is of type {type(params).__name__}: pass the mapping of all"
                 " parameters, as layerwise_step gets it."
             )
         errors: list[ValueError] = []
-        for key in sorted(named, key=lambda key: key != "layers"):
-            rest = {name: x for name, x in named.items() if name != key}
+        for key in sorted(children, key=lambda key: key != "layers"):
+            rest = {name: x for name, x in children.items() if name != key}
             try:
-                self.check(named[key], rest)
+                self.check(children[key], rest)
             except ValueError as error:
                 errors.append(error)
             else:
-                return named[key], rest
+                return children[key], rest
         raise errors[0]
 
     def check(self, layers: PyTree, rest: PyTree = None) -> None:
@@ -353,8 +353,8 @@ def _nothing_pending(
             f"rest{keystr(path)} is {dtype_and_shape(x)} and has no gradient:"
             " leave it out of params, and of rest."
         )
-    named = by_name(rest)
-    if named is None:
+    children = by_name(rest)
+    if children is None:
         raise TypeError(
             f"rest is of type {type(rest).__name__}: pass a mapping of the parameters"
             " without the layers', as the prologue gets it."
@@ -363,5 +363,5 @@ def _nothing_pending(
     return Pending(
         room(stack, (), jnp.bool_),
         room(stack, (), widest(rest, gradients)),
-        jax.tree.map(lambda x: room(x, x.shape, jax.typeof(x).dtype), named),
+        jax.tree.map(lambda x: room(x, x.shape, jax.typeof(x).dtype), children),
     )

@@ -261,15 +261,15 @@ def tell_of_choices(
     except Exception:  # The step's trace refuses it, or it is written for stacks.
         return
     name = lambda number: f"parameter {keystr(flat[number][0])}"
-    if matrices := one.whole - stack.whole:
+    if matrices := one.not_elementwise - stack.not_elementwise:
         raise ValueError(
             f"tx updates one layer's {name(min(matrices))} not element by element"
             " (Muon's matrix products), and the stack of all layers in another way:"
             " with split_layers use a transformation such as paged_adamw, paged_lion or"
             " paged_sgd."
         )
-    if stack.whole:
-        for number in sorted(stack.whole):
+    if stack.not_elementwise:
+        for number in sorted(stack.not_elementwise):
             if not goes_in_slabs(flat[number][1]):
                 raise ValueError(
                     f"tx updates {name(number)} not element by element, but by norms or"
