@@ -117,8 +117,8 @@ class BackwardPass:
         self.dtypes = [x.dtype for x in jax.tree.leaves(workspace.gradients)]
         self.widens = self.dtypes != [x.dtype for x in weights.stacks]
         if forward is None:
-            entered = model.entered(weights, rest, batch, self._each)
-            forward = model.forward(weights, entered)
+            start = model.start(weights, rest, batch, self._each)
+            forward = model.forward(weights, start)
         (x, self.inputs, kept), self.context, self.stacks = forward
         one = jax.tree.map(lambda x: x[0], batch) if several else batch
         self.learned = learned(model, weights, rest, one)
@@ -137,7 +137,7 @@ class BackwardPass:
         if several:
             x = jax.tree.map(lambda x: x[0], x)
             kept = jax.tree.map(lambda x: x[:, 0], kept)
-        in_head = jax.tree.leaves(used(model.finished, fetched, x, kept, one))
+        in_head = jax.tree.leaves(used(model.run_epilogue, fetched, x, kept, one))
         gradients, structure = jax.tree.flatten(head.by_rest)
         known, merge = select(gradients, in_head)
         known = host_like(known, select(jax.tree.leaves(rest), in_head)[0])
@@ -240,7 +240,7 @@ class BackwardPass:
             weights.length,
             body,
             (start, self._by_prologue(self.dx), self.stacks, prefetched),
-            ahead=weights.prefetches,
+            prefetches=weights.prefetches,
         )
         return carry, stacks, back
 
@@ -292,8 +292,7 @@ class BackwardPass:
             arguments = (slabs, frozen), x, back, dkept, i
             flight, arguments = update.update(0, flight, stage, arguments)
             results = in_segments(self._pull, arguments, update.ends, between)
-            k = len(update.groups) - 1
-            flight, (gradients, back) = update.wait(k, flight, results)
+            flight, (gradients, back) = update.wait(-1, flight, results)
             # What came from the host for a layer's gradients stays for its update.
             return visit(inner, i, gradients), back, flight, fetched
 
@@ -308,7 +307,7 @@ class BackwardPass:
         flight, (gradients, back) = update.wait(-1, flight, (gradients, back))
         carry = visit(start, last, gradients), back, flight, hosted
         inner, back, flight, hosted = downwards(
-            last, turn, carry, following=self.weights.prefetches
+            last, turn, carry, prefetches=self.weights.prefetches, makes_room=True
         )
         flight = update.finish(flight, Stage(0, hosted, gradients_of(inner, 0)))
         return inner, flight, back
@@ -334,7 +333,7 @@ class BackwardPass:
         """One layer's gradients; and those by its input, and so far by the context."""
         weights, frozen = self.weights.of(slabs)
         dx, dcontext = back
-        pull = lambda x, context, dx, dkept: self.model.pull(
+        pull = lambda x, context, dx, dkept: self.model.pull_layer(
             weights, frozen, x, context, self.learned, i, dx, dkept
         )
         add = lambda new: jax.tree.map(jnp.add, dcontext, new)
@@ -367,13 +366,13 @@ class BackwardPass:
         """
         drest, back = fetch_after(self.drest, back)
         model, rest, back = self.model.fetch_rest(self.rest, back)
-        first = lambda batch, back: model.first(rest, batch, self.learned, back)
+        pull = lambda batch, back: model.pull_prologue(rest, batch, self.learned, back)
         if not self.several:
-            return jax.tree.map(jnp.add, drest, first(self.batch, back))
+            return jax.tree.map(jnp.add, drest, pull(self.batch, back))
 
         def one(total: Rest, arguments: tuple[PyTree, ByPrologue]) -> tuple[Rest, None]:
             add = lambda s, g: s + g.astype(s.dtype)
-            return jax.tree.map(add, total, first(*arguments)), None
+            return jax.tree.map(add, total, pull(*arguments)), None
 
         total = lax.scan(one, drest, (self.batch, back))[0]
         if self.widens:

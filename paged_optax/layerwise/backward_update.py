@@ -120,12 +120,7 @@ class BackwardUpdate:
         )
         optimizer = self.optimizer.only_if(self.guard.passes(measure))
         count = len(weights.stacks)
-        chunked = dict(zip(layered.chunked, stacks[count:], strict=True))
-        others = [
-            chunked.get(n, x)
-            for n, x in enumerate(layered.params)
-            if not partition.in_layers[n]
-        ]
+        others = layered.others_with(layered.params, stacks[count:])
         stacks, others, leaves = optimizer.update_rest(
             stacks[:count], small, others, partition.others(drest)
         )

@@ -63,7 +63,7 @@ class DeferredUpdate(HostGradients):
                 forward,
             )
             start = first_carry(one.stacks, workspace, None, zero)
-            totals, metrics = self._sent(one, 1, start, jnp.int32(0))
+            totals, metrics = self._send(one, 1, start, jnp.int32(0))
         else:
             weights, others, slots = self._update_layers(updated, workspace)
             rest = self._rest(weights.stacks, others)
@@ -128,7 +128,7 @@ class DeferredUpdate(HostGradients):
         """Updates the layers while nothing else is computed."""
         weights, host = updated.weights, jax.tree.leaves(workspace.host)
         norm = _pending(workspace).norm
-        weights.stacks, slots, _ = self._updated(
+        weights.stacks, slots, _ = self._update_in_turn(
             self.optimizer, weights, host, workspace, norm
         )
         return weights, updated.others, slots
@@ -140,7 +140,7 @@ class DeferredUpdate(HostGradients):
         weights, others, _ = updated
         pending, partition = _pending(workspace), self.partition
         host = jax.tree.leaves(workspace.host)
-        entered = self.model.entered(
+        start = self.model.start(
             weights,
             self._rest(weights.stacks, others),
             batch,
@@ -153,25 +153,19 @@ class DeferredUpdate(HostGradients):
                 return g
             return self.clipping.clipped(g.astype(dtypes[n]), pending.norm)
 
-        chunked = self.optimizer.layered.chunked
+        layered = self.optimizer.layered
         gradients = partition.combine(weights.stacks, partition.others(pending.rest))
         params = partition.combine(weights.stacks, others)
         overlap = ForwardOverlap(
             self.optimizer,
             weights.frozen,
-            [*host, *(gradients[n] for n in chunked)],
+            [*host, *(gradients[n] for n in layered.chunked)],
             clipped,
         )
         forward, slots, new = overlap.forward(
-            entered, weights.stacks, [params[n] for n in chunked]
+            start, weights.stacks, [params[n] for n in layered.chunked]
         )
-        by_number = dict(zip(chunked, new, strict=True))
-        others = [
-            by_number.get(n, x)
-            for n, x in enumerate(params)
-            if not partition.in_layers[n]
-        ]
-        return forward, slots, others
+        return forward, slots, layered.others_with(params, new)
 
 
 def _pending(workspace: GradientWorkspace) -> Pending:

@@ -18,14 +18,11 @@ from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.types import on_one_device, shape_dtype
-from paged_optax.backend.variables import as_pure
 from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.forward import Learned, Model, Rest, is_inexact
-from paged_optax.layerwise.parameters import Partition, length_of
+from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.weights import Weights
-from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.codec_rules import SMALLEST_CODED
-from paged_optax.transform.trees import parameter_of
 
 
 def learned(model: Model, weights: Weights, rest: Rest, batch: PyTree) -> Learned:
@@ -45,7 +42,7 @@ def learned(model: Model, weights: Weights, rest: Rest, batch: PyTree) -> Learne
 
     def layer(stacks: list[Array], x: PyTree, context: PyTree) -> PyTree:
         slabs = weights.of(weights.slabs(stacks, 0))
-        return model.through(*slabs, x, context, jnp.int32(0))[0]
+        return model.run_layer(*slabs, x, context, jnp.int32(0))[0]
 
     flat = Flat(jax.make_jaxpr(layer)(weights.stacks, x, context))
     first = len(weights.stacks)
@@ -82,9 +79,9 @@ def _entering(
         return watch(x)
 
     def run(rest: Rest) -> list[ArrayLike]:
-        entered = model.enter(rest, batch)
-        shapes.append(jax.tree.map(shape_dtype, entered))
-        leaves = jax.tree.leaves(entered)
+        returned = model.run_prologue(rest, batch)
+        shapes.append(jax.tree.map(shape_dtype, returned))
+        leaves = jax.tree.leaves(returned)
         perturbed.extend([False] * len(leaves))
         return [watched(i, x) for i, x in enumerate(leaves) if is_inexact(x)]
 
@@ -109,39 +106,28 @@ _ROWS = 32
 
 
 def chunked_leaves(
-    prologue: Callable[[Rest, PyTree], PyTree],
-    params: PyTree,
-    partition: Partition,
-    state: PyTree,
-    batch: PyTree,
+    prologue: Callable[[Rest, PyTree], PyTree], layered: LayeredState, batch: PyTree
 ) -> list[int]:
     """Numbers of the parameters outside the layers that can be updated in chunks.
 
     Args:
       prologue: The model's.
-      params: All parameters.
-      partition: The same, partitioned.
-      state: The state.
+      layered: The parameters, and the state.
       batch: One micro-batch.
     """
-    paths = [
-        path for path, _ in jax.tree_util.tree_flatten_with_path(as_pure(params))[0]
-    ]
-    flat, _ = jax.tree_util.tree_flatten_with_path(as_pure(state), is_leaf=is_quantized)
-    owners = parameter_of([path for path, _ in flat], paths)
-    length = length_of(partition.layers)
+    partition = layered.partition
     used_first = partition.combine(
         [True] * partition.in_layers.count(True),
         partition.others(used(prologue, partition.rest, batch)),
     )
     numbers: list[int] = []
-    for n, x in enumerate(jax.tree.leaves(params)):
+    for n, x in enumerate(layered.params):
         moments = [
             y
-            for (_, y), owner in zip(flat, owners, strict=True)
+            for y, owner in zip(layered.state, layered.owners, strict=True)
             if owner == n and jax.tree.leaves(y)[0].ndim
         ]
-        if not used_first[n] and _divides(x, moments, length):
+        if not used_first[n] and _divides(x, moments, layered.length):
             numbers.append(n)
     return numbers
 

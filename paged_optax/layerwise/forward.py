@@ -84,7 +84,7 @@ class Activations(NamedTuple):
 _ForwardCarry = tuple[Activations, list[Array], Prefetched]
 
 
-class Entered(NamedTuple):
+class ForwardStart(NamedTuple):
     """What a forward pass begins with.
 
     Attributes:
@@ -193,13 +193,13 @@ class Model:
         frozen = dataclasses.replace(self.frozen, rest=fixed)
         return dataclasses.replace(self, frozen=frozen), rest, dependency
 
-    def enter(self, rest: Rest, batch: PyTree) -> tuple[PyTree[Array], PyTree]:
+    def run_prologue(self, rest: Rest, batch: PyTree) -> tuple[PyTree[Array], PyTree]:
         """The first layer's input, and the context."""
-        entered = self.prologue(*self._all(rest), batch)
-        x, context = _pair("prologue", "x, context", entered)
+        output = self.prologue(*self._all(rest), batch)
+        x, context = _pair("prologue", "x, context", output)
         return jax.tree.map(jnp.asarray, x), context
 
-    def through(
+    def run_layer(
         self,
         weights: PyTree[Array],
         frozen: PyTree[Array],
@@ -212,24 +212,24 @@ class Model:
         output = self.layer(*every, x, context, i)
         return jax.tree.map(jnp.asarray, _pair("layer", "x, kept", output))
 
-    def finished(
+    def run_epilogue(
         self, rest: Rest, x: PyTree[Array], kept: PyTree[Array], batch: PyTree
     ) -> PyTree:
         """What `epilogue` returns."""
         return self.epilogue(*self._all(rest), x, kept, batch)
 
-    def entered(
+    def start(
         self,
         weights: Weights,
         rest: Rest,
         batch: PyTree,
         each: Callable[..., PyTree],
-    ) -> Entered:
+    ) -> ForwardStart:
         """Runs the prologue; `each` calls a function for each micro-batch."""
         rest = jax.tree.map(on_device, rest)  # once for all micro-batches
-        x, context = each(lambda b: self.enter(rest, b), batch)
+        x, context = each(lambda b: self.run_prologue(rest, b), batch)
         run = lambda i, slabs, x: each(
-            lambda x, c: self.through(*weights.of(slabs), x, c, i), x, context
+            lambda x, c: self.run_layer(*weights.of(slabs), x, c, i), x, context
         )
         shapes = jax.eval_shape(
             lambda stacks, x: run(jnp.int32(0), weights.slabs(stacks, 0), x),
@@ -240,9 +240,9 @@ class Model:
         refuse_other_input(x, output)
         on_host = self.activations_on_host
         activations = Activations.before(x, kept, weights.length, on_host)
-        return Entered(activations, context, run)
+        return ForwardStart(activations, context, run)
 
-    def forward(self, weights: Weights, entered: Entered) -> Forward:
+    def forward(self, weights: Weights, start: ForwardStart) -> Forward:
         """Runs the layers."""
 
         def body(
@@ -252,7 +252,7 @@ class Model:
             slabs, frozen = weights.slabs(stacks, i, prefetched, vectors)
             stacks, slabs = written_back(stacks, slabs, i)
             prefetched = weights.prefetch(stacks, following)
-            activations = activations.after(i, (slabs, frozen), entered.run)
+            activations = activations.after(i, (slabs, frozen), start.run)
             return activations, stacks, prefetched
 
         vectors = weights.vectors(weights.stacks)
@@ -260,10 +260,10 @@ class Model:
         activations, stacks, _ = upwards(
             weights.length,
             body,
-            (entered.activations, weights.stacks, prefetched),
-            ahead=weights.prefetches,
+            (start.activations, weights.stacks, prefetched),
+            prefetches=weights.prefetches,
         )
-        return Forward(activations, entered.context, stacks)
+        return Forward(activations, start.context, stacks)
 
     def head(
         self,
@@ -293,7 +293,7 @@ class Model:
         def loss(
             rest: Rest, inputs: list[Array], floats: list[Array]
         ) -> tuple[ArrayLike, tuple[WeightedLoss | None, PyTree]]:
-            output = self.finished(rest, merge_x(inputs), merge_kept(floats), batch)
+            output = self.run_epilogue(rest, merge_x(inputs), merge_kept(floats), batch)
             value, metrics = loss_and_metrics(output)
             if not isinstance(value, WeightedLoss):
                 return value, (None, metrics)
@@ -308,7 +308,7 @@ class Model:
         value = value if weighted is None else weighted
         return Head(value, metrics, *gradients)
 
-    def pull(
+    def pull_layer(
         self,
         weights: PyTree[Array],
         frozen: PyTree[Array],
@@ -327,18 +327,18 @@ class Model:
             weights: PyTree[Array], inputs: list[Array], seen: list[Array]
         ) -> tuple[list[Array], list[Array]]:
             arguments = weights, frozen, merge_x(inputs), merge_context(seen)
-            x, new = self.through(*arguments, i)
+            x, new = self.run_layer(*arguments, i)
             return select(x, learned.x)[0], _inexact(new)[0]
 
         return jax.vjp(run, weights, inputs, seen)[1]((dx, dkept))
 
-    def first(
+    def pull_prologue(
         self, rest: Rest, batch: PyTree, learned: Learned, back: ByPrologue
     ) -> Rest:
         """The prologue's gradients by `rest`."""
 
         def run(rest: Rest) -> ByPrologue:
-            x, context = self.enter(rest, batch)
+            x, context = self.run_prologue(rest, batch)
             chosen = select(x, learned.x)[0], select(context, learned.context)[0]
             return ByPrologue(*chosen)
 

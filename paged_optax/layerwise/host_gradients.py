@@ -104,14 +104,14 @@ class HostGradients(BackwardUpdate):
             (measure.norm, totals.stacks, totals.host)
         )
         optimizer = self.optimizer.only_if(self.guard.passes(measure))
-        carry = self._updated(optimizer, weights, host, workspace, norm)
+        carry = self._update_in_turn(optimizer, weights, host, workspace, norm)
         limit = norm if self.clipping.clip == "global" else of_rest.norm
         drest = self.clipping.clipped(drest, limit)
         workspace = filled(workspace, totals)
         output = LayerwiseOutput(mean_of(metrics.loss), metrics.metrics, norm)
         return LayerResults(*carry, drest, workspace, output, measure)
 
-    def _updated(
+    def _update_in_turn(
         self,
         optimizer: LayerOptimizer,
         weights: Weights,
@@ -126,12 +126,18 @@ class HostGradients(BackwardUpdate):
         ) -> UpdateCarry:
             del following  # moments take longer than weights, and come in their turn
             slabs = [slab(x, i) for x in carry.stacks]
-            gradients = self._clipped_from(host, workspace, norm, i)
+            gradients = [
+                slab(g, i).astype(dtype) for g, dtype in zip(host, dtypes, strict=True)
+            ]
+            by_all = self.clipping.clip == "global"
+            limit = norm if by_all else self.clipping.measure(gradients).norm
+            gradients = self.clipping.clipped(gradients, limit)
             small = store_small(carry.small, gradients, i)
             slots, new = optimizer.update_layer(carry.slots, slabs, gradients, i)
             return UpdateCarry(written(carry.stacks, slabs, new, i), slots, small)
 
         layered = optimizer.layered
+        dtypes = [x.dtype for x in jax.tree.leaves(workspace.gradients)]
         small = layered.small_gradients(workspace.gradients)
         start = UpdateCarry(weights.stacks, layered.slots, small)
         return upwards(weights.length, body, start)
@@ -157,7 +163,7 @@ class HostGradients(BackwardUpdate):
                 totals.weight,
                 last=last,
             )
-            return self._sent(one, count, totals, number)
+            return self._send(one, count, totals, number)
 
         zero = self.clipping.zero.square
         if not self.accumulate:
@@ -173,7 +179,7 @@ class HostGradients(BackwardUpdate):
         last = jax.tree.map(lambda x: x[-1], metrics.layers)
         return totals, metrics._replace(layers=last)
 
-    def _sent(
+    def _send(
         self, one: BackwardPass, count: int, totals: BatchCarry, number: Int[Array, ""]
     ) -> tuple[BatchCarry, BatchMetrics]:
         """Adds one micro-batch's gradients, layer by layer, to those on the host."""
@@ -212,22 +218,6 @@ class HostGradients(BackwardUpdate):
             total = jax.tree.map(jnp.add, drest, total)
         totals = BatchCarry(stacks, host, workspace, total, weight)
         return totals, BatchMetrics(one.loss, one.metrics, measure)
-
-    def _clipped_from(
-        self,
-        host: Sequence[Array],
-        workspace: GradientWorkspace,
-        norm: Float[Array, ""],
-        i: LayerIndex,
-    ) -> list[Array]:
-        """Layer i's gradients, fetched from the host and clipped."""
-        gradients = [
-            slab(g, i).astype(x.dtype)
-            for g, x in zip(host, jax.tree.leaves(workspace.gradients), strict=True)
-        ]
-        by_all = self.clipping.clip == "global"
-        limit = norm if by_all else self.clipping.measure(gradients).norm
-        return self.clipping.clipped(gradients, limit)
 
 
 def first_carry(

@@ -24,7 +24,7 @@ from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.overlap import Group
 from paged_optax.layerwise.programs import Programs, layer_programs
-from paged_optax.layerwise.slices import LayerIndex, put, slab
+from paged_optax.layerwise.slices import FETCHES_AHEAD, LayerIndex, put, slab
 from paged_optax.layerwise.weights import add_in_place, fetch_after, on_device
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.active_parameters import only_if
@@ -102,8 +102,13 @@ class LayerOptimizer:
 
     @property
     def can_overlap(self) -> bool:
-        """Whether a layer can be updated while another one is computed."""
-        return self.layered.can_overlap and len(self.groups) > 1
+        """Whether a layer can be updated while another one is computed.
+
+        Not yet on many devices, where gradients are reduced beside transfers.
+        """
+        layered = self.layered
+        several = layered.length > 1 and len(self.groups) > 1
+        return FETCHES_AHEAD and several and on_one_device(layered.slots)
 
     def update_layer(
         self,

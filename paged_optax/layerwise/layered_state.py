@@ -10,18 +10,13 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import DEVICE, HOST, nbytes, on_host
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import KeyPath, on_one_device
+from paged_optax.backend.types import KeyPath
 from paged_optax.backend.variables import as_pure, unflatten_like
 from paged_optax.codecs import Quantized
 from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.overlap import Group, grouped
 from paged_optax.layerwise.parameters import Partition, length_of
-from paged_optax.layerwise.slices import (
-    FETCHES_AHEAD,
-    LayerIndex,
-    goes_in_slabs,
-    put,
-)
+from paged_optax.layerwise.slices import LayerIndex, goes_in_slabs, put
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.trees import parameter_of
 
@@ -106,14 +101,6 @@ class LayeredState:
         ]
         return grouped(positions, owners, travel, most)
 
-    @property
-    def can_overlap(self) -> bool:
-        """Whether a layer can be updated while another one is computed.
-
-        Not yet on many devices, where gradients are reduced beside transfers.
-        """
-        return FETCHES_AHEAD and self.length > 1 and on_one_device(self.slots)
-
     def of_layers(self, values: Sequence[Value]) -> list[Value]:
         """Those of a value for each parameter that belong to the layers."""
         inside = self.partition.in_layers
@@ -131,6 +118,14 @@ class LayeredState:
     def name(self, number: int) -> str:
         """What messages call a parameter."""
         return f"parameter {keystr(self.paths[number])}"
+
+    def others_with(
+        self, params: Sequence[Array], chunked: Sequence[Array]
+    ) -> list[Array]:
+        """The parameters outside the layers, with others for those in chunks."""
+        new = dict(zip(self.chunked, chunked, strict=True))
+        inside = enumerate(self.partition.in_layers)
+        return [new.get(n, params[n]) for n, yes in inside if not yes]
 
     def params_tree(self, leaves: Sequence[object]) -> PyTree:
         """A tree of all parameters' structure."""

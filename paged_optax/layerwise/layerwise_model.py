@@ -79,7 +79,6 @@ class LayerwiseModel:
     epilogue: Callable[..., PyTree]
 
     def __post_init__(self) -> None:
-        """Refuses what is no function."""
         for name in ("prologue", "layer", "epilogue"):
             check_function(name, getattr(self, name))
 
@@ -167,14 +166,14 @@ class LayerwiseModel:
             frozen = Frozen.of(frozen_params[0], layers, count)
         model = Model(self.prologue, self.layer, self.epilogue, False, frozen)
         model = on_explicit_axes(model, partition, batch, False)
-        x, context = model.enter(partition.rest, batch)
+        x, context = model.run_prologue(partition.rest, batch)
 
         def run(
             x: PyTree[Array], turn: tuple[Int[Array, ""], PyTree[Array], PyTree[Array]]
         ) -> tuple[PyTree[Array], PyTree[Array]]:
             i, *stacks = turn
             weights, fixed = jax.tree.map(on_device, stacks)
-            output, kept = model.through(weights, fixed, x, context, i)
+            output, kept = model.run_layer(weights, fixed, x, context, i)
             refuse_other_input(x, output)
             return output, kept
 
@@ -182,7 +181,7 @@ class LayerwiseModel:
         # host memory would be added up there, where nothing can compute.
         turns = jnp.arange(count), partition.layers, frozen and frozen.layers
         x, kept = lax.scan(run, x, turns)
-        output = model.finished(partition.rest, x, kept, batch)
+        output = model.run_epilogue(partition.rest, x, kept, batch)
         value, metrics = loss_and_metrics(output)
         if isinstance(value, WeightedLoss):
             total, weight = map(jnp.asarray, value)
@@ -300,17 +299,17 @@ def _traced(model: Model, types: _InputTypes, length: int) -> _OutputSpecs:
         (rest, weights), (batch, fixed_rest, fixed) = trained, others
         frozen = model.frozen and dataclasses.replace(model.frozen, rest=fixed_rest)
         one = dataclasses.replace(model, frozen=frozen)
-        x, context = one.enter(rest, batch)
-        through = lambda x: one.through(weights, fixed, x, context, jnp.int32(0))
-        output, kept = through(x)
+        x, context = one.run_prologue(rest, batch)
+        run = lambda x: one.run_layer(weights, fixed, x, context, jnp.int32(0))
+        output, kept = run(x)
         if _specs(output) != _specs(x):
             # The second layer is the first one that gets what a layer returns.
             refuse_other_input(x, output)
-            output, kept = through(output)
+            output, kept = run(output)
         stack = lambda x: jnp.broadcast_to(x, (length, *x.shape))
         kept = jax.tree.map(stack, kept)
         specs.append(_OutputSpecs(*map(_specs, (output, context, kept))))
-        loss, _ = loss_and_metrics(one.finished(rest, output, kept, batch))
+        loss, _ = loss_and_metrics(one.run_epilogue(rest, output, kept, batch))
         return jnp.asarray(loss.total if isinstance(loss, WeightedLoss) else loss)
 
     def gradients(trained: tuple[PyTree, PyTree], others: tuple[PyTree, ...]) -> PyTree:

@@ -9,6 +9,7 @@ segment.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -114,7 +115,6 @@ def _results(flat: Flat) -> set[int]:
 
 
 def _work(flat: Flat, equation: Equation) -> float:
-    """Operations of an equation of a flat jaxpr."""
     return _operations(
         equation.primitive.name,
         {k: x.value if isinstance(x, Opaque) else x for k, x in equation.params},
@@ -217,7 +217,7 @@ class Shares:
     stacks: Sequence[Array]
     count: int
 
-    @property
+    @functools.cached_property
     def positions(self) -> list[tuple[int, ...]]:
         """For each share the positions of its stacks, all of which are on the host."""
         hosted = [n for n, x in enumerate(self.stacks) if on_host(x)]

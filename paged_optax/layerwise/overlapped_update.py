@@ -8,6 +8,7 @@ group is updated.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple, TypeVar
 
@@ -18,7 +19,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.engine.stored_array import Stored
-from paged_optax.layerwise.forward import Activations, Entered, Forward
+from paged_optax.layerwise.forward import Activations, Forward, ForwardStart
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.overlap import Group, Shares, ends_of, in_segments
 from paged_optax.layerwise.slices import LayerIndex, put, slab, upwards
@@ -92,7 +93,7 @@ class Overlap:
     frozen: Sequence[Array]
     fetches_weights: ClassVar[bool]
 
-    @property
+    @functools.cached_property
     def shares(self) -> Shares:
         """The frozen parameters, in as many shares as there are groups."""
         return Shares(self.frozen, len(self.groups))
@@ -258,10 +259,6 @@ class BackwardOverlap(Overlap):
         return flight
 
 
-# The activations, and what travels.
-_ForwardCarry = tuple[Activations, InFlight]
-
-
 @dataclasses.dataclass(frozen=True)
 class ForwardOverlap(Overlap):
     """The update of one layer beside the forward pass of the layer before.
@@ -287,19 +284,20 @@ class ForwardOverlap(Overlap):
         return ends_of(self.moment_bytes, coming, self.shares.sizes)
 
     def forward(
-        self, entered: Entered, stacks: Sequence[Array], others: Sequence[Array]
+        self, start: ForwardStart, stacks: Sequence[Array], others: Sequence[Array]
     ) -> tuple[Forward, list[Stored], list[Array]]:
         """Updates the layers and the chunked others, and runs the layers forward.
 
         Returns:
           What the forward pass returns, the state's stacks, and the other parameters.
         """
-        count, last = len(stacks), len(self.groups) - 1
-        slots, length = self.optimizer.layered.slots, self.optimizer.layered.length
+        count, layered = len(stacks), self.optimizer.layered
 
         def turn(
-            i: LayerIndex, following: LayerIndex | None, carry: _ForwardCarry
-        ) -> _ForwardCarry:
+            i: LayerIndex,
+            following: LayerIndex | None,
+            carry: tuple[Activations, InFlight],
+        ) -> tuple[Activations, InFlight]:
             # Layer i runs forward, and layer i + 1 is updated beside it.
             activations, flight = carry
             flight, slabs = self._slabs(i, flight, count)
@@ -317,25 +315,26 @@ class ForwardOverlap(Overlap):
                     return values
 
                 flight, arguments = self._update(0, flight, i + 1, after, (i, slabs, x))
-                results = in_segments(entered.run, arguments, self.ends, between)
-                flight, results = self.wait(last, flight, results)
+                results = in_segments(start.run, arguments, self.ends, between)
+                flight, results = self.wait(-1, flight, results)
                 return results
 
             return activations.after(i, slabs, run), flight
 
-        flight = InFlight(slots, [*stacks, *others], None, {}, {})
+        flight = InFlight(layered.slots, [*stacks, *others], None, {}, {})
         flight = flight._replace(inputs=self._inputs(flight, 0, 0))
         # No layer runs forward before the first one is updated.
         for k in range(len(self.groups)):
             flight, _ = self._update(k, flight, 0, 1, ())
             flight, _ = self.wait(k, flight, ())
-        start = entered.activations, flight
-        activations, flight = upwards(length - 1, turn, start, following=True)
+        last, carry = layered.length - 1, (start.activations, flight)
+        carry = upwards(last, turn, carry, prefetches=True, makes_room=True)
+        activations, flight = carry
         # The last layer has been updated, so that nothing is beside its forward pass.
-        i = jnp.int32(length - 1)
+        i = jnp.int32(last)
         flight, slabs = self._slabs(i, flight, count)
-        activations, stacks = activations.after(i, slabs, entered.run), flight.stacks
-        forward = Forward(activations, entered.context, stacks[:count])
+        activations, stacks = activations.after(i, slabs, start.run), flight.stacks
+        forward = Forward(activations, start.context, stacks[:count])
         return forward, flight.slots, stacks[count:]
 
     def _slabs(

@@ -10,7 +10,6 @@ this comes to the same is checked on the whole tree's jaxpr.
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -133,7 +132,9 @@ class Programs:
         def cut(x: ArrayLike | None, shape: tuple[int, ...]) -> ArrayLike:
             assert x is not None  # all that a stack is made of is given
             # Arrays that the transformation closes over are whole stacks.
-            return slab(x, i, length) if _is_whole(x, shape) else x
+            if isinstance(x, Array | np.ndarray) and x.shape == shape:
+                return slab(x, i, length)
+            return x
 
         def run(leaf: LeafUpdate) -> Sequence[ArrayLike | None]:
             if not set(leaf.outputs) & set(wanted):
@@ -177,13 +178,6 @@ class Programs:
                 ]
                 return equations, (leaf.inputs, leaf.outputs, leaf.between)
         return [plain(x) for n, x in self.analysis.direct if n == output], ()
-
-
-def _is_whole(
-    x: ArrayLike | None, shape: tuple[int, ...]
-) -> TypeGuard[Array | np.ndarray]:
-    """Whether an operand has the shape of a whole leaf, and not of one layer's slab."""
-    return x is not None and jnp.shape(x) == shape
 
 
 def layer_programs(

@@ -97,8 +97,8 @@ def upwards(
     body: Turn[Carry],
     carry: Carry,
     *,
-    ahead: bool = False,
-    following: bool = False,
+    prefetches: bool = False,
+    makes_room: bool = False,
 ) -> Carry:
     """Runs `body(i, following, carry)` for the layers from the first to the last.
 
@@ -107,15 +107,15 @@ def upwards(
       body: Returns the next carry. `following` is the layer whose turn is next, or None
         where no turn is known to come.
       carry: The first carry.
-      ahead: Whether `body` fetches from the following layer, and puts that in the carry
-        while the current layer is still used. A trip then has two turns.
-      following: Whether `body` fetches from the following layer, and makes room for it
-        itself. A trip then has one turn.
+      prefetches: Whether `body` fetches from the following layer, and puts that in the
+        carry. A trip then has two turns, for the current layer is still used.
+      makes_room: Whether `body` makes room for what it fetches. A trip then has one
+        turn.
 
     Returns:
       The last carry.
     """
-    return _visited(length, lambda k: k, body, carry, ahead, following)
+    return _visited(length, lambda k: k, body, carry, prefetches, makes_room)
 
 
 def downwards(
@@ -123,8 +123,8 @@ def downwards(
     body: Turn[Carry],
     carry: Carry,
     *,
-    ahead: bool = False,
-    following: bool = False,
+    prefetches: bool = False,
+    makes_room: bool = False,
 ) -> Carry:
     """Runs `body(i, following, carry)` for the layers from the last to the first.
 
@@ -132,8 +132,8 @@ def downwards(
       length: As for `upwards`.
       body: As for `upwards`.
       carry: As for `upwards`.
-      ahead: As for `upwards`.
-      following: As for `upwards`.
+      prefetches: As for `upwards`.
+      makes_room: As for `upwards`.
     """
     # An older XLA:GPU follows only the loop's own variable, so that the loop counts
     # down. A newer one follows `length - 1 - k`, but finds no transfer in such a loop.
@@ -143,7 +143,8 @@ def downwards(
             lambda c: (c[0] - 1, body(c[0], None, c[1])),
             (jnp.int32(length - 1), carry),
         )[1]
-    return _visited(length, lambda k: length - 1 - k, body, carry, ahead, following)
+    layer = lambda k: length - 1 - k
+    return _visited(length, layer, body, carry, prefetches, makes_room)
 
 
 def _visited(
@@ -151,22 +152,22 @@ def _visited(
     layer: Callable[[LayerIndex], LayerIndex],
     body: Turn[Carry],
     carry: Carry,
-    ahead: bool,
-    following: bool = False,
+    prefetches: bool,
+    makes_room: bool,
 ) -> Carry:
     """Runs the k-th turn for `layer(k)`."""
     turn = lambda k, c: body(layer(k), layer(k + 1), c)
-    if ahead:
+    if not prefetches:
+        trips, trip, left = length, lambda k, c: body(layer(k), None, c), range(0)
+    elif makes_room:
+        trips, trip, left = length - 1, turn, range(length - 1, length)
+    else:
         # A trip has two turns. A loop's carry has one buffer: with one turn a trip, the
         # next layer could be fetched only after this layer is used. The last layers
         # come after the loop: XLA:GPU follows linear indices, but no clamped ones.
         trips = (length - 1) // 2
         trip = lambda k, c: turn(2 * k + 1, turn(2 * k, c))
         left = range(2 * trips, length)
-    elif following:
-        trips, trip, left = length - 1, turn, range(length - 1, length)
-    else:
-        trips, trip, left = length, lambda k, c: body(layer(k), None, c), range(0)
     carry = lax.while_loop(
         lambda c: c[0] < trips, lambda c: (c[0] + 1, trip(*c)), (jnp.int32(0), carry)
     )[1]

@@ -232,7 +232,12 @@ class LayerwiseStep:
         params, frozen = from_numpy((params, frozen))
         warn_without_overlap((params, state, workspace, frozen))
         answers = ask(self._tx, params, state)
-        self._check(answers, params, state, workspace, frozen)
+        # While types still say how arrays are divided.
+        if not self._warned:
+            self._warned = warn_of_divided_layers(answers, params, frozen, self._layers)
+        names = "max_norm", "clip", "accumulate"
+        settings = {name: getattr(self, f"_{name}") for name in names}
+        compare_processes(answers, params, state, workspace, settings)
         arguments = params, state, workspace, batch, frozen
         run = functools.partial(self._run, answers)
         return on_automatic_axes(run, arguments, (params, state, workspace, None))
@@ -286,21 +291,6 @@ class LayerwiseStep:
         warn_without_overlap(arguments)
         return on_automatic_axes(self._finish, arguments, arguments)
 
-    def _check(
-        self,
-        answers: Sequence[Answer],
-        params: PyTree,
-        state: PyTree,
-        workspace: GradientWorkspace,
-        frozen: PyTree,
-    ) -> None:
-        """Looks at how arrays are divided, while their types still say so."""
-        if not self._warned:
-            self._warned = warn_of_divided_layers(answers, params, frozen, self._layers)
-        names = "max_norm", "clip", "accumulate"
-        settings = {name: getattr(self, f"_{name}") for name in names}
-        compare_processes(answers, params, state, workspace, settings)
-
     def _run(
         self,
         answers: Sequence[Answer],
@@ -335,7 +325,7 @@ class LayerwiseStep:
             return run(in_turn)
         overlapped = in_turn
         if not accumulate and not clipping.by_layer:
-            chunked = chunked_leaves(model.enter, params, partition, guard.state, batch)
+            chunked = chunked_leaves(model.run_prologue, in_turn.layered, batch)
             with contextlib.suppress(ValueError):  # a choice by shape, of no layer
                 overlapped = _optimizer(params, partition, guard, workspace, chunked)
         overlapped = dataclasses.replace(overlapped, overlaps=True)

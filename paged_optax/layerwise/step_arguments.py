@@ -142,14 +142,13 @@ def warn_of_divided_layers(
                 " layerwise_step takes one layer at a time, and XLA gathers all of them"
                 " on every device. Divide another axis, as"
                 " paged_optax.fully_sharded(params, mesh) does.",
-                stacklevel=4,
+                stacklevel=3,
             )
             return True
     return False
 
 
 def _stacks(tree: PyTree, key: str) -> list[tuple[KeyPath, Array]]:
-    """The layers' stacks among parameters, and their paths."""
     children = by_name(tree)
     if children is None or key not in children:
         return []

@@ -151,16 +151,16 @@ class GradientWorkspace:
                 " patterns, such as '*norm*'."
             )
         accumulated = set[str]().union(*(matching_names(p, names) for p in patterns))
-        make = lambda x, shape, dtype: zeros(
-            x, shape, jax.typeof(x).dtype if dtype is None else dtype
-        )
         host = None
         if host_dtype is not None:
             host = jax.tree.unflatten(
                 structure,
                 [zeros(x, x.shape, host_dtype, host=goes_in_slabs(x)) for x in stacks],
             )
-        gradients = [make(x, x.shape[1:], dtype) for x in stacks]
+        gradients = [
+            zeros(x, x.shape[1:], jax.typeof(x).dtype if dtype is None else dtype)
+            for x in stacks
+        ]
         return cls(
             jax.tree.unflatten(structure, gradients),
             host,
