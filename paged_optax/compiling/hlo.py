@@ -146,7 +146,7 @@ class Computations:
           hlo: The program.
           trips: Turns of the innermost loops that transfer pages and of which the
             compiler states none, in the order of the program: XLA:TPU states none.
-            A loop without a stated count takes one turn: it is a gate.
+            A loop without a stated count takes one turn: it isolates a leaf.
         """
         self.instructions: dict[str, list[Instruction]] = {}
         self.types: dict[str, str] = {}
@@ -174,8 +174,8 @@ class Computations:
         body, condition = instruction.named("body"), instruction.named("condition")
         if known := re.search(r'known_trip_count[^}]*"n":"?(\d+)', instruction.line):
             return WhileLoop(body, condition, int(known[1]), True)
-        # A loop without a stated count takes one turn, as a gate does, unless it is an
-        # innermost one that moves pages: these are page loops on XLA:TPU.
+        # A loop without a stated count takes one turn, to isolate a leaf. If it is an
+        # innermost one that moves pages, it is a page loop on XLA:TPU.
         if body not in self._turns:
             inside = self.instructions[body]
             inner = any(x.operation == "while" for x in inside)
