@@ -12,10 +12,10 @@ from paged_optax.backend.memory import on_host
 from paged_optax.layerwise.clipping import widened
 from paged_optax.layerwise.dependencies import learned, used
 from paged_optax.layerwise.forward import (
-    ByPrologue,
     Forward,
     Head,
     Model,
+    PrologueGradients,
     Rest,
     is_inexact,
     select,
@@ -48,11 +48,11 @@ Visit = Callable[
 
 # What is visited with, the gradients on their way to the prologue, the stacks, and what
 # of the next layer is fetched.
-_PassCarry = tuple[Carry, ByPrologue, list[Array], Prefetched]
+_PassCarry = tuple[Carry, PrologueGradients, list[Array], Prefetched]
 
 # Beside an update: the parameters that came from the host, of the layer that is to be
 # updated.
-_OverlapCarry = tuple[Carry, ByPrologue, InFlight, dict[int, Array]]
+_OverlapCarry = tuple[Carry, PrologueGradients, InFlight, dict[int, Array]]
 
 
 def written(
@@ -66,8 +66,8 @@ def written(
 
 
 def _with_prefetched(
-    gradients: PyTree[Array], back: ByPrologue, prefetched: Prefetched
-) -> tuple[PyTree[Array], ByPrologue, Prefetched]:
+    gradients: PyTree[Array], back: PrologueGradients, prefetched: Prefetched
+) -> tuple[PyTree[Array], PrologueGradients, Prefetched]:
     """Binds each matrix of the following layer to this layer's gradient of it.
 
     So the matrix travels while the gradients are computed. Frozen matrices are bound to
@@ -199,7 +199,7 @@ class BackwardPass:
 
     def run(
         self, visit: Visit[Carry], start: Carry
-    ) -> tuple[Carry, list[Array], ByPrologue]:
+    ) -> tuple[Carry, list[Array], PrologueGradients]:
         """Runs `visit(carry, i, slabs, gradients)` for each layer, the last first.
 
         Returns:
@@ -239,7 +239,7 @@ class BackwardPass:
         carry, back, stacks, _ = downwards(
             weights.length,
             body,
-            (start, self._by_prologue(self.dx), self.stacks, prefetched),
+            (start, self._prologue_gradients(self.dx), self.stacks, prefetched),
             prefetches=weights.prefetches,
         )
         return carry, stacks, back
@@ -251,7 +251,7 @@ class BackwardPass:
         gradients_of: Callable[[Carry, LayerIndex], Sequence[Array]],
         start: Carry,
         others: Sequence[Array] = (),
-    ) -> tuple[Carry, InFlight, ByPrologue]:
+    ) -> tuple[Carry, InFlight, PrologueGradients]:
         """Computes each layer's gradients beside the update of the layer after it.
 
         Args:
@@ -302,7 +302,7 @@ class BackwardPass:
         hosted = {n: x for n, x in enumerate(slabs[0]) if on_host(self.stacks[n])}
         flight, dx = update.start([*stacks, *others], last, dx)
         x, dkept = self._at(last)
-        back = self._by_prologue(dx)
+        back = self._prologue_gradients(dx)
         gradients, back = self._pull(slabs, x, back, dkept, jnp.int32(last))
         flight, (gradients, back) = update.wait(-1, flight, (gradients, back))
         carry = visit(start, last, gradients), back, flight, hosted
@@ -312,10 +312,10 @@ class BackwardPass:
         flight = update.finish(flight, Stage(0, hosted, gradients_of(inner, 0)))
         return inner, flight, back
 
-    def _by_prologue(self, dx: list[Array]) -> ByPrologue:
+    def _prologue_gradients(self, dx: list[Array]) -> PrologueGradients:
         """The gradients that the last layer begins with; by the context, zeros."""
         context, _ = select(self.context, self.learned.context)
-        return ByPrologue(dx, list(map(jnp.zeros_like, context)))
+        return PrologueGradients(dx, list(map(jnp.zeros_like, context)))
 
     def _at(self, i: LayerIndex) -> tuple[PyTree[Array], list[Array]]:
         """Layer i's input, and the gradients by what it kept."""
@@ -326,10 +326,10 @@ class BackwardPass:
         self,
         slabs: Slabs,
         x: PyTree[Array],
-        back: ByPrologue,
+        back: PrologueGradients,
         dkept: list[Array],
         i: LayerIndex,
-    ) -> tuple[PyTree[Array], ByPrologue]:
+    ) -> tuple[PyTree[Array], PrologueGradients]:
         """One layer's gradients; and those by its input, and so far by the context."""
         weights, frozen = self.weights.of(slabs)
         dx, dcontext = back
@@ -346,20 +346,21 @@ class BackwardPass:
         )
         if not self.several:
             gradients, dx, new = pull(x, self.context, dx, dkept)
-            return narrow(gradients), ByPrologue(dx, add(new))
+            return narrow(gradients), PrologueGradients(dx, add(new))
 
         def one(
             total: PyTree[Array],
             arguments: tuple[PyTree, PyTree, list[Array], list[Array]],
-        ) -> tuple[PyTree[Array], ByPrologue]:
+        ) -> tuple[PyTree[Array], PrologueGradients]:
             gradients, dx, new = pull(*arguments)
-            return jax.tree.map(jnp.add, total, narrow(gradients)), ByPrologue(dx, new)
+            total = jax.tree.map(jnp.add, total, narrow(gradients))
+            return total, PrologueGradients(dx, new)
 
         zeros = jax.tree.map(jnp.zeros_like, narrow(weights))
         gradients, (dx, new) = lax.scan(one, zeros, (x, self.context, dx, dkept))
-        return gradients, ByPrologue(dx, add(new))
+        return gradients, PrologueGradients(dx, add(new))
 
-    def rest_gradients(self, back: ByPrologue) -> Rest:
+    def rest_gradients(self, back: PrologueGradients) -> Rest:
         """The gradients by all parameters but the layers': the prologue's added.
 
         They have the parameters' dtypes, unless the workspace adds up in a wider one.
@@ -370,7 +371,9 @@ class BackwardPass:
         if not self.several:
             return jax.tree.map(jnp.add, drest, pull(self.batch, back))
 
-        def one(total: Rest, arguments: tuple[PyTree, ByPrologue]) -> tuple[Rest, None]:
+        def one(
+            total: Rest, arguments: tuple[PyTree, PrologueGradients]
+        ) -> tuple[Rest, None]:
             add = lambda s, g: s + g.astype(s.dtype)
             return jax.tree.map(add, total, pull(*arguments)), None
 

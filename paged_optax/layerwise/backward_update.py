@@ -11,7 +11,7 @@ from jaxtyping import Float, PyTree
 from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.backward import BackwardPass
 from paged_optax.layerwise.clipping import Clipping, Guard, Measure
-from paged_optax.layerwise.forward import ByPrologue, Model, Rest
+from paged_optax.layerwise.forward import Model, PrologueGradients, Rest
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layered_state import store_small
 from paged_optax.layerwise.loss import LayerwiseOutput, mean_of
@@ -147,7 +147,7 @@ class BackwardUpdate:
     ) -> LayerResults:
         """Differentiates and updates the layers, from the last to the first."""
         zero, several = self.clipping.zero, self.accumulate
-        one = BackwardPass(
+        backward = BackwardPass(
             self.model, weights, rest, batch, workspace, several, zero.square
         )
         drest: Rest | None = None
@@ -155,20 +155,20 @@ class BackwardUpdate:
         measure, optimizer = zero, self.optimizer
         # Gradients of all layers are nowhere at once: a pass of its own finds the norm.
         if self.clipping.needed_first:
-            measure, norm, drest = self._measured_first(one)
+            measure, norm, drest = self._measured_first(backward)
             optimizer = optimizer.only_if(self.guard.passes(measure))
-        known = one.drest if drest is None else drest
+        known = backward.drest if drest is None else drest
         gradients = self._layer_gradients(weights, known, norm)
-        carry, stacks, back = self._backward(one, optimizer, gradients, workspace)
+        carry, stacks, back = self._backward(backward, optimizer, gradients, workspace)
         limit = norm
         if limit is None or drest is None:
-            drest = one.rest_gradients(back)
+            drest = backward.rest_gradients(back)
             of_rest = self.clipping.measure(drest)
             # Measured before the update overwrites them, or XLA copies them.
             of_rest, drest = lax.optimization_barrier((of_rest, drest))
             measure, limit = carry.measure + of_rest, of_rest.norm
         clipped = self.clipping.clipped(drest, limit)
-        output = LayerwiseOutput(mean_of(one.loss), one.metrics, measure.norm)
+        output = LayerwiseOutput(mean_of(backward.loss), backward.metrics, measure.norm)
         _, slots, workspace, small = carry
         return LayerResults(stacks, slots, small, clipped, workspace, output, measure)
 
@@ -184,11 +184,11 @@ class BackwardUpdate:
 
     def _backward(
         self,
-        one: BackwardPass,
+        backward: BackwardPass,
         optimizer: LayerOptimizer,
         gradients: LayerGradients,
         workspace: GradientWorkspace,
-    ) -> tuple[LayerCarry, list[Array], ByPrologue]:
+    ) -> tuple[LayerCarry, list[Array], PrologueGradients]:
         """Updates each layer by its gradients, in turn or beside the next one's."""
         layered, overlaps = self.optimizer.layered, self.optimizer.overlaps
         slots = [] if overlaps else layered.slots
@@ -196,8 +196,8 @@ class BackwardUpdate:
         start = LayerCarry(self.clipping.zero, slots, workspace, small)
         if overlaps:
             others = [layered.params[n] for n in layered.chunked]
-            overlap = BackwardOverlap(self.optimizer, one.weights.frozen)
-            carry, flight, back = one.overlapped(
+            overlap = BackwardOverlap(self.optimizer, backward.weights.frozen)
+            carry, flight, back = backward.overlapped(
                 overlap, gradients.store, gradients.read, start, others
             )
             return carry._replace(slots=flight.slots), flight.stacks, back
@@ -214,10 +214,10 @@ class BackwardUpdate:
             )
             return carry._replace(slots=slots), new
 
-        return one.run(visit, start)
+        return backward.run(visit, start)
 
     def _measured_first(
-        self, one: BackwardPass
+        self, backward: BackwardPass
     ) -> tuple[Measure, Float[Array, ""], Rest]:
         """Measures all gradients by a pass of its own.
 
@@ -229,12 +229,12 @@ class BackwardUpdate:
             measure + self.clipping.measure(gradients),
             slabs,
         )
-        measure, stacks, back = one.run(add, self.clipping.zero)
-        drest = one.rest_gradients(back)
+        measure, stacks, back = backward.run(add, self.clipping.zero)
+        drest = backward.rest_gradients(back)
         measure = measure + self.clipping.measure(drest)
         # The second pass is not to be taken for a part of the first.
-        norm, stacks, drest, one.inputs = lax.optimization_barrier(
-            (measure.norm, stacks, drest, one.inputs)
+        norm, stacks, drest, backward.inputs = lax.optimization_barrier(
+            (measure.norm, stacks, drest, backward.inputs)
         )
-        one.stacks = stacks
+        backward.stacks = stacks
         return measure, norm, drest

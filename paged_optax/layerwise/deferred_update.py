@@ -52,7 +52,7 @@ class DeferredUpdate(HostGradients):
             forward, slots, others = self._forward(updated, batch, workspace)
             rest = self._rest(forward.stacks, others)
             zero = self.clipping.zero.square
-            one = BackwardPass(
+            backward = BackwardPass(
                 self.model,
                 updated.weights,
                 rest,
@@ -62,8 +62,8 @@ class DeferredUpdate(HostGradients):
                 zero,
                 forward,
             )
-            start = first_carry(one.stacks, workspace, None, zero)
-            totals, metrics = self._send(one, 1, start, jnp.int32(0))
+            start = first_carry(backward.stacks, workspace, None, zero)
+            totals, metrics = self._send(backward, 1, start, jnp.int32(0))
         else:
             weights, others, slots = self._update_layers(updated, workspace)
             rest = self._rest(weights.stacks, others)

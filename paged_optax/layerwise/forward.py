@@ -146,7 +146,7 @@ class Learned(NamedTuple):
     context: list[bool]
 
 
-class ByPrologue(NamedTuple):
+class PrologueGradients(NamedTuple):
     """The gradients by what the prologue returned, as far as it can be learned.
 
     Attributes:
@@ -333,14 +333,14 @@ class Model:
         return jax.vjp(run, weights, inputs, seen)[1]((dx, dkept))
 
     def pull_prologue(
-        self, rest: Rest, batch: PyTree, learned: Learned, back: ByPrologue
+        self, rest: Rest, batch: PyTree, learned: Learned, back: PrologueGradients
     ) -> Rest:
         """The prologue's gradients by `rest`."""
 
-        def run(rest: Rest) -> ByPrologue:
+        def run(rest: Rest) -> PrologueGradients:
             x, context = self.run_prologue(rest, batch)
             chosen = select(x, learned.x)[0], select(context, learned.context)[0]
-            return ByPrologue(*chosen)
+            return PrologueGradients(*chosen)
 
         return jax.vjp(run, rest)[1](back)[0]
 

@@ -153,7 +153,7 @@ class HostGradients(BackwardUpdate):
         ) -> tuple[BatchCarry, BatchMetrics]:
             number, batch = numbered
             last = number == count - 1
-            one = BackwardPass(
+            backward = BackwardPass(
                 self.model,
                 weights.with_stacks(totals.stacks),
                 rest,
@@ -163,7 +163,7 @@ class HostGradients(BackwardUpdate):
                 totals.weight,
                 last=last,
             )
-            return self._send(one, count, totals, number)
+            return self._send(backward, count, totals, number)
 
         zero = self.clipping.zero.square
         if not self.accumulate:
@@ -180,13 +180,17 @@ class HostGradients(BackwardUpdate):
         return totals, metrics._replace(layers=last)
 
     def _send(
-        self, one: BackwardPass, count: int, totals: BatchCarry, number: Int[Array, ""]
+        self,
+        backward: BackwardPass,
+        count: int,
+        totals: BatchCarry,
+        number: Int[Array, ""],
     ) -> tuple[BatchCarry, BatchMetrics]:
         """Adds one micro-batch's gradients, layer by layer, to those on the host."""
         _, host, workspace, drest, before = totals
         divisor, share, weight = count, None, before
-        if isinstance(one.loss, WeightedLoss):
-            weight = before + one.loss.weight
+        if isinstance(backward.loss, WeightedLoss):
+            weight = before + backward.loss.weight
             divisor = 1
             share = over(weight_divisor(before), weight, number == count - 1)
 
@@ -211,13 +215,13 @@ class HostGradients(BackwardUpdate):
             return HostCarry(measure, host, workspace), slabs
 
         start = HostCarry(self.clipping.zero, host, workspace)
-        (measure, host, workspace), stacks, back = one.run(visit, start)
-        total = jax.tree.map(lambda x: x / divisor, one.rest_gradients(back))
+        (measure, host, workspace), stacks, back = backward.run(visit, start)
+        total = jax.tree.map(lambda x: x / divisor, backward.rest_gradients(back))
         if drest is not None:
             drest = drest if share is None else _scaled(drest, share)
             total = jax.tree.map(jnp.add, drest, total)
         totals = BatchCarry(stacks, host, workspace, total, weight)
-        return totals, BatchMetrics(one.loss, one.metrics, measure)
+        return totals, BatchMetrics(backward.loss, backward.metrics, measure)
 
 
 def first_carry(
