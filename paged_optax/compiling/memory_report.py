@@ -220,9 +220,9 @@ class RuntimeCounts:
     """What XLA:GPU's runtime does in one call of a program. Prints as a table.
 
     Read from the scheduled program, and multiplied by the turns of loops. A loop of
-    which the compiler states no count takes one turn here, as a gate of this package
-    does where something is updated. Which branch a conditional takes is not known: each
-    count is the largest of the branches'.
+    which the compiler states no count takes one turn here. One that keeps a leaf apart
+    does so where something is updated. Which branch a conditional takes is not known:
+    each count is the largest of the branches'.
 
     Attributes:
       kernels: Kernels, calls of libraries, and copies between them, one after the
