@@ -207,9 +207,13 @@ def typed(x: ArrayLike | jax.ShapeDtypeStruct) -> ArrayLike | jax.ShapeDtypeStru
 
 
 def device_of(places: PyTree[Sharding]) -> Device:
-    """One of the devices that arguments and results are on."""
-    devices = (device for x in jax.tree.leaves(places) for device in x.device_set)
-    return next(devices, jax.devices()[0])
+    """One of the devices that arguments and results are on, of this process if any is.
+
+    Of another process's devices nothing can be asked.
+    """
+    devices = [device for x in jax.tree.leaves(places) for device in x.device_set]
+    mine = (x for x in devices if x.process_index == jax.process_index())
+    return next(mine, next(iter(devices), jax.devices()[0]))
 
 
 def placements(

@@ -197,17 +197,17 @@ class Step:
             inputs, outputs, travels = placements(run, call.values, donated)
             # Unused arguments stay in the program: `check_donations` finds a leaf among
             # the program's parameters by its number.
-            jitted = jax.jit(
+            jit = lambda options: jax.jit(
                 run,
                 donate_argnums=donated,
                 in_shardings=inputs,
                 out_shardings=outputs,
                 keep_unused=True,
+                compiler_options=options or None,
             )
-            lowered = jitted.lower(*call.values)
             # Without transfers nothing is to overlap, and CUDA graphs are faster.
             device = device_of((inputs, outputs)) if travels else None
-            compiled = compile_overlapping(lowered, device)
+            jitted, compiled = compile_overlapping(jit, call.values, device)
         check_donations(compiled, call.values, call.keys, donated)
         self._hosted = belonging
         return _CompiledStep(compiled, jitted, call.kind, donated)

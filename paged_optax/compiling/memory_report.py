@@ -5,10 +5,12 @@ import dataclasses
 import functools
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.stages import Compiled, Wrapped
+from jaxtyping import PyTree
 
 from paged_optax.backend.text import readable_bytes, table
 from paged_optax.backend.xla import SCHEDULED, overlap_options
@@ -177,39 +179,62 @@ def _stats(compiled: jax.stages.Compiled) -> object:
 
 
 def compile_overlapping(
-    lowered: jax.stages.Lowered, device: Any
-) -> jax.stages.Compiled:
+    jit: Callable[[dict[str, Any]], Wrapped],
+    args: tuple[PyTree, ...],
+    device: Any,
+) -> tuple[Wrapped, Compiled]:
     """Compiles a program with transfers so that they overlap with products.
 
     It goes without the scheduler where the program would then take more memory than the
     device has, and without all options where this XLA does not know them.
+
+    Args:
+      jit: Makes the function that is compiled, of XLA's options.
+      args: What it is compiled for.
+      device: What it runs on; None: nothing travels.
+
+    Returns:
+      The function, which calls what was compiled, and its program.
     """
+
+    def compiled_with(options: dict[str, Any]) -> tuple[Wrapped, Compiled]:
+        jitted = jit(options)
+        return jitted, jitted.lower(*args).compile()
+
     options = overlap_options(device)
     if not options:
-        return lowered.compile()
+        return compiled_with({})
     try:
-        compiled = lowered.compile(options)
+        jitted, compiled = compiled_with(options)
     except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
         warnings.warn(
             "this XLA takes no compiler options that overlap transfers and products,"
             f" and the step is compiled without: {str(error).splitlines()[0]}",
             stacklevel=5,
         )
-        return lowered.compile()
+        return compiled_with({})
     # The scheduler has more buffers alive at once, perhaps more than the device holds.
     unscheduled = {name: x for name, x in options.items() if name not in SCHEDULED}
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    if unscheduled == options or limit is None:
-        return compiled
-    if (needed := device_total(compiled)) <= limit:
-        return compiled
+    limit = None if unscheduled == options else _memory_limit(device)
+    if limit is None or (needed := device_total(compiled)) <= limit:
+        return jitted, compiled
     warnings.warn(
         f"transfers do not overlap with products, as the step would then take"
         f" {readable_bytes(needed)} of the device, and JAX has {readable_bytes(limit)}:"
         " give it fewer tokens, or more of the device's memory.",
         stacklevel=5,
     )
-    return lowered.compile(unscheduled)
+    return compiled_with(unscheduled)
+
+
+def _memory_limit(device: Any) -> int | None:
+    """The bytes that JAX takes of a device; None if it does not say."""
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except jax.errors.JaxRuntimeError:
+        return None  # it is another process's, or only compiled for
 
 
 _Counts = collections.Counter[str]

@@ -52,7 +52,8 @@ def contestants(size: str) -> dict[str, Contestant]:
     if size.startswith("8 x"):
         width = int(size.rpartition("x")[2])
         for pages, target in _TARGETS.items():
-            found[f"paged, {pages} pages a leaf"] = Contestant(
+            # A GPU's pages may be smaller, see `po.plan`.
+            found[f"paged, page_size of a leaf by {pages}"] = Contestant(
                 paged(page_size=4 * width**2 // pages),
                 target if judged else None,
             )

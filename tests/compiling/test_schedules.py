@@ -16,6 +16,7 @@ import paged_optax as po
 from paged_optax.backend import xla
 from paged_optax.backend.xla import NO_GRAPHS, SCHEDULED, overlap_options
 from paged_optax.compiling import memory_report
+from paged_optax.compiling.arguments import device_of
 from paged_optax.compiling.memory_report import compile_overlapping
 
 GIB = 2**30
@@ -29,17 +30,25 @@ def gpu_of(capability, limit=None):
     )
 
 
-class Lowered:
-    """Notes with which options it is compiled; `Compiled` is what it was given."""
+class Jit:
+    """Notes with which options it is compiled; a program is what it was given."""
 
-    def __init__(self, knows=True):
-        self.knows, self.compiled = knows, []
+    def __init__(self, fails=""):
+        self.fails, self.compiled = fails, []
 
-    def compile(self, options=None):
-        if options and not self.knows:
-            raise jax.errors.JaxRuntimeError("No such compile option: 'x'\nmore")
+    def __call__(self, options):
+        if options and self.fails:
+            raise jax.errors.JaxRuntimeError(f"{self.fails}\nmore")
         self.compiled.append(options)
-        return options
+        lowered = types.SimpleNamespace(compile=lambda: options)
+        return types.SimpleNamespace(options=options, lower=lambda: lowered)
+
+
+def options_of(jit, device):
+    """The options of the program, which are those of the function that calls it."""
+    jitted, program = compile_overlapping(jit, (), device)
+    assert jitted.options is program
+    return program
 
 
 @pytest.fixture
@@ -53,39 +62,70 @@ def needs(monkeypatch):
 def test_options_are_given(capability, needs):
     """No graphs on any GPU, and the scheduler where XLA has it not by default."""
     wanted = {**NO_GRAPHS, **({} if capability == "9.0" else SCHEDULED)}
-    lowered = Lowered()
-    assert compile_overlapping(lowered, gpu_of(capability, 12 * GIB)) == wanted
-    assert lowered.compiled == [wanted]
-    assert compile_overlapping(Lowered(), gpu_of(capability)) == wanted
+    jit = Jit()
+    assert options_of(jit, gpu_of(capability, 12 * GIB)) == wanted
+    assert jit.compiled == [wanted]
+    assert options_of(Jit(), gpu_of(capability)) == wanted
 
 
-def test_no_options_are_needed(needs):
-    lowered = Lowered()
-    assert compile_overlapping(lowered, jax.devices()[0]) is None
-    assert lowered.compiled == [None]
+@pytest.mark.parametrize("device", [jax.devices()[0], None], ids=["CPU", "no device"])
+def test_no_options_are_needed(device, needs):
+    assert options_of(Jit(), device) == {}
+
+
+BOTH = {**NO_GRAPHS, **SCHEDULED}
+SCHEDULER, SLOP = SCHEDULED
 
 
 @pytest.mark.parametrize(
-    ("flag", "left"),
+    ("flags", "left"),
     [
-        ("--xla_gpu_enable_latency_hiding_scheduler=false", NO_GRAPHS),
+        (f"--{SCHEDULER}=false", NO_GRAPHS),
+        (f"--{SLOP}=95", {**NO_GRAPHS, SCHEDULER: True}),
         ("--xla_gpu_enable_command_buffer=fusion", SCHEDULED),
         ("--xla_gpu_command_buffer_scheduling_mode=CONCURRENT", SCHEDULED),
+        ("--xla_gpu_command_buffer_unroll_loops=true", BOTH),
+        (f"--xla_dump_to=/tmp/xla_gpu_enable_command_buffer/{SCHEDULER}", BOTH),
+        ("/no/such/file", BOTH),
     ],
 )
-def test_what_the_user_says_stays(flag, left, needs, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", flag)
+def test_what_the_user_says_stays(flags, left, needs, monkeypatch, tmp_path):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert overlap_options(gpu_of("8.9")) == left
+    (tmp_path / "flags").write_text(f"--xla_cpu_enable_fast_math=false\n{flags}\n")
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
     assert overlap_options(gpu_of("8.9")) == left
 
 
 def test_too_large_for_the_device(needs):
     """The program without the scheduler is taken, and it is said why."""
-    lowered = Lowered()
+    jit = Jit()
     with pytest.warns(UserWarning, match=r"12.0 GiB of the device, and JAX has 11.0"):
-        assert compile_overlapping(lowered, gpu_of("7.5", 11 * GIB)) == NO_GRAPHS
-    assert lowered.compiled == [{**NO_GRAPHS, **SCHEDULED}, NO_GRAPHS]
+        assert options_of(jit, gpu_of("7.5", 11 * GIB)) == NO_GRAPHS
+    assert jit.compiled == [BOTH, NO_GRAPHS]
     # A Hopper's program is the same with the option and without.
-    assert compile_overlapping(Lowered(), gpu_of("9.0", 11 * GIB)) == NO_GRAPHS
+    assert options_of(Jit(), gpu_of("9.0", 11 * GIB)) == NO_GRAPHS
+
+
+@pytest.mark.parametrize("capability", ["8.9", "9.0"])
+def test_a_device_that_is_not_here(capability, needs):
+    """It does not say what it has: another process's, or one to compile for."""
+
+    def refuse():
+        raise jax.errors.JaxRuntimeError("only supported for addressable devices")
+
+    device = gpu_of(capability)
+    device.memory_stats = refuse
+    assert options_of(Jit(), device).items() >= NO_GRAPHS.items()
+
+
+def test_a_device_of_this_process_is_asked(monkeypatch):
+    processes = (types.SimpleNamespace(process_index=n) for n in range(3))
+    places = [types.SimpleNamespace(device_set=[device]) for device in processes]
+    for here in (2, 0):
+        monkeypatch.setattr(jax, "process_index", lambda here=here: here)
+        assert device_of(places).process_index == here
+    assert device_of(places[1:2]).process_index == 1  # none is
 
 
 def test_the_text_is_not_read_to_know_what_a_program_takes():
@@ -98,7 +138,13 @@ def test_the_text_is_not_read_to_know_what_a_program_takes():
 
 def test_unknown_options(needs):
     with pytest.warns(UserWarning, match="compiled without: No such compile option"):
-        assert compile_overlapping(Lowered(knows=False), gpu_of("8.9")) is None
+        assert options_of(Jit("No such compile option: 'x'"), gpu_of("8.9")) == {}
+
+
+def test_other_errors_are_the_users(needs):
+    """What fails with options is not tried again without them."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+        options_of(Jit("RESOURCE_EXHAUSTED: Out of memory"), gpu_of("9.0"))
 
 
 @pytest.mark.parametrize("space", ["Device", "Host"])

@@ -17,7 +17,7 @@ from flax import nnx
 
 import paged_optax as po
 from helpers import step_model
-from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX, NO_GRAPHS
+from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
 from paged_optax.planning.cards import find_card
 from paged_optax.planning.models import DECODERS
 
@@ -309,24 +309,53 @@ def test_what_was_measured():
     page = (GUIDES / "what_fits.md").read_text()
     results = ROOT / "tests" / "benchmarks" / "results"
     file = results / "gpu-nvidia-h200-jax0.11.2.json"
-    rows = [
-        x for x in json.loads(file.read_text())["rows"] if x["section"] == "decoder"
-    ]
-    for row in rows:
+    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    decoders = [row for row in rows.values() if row["section"] == "decoder"]
+    for row in decoders:
         name = row["name"].partition(": ")[2]
         gib = (row[key] / 2**30 for key in ("peak_device_bytes", "xla_device_bytes"))
         cells = (f"{row['seconds']:.2f}", *(f"{x:.1f}" for x in gib))
         assert f"| {name} | {' | '.join(cells)} |" in page
-    assert len(rows) == 4
-    less = [1 - row["seconds"] / row["predicted_range"][0] for row in rows]
+    assert len(decoders) == 4
+    less = [1 - row["seconds"] / row["predicted_range"][0] for row in decoders]
     assert f"{100 * min(less):.0f} to {100 * max(less):.0f}% less than the low" in page
-    graphs = json.loads((results / f"graphs-{file.name}").read_text())["rows"]
-    seconds = {row["xla_flags"]: f"{row['seconds']:.2f}" for row in graphs}
-    assert f"the third row takes {seconds['']} s" in page
-    told = (
-        f"took {seconds['']} s of an H200, and {seconds[f'--{next(iter(NO_GRAPHS))}=']}"
+    up, down, both, pages = (
+        f"{rows[name]['gigabytes_per_second']:.0f}"
+        for name in ("host to device", "device to host", "both at once")
+        + ("both at once, in pages",)
     )
-    assert told in " ".join((GUIDES / "start.md").read_text().split())
+    assert f"{up} GB/s to the device, {down} to the host, and {both} both" in page
+    assert f"16 MiB {pages} both ways" in page
+    resident, paged = (
+        rows[f"8 x 2048x2048: {name}"]
+        for name in ("optax.adamw, resident", "paged, default")
+    )
+    milliseconds = (
+        f"{1e3 * paged['seconds']:.0f} ms for {1e3 * resident['seconds']:.1f}"
+    )
+    assert f"2048x2048 take {milliseconds}: 2.0" in page
+
+
+def test_what_was_measured_of_graphs():
+    page = (GUIDES / "what_fits.md").read_text()
+    results = ROOT / "tests" / "benchmarks" / "results"
+    found = json.loads((results / "graphs-gpu-nvidia-h200-jax0.11.2.json").read_text())
+    default, _, concurrent = found["rows"]
+    assert f"the third row takes {default['seconds']:.2f} s" in page
+    start = " ".join((GUIDES / "start.md").read_text().split())
+    assert f"took {default['seconds']:.2f} s of an H200, and 0.79 without" in start
+    gib = concurrent["peak_device_bytes"] / 2**30
+    assert f"the row takes {concurrent['seconds']:.2f} s, and {gib:.1f} GiB" in page
+    model = found["model"]
+    in_turn, alone = model["four streams in turn"], model["nothing at once"]
+    words = " ".join(page.split())
+    assert (
+        f"{in_turn:.2f} s by the model without overheads, and {alone:.2f} if" in words
+    )
+    assert f"the model has {model['a stream each way']:.2f};" in words
+    pages = {row["name"]: row for row in found["link"]["with graphs"]}
+    rate = pages["both at once, in pages"]["gigabytes_per_second"]
+    assert f"{rate:.0f} GB/s for both ways together" in page
 
 
 #: Code with what it prints, in the block right after it.
