@@ -119,10 +119,11 @@ class BackwardPass:
         if forward is None:
             start = model.start(weights, rest, batch, self._each)
             forward = model.forward(weights, start)
-        (x, self.inputs, kept), self.context, self.stacks = forward
+        activations, self.context, self.stacks = forward
+        self.inputs, kept = activations.inputs, activations.kept
         one = jax.tree.map(lambda x: x[0], batch) if several else batch
         self.learned = learned(model, weights, rest, one)
-        model, fetched, x = model.fetch_rest(rest, x)
+        model, fetched, x = model.fetch_rest(rest, activations.x)
         head = self._heads(model, fetched, x, kept, before, last)
         self.loss, self.metrics = head.loss, head.metrics
         chosen = [

@@ -37,12 +37,12 @@ RunLayer = Callable[[LayerIndex, Slabs, PyTree], tuple[PyTree, PyTree]]
 
 
 class Activations(NamedTuple):
-    """What a forward pass has computed so far, and stores for the backward pass.
+    """What a forward pass has computed so far.
 
     Attributes:
       x: The next layer's input; in the end the last layer's output.
-      inputs: Every layer's input, stacked.
-      kept: What the layers kept, stacked.
+      inputs: Every layer's input, stacked, of which the backward pass computes again.
+      kept: What the layers keep for the epilogue, stacked.
     """
 
     x: PyTree[Array]
