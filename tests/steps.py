@@ -23,25 +23,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import paged_optax as po
 from helpers import aot, decoder, step_model
+from helpers.decoder import LLAMA3_8B
 from paged_optax.cli.machine import describe
 from paged_optax.compiling.memory_report import RuntimeCounts
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "benchmarks" / "results"
 TOKENS = (16384, 65536)
-LLAMA_3_8B = decoder.Decoder(
-    hidden=4096,
-    query=4096,
-    key=1024,
-    inner=14336,
-    layers=32,
-    vocabulary=128256,
-    tied=False,
-    dtype=jnp.bfloat16,
-)
 _CLIPPED = {"max_norm": 1.0, "host_dtype": "bfloat16"}
 _DEFERRED = _CLIPPED | {"deferred": True}
 
@@ -71,10 +61,10 @@ def measure(tokens: int, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
         settings, how = WAYS[name]
         tx = po.paged_adamw_8bit(1e-4, **settings)
         began = time.perf_counter()
-        build = decoder.layerwise(LLAMA_3_8B, tx, size=(tokens // 512, 512), **how)
+        build = decoder.layerwise(LLAMA3_8B, tx, size=(tokens // 512, 512), **how)
         report = aot.h200(build)
         compiled = time.perf_counter() - began
-        machine, layers = step_model.H200, LLAMA_3_8B.layers
+        machine, layers = step_model.H200, LLAMA3_8B.layers
         cost = step_model.cost(report.hlo, machine, layers)
         low, high = step_model.between(report.hlo, machine, layers)
         if name == "resident":

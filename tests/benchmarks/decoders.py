@@ -30,19 +30,7 @@ SECTION = "decoder"
 LEARNING_RATE = 1e-5
 #: Sizes by name, and the sequences and tokens of each in a batch.
 SIZES = {
-    "Llama 3 8B": (
-        decoder.Decoder(
-            hidden=4096,
-            query=4096,
-            key=1024,
-            inner=14336,
-            layers=32,
-            vocabulary=128256,
-            tied=False,
-            dtype=jnp.bfloat16,
-        ),
-        512,
-    ),
+    "Llama 3 8B": (decoder.LLAMA3_8B, 512),
     "small": (decoder.SMALL, 16),
 }
 

@@ -9,11 +9,11 @@ import pytest
 
 import paged_optax as po
 from helpers import aot, decoder, step_model
+from helpers.decoder import LLAMA3_8B
 from helpers.programs import placed, shardings, state_on
 from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
 from paged_optax.compiling.memory_report import RuntimeCounts
 from paged_optax.planning.cards import CARDS
-from steps import LLAMA_3_8B
 
 pytestmark = [
     pytest.mark.compiler,
@@ -25,7 +25,7 @@ pytestmark = [
 @functools.cache
 def compiled(make, card):
     """A layerwise step of 8 sequences of 512 tokens, as `jit_step` compiles it."""
-    build = decoder.layerwise(LLAMA_3_8B, make(1e-4), size=(8, 512))
+    build = decoder.layerwise(LLAMA3_8B, make(1e-4), size=(8, 512))
     return aot.h200(build, card=card, options=aot.options_on(card))
 
 
@@ -42,7 +42,7 @@ def test_layers_in_eight_bits(card):
     assert counts.zero_copy_bytes == 0
     assert counts.host_copies == counts.rematerialized == report.host_temp == 0
     assert report.device_total <= 20.4 * 2**30
-    low, high = step_model.between(report.hlo, step_model.H200, LLAMA_3_8B.layers)
+    low, high = step_model.between(report.hlo, step_model.H200, LLAMA3_8B.layers)
     print(f"{low:.3f} to {high:.3f} s")
     assert low >= 0.58
     assert high <= 0.88
@@ -55,7 +55,7 @@ def test_other_cards_overlap_as_an_h200(make, card):
 
     Without overheads, and with the low and the high ones.
     """
-    layers = LLAMA_3_8B.layers
+    layers = LLAMA3_8B.layers
 
     def seconds(card):
         hlo = compiled(make, card).hlo

@@ -169,3 +169,13 @@ LLAMA3_70B = Decoder(
     tied=False,
     dtype=jnp.bfloat16,
 )
+LLAMA3_8B = Decoder(
+    hidden=4096,
+    query=4096,
+    key=1024,
+    inner=14336,
+    layers=32,
+    vocabulary=128256,
+    tied=False,
+    dtype=jnp.bfloat16,
+)
