@@ -46,13 +46,11 @@ def target(card: str) -> str:
 
 def options_on(card: str) -> Mapping[str, Any]:
     """The compiler options that `jit_step` has on a card."""
-    found = re.search(
-        r"cuda_compute_capability \{ major: (\d+) minor: (\d+)", target(card)
-    )
-    assert found is not None
-    return overlap_options(
-        types.SimpleNamespace(compute_capability=".".join(found.groups()))
-    )
+    block = re.search(r"cuda_compute_capability \{(.*?)\}", target(card), re.S)
+    assert block is not None
+    parts = dict(re.findall(r"(\w+): (\d+)", block[1]))
+    capability = f"{parts['major']}.{parts.get('minor', 0)}"
+    return overlap_options(types.SimpleNamespace(compute_capability=capability))
 
 
 @dataclasses.dataclass(frozen=True)
