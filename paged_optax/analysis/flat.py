@@ -248,7 +248,7 @@ class Flat:
 
     def fit(self, operands: Iterable[Operand], shape: tuple[int, ...]) -> bool:
         """Whether all are of a leaf's shape, or scalars."""
-        return all([self.shape(x) in (shape, ()) for x in operands])
+        return all(self.shape(x) in (shape, ()) for x in operands)
 
     def is_elementwise(self, equation: Equation, shape: tuple[int, ...]) -> bool:
         """Whether it makes each value of a leaf of the same value of its operands."""
@@ -304,7 +304,7 @@ class Flat:
             ),
             outputs=tuple(map(rename, wanted)),
             elementwise=self.fit(arguments, shape)
-            and all([self.is_elementwise(e, shape) for e in equations])
+            and all(self.is_elementwise(e, shape) for e in equations)
             # A constant result takes the shape of a page.
             and all(isinstance(x, Constant) or self.shape(x) == shape for x in wanted),
         )

@@ -81,7 +81,7 @@ class Loop:
     @functools.cached_property
     def coded(self) -> bool:
         """Whether a codec stores any of the arrays."""
-        return any([array.codec is not None for array in self.arrays])
+        return any(array.codec is not None for array in self.arrays)
 
     @functools.cached_property
     def streams(self) -> tuple[int, ...]:
@@ -113,11 +113,9 @@ class Loop:
             return self._all_pages(*arguments)
         # Outside of loops a GPU fuses nothing in a call that is not inlined.
         in_loops = not self.pages.tiled and all(
-            [
-                not page_range.single
-                and (not self.duplex or self._pieces_of(page_range) > 1)
-                for page_range in self.pages.ranges
-            ]
+            not page_range.single
+            and (not self.duplex or self._pieces_of(page_range) > 1)
+            for page_range in self.pages.ranges
         )
         return isolated(self._all_pages, trip_count, in_loops)(*arguments)
 

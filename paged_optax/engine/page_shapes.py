@@ -39,7 +39,7 @@ def in_rows(
     """Cuts the flattened leaf, at rows where a page holds one."""
     itemsize = max([x.itemsize for x in moments])
     values = math.prod(shape)
-    if any([x.on_host for x in moments]):
+    if any(x.on_host for x in moments):
         page_size = many_pages(values * itemsize, page_size)
     if values * itemsize <= page_size:
         return single(shape)
@@ -60,7 +60,7 @@ def in_rows(
         if all(flat):
             units, unit = flat, math.lcm(*flat)
             view, extent, bytes_each = (values,), values, itemsize
-        elif all([axis_of_blocks(x.codec) == -2 or block_of(x) == 1 for x in moments]):
+        elif all(axis_of_blocks(x.codec) == -2 or block_of(x) == 1 for x in moments):
             # Blocks along columns: pages are strips, which a kernel transfers.
             axis, extent, bytes_each = 1, columns, rows * itemsize
             units = [codes_per_word(x.codec, -1) for x in moments]
@@ -123,14 +123,14 @@ def in_tiles(
     """Cuts along the most major axes that make pages small enough, or the lanes."""
     itemsize = max([x.itemsize for x in moments])
     asked, size_of_leaf = page_size, math.prod(shape) * itemsize
-    if any([block_of(x) > 1 for x in moments]):
+    if any(block_of(x) > 1 for x in moments):
         page_size = min(page_size, CODEC_PAGE)
     page_size = many_pages(size_of_leaf, page_size)
     if size_of_leaf <= page_size:
         return single(shape, tiled=True)
     larger: list[Pages] = []
     ways = list(_ways(shape))
-    if any([block_of(x) > 1 and axis_of_blocks(x.codec) is None for x in moments]):
+    if any(block_of(x) > 1 and axis_of_blocks(x.codec) is None for x in moments):
         # If blocks run through rows, cuts into whole rows come first: (1024, 16, 64)
         # takes 3 s to compile then, and 9 s in parts of each row (libtpu 0.0.52).
         ways.sort(key=lambda way: way[1] != 0)
@@ -142,7 +142,7 @@ def in_tiles(
         bytes_each = others * itemsize
         size, count = _divide_with_least_rest(view[axis], unit, bytes_each, page_size)
         pages = Pages(shape, view, axis, size, count, tiled=True)
-        if count == 1 or not all([_has_last(x, pages) for x in moments]):
+        if count == 1 or not all(_has_last(x, pages) for x in moments):
             continue
         if pages.entries * itemsize <= page_size:
             return pages

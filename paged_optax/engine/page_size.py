@@ -103,8 +103,8 @@ def cut(
     Returns:
       The geometry.
     """
-    in_blocks = any([block_of(x) > 1 for x in moments])
-    on_host = any([x.on_host for x in moments])
+    in_blocks = any(block_of(x) > 1 for x in moments)
+    on_host = any(x.on_host for x in moments)
     if isolate:
         # Half of a moment in float32, so that a leaf has two pages at least. A leaf of
         # one page is in no loop of pages, and isolated by one for which the host waits.
@@ -176,7 +176,7 @@ def _shared(
         most = min(_MOST_LEAVES, min(page_size, _SMALL_PAGE) // page_bytes)
     leaf_count = _even(like, -(-like // max(least, most)))
     too_large = page_bytes * leaf_count > 2 * page_size
-    joins = all([_joins(x, pages, leaf_count) for x in moments])
+    joins = all(_joins(x, pages, leaf_count) for x in moments)
     if leaf_count == 1 or too_large or not joins:
         return unshared
     return dataclasses.replace(pages, leaf_count=leaf_count)

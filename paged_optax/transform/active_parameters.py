@@ -92,7 +92,7 @@ def any_gate(gates: Sequence[Gate]) -> Gate:
     """Whether any gate is open."""
     # One tracer may be the gate of many parameters.
     traced = {id(gate): gate for gate in gates if not isinstance(gate, bool)}
-    is_open = any([gate is True for gate in gates])
+    is_open = any(gate is True for gate in gates)
     if is_open or not traced:
         return is_open
     return functools.reduce(jnp.logical_or, traced.values())

@@ -158,7 +158,7 @@ def loop_key(
     """
     # A loop has one set of random words, and one of each scalar: leaves that round by
     # words, or that count their own steps, have each their own.
-    drawn = any([x.codec is not None and x.codec.draws for x in moments])
+    drawn = any(x.codec is not None and x.codec.draws for x in moments)
     owner = leaf.owner if drawn or singly else None
     same = [analysis.same.get(number, number) for number in shared]
     return leaf.program, leaf.shape, tuple(moments), divided, owner, *same
@@ -309,7 +309,7 @@ class _Loops:
         ]
         gradients = self.arguments[:first]
         shards = divided_as(leaf, gradients, layout.parameter_shards)
-        hosted = any([x.on_host for x in moving])
+        hosted = any(x.on_host for x in moving)
         return _LeafArrays(arrays, overwrites, codecs, shapes, moving, hosted, shards)
 
     def named(
@@ -328,7 +328,7 @@ class _Loops:
     ) -> tuple[UInt32[Array, "2"] | None, ...] | None:
         """Draws the random words by which results are rounded, anew at each step."""
         codecs = {p: self.codecs[p] for p in leaf.outputs if p in self.codecs}
-        if not any([codec.draws for codec in codecs.values()]):
+        if not any(codec.draws for codec in codecs.values()):
             return None
         # The state's first leaf is the count of `precision.counted`.
         step, layer = self.arguments[len(self.gates)], current().layer
