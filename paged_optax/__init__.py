@@ -22,7 +22,7 @@ Each room imports only from those below it.
 | `paged_optax.layerwise` | a step with one layer's gradients alive |
 | `paged_optax.losses` | a loss that never holds its logits |
 | `paged_optax.bitsandbytes` | bitsandbytes' optimizer states, read and written |
-| `paged_optax.wrappers` | Optax's step-skipping wrappers |
+| `paged_optax.step_skipping` | Optax's step-skipping wrappers |
 | `paged_optax.state` | a state, read and changed by the names of parameters |
 | `paged_optax.transform` | `paged` and its aliases: init, update, codecs by moment |
 | `paged_optax.engine` | pages: their size, their way through the device, shards |
@@ -62,6 +62,13 @@ from paged_optax.state.residency import (
 )
 from paged_optax.state.restore import abstract_state, place_state, state_shardings
 from paged_optax.state.steps import get_step, increment_step
+from paged_optax.step_skipping import (
+    MultiSteps,
+    apply_if_finite,
+    conditionally_mask,
+    conditionally_transform,
+    lookahead,
+)
 from paged_optax.transform.paged import (
     paged,
     paged_adafactor,
@@ -82,13 +89,6 @@ from paged_optax.transform.paged import (
     paged_nadamw,
     paged_rmsprop,
     paged_sgd,
-)
-from paged_optax.wrappers import (
-    MultiSteps,
-    apply_if_finite,
-    conditionally_mask,
-    conditionally_transform,
-    lookahead,
 )
 
 __all__ = [

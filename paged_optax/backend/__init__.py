@@ -1,8 +1,9 @@
 """What JAX and its backends offer, and where they differ.
 
-`xla`: faults of its versions, barriers, options, pinned memory. `memory`: spaces,
-bytes, donation. `types`: what arrays' types tell, also of a mesh. `processes`: what
-several say to each other. `tiling`: how a TPU lays arrays out. `variables` are Flax's.
-`validation` is of arguments, `text` has paths, sizes, tables. It knows nothing of
-optimizers.
+`platforms`: faults of XLA by version, barriers, what one platform alone computes.
+`compiler_options`: what XLA must be told. `memory`: spaces, bytes, donation.
+`pinned_pool`: where a GPU's host arrays are. `types`: what arrays' types tell, also of
+a mesh. `processes`: what several say to each other. `tiling`: how a TPU lays arrays
+out. `variables` are Flax's. `validation` is of arguments, `text` has paths, sizes,
+tables. It knows nothing of optimizers.
 """

@@ -6,18 +6,15 @@ from collections.abc import Iterator
 import jax
 import optax
 
+from paged_optax.backend.compiler_options import overlap_options
 from paged_optax.backend.memory import PINNED_HOST, memory_kinds
+from paged_optax.backend.pinned_pool import POOL_LIMIT, pool_limit
+from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 from paged_optax.backend.text import print_table, readable_bytes, track
-from paged_optax.backend.xla import (
-    GPU_NEEDS_RAW_INDEX,
-    POOL_LIMIT,
-    overlap_options,
-    pool_limit,
-)
 from paged_optax.cli import machine, self_test
 from paged_optax.cli.self_test import Difference
 from paged_optax.engine import backend_check
-from paged_optax.planning.cards import CARDS, Card, card_name
+from paged_optax.planning.card_rates import CARDS, Card, card_name
 from paged_optax.planning.footprints import filled
 
 #: What follows the program's name.

@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, PyTree
 
+from paged_optax.backend.compiler_options import compute_capability, overlap_options
 from paged_optax.backend.memory import (
     DEVICE,
     HOST,
@@ -35,13 +36,8 @@ from paged_optax.backend.memory import (
     memory_kinds,
     typed_by_memory,
 )
-from paged_optax.backend.xla import (
-    POOL_LIMIT,
-    compute_capability,
-    overlap_options,
-    pool_limit,
-)
-from paged_optax.planning.cards import Card
+from paged_optax.backend.pinned_pool import POOL_LIMIT, pool_limit
+from paged_optax.planning.card_rates import Card
 
 #: Most of the free memory that a measurement takes. On the CPU backend the device's
 #: memory is the machine's, which other programs may be using too.

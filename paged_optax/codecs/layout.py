@@ -4,7 +4,7 @@ Codes share words of 32 bits, along the axis that a TPU puts in its sublanes. Sc
 have the moment's axes if a row, or a column, is whole blocks, and blocks run along it.
 
 A state is arrays, and codes of another map mean other numbers. The name of their field
-tells which map it is (`paged_optax.codecs.identity`). Their dtype says more where it
+tells which map it is (`paged_optax.codecs.field_names`). Their dtype says more where it
 can. Codes of a map with negative numbers are signed integers, and other codes are
 unsigned. Eight-bit floats have a float8 dtype. In words they are unsigned integers,
 and their scales are integers that hold the bits of float32.
@@ -21,6 +21,7 @@ from jax import Array, lax
 from jaxtyping import Float32, PyTree
 
 from paged_optax.backend import tiling
+from paged_optax.backend.platforms import on_tpu
 from paged_optax.codecs.codec import Codec, Noise, Quantized
 from paged_optax.codecs.dynamic_int4 import DynamicInt4
 from paged_optax.codecs.packing import pack, unpack
@@ -185,9 +186,7 @@ def _reshaped(tree: PyTree[Array], like: PyTree[jax.ShapeDtypeStruct]) -> PyTree
     # XLA:TPU puts an axis of one entry in the sublanes, seven eighths of them empty,
     # and takes 6 s to compile there what it compiles in 1.5 s without that axis ((1,
     # 197, 1024) in float8, libtpu 0.0.52). So a barrier follows.
-    return lax.platform_dependent(
-        tree, tpu=lax.optimization_barrier, default=lambda tree: tree
-    )
+    return on_tpu(lax.optimization_barrier, tree)
 
 
 def arranged(

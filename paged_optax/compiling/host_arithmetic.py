@@ -17,7 +17,7 @@ from jax.core import AbstractValue
 from jax.extend import core
 
 from paged_optax.backend.memory import HOST
-from paged_optax.backend.xla import GPU_COPIES_FOR_CONDITIONALS
+from paged_optax.backend.platforms import GPU_COPIES_FOR_CONDITIONALS
 
 #: Primitives that keep a host array's values, or move it.
 _HARMLESS = frozenset(

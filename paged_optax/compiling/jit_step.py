@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from paged_optax.backend.xla import NO_OVERLAP
+from paged_optax.backend.compiler_options import NO_OVERLAP
 from paged_optax.compiling.arguments import (
     ArrayKey,
     Call,

@@ -12,8 +12,8 @@ import jax
 from jax.stages import Compiled, Wrapped
 from jaxtyping import PyTree
 
+from paged_optax.backend.compiler_options import SCHEDULED, overlap_options
 from paged_optax.backend.text import readable_bytes, table
-from paged_optax.backend.xla import SCHEDULED, overlap_options
 from paged_optax.compiling.hlo import (
     Computations,
     Executor,

@@ -5,9 +5,10 @@ itself. Two ways do it, and give the same numbers:
 
 - **In turn**: each page is read, computed and written before the next one. The link
   works in one direction at a time.
-- **Duplex** (`paged_optax.engine.schedule`): while a page is written, the next one is
-  read, one moment at a time: `mu` in while `nu` goes out, then `nu` in while `mu` goes
-  out. A leaf of n pages takes (n + 1) / n of the time that the slower direction needs.
+- **Duplex** (`paged_optax.engine.transfer_order`): while a page is written, the next
+  one is read, one moment at a time: `mu` in while `nu` goes out, then `nu` in while
+  `mu` goes out. A leaf of n pages takes (n + 1) / n of the time that the slower
+  direction needs.
 
 After the last page nothing is left to read. On a TPU a branch skips that read while the
 last page is written. On a GPU the last page is computed after the loop: a transfer's
@@ -29,19 +30,25 @@ from jax import Array, lax
 from jaxtyping import Int, UInt32
 
 from paged_optax.analysis.program import Program
+from paged_optax.backend.platforms import (
+    barrier,
+    except_on_cpu,
+    except_on_gpu,
+    on_cpu,
+    unfused_on_cpu,
+)
 from paged_optax.backend.types import varying, varying_axes
-from paged_optax.backend.xla import barrier, on_cpu, unfused_on_cpu
 from paged_optax.codecs import Codec, Noise, Quantized
 from paged_optax.codecs.codec import strides_of
 from paged_optax.engine.page_shapes import CODEC_PAGE, in_tiles
 from paged_optax.engine.pages import Index, PageAddress, PageRange, Pages, Storage
-from paged_optax.engine.schedule import Exchange, fenced, isolated
 from paged_optax.engine.stored_array import (
     LeafBuffers,
     Stored,
     StoredArray,
     buffers_of,
 )
+from paged_optax.engine.transfer_order import Exchange, fenced, isolated
 from paged_optax.engine.transfers import pieces_of, read_in_pieces, write_in_pieces
 
 #: The buffers of each array of the program, by the array's position.
@@ -276,9 +283,7 @@ class Loop:
         # Pages from the host are fenced off from what is computed with them. On a TPU
         # the results then take over the pages that were read (16 leaves of 4096x4096, 8
         # MiB pages, v5e: 19 MiB of scratch instead of 27). XLA:CPU would copy.
-        fence = lambda pages: lax.platform_dependent(
-            pages, cpu=lambda pages: pages, default=barrier
-        )
+        fence = functools.partial(except_on_cpu, barrier)
         stored = fenced(stored, [array.streamed for array in arrays], fence)
         if self.coded or self.leaf_count == 1:
             results = self._results(stored, at, noise, self.leaf_count)
@@ -328,9 +333,7 @@ class Loop:
             # fused. A TPU keeps the update apart too: of (128256, 4096) in four bits it
             # took 34 MiB of scratch, for 2, where the loop wrote it as it computed the
             # codes (libtpu 0.0.52). On a GPU that would be one more kernel for a page.
-            results = lax.platform_dependent(
-                results, cpu=barrier, tpu=barrier, default=lambda results: results
-            )
+            results = except_on_gpu(barrier, results)
             coded = [self.arrays[p].codec is not None for p in self.overwrites]
             results = fenced(results, coded)
         every = zip(self.overwrites, results, noise, strict=True)

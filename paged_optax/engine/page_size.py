@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 import jax
 
-from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 from paged_optax.codecs import axis_of_blocks, codes_per_word
 from paged_optax.engine.page_shapes import in_rows, in_tiles
 from paged_optax.engine.pages import (
@@ -123,7 +123,7 @@ def cut(
         page_size = _coded_page(moments, page_size, 0)
     else:
         # Where pages go in turn, no leaf need alternate with another.
-        least = at_least(1 if GPU_NEEDS_RAW_INDEX else alternate)
+        least = at_least(alternate if GPU_FETCHES_AHEAD else 1)
         on_gpu = share(page_size, in_rows, least)
     # XLA may compute leaves at once that are not isolated: they are small, or there is
     # room.

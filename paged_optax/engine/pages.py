@@ -9,8 +9,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int
 
+from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 from paged_optax.backend.types import ArrayOrShape
-from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Codec
 
 #: Slices start at entries counted in 32 bits.
@@ -62,7 +62,7 @@ class Pages:
         multiple of them.
       tiled: Whether arrays lie in a TPU's tiles.
       isolated: Whether XLA must compute it apart from other leaves, see
-        `paged_optax.engine.schedule`.
+        `paged_optax.engine.transfer_order`.
       leaf_count: How many like leaves share pages. The last group may have fewer.
       refused: Why the leaf cannot be cut although it is larger than a page; else empty.
     """
@@ -119,7 +119,7 @@ class Pages:
         # XLA:GPU unrolls a loop of a single turn, and transfers without a loop differ.
         # Strips are transferred by kernels, which wait for each other.
         looped = self.extent // self.size > 2 and not self.axis
-        return looped and not GPU_NEEDS_RAW_INDEX
+        return looped and GPU_FETCHES_AHEAD
 
 
 class PageAddress(NamedTuple):

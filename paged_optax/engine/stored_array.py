@@ -17,8 +17,8 @@ from jaxtyping import PyTree
 
 from paged_optax.backend import tiling
 from paged_optax.backend.memory import HOST
+from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 from paged_optax.backend.types import ArrayOrShape
-from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Codec, Noise, Quantized, axis_of_blocks, values_per_entry
 from paged_optax.engine.page_io import PagedArray, by_unit
 from paged_optax.engine.pages import PageAddress, Pages, joined_along

@@ -10,8 +10,8 @@ choices keep this right and small on every compiler at hand:
   induction variable alone and ignores what is computed from it; with this form its
   transfer descriptors cover exactly the page in jax 0.10.2 and in 0.12.0.1. A last page
   of fewer rows is one more access at a fixed row.
-- **A leaf is isolated** (`paged_optax.engine.schedule`), so that leaves take memory one
-  at a time.
+- **A leaf is isolated** (`paged_optax.engine.transfer_order`), so that leaves take
+  memory one at a time.
 
 How an array lies in its pages is in `paged_optax.engine.stored_array`. This module
 knows nothing of Optax.

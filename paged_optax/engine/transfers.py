@@ -22,6 +22,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Int, PyTree
 
 from paged_optax.backend.memory import DEVICE, HOST, on_host
+from paged_optax.backend.platforms import on_tpu
 from paged_optax.backend.tiling import minor_to_major
 from paged_optax.backend.types import varying, varying_axes
 from paged_optax.engine.pages import MOST_INDEX, Index
@@ -179,9 +180,7 @@ def _in_stacks_layout(page: Array) -> Array:
     if page.ndim < 2:
         return page
     order = minor_to_major(page.shape, page.dtype.itemsize)
-    return lax.platform_dependent(
-        page, tpu=lambda page: in_layout(page, order), default=lambda page: page
-    )
+    return on_tpu(lambda page: in_layout(page, order), page)
 
 
 def pieces_of(size: int, block: int = 1) -> int:

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, PyTree
 
 from paged_optax.backend.memory import on_host
+from paged_optax.backend.platforms import on_cpu
 from paged_optax.layerwise.clipping import widened
 from paged_optax.layerwise.dependencies import learned, used
 from paged_optax.layerwise.forward import (
@@ -219,11 +220,8 @@ class BackwardPass:
             x, dkept = self._at(i)
             gradients, back = self._pull((slabs, frozen), x, back, dkept, i)
             # Or XLA:CPU fuses the products into the update, and copies the stacks.
-            gradients, slabs, back = lax.platform_dependent(
-                (gradients, slabs, back),
-                cpu=lax.optimization_barrier,
-                default=lambda values: values,
-            )
+            values = gradients, slabs, back
+            gradients, slabs, back = on_cpu(lax.optimization_barrier, values)
             gradients, back, prefetched = _with_prefetched(gradients, back, prefetched)
             inner, new = visit(inner, i, slabs, gradients)
             if all(a is b for a, b in zip(new, slabs, strict=True)):

@@ -12,8 +12,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
 from paged_optax.backend.types import ArrayOrShape
+from paged_optax.step_skipping import IfFinite
 from paged_optax.transform.context import Gate
-from paged_optax.wrappers import IfFinite
 
 
 @jax.tree_util.register_dataclass

@@ -18,13 +18,13 @@ from jax import Array
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import HOST, nbytes, on_host
+from paged_optax.backend.platforms import GPU_FETCHES_AHEAD, barrier_on_cpu
 from paged_optax.backend.types import on_one_device
-from paged_optax.backend.xla import barrier_on_cpu
 from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.overlap import Group
 from paged_optax.layerwise.programs import Programs, layer_programs
-from paged_optax.layerwise.slices import FETCHES_AHEAD, LayerIndex, put, slab
+from paged_optax.layerwise.slices import LayerIndex, put, slab
 from paged_optax.layerwise.weights import add_in_place, fetch_after, on_device
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.active_parameters import only_if
@@ -108,7 +108,7 @@ class LayerOptimizer:
         """
         layered = self.layered
         several = layered.length > 1 and len(self.groups) > 1
-        return FETCHES_AHEAD and several and on_one_device(layered.slots)
+        return GPU_FETCHES_AHEAD and several and on_one_device(layered.slots)
 
     def update_layer(
         self,

@@ -10,15 +10,12 @@ from jax import Array, lax
 from jaxtyping import Int
 
 from paged_optax.backend.memory import on_host
+from paged_optax.backend.platforms import GPU_FETCHES_AHEAD, GPU_NEEDS_RAW_INDEX, on_tpu
 from paged_optax.backend.types import is_traced
-from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import Quantized
 from paged_optax.engine.stored_array import Stored
 from paged_optax.engine.transfers import StackPage
 from paged_optax.transform.codec_rules import SMALLEST_CODED
-
-# To fetch ahead, the next layer's index is computed. Older XLA:GPU cannot follow that.
-FETCHES_AHEAD = not GPU_NEEDS_RAW_INDEX
 
 #: A layer's number: known when traced, or on the device.
 LayerIndex = Int[Array, ""] | np.int32 | int
@@ -83,7 +80,7 @@ def _page(
 ) -> StackPage:
     # Weights are fetched ahead of their layer. In a loop XLA may do it long before,
     # beside an embedding: 0.9 GiB more for Llama-3-8B on an L4 (jax 0.12.0.1).
-    at_once = parts is None or is_traced(i) or not FETCHES_AHEAD
+    at_once = parts is None or is_traced(i) or not GPU_FETCHES_AHEAD
     return StackPage.of(x, i, size, at_once)
 
 
@@ -188,8 +185,9 @@ def written_back(
     """
 
     def write(
-        stacks: list[Array], slabs: list[Array]
+        pair: tuple[list[Array], list[Array]],
     ) -> tuple[list[Array], list[Array]]:
+        stacks, slabs = pair
         # Each by itself: what is fetched from the host may come when it is needed.
         slabs = [
             new if on_host(x) else lax.optimization_barrier(new)
@@ -200,6 +198,4 @@ def written_back(
             for x, new in zip(stacks, slabs, strict=True)
         ], slabs
 
-    return lax.platform_dependent(
-        stacks, slabs, tpu=write, default=lambda stacks, slabs: (stacks, slabs)
-    )
+    return on_tpu(write, (stacks, slabs))

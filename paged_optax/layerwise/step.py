@@ -10,8 +10,8 @@ import optax
 from jax import lax
 from jaxtyping import PyTree
 
+from paged_optax.backend.compiler_options import warn_without_overlap
 from paged_optax.backend.validation import brief, check_rate, check_transformation
-from paged_optax.backend.xla import warn_without_overlap
 from paged_optax.layerwise.backward_update import BackwardUpdate
 from paged_optax.layerwise.clipping import Clipping, Guard, widest
 from paged_optax.layerwise.deferred_update import DeferredUpdate

@@ -19,12 +19,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Int, PyTree
 
 from paged_optax.backend.memory import nbytes, on_host
+from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import on_one_device
 from paged_optax.backend.validation import check_arrays
 from paged_optax.engine.transfers import to_device, to_host
 from paged_optax.layerwise.parameters import by_name, length_of, refuse_one_by_one
-from paged_optax.layerwise.slices import FETCHES_AHEAD, LayerIndex, slab
+from paged_optax.layerwise.slices import LayerIndex, slab
 
 #: One layer of the stacks, and of the frozen stacks.
 Slabs = tuple[list[Array], list[Array]]
@@ -184,7 +185,7 @@ class Weights:
     def prefetches(self) -> bool:
         """Whether weights are fetched while the layer before is computed."""
         hosted = any(map(on_host, [*self.stacks, *self.frozen]))
-        return FETCHES_AHEAD and self.length > 1 and hosted
+        return GPU_FETCHES_AHEAD and self.length > 1 and hosted
 
     def prefetch(self, stacks: Sequence[Array], i: LayerIndex | None) -> Prefetched:
         """Fetches what is fetched before layer i's turn; nothing for None."""

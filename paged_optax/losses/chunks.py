@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 from jaxtyping import Integer, PyTree
 
-from paged_optax.backend.xla import barrier
+from paged_optax.backend.platforms import barrier
 
 # Float32 logits of one chunk, and its rows of the head's gradient. Half of it saves 0.1
 # GiB of 8192 tokens, but an H200 has 132 multiprocessors, which a chunk's part of the

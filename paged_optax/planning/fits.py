@@ -11,7 +11,7 @@ from paged_optax.backend.memory import device_share, nbytes, platform
 from paged_optax.backend.text import parse_bytes
 from paged_optax.backend.validation import brief, check_arrays, check_bool, check_count
 from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
-from paged_optax.planning.cards import (
+from paged_optax.planning.card_rates import (
     CARDS,
     Card,
     Rates,
@@ -97,7 +97,7 @@ def what_fits(
         unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise.
       card: The name of a card, such as `"rtx4090"`: its memory as CUDA shows it, and
         its maker's figures for link and products, where no argument states them; or a
-        `Card`. `paged_optax.planning.cards` has both.
+        `Card`. `paged_optax.planning.card_rates` has both.
       batch: Sequences of a step; None: activations are not counted.
       length: Tokens of each of them.
       codec: How moments are stored, as in `paged`; None: as Optax has them.

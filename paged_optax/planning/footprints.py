@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import overload
 
-from paged_optax.backend import xla
+from paged_optax.backend import pinned_pool
 from paged_optax.backend.text import readable_bytes, table
 from paged_optax.planning.layers import Activations, Workload
 
@@ -242,9 +242,9 @@ class Footprints(Sequence[Footprint]):
             row = max(self.rows, key=lambda row: row.host)
         if not row.host:
             return
-        taken = xla.pinned_bytes(row.arrays)
-        gigabytes = xla.limit_gigabytes(row.arrays)
-        limited = xla.pinned_bytes(row.arrays, gigabytes << 30) or 0
+        taken = pinned_pool.pinned_bytes(row.arrays)
+        gigabytes = pinned_pool.limit_gigabytes(row.arrays)
+        limited = pinned_pool.pinned_bytes(row.arrays, gigabytes << 30) or 0
         takes = "does not hand out so much"
         if taken is not None:
             takes = f"takes {readable_bytes(taken)} for it"
@@ -263,7 +263,7 @@ class Footprints(Sequence[Footprint]):
             text += f" With this, before JAX starts, the pool takes {least}:"
         yield text
         if helps:
-            yield f"export {xla.POOL_LIMIT}={gigabytes}"
+            yield f"export {pinned_pool.POOL_LIMIT}={gigabytes}"
 
     def _share_notes(self) -> Iterator[str]:
         memory = readable_bytes(self.device_memory)

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from paged_optax.backend import xla
+from paged_optax.backend import pinned_pool
 from paged_optax.backend.text import readable_bytes, table
 from paged_optax.backend.types import ArrayOrShape, Transformation
 from paged_optax.backend.validation import (
@@ -20,7 +20,7 @@ from paged_optax.backend.validation import (
     check_transformation,
 )
 from paged_optax.engine.shards import Shards, spec_of_axes
-from paged_optax.planning.cards import (
+from paged_optax.planning.card_rates import (
     CARDS,
     DEFAULT_LINK,
     card_name,
@@ -174,7 +174,7 @@ class PagePlan:
         """The tokens a step from which paging takes no time in a `layerwise_step`.
 
         None where no rate of products was stated; see
-        `paged_optax.planning.cards`.
+        `paged_optax.planning.card_rates`.
         """
         if self.teraflops is None or not self.parameters:
             return None
@@ -324,13 +324,13 @@ def plan(
     )
     # Planning for a GPU is mostly done elsewhere; only a TPU has no such pool.
     arrays = result.arrays_on_host * min(devices, devices_per_host)
-    if jax.default_backend() != "tpu" and xla.pinned_bytes(arrays) is None:
+    if jax.default_backend() != "tpu" and pinned_pool.pinned_bytes(arrays) is None:
         warnings.warn(
             f"the moments need {readable_bytes(result.bytes_per_host)} of pinned host"
             f" memory, and XLA's pool on a GPU holds"
-            f" {readable_bytes(xla.pool_limit())}: set"
-            f" {xla.POOL_LIMIT}={xla.limit_gigabytes(arrays)} before JAX"
-            " starts.",
+            f" {readable_bytes(pinned_pool.pool_limit())}: set"
+            f" {pinned_pool.POOL_LIMIT}={pinned_pool.limit_gigabytes(arrays)} before"
+            " JAX starts.",
             stacklevel=2,
         )
     return result

@@ -30,7 +30,7 @@ from paged_optax.engine.shards import Shards
 from paged_optax.transform.checks import refuse_changes, refuse_state
 from paged_optax.transform.codec_rules import Rule, choose
 from paged_optax.transform.context import current
-from paged_optax.transform.manual import arranged_as, held_parts, without_rows
+from paged_optax.transform.moment_parts import arranged_as, held_parts, without_rows
 from paged_optax.transform.parameter_shardings import ParameterShardings
 from paged_optax.transform.state_layout import OtherLayoutError, StateLayout
 from paged_optax.transform.trees import (

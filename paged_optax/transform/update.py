@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.program import Analysis
+from paged_optax.backend.compiler_options import warn_without_overlap
 from paged_optax.backend.memory import donate_within_memory, is_mistyped
 from paged_optax.backend.processes import compare, spans_processes
 from paged_optax.backend.text import keystr
@@ -23,7 +24,6 @@ from paged_optax.backend.types import (
     is_traced,
 )
 from paged_optax.backend.variables import as_pure, unflatten_like
-from paged_optax.backend.xla import warn_without_overlap
 from paged_optax.transform.active_parameters import Gates, gates_of
 from paged_optax.transform.agreement import Said, said_of
 from paged_optax.transform.checks import (
@@ -33,7 +33,7 @@ from paged_optax.transform.checks import (
     refuse_shared_counts,
 )
 from paged_optax.transform.context import current
-from paged_optax.transform.manual import as_results, with_rows
+from paged_optax.transform.moment_parts import as_results, with_rows
 from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.state_layout import StateLayout
 from paged_optax.transform.streaming import Traced, stream_update

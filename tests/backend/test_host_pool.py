@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from paged_optax.backend.xla import limit_gigabytes, pinned_bytes
+from paged_optax.backend.pinned_pool import limit_gigabytes, pinned_bytes
 
 MIB, GIB = 2**20, 2**30
 #: GiB that are needed.

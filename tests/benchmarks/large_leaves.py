@@ -14,7 +14,7 @@ import optax
 from jax import Array, lax
 
 import paged_optax as po
-from paged_optax.backend.xla import pinned_bytes
+from paged_optax.backend.pinned_pool import pinned_bytes
 from paged_optax.cli import machine
 
 Row = dict[str, Any]

@@ -18,7 +18,7 @@ import optax
 from shapes import SIZES, Shapes, count, fill
 
 import paged_optax as po
-from paged_optax.backend.xla import overlap_options
+from paged_optax.backend.compiler_options import overlap_options
 from paged_optax.cli import machine
 
 SECTION = "update"

@@ -13,7 +13,7 @@ import paged_optax as po
 from helpers import aot, reference
 from helpers.coded import ALL_PAGED, NAMES, SHAPES, trained
 from helpers.programs import MIB, assert_in_place, square, updating
-from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import BFloat16Codec
 
 

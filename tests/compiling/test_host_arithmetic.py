@@ -12,7 +12,7 @@ from helpers import aot, decoder
 from helpers.programs import on_device, square, state_on
 from helpers.reference import SMALL_PAGES
 from helpers.small import TX, small, step_of
-from paged_optax.backend.xla import GPU_COPIES_FOR_CONDITIONALS
+from paged_optax.backend.platforms import GPU_COPIES_FOR_CONDITIONALS
 from paged_optax.compiling import host_arithmetic
 from paged_optax.compiling.host_arithmetic import reaches_host, warn_of_host_compute
 

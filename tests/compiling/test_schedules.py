@@ -13,8 +13,13 @@ import jax.numpy as jnp
 import pytest
 
 import paged_optax as po
-from paged_optax.backend import xla
-from paged_optax.backend.xla import NO_GRAPHS, SCHEDULED, overlap_options
+from paged_optax.backend import compiler_options
+from paged_optax.backend.compiler_options import (
+    NO_GRAPHS,
+    NO_OVERLAP,
+    SCHEDULED,
+    overlap_options,
+)
 from paged_optax.compiling import memory_report
 from paged_optax.compiling.arguments import device_of
 from paged_optax.compiling.memory_report import compile_overlapping
@@ -217,7 +222,8 @@ LAYERS = {"layers": {"w": jnp.full((3, 64, 64), 0.01)}}
 
 
 def on_a_gpu(monkeypatch, capability):
-    monkeypatch.setattr(xla, "compute_capability", lambda device: capability)
+    found = lambda device: capability
+    monkeypatch.setattr(compiler_options, "compute_capability", found)
 
 
 def traced(compiled=jax.jit, tx=None):
@@ -255,7 +261,7 @@ WAYS = [traced, traced_by_layers, finished]
 @pytest.mark.parametrize("way", WAYS)
 def test_a_jit_of_ones_own_is_told(way, capability, monkeypatch):
     on_a_gpu(monkeypatch, capability)
-    with pytest.warns(UserWarning, match=xla.NO_OVERLAP):
+    with pytest.warns(UserWarning, match=NO_OVERLAP):
         way(jax.jit)
 
 
@@ -294,13 +300,13 @@ def test_one_is_told_once(monkeypatch):
         warnings.simplefilter("default")
         for way in [traced, *WAYS]:
             way(jax.jit)
-    assert [str(x.message)[: len(xla.NO_OVERLAP)] for x in caught] == [xla.NO_OVERLAP]
+    assert [str(x.message)[: len(NO_OVERLAP)] for x in caught] == [NO_OVERLAP]
 
 
 def test_what_to_copy(monkeypatch):
     """Options and flags are those that `jit_step` gives; the filter silences it."""
     on_a_gpu(monkeypatch, 8.9)
-    with pytest.warns(UserWarning, match=xla.NO_OVERLAP) as caught:
+    with pytest.warns(UserWarning, match=NO_OVERLAP) as caught:
         traced()
     text = str(caught[0].message)
     (options,) = re.findall(r"compiler_options=(\{.*?\})", text)

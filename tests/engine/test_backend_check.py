@@ -11,7 +11,7 @@ from paged_optax.engine import pages as page_types
 from paged_optax.engine.loop import Loop
 from paged_optax.engine.page_io import PagedArray
 from paged_optax.engine.page_size import Storage, cut
-from paged_optax.engine.schedule import Exchange
+from paged_optax.engine.transfer_order import Exchange
 
 
 @pytest.fixture(autouse=True)

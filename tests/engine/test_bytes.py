@@ -28,7 +28,7 @@ from helpers.programs import (
     whole_tree,
 )
 from paged_optax.backend import memory
-from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 from paged_optax.engine.page_size import Storage, cut
 
 pytestmark = pytest.mark.compiler

@@ -18,11 +18,11 @@ from helpers.programs import (
     square,
     updating,
 )
-from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 from paged_optax.engine import pages as page_types
 from paged_optax.engine.loop import Loop
 from paged_optax.engine.page_size import Storage, cut
-from paged_optax.engine.schedule import Exchange
+from paged_optax.engine.transfer_order import Exchange
 
 _ON_GPU = pytest.mark.skipif(
     GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"

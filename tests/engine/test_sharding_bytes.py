@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import paged_optax as po
 from helpers import aot, decoder, schedule, step_model
 from helpers.programs import MIB
-from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 
 
 @pytest.mark.compiler

@@ -13,7 +13,7 @@ import pytest
 import paged_optax as po
 from helpers import aot, reference, step_model
 from helpers.programs import MIB, assert_in_place, bfloat16, square, updating
-from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 from paged_optax.codecs import arranged, named
 from paged_optax.engine import pages as page_types
 from paged_optax.engine import stream

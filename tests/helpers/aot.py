@@ -26,7 +26,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
 
-from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX, overlap_options
+from paged_optax.backend.compiler_options import overlap_options
+from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 from paged_optax.compiling.hlo import Computations, Executor
 from paged_optax.compiling.memory_report import MemoryReport
 from paged_optax.engine.pages import Pages

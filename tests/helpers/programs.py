@@ -7,7 +7,7 @@ import pytest
 
 from helpers import aot
 from paged_optax.backend.memory import on_host
-from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 from paged_optax.transform.context import within
 
 MIB = 2**20

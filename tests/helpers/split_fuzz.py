@@ -27,7 +27,7 @@ from helpers import apart, quick_compiler
 from helpers.split_models import Model
 from helpers.split_ops import NARROW
 from helpers.split_plain import Recipe, whole
-from paged_optax.layerwise.slices import FETCHES_AHEAD
+from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 
 #: Nearly all of a case is XLA:CPU's compiler. What is bfloat16 is rounded after each
 #: operation, whatever it is fused with.
@@ -338,7 +338,7 @@ def run(recipe: Recipe) -> Numbers:
     perhaps = recipe["refused"] in ("side by side", "twice")
     if (recipe["refused"] or outside) and not perhaps:
         return _refused(case)
-    ahead = recipe["ahead"] and FETCHES_AHEAD
+    ahead = recipe["ahead"] and GPU_FETCHES_AHEAD
     step_module._OVERLAPPED = ("cpu",) if ahead else ()
     try:
         split = case.split()

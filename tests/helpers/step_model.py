@@ -29,7 +29,7 @@ from paged_optax.compiling.hlo import (
     Instruction,
     buffers,
 )
-from paged_optax.planning.cards import CARDS
+from paged_optax.planning.card_rates import CARDS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,14 +13,14 @@ from flax import nnx
 import paged_optax as po
 from helpers import aot, decoder, layered, step_model
 from helpers.layered import SETTINGS, far
-from paged_optax.layerwise.slices import FETCHES_AHEAD
+from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 
 step_module = importlib.import_module("paged_optax.layerwise.step")
 
 MOST = 0.05
 RATE = optax.cosine_decay_schedule(0.01, 9)
 _AHEAD = pytest.mark.skipif(
-    not FETCHES_AHEAD,
+    not GPU_FETCHES_AHEAD,
     reason="this XLA:GPU needs a layer's own index, so that all goes in turn",
 )
 

@@ -12,7 +12,7 @@ import pytest
 import paged_optax as po
 from helpers.stacked import SETTINGS
 from paged_optax.backend.memory import on_host
-from paged_optax.layerwise.slices import FETCHES_AHEAD
+from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 
 step_module = importlib.import_module("paged_optax.layerwise.step")
 
@@ -150,7 +150,7 @@ WAYS = {
 BESIDE = ("deferred", "accumulated", "base_on_host", "all_on_host")
 IN_BOTH = [way for way in WAYS if way not in ("accumulated_deferred", "all_on_host")]
 _OVERLAPS = pytest.mark.skipif(
-    not FETCHES_AHEAD,
+    not GPU_FETCHES_AHEAD,
     reason="this XLA:GPU needs a layer's own index, so that all goes in turn",
 )
 CASES = [

@@ -12,7 +12,7 @@ import pytest
 import paged_optax as po
 from helpers import layered
 from helpers.layered import SETTINGS
-from paged_optax.layerwise.slices import FETCHES_AHEAD
+from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 
 step_module = importlib.import_module("paged_optax.layerwise.step")
 LAYERS, MOST, ERRORS = 3, 0.05, 2
@@ -154,7 +154,7 @@ def test_is_optaxs(way, run, micro):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not FETCHES_AHEAD, reason="this XLA:GPU goes in turn")
+@pytest.mark.skipif(not GPU_FETCHES_AHEAD, reason="this XLA:GPU goes in turn")
 @pytest.mark.parametrize("run", list(RUNS))
 def test_ahead(monkeypatch, run):
     """Updates that go beside the next forward pass."""

@@ -12,8 +12,8 @@ import paged_optax as po
 from helpers import aot, decoder, step_model
 from helpers.layered import far
 from helpers.stacked import SETTINGS, both, same
+from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 from paged_optax.layerwise.overlap import ends_of
-from paged_optax.layerwise.slices import FETCHES_AHEAD
 
 step_module = importlib.import_module("paged_optax.layerwise.step")
 
@@ -22,7 +22,7 @@ MODEL = decoder.Decoder(
     hidden=1024, query=1024, key=512, inner=2816, layers=LAYERS, vocabulary=0
 )
 _AHEAD = pytest.mark.skipif(
-    not FETCHES_AHEAD,
+    not GPU_FETCHES_AHEAD,
     reason="this XLA:GPU needs a layer's own index, so that all goes in turn",
 )
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import paged_optax as po
 from helpers import layered
 from helpers.layered import SETTINGS, far
-from paged_optax.layerwise.slices import FETCHES_AHEAD
+from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 
 step_module = importlib.import_module("paged_optax.layerwise.step")
 MOST = 0.05
@@ -121,7 +121,7 @@ def test_is_the_step_of_the_whole_batch(workspace, max_norm, one):
     assert far(found, wanted) <= 1e-12
 
 
-@pytest.mark.skipif(not FETCHES_AHEAD, reason="this XLA:GPU goes in turn")
+@pytest.mark.skipif(not GPU_FETCHES_AHEAD, reason="this XLA:GPU goes in turn")
 @pytest.mark.parametrize("workspace", [{}, "deferred"], ids=["beside", "ahead"])
 def test_beside_other_layers(monkeypatch, workspace):
     """One batch, updated while other layers are computed."""

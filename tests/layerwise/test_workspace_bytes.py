@@ -11,8 +11,7 @@ import pytest
 import paged_optax as po
 from helpers import aot, decoder, schedule
 from helpers.decoder import LLAMA3_70B, QWEN3_4B, REFERENCE
-from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
-from paged_optax.layerwise.slices import FETCHES_AHEAD
+from paged_optax.backend.platforms import GPU_FETCHES_AHEAD, GPU_NEEDS_RAW_INDEX
 
 GB = 1e9
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
@@ -91,7 +90,7 @@ def test_weights_on_the_host(compile_for):
     loops = schedule.overlaps(report.hlo)
     assert len(loops) >= 2
     for loop in loops:
-        if FETCHES_AHEAD:
+        if GPU_FETCHES_AHEAD:
             # A product may come before the first transfer of its segment begins.
             assert loop.covered >= 0.85 * loop.products
             assert loop.hidden >= 0.9 * loop.bytes
@@ -155,10 +154,10 @@ def test_addresses_on_h200(weights_on_host, host_dtype):
         host_dtype=host_dtype,
         max_norm=1.0,
     )
-    ahead = weights_on_host and FETCHES_AHEAD
+    ahead = weights_on_host and GPU_FETCHES_AHEAD
 
     def right(operation, first, step):
-        backward = {7, 6, 5} if FETCHES_AHEAD and operation == "read" else {7}
+        backward = {7, 6, 5} if GPU_FETCHES_AHEAD and operation == "read" else {7}
         two = backward if operation == "read" else {7, 6}
         return (
             (first, step) == (0, 1)

@@ -11,7 +11,7 @@ import paged_optax as po
 from helpers import aot, real_decoder
 from helpers.programs import ordinary_step, placed, shardings, state_on
 from helpers.real_decoder import Config
-from paged_optax.layerwise.slices import FETCHES_AHEAD
+from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 from paged_optax.planning.layers import Activations, Workload, find_layers, sizes_of
 from paged_optax.planning.models import DECODERS
 
@@ -91,7 +91,7 @@ def compared(name, length, way, **settings):
 def test_against_xla(name, length, way):
     """Before jax 0.11.2 weights on the host are fetched later, and take less."""
     planned, total = compared(name, length, way)
-    later = way.endswith("on host") and not FETCHES_AHEAD
+    later = way.endswith("on host") and not GPU_FETCHES_AHEAD
     assert 0.9 <= planned / total <= (1.25 if later else 1.1)
 
 
@@ -107,7 +107,7 @@ def test_against_xla(name, length, way):
 )
 def test_without_logits_and_scores_against_xla(name, way):
     planned, total = compared(name, 2048, way, fused=True, blocks=32)
-    later = not FETCHES_AHEAD
+    later = not GPU_FETCHES_AHEAD
     assert 0.9 <= planned / total <= (1.25 if later else 1.1)
 
 
@@ -156,7 +156,7 @@ class Mixture(Config):
 
 # With jax 0.10.2 XLA takes up to 1.14 of what is planned, and of ragged products of 8
 # experts 1.45 of it with the note.
-newer = pytest.mark.skipif(not FETCHES_AHEAD, reason="XLA takes more with this JAX")
+newer = pytest.mark.skipif(not GPU_FETCHES_AHEAD, reason="XLA takes more with this JAX")
 
 #: Two layers of Qwen3-30B-A3B.
 EXPERTS = Mixture(2048, 768, 32, 4, layers=2, vocabulary=151936, tied=False, remat=True)

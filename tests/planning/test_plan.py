@@ -11,7 +11,7 @@ import paged_optax as po
 from helpers.exact import scale_by_value
 from helpers.reference import SMALL_PAGES
 from helpers.small import DEVICE, HOST, TX, small
-from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 
 TRANSFORMATIONS = {
     "adam": lambda: TX,

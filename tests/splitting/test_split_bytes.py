@@ -12,7 +12,8 @@ import pytest
 import paged_optax as po
 from helpers import aot, decoder, real_decoder
 from helpers.real_decoder import Config
-from paged_optax.layerwise.slices import FETCHES_AHEAD, put
+from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
+from paged_optax.layerwise.slices import put
 
 #: Real proportions, as narrow as compiles in seconds.
 SMALL = Config(width=1024, inner=2816, heads=8, grouped=2, layers=8, vocabulary=8192)
@@ -47,7 +48,7 @@ def compiled(written, settings, compiler):
             {"tied": False, "normed": False, "remat": True},
             aot.h200,
             marks=pytest.mark.xfail(
-                FETCHES_AHEAD,
+                GPU_FETCHES_AHEAD,
                 strict=True,
                 reason="1.023: on a target with driver and toolkit XLA takes 8 MiB more"
                 " for a list, and 8 MiB less for that of the case above",
@@ -71,7 +72,7 @@ def test_bytes_of_a_list_and_a_scan(settings, compiler):
 @pytest.mark.parametrize(
     ("size", "config", "settings", "most"),
     [
-        ((1, 512), {}, {}, 2.3 if FETCHES_AHEAD else 2.7),
+        ((1, 512), {}, {}, 2.3 if GPU_FETCHES_AHEAD else 2.7),
         ((1, 512), {}, {"rest_on_host": True}, 2.1),
         (
             (4, 2048),

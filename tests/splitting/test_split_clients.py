@@ -17,7 +17,7 @@ from helpers import aot
 from helpers.programs import layerwise, placed
 from helpers.split_trained import RATE, STEPS, close, split, trained
 from paged_optax.backend.memory import on_host
-from paged_optax.layerwise.slices import FETCHES_AHEAD
+from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 
 pytestmark = [
     pytest.mark.slow,
@@ -107,7 +107,7 @@ def test_trains_as_optax(script, package, name):
 #: Weights of the layers on the host, and a sequence of 512 tokens a step; all on the
 #: host, and four of 2048, one after the other; gradients and activations wait there.
 WAYS = {
-    "1 x 512": (True, None, 513, 2.3 if FETCHES_AHEAD else 2.7),
+    "1 x 512": (True, None, 513, 2.3 if GPU_FETCHES_AHEAD else 2.7),
     "4 x 2048": ("all", 4, 2049, 3.5),
 }
 

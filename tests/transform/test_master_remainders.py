@@ -11,7 +11,7 @@ import paged_optax as po
 from helpers import aot, layered, reference, step_model
 from helpers.coded import ALL_PAGED, NAMES
 from helpers.programs import MIB, assert_in_place, bfloat16, square, updating
-from paged_optax.backend.xla import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 
 _ON_GPU = pytest.mark.skipif(
     GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"

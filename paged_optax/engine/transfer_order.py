@@ -26,7 +26,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Int, PyTree
 
-from paged_optax.backend.xla import HAS_UNINLINED_CALLS, barrier, uninlined_call
+from paged_optax.backend.platforms import (
+    HAS_UNINLINED_CALLS,
+    barrier,
+    uninlined_call,
+)
 from paged_optax.engine.pages import PageAddress
 from paged_optax.engine.stored_array import LeafBuffers, StoredArray
 
