@@ -82,7 +82,7 @@ def cut(
     moments: tuple[Storage, ...],
     page_size: int,
     like: int = 1,
-    room: int = 0,
+    spare_bytes: int = 0,
     isolate: bool = False,
 ) -> Geometry:
     """Cuts leaves into pages of at most `page_size` bytes, if their layout allows it.
@@ -97,8 +97,8 @@ def cut(
       moments: The moments that share the leaf's pages.
       page_size: The most bytes of one moment's page, as the transformation sees it.
       like: So many leaves are like this one, and may share pages.
-      room: Bytes of one moment's page for which there is room anyway.
-      isolate: Whether leaves are isolated though there is room.
+      spare_bytes: Of one moment's page: for so many the device has memory anyway.
+      isolate: Whether leaves are isolated though there is memory.
 
     Returns:
       The geometry.
@@ -108,8 +108,8 @@ def cut(
     if isolate:
         # Half of a moment in float32, so that a leaf has two pages at least. A leaf of
         # one page is in no loop of pages, and isolated by one for which the host waits.
-        room = min(room, 2 * math.prod(shape))
-    room = room if room >= page_size else 0
+        spare_bytes = min(spare_bytes, 2 * math.prod(shape))
+    spare_bytes = spare_bytes if spare_bytes >= page_size else 0
     # No moment is read and written at once. Where a leaf has a single one, or some that
     # differ in size, another leaf's moment travels the other way.
     sizes = [_stored_bytes(x, shape) for x in moments if x.on_host]
@@ -119,16 +119,16 @@ def cut(
     on_tpu = share(page_size, in_tiles, at_least(alternate))
     if in_blocks:
         least = _even(like, -(-like // _CODED_LEAVES))
-        on_gpu = share(_coded_page(moments, page_size, room), in_rows, least)
+        on_gpu = share(_coded_page(moments, page_size, spare_bytes), in_rows, least)
         page_size = _coded_page(moments, page_size, 0)
     else:
         # Where pages go in turn, no leaf need alternate with another.
         least = at_least(alternate if GPU_FETCHES_AHEAD else 1)
         on_gpu = share(page_size, in_rows, least)
     # XLA may compute leaves at once that are not isolated: they are small, or there is
-    # room.
+    # memory.
     little = in_blocks and on_gpu.count == 1 and 4 * math.prod(shape) <= _UNISOLATED
-    if not on_host and (little or (room and not isolate)):
+    if not on_host and (little or (spare_bytes and not isolate)):
         on_gpu = dataclasses.replace(on_gpu, isolated=False)
     # A codec converts, and so do remainders, which have fewer bits than the moments
     # beside them.
@@ -139,12 +139,12 @@ def cut(
     return Geometry(on_gpu, on_tpu, on_cpu)
 
 
-def _coded_page(moments: tuple[Storage, ...], page_size: int, room: int) -> int:
+def _coded_page(moments: tuple[Storage, ...], page_size: int, spare_bytes: int) -> int:
     """Bytes of one moment's page on a GPU, where a codec stores moments in blocks."""
     on_host = any(x.on_host for x in moments)
     least = min(page_size, _CODED_PAGES // max(2, len(moments)))
     most = page_size if on_host else _LARGER_ON_DEVICE * page_size
-    return max(least, min(most, room))
+    return max(least, min(most, spare_bytes))
 
 
 def _stored_bytes(storage: Storage, shape: tuple[int, ...]) -> int:

@@ -131,9 +131,9 @@ class LayerOptimizer:
         """
         (every,), length = self.layered.grouped(1), self.layered.length
         state = [slab(x, i, length) for x in slots]
-        # All leaves are one group, whose moments are kept apart: each one's go while
-        # another one's come.
-        with within(apart=True):
+        # All leaves are one group, and each is isolated: the moments of one go while
+        # those of another come.
+        with within(isolate=True):
             moments, leaves = self.update_group(every, state, weights, gradients, i)
         slots = [put(x, new, i, length) for x, new in zip(slots, moments, strict=True)]
         new = dict(zip(every.positions, leaves, strict=True))
@@ -369,12 +369,13 @@ class LayerOptimizer:
         layered, tree = self.layered, self.layered.params_tree(params)
         layers = layered.of_layers(layered.params)
         hosted = any(map(on_host, layers))
-        room = _PAGE_PART * sum(
+        spare = _PAGE_PART * sum(
             _LAYERS_ON_DEVICE * nbytes(x) / layered.length if on_host(x) else nbytes(x)
             for x in layers
         )
-        apart = hosted or current().apart
-        with within(fetched=True, layer=layer, room=int(room), apart=apart):
+        isolate = hosted or current().isolate
+        context = {"spare_bytes": int(spare), "isolate": isolate}
+        with within(fetched=True, layer=layer, **context):
             changes, new_state = self.tx.update(
                 layered.params_tree(updates), layered.state_tree(state), tree
             )

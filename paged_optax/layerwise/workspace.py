@@ -232,9 +232,9 @@ class GradientWorkspace:
         """
         layers, rest = self._allocated_for(params)
         placed = jax.tree.map(placed_shape, layers)
-        room = lambda like, x, host=False: zeros(like, x.shape, x.dtype, host)
-        stored = lambda like, x: room(like, x, goes_in_slabs(x))
-        gradients = jax.tree.map(room, placed, self.gradients)
+        blank = lambda like, x, host=False: zeros(like, x.shape, x.dtype, host)
+        stored = lambda like, x: blank(like, x, goes_in_slabs(x))
+        gradients = jax.tree.map(blank, placed, self.gradients)
         host, pending = self.host, self.pending
         if host is not None:
             host = jax.tree.map(stored, placed, host)
@@ -359,9 +359,9 @@ def _nothing_pending(
             f"rest is of type {type(rest).__name__}: pass a mapping of the parameters"
             " without the layers', as the prologue gets it."
         )
-    room: Callable[..., PyTree] = zeros
+    blank: Callable[..., PyTree] = zeros
     return Pending(
-        room(stack, (), jnp.bool_),
-        room(stack, (), widest(rest, gradients)),
-        jax.tree.map(lambda x: room(x, x.shape, jax.typeof(x).dtype), children),
+        blank(stack, (), jnp.bool_),
+        blank(stack, (), widest(rest, gradients)),
+        jax.tree.map(lambda x: blank(x, x.shape, jax.typeof(x).dtype), children),
     )

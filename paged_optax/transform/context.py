@@ -30,10 +30,10 @@ class Context:
       gate: Whether updates happen.
       restart: Whether an update ends with the state that `init` makes.
       fetched: Whether the moments of an update are on the device on purpose.
-      room: Bytes of a page for which there is room beside what the device has anyway.
-      apart: Whether leaves are kept apart though there is room. A leaf's moments then
-        go while another one's come. And of weights that are on the host XLA:GPU holds
-        no two layers more (jax 0.12.0.1, Llama-3-8B on a T4: 0.85 GiB).
+      spare_bytes: So many bytes a page may have, and the device needs no more memory.
+      isolate: Whether leaves are isolated though there is memory for them. A leaf's
+        moments then go while another one's come. And of weights that are on the host
+        XLA:GPU holds no two layers more (jax 0.12.0.1, Llama-3-8B on a T4: 0.85 GiB).
       layer: The number of the layer that the moments belong to; None if they belong to
         no layer of a stack.
       seen_through: Whether a trace only looks at what a chain of transformations
@@ -58,8 +58,8 @@ class Context:
     gate: Gate = True
     restart: Gate = False
     fetched: bool = False
-    room: int = 0
-    apart: bool = False
+    spare_bytes: int = 0
+    isolate: bool = False
     layer: ArrayLike | None = None
     seen_through: bool = False
     types_only: bool = False

@@ -239,9 +239,14 @@ class PagedTransformation:
         if not leaf.program.elementwise or not moments:
             # A norm, a factored moment or a matrix product needs the whole leaf.
             return uncut(shape)
-        room, isolate = current().room, current().apart
-        page_size = self.configuration.page_size
-        return cut(shape, tuple(moments), page_size, like, room, isolate)
+        return cut(
+            shape,
+            tuple(moments),
+            self.configuration.page_size,
+            like,
+            current().spare_bytes,
+            current().isolate,
+        )
 
     def refused(self, layout: StateLayout, position: int) -> str:
         """Tells why a moment cannot be sliced in host memory; empty if it can."""

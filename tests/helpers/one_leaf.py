@@ -144,8 +144,8 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
     alone: list[geometry.Geometry] = []
     kept: list[geometry.Storage] = []
 
-    def cut(shape, moments, page_size, like=1, room=0, isolate=False):
-        cuts.append(geometry.cut(shape, moments, page_size, like, room, isolate))
+    def cut(shape, moments, page_size, like=1, spare_bytes=0, isolate=False):
+        cuts.append(geometry.cut(shape, moments, page_size, like, spare_bytes, isolate))
         kept[:] = moments
         alone[:] = [geometry.cut(shape, (x,), page_size) for x in moments]
         return cuts[-1]
