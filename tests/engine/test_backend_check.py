@@ -82,7 +82,7 @@ def in_turn(monkeypatch):
 
 def both_ways_on_a_gpu(monkeypatch):
     """The next page is read while one is written; the last is computed apart."""
-    monkeypatch.setattr(page_types, "GPU_NEEDS_RAW_INDEX", False)
+    monkeypatch.setattr(page_types, "GPU_FETCHES_AHEAD", True)
     monkeypatch.setattr(Loop, "_in_turn", Loop._duplex)
 
 

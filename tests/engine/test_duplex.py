@@ -114,7 +114,7 @@ def test_the_plans_seconds():
 @pytest.fixture
 def both_ways(monkeypatch):
     """Pages take both ways on the CPU too."""
-    monkeypatch.setattr(page_types, "GPU_NEEDS_RAW_INDEX", False)
+    monkeypatch.setattr(page_types, "GPU_FETCHES_AHEAD", True)
     monkeypatch.setattr(Loop, "_in_turn", Loop._duplex)
     jax.clear_caches()
     yield

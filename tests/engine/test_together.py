@@ -36,7 +36,7 @@ def together(monkeypatch, request):
         as_a_gpu = lambda run, geometry: functools.partial(run, geometry.gpu)
         monkeypatch.setattr(stream, "_by_backend", as_a_gpu)
         if request.param == "both ways":
-            monkeypatch.setattr(page_types, "GPU_NEEDS_RAW_INDEX", False)
+            monkeypatch.setattr(page_types, "GPU_FETCHES_AHEAD", True)
             monkeypatch.setattr(Loop, "_in_turn", Loop._duplex)
         jax.clear_caches()
 
