@@ -4,20 +4,20 @@
 there are, and `registry` has their names. `dynamic_map` has the numbers that codes
 stand for, as tables and as arithmetic for a TPU. `packing` parts values into blocks and
 packs codes into words. `layout` decides how codes and scales lie in memory, and
-`field_names` tell in a state which codec stored what.
+`identity` tells in a state which codec stored what.
 """
 
 from paged_optax.codecs.codec import Codec, Noise, Quantized, draw
 from paged_optax.codecs.dynamic_int4 import DynamicInt4
 from paged_optax.codecs.dynamic_int8 import DynamicInt8
-from paged_optax.codecs.field_names import (
+from paged_optax.codecs.floats import BFloat16Codec, Float8E4M3, Float32Codec
+from paged_optax.codecs.identity import (
     codes_field,
     fields_of,
     is_codes_field,
     of_one_part,
     quantized_as,
 )
-from paged_optax.codecs.floats import BFloat16Codec, Float8E4M3, Float32Codec
 from paged_optax.codecs.layout import (
     Arranged,
     arranged,

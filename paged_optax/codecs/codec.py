@@ -34,7 +34,7 @@ else:
         """A moment stored in blocks that share a scale.
 
         In a state the codes are in a field whose name tells how to read them: see
-        `paged_optax.codecs.field_names`. `codes` and `scales` read any.
+        `paged_optax.codecs.identity`. `codes` and `scales` read any.
 
         Attributes:
           codes: One code a value, in the moment's own shape; two 4-bit codes a byte.

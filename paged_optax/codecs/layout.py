@@ -4,7 +4,7 @@ Codes share words of 32 bits, along the axis that a TPU puts in its sublanes. Sc
 have the moment's axes if a row, or a column, is whole blocks, and blocks run along it.
 
 A state is arrays, and codes of another map mean other numbers. The name of their field
-tells which map it is (`paged_optax.codecs.field_names`). Their dtype says more where it
+tells which map it is (`paged_optax.codecs.identity`). Their dtype says more where it
 can. Codes of a map with negative numbers are signed integers, and other codes are
 unsigned. Eight-bit floats have a float8 dtype. In words they are unsigned integers,
 and their scales are integers that hold the bits of float32.

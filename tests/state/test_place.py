@@ -1,6 +1,7 @@
 """States that lost their place, and `place_state`, which puts them back."""
 
 import pickle
+import pickletools
 import warnings
 from typing import Any
 
@@ -213,3 +214,31 @@ def test_what_a_tpu_cannot_page_has_not_lost_its_place(monkeypatch, codec, jit):
     assert str(plan).count("cannot be paged here: a TPU") == 2
     assert not any(map(on_host, jax.tree.leaves(state)))
     compiled(tx.update)(params, state, params)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"codec": "dynamic_int8"}, {"codecs.identity._class_of"}),
+        ({"codec": "bfloat16_stochastic"}, {"transform.precision.CountedState"}),
+        ({"master_dtype": "float32"}, {"transform.precision.MasterWeightsState"}),
+        ({"master_remainders": True}, {"transform.remainders.MasterRemaindersState"}),
+        (None, {"layerwise.workspace.GradientWorkspace"}),
+    ],
+    ids=["codes", "counted", "masters", "remainders", "workspace"],
+)
+def test_what_pickles_name_keeps_its_name(settings, names):
+    """A pickle finds classes by their modules' names, of the commit that wrote it."""
+    params = {"w": jnp.ones((2, 64, 64), jnp.bfloat16)}
+    if settings is None:
+        saved = po.GradientWorkspace.allocate(params)
+    else:
+        saved = po.paged_adamw(1e-3, **settings).init(params)
+    said = [""]
+    found = set()
+    for operation, argument, _ in pickletools.genops(pickle.dumps(saved, protocol=4)):
+        if operation.name == "SHORT_BINUNICODE":
+            said.append(argument)
+        elif operation.name == "STACK_GLOBAL" and said[-2].startswith("paged_optax."):
+            found.add(".".join(said[-2:]).removeprefix("paged_optax."))
+    assert found == names
