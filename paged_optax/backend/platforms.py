@@ -27,6 +27,10 @@ GPU_NEEDS_RAW_INDEX = _BEFORE_0_11_2
 #: Whether XLA:GPU knows the address of the page, or of the layer, whose turn is next.
 GPU_FETCHES_AHEAD = not GPU_NEEDS_RAW_INDEX
 
+#: Whether XLA:GPU has a stream for each direction of the link. Before, it deals what it
+#: transfers to four streams in turn (0.11.2), so that both directions meet on one.
+GPU_HAS_STREAMS_BY_DIRECTION = jax.__version_info__ >= (0, 12)
+
 #: XLA:GPU copies the host arrays that a conditional returns, also those that a branch
 #: hands through.
 GPU_COPIES_FOR_CONDITIONALS = _BEFORE_0_11_2

@@ -6,8 +6,8 @@ itself. Two ways do it, and give the same numbers:
 - **In turn**: each page is read, computed and written before the next one. The link
   works in one direction at a time.
 - **Duplex** (`paged_optax.engine.transfer_order`): while a page is written, the next
-  one is read, one moment at a time: `mu` in while `nu` goes out, then `nu` in while
-  `mu` goes out. A leaf of n pages takes (n + 1) / n of the time that the slower
+  one is read, half of the moments at a time: `mu` in while `nu` goes out, then `nu` in
+  while `mu` goes out. A leaf of n pages takes (n + 1) / n of the time that the slower
   direction needs.
 
 After the last page nothing is left to read. On a TPU a branch skips that read while the
@@ -21,7 +21,7 @@ nothing travels.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ from paged_optax.codecs.codec import strides_of
 from paged_optax.engine.page_shapes import CODEC_PAGE, in_tiles
 from paged_optax.engine.pages import Index, PageAddress, PageRange, Pages, Storage
 from paged_optax.engine.stored_array import (
+    Fetched,
     LeafBuffers,
     Stored,
     StoredArray,
@@ -53,6 +54,9 @@ from paged_optax.engine.transfers import pieces_of, read_in_pieces, write_in_pie
 
 #: The buffers of each array of the program, by the array's position.
 ByPosition = dict[int, LeafBuffers]
+
+#: What is fetched of a page of each array.
+FetchedByPosition = dict[int, tuple[Fetched, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,7 +148,7 @@ class Loop:
         )
         # What does not travel in pages, such as a leaf's few scales, travels before the
         # first page and after the last.
-        current = {p: tuple(map(arrays[p].preload, x)) for p, x in current.items()}
+        current = {p: arrays[p].preload(x) for p, x in current.items()}
         for page_range in self.pages.ranges:
             in_turn = functools.partial(self._in_turn, page_range)
             duplex = functools.partial(self._duplex, page_range)
@@ -157,7 +161,7 @@ class Loop:
             else:
                 # XLA:CPU shares these pages with XLA:GPU, and has no link.
                 current = lax.platform_dependent(current, cpu=in_turn, default=duplex)
-        return tuple([tuple(map(arrays[p].unload, current[p])) for p in targets])
+        return tuple([arrays[p].unload(current[p]) for p in targets])
 
     def _in_turn(self, page_range: PageRange, current: ByPosition) -> ByPosition:
         """Updates the pages of a range, one after the other."""
@@ -185,10 +189,9 @@ class Loop:
         results = compute()
         # Only what travels is fenced off from its neighbours; gradients and parameters
         # are read and written by the computation itself.
-        streamed = [self.arrays[p].streamed for p in self.overwrites]
-        results = fenced(results, streamed)
-        results = dict(zip(self.overwrites, results, strict=True))
-        return self._written(at, current, results)
+        streamed = [self.arrays[p].streamed for p in results]
+        values = fenced([*results.values()], streamed)
+        return self._write(at, current, dict(zip(results, values, strict=True)))
 
     def _duplex(self, page_range: PageRange, current: ByPosition) -> ByPosition:
         """Updates the pages of a range: while one is written, the next one is read."""
@@ -201,71 +204,68 @@ class Loop:
         exchange = Exchange(self.arrays, self.streams, self.leaf_count)
 
         def next_page(
-            carry: tuple[Int[Array, ""], ByPosition, ByPosition],
-        ) -> tuple[Int[Array, ""], ByPosition, ByPosition]:
-            number, changing, page = carry
+            carry: tuple[Int[Array, ""], ByPosition, FetchedByPosition],
+        ) -> tuple[Int[Array, ""], ByPosition, FetchedByPosition]:
+            turn, changing, page = carry
+            number = turn * step
             at, following = page_range.at(number), page_range.at(number + step)
             buffers = constant | changing
             results = self._compute(at, buffers, page)
-            changed, results = self._on_device(at, buffers, results, page)
+            changed = self._write(at, buffers, results, travels=False)
             more = number < last if once else None
             changed, page = exchange(changed, results, at, following, page, more)
-            return number + step, {p: changed[p] for p in self.targets}, page
+            return turn + 1, {p: changed[p] for p in self.targets}, page
 
-        def read(turn: Index) -> ByPosition:
+        def fetch(turn: Index) -> FetchedByPosition:
             at = page_range.at(np.int32(0) + turn * piece_step, pieces)
-            return {
-                p: tuple([self.arrays[p].read(x, at) for x in current[p]])
-                for p in self.streams
-            }
+            return self._fetch(at, current, self.streams)
 
-        def write(turn: Index, changing: ByPosition, page: ByPosition) -> ByPosition:
+        def write(
+            turn: Index, changing: ByPosition, page: FetchedByPosition
+        ) -> ByPosition:
             at = page_range.at(last + turn * piece_step, pieces)
             buffers = constant | changing
             results = self._compute(at, buffers, page)
-            changed, results = self._on_device(at, buffers, results, page)
-            changed = self._written(at, changed, results)
+            changed = self._write(at, buffers, results)
             return {p: changed[p] for p in self.targets}
 
         changing = {p: current[p] for p in self.targets}
         _, changing, page = lax.while_loop(
-            lambda carry: carry[0] < stop,
+            lambda carry: carry[0] < stop // step,
             next_page,
-            (jnp.int32(0), changing, read_in_pieces(pieces, read)),
+            (jnp.int32(0), changing, read_in_pieces(pieces, fetch)),
         )
         if not once:
             changing = write_in_pieces(pieces, write, changing, page)
         return constant | changing
 
-    def _on_device(
+    def _fetch(
+        self, at: PageAddress, current: ByPosition, positions: Iterable[int]
+    ) -> FetchedByPosition:
+        """What travels of a page of some arrays."""
+        return {
+            p: tuple([self.arrays[p].fetch(x, at) for x in current[p]])
+            for p in positions
+        }
+
+    def _write(
         self,
         at: PageAddress,
         current: ByPosition,
-        results: Sequence[LeafBuffers],
-        page: ByPosition,
-    ) -> tuple[ByPosition, ByPosition]:
-        """The buffers with what stays on the device written, and what is to travel."""
-        staying = dict(zip(self.overwrites, results, strict=True))
-        travelling = {p: staying.pop(p) for p in page}
-        return self._written(at, current, staying), travelling
-
-    def _written(
-        self, at: PageAddress, current: ByPosition, results: ByPosition
+        results: ByPosition,
+        travels: bool | None = None,
     ) -> ByPosition:
-        """The buffers, some of them with a page replaced."""
+        """The buffers with a page replaced; see `StoredArray.write`."""
         changed = {}
         for p, pages in results.items():
-            write = functools.partial(self.arrays[p].write, at=at)
+            write = functools.partial(self.arrays[p].write, at=at, travels=travels)
             changed[p] = tuple(map(write, current[p], pages))
         return current | changed
 
     def _compute(
-        self,
-        at: PageAddress,
-        current: ByPosition,
-        page: ByPosition,
-    ) -> tuple[LeafBuffers, ...]:
-        """Computes a page and encodes its results; `page`: what of it has been read."""
+        self, at: PageAddress, current: ByPosition, page: FetchedByPosition
+    ) -> ByPosition:
+        """The encoded results of a page; `page`: what of it has been fetched."""
         # Noise depends on where the page's first value is in the flattened leaf.
         offset = jnp.uint32(0) if self.start is None else self.start
         strides = strides_of(self.pages.view)
@@ -275,16 +275,16 @@ class Loop:
             None if words is None else Noise(words, offset, strides)
             for words in self.random_words
         ]
-        arrays = self.arrays[: self.program.inputs]
-        stored = [
-            page[p] if p in page else tuple([array.read(x, at) for x in current[p]])
-            for p, array in enumerate(arrays)
-        ]
         # Pages from the host are fenced off from what is computed with them. On a TPU
         # the results then take over the pages that were read (16 leaves of 4096x4096, 8
         # MiB pages, v5e: 19 MiB of scratch instead of 27). XLA:CPU would copy.
-        fence = functools.partial(except_on_cpu, barrier)
-        stored = fenced(stored, [array.streamed for array in arrays], fence)
+        inputs = range(self.program.inputs)
+        page = page | self._fetch(at, current, [p for p in inputs if p not in page])
+        page = except_on_cpu(barrier, page)
+        stored = [
+            tuple(map(functools.partial(self.arrays[p].read, at), current[p], page[p]))
+            for p in inputs
+        ]
         if self.coded or self.leaf_count == 1:
             results = self._results(stored, at, noise, self.leaf_count)
         else:
@@ -299,12 +299,10 @@ class Loop:
                 for leaf_pages in zip(*each, strict=True)
             ]
         # What is computed of constants alone varies along no axis, and its buffer may.
-        return tuple(
-            [
-                varying(x, varying_axes(current[p]))
-                for p, x in zip(self.overwrites, results, strict=True)
-            ]
-        )
+        return {
+            p: varying(x, varying_axes(current[p]))
+            for p, x in zip(self.overwrites, results, strict=True)
+        }
 
     def _results(
         self,

@@ -30,6 +30,7 @@ class PagedArray:
       streamed: Whether its pages come from host memory.
       unit_view: The view whose first index is the loop's own variable, if its pages
         come from host memory and there is such a view; else None. See `by_unit`.
+      stacked: How many leaves' arrays it holds, along a new first axis; 0: one leaf's.
     """
 
     pages: Pages
@@ -40,6 +41,7 @@ class PagedArray:
     ratios: tuple[tuple[int, int], ...]
     streamed: bool
     unit_view: tuple[int, ...] | None = None
+    stacked: int = 0
 
     @property
     def opened(self) -> tuple[int, ...]:
@@ -80,7 +82,10 @@ class PagedArray:
     def read(self, x: Array, at: PageAddress) -> Array:
         """A page of it, in device memory."""
         if self.view is not None:
-            page = to_device(lax.dynamic_slice(x, *self.slice_of(at)), self.streamed)
+            page = lax.dynamic_slice(
+                x, *self.slice_of(at), allow_negative_indices=False
+            )
+            page = to_device(page, self.streamed)
             if self.unit_view:
                 page = page.reshape(-1, *self.view[1:])
             return self._in_layout(page)
@@ -93,7 +98,7 @@ class PagedArray:
             return to_host(page, self.streamed)
         starts, sizes = self.slice_of(at)
         page = page.reshape(sizes)
-        axis = self.pages.axis
+        axis = self.pages.axis + (self.stacked > 0)
         done, pieces = 0, [sizes[axis]]
         on_tiles = self.streamed and self.pages.tiled
         if on_tiles and tiling.role(self._order, axis) == "sublanes":
@@ -107,7 +112,7 @@ class PagedArray:
             first = [
                 n + np.int32(done) if i == axis else n for i, n in enumerate(starts)
             ]
-            x = lax.dynamic_update_slice(x, piece, first)
+            x = lax.dynamic_update_slice(x, piece, first, allow_negative_indices=False)
             done += size
         return x
 
@@ -135,6 +140,8 @@ class PagedArray:
         number, of = self.ratios[self.pages.axis]
         if self.streamed and self.pages.unit * number == of:
             starts[self.pages.axis] = at.unit
+        if self.stacked:
+            return [np.int32(0), *starts], [self.stacked, *sizes]
         return starts, sizes
 
     def _in_layout(self, page: Array) -> Array:

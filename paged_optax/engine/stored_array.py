@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import PyTree
 
@@ -28,6 +29,9 @@ Stored = Array | Quantized[Array]
 
 #: The arrays of one `Stored`, whole or of a page: codes and scales, or the array alone.
 Buffers = tuple[Array, ...]
+
+#: What is fetched of a page; None for parts of it that are on the device.
+Fetched = tuple[Array | None, ...]
 
 #: The buffers of each leaf that shares pages; of one, for an array of all leaves.
 LeafBuffers = tuple[Buffers, ...]
@@ -64,6 +68,7 @@ class StoredArray:
         pages: Pages,
         codec: Codec | None,
         on_host: bool,
+        leaf_count: int = 1,
     ) -> "StoredArray":
         """Describes an array, or the shapes and dtypes of one.
 
@@ -72,6 +77,7 @@ class StoredArray:
           pages: How the leaf is cut.
           codec: What stores it, or None.
           on_host: Whether it lives in host memory.
+          leaf_count: How many leaves share pages.
         """
         codes, scales = x if isinstance(x, Quantized) else (x, None)
         # A whole array may have fewer axes than the leaf: a single value.
@@ -83,12 +89,26 @@ class StoredArray:
         assert codec is not None
         ratios = _ratios_of_scales(codec, pages) if cut else ()
         second = _paged_array(scales, pages, on_host, ratios, are_scales=True)
+        if leaf_count > 1 and not second.streamed and not pages.tiled:
+            second = dataclasses.replace(second, stacked=leaf_count)
         return cls(codec, (first, second))
 
     @property
     def streamed(self) -> bool:
         """Whether its pages come from host memory."""
         return self.parts[0].streamed
+
+    @functools.cached_property
+    def page_bytes(self) -> int:
+        """Bytes of a full page of what travels of it."""
+        full = self.parts[0].pages.ranges[0].at(np.int32(0))
+        return sum(
+            [
+                math.prod(part.slice_of(full)[1]) * jnp.dtype(part.dtype).itemsize
+                for part in self.parts
+                if part.streamed
+            ]
+        )
 
     @property
     def paged(self) -> bool:
@@ -127,25 +147,78 @@ class StoredArray:
         parts = [part if part.streamed else stay(part) for part in self.parts]
         return StoredArray(self.codec, tuple(parts))
 
-    def preload(self, buffers: Buffers) -> Buffers:
+    def preload(self, leaves: LeafBuffers) -> LeafBuffers:
         """Brings what does not travel in pages to the device."""
-        pairs = zip(buffers, self.parts, strict=True)
-        return tuple([part.preload(x) for x, part in pairs])
+        loaded = [
+            tuple([part.preload(x) for x, part in zip(each, self.parts, strict=True)])
+            for each in leaves
+        ]
+        return self._stacked(loaded)
 
-    def unload(self, buffers: Buffers) -> Buffers:
+    def unload(self, leaves: LeafBuffers) -> LeafBuffers:
         """Undoes `preload`."""
-        pairs = zip(buffers, self.parts, strict=True)
-        return tuple([part.unload(x) for x, part in pairs])
+        return tuple(
+            [
+                tuple(
+                    [part.unload(x) for x, part in zip(each, self.parts, strict=True)]
+                )
+                for each in self._by_leaf(leaves)
+            ]
+        )
 
-    def read(self, buffers: Buffers, at: PageAddress) -> Buffers:
-        """A page as it is stored, in device memory."""
-        pairs = zip(buffers, self.parts, strict=True)
-        return tuple([part.read(x, at) for x, part in pairs])
+    def _stacked(self, leaves: Sequence[Buffers]) -> LeafBuffers:
+        """Leaves of which the first has the scales of all, if they are stacked.
 
-    def write(self, buffers: Buffers, page: Buffers, at: PageAddress) -> Buffers:
-        """The buffers with a page of them replaced."""
-        every = zip(buffers, page, self.parts, strict=True)
-        return tuple([part.write(x, new, at) for x, new, part in every])
+        So the scales of a page are one slice, and not one for each leaf.
+        """
+        if not self.parts[-1].stacked:
+            return tuple(leaves)
+        codes, scales = zip(*leaves, strict=True)
+        return ((codes[0], jnp.stack(scales)), *[(x,) for x in codes[1:]])
+
+    def _by_leaf(self, leaves: LeafBuffers) -> LeafBuffers:
+        """Undoes `_stacked`."""
+        if not self.parts[-1].stacked:
+            return leaves
+        return tuple(
+            [(x[0], scales) for x, scales in zip(leaves, leaves[0][1], strict=True)]
+        )
+
+    def fetch(self, buffers: Buffers, at: PageAddress) -> Fetched:
+        """What travels of a page, in device memory; None for what is there."""
+        pairs = zip(buffers, self.parts, strict=False)
+        return tuple([part.read(x, at) if part.streamed else None for x, part in pairs])
+
+    def read(self, at: PageAddress, buffers: Buffers, fetched: Fetched) -> Buffers:
+        """A page as it is stored, of which some has been fetched."""
+        every = zip(buffers, fetched, self.parts, strict=False)
+        return tuple(
+            [part.read(x, at) if page is None else page for x, page, part in every]
+        )
+
+    def write(
+        self,
+        buffers: Buffers,
+        page: Buffers,
+        at: PageAddress,
+        travels: bool | None = None,
+    ) -> Buffers:
+        """The buffers with a page replaced.
+
+        Args:
+          buffers: The buffers.
+          page: The page, as it is stored.
+          at: Its address.
+          travels: True: only with what travels in pages; False: only with what does
+            not.
+        """
+        every = zip(buffers, page, self.parts, strict=False)
+        return tuple(
+            [
+                part.write(x, new, at) if travels in (None, part.streamed) else x
+                for x, new, part in every
+            ]
+        )
 
     def decode(self, page: LeafBuffers, shape: tuple[int, ...]) -> Array:
         """What the program sees of a page.
@@ -165,7 +238,7 @@ class StoredArray:
         join = lambda like, *parts: lax.concatenate(
             parts, _along(parts[0], like, len(parts))
         )
-        parts = [self.stored(x, shape) for x in page]
+        parts = [self.stored(x, shape) for x in self._by_leaf(page)]
         return _decode(self.codec, jax.tree.map(join, wanted, *parts), joined_shape)
 
     def encode(
@@ -200,7 +273,7 @@ class StoredArray:
             jnp.split(x, leaf_count, _along(one, x, leaf_count))
             for x, one in zip(arrays, like, strict=True)
         ]
-        return tuple(zip(*parts, strict=True))
+        return self._stacked(list(zip(*parts, strict=True)))
 
     def stored(self, page: Buffers, shape: tuple[int, ...]) -> Stored:
         """What the codec stores of a page of this shape."""

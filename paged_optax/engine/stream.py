@@ -129,7 +129,7 @@ def _stream(
     """Updates leaves that share pages; `start`: see `Loop`."""
     program, overwrites, codecs, shapes = page_program
     arrays = [
-        StoredArray.of(x, pages, codec, on_host(x))
+        StoredArray.of(x, pages, codec, on_host(x), len(leaves))
         for x, codec in zip(leaves[0], codecs, strict=True)
     ]
     buffers = [

@@ -13,7 +13,8 @@ Either of two things isolates a leaf:
 Neither puts leaves in an order: each can be updated as soon as its gradient is there,
 and the gradient can then go.
 
-**The exchange of pages** writes one to the host while it reads another.
+**The exchange of pages** writes one to the host while it reads another: half of its
+arrays in one direction and the other half in the other, then each half the other way.
 """
 
 import dataclasses
@@ -27,16 +28,21 @@ from jax import Array, lax
 from jaxtyping import Bool, Int, PyTree
 
 from paged_optax.backend.platforms import (
+    GPU_HAS_STREAMS_BY_DIRECTION,
     HAS_UNINLINED_CALLS,
     barrier,
     uninlined_call,
 )
 from paged_optax.engine.pages import PageAddress
-from paged_optax.engine.stored_array import LeafBuffers, StoredArray
+from paged_optax.engine.stored_array import Buffers, Fetched, LeafBuffers, StoredArray
 
 Arguments = TypeVar("Arguments", bound=PyTree)
 Changing = TypeVar("Changing", bound=PyTree)
 Value = TypeVar("Value", bound=PyTree)
+
+# By so much of all bytes two groups of an exchange may differ. The link then works in
+# one direction for a while, which costs less than to wait for each array by itself.
+_UNEVEN = 1 / 5
 
 
 def isolated(
@@ -80,9 +86,13 @@ def _looped(
     )[1]
 
 
+#: One of the arrays that travel: its position, and the number of its leaf.
+_Item = tuple[int, int]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Exchange:
-    """Writes one page and reads another, an array in each direction at a time.
+    """Writes one page and reads another, some arrays in each direction at a time.
 
     Attributes:
       arrays: How each array of a leaf lies in the pages.
@@ -100,63 +110,93 @@ class Exchange:
         results: dict[int, LeafBuffers],
         at: PageAddress,
         following: PageAddress,
-        page: dict[int, LeafBuffers],
+        page: dict[int, tuple[Fetched, ...]],
         more: Bool[Array, ""] | None,
-    ) -> tuple[dict[int, LeafBuffers], dict[int, LeafBuffers]]:
-        """Writes one page, and reads the next one.
+    ) -> tuple[dict[int, LeafBuffers], dict[int, tuple[Fetched, ...]]]:
+        """Writes what travels of one page, and fetches it of the next one.
 
         Args:
           current: The buffers.
           results: The page to write to the host.
           at: The address of the page to write.
-          following: The address of the page to read.
-          page: The page to return if there is no page to read.
-          more: Whether there is a page to read; None: there is one.
+          following: The address of the page to fetch.
+          page: The page to return if there is no page to fetch.
+          more: Whether there is a page to fetch; None: there is one.
 
         Returns:
-          The buffers, and the page that has been read.
+          The buffers, and what has been fetched.
         """
         leaves = range(self.leaf_count)
-        keys = [(p, leaf) for p in self.streams for leaf in leaves]
-        held = {(p, leaf): current[p][leaf] for p, leaf in keys}
-        read = {(p, leaf): page[p][leaf] for p, leaf in keys}
-        pairs = list(zip(keys, self._partners(), strict=True))
-        for (source, target), after in zip(pairs, pairs[1:] + pairs[:1], strict=True):
-            next_one = functools.partial(self.arrays[source[0]].read, at=following)
-            if more is None:
-                new_page = next_one(held[source])
-            else:
-                same = lambda _, x=read[source]: x
-                new_page = lax.cond(more, next_one, same, held[source])
-            p, leaf = target
-            new = self.arrays[p].write(held[target], results[p][leaf], at)
+        held = {(p, leaf): current[p][leaf] for p in self.streams for leaf in leaves}
+        fetched = {(p, leaf): page[p][leaf] for p, leaf in held}
+        # On a GPU what stays on the device is computed while the first group travels.
+        # On a TPU that would take memory.
+        beside = {p: x for p, x in current.items() if p not in page and p in results}
+        beside = beside if more is None else {}
+        turns = self._turns()
+        for (sources, targets), after in zip(turns, turns[1:] + turns[:1], strict=True):
+            new_pages = {
+                x: self._fetch(x, held, following, fetched, more) for x in sources
+            }
+            written = {
+                (p, leaf): self.arrays[p].write(
+                    held[p, leaf], results[p][leaf], at, travels=True
+                )
+                for p, leaf in targets
+            }
             # What comes next waits, or XLA may begin all reads before the first write.
-            next_ones = {*after} - {source, target} if self.leaf_count > 1 else ()
-            tied = {x: held[x] for x in sorted(next_ones)}
-            # One barrier on both: the read of a buffer ends before a later write of it
+            next_ones = {*sources, *after[0], *after[1]} - {*targets}
+            waiting = {x: held[x] for x in sorted(next_ones)}
+            # One barrier on all: the read of a buffer ends before a later write of it
             # begins, or XLA copies the whole buffer.
-            (read[source], held[source], held[target]), tied = barrier(
-                ((new_page, held[source], new), tied)
+            new_pages, written, waiting, beside = barrier(
+                (new_pages, written, waiting, beside)
             )
-            held |= tied
-        shared = lambda x: {
+            fetched |= new_pages
+            held |= written | waiting
+        by_array = lambda x: {
             p: tuple([x[p, leaf] for leaf in leaves]) for p in self.streams
         }
-        return current | shared(held), shared(read)
+        return current | beside | by_array(held), by_array(fetched)
 
-    def _partners(self) -> list[tuple[int, int]]:
-        """For each array that is read, the array that is written at the same time.
+    def _fetch(
+        self,
+        item: _Item,
+        held: dict[_Item, Buffers],
+        following: PageAddress,
+        fetched: dict[_Item, Fetched],
+        more: Bool[Array, ""] | None,
+    ) -> Fetched:
+        fetch = functools.partial(self.arrays[item[0]].fetch, at=following)
+        if more is None:
+            return fetch(held[item])
+        return lax.cond(more, fetch, lambda _: fetched[item], held[item])
 
-        It is another array: XLA would copy an array that is read and written at once.
-        If leaves share pages, it is the same moment of another leaf. So it has the same
-        size.
+    def _turns(self) -> list[tuple[list[_Item], list[_Item]]]:
+        """What is read at a time, and what is written meanwhile: others.
+
+        XLA would copy an array that is read and written at once. Two turns of half of
+        the bytes each, if there are such halves, wait for each other twice in a page.
+        Else a turn has one array in each direction: if leaves share pages, the same
+        moment of another leaf, which has the same size.
         """
-        count, half = self.leaf_count, len(self.streams) // 2
+        size = lambda item: self.arrays[item[0]].page_bytes
+        count, streams = self.leaf_count, self.streams
+        every = [(p, leaf) for leaf in range(count) for p in streams]
+        halves: tuple[list[_Item], list[_Item]] = [], []
+        for item in sorted(every, key=size, reverse=True):
+            min(halves, key=lambda half: sum(map(size, half))).append(item)
+        first, second = (sum(map(size, half)) for half in halves)
+        if abs(first - second) <= _UNEVEN * (first + second) and (
+            GPU_HAS_STREAMS_BY_DIRECTION or count == 1
+        ):
+            return [halves, (halves[1], halves[0])]
         if count == 1:
-            return [(p, 0) for p in self.streams[half:] + self.streams[:half]]
+            others = streams[1:] + streams[:1]
+            return [([(p, 0)], [(q, 0)]) for p, q in zip(streams, others, strict=True)]
         return [
-            (p, (leaf + count // 2) % count)
-            for p in self.streams
+            ([(p, leaf)], [(p, (leaf + count // 2) % count)])
+            for p in streams
             for leaf in range(count)
         ]
 

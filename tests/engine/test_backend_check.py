@@ -83,7 +83,11 @@ def in_turn(monkeypatch):
 def both_ways_on_a_gpu(monkeypatch):
     """The next page is read while one is written; the last is computed apart."""
     monkeypatch.setattr(page_types, "GPU_FETCHES_AHEAD", True)
-    monkeypatch.setattr(Loop, "_in_turn", Loop._duplex)
+    in_turn = Loop._in_turn
+    as_it_says = lambda loop, *args: (Loop._duplex if loop.duplex else in_turn)(
+        loop, *args
+    )
+    monkeypatch.setattr(Loop, "_in_turn", as_it_says)
 
 
 def both_ways_on_a_tpu(monkeypatch):
@@ -130,14 +134,14 @@ def exchanged(monkeypatch):
         ),
     )
     # In turn both are at one place: there each moment is read where the other's are.
-    compute = Loop._compute
+    fetch = Loop._fetch
 
     def others(self, at, current, *rest):
         theirs = dict(zip(self.streams, reversed(self.streams), strict=True))
         swapped = {p: current[other] for p, other in theirs.items()}
-        return compute(self, at, current | swapped, *rest)
+        return fetch(self, at, current | swapped, *rest)
 
-    monkeypatch.setattr(Loop, "_compute", others)
+    monkeypatch.setattr(Loop, "_fetch", others)
 
 
 MUTATIONS = {
@@ -163,5 +167,7 @@ def test_it_goes_the_way_it_says(schedule, monkeypatch):
 def test_wrong_addresses_are_refused(schedule, mutation, monkeypatch):
     """By a page or by a row, of reads, of writes, or of both; and the two exchanged."""
     MUTATIONS[mutation](monkeypatch)
-    with pytest.raises(backend_check.BackendError, match="corrupts pages on cpu: rows"):
+    # JAX refuses a place before the first row that is known when traced.
+    said = "corrupts pages on cpu: rows|Index -[0-9]+ is out of bounds"
+    with pytest.raises((backend_check.BackendError, ValueError), match=said):
         backend_check.run_check("cpu")

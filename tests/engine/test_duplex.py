@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import paged_optax as po
-from helpers import aot, reference, step_model
+from helpers import aot, reference, schedule, step_model
 from helpers.programs import (
     MIB,
     assert_in_place,
@@ -56,6 +56,14 @@ def test_masters(compile_for):
     """Three arrays a parameter: each is written while another is read."""
     tx = po.paged_adamw(1e-3, master_dtype="float32")
     assert compiled(compile_for, tx, bfloat16(square(4)))[1] <= 1.10
+
+
+@pytest.mark.compiler
+@_ON_GPU
+def test_updates_are_computed_while_pages_travel():
+    """Of each leaf's loop: the moments before the transfers, the updates meanwhile."""
+    report, _ = compiled(aot.h200, po.paged_adamw(1e-3), square(2))
+    assert [x.kernels >= 1 for x in schedule.flights(report.hlo)] == [True, True]
 
 
 @pytest.mark.compiler

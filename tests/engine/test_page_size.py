@@ -59,8 +59,8 @@ def _without_layouts(make):
         def _in_layout(self, page):
             return page
 
-    def of(x, pages, codec, on_host):
-        made = make(x, pages, codec, on_host)
+    def of(x, pages, codec, on_host, leaf_count=1):
+        made = make(x, pages, codec, on_host, leaf_count)
         parts = tuple(PagedArray(**vars(part)) for part in made.parts)
         return stream.StoredArray(made.codec, parts)
 

@@ -11,9 +11,12 @@ import optax
 import pytest
 
 import paged_optax as po
-from helpers import aot, reference, step_model
+from helpers import aot, reference, schedule, step_model
 from helpers.programs import MIB, assert_in_place, bfloat16, square, updating
-from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
+from paged_optax.backend.platforms import (
+    GPU_HAS_STREAMS_BY_DIRECTION,
+    GPU_NEEDS_RAW_INDEX,
+)
 from paged_optax.codecs import arranged, named
 from paged_optax.engine import pages as page_types
 from paged_optax.engine import stream
@@ -233,6 +236,27 @@ def test_they_are_at_the_links_rate(compile_for, build, like):
     assert time <= 1.10
     assert report.device_temp <= 32 * MIB
     assert report.device_temp <= plan.scratch_bytes + MIB or compile_for is aot.v5e
+
+
+@pytest.mark.compiler
+@pytest.mark.skipif(
+    not GPU_HAS_STREAMS_BY_DIRECTION, reason="both directions would meet on a stream"
+)
+def test_half_of_a_page_travels_at_once():
+    """Seven moments go while seven others come, so that a page waits twice."""
+    report, _, _ = compiled(aot.h200, po.paged_adamw_8bit(1e-3), square(7))
+    (flight,) = schedule.flights(report.hlo)
+    assert (flight.up, flight.down) == (7, 7)
+    # The updates, and the codes that go with the second half.
+    assert flight.kernels >= 7 + 2
+
+
+@pytest.mark.compiler
+@_ON_GPU
+def test_scales_of_leaves_are_one_slice():
+    """They are on the device: no turn of the loop copies those of each leaf."""
+    report, _, _ = compiled(aot.h200, po.paged_adamw_8bit(1e-3), square(7))
+    assert report.runtime_counts.device_slices <= 4 * 2 * 7
 
 
 @pytest.mark.compiler

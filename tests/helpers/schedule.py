@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 
-from paged_optax.compiling.hlo import Computations, Instruction
+from paged_optax.compiling.hlo import Computations, Executor, Instruction
 
 
 @dataclasses.dataclass
@@ -51,6 +51,42 @@ def reductions(hlo: str) -> list[int]:
         for size, count in _beside(program, body, _is_reduction)
         if size is None
     ]
+
+
+@dataclasses.dataclass
+class Flight:
+    """What is under way at once in one loop's body.
+
+    Attributes:
+      up: The most transfers to the device that are open at once.
+      down: The most transfers to the host.
+      kernels: Kernels that start while a transfer is open.
+    """
+
+    up: int = 0
+    down: int = 0
+    kernels: int = 0
+
+
+def flights(hlo: str) -> list[Flight]:
+    """One entry for each loop body that has transfers both ways."""
+    found = []
+    program = Computations(hlo)
+    for body in _bodies(program):
+        result, flying = Flight(), {True: set[str](), False: set[str]()}
+        for instruction in program.instructions[body]:
+            if instruction.started and program.on_host(instruction):
+                flying[program.goes_up(instruction)].add(instruction.name)
+                result.up = max(result.up, len(flying[True]))
+                result.down = max(result.down, len(flying[False]))
+            elif instruction.operation.endswith("-done"):
+                for each in flying.values():
+                    each.discard(instruction.operands[0])
+            elif program.executor(instruction) is Executor.KERNEL:
+                result.kernels += any(flying.values())
+        if result.up and result.down:
+            found.append(result)
+    return found
 
 
 def _bodies(program: Computations) -> list[str]:
