@@ -74,6 +74,11 @@ class Codec(Protocol):
     A state names the codec that made its codes: by the codec's `name`, a string, or by
     the name of its class. Give another name to codes that mean other numbers.
 
+    A second moment that is not zero must not decode to zero, nor a finite value to
+    infinity. Where the second moment vanishes and the first does not, a step is
+    hundreds of learning rates. `signed` is False for second moments alone. A first
+    update shows none of that, because a page is encoded after it.
+
     Every value of a block that holds NaN or an infinity decodes to NaN or infinity, so
     that a diverged loss is seen and not trained on. Other blocks keep their values.
     `paged_optax.apply_if_finite` skips such steps, and no moment ever holds one.
@@ -86,7 +91,7 @@ class Codec(Protocol):
 
     @property
     def signed(self) -> bool:
-        """Whether negative values can be stored."""
+        """Whether the moment may have negative values; False: none is expected."""
         ...
 
     @property

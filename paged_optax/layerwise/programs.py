@@ -34,7 +34,7 @@ from paged_optax.codecs import Quantized
 from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.slices import LayerIndex, slab
-from paged_optax.transform.context import current, within
+from paged_optax.transform.context import current, sharding_in_type, telling, within
 
 _WAY_OUT = (
     "If a mask or labels are computed from shapes, give the mask as it is, a tree of"
@@ -228,7 +228,9 @@ def _traced(
     def update(
         i: LayerIndex, gradients: PyTree, state: PyTree, params: PyTree
     ) -> tuple[PyTree, PyTree]:
-        with within(fetched=True, layer=i):
+        # What a codec stores depends on how its parameter is divided.
+        leaves, places = jax.tree.leaves(params), map(sharding_in_type, layered.params)
+        with within(fetched=True, layer=i), telling(leaves, list(places)):
             return tx.update(gradients, state, params)
 
     stacked = [
@@ -286,13 +288,21 @@ def _refuse_other_stack(path: KeyPath, x: Stored, parameter: Array) -> None:
             and values % -(-values // (x.scales.size // length)) == 0
         )
     )
-    if not fits:
-        shapes = jax.tree.map(lambda x: x.shape, x)
-        raise ValueError(
-            f"state{keystr(path)} has shape {shapes}, which cannot be cut into the"
-            f" {length} layers of its parameter of shape {parameter.shape}: use moments"
-            " of the parameters' own shape; with a codec, layers of whole blocks."
+    if fits:
+        return
+    way_out = "use moments of the parameters' own shape; with a codec, layers of whole"
+    way_out += " blocks."
+    if isinstance(x, Quantized) and x.scales.ndim == 2:
+        # Only of parts that are no ranges, and have no whole blocks, are there so many.
+        way_out = (
+            f"it is divided into {x.scales.shape[0]} parts, and a block runs through"
+            " several rows of a part: divide another axis of the parameter, or none."
         )
+    shapes = jax.tree.map(lambda x: x.shape, x)
+    raise ValueError(
+        f"state{keystr(path)} has shape {shapes}, which cannot be cut into the"
+        f" {length} layers of its parameter of shape {parameter.shape}: {way_out}"
+    )
 
 
 def _refuse_choices_by_shape(

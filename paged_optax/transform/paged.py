@@ -113,9 +113,12 @@ def paged(
         Masters of either kind follow their parameters: if something else changes a
         parameter, its master moves as far. That may be a transformation chained after
         this one, a wrapper such as `lookahead` around it, or a restore of weights
-        alone. Steps below a unit of the parameter leave as whole units. So what makes
-        steps smaller, such as `optax.scale(0.1)`, belongs inside `paged`: after it, a
-        tenth of a unit moves neither parameter nor master.
+        alone. So does the difference where no update in the parameter's dtype leads to
+        the rounded master, as where a sign changes: of bfloat16 at most 1/128 of the
+        step. So masters are not bit for bit those of a training in float32. Steps below
+        a unit of the parameter leave as whole units. So what makes steps smaller, such
+        as `optax.scale(0.1)`, belongs inside `paged`: after it, a tenth of a unit moves
+        neither parameter nor master.
       master_remainders: Whether a master copy in float32 of a bfloat16 parameter is
         kept as the 16 bits that the parameter lacks: half the bytes, and half the
         traffic. The masters are those of `master_dtype="float32"`, but for a rounding

@@ -4,6 +4,7 @@ import re
 import warnings
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -360,6 +361,69 @@ def test_small_parts_of_large_moments(axis_type, codec, least):
         _, state, *_ = step(params, state, workspace, jnp.zeros(()))
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state)}
     assert kinds == {"device"}
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["at once", "deferred"])
+@pytest.mark.parametrize(
+    ("shape", "settings"),
+    [
+        ((257, 1024), {"codec": "dynamic_int8"}),
+        ((264, 512), {"codec": "float8_e4m3"}),
+        ((256, 1024), {"codec": "dynamic_int8", "master_remainders": True}),
+    ],
+    ids=["int8", "fp8", "remainders"],
+)
+def test_blocks_that_end_with_a_devices_part(shape, settings, deferred):
+    """What is outside the layers has parts of no whole blocks: as on automatic axes."""
+    dtype = jnp.bfloat16 if "master_remainders" in settings else jnp.float32
+    model = po.LayerwiseModel(
+        lambda rest, batch: (batch, None),
+        lambda weights, x, context, i: (x + x @ weights["w"], None),
+        lambda rest, x, kept, batch: jnp.mean(x**2) + jnp.mean(rest["embed"] ** 2),
+    )
+
+    def trained(axis_type):
+        mesh = mesh_of(axis_type)
+        key = jax.random.key(0)
+        params = {
+            "layers": {"w": jax.random.normal(key, (2, 512, 512), dtype) / 64},
+            "embed": jax.random.normal(key, shape, dtype) / 64,
+        }
+        specs = {"layers": {"w": P(None, "x", None)}, "embed": P(None, "x")}
+        with jax.set_mesh(mesh):
+            params = placed(params, mesh, specs)
+            tx = po.paged_adamw(1e-3, min_paged_size=0, **settings)
+            state = tx.init(params)
+            workspace = po.GradientWorkspace.allocate(
+                params["layers"],
+                host_dtype=dtype if deferred else None,
+                rest={"embed": params["embed"]} if deferred else None,
+            )
+            step = po.layerwise_step(model, tx)
+            batch = jnp.ones((8, 512), dtype)
+            for _ in range(2):
+                params, state, workspace, _ = jax.jit(step)(
+                    params, state, workspace, batch
+                )
+            return jax.device_get((params, state))
+
+    chex.assert_trees_all_equal(trained(EXPLICIT), trained(AUTO))
+
+
+def test_parts_of_no_whole_blocks_are_named():
+    """64 columns a device: a block of 256 values runs through four of its rows."""
+    mesh = mesh_of(AUTO)
+    params = {"layers": {"w": jnp.ones((2, 512, 512))}}
+    params = placed(params, mesh, {"layers": {"w": P(None, None, "x")}})
+    tx = po.paged_adamw_8bit(1e-3, min_paged_size=0)
+    model = po.LayerwiseModel(
+        lambda rest, batch: (batch, None),
+        lambda weights, x, context, i: (x + x @ weights["w"], None),
+        lambda rest, x, kept, batch: jnp.mean(x**2),
+    )
+    step, state = jax.jit(po.layerwise_step(model, tx)), tx.init(params)
+    with pytest.raises(ValueError, match="8 parts, and a block runs.*another axis"):
+        step(params, state, model.workspace(params), jnp.ones((8, 512)))
 
 
 def test_one_transformation_on_several_meshes():
