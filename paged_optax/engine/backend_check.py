@@ -18,7 +18,7 @@ from jax import Array
 from paged_optax.analysis.flat import trace
 from paged_optax.analysis.program import LeafUpdate
 from paged_optax.analysis.split import analyse
-from paged_optax.engine.page_size import cut
+from paged_optax.engine.geometry import cut
 from paged_optax.engine.pages import Storage
 from paged_optax.engine.stream import fill, stream
 

@@ -40,7 +40,8 @@ from paged_optax.backend.platforms import (
 from paged_optax.backend.types import varying, varying_axes
 from paged_optax.codecs import Codec, Noise, Quantized
 from paged_optax.codecs.codec import strides_of
-from paged_optax.engine.page_shapes import CODEC_PAGE, in_tiles
+from paged_optax.engine.page_shapes import in_tiles
+from paged_optax.engine.page_size import CODEC_PAGE
 from paged_optax.engine.pages import Index, PageAddress, PageRange, Pages, Storage
 from paged_optax.engine.stored_array import (
     Fetched,

@@ -21,14 +21,13 @@ from paged_optax.codecs import (
     codes_per_word,
     values_per_entry,
 )
+from paged_optax.engine.page_size import CODEC_PAGE, page_entries, page_size_in
 from paged_optax.engine.pages import (
     MOST_INDEX,
     TOO_LONG,
     Pages,
     Storage,
     block_of,
-    many_pages,
-    page_entries,
     single,
 )
 
@@ -40,7 +39,7 @@ def in_rows(
     itemsize = max([x.itemsize for x in moments])
     values = math.prod(shape)
     if any(x.on_host for x in moments):
-        page_size = many_pages(values * itemsize, page_size)
+        page_size = page_size_in(values * itemsize, page_size)
     if values * itemsize <= page_size:
         return single(shape)
     columns = shape[-1] if len(shape) > 1 else 1
@@ -104,14 +103,6 @@ def _unit_of_values(codec: Codec | None, shape: tuple[int, ...]) -> int:
     return math.lcm(codec.block, together)
 
 
-#: Bytes of a page, or of a part of one, that a TPU computes a codec on.
-#
-# XLA:TPU computes a page of this size in its vector memory. Pages of 16 MiB take 92 MiB
-# of scratch, for (50257, 768) in eight bits. A larger page also takes longer to
-# compile: (32128, 1024) takes 15 s in pages of 2 MiB, and 6 s in pages of 1 MiB (libtpu
-# 0.0.52).
-CODEC_PAGE = 2**20
-
 # If a moment has at least so many scales, they go in pages on a TPU too, even if pages
 # must be larger for that.
 _MANY_SCALES = 2**18
@@ -125,7 +116,7 @@ def in_tiles(
     asked, size_of_leaf = page_size, math.prod(shape) * itemsize
     if any(block_of(x) > 1 for x in moments):
         page_size = min(page_size, CODEC_PAGE)
-    page_size = many_pages(size_of_leaf, page_size)
+    page_size = page_size_in(size_of_leaf, page_size)
     if size_of_leaf <= page_size:
         return single(shape, tiled=True)
     larger: list[Pages] = []

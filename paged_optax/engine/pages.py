@@ -20,11 +20,6 @@ TOO_LONG = (
     " a matrix of shorter axes"
 )
 
-# A leaf of n pages takes (n + 1) / n of the link's time (`paged_optax.engine.loop`). So
-# it has this many, unless they would be so small that latency counts.
-_PAGES = 16
-_LEAST_PAGE = 2**20
-
 
 #: A number known when traced, or a loop's variable.
 Index = Int[Array, ""] | np.int32
@@ -178,49 +173,10 @@ class PageRange:
         return PageAddress(start, self.size // pieces, number)
 
 
-@dataclasses.dataclass(frozen=True)
-class Geometry:
-    """How one leaf is cut, on each kind of backend.
-
-    Attributes:
-      gpu: On a GPU.
-      tpu: On a TPU.
-      cpu: On a CPU. It has no link, and leaves that share pages would only be copied.
-    """
-
-    gpu: Pages
-    tpu: Pages
-    cpu: Pages
-
-    def on(self, platform: str) -> Pages:
-        """The pages on a platform, `"gpu"` or `"tpu"`; for a CPU those of a GPU."""
-        # What is planned on a CPU is planned for a machine that has a link.
-        return self.tpu if platform == "tpu" else self.gpu
-
-
 def single(shape: tuple[int, ...], *, tiled: bool = False) -> Pages:
     """A leaf that is one page."""
     extent = shape[0] if shape else 1
     return Pages(shape, shape, 0, extent, 1, tiled=tiled and len(shape) > 1)
-
-
-def many_pages(size_of_leaf: int, page_size: int) -> int:
-    """The page size that cuts a leaf into as many pages as it should have."""
-    count = min(_PAGES, max(1, size_of_leaf // _LEAST_PAGE))
-    return min(page_size, -(-size_of_leaf // count))
-
-
-def page_entries(
-    extent: int, unit: int, bytes_each: int, page_size: int
-) -> tuple[int, int]:
-    """Entries of a page, and how many pages there are."""
-    largest = max(unit, page_size // bytes_each // unit * unit)
-    fewest = -(-extent // largest)
-    for count in range(fewest, 2 * fewest + 1):
-        if extent % count == 0 and extent // count % unit == 0:
-            return extent // count, count
-    size = -(-extent // (fewest * unit)) * unit
-    return size, -(-extent // size)
 
 
 def block_of(storage: Storage) -> int:

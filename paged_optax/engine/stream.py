@@ -30,9 +30,9 @@ from paged_optax.analysis.program import Program
 from paged_optax.backend.memory import HOST, on_host
 from paged_optax.backend.types import varying
 from paged_optax.codecs import Codec
+from paged_optax.engine.geometry import Geometry, sharing
 from paged_optax.engine.loop import Loop
-from paged_optax.engine.page_size import sharing
-from paged_optax.engine.pages import Geometry, Pages
+from paged_optax.engine.pages import Pages
 from paged_optax.engine.shards import ShardOffset, Shards, on_shards
 from paged_optax.engine.stored_array import Stored, StoredArray
 

@@ -16,7 +16,7 @@ from paged_optax.backend import memory, tiling
 from paged_optax.backend.memory import layout_bytes
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import ArrayOrShape, Transformation
-from paged_optax.engine.page_size import sharing, uncut
+from paged_optax.engine.geometry import sharing, uncut
 from paged_optax.engine.pages import Pages, Storage
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.stored_array import StoredArray

@@ -8,9 +8,9 @@ import paged_optax as po
 from paged_optax.backend import memory
 from paged_optax.engine import backend_check
 from paged_optax.engine import pages as page_types
+from paged_optax.engine.geometry import Storage, cut
 from paged_optax.engine.loop import Loop
 from paged_optax.engine.page_io import PagedArray
-from paged_optax.engine.page_size import Storage, cut
 from paged_optax.engine.transfer_order import Exchange
 
 

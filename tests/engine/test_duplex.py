@@ -20,8 +20,8 @@ from helpers.programs import (
 )
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 from paged_optax.engine import pages as page_types
+from paged_optax.engine.geometry import Storage, cut
 from paged_optax.engine.loop import Loop
-from paged_optax.engine.page_size import Storage, cut
 from paged_optax.engine.transfer_order import Exchange
 
 _ON_GPU = pytest.mark.skipif(

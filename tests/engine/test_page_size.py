@@ -16,7 +16,7 @@ from helpers.programs import square
 from paged_optax.backend import tiling
 from paged_optax.codecs import Arranged, arranged, axis_of_blocks, named, unarranged
 from paged_optax.engine import loop, page_io, stream
-from paged_optax.engine.page_size import Storage, cut
+from paged_optax.engine.geometry import Storage, cut
 
 # All of them: `in_one_page` keeps for one test what another compiled.
 pytestmark = pytest.mark.optimized

@@ -20,8 +20,8 @@ from paged_optax.backend.platforms import (
 from paged_optax.codecs import arranged, named
 from paged_optax.engine import pages as page_types
 from paged_optax.engine import stream
+from paged_optax.engine.geometry import cut
 from paged_optax.engine.loop import Loop
-from paged_optax.engine.page_size import cut
 from paged_optax.engine.pages import Storage
 from paged_optax.engine.stored_array import StoredArray, buffers_of
 

@@ -137,7 +137,7 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
     from helpers import aot
     from helpers.programs import on_device, shardings, state_on, updating
     from paged_optax.backend import memory
-    from paged_optax.engine import page_size as geometry
+    from paged_optax.engine import geometry
     from paged_optax.transform import paged_transformation
 
     cuts: list[geometry.Geometry] = []
