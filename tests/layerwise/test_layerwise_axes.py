@@ -99,16 +99,20 @@ def compiled_on(
 @pytest.mark.quick("tied", "8 bits", "injected")
 @pytest.mark.parametrize("case", CONFIGURATIONS)
 def test_gathers_of_layerwise_steps(case):
-    """On explicit axes as many as on automatic ones, and nothing is paged whole."""
+    """On explicit axes no more than on automatic ones, and nothing more is paged whole.
+
+    Of injected hyperparameters fewer: only types say there how moments are divided.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain, typed = (
             compiled_on(kind, **CONFIGURATIONS[case]) for kind in (AUTO, EXPLICIT)
         )
     print(case, "auto", gathers(plain), "explicit", gathers(typed))
-    reports = [po.memory_report(each).unsharded for each in (plain, typed)]
-    assert reports[0] == reports[1]
-    assert gathers(typed) == gathers(plain)
+    whole_plain, whole = (po.memory_report(x).unsharded for x in (plain, typed))
+    assert whole <= whole_plain
+    assert gathers(typed) <= gathers(plain)
+    assert gathers(typed) == gathers(plain) or case == "injected"
 
 
 def own_model(seen):
