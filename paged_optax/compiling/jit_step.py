@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from paged_optax.backend.compiler_options import NO_OVERLAP
+from paged_optax.backend.user_warnings import warn_user
 from paged_optax.compiling.arguments import (
     ArrayKey,
     Call,
@@ -169,10 +170,9 @@ class Step:
         donated, belonging = self._positions(call.keys), self._hosted | hosted(call)
         refuse_moved(call, belonging)
         if belonging and not donated and not self._programs:
-            warnings.warn(
+            warn_user(
                 "nothing is donated, so a step leaves the old parameters and moments"
-                " beside the new: name them in donate_argnums or donate_argnames.",
-                stacklevel=4,
+                " beside the new: name them in donate_argnums or donate_argnames."
             )
 
         # A new function for each attempt, because JAX keeps what it traced by function.
