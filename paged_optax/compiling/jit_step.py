@@ -220,12 +220,19 @@ class Step:
             positions |= {i for i, one in enumerate(keys) if one in names}
             if names.isdisjoint(keys):
                 which = "donate_argnums" if isinstance(key, int) else "donate_argnames"
-                has = ", ".join(map(label, keys))
                 raise ValueError(
                     f"{which} names argument {key!r}, which the step is not given as an"
-                    f" array: it has {len(keys)} arguments, {has}."
+                    f" array: it has {self._named(keys)}."
                 )
         return tuple(sorted(positions))
+
+    def _named(self, keys: Keys) -> str:
+        """How many arguments there are, and what each is called, for messages."""
+        names = enumerate(names_by_position(self._signature))
+        named = {key: f"{key} is {name!r}" for key, name in names if name}
+        each = [named.get(key, str(key)) for key in keys]
+        count = f"{len(keys)} argument{'' if len(keys) == 1 else 's'}"
+        return f"{count}: {', '.join(each)}" if each else count
 
     def _names(self, key: Key) -> set[Key]:
         """An argument's position and its name: it may be given by either."""
