@@ -229,7 +229,7 @@ class Step:
     def _named(self, keys: Keys) -> str:
         """How many arguments there are, and what each is called, for messages."""
         names = enumerate(names_by_position(self._signature))
-        named = {key: f"{key} is {name!r}" for key, name in names if name}
+        named: dict[Key, str] = {i: f"{i} is {name!r}" for i, name in names if name}
         each = [named.get(key, str(key)) for key in keys]
         count = f"{len(keys)} argument{'' if len(keys) == 1 else 's'}"
         return f"{count}: {', '.join(each)}" if each else count
