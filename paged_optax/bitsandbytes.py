@@ -5,7 +5,6 @@ shape, four in one of our words, and the largest magnitude of each 256 values.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
@@ -17,6 +16,7 @@ from jaxtyping import PyTree
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import LARGE_BYTES, key_names, path_name, track
 from paged_optax.backend.types import KeyPath, Path
+from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import check_arrays
 from paged_optax.backend.variables import unflatten_like
 from paged_optax.codecs import Quantized, unarranged
@@ -191,12 +191,11 @@ def _warn_of_other_steps(
     for path, step in steps.items():
         count = step_of(new, path)
         if count is not None and int(count) != step:
-            warnings.warn(
+            warn_user(
                 f"the entry of parameter {path_name(path)!r} has 'step' {step}, and the"
                 f" state has one count for all parameters, which is {int(count)} now:"
                 " its bias corrections and schedules will be those of that step. Make"
-                " the state with per_parameter_steps=True, and each keeps its own.",
-                stacklevel=3,
+                " the state with per_parameter_steps=True, and each keeps its own."
             )
             return
 

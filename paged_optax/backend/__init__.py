@@ -5,5 +5,5 @@
 `pinned_pool`: where a GPU's host arrays are. `types`: what arrays' types tell, also of
 a mesh. `processes`: what several say to each other. `tiling`: how a TPU lays arrays
 out. `variables` are Flax's. `validation` is of arguments, `text` has paths, sizes,
-tables. It knows nothing of optimizers.
+tables. `user_warnings` point at users' lines. It knows nothing of optimizers.
 """

@@ -2,18 +2,22 @@
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import json
 import math
 import pathlib
+import re
 import shlex
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import optax
 from jaxtyping import PyTree
 
+import paged_optax
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import parse_bytes, print_table, readable_bytes
 from paged_optax.backend.validation import floating_dtype
@@ -22,7 +26,7 @@ from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
 from paged_optax.planning.card_rates import CARDS, find_card
 from paged_optax.planning.checkpoint import checkpoint_shapes
 from paged_optax.planning.fits import what_fits
-from paged_optax.planning.footprints import filled
+from paged_optax.planning.footprints import Footprints, filled
 from paged_optax.planning.hugging_face import config_heads
 from paged_optax.planning.models import (
     DECODERS,
@@ -48,6 +52,7 @@ _OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "rmsprop": optax.rmsprop,
     "adagrad": optax.adagrad,
     "lamb": optax.lamb,
+    "lars": optax.lars,
     "adafactor": optax.adafactor,
     "muon": optax.contrib.muon,
 }
@@ -183,7 +188,7 @@ def run(options: argparse.Namespace) -> int:
         # Only shapes are needed, and JAX would take most of an accelerator's memory.
         jax.config.update("jax_platforms", "cpu")
     params, left_out = _shapes(options)
-    footprints = what_fits(
+    footprints = _fits(
         params,
         _OPTIMIZERS[optimizer](1e-3),
         device_memory=memory,
@@ -223,6 +228,27 @@ def run(options: argparse.Namespace) -> int:
         if command := _command(options):
             print(f"\nOr all of it, which chooses for itself:\n{command}")
     return 0
+
+
+def _fits(*args: Any, **kwargs: Any) -> Footprints:
+    """What fits; an error names the options of the command line."""
+    try:
+        return what_fits(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise type(error)(_with_options(str(error))) from error
+
+
+def _with_options(message: str) -> str:
+    """A message of `what_fits` for people who write options, and no Python."""
+    message = message.replace("link_gigabytes_per_second=", "link=")
+    message = message.replace(
+        ", or an object with the methods of paged_optax.codecs.Codec", ""
+    )
+    message = re.sub(r"^codec (?=')", "--codec=", message)
+    names = "batch|length|heads|score_blocks|fused_head|page_size|codec|link|teraflops"
+    names += "|device_memory|master_dtype|master_remainders|layers"
+    option = lambda match: "--" + match[1].replace("_", "-") + match[2]
+    return re.sub(rf"\b({names})(=)", option, message).replace("=True", "")
 
 
 def _command(options: argparse.Namespace) -> str:
@@ -288,8 +314,12 @@ def _optimizer(name: str) -> tuple[str, str | None]:
     codec = "dynamic_int8" if known.endswith("_8bit") else None
     known = known.removesuffix("_8bit")
     if known not in _OPTIMIZERS:
+        aliases = [x for x in paged_optax.__all__ if x.startswith("paged_")]
+        close = difflib.get_close_matches(name.lower(), [*_OPTIMIZERS, *aliases], n=2)
+        guess = f" Did you mean {' or '.join(close)}?" if close else ""
         raise ValueError(
-            f"--optimizer {name!r} is unknown: use one of {', '.join(_OPTIMIZERS)}."
+            f"--optimizer {name!r} is unknown: use one of {', '.join(_OPTIMIZERS)}, or"
+            f" an alias, {', '.join(aliases)}.{guess}"
         )
     return known, codec
 

@@ -8,7 +8,6 @@ fails to compile with an unrelated message.
 
 import itertools
 import pathlib
-import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from jax.extend import core
 
 from paged_optax.backend.memory import HOST
 from paged_optax.backend.platforms import GPU_COPIES_FOR_CONDITIONALS
+from paged_optax.backend.user_warnings import warn_user
 
 #: Primitives that keep a host array's values, or move it.
 _HARMLESS = frozenset(
@@ -137,11 +137,10 @@ def warn_of_host_compute(jaxpr: core.Jaxpr | core.ClosedJaxpr, platform: str) ->
         if "optax" in path.parts and path.name in _CURES:
             cure = f"{_CURES[path.name]}, which gives the same numbers"
             break
-    warnings.warn(
+    warn_user(
         f"the step computes `{equation.primitive}` on {equation.aval.str_short()},"
         f" which is in host memory{where}: XLA copies the whole state for it, or does"
-        f" not compile. Instead, {cure}.",
-        stacklevel=3,
+        f" not compile. Instead, {cure}."
     )
 
 

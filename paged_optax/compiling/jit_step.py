@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from paged_optax.backend.compiler_options import NO_OVERLAP
+from paged_optax.backend.user_warnings import warn_user
 from paged_optax.compiling.arguments import (
     ArrayKey,
     Call,
@@ -169,10 +170,9 @@ class Step:
         donated, belonging = self._positions(call.keys), self._hosted | hosted(call)
         refuse_moved(call, belonging)
         if belonging and not donated and not self._programs:
-            warnings.warn(
+            warn_user(
                 "nothing is donated, so a step leaves the old parameters and moments"
-                " beside the new: name them in donate_argnums or donate_argnames.",
-                stacklevel=4,
+                " beside the new: name them in donate_argnums or donate_argnames."
             )
 
         # A new function for each attempt, because JAX keeps what it traced by function.
@@ -220,12 +220,19 @@ class Step:
             positions |= {i for i, one in enumerate(keys) if one in names}
             if names.isdisjoint(keys):
                 which = "donate_argnums" if isinstance(key, int) else "donate_argnames"
-                has = ", ".join(map(label, keys))
                 raise ValueError(
                     f"{which} names argument {key!r}, which the step is not given as an"
-                    f" array: it has {len(keys)} arguments, {has}."
+                    f" array: it has {self._named(keys)}."
                 )
         return tuple(sorted(positions))
+
+    def _named(self, keys: Keys) -> str:
+        """How many arguments there are, and what each is called, for messages."""
+        names = enumerate(names_by_position(self._signature))
+        named: dict[Key, str] = {i: f"{i} is {name!r}" for i, name in names if name}
+        each = [named.get(key, str(key)) for key in keys]
+        count = f"{len(keys)} argument{'' if len(keys) == 1 else 's'}"
+        return f"{count}: {', '.join(each)}" if each else count
 
     def _names(self, key: Key) -> set[Key]:
         """An argument's position and its name: it may be given by either."""

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.compiler_options import SCHEDULED, overlap_options
 from paged_optax.backend.text import readable_bytes, table
+from paged_optax.backend.user_warnings import warn_user
 from paged_optax.compiling.hlo import (
     Computations,
     Executor,
@@ -209,10 +209,9 @@ def compile_overlapping(
     except jax.errors.JaxRuntimeError as error:
         if "No such compile option" not in str(error):
             raise
-        warnings.warn(
+        warn_user(
             "this XLA takes no compiler options that overlap transfers and products,"
-            f" and the step is compiled without: {str(error).splitlines()[0]}",
-            stacklevel=5,
+            f" and the step is compiled without: {str(error).splitlines()[0]}"
         )
         return compiled_with({})
     # The scheduler has more buffers alive at once, perhaps more than the device holds.
@@ -220,11 +219,10 @@ def compile_overlapping(
     limit = None if unscheduled == options else _memory_limit(device)
     if limit is None or (needed := device_total(compiled)) <= limit:
         return jitted, compiled
-    warnings.warn(
+    warn_user(
         f"transfers do not overlap with products, as the step would then take"
         f" {readable_bytes(needed)} of the device, and JAX has {readable_bytes(limit)}:"
-        " give it fewer tokens, or more of the device's memory.",
-        stacklevel=5,
+        " give it fewer tokens, or more of the device's memory."
     )
     return compiled_with(unscheduled)
 

@@ -1,7 +1,6 @@
 """Arguments of a layerwise step, checked before it runs."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.backend.processes import compare, spans_processes
 from paged_optax.backend.text import key_names, keystr, readable_bytes
 from paged_optax.backend.types import KeyPath, shape_dtype
+from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import nondifferentiable
 from paged_optax.backend.variables import as_pure
 from paged_optax.engine.shards import Shards
@@ -136,13 +136,12 @@ def warn_of_divided_layers(
             shards = next(filter(None, every), None)
             if shards is None or not x.shape or shards.divisions[0] == 1:
                 continue
-            warnings.warn(
+            warn_user(
                 f"{name}{keystr(path)} of shape {x.shape} is divided along its layers,"
                 f" by {shards.spec} over the mesh {dict(shards.mesh.shape)}:"
                 " layerwise_step takes one layer at a time, and XLA gathers all of them"
                 " on every device. Divide another axis, as"
-                " paged_optax.fully_sharded(params, mesh) does.",
-                stacklevel=3,
+                " paged_optax.fully_sharded(params, mesh) does."
             )
             return True
     return False

@@ -3,7 +3,6 @@
 import functools
 import math
 import pathlib
-import warnings
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -13,6 +12,7 @@ from jaxtyping import PyTree
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import path_name
 from paged_optax.backend.types import KeyPath
+from paged_optax.backend.user_warnings import warn_user
 from paged_optax.planning.hugging_face import (
     MOST_BYTES,
     MOST_TENSORS,
@@ -106,11 +106,10 @@ def _headers(paths: Sequence[pathlib.Path]) -> dict[str, jax.ShapeDtypeStruct]:
         if len(tensors) > MOST_TENSORS:
             raise ValueError(f"{str(path)!r}: more than {MOST_TENSORS} tensors.")
     if packed > nbytes(tensors) / 5:  # less may be masks
-        warnings.warn(
+        warn_user(
             f"{str(paths[0].parent)!r}: {packed} bytes of whole numbers, as quantized"
             f" weights are, are left out; the {nbytes(tensors)} bytes of floating point"
-            " are counted.",
-            stacklevel=3,
+            " are counted."
         )
     return tensors
 

@@ -227,6 +227,14 @@ def _workload(
 ) -> Workload | None:
     """The batch of a step; None if none is stated."""
     if batch is None and length is None:
+        refined = {"heads": heads, "fused_head": fused_head or None}
+        refined["score_blocks"] = None if score_blocks == 1 else score_blocks
+        for name, value in refined.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name}={brief(value)} is without batch and length, and changes"
+                    " nothing: pass both, such as batch=4 and length=2048."
+                )
         return None
     if length is None:
         raise ValueError(
@@ -242,6 +250,11 @@ def _workload(
     for name, count in (counts if heads is None else counts | {"heads": heads}).items():
         check_count(name, count, 1)
     check_bool("fused_head", fused_head)
+    if score_blocks > length:
+        raise ValueError(
+            f"score_blocks={score_blocks} is more than length={length}, the queries of"
+            f" a sequence: pass at most {length}."
+        )
     return Workload(batch, length, heads, score_blocks, fused_head)
 
 
@@ -252,7 +265,13 @@ def _sizes(alike: Layers | None, workload: Workload) -> tuple[Sizes, str]:
             f"batch={workload.batch}: activations are counted by layers that are alike,"
             " and params has none. Leave batch and length out."
         )
-    return sizes_of(alike, workload.heads)
+    sizes, assumed = sizes_of(alike, workload.heads)
+    if sizes.query % (workload.heads or 1):
+        raise ValueError(
+            f"heads={workload.heads} does not divide a token's queries, which have"
+            f" {sizes.query} values: pass the model's number of heads."
+        )
+    return sizes, assumed
 
 
 def _name(codec: Rule | Mapping[str, Rule]) -> str:

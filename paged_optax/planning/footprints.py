@@ -210,8 +210,8 @@ class Footprints(Sequence[Footprint]):
             missing = readable_bytes(least.device - self.available)
             return filled(
                 f"Nothing fits: {least.way} takes the least, and {missing} too much."
-                " Fewer or shorter sequences take less, as micro-batches too. So do"
-                " scores in blocks, and linear_cross_entropy in the place of logits."
+                " Fewer or shorter sequences take less, as micro-batches too."
+                f"{_also(self.workload)}"
             )
         size, most = readable_bytes(chosen.device), readable_bytes(self.available)
         text = f"Choose {chosen.way}: the fastest that fits, {size} of {most}"
@@ -231,8 +231,7 @@ class Footprints(Sequence[Footprint]):
             f" jax.checkpoint: the layers' inputs have {sizes(self.held.saved)}, one"
             f" layer's backward pass {sizes(self.held.layer)} and"
             f" {sizes(self.held.scores)} of attention scores, the loss"
-            f" {sizes(self.held.head)}. Scores in blocks and linear_cross_entropy take"
-            " less."
+            f" {sizes(self.held.head)}.{_also(self.workload)}"
         )
 
     def _pool_notes(self) -> Iterator[str]:
@@ -293,6 +292,17 @@ class Footprints(Sequence[Footprint]):
 def filled(text: str) -> str:
     """Text as wide as a terminal; names of variables stay whole."""
     return textwrap.fill(text, 80, break_long_words=False, break_on_hyphens=False)
+
+
+def _also(workload: Workload) -> str:
+    """What of a batch's computation takes less memory, and is not stated already."""
+    blocks, fused = workload.score_blocks > 1, workload.fused_head
+    if blocks and fused:
+        return ""
+    if blocks:
+        return " A head by linear_cross_entropy takes less."
+    others = "" if fused else " and a head by linear_cross_entropy"
+    return f" Scores in blocks{others} take less."
 
 
 def _range(row: Footprint) -> tuple[str, ...]:

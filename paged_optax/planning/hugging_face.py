@@ -9,13 +9,13 @@ import json
 import math
 import pathlib
 import re
-import warnings
 from typing import BinaryIO
 
 import jax
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
+from paged_optax.backend.user_warnings import warn_user
 from paged_optax.planning.models import MOST_PARAMETERS, Decoder
 
 #: Bytes of one JSON text. The index of 100,000 tensors has two thirds of it. A text of
@@ -285,7 +285,7 @@ def _warn_of_what_is_left_out(fields: Fields) -> None:
             )
         else:
             continue
-        warnings.warn(f"{fields.shown(name, value)}; {left_out}.", stacklevel=3)
+        warn_user(f"{fields.shown(name, value)}; {left_out}.")
 
 
 def index_files(path: pathlib.Path) -> list[pathlib.Path]:

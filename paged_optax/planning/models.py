@@ -225,9 +225,8 @@ def _count(text: str) -> float:
     count = float(match[1]) * {"": 1, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]]
     # Nobody means a model of eight parameters.
     if not match[2] and count < 1e4:
-        raise ValueError(
-            f"model {text!r} would have {count:g} parameters. Did you mean {match[1]}B?"
-        )
+        way_out = f"Did you mean {match[1]}B?" if count else "Pass one such as '8B'."
+        raise ValueError(f"model {text!r} would have {count:g} parameters. {way_out}")
     return count
 
 

@@ -1,7 +1,6 @@
 """What lives where, and what a step moves, known beforehand; on a mesh too."""
 
 import dataclasses
-import warnings
 from collections.abc import Hashable, Mapping
 
 import jax
@@ -11,6 +10,7 @@ from jaxtyping import PyTree
 from paged_optax.backend import pinned_pool
 from paged_optax.backend.text import readable_bytes, table
 from paged_optax.backend.types import ArrayOrShape, Transformation
+from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import (
     brief,
     check_arrays,
@@ -325,12 +325,11 @@ def plan(
     # Planning for a GPU is mostly done elsewhere; only a TPU has no such pool.
     arrays = result.arrays_on_host * min(devices, devices_per_host)
     if jax.default_backend() != "tpu" and pinned_pool.pinned_bytes(arrays) is None:
-        warnings.warn(
+        warn_user(
             f"the moments need {readable_bytes(result.bytes_per_host)} of pinned host"
             f" memory, and XLA's pool on a GPU holds"
             f" {readable_bytes(pinned_pool.pool_limit())}: set"
             f" {pinned_pool.POOL_LIMIT}={pinned_pool.limit_gigabytes(arrays)} before"
-            " JAX starts.",
-            stacklevel=2,
+            " JAX starts."
         )
     return result

@@ -1,7 +1,7 @@
 """Prologue, layer and epilogue of a loss in pieces, as a layerwise step calls them."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,6 +12,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
 from paged_optax.analysis.program import Constant, Operand, Program
+from paged_optax.backend.text import keystr
+from paged_optax.backend.types import PyTreeDef
 from paged_optax.splitting.dependence import producers_of
 from paged_optax.splitting.numbered import Member, split_names
 from paged_optax.splitting.pieces import (
@@ -172,6 +174,52 @@ class Functions:
         )
 
 
+class _BatchTypes(NamedTuple):
+    """The structure and the types of a batch.
+
+    Attributes:
+      structure: Its structure.
+      types: The shape and the dtype of each leaf.
+    """
+
+    structure: PyTreeDef
+    types: tuple[tuple[tuple[int, ...], str], ...]
+
+    @classmethod
+    def of(cls, batch: PyTree) -> "_BatchTypes":
+        """Those of this batch."""
+        leaves, structure = jax.tree.flatten(batch)
+        types = [jax.typeof(x) if not hasattr(x, "dtype") else x for x in leaves]
+        return cls(structure, tuple((tuple(x.shape), str(x.dtype)) for x in types))
+
+    def other_axes(self, first: "_BatchTypes") -> str:
+        """What to tell if each array has one axis more, or less, than the first batch.
+
+        It is empty if they have not.
+        """
+        if self.structure != first.structure:
+            return ""
+        numbers = self.structure.unflatten(range(len(self.types)))
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(numbers)[0]]
+        triples = zip(paths, self.types, first.types, strict=True)
+        shapes = [(path, x, like) for path, (x, _), (like, _) in triples if x or like]
+        more = {len(x) - len(like) for _, x, like in shapes}
+        if more not in ({1}, {-1}):
+            return ""
+        path, shape, like = shapes[0]
+        told = f"batch{keystr(path)} has shape {shape}, and split_layers got {like}"
+        if more == {1}:
+            return (
+                f"{told}: it has an axis more. For micro-batches, stacked, pass"
+                " accumulate=True to layerwise_step; or pass a batch without the axis."
+            )
+        return (
+            f"{told}: it has an axis less. With accumulate=True a step takes"
+            " micro-batches from the leading axis of each leaf: stack them, as by"
+            " x.reshape(count, -1, *x.shape[1:]), or leave accumulate=True out."
+        )
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class FunctionsByShape:
     """Prologue, layer and epilogue for batches of any shapes.
@@ -179,19 +227,19 @@ class FunctionsByShape:
     Attributes:
       loss: The user's loss.
       split: The loss, split for the first batch.
-      by_shapes: A cache of the functions by the batch's shapes. They depend only on the
-        loss and these shapes.
+      by_shapes: A cache of the functions by the batch's shapes, the first batch's
+        first. They depend only on the loss and these shapes.
     """
 
     loss: Loss
     split: SplitLoss
-    by_shapes: dict[Hashable, Functions]
+    by_shapes: dict[_BatchTypes, Functions]
 
     @classmethod
     def of(cls, loss: Loss, batch: PyTree, layers: str | None) -> "FunctionsByShape":
         """Splits a loss for a first batch, whose layers are those of all others."""
         split = loss.split(batch, layers, None)
-        return cls(loss, split, {_key(batch): Functions.of(split.pieces)})
+        return cls(loss, split, {_BatchTypes.of(batch): Functions.of(split.pieces)})
 
     def stacking(self, *, frozen: bool) -> Stacking:
         """How the trained parameters are stacked, or the frozen ones."""
@@ -247,11 +295,21 @@ class FunctionsByShape:
         return jax.tree.unflatten(self.split.output, results)
 
     def _of(self, batch: PyTree) -> Functions:
-        key = _key(batch)
+        key = _BatchTypes.of(batch)
         if key not in self.by_shapes:
             # The layers are those of the first batch: its parameters are stacked so.
             stacked = isinstance(next(iter(self.split.stacks.values())).axis, int)
-            split = self.loss.split(batch, self.split.layers.name, stacked)
+            try:
+                split = self.loss.split(batch, self.split.layers.name, stacked)
+            except Exception as error:
+                # A loss may take any number of axes: only one that fails is told.
+                if words := key.other_axes(next(iter(self.by_shapes))):
+                    first_line = str(error).partition("\n")[0]
+                    raise ValueError(
+                        f"{words} The loss fails with this batch:"
+                        f" {type(error).__name__}: {first_line}"
+                    ) from error
+                raise
             self.by_shapes[key] = Functions.of(split.pieces)
         return self.by_shapes[key]
 
@@ -299,10 +357,3 @@ def _stacked(rows: Sequence[ArrayLike], dtype: np.dtype) -> Array:
     if all(not isinstance(x, Array) for x in rows):
         return jnp.asarray(np.stack([np.asarray(x, dtype) for x in rows]))
     return jnp.stack([_array(x, dtype) for x in rows])
-
-
-def _key(batch: PyTree) -> Hashable:
-    """The structure and the types of a batch."""
-    leaves, structure = jax.tree.flatten(batch)
-    types = [jax.typeof(x) if not hasattr(x, "dtype") else x for x in leaves]
-    return structure, tuple((tuple(x.shape), str(x.dtype)) for x in types)

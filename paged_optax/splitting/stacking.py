@@ -6,7 +6,6 @@ stack is no layer's.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NoReturn
 
@@ -21,6 +20,7 @@ from jaxtyping import PyTree
 from paged_optax.backend.memory import HOST, nbytes, on_host
 from paged_optax.backend.text import keystr, parse_bytes
 from paged_optax.backend.types import KeyPath, PyTreeDef, is_traced
+from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import brief, check_arrays
 from paged_optax.layerwise.clipping import wrapper_of
 from paged_optax.layerwise.parameters import Shaped, offload, to_host
@@ -279,12 +279,11 @@ def tell_of_choices(
                 )
         return  # The step refuses it.
     if stack.differences(one):
-        warnings.warn(
+        warn_user(
             "tx treats parameters of one layer otherwise than their stack of all"
             " layers, which it is given: a mask or label is computed from shapes"
             " (x.ndim > 1), and a stack has one axis more. Compute it from the"
-            " parameters' names, or give it as a tree of bools.",
-            stacklevel=4,
+            " parameters' names, or give it as a tree of bools."
         )
 
 

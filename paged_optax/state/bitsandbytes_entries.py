@@ -146,6 +146,12 @@ def read_moment(entry: Entry, leaf: StateLeaf) -> PyTree[Array]:
     state, absmax, qmap = f"state{number}", f"absmax{number}", f"qmap{number}"
     if not isinstance(leaf.value, Quantized):
         values = _moment_array(entry, leaf, state)
+        if values.dtype == np.uint8 and absmax in entry:
+            raise ValueError(
+                f"{state!r} of parameter {leaf.name!r} is in eight bits, and the state"
+                f" holds {dtype_and_shape(leaf.value)}: pass a state that"
+                " paged_adamw_8bit, paged_lion_8bit or paged_ademamix_8bit makes."
+            )
         moment = _fitting(values, leaf.value, leaf, state)
         meaning = "a mean of squares" if number == "2" else ""
         _refuse_unfit(leaf.parameter, state, values, meaning)

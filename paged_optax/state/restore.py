@@ -1,6 +1,7 @@
 """The state that `init` would make: described for a restore, and put back in place."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax import Array
@@ -224,6 +225,9 @@ def _on_meshes(params: PyTree, of_moments: Sequence[NamedSharding | None]) -> Py
     return unflatten_like(params, leaves)
 
 
+# What follows the codec's name in the name of a field of codes.
+_ARRANGEMENT = re.compile(r"(_unsigned)?(_\d+x\d+)?(_less_\d+)?(_in_[\dx]+)?$")
+
 _BLOCKS = (
     ", divided as they were, or into shards of whole blocks: a codec's blocks end with"
     " a shard"
@@ -279,6 +283,7 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
             for each in (arrays, places)
         )
         if shape != wanted:
+            _refuse_other_codec(name, arrays, places)
             siblings = (x for x in places if x[:-1] == name[:-1])
             coded = any(is_codes_field(x[-1]) for x in siblings)
             raise ValueError(
@@ -289,6 +294,34 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
     placed = [_placed(arrays[name], place) for name, place in places.items()]
     same = jax.tree.structure(as_pure(state)) == jax.tree.structure(as_pure(target))
     return unflatten_like(state if same else target, placed)
+
+
+def _refuse_other_codec(
+    name: tuple[str, ...],
+    arrays: Mapping[tuple[str, ...], PyTree[ArrayOrShape]],
+    places: Mapping[tuple[str, ...], PyTree[ArrayOrShape]],
+) -> None:
+    """Refuses a moment that a state stores otherwise than `tx` does."""
+    moment = name[:-1] if is_codes_field(name[-1]) else name
+    stored, wanted = (_storage(each, moment) for each in (arrays, places))
+    plain = moment in arrays and moment in places
+    if stored and wanted and stored != wanted and not plain:
+        raise ValueError(
+            f"state: moment {'/'.join(moment)!r} is stored as {stored}, and tx stores"
+            f" it as {wanted}: pass the transformation with the codec that the state"
+            " was made with; or begin with new moments, tx.init(params)."
+        )
+
+
+def _storage(
+    arrays: Mapping[tuple[str, ...], PyTree[ArrayOrShape]], moment: tuple[str, ...]
+) -> str:
+    """A moment's dtype, or the name of its codec; empty if it is not there."""
+    if moment in arrays:
+        return str(arrays[moment].dtype)
+    names = (x[-1] for x in arrays if x[:-1] == moment)
+    field = next(filter(is_codes_field, names), "")
+    return _ARRANGEMENT.sub("", field).removeprefix("codes_")
 
 
 def _by_name(state: PyTree) -> dict[tuple[str, ...], PyTree[ArrayOrShape]]:

@@ -139,6 +139,19 @@ def _(*_: object) -> NoReturn:
     )
 
 
+def refuse_exchanged(updates: PyTree, state: PyTree, params: PyTree | None) -> None:
+    """Refuses the parameters in the state's place, and the state in theirs."""
+    structure = jax.tree.structure(updates)
+    if params is None or jax.tree.structure(params) == structure:
+        return
+    if jax.tree.structure(state) == structure:
+        raise ValueError(
+            "state has the structure of the gradients, as params should have, and"
+            " params has not: they are exchanged. Call"
+            " tx.update(gradients, state, params)."
+        )
+
+
 def refuse_different(updates: PyTree, params: PyTree) -> None:
     """Refuses gradients that are not those of the parameters."""
     update_paths, update_leaves = paths_of(updates)
@@ -247,9 +260,17 @@ def refuse_changes(
         ):
             same_dtype = what == "update" or before.dtype == after.dtype
             if np.shape(before) != after.shape or not same_dtype:
+                way_out = ""
+                if what == "state" and after.dtype.itemsize > before.dtype.itemsize:
+                    way_out = (
+                        f" To keep such moments in {after.dtype}, build tx with"
+                        f' master_dtype="{after.dtype}"; or with'
+                        f' mu_dtype="{after.dtype}", where the optimizer takes it.'
+                    )
                 raise ValueError(
                     f"{what} {keystr(path)} would turn from {jax.typeof(before)} into"
                     f" {dtype_and_shape(after)}, and could not stay in its own"
                     " buffer: pass gradients of the shapes and dtypes that the state"
                     " was made for, and the codec and mu_dtype that it was made with."
+                    f"{way_out}"
                 )

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -40,6 +39,7 @@ from paged_optax.backend.types import (
     with_automatic_axes,
     without_explicit_axes,
 )
+from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.variables import (
     as_pure,
     fixed_variables,
@@ -237,11 +237,10 @@ class _NewState:
             if told is None or x.size < 2 or len(x.shape) >= len(told.spec):
                 continue
             if not current().types_only:
-                warnings.warn(
+                warn_user(
                     f"state{keystr(path)} of shape {x.shape} has other axes than its"
                     f" parameter, whose optimizer_sharding divides by {told.spec}: it"
-                    " is on all devices, whole.",
-                    stacklevel=3,
+                    " is on all devices, whole."
                 )
             return
 
@@ -354,10 +353,9 @@ def _tell_of_refused(paths: Sequence[KeyPath], refused: Mapping[int, str]) -> No
         return
     first, reason = next(iter(refused.items()))
     others = f" and {len(refused) - 1} other moments" if len(refused) > 1 else ""
-    warnings.warn(
+    warn_user(
         f"state{keystr(paths[first])}{others} cannot be paged, and are in device"
-        f" memory: {reason}.",
-        stacklevel=3,
+        f" memory: {reason}."
     )
 
 

@@ -1,7 +1,6 @@
 """A transformation, what `paged` was asked for, and what `init` and `update` share."""
 
 import dataclasses
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -23,6 +22,7 @@ from paged_optax.backend.memory import (
 )
 from paged_optax.backend.text import keystr, parse_bytes, readable_bytes
 from paged_optax.backend.types import in_shard_map, shape_dtype
+from paged_optax.backend.user_warnings import warn_user
 from paged_optax.codecs import Codec
 from paged_optax.engine.geometry import Geometry, cut, uncut
 from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
@@ -374,4 +374,4 @@ def tell(what: str, name: str, on_moved: str) -> None:
     )
     if on_moved == "raise":
         raise ValueError(message)
-    warnings.warn(message, stacklevel=4)
+    warn_user(message)

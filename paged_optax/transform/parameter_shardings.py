@@ -1,7 +1,6 @@
 """How the parameters are divided over a mesh, from all sources that tell."""
 
 import dataclasses
-import warnings
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -10,6 +9,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import ArrayOrShape, KeyPath, axis_types, is_traced
+from paged_optax.backend.user_warnings import warn_user
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.context import current, sharding_in_type
 from paged_optax.transform.trees import Parameter
@@ -234,28 +234,26 @@ class ParameterShardings:
         if (other := self.seen.elsewhere(key, mesh)) is not None:
             if axes_of(mesh) not in self._told_of:
                 self._told_of.add(axes_of(mesh))
-                warnings.warn(
+                warn_user(
                     f"nothing in this jax.jit says how {key[0]} of shape {x.shape} is"
                     f" divided over the mesh {dict(mesh.shape)}, so that XLA gathers"
                     " its moments from all devices. It was divided over the mesh"
                     f" {dict(other.shape)} when tx last saw it: move the state by"
                     " paged_optax.place_state(tx, state, params), before the step is"
-                    " traced.",
-                    stacklevel=2,
+                    " traced."
                 )
             return
         if (key, axes_of(mesh)) not in _divided:
             return
         _divided.clear()
-        warnings.warn(
+        warn_user(
             f"shardings=None, and nothing else in this jax.jit says how {keystr(path)}"
             f" of shape {x.shape} is divided over the mesh {dict(mesh.shape)}, so that"
             " XLA gathers its moments from all devices. A transformation forgets what"
             " its init saw if each call makes it anew, as optax.inject_hyperparams"
             " around paged(...) does. Compile the step by jit_step, whose arguments"
             " tell, if no jax.sharding.auto_axes hides it; put inject_hyperparams"
-            " inside paged(...); or pass paged(..., shardings=...).",
-            stacklevel=2,
+            " inside paged(...); or pass paged(..., shardings=...)."
         )
 
     def told_by(

@@ -28,6 +28,7 @@ from paged_optax.transform.active_parameters import Gates, gates_of
 from paged_optax.transform.agreement import Said, said_of
 from paged_optax.transform.checks import (
     refuse_different,
+    refuse_exchanged,
     refuse_host,
     refuse_inside_paged,
     refuse_shared_counts,
@@ -84,6 +85,7 @@ class Update:
         refuse_inside_paged()
         # `nnx.Optimizer` makes the state in variables, and calls with bare arrays.
         gradients, moments, params = as_pure(updates), as_pure(state), as_pure(params)
+        refuse_exchanged(gradients, moments, params)
         extra_args = as_pure(extra_args)
         context = current()
         if context.seen_through:

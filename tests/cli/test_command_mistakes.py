@@ -31,6 +31,8 @@ FILES = {
 }
 
 DEVICE = "--device-memory 24GiB"
+PAGED = f"plan --params 1B {DEVICE} --optimizer paged"
+BATCH = "plan --params 1B --card t4 --batch 4 --length 8"
 
 #: A command line; its exit status; words of its message.
 MISTAKES = [
@@ -42,9 +44,18 @@ MISTAKES = [
     ("plan", 2, "one of the arguments --params --module --checkpoint"),
     ("plan --params 8B", 1, "neither --device-memory is given, nor --card: give one"),
     ("plan --params 8B --card rtx490", 1, "Did you mean rtx4090"),
-    ("plan --params 1B --card t4 --batch 4", 1, "batch=4 is without length"),
+    ("plan --params 1B --card t4 --batch 4 ", 1, "--batch=4 is without length"),
     ("plan --params 1B --card t4 --batch four", 2, "invalid int value: 'four'"),
-    ("plan --params 1B --card t4 --batch 0 --length 8", 1, "batch=0 is less than 1"),
+    ("plan --params 1B --card t4 --length 8", 1, "without batch: pass"),
+    ("plan --params 1B --card t4 --batch 4", 1, "such as --length=2048"),
+    ("plan --params 1B --card t4 --batch 0 --length 8", 1, "--batch=0 is less"),
+    (f"{BATCH} --score-blocks 0", 1, "--score-blocks=0 is less than 1"),
+    (f"{BATCH} --score-blocks 9", 1, "--score-blocks=9 is more than --length=8, the"),
+    (f"{BATCH} --heads 7", 1, "--heads=7 does not divide a token's queries, which"),
+    ("plan --params 1B --card t4 --heads 4", 1, "--heads=4 is without batch and"),
+    ("plan --params 1B --card t4 --heads 8", 1, "as --batch=4 and --length=2048."),
+    ("plan --params 1B --card t4 --score-blocks 4", 1, "--score-blocks=4 is without"),
+    ("plan --params 1B --card t4 --fused-head", 1, ": --fused-head is without batch"),
     (f"plan {DEVICE}", 2, "one of the arguments --params --module --checkpoint"),
     (f"plan --params 8B --module a:b {DEVICE}", 2, "not allowed with"),
     (f"plan --params 8B {DEVICE} --colour red", 2, "unrecognized arguments: --colour"),
@@ -52,6 +63,7 @@ MISTAKES = [
     # Of the model's name.
     (f"plan --params 8Q {DEVICE}", 1, "'8Q' is neither"),
     (f"plan --params 8 {DEVICE}", 1, "Did you mean 8B?"),
+    (f"plan --params 0 {DEVICE}", 1, "0 parameters. Pass one such as '8B'.\n"),
     (f"plan --params lama3-8b {DEVICE}", 1, "Did you mean llama3-8b"),
     (f"plan --params llama-38b {DEVICE}", 1, "Did you mean llama3-8b"),
     (f"plan --params gpt2 {DEVICE}", 1, "nor one of llama2-7b"),
@@ -70,9 +82,12 @@ MISTAKES = [
     (f"plan --params 1B {DEVICE} --dtype int8", 1, "--dtype='int8' is no floating"),
     (f"plan --params 1B {DEVICE} --dtype ''", 1, "--dtype='' is no floating"),
     (f"plan --params 1B {DEVICE} --master-dtype foo", 1, "--master-dtype='foo' is no"),
-    (f"plan --params 1B {DEVICE} --codec int7", 1, "codec 'int7' is unknown"),
+    (f"plan --params 1B {DEVICE} --codec int7", 1, "--codec='int7' is unknown"),
+    (f"plan --params 1B {DEVICE} --codec int9", 1, "'float8_e4m3'.\n"),
     (f"plan --params 1B {DEVICE} --optimizer adamx", 1, "'adamx' is unknown: use one"),
-    (f"plan --params 1B {DEVICE} --page-size 0", 1, "page_size=0: a page needs"),
+    (f"{PAGED}_adamw8bit", 1, "Did you mean paged_adamw_8bit or paged_adam"),
+    (f"{PAGED}_adamx", 1, "or an alias, paged_adafactor, paged_adagrad,"),
+    (f"plan --params 1B {DEVICE} --page-size 0", 1, "--page-size=0: a page needs"),
     (f"plan --params 1B {DEVICE} --page-size big", 1, "--page-size='big' is not a"),
     (f"plan --params 1B {DEVICE} --link fast", 1, "--link 'fast' is no rate"),
     (f"plan --params 1B {DEVICE} --link -1", 1, "--link '-1' is no rate"),

@@ -73,6 +73,39 @@ def test_plan_of_an_alias(capsys):
     assert "8 bits" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "name", ["lars", *(x for x in po.__all__ if x.startswith("paged_"))]
+)
+def test_plan_takes_every_alias(name, capsys):
+    command = f"plan --params 100M --device-memory 24GiB --optimizer {name}"
+    assert main(command.split()) == 0
+    known = name.removeprefix("paged_").partition("_")[0]
+    assert f"MiB; {known}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "advised"),
+    [
+        (
+            "",
+            "Scores in blocks and a head by linear_cross_entropy take",
+        ),
+        ("--fused-head", "Scores in blocks take"),
+        ("--score-blocks 8", "A head by linear_cross_entropy takes"),
+        ("--score-blocks 8 --fused-head", ""),
+    ],
+)
+@pytest.mark.parametrize("memory", ["24GiB", "1GiB"])
+def test_plan_advises_nothing_that_is_done(flags, advised, memory, capsys):
+    batch = f"--device-memory {memory} --batch 4 --length 4096 {flags}"
+    assert main(["plan", "--params", "1B", *batch.split()]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    told = 2 if memory == "1GiB" else 1
+    assert printed.count(f"{advised} less.") == (told if advised else 0)
+    assert printed.lower().count("scores in blocks") == advised.count("Scores") * told
+    assert printed.lower().count("a head by") == advised.lower().count("a head") * told
+
+
 def test_output_that_nobody_reads_on():
     """As of `plan ... | head`: it ends, and without a word."""
     command = [sys.executable, "-m", "paged_optax", "plan", "--params", "1B"]

@@ -1,0 +1,37 @@
+"""Warnings that point at the line of a user, not at one of a library."""
+
+import inspect
+import warnings
+from types import FrameType
+
+# A user's transformation may be called by one of them.
+_LIBRARIES = {"paged_optax", "jax", "jaxlib", "optax", "flax"}
+
+
+def warn_user(message: str) -> None:
+    """Warns at the innermost line that is of no library.
+
+    Python shows a text once for each such line.
+
+    Args:
+      message: The warning's text.
+    """
+    first = frame = inspect.currentframe()
+    while frame is not None and _module(frame).partition(".")[0] in _LIBRARIES:
+        frame = frame.f_back
+    frame = frame or first
+    if frame is None:  # this Python has no frames
+        warnings.warn(message, stacklevel=2)
+        return
+    warnings.warn_explicit(
+        message,
+        UserWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        _module(frame),
+        frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "")
