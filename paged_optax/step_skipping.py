@@ -3,8 +3,13 @@
 Optax selects between the old state and the new with `jnp.where` or `lax.cond`. If the
 states are host arrays, XLA copies them whole (`MultiSteps` on GPUs; `lax.cond` on GPUs,
 jax 0.10.2) or fails to compile (`MultiSteps` on TPUs), and every micro-step moves every
-byte. Here a skipped step runs its page loops zero times, which
-`paged_optax.transform.active_parameters` sees to.
+byte. Here a skipped step runs its page loops zero times:
+
+- The wrapper, or a layerwise step's `Guard`, closes the gate of the updates within
+  (`paged_optax.transform.active_parameters`).
+- The gate is the trip count of the loop around each leaf
+  (`paged_optax.engine.transfer_order`). What has no loop keeps its old value
+  (`paged_optax.transform.streaming`).
 
 The semantics are Optax's by construction: Optax's own wrapper runs around a
 transformation whose state is a single bool, and that bool tells afterwards whether the
