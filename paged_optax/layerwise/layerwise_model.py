@@ -195,6 +195,7 @@ def on_automatic_axes(
     """As `automatically`; within, `update` is told the types that arguments had."""
     leaves = jax.tree.leaves(arguments)
     types = [jax.typeof(x).sharding if hasattr(x, "dtype") else None for x in leaves]
+    types = [x if _is_explicit(x) else None for x in types]
 
     def run(*arguments: PyTree) -> PyTree:
         with telling(jax.tree.leaves(arguments), types):

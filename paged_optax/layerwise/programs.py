@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.sharding import AxisType
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
@@ -29,7 +30,7 @@ from paged_optax.analysis.program import (
 )
 from paged_optax.analysis.split import CrossLeafError, analyse
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import ArrayOrShape, KeyPath
+from paged_optax.backend.types import ArrayOrShape, KeyPath, axis_types
 from paged_optax.codecs import Quantized
 from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.layered_state import LayeredState
@@ -229,8 +230,10 @@ def _traced(
         i: LayerIndex, gradients: PyTree, state: PyTree, params: PyTree
     ) -> tuple[PyTree, PyTree]:
         # What a codec stores depends on how its parameter is divided.
-        leaves, places = jax.tree.leaves(params), map(sharding_in_type, layered.params)
-        with within(fetched=True, layer=i), telling(leaves, list(places)):
+        types = [sharding_in_type(x) for x in layered.params]
+        explicit = [x if AxisType.Explicit in axis_types(x) else None for x in types]
+        leaves = jax.tree.leaves(params)
+        with within(fetched=True, layer=i), telling(leaves, explicit):
             return tx.update(gradients, state, params)
 
     stacked = [

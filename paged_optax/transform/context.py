@@ -94,14 +94,10 @@ def telling(
 
     Args:
       tracers: The arrays, as they are within.
-      places: How they are divided. Only what is on explicit axes is told.
+      places: How they are divided; None where nothing is known.
     """
     pairs = zip(tracers, places, strict=True)
-    told = {
-        id(tracer): place
-        for tracer, place in pairs
-        if AxisType.Explicit in axis_types(place)
-    }
+    told = {id(tracer): place for tracer, place in pairs if place is not None}
     return within(shardings={**current().shardings, **told})
 
 
