@@ -207,6 +207,8 @@ class Loop:
         def next_page(
             carry: tuple[Int[Array, ""], ByPosition, FetchedByPosition],
         ) -> tuple[Int[Array, ""], ByPosition, FetchedByPosition]:
+            # It counts turns: a row, which grows in its own place, would be copied, and
+            # reads of the next page would wait until this one is written.
             turn, changing, page = carry
             number = turn * step
             at, following = page_range.at(number), page_range.at(number + step)

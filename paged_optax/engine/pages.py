@@ -168,7 +168,7 @@ class PageRange:
             return PageAddress(
                 np.int32(self.start), self.size, np.int32(self.start // unit)
             )
-        # One multiplication at most: XLA:GPU follows what is linear in the variable.
+        # XLA:GPU follows what is linear in the loop's variable.
         start = number if unit == 1 else number * np.int32(unit)
         return PageAddress(start, self.size // pieces, number)
 

@@ -33,7 +33,8 @@ Buffers = tuple[Array, ...]
 #: What is fetched of a page; None for parts of it that are on the device.
 Fetched = tuple[Array | None, ...]
 
-#: The buffers of each leaf that shares pages; of one, for an array of all leaves.
+#: The buffers of each leaf that shares pages; of one, for an array of all leaves. Where
+#: scales are stacked, the first leaf's have those of all, and the others' codes alone.
 LeafBuffers = tuple[Buffers, ...]
 
 # All scales of a leaf travel whole, before the first page and after the last, if a page
@@ -89,7 +90,8 @@ class StoredArray:
         assert codec is not None
         ratios = _ratios_of_scales(codec, pages) if cut else ()
         second = _paged_array(scales, pages, on_host, ratios, are_scales=True)
-        if leaf_count > 1 and not second.streamed and not pages.tiled:
+        # They are few then. Of moments on the device they may be many, and a copy.
+        if leaf_count > 1 and second.preloaded and not pages.tiled:
             second = dataclasses.replace(second, stacked=leaf_count)
         return cls(codec, (first, second))
 

@@ -4,12 +4,12 @@ A page is read from host memory, computed on, and written back over itself, insi
 loop a leaf, or one for several that share pages (`paged_optax.engine.loop`). Two
 choices keep this right and small on every compiler at hand:
 
-- **The loop's own variable is the index.** It counts rows, or the smallest groups of
-  rows that no page parts, and steps by a page. So the slice's start needs no
-  arithmetic. XLA:GPU before openxla/xla#46308 derives a transfer's address from the
-  induction variable alone and ignores what is computed from it; with this form its
-  transfer descriptors cover exactly the page in jax 0.10.2 and in 0.12.0.1. A last page
-  of fewer rows is one more access at a fixed row.
+- **The loop's own variable is the index** where pages go in turn. It counts rows, or
+  the smallest groups of rows that no page parts, and steps by a page. So the slice's
+  start needs no arithmetic. XLA:GPU before openxla/xla#46308 derives a transfer's
+  address from the induction variable alone and ignores what is computed from it; with
+  this form its transfer descriptors cover exactly the page in jax 0.10.2 and in
+  0.12.0.1. A last page of fewer rows is one more access at a fixed row.
 - **A leaf is isolated** (`paged_optax.engine.transfer_order`), so that leaves take
   memory one at a time.
 

@@ -40,9 +40,9 @@ Arguments = TypeVar("Arguments", bound=PyTree)
 Changing = TypeVar("Changing", bound=PyTree)
 Value = TypeVar("Value", bound=PyTree)
 
-# By so much of all bytes two groups of an exchange may differ. The link then works in
-# one direction for a while, which costs less than to wait for each array by itself.
-_UNEVEN = 1 / 5
+# By so much of all bytes the halves of an exchange may differ: while the larger one
+# ends, the link works in one direction.
+_UNEVEN = 1 / 50
 
 
 def isolated(
@@ -178,7 +178,8 @@ class Exchange:
         XLA would copy an array that is read and written at once. Two turns of half of
         the bytes each, if there are such halves, wait for each other twice in a page.
         Else a turn has one array in each direction: if leaves share pages, the same
-        moment of another leaf, which has the same size.
+        moment of another leaf, which has the same size. So it is also where XLA:GPU
+        has no stream for each direction.
         """
         size = lambda item: self.arrays[item[0]].page_bytes
         count, streams = self.leaf_count, self.streams

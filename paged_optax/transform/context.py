@@ -51,8 +51,8 @@ class Context:
         that describes its moments, a `planned_moments.Describe`.
       shardings: How the arguments of a step that is traced are divided, by the `id` of
         the tracer of each; if its explicit axes were made automatic, as its type said.
-        It is no part of JAX's keys: only in the step's own trace, which is not kept,
-        are these tracers met.
+        It is no part of JAX's keys: only in the step's own trace, and in that of its
+        analysis, which are not kept, are these tracers met.
     """
 
     gate: Gate = True

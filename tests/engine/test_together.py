@@ -151,6 +151,19 @@ def assert_stored_alike(codec, pages, size):
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+@pytest.mark.parametrize("on_host", [True, False])
+def test_scales_are_stacked_where_they_are_few(on_host):
+    """Of moments on the device they may be many, and would be copied."""
+    shape, codec = (4096, 14336), named("dynamic_int4", True)
+    pages = cut(shape, (Storage(4, codec, on_host),) * 2, 2**24, 7).gpu
+    stored = codec.stored(shape if on_host is False else (512, 512))
+    if on_host:
+        pages = cut((512, 512), (Storage(4, codec),) * 2, 2**18, 7).gpu
+    *_, scales = StoredArray.of(stored, pages, codec, on_host, pages.leaf_count).parts
+    assert pages.leaf_count == 7
+    assert scales.stacked == (7 if on_host else 0)
+
+
 def test_no_large_leaf_waits_for_another():
     """Of 256 MiB at the most: an update waits for the gradients of all that share."""
     plan = po.plan(po.paged_lion(1e-3), square(2, (131072, 1024)))
@@ -236,6 +249,14 @@ def test_they_are_at_the_links_rate(compile_for, build, like):
     assert time <= 1.10
     assert report.device_temp <= 32 * MIB
     assert report.device_temp <= plan.scratch_bytes + MIB or compile_for is aot.v5e
+
+
+@pytest.mark.compiler
+@_ON_GPU
+def test_an_odd_number_of_arrays_is_at_the_links_rate():
+    """Seven moments have no equal halves, so that each goes while another comes."""
+    _, _, time = compiled(aot.h200, po.paged_lion_8bit(1e-3), square(7))
+    assert time <= 1.10
 
 
 @pytest.mark.compiler
