@@ -233,9 +233,14 @@ def _explicit_mesh(x: PyTree) -> Mesh | AbstractMesh | None:
     if not hasattr(x, "dtype"):
         return None
     sharding = getattr(jax.typeof(x), "sharding", None)
-    if sharding is None or AxisType.Explicit not in axis_types(sharding):
+    if sharding is None or not is_explicit(sharding):
         return None
     return sharding.mesh
+
+
+def is_explicit(sharding: Sharding | None) -> bool:
+    """Whether a sharding is on a mesh of explicit axes."""
+    return AxisType.Explicit in axis_types(sharding)
 
 
 def axis_types(sharding: Sharding | None) -> set[AxisType]:

@@ -21,12 +21,11 @@ from jax.sharding import (
     AxisType,
     NamedSharding,
     PartitionSpec,
-    Sharding,
 )
 from jax.typing import DTypeLike
 from jaxtyping import Int, PyTree
 
-from paged_optax.backend.types import axis_types, with_automatic_axes
+from paged_optax.backend.types import is_explicit, with_automatic_axes
 from paged_optax.backend.validation import check_function
 from paged_optax.layerwise.clipping import widest
 from paged_optax.layerwise.forward import Model, refuse_other_input
@@ -195,7 +194,7 @@ def on_automatic_axes(
     """As `automatically`; within, `update` is told the types that arguments had."""
     leaves = jax.tree.leaves(arguments)
     types = [jax.typeof(x).sharding if hasattr(x, "dtype") else None for x in leaves]
-    types = [x if _is_explicit(x) else None for x in types]
+    types = [x if is_explicit(x) else None for x in types]
 
     def run(*arguments: PyTree) -> PyTree:
         with telling(jax.tree.leaves(arguments), types):
@@ -219,7 +218,7 @@ def on_explicit_axes(
       Exception: What the model raises if it runs on neither: on explicit axes if it
         says how something is divided, and else on automatic ones.
     """
-    if not any(map(_is_explicit, current().shardings.values())):
+    if not any(map(is_explicit, current().shardings.values())):
         return model
     fixed = model.frozen
     types = _InputTypes(
@@ -362,7 +361,7 @@ def _typed(tree: PyTree[Array], stacked: int = 0) -> PyTree[jax.ShapeDtypeStruct
             kind.shape[stacked:],
             kind.dtype,
             sharding=NamedSharding(sharding.mesh, spec)
-            if _is_explicit(sharding)
+            if is_explicit(sharding)
             else None,
             weak_type=kind.weak_type,
         )
@@ -381,10 +380,6 @@ def _on(
         sharding=replicated and (x.sharding or replicated),
         weak_type=x.weak_type,
     )
-
-
-def _is_explicit(sharding: Sharding | None) -> bool:
-    return AxisType.Explicit in axis_types(sharding)
 
 
 def _specs(tree: PyTree) -> list[PartitionSpec]:

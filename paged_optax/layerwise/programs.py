@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import AxisType
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
@@ -30,7 +29,7 @@ from paged_optax.analysis.program import (
 )
 from paged_optax.analysis.split import CrossLeafError, analyse
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import ArrayOrShape, KeyPath, axis_types
+from paged_optax.backend.types import ArrayOrShape, KeyPath, is_explicit
 from paged_optax.codecs import Quantized
 from paged_optax.engine.stored_array import Stored
 from paged_optax.layerwise.layered_state import LayeredState
@@ -231,7 +230,7 @@ def _traced(
     ) -> tuple[PyTree, PyTree]:
         # What a codec stores depends on how its parameter is divided.
         types = [sharding_in_type(x) for x in layered.params]
-        explicit = [x if AxisType.Explicit in axis_types(x) else None for x in types]
+        explicit = [x if is_explicit(x) else None for x in types]
         leaves = jax.tree.leaves(params)
         with within(fetched=True, layer=i), telling(leaves, explicit):
             return tx.update(gradients, state, params)

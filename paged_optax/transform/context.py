@@ -13,10 +13,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 
 import jax
 from jax import Array
-from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.typing import ArrayLike
 
-from paged_optax.backend.types import axis_types
+from paged_optax.backend.types import is_explicit
 
 #: A bool known when traced, or one known on the device.
 Gate = bool | Array
@@ -104,9 +104,9 @@ def telling(
 def sharding_in_type(x: object) -> NamedSharding:
     """How an array's type says that it is divided, or said; see `telling`."""
     now, told = jax.typeof(x).sharding, current().shardings.get(id(x))
-    if AxisType.Explicit in axis_types(now) or not isinstance(told, NamedSharding):
+    if is_explicit(now) or not isinstance(told, NamedSharding):
         return now
-    return told if AxisType.Explicit in axis_types(told) else now
+    return told if is_explicit(told) else now
 
 
 def without() -> contextlib.AbstractContextManager[None]:
