@@ -31,7 +31,7 @@ Each room imports only from those below it.
 | `paged_optax.backend` | what JAX and its backends offer, and where they differ |
 """
 
-from paged_optax.analysis.split import CrossLeafError
+from paged_optax.analysis.per_leaf import CrossLeafError
 from paged_optax.bitsandbytes import from_bitsandbytes, to_bitsandbytes
 from paged_optax.compiling.arguments import DonationError
 from paged_optax.compiling.jit_step import Step, jit_step

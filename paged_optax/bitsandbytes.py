@@ -13,12 +13,12 @@ import numpy as np
 from jax import Array
 from jaxtyping import PyTree
 
+from paged_optax.backend.flax_variables import unflatten_like
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import LARGE_BYTES, key_names, path_name, track
 from paged_optax.backend.types import KeyPath, Path
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import check_arrays
-from paged_optax.backend.variables import unflatten_like
 from paged_optax.codecs import Quantized, unarranged
 from paged_optax.codecs.dynamic_map import dynamic_map
 from paged_optax.state.bitsandbytes_entries import (
@@ -26,7 +26,7 @@ from paged_optax.state.bitsandbytes_entries import (
     Entry,
     codec_of,
     entries_of,
-    on_cpu,
+    move_to_cpu,
     read_moment,
     refuse_other_moments,
     step_in,
@@ -85,7 +85,7 @@ def to_bitsandbytes(
         if isinstance(leaf.value, Quantized):
             try:
                 shape = shapes.get(key_names(leaf.parameter))
-                plain = unarranged(codec_of(number), on_cpu(leaf.value), shape)
+                plain = unarranged(codec_of(number), move_to_cpu(leaf.value), shape)
             except ValueError as error:
                 raise ValueError(
                     f"moment {leaf.field} of parameter {leaf.name!r} is"

@@ -19,7 +19,7 @@ from typing import Literal
 LANES = 128
 SUBLANES = 8
 
-Role = Literal["lanes", "sublanes", "major"]
+AxisRole = Literal["lanes", "sublanes", "major"]
 
 
 @functools.cache
@@ -90,7 +90,7 @@ def view_layout(
     return (*(i - joined for i in order if i > joined), 0)
 
 
-def role(order: tuple[int, ...], axis: int) -> Role:
+def role(order: tuple[int, ...], axis: int) -> AxisRole:
     """What an axis is in a layout, given as `minor_to_major` or `view_layout` do."""
     place = order.index(axis)
     return "lanes" if place == 0 else "sublanes" if place == 1 else "major"

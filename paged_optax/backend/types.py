@@ -195,7 +195,7 @@ def explicit_mesh(tree: PyTree) -> Mesh | AbstractMesh | None:
     return next(filter(None, map(_explicit_mesh, jax.tree.leaves(tree))), None)
 
 
-def on_automatic_axes(x: PyTree) -> PyTree:
+def typed_automatic(x: PyTree) -> PyTree:
     """A concrete array, whose type on a mesh of explicit axes then tells no division.
 
     Its buffers are the same.

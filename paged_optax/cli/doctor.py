@@ -15,7 +15,7 @@ from paged_optax.cli import machine, self_test
 from paged_optax.cli.self_test import Difference
 from paged_optax.engine import backend_check
 from paged_optax.planning.card_rates import CARDS, Card, card_name
-from paged_optax.planning.footprints import filled
+from paged_optax.planning.footprints import wrap_text
 
 #: What follows the program's name.
 EXAMPLE = "doctor"
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     )
     print_table(("products", "TFLOP/s", *stated), rows)
     if card and card.advice:
-        print(f"\n{filled(card.advice)}")
+        print(f"\n{wrap_text(card.advice)}")
     print()
     right, rows = _self_test()
     print_table(("self-test", "", ""), rows)
@@ -120,7 +120,7 @@ def _pool_advice() -> str:
         f" {readable_bytes(pool)}. {readable_bytes(free)} are free. Before JAX starts:"
     )
     gigabytes = max(1, int(_POOL_SHARE * free) >> 30)
-    return f"{filled(text)}\nexport {POOL_LIMIT}={gigabytes}"
+    return f"{wrap_text(text)}\nexport {POOL_LIMIT}={gigabytes}"
 
 
 def _known_card() -> Card | None:

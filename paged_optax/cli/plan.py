@@ -26,7 +26,7 @@ from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
 from paged_optax.planning.card_rates import CARDS, find_card
 from paged_optax.planning.checkpoint import checkpoint_shapes
 from paged_optax.planning.fits import what_fits
-from paged_optax.planning.footprints import Footprints, filled
+from paged_optax.planning.footprints import Footprints, wrap_text
 from paged_optax.planning.hugging_face import config_heads
 from paged_optax.planning.models import (
     DECODERS,
@@ -222,7 +222,7 @@ def run(options: argparse.Namespace) -> int:
         print()
     print(footprints.notes())
     for note in left_out:
-        print(filled(note))
+        print(wrap_text(note))
     if advice := footprints.advice():
         print(f"\n{advice}")
         if command := _command(options):

@@ -29,12 +29,12 @@ from paged_optax.compiling.hlo import aliases
 from paged_optax.compiling.host_arithmetic import reaches_host, warn_of_host_compute
 
 #: The position of an argument, or the name of one that has none.
-Key = int | str
+ArgumentKey = int | str
 
-Keys = tuple[Key, ...]
+Keys = tuple[ArgumentKey, ...]
 
 
-def several(keys: Key | Iterable[Key]) -> Keys:
+def several(keys: ArgumentKey | Iterable[ArgumentKey]) -> Keys:
     """One position or name, or several, each once."""
     if isinstance(keys, int | str):
         return (keys,)
@@ -48,7 +48,7 @@ def several(keys: Key | Iterable[Key]) -> Keys:
     return unique
 
 
-def label(key: Key) -> str:
+def label(key: ArgumentKey) -> str:
     """An argument, as messages name it."""
     return f"argument {key}"
 
@@ -83,7 +83,7 @@ class Call(NamedTuple):
 
     keys: Keys
     values: tuple[PyTree, ...]
-    static: dict[Key, Hashable]
+    static: dict[ArgumentKey, Hashable]
 
     @property
     def kind(self) -> "CallKind":
@@ -114,7 +114,7 @@ class CallKind(NamedTuple):
     """
 
     keys: Keys
-    static: dict[Key, tuple[type, Hashable]]
+    static: dict[ArgumentKey, tuple[type, Hashable]]
     structure: PyTreeDef
     types: list[tuple[tuple[int, ...], np.dtype, bool]]
 

@@ -14,10 +14,10 @@ from jaxtyping import PyTree
 from paged_optax.backend.compiler_options import NO_OVERLAP
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.compiling.arguments import (
+    ArgumentKey,
     ArrayKey,
     Call,
     CallKind,
-    Key,
     Keys,
     are_elsewhere,
     check_donations,
@@ -229,12 +229,14 @@ class Step:
     def _named(self, keys: Keys) -> str:
         """How many arguments there are, and what each is called, for messages."""
         names = enumerate(names_by_position(self._signature))
-        named: dict[Key, str] = {i: f"{i} is {name!r}" for i, name in names if name}
+        named: dict[ArgumentKey, str] = {
+            i: f"{i} is {name!r}" for i, name in names if name
+        }
         each = [named.get(key, str(key)) for key in keys]
         count = f"{len(keys)} argument{'' if len(keys) == 1 else 's'}"
         return f"{count}: {', '.join(each)}" if each else count
 
-    def _names(self, key: Key) -> set[Key]:
+    def _names(self, key: ArgumentKey) -> set[ArgumentKey]:
         """An argument's position and its name: it may be given by either."""
         names = names_by_position(self._signature)
         if isinstance(key, str):

@@ -16,10 +16,10 @@ import numpy as np
 from jax import Array
 
 from paged_optax.analysis.flat import trace
+from paged_optax.analysis.per_leaf import analyse
 from paged_optax.analysis.program import LeafUpdate
-from paged_optax.analysis.split import analyse
 from paged_optax.engine.geometry import cut
-from paged_optax.engine.pages import Storage
+from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.stream import fill, stream
 
 
@@ -50,7 +50,7 @@ def check_backend() -> None:
 def run_check(backend: str) -> None:
     """Compares five pages and a smaller last one with the same sums on NumPy."""
     shape, rows = (89, 128), 16  # five pages of 15 rows, and one of 14
-    geometry = cut(shape, (Storage(4), Storage(4)), rows * shape[1] * 4)
+    geometry = cut(shape, (MomentFormat(4), MomentFormat(4)), rows * shape[1] * 4)
     update = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     with jax.ensure_compile_time_eval():
         # As `init` makes moments, and as `update` reads and writes two of them.

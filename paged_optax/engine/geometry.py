@@ -34,8 +34,8 @@ from paged_optax.engine.page_size import (
     whole_on_cpu,
 )
 from paged_optax.engine.pages import (
+    MomentFormat,
     Pages,
-    Storage,
     block_of,
     joined_along,
     single,
@@ -84,9 +84,9 @@ def uncut(shape: tuple[int, ...]) -> Geometry:
 @functools.cache
 def cut(
     shape: tuple[int, ...],
-    moments: tuple[Storage, ...],
+    moments: tuple[MomentFormat, ...],
     page_size: int,
-    like: int = 1,
+    like_leaves: int = 1,
     spare_bytes: int = 0,
     isolate: bool = False,
 ) -> Geometry:
@@ -101,7 +101,7 @@ def cut(
       shape: The leaf's shape.
       moments: The moments that share the leaf's pages.
       page_size: The most bytes of one moment's page, as the transformation sees it.
-      like: So many leaves are like this one, and may share pages.
+      like_leaves: So many leaves, this one too, are alike and may share pages.
       spare_bytes: Of one moment's page: for so many the device has memory anyway.
       isolate: Whether leaves are isolated though there is memory.
 
@@ -119,11 +119,11 @@ def cut(
     # differ in size, another leaf's moment travels the other way.
     sizes = [_stored_bytes(x, shape) for x in moments if x.on_host]
     alternate = 2 if len(sizes) == 1 or len({*sizes}) > 1 else 1
-    share = functools.partial(_shared, shape, moments, like)
-    at_least = lambda leaf_count: _even(like, max(1, like // leaf_count))
+    share = functools.partial(_shared, shape, moments, like_leaves)
+    at_least = lambda leaf_count: _even(like_leaves, max(1, like_leaves // leaf_count))
     on_tpu = share(page_size, in_tiles, at_least(alternate))
     if in_blocks:
-        least = _even(like, -(-like // _CODED_LEAVES))
+        least = _even(like_leaves, -(-like_leaves // _CODED_LEAVES))
         on_gpu = share(coded_page_size(moments, page_size, spare_bytes), in_rows, least)
         page_size = coded_page_size(moments, page_size, 0)
     else:
@@ -144,26 +144,26 @@ def cut(
     return Geometry(on_gpu, on_tpu, on_cpu)
 
 
-def _stored_bytes(storage: Storage, shape: tuple[int, ...]) -> int:
-    if storage.codec is None:
-        return math.prod(shape) * storage.itemsize
-    stored = jax.tree.leaves(storage.codec.stored(shape))
+def _stored_bytes(moment: MomentFormat, shape: tuple[int, ...]) -> int:
+    if moment.codec is None:
+        return math.prod(shape) * moment.itemsize
+    stored = jax.tree.leaves(moment.codec.stored(shape))
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in stored)
 
 
 def _shared(
     shape: tuple[int, ...],
-    moments: tuple[Storage, ...],
-    like: int,
+    moments: tuple[MomentFormat, ...],
+    like_leaves: int,
     page_size: int,
-    way: Callable[[tuple[int, ...], tuple[Storage, ...], int], Pages],
+    way: Callable[[tuple[int, ...], tuple[MomentFormat, ...], int], Pages],
     least: int,
 ) -> Pages:
     """Cuts leaves that share pages: so many at least, or more where they are small."""
     unshared = way(shape, moments, page_size)
     itemsize = max([x.itemsize for x in moments])
     size_of_leaf = math.prod(shape) * itemsize
-    if like == 1 or not shape or not 0 < size_of_leaf <= _LARGEST_LEAF:
+    if like_leaves == 1 or not shape or not 0 < size_of_leaf <= _LARGEST_LEAF:
         return unshared
     page_size = min(page_size, SHARED_PAGE)
     pages = way(shape, moments, max(1, page_size // least))
@@ -171,7 +171,7 @@ def _shared(
     most = 1
     if pages.count == 1:
         most = min(_MOST_LEAVES, min(page_size, SMALL_PAGE) // page_bytes)
-    leaf_count = _even(like, -(-like // max(least, most)))
+    leaf_count = _even(like_leaves, -(-like_leaves // max(least, most)))
     too_large = page_bytes * leaf_count > 2 * page_size
     joins = all(_joins(x, pages, leaf_count) for x in moments)
     if leaf_count == 1 or too_large or not joins:
@@ -179,26 +179,28 @@ def _shared(
     return dataclasses.replace(pages, leaf_count=leaf_count)
 
 
-def _even(like: int, parts: int) -> int:
+def _even(like_leaves: int, parts: int) -> int:
     """Leaves of the largest part."""
-    return -(-like // parts)
+    return -(-like_leaves // parts)
 
 
-def sharing(pages: Pages, like: int) -> list[slice]:
+def sharing(pages: Pages, like_leaves: int) -> list[slice]:
     """Which of so many like leaves share pages."""
-    return [slice(i, i + pages.leaf_count) for i in range(0, like, pages.leaf_count)]
+    return [
+        slice(i, i + pages.leaf_count) for i in range(0, like_leaves, pages.leaf_count)
+    ]
 
 
-def _joins(storage: Storage, pages: Pages, leaf_count: int) -> bool:
+def _joins(moment: MomentFormat, pages: Pages, leaf_count: int) -> bool:
     """Whether pages of several leaves, one after the other, are stored as each is."""
-    codec = storage.codec
+    codec = moment.codec
     if pages.refused:
         return False
     if codec is None:
         return True
     sizes = {pages.size, pages.extent % pages.size or pages.size}
     return not codec.draws and all(
-        _is_whole(storage, pages, size)
+        _is_whole(moment, pages, size)
         and all(
             joined_along(one, many, leaf_count) is not None
             for one, many in zip(
@@ -211,13 +213,13 @@ def _joins(storage: Storage, pages: Pages, leaf_count: int) -> bool:
     )
 
 
-def _is_whole(storage: Storage, pages: Pages, size: int) -> bool:
+def _is_whole(moment: MomentFormat, pages: Pages, size: int) -> bool:
     """Whether a page of this size ends with a word and with a block.
 
     Else the next leaf would begin within the page's last word or block.
     """
-    packed = math.lcm(*(codes_per_word(storage.codec, axis) for axis in (-1, -2)))
-    blocks, along = block_of(storage), axis_of_blocks(storage.codec)
+    packed = math.lcm(*(codes_per_word(moment.codec, axis) for axis in (-1, -2)))
+    blocks, along = block_of(moment), axis_of_blocks(moment.codec)
     if blocks > 1 and along is None:
         # Of several ranges of the flattened leaf, scales would be in another order.
         ends = not pages.axis and math.prod(pages.page(size)) % blocks == 0

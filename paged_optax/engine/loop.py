@@ -42,14 +42,14 @@ from paged_optax.codecs import Codec, Noise, Quantized
 from paged_optax.codecs.codec import strides_of
 from paged_optax.engine.page_shapes import in_tiles
 from paged_optax.engine.page_size import CODEC_PAGE
-from paged_optax.engine.pages import Index, PageAddress, PageRange, Pages, Storage
-from paged_optax.engine.stored_array import (
+from paged_optax.engine.paged_array import (
     Fetched,
     LeafBuffers,
+    PagedArray,
     Stored,
-    StoredArray,
     buffers_of,
 )
+from paged_optax.engine.pages import Index, MomentFormat, PageAddress, PageRange, Pages
 from paged_optax.engine.transfer_order import Exchange, fenced, isolated
 from paged_optax.engine.transfers import pieces_of, read_in_pieces, write_in_pieces
 
@@ -79,7 +79,7 @@ class Loop:
     program: Program
     overwrites: tuple[int, ...]
     pages: Pages
-    arrays: Sequence[StoredArray]
+    arrays: Sequence[PagedArray]
     random_words: Sequence[UInt32[Array, "2"] | None]
     start: UInt32[Array, ""] | None
     shapes: Sequence[tuple[int, ...]] = ()
@@ -258,7 +258,7 @@ class Loop:
         results: ByPosition,
         travels: bool | None = None,
     ) -> ByPosition:
-        """The buffers with a page replaced; see `StoredArray.write`."""
+        """The buffers with a page replaced; see `PagedArray.write`."""
         changed = {}
         for p, pages in results.items():
             write = functools.partial(self.arrays[p].write, at=at, travels=travels)
@@ -344,7 +344,7 @@ class Loop:
         ]
 
     def _decoded(
-        self, array: StoredArray, page: LeafBuffers, shape: tuple[int, ...]
+        self, array: PagedArray, page: LeafBuffers, shape: tuple[int, ...]
     ) -> Array:
         """What the program sees of a page, computed by parts where it is large."""
         codec = array.codec
@@ -357,7 +357,7 @@ class Loop:
 
     def _encoded(
         self,
-        array: StoredArray,
+        array: PagedArray,
         result: Array,
         noise: Noise | None,
         shape: tuple[int, ...],
@@ -379,7 +379,7 @@ class Loop:
         one_page = self.pages.tiled and self.pages.count <= 1 and self.leaf_count == 1
         if not one_page or codec.block == 1 or codec.draws:
             return None
-        pages = in_tiles(shape, (Storage(4, codec, on_host=False),), CODEC_PAGE)
+        pages = in_tiles(shape, (MomentFormat(4, codec, on_host=False),), CODEC_PAGE)
         return pages if pages.count > 1 else None
 
 
@@ -388,8 +388,8 @@ def _by_pages(pages: Pages, codec: Codec, x: Stored, *, encode: bool) -> Stored:
     plain = jax.ShapeDtypeStruct(pages.leaf, jnp.float32)
     stored = codec.stored(pages.leaf)
     arrays = (
-        StoredArray.of(plain, pages, None, False),
-        StoredArray.of(stored, pages, codec, False),
+        PagedArray.of(plain, pages, None, False),
+        PagedArray.of(stored, pages, codec, False),
     )
     source, target = arrays if encode else arrays[::-1]
     same = Program(1, (), (0,), elementwise=True)

@@ -16,7 +16,7 @@ from paged_optax.engine.transfers import in_layout, to_device, to_host
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedArray:
+class PagedBuffer:
     """One array of a leaf, seen page by page.
 
     Attributes:
@@ -174,7 +174,7 @@ def by_unit(
     Args:
       pages: How the leaf is cut, along its first axis.
       view: The array's view.
-      ratios: See `PagedArray`.
+      ratios: See `PagedBuffer`.
 
     Returns:
       The shape; None if there is no such one.

@@ -25,15 +25,15 @@ from paged_optax.engine.page_size import CODEC_PAGE, page_entries, page_size_in
 from paged_optax.engine.pages import (
     MOST_INDEX,
     TOO_LONG,
+    MomentFormat,
     Pages,
-    Storage,
     block_of,
     single,
 )
 
 
 def in_rows(
-    shape: tuple[int, ...], moments: tuple[Storage, ...], page_size: int
+    shape: tuple[int, ...], moments: tuple[MomentFormat, ...], page_size: int
 ) -> Pages:
     """Cuts the flattened leaf, at rows where a page holds one."""
     itemsize = max([x.itemsize for x in moments])
@@ -109,7 +109,7 @@ _MANY_SCALES = 2**18
 
 
 def in_tiles(
-    shape: tuple[int, ...], moments: tuple[Storage, ...], page_size: int
+    shape: tuple[int, ...], moments: tuple[MomentFormat, ...], page_size: int
 ) -> Pages:
     """Cuts along the most major axes that make pages small enough, or the lanes."""
     itemsize = max([x.itemsize for x in moments])
@@ -146,7 +146,7 @@ def in_tiles(
     return dataclasses.replace(one_page, refused=_reason(moments, shape))
 
 
-def _reason(moments: tuple[Storage, ...], shape: tuple[int, ...]) -> str:
+def _reason(moments: tuple[MomentFormat, ...], shape: tuple[int, ...]) -> str:
     """Why a TPU cannot cut a leaf, and what to do."""
     if max(shape) >= MOST_INDEX:
         return TOO_LONG
@@ -180,18 +180,18 @@ def _ways(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def _unit_of_tiles(
-    storage: Storage, shape: tuple[int, ...], view: tuple[int, ...], axis: int
+    moment: MomentFormat, shape: tuple[int, ...], view: tuple[int, ...], axis: int
 ) -> int:
     """Entries along an axis that are whole blocks, words and tiles; 0: none are."""
-    blocks, along = 1, axis_of_blocks(storage.codec)
+    blocks, along = 1, axis_of_blocks(moment.codec)
     if along is not None:
-        blocks = block_of(storage) if axis == len(view) + along else 1
-    elif storage.codec is not None:
+        blocks = block_of(moment) if axis == len(view) + along else 1
+    elif moment.codec is not None:
         after = math.prod(view[axis + 1 :])
-        blocks = block_of(storage) // math.gcd(block_of(storage), after)
-    codes, itemsize, packed = _codes(storage, shape)
+        blocks = block_of(moment) // math.gcd(block_of(moment), after)
+    codes, itemsize, packed = _codes(moment, shape)
     together = packed[axis - len(view)] if len(view) > 1 else packed[-1]
-    if not storage.on_host:
+    if not moment.on_host:
         return math.lcm(blocks, together)
     order = tiling.view_layout(codes, len(view), itemsize)
     if order is None or itemsize < 2:
@@ -203,7 +203,7 @@ def _unit_of_tiles(
         tile = tiles[tiling.role(order, axis)]
     if along == -1 and axis == len(view) - 2:
         # So many scales go in pages too. Their lanes are the moment's rows.
-        scales = (*shape[:-1], shape[-1] // block_of(storage))
+        scales = (*shape[:-1], shape[-1] // block_of(moment))
         in_pages = math.prod(scales) >= _MANY_SCALES
         if in_pages and tiling.view_layout(scales, len(view)) is not None:
             blocks = math.lcm(blocks, tiling.LANES)
@@ -211,25 +211,25 @@ def _unit_of_tiles(
 
 
 def _codes(
-    storage: Storage, shape: tuple[int, ...]
+    moment: MomentFormat, shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
     """The array that keeps a moment: its shape, itemsize, and values an entry."""
-    if storage.codec is None:
-        return shape, storage.itemsize, (1,) * len(shape)
-    codes = codes_of(storage.codec.stored(shape))
-    return codes.shape, codes.dtype.itemsize, values_per_entry(storage.codec, shape)
+    if moment.codec is None:
+        return shape, moment.itemsize, (1,) * len(shape)
+    codes = codes_of(moment.codec.stored(shape))
+    return codes.shape, codes.dtype.itemsize, values_per_entry(moment.codec, shape)
 
 
-def _has_last(storage: Storage, pages: Pages) -> bool:
+def _has_last(moment: MomentFormat, pages: Pages) -> bool:
     """Whether a moment's slices, the last one too, are whole blocks and tiles."""
     axis, left = pages.axis, pages.extent % pages.size
-    if axis_of_blocks(storage.codec) is None and left and axis:
+    if axis_of_blocks(moment.codec) is None and left and axis:
         after = math.prod(pages.view[axis + 1 :])
-        if left * after % block_of(storage):
+        if left * after % block_of(moment):
             return False
-    if not storage.on_host:
+    if not moment.on_host:
         return True
-    codes, itemsize, packed = _codes(storage, pages.leaf)
+    codes, itemsize, packed = _codes(moment, pages.leaf)
     order = tiling.view_layout(codes, len(pages.view), itemsize)
     assert order is not None
     joined = len(codes) - len(order) + 1

@@ -5,7 +5,7 @@ several leaves share it, and where a codec makes temporary arrays of it. In whic
 a page comes is in `paged_optax.engine.page_shapes`.
 """
 
-from paged_optax.engine.pages import Storage
+from paged_optax.engine.pages import MomentFormat
 
 #: Bytes of a page if a user asks for no other: long transfers, and little scratch.
 DEFAULT_PAGE_SIZE = "16MiB"
@@ -66,7 +66,7 @@ def page_entries(
 
 
 def coded_page_size(
-    moments: tuple[Storage, ...], page_size: int, spare_bytes: int
+    moments: tuple[MomentFormat, ...], page_size: int, spare_bytes: int
 ) -> int:
     """Bytes of one moment's page on a GPU, where a codec stores moments in blocks."""
     on_host = any(x.on_host for x in moments)

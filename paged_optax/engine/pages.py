@@ -25,7 +25,7 @@ TOO_LONG = (
 Index = Int[Array, ""] | np.int32
 
 
-class Storage(NamedTuple):
+class MomentFormat(NamedTuple):
     """How one moment of a leaf is kept.
 
     Attributes:
@@ -179,9 +179,9 @@ def single(shape: tuple[int, ...], *, tiled: bool = False) -> Pages:
     return Pages(shape, shape, 0, extent, 1, tiled=tiled and len(shape) > 1)
 
 
-def block_of(storage: Storage) -> int:
+def block_of(moment: MomentFormat) -> int:
     """Values of a moment that share a scale."""
-    return 1 if storage.codec is None else storage.codec.block
+    return 1 if moment.codec is None else moment.codec.block
 
 
 def joined_along(one: ArrayOrShape, many: ArrayOrShape, leaf_count: int) -> int | None:

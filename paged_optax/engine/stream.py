@@ -13,7 +13,7 @@ choices keep this right and small on every compiler at hand:
 - **A leaf is isolated** (`paged_optax.engine.transfer_order`), so that leaves take
   memory one at a time.
 
-How an array lies in its pages is in `paged_optax.engine.stored_array`. This module
+How an array lies in its pages is in `paged_optax.engine.paged_array`. This module
 knows nothing of Optax.
 """
 
@@ -32,9 +32,9 @@ from paged_optax.backend.types import varying
 from paged_optax.codecs import Codec
 from paged_optax.engine.geometry import Geometry, sharing
 from paged_optax.engine.loop import Loop
+from paged_optax.engine.paged_array import PagedArray, Stored
 from paged_optax.engine.pages import Pages
 from paged_optax.engine.shards import ShardOffset, Shards, on_shards
-from paged_optax.engine.stored_array import Stored, StoredArray
 
 Results = TypeVar("Results")
 
@@ -129,7 +129,7 @@ def _stream(
     """Updates leaves that share pages; `start`: see `Loop`."""
     program, overwrites, codecs, shapes = page_program
     arrays = [
-        StoredArray.of(x, pages, codec, on_host(x), len(leaves))
+        PagedArray.of(x, pages, codec, on_host(x), len(leaves))
         for x, codec in zip(leaves[0], codecs, strict=True)
     ]
     buffers = [
@@ -237,9 +237,9 @@ def fill(
         stored = jax.ShapeDtypeStruct(pages.leaf, dtype)
         if codec is not None:
             stored = codec.stored(pages.leaf)
-        inputs = [StoredArray.of(x, pages, None, on_host(x)) for x in arrays]
+        inputs = [PagedArray.of(x, pages, None, on_host(x)) for x in arrays]
         buffers = [(one.view(x),) for one, x in zip(inputs, arrays, strict=True)]
-        target = StoredArray.of(stored, pages, codec, host).staged()
+        target = PagedArray.of(stored, pages, codec, host).staged()
         every = [*inputs, target]
         loop = Loop(program, (len(arrays),), pages, every, [random_words], start)
         blank = varying(target.blank(), axes)

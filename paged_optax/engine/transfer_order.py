@@ -33,8 +33,8 @@ from paged_optax.backend.platforms import (
     barrier,
     uninlined_call,
 )
+from paged_optax.engine.paged_array import Buffers, Fetched, LeafBuffers, PagedArray
 from paged_optax.engine.pages import PageAddress
-from paged_optax.engine.stored_array import Buffers, Fetched, LeafBuffers, StoredArray
 
 Arguments = TypeVar("Arguments", bound=PyTree)
 Changing = TypeVar("Changing", bound=PyTree)
@@ -100,7 +100,7 @@ class Exchange:
       leaf_count: How many leaves share pages.
     """
 
-    arrays: Sequence[StoredArray]
+    arrays: Sequence[PagedArray]
     streams: tuple[int, ...]
     leaf_count: int
 

@@ -28,32 +28,32 @@ from paged_optax.backend.types import varying, varying_axes
 from paged_optax.engine.pages import MOST_INDEX, Index
 
 Page = TypeVar("Page", bound=PyTree)
-Buffers = TypeVar("Buffers", bound=PyTree)
+Target = TypeVar("Target", bound=PyTree)
 
 # As few pieces as divide what is moved.
 _PIECES = (2, 3, 5, 7)
 
 
 def to_device(
-    page: Array, on_host: bool, layout: Callable[[Array], Array] | None = None
+    page: Array, travels: bool, layout: Callable[[Array], Array] | None = None
 ) -> Array:
     """A slice of an array, in device memory.
 
     Args:
       page: The slice.
-      on_host: Whether the array is in host memory.
+      travels: Whether the array is in host memory.
       layout: Gives it the layout in which it lies in host memory.
     """
-    if not on_host:
+    if not travels:
         return page
     return jax.device_put(layout(page) if layout else page, DEVICE)
 
 
 def to_host(
-    page: Array, on_host: bool, layout: Callable[[Array], Array] | None = None
+    page: Array, travels: bool, layout: Callable[[Array], Array] | None = None
 ) -> Array:
     """Undoes `to_device`."""
-    if not on_host:
+    if not travels:
         return page
     page = jax.device_put(page, HOST)
     return layout(page) if layout else page
@@ -222,10 +222,10 @@ def read_in_pieces(pieces: int, read: Callable[[Index], Page]) -> Page:
 
 def write_in_pieces(
     pieces: int,
-    write: Callable[[Index, Buffers, Page], Buffers],
-    buffers: Buffers,
+    write: Callable[[Index, Target, Page], Target],
+    buffers: Target,
     page: Page,
-) -> Buffers:
+) -> Target:
     """Cuts what is to be written along the first axis of each array, and writes it.
 
     Args:
@@ -237,7 +237,7 @@ def write_in_pieces(
     if pieces == 1:
         return write(np.int32(0), buffers, page)
 
-    def turn(carry: tuple[Int[Array, ""], Buffers]) -> tuple[Int[Array, ""], Buffers]:
+    def turn(carry: tuple[Int[Array, ""], Target]) -> tuple[Int[Array, ""], Target]:
         number, buffers = carry
 
         def cut(x: Array) -> Array:

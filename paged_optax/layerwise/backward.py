@@ -10,11 +10,11 @@ from jaxtyping import Bool, Float, PyTree
 
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.platforms import on_cpu
-from paged_optax.layerwise.clipping import widened
+from paged_optax.layerwise.clipping import sum_dtype
 from paged_optax.layerwise.dependencies import learned, used
 from paged_optax.layerwise.forward import (
+    EpilogueGradients,
     Forward,
-    Head,
     Model,
     PrologueGradients,
     Rest,
@@ -56,7 +56,7 @@ _PassCarry = tuple[Carry, PrologueGradients, list[Array], Prefetched]
 _OverlapCarry = tuple[Carry, PrologueGradients, InFlight, dict[int, Array]]
 
 
-def written(
+def write_slabs(
     stacks: Sequence[Array], slabs: Sequence[Array], new: Sequence[Array], i: LayerIndex
 ) -> list[Array]:
     """Stacks with the slabs of layer i replaced, where they changed."""
@@ -125,32 +125,32 @@ class BackwardPass:
         one = jax.tree.map(lambda x: x[0], batch) if several else batch
         self.learned = learned(model, weights, rest, one)
         model, fetched, x = model.fetch_rest(rest, activations.x)
-        head = self._heads(model, fetched, x, kept, before, last)
-        self.loss, self.metrics = head.loss, head.metrics
+        epilogue = self._epilogues(model, fetched, x, kept, before, last)
+        self.loss, self.metrics = epilogue.loss, epilogue.metrics
         chosen = [
             yes
             for yes, leaf in zip(self.learned.x, jax.tree.leaves(x), strict=True)
             if is_inexact(leaf)
         ]
-        self.drest, self.dkept = head.by_rest, head.by_kept
-        self.dx, _ = select(head.by_output, chosen)
+        self.drest, self.dkept = epilogue.by_rest, epilogue.by_kept
+        self.dx, _ = select(epilogue.by_output, chosen)
         if fetched is rest:
             return
         if several:
             x = jax.tree.map(lambda x: x[0], x)
             kept = jax.tree.map(lambda x: x[:, 0], kept)
-        in_head = jax.tree.leaves(used(model.run_epilogue, fetched, x, kept, one))
-        gradients, structure = jax.tree.flatten(head.by_rest)
-        known, merge = select(gradients, in_head)
-        known = host_like(known, select(jax.tree.leaves(rest), in_head)[0])
-        # What follows comes after all of the head: its weights are then given up, and
-        # none are fetched beside them. Zeros are made where they are added.
+        in_epilogue = jax.tree.leaves(used(model.run_epilogue, fetched, x, kept, one))
+        gradients, structure = jax.tree.flatten(epilogue.by_rest)
+        known, merge = select(gradients, in_epilogue)
+        known = host_like(known, select(jax.tree.leaves(rest), in_epilogue)[0])
+        # What follows comes after the epilogue: its weights are then given up, and none
+        # are fetched beside them. Zeros are made where they are added.
         known, self.dx, self.dkept, self.stacks = lax.optimization_barrier(
             (known, self.dx, self.dkept, self.stacks)
         )
         self.drest = structure.unflatten(merge(known))
 
-    def _heads(
+    def _epilogues(
         self,
         model: Model,
         rest: Rest,
@@ -158,28 +158,28 @@ class BackwardPass:
         kept: PyTree[Array],
         before: Float[Array, ""],
         last: Bool[Array, ""] | bool,
-    ) -> Head:
+    ) -> EpilogueGradients:
         """The loss, and the gradients by what it is made of, of all micro-batches."""
         batch, dtype = self.batch, before.dtype
         if not self.several:
-            return model.head(rest, x, kept, batch, dtype, before, last)
+            return model.pull_epilogue(rest, x, kept, batch, dtype, before, last)
         count = len(jax.tree.leaves(batch)[0])
 
-        def head(
+        def epilogue(
             drest: Rest, arguments: tuple[PyTree, PyTree, PyTree]
-        ) -> tuple[Rest, Head]:
-            one = model.head(rest, *arguments, dtype)
+        ) -> tuple[Rest, EpilogueGradients]:
+            one = model.pull_epilogue(rest, *arguments, dtype)
             divisor = 1 if isinstance(one.loss, WeightedLoss) else count
             mean = lambda tree: jax.tree.map(lambda g: g / divisor, tree)
             drest = jax.tree.map(
                 lambda s, g: s + g.astype(s.dtype) / divisor, drest, one.by_rest
             )
             by = mean(one.by_output), mean(one.by_kept)
-            return drest, Head(one.loss, one.metrics, {}, *by)
+            return drest, EpilogueGradients(one.loss, one.metrics, {}, *by)
 
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, widened(x.dtype)), rest)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), rest)
         swapped = lambda tree: jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), tree)
-        drest, every = lax.scan(head, zeros, (x, swapped(kept), batch))
+        drest, every = lax.scan(epilogue, zeros, (x, swapped(kept), batch))
         every = every._replace(by_rest=drest, by_kept=swapped(every.by_kept))
         if not isinstance(every.loss, WeightedLoss):
             return every
@@ -227,7 +227,7 @@ class BackwardPass:
             if all(a is b for a, b in zip(new, slabs, strict=True)):
                 stacks, _ = written_back(stacks, slabs, i)
             else:
-                stacks = written(stacks, slabs, new, i)
+                stacks = write_slabs(stacks, slabs, new, i)
             if weights.prefetches:
                 # Of two layers a trip, the second's moments wait for the first's.
                 inner, back = lax.optimization_barrier((inner, back))

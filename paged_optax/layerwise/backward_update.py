@@ -8,7 +8,7 @@ import jax
 from jax import Array, lax
 from jaxtyping import Float, PyTree
 
-from paged_optax.engine.stored_array import Stored
+from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.backward import BackwardPass
 from paged_optax.layerwise.clipping import Clipping, Guard, Measure
 from paged_optax.layerwise.forward import Model, PrologueGradients, Rest

@@ -98,7 +98,7 @@ class Clipping:
         )
 
 
-def widened(dtype: DTypeLike) -> np.dtype:
+def sum_dtype(dtype: DTypeLike) -> np.dtype:
     """The dtype that micro-batches are added up in."""
     return np.promote_types(dtype, np.float32)
 

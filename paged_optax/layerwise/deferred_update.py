@@ -14,10 +14,14 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import PyTree
 
-from paged_optax.engine.stored_array import Stored
+from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.backward import BackwardPass
 from paged_optax.layerwise.forward import Forward
-from paged_optax.layerwise.host_gradients import HostGradients, filled, first_carry
+from paged_optax.layerwise.host_gradients import (
+    HostGradients,
+    first_carry,
+    store_totals,
+)
 from paged_optax.layerwise.loss import LayerwiseOutput, mean_of
 from paged_optax.layerwise.overlapped_update import ForwardOverlap
 from paged_optax.layerwise.parameters import Partition
@@ -73,7 +77,7 @@ class DeferredUpdate(HostGradients):
         norm, waits = measure.norm, jnp.asarray(self.guard.passes(measure))
         pending = Pending(waits, norm, self.clipping.clipped(drest, norm))
         workspace = dataclasses.replace(
-            filled(workspace, totals),
+            store_totals(workspace, totals),
             pending=jax.tree.map(
                 lambda new, old: new.astype(old.dtype), pending, workspace.pending
             ),

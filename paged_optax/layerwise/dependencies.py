@@ -18,7 +18,7 @@ from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.types import on_one_device, shape_dtype
-from paged_optax.engine.stored_array import Stored
+from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.forward import Learned, Model, Rest, is_inexact
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.weights import Weights

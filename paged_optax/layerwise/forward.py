@@ -112,7 +112,7 @@ class Forward(NamedTuple):
     stacks: list[Array]
 
 
-class Head(NamedTuple):
+class EpilogueGradients(NamedTuple):
     """The loss of one micro-batch, its metrics, and the gradients.
 
     Attributes:
@@ -265,7 +265,7 @@ class Model:
         )
         return Forward(activations, start.context, stacks)
 
-    def head(
+    def pull_epilogue(
         self,
         rest: Rest,
         x: PyTree[Array],
@@ -274,7 +274,7 @@ class Model:
         dtype: DTypeLike,
         before: Float[Array, ""] | None = None,
         last: Bool[Array, ""] | bool = True,
-    ) -> Head:
+    ) -> EpilogueGradients:
         """The loss of one micro-batch, its metrics, and the gradients.
 
         Args:
@@ -306,7 +306,7 @@ class Model:
             loss, argnums=(0, 1, 2), has_aux=True
         )(rest, inputs, floats)
         value = value if weighted is None else weighted
-        return Head(value, metrics, *gradients)
+        return EpilogueGradients(value, metrics, *gradients)
 
     def pull_layer(
         self,

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, PyTree
 
-from paged_optax.engine.stored_array import Stored
-from paged_optax.layerwise.backward import BackwardPass, written
+from paged_optax.engine.paged_array import Stored
+from paged_optax.layerwise.backward import BackwardPass, write_slabs
 from paged_optax.layerwise.backward_update import BackwardUpdate, LayerResults
 from paged_optax.layerwise.clipping import Measure
 from paged_optax.layerwise.forward import Rest
@@ -107,7 +107,7 @@ class HostGradients(BackwardUpdate):
         carry = self._update_in_turn(optimizer, weights, host, workspace, norm)
         limit = norm if self.clipping.clip == "global" else of_rest.norm
         drest = self.clipping.clipped(drest, limit)
-        workspace = filled(workspace, totals)
+        workspace = store_totals(workspace, totals)
         output = LayerwiseOutput(mean_of(metrics.loss), metrics.metrics, norm)
         return LayerResults(*carry, drest, workspace, output, measure)
 
@@ -134,7 +134,7 @@ class HostGradients(BackwardUpdate):
             gradients = self.clipping.clipped(gradients, limit)
             small = store_small(carry.small, gradients, i)
             slots, new = optimizer.update_layer(carry.slots, slabs, gradients, i)
-            return UpdateCarry(written(carry.stacks, slabs, new, i), slots, small)
+            return UpdateCarry(write_slabs(carry.stacks, slabs, new, i), slots, small)
 
         layered = optimizer.layered
         dtypes = [x.dtype for x in jax.tree.leaves(workspace.gradients)]
@@ -237,7 +237,7 @@ def first_carry(
     return BatchCarry(stacks, host, bare, drest, weight)
 
 
-def filled(workspace: GradientWorkspace, totals: BatchCarry) -> GradientWorkspace:
+def store_totals(workspace: GradientWorkspace, totals: BatchCarry) -> GradientWorkspace:
     """The workspace, with the gradients of all micro-batches on the host."""
     host = jax.tree.unflatten(jax.tree.structure(workspace.host), totals.host)
     return dataclasses.replace(

@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from paged_optax.backend.memory import HOST, nbytes, on_host
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD, barrier_on_cpu
 from paged_optax.backend.types import on_one_device
-from paged_optax.engine.stored_array import Stored
+from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.overlap import Group
 from paged_optax.layerwise.programs import Programs, layer_programs

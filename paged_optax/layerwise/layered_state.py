@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import PyTree
 
+from paged_optax.backend.flax_variables import as_pure, unflatten_like
 from paged_optax.backend.memory import DEVICE, HOST, nbytes, on_host
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import KeyPath
-from paged_optax.backend.variables import as_pure, unflatten_like
 from paged_optax.codecs import Quantized
-from paged_optax.engine.stored_array import Stored
+from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.overlap import Group, grouped
 from paged_optax.layerwise.parameters import Partition, length_of
 from paged_optax.layerwise.slices import LayerIndex, goes_in_slabs, put

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes, on_host
-from paged_optax.engine.stored_array import Stored
+from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.forward import Activations, Forward, ForwardStart
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.overlap import Group, Shares, ends_of, in_segments

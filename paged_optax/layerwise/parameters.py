@@ -141,13 +141,13 @@ def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
         kind = jax.typeof(x)  # of NumPy's float64, what JAX makes of it
         small = not goes_in_slabs(x) or nbytes(kind) // kind.shape[0] < smallest
         if not small:
-            return to_host(x)
+            return place_on_host(x)
         return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
     return jax.tree.map(place, layers)
 
 
-def to_host(x: Shaped) -> Array | jax.ShapeDtypeStruct:
+def place_on_host(x: Shaped) -> Array | jax.ShapeDtypeStruct:
     """An array in host memory, or its shape; NumPy's goes there without a detour."""
     if not isinstance(x, np.ndarray) and on_host(x):
         return x

@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import trace
+from paged_optax.analysis.per_leaf import CrossLeafError, analyse
 from paged_optax.analysis.program import (
     FILLS,
     Analysis,
@@ -27,11 +28,10 @@ from paged_optax.analysis.program import (
     Evaluation,
     LeafUpdate,
 )
-from paged_optax.analysis.split import CrossLeafError, analyse
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import ArrayOrShape, KeyPath, is_explicit
 from paged_optax.codecs import Quantized
-from paged_optax.engine.stored_array import Stored
+from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.slices import LayerIndex, slab
 from paged_optax.transform.context import current, sharding_in_type, telling, within

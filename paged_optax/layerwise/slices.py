@@ -13,7 +13,7 @@ from paged_optax.backend.memory import on_host
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD, GPU_NEEDS_RAW_INDEX, on_tpu
 from paged_optax.backend.types import is_traced
 from paged_optax.codecs import Quantized
-from paged_optax.engine.stored_array import Stored
+from paged_optax.engine.paged_array import Stored
 from paged_optax.engine.transfers import StackPage
 from paged_optax.transform.codec_rules import SMALLEST_CODED
 

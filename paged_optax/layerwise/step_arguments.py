@@ -10,13 +10,13 @@ import optax
 from jax import Array
 from jaxtyping import PyTree
 
+from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.backend.processes import compare, spans_processes
 from paged_optax.backend.text import key_names, keystr, readable_bytes
 from paged_optax.backend.types import KeyPath, shape_dtype
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import nondifferentiable
-from paged_optax.backend.variables import as_pure
 from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.parameters import Partition, by_name
 from paged_optax.layerwise.slices import goes_in_slabs

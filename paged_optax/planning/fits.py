@@ -21,7 +21,7 @@ from paged_optax.planning.card_rates import (
 )
 from paged_optax.planning.footprints import Footprint, Footprints
 from paged_optax.planning.layers import (
-    Activations,
+    ActivationBytes,
     Layers,
     Sizes,
     Workload,
@@ -169,7 +169,7 @@ def what_fits(
     held, work = None, 0
     if workload is not None:
         sizes, assumed = _sizes(alike, workload)
-        held = Activations.of(sizes, workload)
+        held = ActivationBytes.of(sizes, workload)
         work = operations(values, sizes, workload)
         remarks += filter(None, (assumed, sizes.of_experts(workload)))
     ways = Ways(

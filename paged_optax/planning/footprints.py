@@ -7,10 +7,12 @@ from typing import overload
 
 from paged_optax.backend import pinned_pool
 from paged_optax.backend.text import readable_bytes, table
-from paged_optax.planning.layers import Activations, Workload
+from paged_optax.planning.layers import ActivationBytes, Workload
 
 
-def written(way: str, inner: str, arguments: str = "", fused_head: bool = False) -> str:
+def training_code(
+    way: str, inner: str, arguments: str = "", fused_head: bool = False
+) -> str:
     """The code of a way to train, to paste into a script.
 
     `inner` and further `arguments` of `paged` are code themselves.
@@ -116,7 +118,7 @@ class Footprints(Sequence[Footprint]):
     link_gigabytes_per_second: float
     remarks: tuple[str, ...] = ()
     workload: Workload | None = None
-    held: Activations | None = None
+    held: ActivationBytes | None = None
     inner: str = "inner"
     arguments: str = ""
     gpu: bool = True
@@ -198,7 +200,7 @@ class Footprints(Sequence[Footprint]):
             *self.remarks,
             *(self._pool_notes() if self.gpu else ()),
         ]
-        return "\n".join(map(filled, notes))
+        return "\n".join(map(wrap_text, notes))
 
     def advice(self) -> str:
         """The way to choose, its seconds and its code; empty without a batch."""
@@ -208,7 +210,7 @@ class Footprints(Sequence[Footprint]):
         if chosen is None:
             least = min(self.rows, key=lambda row: row.device)
             missing = readable_bytes(least.device - self.available)
-            return filled(
+            return wrap_text(
                 f"Nothing fits: {least.way} takes the least, and {missing} too much."
                 " Fewer or shorter sequences take less, as micro-batches too."
                 f"{_also(self.workload)}"
@@ -219,8 +221,8 @@ class Footprints(Sequence[Footprint]):
         if not chosen.seconds:
             text += " Its seconds need the rate of products: a card, or TFLOP/s."
         fused = self.workload.fused_head
-        code = written(chosen.way, self.inner, self.arguments, fused)
-        return f"{filled(text)}\n\n{code}"
+        code = training_code(chosen.way, self.inner, self.arguments, fused)
+        return f"{wrap_text(text)}\n\n{code}"
 
     def _activation_note(self) -> str:
         if self.workload is None or self.held is None:
@@ -289,7 +291,7 @@ class Footprints(Sequence[Footprint]):
         return "\n\n".join(filter(None, parts))
 
 
-def filled(text: str) -> str:
+def wrap_text(text: str) -> str:
     """Text as wide as a terminal; names of variables stay whole."""
     return textwrap.fill(text, 80, break_long_words=False, break_on_hyphens=False)
 

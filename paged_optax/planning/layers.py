@@ -208,7 +208,7 @@ class Sizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Activations:
+class ActivationBytes:
     """Bytes that are alive at once in the parts of a step.
 
     Attributes:
@@ -229,7 +229,7 @@ class Activations:
     waiting: int
 
     @staticmethod
-    def of(sizes: Sizes, workload: Workload) -> "Activations":
+    def of(sizes: Sizes, workload: Workload) -> "ActivationBytes":
         r"""The sums, of tokens :math:`n`, bytes of a value :math:`b` and width `d`.
 
         .. math::
@@ -277,7 +277,7 @@ class Activations:
             waiting = n * sizes.vocabulary * b
         saved = sizes.layers * n * width * b
         scores //= workload.score_blocks
-        return Activations(saved, layer, forward, scores, head, waiting)
+        return ActivationBytes(saved, layer, forward, scores, head, waiting)
 
 
 def sizes_of(layers: Layers, heads: int | None) -> tuple[Sizes, str]:

@@ -14,12 +14,12 @@ from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import parse_bytes
 from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
 from paged_optax.planning.footprints import LAYERWISE, Footprint
-from paged_optax.planning.layers import Activations, Layers
+from paged_optax.planning.layers import ActivationBytes, Layers
 from paged_optax.planning.page_plan import PagePlan, plan
 from paged_optax.transform.codec_rules import Rule
 from paged_optax.transform.paged import paged
 
-Codec = Rule | Mapping[str, Rule]
+CodecRules = Rule | Mapping[str, Rule]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Paging:
     link: float
 
     def planned(
-        self, params: PyTree, codec: Codec = None, device_budget: str | None = "0B"
+        self, params: PyTree, codec: CodecRules = None, device_budget: str | None = "0B"
     ) -> PagePlan:
         """The plan with this codec and budget."""
         tx = paged(
@@ -57,7 +57,7 @@ class Paging:
             warnings.filterwarnings("ignore", "the moments need", UserWarning)
             return plan(tx, params, link_gigabytes_per_second=self.link)
 
-    def arguments(self, codec: Codec) -> str:
+    def arguments(self, codec: CodecRules) -> str:
         """The arguments of `paged` after the transformation, as code.
 
         A codec that has no name is the variable `codec`.
@@ -98,7 +98,7 @@ class Ways:
     codec: str
     rate: float
     layers: Layers | None
-    activations: Activations | None
+    activations: ActivationBytes | None
 
     def rows(self) -> Iterator[Footprint]:
         """All ways, the most ordinary first."""

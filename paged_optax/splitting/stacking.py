@@ -23,7 +23,7 @@ from paged_optax.backend.types import KeyPath, PyTreeDef, is_traced
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import brief, check_arrays
 from paged_optax.layerwise.clipping import wrapper_of
-from paged_optax.layerwise.parameters import Shaped, offload, to_host
+from paged_optax.layerwise.parameters import Shaped, offload, place_on_host
 from paged_optax.layerwise.programs import Programs
 from paged_optax.layerwise.slices import LayerIndex, goes_in_slabs, put
 from paged_optax.splitting.numbered import Names
@@ -84,7 +84,7 @@ class Stacking:
         rest = {name: _read(leaves[n]) for name, n in self.rest.items()}
         if on_host == "all":
             rest = {
-                name: x if nbytes(x) < smallest else to_host(x)
+                name: x if nbytes(x) < smallest else place_on_host(x)
                 for name, x in rest.items()
             }
         return {"layers": nested(layers), "rest": nested(rest)}
@@ -171,7 +171,7 @@ def _away(leaves: Sequence[Shaped], axis: int | None, min_size: int | str) -> Sh
     if in_jax or axis is not None or not on_host(offload([like], min_size)):
         return offload([_together(leaves, axis)], min_size)[0]
     # Arrays that NumPy reads go there layer by layer: NumPy holds no second stack.
-    stack = to_host(np.zeros(like.shape, like.dtype))
+    stack = place_on_host(np.zeros(like.shape, like.dtype))
     write = jax.jit(put, donate_argnums=0)
     for n, x in enumerate(leaves):
         stack = jax.block_until_ready(write(stack, np.asarray(x)[None], n))

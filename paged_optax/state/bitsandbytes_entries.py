@@ -242,7 +242,7 @@ def _arranged_like(
             continue
         stored = jax.tree.map(dtype_and_shape, layout.stored(turned))
         if stored == jax.tree.map(dtype_and_shape, moment):
-            return layout.arrange(on_cpu(plain), turned)
+            return layout.arrange(move_to_cpu(plain), turned)
     return plain
 
 
@@ -258,7 +258,7 @@ def _fitting(
     return jax.device_put(array, old.sharding)
 
 
-def on_cpu(moment: PyTree[Array | np.ndarray]) -> PyTree[Array]:
+def move_to_cpu(moment: PyTree[Array | np.ndarray]) -> PyTree[Array]:
     """A moment on the CPU backend, where there is one."""
     try:
         device = jax.local_devices(backend="cpu")[0]

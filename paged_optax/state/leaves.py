@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 import jax
 from jaxtyping import PyTree
 
+from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.text import key_names, keystr, path_name
 from paged_optax.backend.types import (
@@ -30,7 +31,6 @@ from paged_optax.backend.types import (
     holds_moments,
 )
 from paged_optax.backend.validation import check_arrays
-from paged_optax.backend.variables import as_pure
 from paged_optax.codecs import Quantized
 
 #: What `optax.inject_hyperparams` keeps beside moments: trees of settings.
@@ -118,7 +118,7 @@ def is_quantized(node: PyTree) -> bool:
     return isinstance(node, Quantized)
 
 
-def fields_of(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, PyTree]]:
+def state_fields(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, PyTree]]:
     """The fields of all Optax states inside: paths, and what they hold."""
     if not _is_state(node):
         yield path, node
@@ -127,7 +127,7 @@ def fields_of(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, PyTre
         node, is_leaf=lambda x: x is not node
     )[0]:
         if _holds_states(node, key_path):
-            yield from fields_of(child, (*path, *key_path))
+            yield from state_fields(child, (*path, *key_path))
         else:
             yield (*path, *key_path), child
 
@@ -142,7 +142,7 @@ def state_leaves_of(state: PyTree) -> list[StateLeaf]:
             () if _is_count_variable(key_path, value) else key_path,
             as_pure(value),
         )
-        for path, field in fields_of(state)
+        for path, field in state_fields(state)
         for key_path, value in _flat(field)
     ]
 

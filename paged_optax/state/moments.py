@@ -10,6 +10,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, PyTree
 
+from paged_optax.backend.flax_variables import as_pure, unflatten_like
 from paged_optax.backend.memory import (
     DEVICE,
     HOST,
@@ -26,7 +27,6 @@ from paged_optax.backend.types import (
     is_traced,
 )
 from paged_optax.backend.validation import brief, check_arrays, check_transformation
-from paged_optax.backend.variables import as_pure, unflatten_like
 from paged_optax.codecs import Quantized
 from paged_optax.state.leaves import (
     SETTINGS,

@@ -9,6 +9,7 @@ import optax
 from jax import Array
 from jaxtyping import PyTree
 
+from paged_optax.backend.flax_variables import unflatten_like
 from paged_optax.backend.memory import (
     bytes_per_device,
     kind_of,
@@ -24,15 +25,14 @@ from paged_optax.backend.types import (
     is_traced,
 )
 from paged_optax.backend.validation import brief, check_transformation
-from paged_optax.backend.variables import unflatten_like
 from paged_optax.state.leaves import (
     SETTINGS,
     Parameters,
     StateLeaf,
     arrays_at,
-    fields_of,
     is_quantized,
     moments_within,
+    state_fields,
     state_leaves_of,
     unpaged_places,
 )
@@ -261,7 +261,7 @@ def _parameters_like(state: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
     is_leaf = lambda x: is_masked(x) or is_quantized(x)
     trees = [
         field
-        for path, field in fields_of(state)
+        for path, field in state_fields(state)
         if path_name(path[-1:]) not in SETTINGS
         and any(holds_moments(x.dtype) for x in jax.tree.leaves(field))
     ]

@@ -14,6 +14,11 @@ from jax.sharding import (
 )
 from jaxtyping import PyTree
 
+from paged_optax.backend.flax_variables import (
+    as_pure,
+    optimizer_shardings,
+    unflatten_like,
+)
 from paged_optax.backend.memory import (
     memory_kind,
     replicated_sharding,
@@ -27,7 +32,6 @@ from paged_optax.backend.types import (
     is_committed,
 )
 from paged_optax.backend.validation import brief, check_arrays, check_transformation
-from paged_optax.backend.variables import as_pure, optimizer_shardings, unflatten_like
 from paged_optax.codecs import is_codes_field
 from paged_optax.engine.shards import Shards
 from paged_optax.state.leaves import is_quantized

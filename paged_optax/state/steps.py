@@ -7,10 +7,10 @@ import optax
 from jax import Array
 from jaxtyping import Int, PyTree
 
+from paged_optax.backend.flax_variables import unflatten_like
 from paged_optax.backend.memory import donate_within_memory
 from paged_optax.backend.text import path_name
 from paged_optax.backend.types import KeyPath, Path
-from paged_optax.backend.variables import unflatten_like
 from paged_optax.state.leaves import StateLeaf, parameter_at, state_leaves_of
 
 

@@ -14,8 +14,15 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import refuse_effects, trace
+from paged_optax.analysis.per_leaf import analyse
 from paged_optax.analysis.program import Analysis, Evaluation, LeafUpdate
-from paged_optax.analysis.split import analyse
+from paged_optax.backend.flax_variables import (
+    as_pure,
+    fixed_variables,
+    optimizer_shardings,
+    parameter_shardings,
+    unflatten_like,
+)
 from paged_optax.backend.memory import (
     DEVICE,
     HOST,
@@ -33,22 +40,15 @@ from paged_optax.backend.types import (
     KeyPath,
     is_committed,
     is_traced,
-    on_automatic_axes,
     shape_dtype,
+    typed_automatic,
     varying_axes,
     with_automatic_axes,
     without_explicit_axes,
 )
 from paged_optax.backend.user_warnings import warn_user
-from paged_optax.backend.variables import (
-    as_pure,
-    fixed_variables,
-    optimizer_shardings,
-    parameter_shardings,
-    unflatten_like,
-)
 from paged_optax.engine.backend_check import check_backend
-from paged_optax.engine.pages import Storage
+from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards, constrained
 from paged_optax.engine.stream import fill
 from paged_optax.transform.agreement import said_of
@@ -290,13 +290,13 @@ class _NewState:
             inputs = [divide(x) if x.shape == leaf.shape else x for x in inputs]
         if divided is None and not is_traced(inputs):
             # Pages are written into a buffer whose type names no mesh.
-            inputs = [on_automatic_axes(x) for x in inputs]
-        storage = [Storage(dtype.itemsize, codec, not stays)]
+            inputs = [typed_automatic(x) for x in inputs]
+        formats = [MomentFormat(dtype.itemsize, codec, not stays)]
         new = fill(
             tuple(inputs),
             jnp.zeros(2, jnp.uint32) if codec and codec.draws else None,
             program=leaf.program,
-            geometry=self.paged.geometry(leaf, storage, divided),
+            geometry=self.paged.geometry(leaf, formats, divided),
             dtype=dtype,
             codec=codec,
             host=not stays,

@@ -11,8 +11,8 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.flat import refuse_effects, trace
+from paged_optax.analysis.per_leaf import analyse
 from paged_optax.analysis.program import Analysis, LeafUpdate
-from paged_optax.analysis.split import analyse
 from paged_optax.backend import memory
 from paged_optax.backend.memory import (
     PINNED_HOST,
@@ -26,7 +26,7 @@ from paged_optax.backend.user_warnings import warn_user
 from paged_optax.codecs import Codec
 from paged_optax.engine.geometry import Geometry, cut, uncut
 from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
-from paged_optax.engine.pages import Storage
+from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.checks import refuse_changes, refuse_state
 from paged_optax.transform.codec_rules import Rule, choose
@@ -231,9 +231,9 @@ class PagedTransformation:
     def geometry(
         self,
         leaf: LeafUpdate,
-        moments: Sequence[Storage],
+        moments: Sequence[MomentFormat],
         shards: Shards | None = None,
-        like: int = 1,
+        like_leaves: int = 1,
     ) -> Geometry:
         """Chooses the page layout of leaves with identical programs."""
         shape = shards.local(leaf.shape) if shards else leaf.shape
@@ -244,7 +244,7 @@ class PagedTransformation:
             shape,
             tuple(moments),
             self.configuration.page_size,
-            like,
+            like_leaves,
             current().spare_bytes,
             current().isolate,
         )
@@ -253,14 +253,10 @@ class PagedTransformation:
         """Tells why a moment cannot be sliced in host memory; empty if it can."""
         aval, shards = layout.avals[position], layout.shards[position]
         shape = shards.local(aval.shape) if shards else aval.shape
-        storage = Storage(aval.dtype.itemsize, layout.codecs[position])
-        if (
-            memory.platform() == "tpu"
-            and storage.codec is None
-            and storage.itemsize > 4
-        ):
+        moment = MomentFormat(aval.dtype.itemsize, layout.codecs[position])
+        if memory.platform() == "tpu" and moment.codec is None and moment.itemsize > 4:
             return _PAIRS
-        geometry = cut(shape, (storage,), self.configuration.page_size)
+        geometry = cut(shape, (moment,), self.configuration.page_size)
         return geometry.on(memory.platform()).refused
 
     def analyse(

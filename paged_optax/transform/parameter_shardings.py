@@ -15,7 +15,7 @@ from paged_optax.transform.context import current, sharding_in_type
 from paged_optax.transform.trees import Parameter
 
 #: A parameter: its path and its shape.
-Key = tuple[str, tuple[int, ...]]
+PathAndShape = tuple[str, tuple[int, ...]]
 
 #: The axes of a mesh, and their sizes. The types of traced arrays name no more of it.
 Axes = tuple[tuple[str, int], ...]
@@ -23,7 +23,7 @@ Axes = tuple[tuple[str, int], ...]
 #: What the last `init` or `abstract_state` saw divided, of any transformation: each
 #: parameter, and the mesh's axes. One that forgets has nowhere else to keep it.
 #: A warning alone depends on it, and no program.
-_divided: set[tuple[Key, Axes]] = set()
+_divided: set[tuple[PathAndShape, Axes]] = set()
 
 
 def axes_of(mesh: Mesh | AbstractMesh | None) -> Axes:
@@ -41,9 +41,9 @@ class Divisions:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[Key, dict[Axes, Shards | None]] = {}
+        self._seen: dict[PathAndShape, dict[Axes, Shards | None]] = {}
 
-    def keep(self, key: Key, shards: Shards | None) -> None:
+    def keep(self, key: PathAndShape, shards: Shards | None) -> None:
         """Keeps how a parameter is divided over a mesh, in place of what was there."""
         seen = self._seen.setdefault(key, {})
         before = seen.pop(axes_of(shards and shards.mesh), None)
@@ -52,11 +52,11 @@ class Divisions:
             shards = shards if isinstance(shards.mesh, Mesh) else before
         seen[axes_of(shards and shards.mesh)] = shards
 
-    def kept(self, key: Key, mesh: Mesh | AbstractMesh) -> Shards | None:
+    def kept(self, key: PathAndShape, mesh: Mesh | AbstractMesh) -> Shards | None:
         """What was kept of a mesh of these axes, on the mesh that it was seen on."""
         return self._seen.get(key, {}).get(axes_of(mesh))
 
-    def on(self, key: Key, mesh: Mesh | AbstractMesh | None) -> Shards | None:
+    def on(self, key: PathAndShape, mesh: Mesh | AbstractMesh | None) -> Shards | None:
         """How a parameter was divided over this mesh.
 
         Args:
@@ -77,7 +77,9 @@ class Divisions:
             return last
         return last if axes_of(around) == axes_of(last.mesh) else None
 
-    def assumed(self, key: Key, mesh: Mesh | AbstractMesh | None) -> Shards | None:
+    def assumed(
+        self, key: PathAndShape, mesh: Mesh | AbstractMesh | None
+    ) -> Shards | None:
         """How it is divided over a mesh of the same axes in other sizes: likewise."""
         for before in reversed(self._seen.get(key, {}).values()):
             if mesh and before and {*before.mesh.axis_names} == {*mesh.axis_names}:
@@ -85,7 +87,7 @@ class Divisions:
         return None
 
     def elsewhere(
-        self, key: Key, mesh: Mesh | AbstractMesh
+        self, key: PathAndShape, mesh: Mesh | AbstractMesh
     ) -> Mesh | AbstractMesh | None:
         """Another mesh that a parameter was divided over, if it was not on this one."""
         seen = self._seen.get(key, {})
@@ -96,7 +98,7 @@ class Divisions:
         )
         return next((x.mesh for x in divided), None)
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: PathAndShape) -> bool:
         return key in self._seen
 
 
@@ -176,7 +178,7 @@ class ParameterShardings:
         paths: Sequence[KeyPath],
         leaves: Sequence[Parameter],
         told: Sequence[NamedSharding | None],
-    ) -> dict[Key, Shards | None]:
+    ) -> dict[PathAndShape, Shards | None]:
         """The shardings of concrete parameters, for `init` to remember.
 
         Also those of traced parameters, as far as they are given. And those of
@@ -187,7 +189,7 @@ class ParameterShardings:
           ValueError: If a parameter of `init` was divided otherwise before, over a mesh
             of the same axes.
         """
-        said: dict[Key, Shards | None] = {}
+        said: dict[PathAndShape, Shards | None] = {}
         mesh = current().mesh
         for path, x, moments in zip(paths, leaves, told, strict=True):
             if self.asked or moments is not None:
@@ -211,7 +213,7 @@ class ParameterShardings:
                 raise _otherwise(f"parameter {key[0]}", x.shape, shards, before)
         return said
 
-    def learn(self, said: Mapping[Key, Shards | None]) -> None:
+    def learn(self, said: Mapping[PathAndShape, Shards | None]) -> None:
         """Remembers the shardings of parameters."""
         for key, shards in said.items():
             self.seen.keep(key, shards)

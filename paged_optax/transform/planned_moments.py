@@ -17,9 +17,9 @@ from paged_optax.backend.memory import layout_bytes
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import ArrayOrShape, Transformation
 from paged_optax.engine.geometry import sharing, uncut
-from paged_optax.engine.pages import Pages, Storage
+from paged_optax.engine.paged_array import PagedArray
+from paged_optax.engine.pages import MomentFormat, Pages
 from paged_optax.engine.shards import Shards
-from paged_optax.engine.stored_array import StoredArray
 from paged_optax.transform.context import within
 from paged_optax.transform.paged_transformation import (
     Configuration,
@@ -176,7 +176,7 @@ def planned_moments(
         each = _LeafMoments.of(leaf, layout, stays, first, divided, dtype)
         shared = [i for i in leaf.inputs if shape_of.get(i) != leaf.shape]
         singly = paged.per_parameter_steps
-        key = loop_key(analysis, leaf, each.storage, divided, shared, singly=singly)
+        key = loop_key(analysis, leaf, each.formats, divided, shared, singly=singly)
         groups.setdefault((key, dtype), []).append(each)
     geometry, number = _geometry(paged, groups.values(), memory.platform())
     elementwise = analysis.elementwise
@@ -189,7 +189,7 @@ def planned_moments(
         codec, part = layout.codecs[i], layout.shards[i]
         shape = part.local(x.shape) if part else x.shape
         stored = codec.stored(shape) if codec else jax.ShapeDtypeStruct(shape, x.dtype)
-        parts = StoredArray.of(stored, pages, codec, on_host=not stays[i]).parts
+        parts = PagedArray.of(stored, pages, codec, on_host=not stays[i]).parts
         preloaded = [part for part in parts if part.preloaded]
         reason = _WHOLE if parts[0].preloaded else pages.refused
         moments.append(
@@ -229,14 +229,14 @@ def _geometry(
     number = 0
     for group in groups:
         one = group[0]
-        cut = paged.geometry(one.leaf, one.storage, one.divided, len(group))
+        cut = paged.geometry(one.leaf, one.formats, one.divided, len(group))
         pages = cut.on(platform)
         for part in sharing(pages, len(group)):
-            travelling = sum(x.on_host for each in group[part] for x in each.storage)
+            travelling = sum(x.on_host for each in group[part] for x in each.formats)
             both = pages.both_ways(travelling)
             # If a leaf has one moment, XLA:GPU may keep a further page: the kernel of
             # the moment computes it. With several moments it never did (jax 0.10.2).
-            single = sum(x.on_host for x in one.storage) == 1 and platform != "tpu"
+            single = sum(x.on_host for x in one.formats) == 1 and platform != "tpu"
             flying = (4 if both else 3) if single or not pages.count else 2
             for each in group[part]:
                 way = (number, pages, both, flying)
@@ -254,14 +254,14 @@ class _LeafMoments:
     Attributes:
       leaf: The program.
       numbers: Of its moments that are streamed, among the state's leaves.
-      storage: How each of these is kept.
+      formats: How each of these is kept.
       divided: How they are divided, or None.
       dtype: Its parameter's dtype; None if it has none.
     """
 
     leaf: LeafUpdate
     numbers: tuple[int, ...]
-    storage: tuple[Storage, ...]
+    formats: tuple[MomentFormat, ...]
     divided: Shards | None
     dtype: np.dtype | None
 
@@ -280,10 +280,11 @@ class _LeafMoments:
         numbers = {i - first for i in (*leaf.inputs, *leaf.outputs)}
         inside = sorted(i for i in numbers if 0 <= i < len(avals))
         streamed = tuple(i for i in inside if not stays[i] or codecs[i])
-        storage = [
-            Storage(avals[i].dtype.itemsize, codecs[i], not stays[i]) for i in streamed
+        formats = [
+            MomentFormat(avals[i].dtype.itemsize, codecs[i], not stays[i])
+            for i in streamed
         ]
-        return cls(leaf, streamed, tuple(storage), divided, dtype)
+        return cls(leaf, streamed, tuple(formats), divided, dtype)
 
     @property
     def converts(self) -> bool:
@@ -293,8 +294,8 @@ class _LeafMoments:
         moments of fewer bits than the parameter (H200, jax 0.10.2 and 0.12.0.1; v5e).
         It has pages of another size in which nothing else fits.
         """
-        sizes = {x.itemsize for x in self.storage if x.on_host}
-        if len(sizes) < 2 or self.dtype is None or any(x.codec for x in self.storage):
+        sizes = {x.itemsize for x in self.formats if x.on_host}
+        if len(sizes) < 2 or self.dtype is None or any(x.codec for x in self.formats):
             return False
         remainders = any(x.dtype == jnp.int16 for x in self.leaf.avals)
         return remainders or self.dtype.itemsize > min(sizes)
@@ -302,7 +303,7 @@ class _LeafMoments:
     @property
     def widest(self) -> int:
         """The number of its widest moment on the host."""
-        pairs = zip(self.numbers, self.storage, strict=True)
+        pairs = zip(self.numbers, self.formats, strict=True)
         return max((x.itemsize, i) for i, x in pairs if x.on_host)[1]
 
 

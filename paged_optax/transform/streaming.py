@@ -27,7 +27,7 @@ from paged_optax.backend.types import (
 )
 from paged_optax.codecs import Codec, draw
 from paged_optax.engine.backend_check import check_backend
-from paged_optax.engine.pages import Storage
+from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import UNSHARDED, Shards, constrained
 from paged_optax.engine.stream import stream
 from paged_optax.transform.active_parameters import Gate, any_gate, choose_by
@@ -140,7 +140,7 @@ def divided_as(
 def loop_key(
     analysis: Analysis,
     leaf: LeafUpdate,
-    moments: Sequence[Storage],
+    moments: Sequence[MomentFormat],
     divided: Shards | None,
     shared: Sequence[int],
     *,
@@ -182,7 +182,7 @@ class _LeafArrays:
     overwrites: list[int]
     codecs: list[Codec | None]
     shapes: list[tuple[int, ...]]
-    moving: list[Storage]
+    moving: list[MomentFormat]
     on_host: bool
     shards: Shards | None
 
@@ -303,7 +303,7 @@ class _Loops:
             codecs.append(codec)
             shapes.append(new.shape)
         moving = [
-            Storage(4 if codec else x.dtype.itemsize, codec, on_host(x))
+            MomentFormat(4 if codec else x.dtype.itemsize, codec, on_host(x))
             for x, codec in zip(arrays, codecs, strict=True)
             if codec is not None or on_host(x)
         ]

@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 
 from paged_optax.analysis.program import Analysis
 from paged_optax.backend.compiler_options import warn_without_overlap
+from paged_optax.backend.flax_variables import as_pure, unflatten_like
 from paged_optax.backend.memory import donate_within_memory, is_mistyped
 from paged_optax.backend.processes import compare, spans_processes
 from paged_optax.backend.text import keystr
@@ -23,7 +24,6 @@ from paged_optax.backend.types import (
     in_shard_map,
     is_traced,
 )
-from paged_optax.backend.variables import as_pure, unflatten_like
 from paged_optax.transform.active_parameters import Gates, gates_of
 from paged_optax.transform.agreement import Said, said_of
 from paged_optax.transform.checks import (

@@ -11,7 +11,7 @@ import pytest
 from helpers import aot, models
 from paged_optax.backend import tiling
 from paged_optax.codecs import arranged, named
-from paged_optax.engine.geometry import Storage, cut
+from paged_optax.engine.geometry import MomentFormat, cut
 
 EXTENTS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 31, 32, 33, 64, 77, 96, 127, 128, 129]
 EXTENTS += [192, 256, 257, 384, 512, 768, 1000, 1024, 1111, 2048, 4096, 4097]
@@ -73,9 +73,9 @@ def test_pages_cover_each_leaf_once(codec, page_size, platform):
     """Whatever the shape: every value is in one page."""
     for shape in [*models.distinct(), *models.ODD]:
         stored = codec and arranged(named(codec, True), shape)
-        pages = cut(shape, (Storage(4, stored), Storage(4, stored)), page_size).on(
-            platform
-        )
+        pages = cut(
+            shape, (MomentFormat(4, stored), MomentFormat(4, stored)), page_size
+        ).on(platform)
         full, left = divmod(pages.extent, pages.size)
         others = math.prod(pages.page(1))
         assert others * (full * pages.size + left) == math.prod(shape), shape
@@ -89,4 +89,4 @@ def test_every_leaf_of_the_models_is_paged():
         for shape in models.distinct(4096):
             codec = name and arranged(named(name, True), shape)
             for page_size in (2**20, 2**24):
-                assert not cut(shape, (Storage(4, codec),), page_size).tpu.refused
+                assert not cut(shape, (MomentFormat(4, codec),), page_size).tpu.refused

@@ -8,9 +8,9 @@ import paged_optax as po
 from paged_optax.backend import memory
 from paged_optax.engine import backend_check
 from paged_optax.engine import pages as page_types
-from paged_optax.engine.geometry import Storage, cut
+from paged_optax.engine.geometry import MomentFormat, cut
 from paged_optax.engine.loop import Loop
-from paged_optax.engine.page_io import PagedArray
+from paged_optax.engine.page_io import PagedBuffer
 from paged_optax.engine.transfer_order import Exchange
 
 
@@ -22,7 +22,7 @@ def forget():
 
 
 def test_it_covers_full_pages_and_a_smaller_one():
-    pages = cut((89, 128), (Storage(4),), 16 * 128 * 4).gpu
+    pages = cut((89, 128), (MomentFormat(4),), 16 * 128 * 4).gpu
     assert (pages.size, pages.count, 89 % pages.size) == (15, 6, 14)
 
 
@@ -110,7 +110,7 @@ def shifted(ways, count, unit):
 
     def break_it(monkeypatch):
         for way in ways:
-            right = getattr(PagedArray, way)
+            right = getattr(PagedBuffer, way)
 
             def wrong(part, x, *others, right=right):
                 *page, at = others
@@ -118,7 +118,7 @@ def shifted(ways, count, unit):
                 there = at._replace(start=at.start + rows, unit=at.unit + rows)
                 return right(part, x, *page, there if part.streamed else at)
 
-            monkeypatch.setattr(PagedArray, way, wrong)
+            monkeypatch.setattr(PagedBuffer, way, wrong)
 
     return break_it
 

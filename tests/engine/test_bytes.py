@@ -29,7 +29,7 @@ from helpers.programs import (
 )
 from paged_optax.backend import memory
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
-from paged_optax.engine.geometry import Storage, cut
+from paged_optax.engine.geometry import MomentFormat, cut
 
 pytestmark = pytest.mark.compiler
 
@@ -222,7 +222,7 @@ def test_addresses(shape, page_size):
     report = aot.h200(
         updating(po.paged_adamw(1e-3, page_size=page_size), square(leaves, shape))
     )
-    pages = cut(shape, (Storage(4),), int(page_size[0]) * MIB).gpu
+    pages = cut(shape, (MomentFormat(4),), int(page_size[0]) * MIB).gpu
     page_bytes = 4 * pages.entries
     found = aot.descriptors(report.hlo)
     first = 0 if GPU_NEEDS_RAW_INDEX else page_bytes  # a page is read ahead
@@ -251,7 +251,7 @@ def test_addresses_of_init():
         jitted = jax.jit(tx.init, out_shardings=shardings(state))
         return jitted, (on_device(mesh, params),)
 
-    page_bytes = 4 * cut((4099, 4096), (Storage(4),), 8 * MIB).gpu.entries
+    page_bytes = 4 * cut((4099, 4096), (MomentFormat(4),), 8 * MIB).gpu.entries
     found = aot.descriptors(aot.h200(build).hlo)
     assert {key[0::2] for key in found} == {("write", 0)}
     assert {key[3] for key in found} == {page_bytes}

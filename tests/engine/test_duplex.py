@@ -20,7 +20,7 @@ from helpers.programs import (
 )
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 from paged_optax.engine import pages as page_types
-from paged_optax.engine.geometry import Storage, cut
+from paged_optax.engine.geometry import MomentFormat, cut
 from paged_optax.engine.loop import Loop
 from paged_optax.engine.transfer_order import Exchange
 
@@ -81,7 +81,7 @@ def test_a_smaller_last_page_is_read_and_written_exactly():
     params = shapes_of({"w": (4099, 4096)})
     report = aot.h200(updating(po.paged_adamw(1e-3), params))
     assert_in_place(report)
-    pages = cut((4099, 4096), (Storage(4), Storage(4)), 16 * MIB).gpu
+    pages = cut((4099, 4096), (MomentFormat(4), MomentFormat(4)), 16 * MIB).gpu
     assert pages.extent % pages.size
     page = 4 * pages.entries
     places = {place[:1] + place[2:] for place in aot.descriptors(report.hlo)}

@@ -16,7 +16,7 @@ from helpers.programs import square
 from paged_optax.backend import tiling
 from paged_optax.codecs import Arranged, arranged, axis_of_blocks, named, unarranged
 from paged_optax.engine import loop, page_io, stream
-from paged_optax.engine.geometry import Storage, cut
+from paged_optax.engine.geometry import MomentFormat, cut
 
 # All of them: `in_one_page` keeps for one test what another compiled.
 pytestmark = pytest.mark.optimized
@@ -44,8 +44,8 @@ def on_tiles(monkeypatch):
     """Takes a TPU's pages on the CPU, which lays its arrays out otherwise."""
     run = lambda run, geometry: functools.partial(run, geometry.tpu)
     monkeypatch.setattr(stream, "_by_backend", run)
-    of = _without_layouts(stream.StoredArray.of)
-    monkeypatch.setattr(stream.StoredArray, "of", of)
+    of = _without_layouts(stream.PagedArray.of)
+    monkeypatch.setattr(stream.PagedArray, "of", of)
     jax.clear_caches()
     yield
     monkeypatch.undo()
@@ -55,14 +55,14 @@ def on_tiles(monkeypatch):
 def _without_layouts(make):
     """XLA:CPU takes no layout but its own."""
 
-    class PagedArray(page_io.PagedArray):
+    class PagedBuffer(page_io.PagedBuffer):
         def _in_layout(self, page):
             return page
 
     def of(x, pages, codec, on_host, leaf_count=1):
         made = make(x, pages, codec, on_host, leaf_count)
-        parts = tuple(PagedArray(**vars(part)) for part in made.parts)
-        return stream.StoredArray(made.codec, parts)
+        parts = tuple(PagedBuffer(**vars(part)) for part in made.parts)
+        return stream.PagedArray(made.codec, parts)
 
     return of
 
@@ -136,7 +136,11 @@ def test_noise_of_pages_of_columns(on_tiles):
 def test_tiles_are_several(on_tiles):
     """The test above cuts what a TPU can cut."""
     count = lambda shape, codec: (
-        cut(shape, (Storage(4, codec and arranged(named(codec, True), shape)),), 2**14)
+        cut(
+            shape,
+            (MomentFormat(4, codec and arranged(named(codec, True), shape)),),
+            2**14,
+        )
         .on("tpu")
         .count
     )
@@ -148,7 +152,9 @@ def test_rows_of_odd_sizes_are_cut():
     """Blocks run along columns: along rows the smallest page would be 256 of them."""
     for shape in SHAPES[:2]:
         codec = arranged(named("dynamic_int8", True), shape)
-        assert 4 * cut(shape, (Storage(4, codec),), 2**14).on("gpu").entries <= 2**14
+        assert (
+            4 * cut(shape, (MomentFormat(4, codec),), 2**14).on("gpu").entries <= 2**14
+        )
 
 
 def test_pages_of_eight_bits_hold_a_mebibyte_of_values():
@@ -165,12 +171,16 @@ def test_pages_of_codes_on_the_device():
     """A page's size, where nothing travels, and where there is room anyway."""
     codec = arranged(named("dynamic_int8", True), (4096, 14336))
     counts = [
-        cut((4096, 14336), (Storage(4, codec, host),) * 2, 2**24, 1, room).gpu.count
+        cut(
+            (4096, 14336), (MomentFormat(4, codec, host),) * 2, 2**24, 1, room
+        ).gpu.count
         for host in (True, False)
         for room in (0, 2**28)
     ]
     assert counts == [32, 16, 32, 1]
-    fewer = cut((4096, 14336), (Storage(4, codec, False),) * 2, 2**20, 1, 2**28).gpu
+    fewer = cut(
+        (4096, 14336), (MomentFormat(4, codec, False),) * 2, 2**20, 1, 2**28
+    ).gpu
     assert 4 * fewer.entries <= 2**24  # who asks for smaller pages gets them
 
 
@@ -228,7 +238,7 @@ def test_codes_of_several_shapes_ask_for_the_parameters():
 
 
 def test_rows_longer_than_a_page_are_flat():
-    pages = cut((7, 1000003), (Storage(4),), 2**20).gpu
+    pages = cut((7, 1000003), (MomentFormat(4),), 2**20).gpu
     assert pages.view == (7 * 1000003,)
     assert pages.entries * 4 <= 2**20
 
@@ -237,16 +247,16 @@ def test_more_values_than_32_bits_count():
     """A leaf of 2.4e9 values is cut by rows."""
     for codec in (None, arranged(named("dynamic_int8", True), (300000, 8192))):
         for platform in ("gpu", "tpu"):
-            pages = cut((300000, 8192), (Storage(4, codec),), 2**24).on(platform)
+            pages = cut((300000, 8192), (MomentFormat(4, codec),), 2**24).on(platform)
             assert pages.view == (300000, 8192)
             assert 0 < pages.size < 300000
 
 
 def test_what_a_tpu_cannot_slice_is_refused_by_name():
     codec = arranged(named("dynamic_int8", True), (128, 200003))
-    assert "block" in cut((128, 200003), (Storage(4, codec),), 2**20).tpu.refused
-    assert "bytes" in cut((128, 200003), (Storage(1),), 2**20).tpu.refused
-    here = Storage(1, on_host=False)  # on the device any slice will do
+    assert "block" in cut((128, 200003), (MomentFormat(4, codec),), 2**20).tpu.refused
+    assert "bytes" in cut((128, 200003), (MomentFormat(1),), 2**20).tpu.refused
+    here = MomentFormat(1, on_host=False)  # on the device any slice will do
     assert not cut((128, 200003), (here,), 2**20).tpu.refused
 
 
@@ -268,7 +278,7 @@ def test_sublanes():
 def test_a_refused_shape_can_be_paged_as_the_reason_says(shape, name):
     def refused(shape):
         codec = name and arranged(named(name, True), shape)
-        return cut(shape, (Storage(4, codec),), 2**20).tpu.refused
+        return cut(shape, (MomentFormat(4, codec),), 2**20).tpu.refused
 
     (multiple,) = re.findall(
         r"pad its longest axis to a multiple of (\d+)", refused(shape)
@@ -284,7 +294,7 @@ def test_a_refused_shape_can_be_paged_as_the_reason_says(shape, name):
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_more_entries_than_32_bits_count(platform, shape):
     """They are paged as a matrix, or refused by name; JAX counts to 2^31."""
-    pages = cut(shape, (Storage(4), Storage(4)), 2**24).on(platform)
+    pages = cut(shape, (MomentFormat(4), MomentFormat(4)), 2**24).on(platform)
     assert bool(pages.refused) == (platform == "tpu")
     assert pages.refused or (max(pages.view) < 2**31 and pages.entries <= 2**22)
     params = jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -22,8 +22,8 @@ from paged_optax.engine import pages as page_types
 from paged_optax.engine import stream
 from paged_optax.engine.geometry import cut
 from paged_optax.engine.loop import Loop
-from paged_optax.engine.pages import Storage
-from paged_optax.engine.stored_array import StoredArray, buffers_of
+from paged_optax.engine.paged_array import PagedArray, buffers_of
+from paged_optax.engine.pages import MomentFormat
 
 _ON_GPU = pytest.mark.skipif(
     GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"
@@ -131,7 +131,10 @@ def test_pages_that_share_end_with_words_and_blocks(codec):
     ):
         shape = rows, columns
         stored = arranged(named(codec, True), shape)
-        kept = Storage(4, stored), Storage(4, arranged(named(codec, False), shape))
+        kept = (
+            MomentFormat(4, stored),
+            MomentFormat(4, arranged(named(codec, False), shape)),
+        )
         found = cut(shape, kept, 2**24, like)
         for pages in (found.gpu, found.tpu):
             sizes = {pages.size, pages.extent % pages.size or pages.size}
@@ -143,7 +146,7 @@ def assert_stored_alike(codec, pages, size):
     """What is stored of joined pages is what is stored of each."""
     page = np.random.default_rng(0).normal(size=pages.page(size)).astype(np.float32)
     parts = [page * 10.0**i for i in range(pages.leaf_count)]
-    array = StoredArray.of(codec.stored(pages.leaf), pages, codec, on_host=True)
+    array = PagedArray.of(codec.stored(pages.leaf), pages, codec, on_host=True)
     joined = jnp.concatenate(parts, pages.axis)
     made = array.encode(joined, None, page.shape, pages.leaf_count)
     for found, part in zip(made, parts, strict=True):
@@ -155,11 +158,11 @@ def assert_stored_alike(codec, pages, size):
 def test_scales_are_stacked_where_they_are_few(on_host):
     """Of moments on the device they may be many, and would be copied."""
     shape, codec = (4096, 14336), named("dynamic_int4", True)
-    pages = cut(shape, (Storage(4, codec, on_host),) * 2, 2**24, 7).gpu
+    pages = cut(shape, (MomentFormat(4, codec, on_host),) * 2, 2**24, 7).gpu
     stored = codec.stored(shape if on_host is False else (512, 512))
     if on_host:
-        pages = cut((512, 512), (Storage(4, codec),) * 2, 2**18, 7).gpu
-    *_, scales = StoredArray.of(stored, pages, codec, on_host, pages.leaf_count).parts
+        pages = cut((512, 512), (MomentFormat(4, codec),) * 2, 2**18, 7).gpu
+    *_, scales = PagedArray.of(stored, pages, codec, on_host, pages.leaf_count).parts
     assert pages.leaf_count == 7
     assert scales.stacked == (7 if on_host else 0)
 
@@ -203,9 +206,9 @@ def test_a_page_of_another_leaf_shows(together, monkeypatch):
     asked = functools.partial(trained, "dynamic_int8", [(48, 256)], page_size)
     wanted = asked()
     switch()
-    right = StoredArray.encode
+    right = PagedArray.encode
     turned = lambda *args: right(*args)[::-1]
-    monkeypatch.setattr(StoredArray, "encode", turned)
+    monkeypatch.setattr(PagedArray, "encode", turned)
     with pytest.raises(AssertionError, match="Mismatched elements"):
         assert_alike(asked(), wanted)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from helpers import apart, fuzz
 from paged_optax.engine.loop import Loop
-from paged_optax.engine.page_io import PagedArray
-from paged_optax.engine.stored_array import StoredArray
+from paged_optax.engine.page_io import PagedBuffer
+from paged_optax.engine.paged_array import PagedArray
 from paged_optax.transform import precision
 
 
@@ -21,7 +21,7 @@ def _gates_not_read(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _decoded_too_much(decode: Callable[..., Any]) -> Callable[..., Any]:
-    def wrong(array: StoredArray, *arguments: Any) -> Any:
+    def wrong(array: PagedArray, *arguments: Any) -> Any:
         decoded = decode(array, *arguments)
         return decoded if array.codec is None else decoded * 1.01
 
@@ -37,9 +37,9 @@ def _masters_go_on(beside: Callable[..., Any]) -> Callable[..., Any]:
 #: What is broken, by name: a class or a module, its function, and what takes that
 #: one's place.
 BREAKAGES: apart.Breakages = {
-    "always the first page": (PagedArray, "write", _always_the_first_page),
+    "always the first page": (PagedBuffer, "write", _always_the_first_page),
     "gates are not read": (Loop, "__call__", _gates_not_read),
-    "codecs decode too much": (StoredArray, "decode", _decoded_too_much),
+    "codecs decode too much": (PagedArray, "decode", _decoded_too_much),
     "masters go on": (precision, "current_master", _masters_go_on),
 }
 

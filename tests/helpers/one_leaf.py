@@ -142,10 +142,12 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
 
     cuts: list[geometry.Geometry] = []
     alone: list[geometry.Geometry] = []
-    kept: list[geometry.Storage] = []
+    kept: list[geometry.MomentFormat] = []
 
-    def cut(shape, moments, page_size, like=1, spare_bytes=0, isolate=False):
-        cuts.append(geometry.cut(shape, moments, page_size, like, spare_bytes, isolate))
+    def cut(shape, moments, page_size, like_leaves=1, spare_bytes=0, isolate=False):
+        cuts.append(
+            geometry.cut(shape, moments, page_size, like_leaves, spare_bytes, isolate)
+        )
         kept[:] = moments
         alone[:] = [geometry.cut(shape, (x,), page_size) for x in moments]
         return cuts[-1]
@@ -268,7 +270,7 @@ def _misplaced(found: Any, pages: Any, kept: Sequence[Any]) -> str:
     import jax
 
     from helpers import aot
-    from paged_optax.engine.stored_array import StoredArray
+    from paged_optax.engine.paged_array import PagedArray
 
     ahead = pages.both_ways(sum(x.on_host for x in kept))
     wanted: collections.Counter[tuple[str, int, int]] = collections.Counter()
@@ -277,7 +279,7 @@ def _misplaced(found: Any, pages: Any, kept: Sequence[Any]) -> str:
         stored = jax.ShapeDtypeStruct(pages.leaf, f"float{8 * each.itemsize}")
         if each.codec is not None:
             stored = each.codec.stored(pages.leaf)
-        for part in StoredArray.of(stored, pages, each.codec, each.on_host).parts:
+        for part in PagedArray.of(stored, pages, each.codec, each.on_host).parts:
             if not part.streamed:
                 continue
             _, sizes = part.slice_of(loops[0].at(0))

@@ -12,7 +12,7 @@ from helpers import aot, real_decoder
 from helpers.programs import ordinary_step, placed, shardings, state_on
 from helpers.real_decoder import Config
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
-from paged_optax.planning.layers import Activations, Workload, find_layers, sizes_of
+from paged_optax.planning.layers import ActivationBytes, Workload, find_layers, sizes_of
 from paged_optax.planning.models import DECODERS
 
 MODELS = ("llama3.2-1b", "qwen3-0.6b", "qwen3-4b", "llama3-8b", "gemma-2b")
@@ -271,18 +271,18 @@ def test_heads_of_flax_and_of_hugging_face():
 def test_bytes_by_hand():
     """Two sequences of 16 tokens, and in two blocks without logits."""
     found, _ = sizes(PLAIN)
-    held = Activations.of(found, Workload(2, 16))
+    held = ActivationBytes.of(found, Workload(2, 16))
     assert held.saved == 2 * 32 * 64 * 2
     assert held.layer == 32 * 2 * (1152 + 512 + 8 * 64)
     assert held.forward == 32 * 2 * 1152
     assert held.scores == 2 * 2 * 16 * 16 * (4 + 3 * 2)
     assert held.head == 32 * 1000 * (4 + 2) + 4 * 32 * 64 * 2
     assert held.waiting == 32 * 1000 * 2
-    fused = Activations.of(found, Workload(2, 16, None, 2, True))
+    fused = ActivationBytes.of(found, Workload(2, 16, None, 2, True))
     assert (fused.saved, fused.layer) == (held.saved, held.layer)
     assert (2 * fused.scores, fused.waiting) == (held.scores, 64 * 1000 * 2)
     untied, _ = sizes(PLAIN | {"head": jax.ShapeDtypeStruct((64, 1000), jnp.bfloat16)})
-    assert Activations.of(untied, Workload(2, 16)).waiting == fused.waiting
+    assert ActivationBytes.of(untied, Workload(2, 16)).waiting == fused.waiting
 
 
 def test_activations_add_to_the_peak():

@@ -13,7 +13,7 @@ import pytest
 import paged_optax as po
 from paged_optax.cli import main
 from paged_optax.planning.card_rates import CARDS, card_name, find_card
-from paged_optax.planning.footprints import written
+from paged_optax.planning.footprints import training_code
 from paged_optax.planning.hugging_face import config_heads
 
 SHAPES = po.model_shapes("1B")
@@ -238,7 +238,7 @@ def test_the_code_runs(way):
     scope = {"jax": jax, "optax": optax, "po": po, "loss": loss, "step": step}
     scope |= {"params": params, "batch": jnp.arange(32)}
     before = float(loss(params, scope["batch"]))
-    exec(written(way, "optax.adamw(1e-2)", 'min_paged_size="1KiB"'), scope)
+    exec(training_code(way, "optax.adamw(1e-2)", 'min_paged_size="1KiB"'), scope)
     for _ in range(2):
         if "model" in scope:
             step = scope["step"]

@@ -1,4 +1,4 @@
-"""Names say what a thing is, and each file's name exists once."""
+"""Names say what a thing is, and each name of a file, class or function exists once."""
 
 import ast
 import collections
@@ -80,3 +80,22 @@ def test_tests_lie_as_the_package_lies():
     package = {path.parent.relative_to(PACKAGE) for path in FILES}
     assert rooms <= package | {*map(pathlib.Path, others)}
     assert pathlib.Path() not in rooms
+
+
+#: One name for one thing: both commands have these, and `argparse` calls them alike.
+OF_COMMANDS = {"add_arguments", "run"}
+
+
+def test_each_class_and_function_has_a_name_of_its_own():
+    places = collections.defaultdict(list)
+    for file in FILES:
+        for node in ast.parse(file.read_text()).body:
+            match node:
+                case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                    places[name].append(str(file.relative_to(PACKAGE)))
+    twice = {
+        name: files
+        for name, files in places.items()
+        if len({*files}) > 1 and not name.startswith("_")
+    }
+    assert set(twice) <= OF_COMMANDS, twice

@@ -26,7 +26,7 @@ from helpers.programs import (
 from helpers.reference import SMALL_PAGES
 from helpers.small import counting
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
-from paged_optax.engine.geometry import Storage, cut
+from paged_optax.engine.geometry import MomentFormat, cut
 
 EVERY_PATTERN = list(itertools.product((0, 1), repeat=3))
 
@@ -245,7 +245,7 @@ def test_addresses_under_flags(page_size):
     shape, leaves = (4096, 1024), 3
     params = shapes_of({f"leaf{i}": shape for i in range(leaves)})
     report = aot.h200(gated(po.paged_adamw(1e-3, page_size=page_size), params))
-    pages = cut(shape, (Storage(4),), int(page_size[0]) * MIB).gpu
+    pages = cut(shape, (MomentFormat(4),), int(page_size[0]) * MIB).gpu
     page_bytes = 4 * pages.entries
     found = aot.descriptors(report.hlo)
     first = 0 if GPU_NEEDS_RAW_INDEX else page_bytes  # a page is read ahead

@@ -21,7 +21,7 @@ from paged_optax.backend.memory import HOST
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.codecs import Codec, Noise, Quantized, axis_of_blocks, values_per_entry
-from paged_optax.engine.page_io import PagedArray, by_unit
+from paged_optax.engine.page_io import PagedBuffer, by_unit
 from paged_optax.engine.pages import PageAddress, Pages, joined_along
 
 #: An array, or what a codec stores in its place.
@@ -51,7 +51,7 @@ def buffers_of(x: Stored) -> Buffers:
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredArray:
+class PagedArray:
     """One argument of a leaf's program, or what a codec stores of it, page by page.
 
     Attributes:
@@ -60,7 +60,7 @@ class StoredArray:
     """
 
     codec: Codec | None
-    parts: tuple[PagedArray, ...]
+    parts: tuple[PagedBuffer, ...]
 
     @classmethod
     def of(
@@ -70,7 +70,7 @@ class StoredArray:
         codec: Codec | None,
         on_host: bool,
         leaf_count: int = 1,
-    ) -> "StoredArray":
+    ) -> "PagedArray":
         """Describes an array, or the shapes and dtypes of one.
 
         Args:
@@ -137,17 +137,17 @@ class StoredArray:
         spaces"), so that it has the shape that is cut from the beginning.
         """
 
-        def empty(part: PagedArray) -> Array:
+        def empty(part: PagedBuffer) -> Array:
             x = lax.empty(part.opened, part.dtype)
             return jax.device_put(x, HOST) if part.on_host else x
 
         return tuple(map(empty, self.parts))
 
-    def staged(self) -> "StoredArray":
+    def staged(self) -> "PagedArray":
         """The same, with what does not travel in pages on the device until the end."""
         stay = lambda part: dataclasses.replace(part, on_host=False)
         parts = [part if part.streamed else stay(part) for part in self.parts]
-        return StoredArray(self.codec, tuple(parts))
+        return PagedArray(self.codec, tuple(parts))
 
     def preload(self, leaves: LeafBuffers) -> LeafBuffers:
         """Brings what does not travel in pages to the device."""
@@ -310,10 +310,10 @@ def _paged_array(
     ratios: tuple[tuple[int, int], ...],
     *,
     are_scales: bool,
-) -> PagedArray:
+) -> PagedBuffer:
     """How an array lies in its pages; no ratios: every page needs all of it."""
     if not ratios:
-        return PagedArray(pages, x.shape, x.dtype, on_host, None, (), on_host)
+        return PagedBuffer(pages, x.shape, x.dtype, on_host, None, (), on_host)
     cut = zip(ratios, pages.view, strict=False)
     view = tuple([-(-number * size // of) for (number, of), size in cut])
     raw = None if pages.axis or pages.tiled else by_unit(pages, view, ratios)
@@ -323,7 +323,7 @@ def _paged_array(
         sliceable = _scales_sliceable(x.shape, view, ratios, pages, sliceable)
     streamed = on_host and sliceable
     unit_view = raw if streamed else None
-    return PagedArray(
+    return PagedBuffer(
         pages, x.shape, x.dtype, on_host, view, ratios, streamed, unit_view
     )
 
