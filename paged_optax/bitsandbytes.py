@@ -20,7 +20,7 @@ from paged_optax.backend.types import KeyPath, Path
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import check_arrays
 from paged_optax.codecs import Quantized, unarranged
-from paged_optax.codecs.dynamic_map import dynamic_map
+from paged_optax.codecs.dynamic_int8 import dynamic_map
 from paged_optax.state.bitsandbytes_entries import (
     FIELDS,
     Entry,

@@ -5,11 +5,11 @@ states are host arrays, XLA copies them whole (`MultiSteps` on GPUs; `lax.cond` 
 jax 0.10.2) or fails to compile (`MultiSteps` on TPUs), and every micro-step moves every
 byte. Here a skipped step runs its page loops zero times:
 
-- The wrapper, or a layerwise step's `Guard`, closes the gate of the updates within
-  (`paged_optax.transform.active_parameters`).
+- The wrapper closes the gate of the updates within (`paged_optax.transform.gates`). In
+  a layerwise step `paged_optax.layerwise.clipping` does, of gradients not finite.
 - The gate is the trip count of the loop around each leaf
   (`paged_optax.engine.transfer_order`). What has no loop keeps its old value
-  (`paged_optax.transform.streaming`).
+  (`paged_optax.transform.leaf_loops`).
 
 The semantics are Optax's by construction: Optax's own wrapper runs around a
 transformation whose state is a single bool, and that bool tells afterwards whether the
@@ -32,7 +32,7 @@ from paged_optax.backend.validation import (
     check_function,
     check_transformation,
 )
-from paged_optax.transform.active_parameters import only_if, restart_if
+from paged_optax.transform.gates import only_if, restart_if
 from paged_optax.transform.init import tied
 
 #: Returns updates as they are; its state tells whether the wrapper took its update.

@@ -1,10 +1,10 @@
 """How moments are stored: codecs, and their names.
 
 `codec` says what a codec is; `floats`, `dynamic_int8` and `dynamic_int4` are those
-there are, and `registry` has their names. `dynamic_map` has the numbers that codes
-stand for, as tables and as arithmetic for a TPU. `packing` parts values into blocks and
-packs codes into words. `layout` decides how codes and scales lie in memory, and
-`identity` tells in a state which codec stored what.
+there are, and `registry` has their names. Each says which numbers its codes stand for;
+`map_formula` finds the code of a number, as a table and as arithmetic for a TPU.
+`packing` parts values into blocks and packs codes into words. `layout` decides how
+codes and scales lie in memory, and `identity` tells in a state which codec stored what.
 """
 
 from paged_optax.codecs.codec import Codec, Noise, Quantized, draw

@@ -11,10 +11,7 @@ from jax import Array, lax
 from jaxtyping import Float32, Int32, UInt8
 
 from paged_optax.codecs.codec import Noise, Quantized
-from paged_optax.codecs.dynamic_map import (
-    dynamic_map,
-    linear_map,
-)
+from paged_optax.codecs.dynamic_int8 import dynamic_map
 from paged_optax.codecs.packing import (
     SMALLEST_ABSMAX,
     bits,
@@ -110,6 +107,19 @@ class DynamicInt4:
             codes = to_blocks(stored.codes, self.block).astype(jnp.int32)
         numbers = lookup(codes, _map(self.signed).view(np.int32).tolist(), jnp.int32)
         return from_blocks(from_bits(numbers) * stored.scales[:, None], shape)
+
+
+@functools.cache
+def linear_map() -> np.ndarray:
+    """The 16 multiples of 1/16 up to 1; 0 is not among them.
+
+    References:
+      Li et al., `Memory Efficient Optimizers with 4-bit States
+      <https://arxiv.org/abs/2309.01507>`_, 2023.
+    """
+    numbers = np.arange(1, 17, dtype=np.float32) / np.float32(16)
+    numbers.flags.writeable = False
+    return numbers
 
 
 def _map(signed: bool) -> np.ndarray:

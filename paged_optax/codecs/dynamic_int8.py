@@ -1,23 +1,11 @@
-r"""Moments in eight bits, as bitsandbytes stores them.
+"""Moments in eight bits, as bitsandbytes stores them.
 
-A code is a position in the dynamic map (`dynamic_map.dynamic_map`). A scale is the
-largest magnitude of 256 values. The code that is stored is that of the number nearest
-to `x * (1 / scale)`. If two numbers are equally near, it is the lower one's. Small
-second moments are rounded up from a quarter of the way on: see `DynamicInt8`.
+A code is a position in the dynamic map, `dynamic_map`. A scale is the largest magnitude
+of 256 values. The code that is stored is that of the number nearest to
+`x * (1 / scale)`. If two numbers are equally near, it is the lower one's. Small second
+moments are rounded up from a quarter of the way on: see `DynamicInt8`.
 
-One table finds a code: the higher bits of a float name the nearest number, or two and
-the midpoint that decides between them. Another holds the numbers themselves.
-
-A TPU looks entries up one by one, so there arithmetic takes the tables' place. Counted
-from zero, positions have the form :math:`2^e + j`: the leading bit names the decade,
-the others the place in it. Numbers, and the midpoints between them, lie on one line a
-decade,
-
-.. math:: \text{number} = c_e (18 m - 16 \cdot 2^e + 9), \qquad
-          \text{midpoint below } t = c'_e (9 t - 8 \cdot 2^e),
-
-up to what float32 rounded off when the map was made: at most three units in the last
-place, which two bits an entry put right.
+How the nearest number is found, by tables or as on a TPU, is in `map_formula`.
 """
 
 import dataclasses
@@ -30,12 +18,13 @@ from jax import Array, lax
 from jaxtyping import Float32, Int32, UInt8
 
 from paged_optax.codecs.codec import Noise, Quantized
-from paged_optax.codecs.dynamic_map import (
-    LOW_BITS,
-    NEVER,
+from paged_optax.codecs.map_formula import (
     MapFormula,
-    dynamic_map,
+    entry_of,
     map_formula,
+    number_by_lines,
+    position_by_lines,
+    position_by_table,
 )
 from paged_optax.codecs.packing import (
     MAGNITUDE,
@@ -48,9 +37,75 @@ from paged_optax.codecs.packing import (
     to_blocks,
 )
 
-_EXPONENT = np.int32(0x7F800000)
-
 _HUGE = np.float32(2.0**126)
+
+
+# In so many of the lowest decades, whose numbers are far apart, a second moment is
+# rounded up from less than half of the way on: see `DynamicInt8`.
+_ROUNDED_UP_DECADES = 3
+# The part of the way to the next number from which on it is.
+_ROUNDED_UP_FROM = 0.25
+
+
+def _spaced(count: int) -> np.ndarray:
+    """`torch.linspace(0.1, 1, count + 1)` in float32, as its vectorised CPU loop is."""
+    # It steps from whichever end is nearer, multiplying and adding with one rounding;
+    # float64 holds the product exactly. Other formulas miss a few entries by one ulp.
+    first, last = np.float32(0.1), np.float32(1)
+    step = np.float64((last - first) / np.float32(count))
+    k = np.arange(count + 1)
+    from_first = np.float64(first) + step * k
+    from_last = np.float64(last) - step * (count - k)
+    return np.where(2 * k < count + 1, from_first, from_last).astype(np.float32)
+
+
+@functools.cache
+def dynamic_map(signed: bool, decades: int = 7) -> np.ndarray:
+    r"""The dynamic map: more digits for larger numbers, more range for smaller ones.
+
+    Decade :math:`e` (from the smallest) is cut into :math:`n_e` equal intervals and
+    holds their centres,
+
+    .. math::
+        10^{e - d + 1} \left(0.1 + 0.9 \frac{j + 1/2}{n_e}\right),
+        \quad 0 \le j < n_e,\ 0 \le e < d,
+
+    with :math:`n_e = 2^e` and both signs, or :math:`n_e = 2^{e + 1}` without. 0 and 1
+    complete the map; -1 is not in it.
+
+    Args:
+      signed: Whether it holds negative numbers.
+      decades: Powers of ten it spans: 7 for 8 bits, 3 for 4.
+
+    Returns:
+      The numbers in increasing order, float32; a code is a position among them. They
+      are bitsandbytes' own, bit for bit.
+
+    References:
+      Dettmers et al., `8-bit Optimizers via Block-wise Quantization
+      <https://arxiv.org/abs/2110.02861>`_, 2022; Dettmers, `8-Bit Approximations for
+      Parallelism in Deep Learning <https://arxiv.org/abs/1511.04561>`_, 2016.
+    """
+    # The largest decade ends at 1, each lower one at a tenth of the next.
+    positive = []
+    for exponent in range(decades):
+        edges = _spaced(2 ** (exponent if signed else exponent + 1))
+        centres = (edges[:-1] + edges[1:]) / np.float32(2)
+        positive.append(np.float32(10.0 ** (exponent - decades + 1)) * centres)
+    numbers = np.concatenate(positive)
+    negative = -numbers if signed else numbers[:0]
+    ends = np.array([0, 1], np.float32)
+    numbers = np.sort(np.concatenate([negative, numbers, ends]))
+    numbers.flags.writeable = False
+    return numbers
+
+
+@functools.cache
+def _formula(signed: bool, rounds_up: bool = False) -> MapFormula:
+    """The formula of a map; `rounds_up`: in its lowest decades, from a quarter on."""
+    lowest = _ROUNDED_UP_FROM if rounds_up else 0.5
+    shares = [lowest if e < _ROUNDED_UP_DECADES else 0.5 for e in range(7)]
+    return map_formula(dynamic_map(signed), shares)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +236,7 @@ def _nearest(
     `rounds_to_zero` says whether zero may be the nearest to what is not zero.
     """
     rounds = signed or rounds_to_zero
-    formula, negative = map_formula(signed, rounds_up=not rounds), pattern < 0
+    formula, negative = _formula(signed, rounds_up=not rounds), pattern < 0
     # Of two numbers as near, the lower: below zero that is the larger magnitude. So
     # one bit more tells a midpoint that is met from one that lies between two floats.
     key = 2 * bits(scaled) + (negative.astype(jnp.int32) if signed else 0)
@@ -190,8 +245,8 @@ def _nearest(
     position = lax.platform_dependent(
         scaled,
         key,
-        tpu=functools.partial(_position_by_lines, formula),
-        default=functools.partial(_position_by_table, formula),
+        tpu=functools.partial(position_by_lines, formula),
+        default=functools.partial(position_by_table, formula),
     )
     stays = key > np.int32(formula.edges[0]) if rounds else pattern > 0
     position = jnp.where(stays, jnp.maximum(position, formula.zero + 1), formula.zero)
@@ -202,67 +257,9 @@ def _nearest(
     return jnp.where(jnp.isnan(scaled), 0, code)
 
 
-def _position_by_table(
-    formula: "MapFormula", scaled: Float32[Array, "*shape"], key: Int32[Array, "*shape"]
-) -> Int32[Array, "*shape"]:
-    first, entries = formula.positions
-    entry = jnp.clip((bits(scaled) >> LOW_BITS) - first, 0, len(entries) - 1)
-    entry = _entry(entries, entry)
-    # An entry has the least position of its floats; past its midpoint it is one more.
-    above = (key & np.int32(NEVER - 1)) > (entry & np.int32(2 * NEVER - 1))
-    return (entry >> (LOW_BITS + 2)) + above.astype(jnp.int32)
-
-
-def _position_by_lines(
-    formula: "MapFormula", scaled: Float32[Array, "*shape"], key: Int32[Array, "*shape"]
-) -> Int32[Array, "*shape"]:
-    factors = formula.midpoints.factors
-    columns = (formula.powers, formula.slopes, formula.starts, factors)
-    power, slope, start, factor = (np.float32(column[0]) for column in columns)
-    # Edge by edge, each value takes the line of the decade that it is in.
-    for edge, *entries in zip(
-        formula.edges[1:-1], *(c[1:] for c in columns), strict=True
-    ):
-        above = key > np.int32(edge)
-        power, slope, start, factor = (
-            jnp.where(above, np.float32(new), old)
-            for new, old in zip(entries, (power, slope, start, factor), strict=True)
-        )
-    # The midpoint nearest to the value, or one as near within rounding.
-    t = jnp.round(scaled * slope + power * np.float32(8 / 9))
-    line = (np.float32(27) * t - start) * factor
-    t, first = t.astype(jnp.int32), power.astype(jnp.int32)
-    midpoint = 2 * bits(line) + formula.midpoints.correction(t)
-    position = t - 1 + (key > midpoint).astype(jnp.int32)
-    position = jnp.clip(position, first, 2 * first - 1)
-    return jnp.where(key > np.int32(formula.edges[-1]), formula.one, position)
-
-
 def _number(code: UInt8[Array, "*shape"], signed: bool) -> Float32[Array, "*shape"]:
     return lax.platform_dependent(
         code.astype(jnp.int32),
-        tpu=functools.partial(_number_by_lines, map_formula(signed), signed),
-        default=functools.partial(_entry, dynamic_map(signed)),
+        tpu=functools.partial(number_by_lines, _formula(signed), signed),
+        default=functools.partial(entry_of, dynamic_map(signed)),
     )
-
-
-def _number_by_lines(
-    formula: "MapFormula", signed: bool, code: Int32[Array, "*shape"]
-) -> Float32[Array, "*shape"]:
-    position = jnp.abs(code - 127) if signed else code + 1
-    as_float = position.astype(jnp.float32)
-    # The leading bit of a position names its decade: as a float, its exponent does.
-    power = from_bits(bits(as_float) & _EXPONENT)
-    factor = np.float32(formula.numbers.factors[0])
-    entries = zip(formula.powers[1:], formula.numbers.factors[1:], strict=True)
-    for first, new in entries:
-        factor = jnp.where(position >= np.int32(first), np.float32(new), factor)
-    line = (np.float32(18) * as_float - np.float32(16) * power + np.float32(9)) * factor
-    number = from_bits(bits(line) + formula.numbers.correction(position))
-    number = jnp.where(position == formula.zero, np.float32(0), number)
-    number = jnp.where(position == formula.one, np.float32(1), number)
-    return jnp.where(code < 127, -number, number) if signed else number
-
-
-def _entry(table: np.ndarray, index: Int32[Array, "*shape"]) -> Array:
-    return jnp.asarray(table).at[index].get(mode="promise_in_bounds")

@@ -34,7 +34,7 @@ from paged_optax.compiling.arguments import (
     typed,
 )
 from paged_optax.compiling.memory_report import compile_overlapping
-from paged_optax.transform.context import telling
+from paged_optax.transform.context import known_shardings
 
 
 class _CompiledStep(NamedTuple):
@@ -186,7 +186,7 @@ class Step:
             places = [
                 getattr(x, "sharding", None) for x in jax.tree.leaves(call.values)
             ]
-            with telling(jax.tree.leaves(values), places):
+            with known_shardings(jax.tree.leaves(values), places):
                 return self._step(*(by_key[key] for key in positions), **named)
 
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""How leaves are cut into pages, by rows and by tiles, and which leaves share pages.
+"""How leaves are cut on each kind of backend, and which leaves share their pages.
 
 A page holds a part of one leaf. Like leaves may share a page, which then holds the
 same part of each. They travel together, one is read while another is written, and what

@@ -96,7 +96,7 @@ class Loop:
         return any(array.codec is not None for array in self.arrays)
 
     @functools.cached_property
-    def streams(self) -> tuple[int, ...]:
+    def exchanged(self) -> tuple[int, ...]:
         """The arrays whose pages travel both ways."""
         inputs = [p for p in self.targets if p < self.program.inputs]
         return tuple([p for p in inputs if self.arrays[p].streamed])
@@ -105,7 +105,7 @@ class Loop:
     def duplex(self) -> bool:
         """Whether pages travel both ways at once where they travel."""
         written = sum([self.arrays[p].streamed for p in self.targets])
-        alike = len(self.streams) == written
+        alike = len(self.exchanged) == written
         return alike and self.pages.both_ways(written * self.leaf_count)
 
     def __call__(
@@ -202,7 +202,7 @@ class Loop:
         pieces, stop = self._pieces_of(page_range), page_range.stop if once else last
         piece_step = np.int32(page_range.step // pieces)
         constant = {p: x for p, x in current.items() if p not in self.targets}
-        exchange = Exchange(self.arrays, self.streams, self.leaf_count)
+        exchange = Exchange(self.arrays, self.exchanged, self.leaf_count)
 
         def next_page(
             carry: tuple[Int[Array, ""], ByPosition, FetchedByPosition],
@@ -221,7 +221,7 @@ class Loop:
 
         def fetch(turn: Index) -> FetchedByPosition:
             at = page_range.at(np.int32(0) + turn * piece_step, pieces)
-            return self._fetch(at, current, self.streams)
+            return self._fetch(at, current, self.exchanged)
 
         def write(
             turn: Index, changing: ByPosition, page: FetchedByPosition
@@ -350,7 +350,7 @@ class Loop:
         codec = array.codec
         if codec is None or (pages := self._codec_pages(codec, shape)) is None:
             return array.decode(page, shape)
-        stored = array.stored(page[0], shape)
+        stored = array.as_stored(page[0], shape)
         decoded = _by_pages(pages, codec, stored, encode=False)
         assert not isinstance(decoded, Quantized)
         return decoded
@@ -394,7 +394,7 @@ def _by_pages(pages: Pages, codec: Codec, x: Stored, *, encode: bool) -> Stored:
     source, target = arrays if encode else arrays[::-1]
     same = Program(1, (), (0,), elementwise=True)
     loop = Loop(same, (1,), pages, (source, target), (None,), None)
-    buffers = source.view(x)
+    buffers = source.open(x)
     blank = varying(target.blank(), varying_axes(buffers))
     ((new,),) = loop(((buffers,), (blank,)), None)
-    return target.restore(new)
+    return target.close(new)

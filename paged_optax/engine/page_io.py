@@ -30,7 +30,7 @@ class PagedBuffer:
       streamed: Whether its pages come from host memory.
       unit_view: The view whose first index is the loop's own variable, if its pages
         come from host memory and there is such a view; else None. See `by_unit`.
-      stacked: How many leaves' arrays it holds, along a new first axis; 0: one leaf's.
+      stacked_leaves: Of how many leaves it holds an array, on a new axis; 0: of one.
     """
 
     pages: Pages
@@ -41,7 +41,7 @@ class PagedBuffer:
     ratios: tuple[tuple[int, int], ...]
     streamed: bool
     unit_view: tuple[int, ...] | None = None
-    stacked: int = 0
+    stacked_leaves: int = 0
 
     @property
     def opened(self) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ class PagedBuffer:
             return to_host(page, self.streamed)
         starts, sizes = self.slice_of(at)
         page = page.reshape(sizes)
-        axis = self.pages.axis + (self.stacked > 0)
+        axis = self.pages.axis + (self.stacked_leaves > 0)
         done, pieces = 0, [sizes[axis]]
         on_tiles = self.streamed and self.pages.tiled
         if on_tiles and tiling.role(self._order, axis) == "sublanes":
@@ -140,8 +140,8 @@ class PagedBuffer:
         number, of = self.ratios[self.pages.axis]
         if self.streamed and self.pages.unit * number == of:
             starts[self.pages.axis] = at.unit
-        if self.stacked:
-            return [np.int32(0), *starts], [self.stacked, *sizes]
+        if self.stacked_leaves:
+            return [np.int32(0), *starts], [self.stacked_leaves, *sizes]
         return starts, sizes
 
     def _in_layout(self, page: Array) -> Array:

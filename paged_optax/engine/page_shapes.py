@@ -1,4 +1,4 @@
-"""How one leaf is cut, on a GPU or a CPU and on a TPU.
+"""In which shapes a leaf is cut: rows on a GPU or a CPU, tiles on a TPU.
 
 On a GPU, or a CPU, a page is a range of the flattened leaf, because a transfer copies
 one range. Leading axes collapse into rows. Where a row is too long, or is no whole

@@ -1,8 +1,14 @@
 """How large a page is.
 
 A user says how large a page may be. A page is smaller where a leaf is small, where
-several leaves share it, and where a codec makes temporary arrays of it. In which shapes
-a page comes is in `paged_optax.engine.page_shapes`.
+several leaves share it, and where a codec makes temporary arrays of it. It is larger
+where a layerwise step has memory to spare
+(`paged_optax.layerwise.layer_optimizer`). In which shapes a page comes is in
+`paged_optax.engine.page_shapes`.
+
+One size is for every card of a kind of backend, because pages are cut when an update is
+traced, and it may be compiled for another card. A card's own size is the argument
+`page_size`.
 """
 
 from paged_optax.engine.pages import MomentFormat

@@ -92,7 +92,7 @@ class PagedArray:
         second = _paged_array(scales, pages, on_host, ratios, are_scales=True)
         # They are few then. Of moments on the device they may be many, and a copy.
         if leaf_count > 1 and second.preloaded and not pages.tiled:
-            second = dataclasses.replace(second, stacked=leaf_count)
+            second = dataclasses.replace(second, stacked_leaves=leaf_count)
         return cls(codec, (first, second))
 
     @property
@@ -118,13 +118,13 @@ class PagedArray:
         codes = self.parts[0]
         return self.codec is not None or codes.shape == codes.pages.leaf
 
-    def view(self, x: Stored) -> Buffers:
+    def open(self, x: Stored) -> Buffers:
         """Its buffers, in the shapes that a loop holds."""
         pairs = zip(buffers_of(x), self.parts, strict=True)
         return tuple([x.reshape(part.opened) for x, part in pairs])
 
-    def restore(self, buffers: Buffers) -> Stored:
-        """Undoes `view`."""
+    def close(self, buffers: Buffers) -> Stored:
+        """Undoes `open`."""
         pairs = zip(buffers, self.parts, strict=True)
         arrays = [x.reshape(part.shape) for x, part in pairs]
         return arrays[0] if len(arrays) == 1 else Quantized(*arrays)
@@ -173,14 +173,14 @@ class PagedArray:
 
         So the scales of a page are one slice, and not one for each leaf.
         """
-        if not self.parts[-1].stacked:
+        if not self.parts[-1].stacked_leaves:
             return tuple(leaves)
         codes, scales = zip(*leaves, strict=True)
         return ((codes[0], jnp.stack(scales)), *[(x,) for x in codes[1:]])
 
     def _by_leaf(self, leaves: LeafBuffers) -> LeafBuffers:
         """Undoes `_stacked`."""
-        if not self.parts[-1].stacked:
+        if not self.parts[-1].stacked_leaves:
             return leaves
         return tuple(
             [(x[0], scales) for x, scales in zip(leaves, leaves[0][1], strict=True)]
@@ -234,13 +234,13 @@ class PagedArray:
             codes = [codes for (codes,) in page]
             return codes[0] if len(codes) == 1 else lax.concatenate(codes, axis)
         if len(page) == 1:
-            return _decode(self.codec, self.stored(page[0], shape), shape)
+            return _decode(self.codec, self.as_stored(page[0], shape), shape)
         joined_shape = (*shape[:axis], shape[axis] * len(page), *shape[axis + 1 :])
         wanted = self.codec.stored(joined_shape)
         join = lambda like, *parts: lax.concatenate(
             parts, _along(parts[0], like, len(parts))
         )
-        parts = [self.stored(x, shape) for x in self._by_leaf(page)]
+        parts = [self.as_stored(x, shape) for x in self._by_leaf(page)]
         return _decode(self.codec, jax.tree.map(join, wanted, *parts), joined_shape)
 
     def encode(
@@ -277,7 +277,7 @@ class PagedArray:
         ]
         return self._stacked(list(zip(*parts, strict=True)))
 
-    def stored(self, page: Buffers, shape: tuple[int, ...]) -> Stored:
+    def as_stored(self, page: Buffers, shape: tuple[int, ...]) -> Stored:
         """What the codec stores of a page of this shape."""
         assert self.codec is not None
         stored = page[0] if len(page) == 1 else Quantized(*page)
@@ -297,7 +297,7 @@ def _decode(codec: Codec, stored: PyTree[Array], shape: tuple[int, ...]) -> Arra
 
 
 def _along(one: ArrayOrShape, many: ArrayOrShape, leaf_count: int) -> int:
-    """The axis along which one is a part of many, as `page_size` has checked."""
+    """The axis along which one is a part of many, as `geometry` has checked."""
     axis = joined_along(one, many, leaf_count)
     assert axis is not None
     return axis

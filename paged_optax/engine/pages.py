@@ -1,4 +1,4 @@
-"""How a leaf is cut into pages, where each page is, and rules for every backend."""
+"""What pages are: the parts of one leaf, and the address of each."""
 
 import dataclasses
 import functools

@@ -5,7 +5,8 @@ A moment is divided over a mesh as its parameter is. The page loop runs inside
 from the shard, and no collective appears. Under automatic partitioning XLA would gather
 every page (4 devices, H200: 96 MiB of scratch and 128 MiB of host scratch where
 `shard_map` takes 8 and 0). How a parameter is divided,
-`paged_optax.transform.parameter_shardings` finds out.
+`paged_optax.transform.parameter_shardings` finds out; which leaves are paged so,
+`paged_optax.transform.leaf_loops.divided_as` says.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Pages of leaves through the device.
+"""What is called to update like leaves: their pages go through the device.
 
 A page is read from host memory, computed on, and written back over itself, inside one
 loop a leaf, or one for several that share pages (`paged_optax.engine.loop`). Two
@@ -133,7 +133,7 @@ def _stream(
         for x, codec in zip(leaves[0], codecs, strict=True)
     ]
     buffers = [
-        tuple(map(array.view, each if array.paged else each[:1]))
+        tuple(map(array.open, each if array.paged else each[:1]))
         for array, each in zip(arrays, zip(*leaves, strict=True), strict=True)
     ]
     words = random_words or (None,) * len(overwrites)
@@ -142,7 +142,7 @@ def _stream(
     loop = Loop(program, overwrites, pages, arrays, words, start, seen, len(leaves))
     new = dict(zip(loop.targets, loop(buffers, trip_count), strict=True))
     return [
-        tuple([arrays[p].restore(new[p][leaf]) for p in overwrites])
+        tuple([arrays[p].close(new[p][leaf]) for p in overwrites])
         for leaf in range(len(leaves))
     ]
 
@@ -238,13 +238,13 @@ def fill(
         if codec is not None:
             stored = codec.stored(pages.leaf)
         inputs = [PagedArray.of(x, pages, None, on_host(x)) for x in arrays]
-        buffers = [(one.view(x),) for one, x in zip(inputs, arrays, strict=True)]
+        buffers = [(one.open(x),) for one, x in zip(inputs, arrays, strict=True)]
         target = PagedArray.of(stored, pages, codec, host).staged()
         every = [*inputs, target]
         loop = Loop(program, (len(arrays),), pages, every, [random_words], start)
         blank = varying(target.blank(), axes)
         ((new,),) = loop([*buffers, (blank,)], None)
-        leaf = target.restore(new)
+        leaf = target.close(new)
         return (jax.device_put(leaf, HOST) if host else leaf,)
 
     if shards is None:

@@ -96,12 +96,12 @@ class Exchange:
 
     Attributes:
       arrays: How each array of a leaf lies in the pages.
-      streams: The positions of the arrays that travel.
+      exchanged: The positions of the arrays that travel both ways.
       leaf_count: How many leaves share pages.
     """
 
     arrays: Sequence[PagedArray]
-    streams: tuple[int, ...]
+    exchanged: tuple[int, ...]
     leaf_count: int
 
     def __call__(
@@ -127,7 +127,7 @@ class Exchange:
           The buffers, and what has been fetched.
         """
         leaves = range(self.leaf_count)
-        held = {(p, leaf): current[p][leaf] for p in self.streams for leaf in leaves}
+        held = {(p, leaf): current[p][leaf] for p in self.exchanged for leaf in leaves}
         fetched = {(p, leaf): page[p][leaf] for p, leaf in held}
         # On a GPU what stays on the device is computed while the first group travels.
         # On a TPU that would take memory.
@@ -155,7 +155,7 @@ class Exchange:
             fetched |= new_pages
             held |= written | waiting
         by_array = lambda x: {
-            p: tuple([x[p, leaf] for leaf in leaves]) for p in self.streams
+            p: tuple([x[p, leaf] for leaf in leaves]) for p in self.exchanged
         }
         return current | beside | by_array(held), by_array(fetched)
 
@@ -182,8 +182,8 @@ class Exchange:
         has no stream for each direction.
         """
         size = lambda item: self.arrays[item[0]].page_bytes
-        count, streams = self.leaf_count, self.streams
-        every = [(p, leaf) for leaf in range(count) for p in streams]
+        count, exchanged = self.leaf_count, self.exchanged
+        every = [(p, leaf) for leaf in range(count) for p in exchanged]
         halves: tuple[list[_Item], list[_Item]] = [], []
         for item in sorted(every, key=size, reverse=True):
             min(halves, key=lambda half: sum(map(size, half))).append(item)
@@ -193,11 +193,13 @@ class Exchange:
         ):
             return [halves, (halves[1], halves[0])]
         if count == 1:
-            others = streams[1:] + streams[:1]
-            return [([(p, 0)], [(q, 0)]) for p, q in zip(streams, others, strict=True)]
+            others = exchanged[1:] + exchanged[:1]
+            return [
+                ([(p, 0)], [(q, 0)]) for p, q in zip(exchanged, others, strict=True)
+            ]
         return [
             ([(p, leaf)], [(p, (leaf + count // 2) % count)])
-            for p in streams
+            for p in exchanged
             for leaf in range(count)
         ]
 

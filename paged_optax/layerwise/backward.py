@@ -273,7 +273,7 @@ class BackwardPass:
             i: LayerIndex, following: LayerIndex | None, carry: _OverlapCarry[Carry]
         ) -> _OverlapCarry[Carry]:
             inner, back, flight, hosted = carry
-            fetched, frozen = flight.weights, update.shares.slabs(flight.frozen, i)
+            fetched, frozen = flight.weights, update.portions.slabs(flight.frozen, i)
             prefetched = Prefetched(fetched, dict(enumerate(frozen)))
             slabs, frozen = self.weights.slabs(
                 flight.stacks[:count], i, prefetched, vectors

@@ -1,4 +1,4 @@
-"""The user's three functions: run forward, and pulled back through."""
+"""The forward pass: what it runs, what it stores, and how each part is pulled back."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence

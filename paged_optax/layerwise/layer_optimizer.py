@@ -27,8 +27,8 @@ from paged_optax.layerwise.programs import Programs, layer_programs
 from paged_optax.layerwise.slices import LayerIndex, put, slab
 from paged_optax.layerwise.weights import add_in_place, fetch_after, on_device
 from paged_optax.state.leaves import is_quantized
-from paged_optax.transform.active_parameters import only_if
 from paged_optax.transform.context import Gate, current, within
+from paged_optax.transform.gates import only_if
 
 Tree = TypeVar("Tree", bound=PyTree)
 

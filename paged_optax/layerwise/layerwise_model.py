@@ -33,7 +33,7 @@ from paged_optax.layerwise.loss import WeightedLoss, has_metrics, loss_and_metri
 from paged_optax.layerwise.parameters import Partition, from_numpy, length_of
 from paged_optax.layerwise.weights import Frozen, on_device
 from paged_optax.layerwise.workspace import GradientWorkspace
-from paged_optax.transform.context import current, sharding_in_type, telling
+from paged_optax.transform.context import current, known_shardings, sharding_in_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +197,7 @@ def on_automatic_axes(
     types = [x if is_explicit(x) else None for x in types]
 
     def run(*arguments: PyTree) -> PyTree:
-        with telling(jax.tree.leaves(arguments), types):
+        with known_shardings(jax.tree.leaves(arguments), types):
             return function(*arguments)
 
     return with_automatic_axes(run, arguments, results)

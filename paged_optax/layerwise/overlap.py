@@ -206,7 +206,7 @@ def grouped(
 
 
 @dataclasses.dataclass(frozen=True)
-class Shares:
+class FrozenPortions:
     """Frozen stacks, of which a share is fetched beside each segment of a computation.
 
     Attributes:

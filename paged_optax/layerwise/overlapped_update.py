@@ -21,7 +21,7 @@ from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.forward import Activations, Forward, ForwardStart
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
-from paged_optax.layerwise.overlap import Group, Shares, ends_of, in_segments
+from paged_optax.layerwise.overlap import FrozenPortions, Group, ends_of, in_segments
 from paged_optax.layerwise.slices import LayerIndex, put, slab, upwards
 from paged_optax.layerwise.weights import Slabs
 
@@ -94,9 +94,9 @@ class Overlap:
     fetches_weights: ClassVar[bool]
 
     @functools.cached_property
-    def shares(self) -> Shares:
+    def portions(self) -> FrozenPortions:
         """The frozen parameters, in as many shares as there are groups."""
-        return Shares(self.frozen, len(self.groups))
+        return FrozenPortions(self.frozen, len(self.groups))
 
     @property
     def groups(self) -> Sequence[Group]:
@@ -198,7 +198,7 @@ class BackwardOverlap(Overlap):
     @property
     def ends(self) -> list[float]:
         """Where the segments of the other computation end, as parts of its work."""
-        return ends_of(self.moment_bytes, self.moment_bytes, self.shares.sizes)
+        return ends_of(self.moment_bytes, self.moment_bytes, self.portions.sizes)
 
     def start(
         self, stacks: list[Array], i: LayerIndex, computed: Values
@@ -246,7 +246,7 @@ class BackwardOverlap(Overlap):
             for n in self.groups[after].positions
             if on_host(flight.stacks[n])
         }
-        frozen = self.shares.fetch(k, stage.following)
+        frozen = self.portions.fetch(k, stage.following)
         return flight._replace(
             weights=flight.weights | weights, frozen=flight.frozen | frozen
         ), computed
@@ -281,7 +281,7 @@ class ForwardOverlap(Overlap):
             for group in self.groups
         ]
         coming = [x + y for x, y in zip(self.moment_bytes, gradients, strict=True)]
-        return ends_of(self.moment_bytes, coming, self.shares.sizes)
+        return ends_of(self.moment_bytes, coming, self.portions.sizes)
 
     def forward(
         self, start: ForwardStart, stacks: Sequence[Array], others: Sequence[Array]
@@ -342,7 +342,7 @@ class ForwardOverlap(Overlap):
     ) -> tuple[InFlight, Slabs]:
         """Layer i's parameters, read before the next layer's are written."""
         # What has been updated a turn ago has come from the host for that.
-        new, frozen = flight.weights, self.shares.slabs(flight.frozen, i)
+        new, frozen = flight.weights, self.portions.slabs(flight.frozen, i)
         layers = enumerate(flight.stacks[:count])
         slabs = [new[n] if n in new else slab(x, i) for n, x in layers]
         flight, slabs = flight.read_first(slabs, count)
@@ -389,7 +389,7 @@ class ForwardOverlap(Overlap):
         flight = flight._replace(
             inputs=None,
             weights=flight.weights | updated,
-            frozen=flight.frozen | self.shares.fetch(k, i),
+            frozen=flight.frozen | self.portions.fetch(k, i),
         )
         last = k + 1 == len(self.groups)
         layer = after if last else i

@@ -34,7 +34,12 @@ from paged_optax.codecs import Quantized
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.slices import LayerIndex, slab
-from paged_optax.transform.context import current, sharding_in_type, telling, within
+from paged_optax.transform.context import (
+    current,
+    known_shardings,
+    sharding_in_type,
+    within,
+)
 
 _WAY_OUT = (
     "If a mask or labels are computed from shapes, give the mask as it is, a tree of"
@@ -232,7 +237,7 @@ def _traced(
         types = [sharding_in_type(x) for x in layered.params]
         explicit = [x if is_explicit(x) else None for x in types]
         leaves = jax.tree.leaves(params)
-        with within(fetched=True, layer=i), telling(leaves, explicit):
+        with within(fetched=True, layer=i), known_shardings(leaves, explicit):
             return tx.update(gradients, state, params)
 
     stacked = [

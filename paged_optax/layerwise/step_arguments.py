@@ -23,7 +23,7 @@ from paged_optax.layerwise.slices import goes_in_slabs
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.agreement import Said
-from paged_optax.transform.context import telling, within
+from paged_optax.transform.context import known_shardings, within
 from paged_optax.transform.paged_transformation import PagedTransformation, tell
 from paged_optax.transform.parameter_shardings import ParameterShardings
 
@@ -58,12 +58,12 @@ def ask(
         # On explicit axes a moment that a codec stores is divided as its parameter's
         # type says, which the shapes that are traced do not have.
         places = [jax.typeof(x).sharding for x in jax.tree.leaves(params)]
-        with telling(jax.tree.leaves(shapes), places):
+        with known_shardings(jax.tree.leaves(shapes), places):
             return tx.update(updates, state, shapes)
 
     # What is not paged may fail here, with a state on the host: its layers need not.
     # What is wrong fails in the step, in its own words.
-    with contextlib.suppress(Exception), within(asked=answer):
+    with contextlib.suppress(Exception), within(on_update=answer):
         plain = jax.tree.map(shape_dtype, params)
         jax.eval_shape(update, plain, state, plain)
     return answers

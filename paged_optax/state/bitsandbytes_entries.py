@@ -18,7 +18,7 @@ from paged_optax.codecs import (
     arranged,
     axis_of_blocks,
 )
-from paged_optax.codecs.dynamic_map import dynamic_map
+from paged_optax.codecs.dynamic_int8 import dynamic_map
 from paged_optax.state.leaves import StateLeaf
 
 #: Optax's moments, and where bitsandbytes keeps each: its array, the position in it.

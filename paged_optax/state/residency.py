@@ -37,7 +37,7 @@ from paged_optax.state.leaves import (
     unpaged_places,
 )
 from paged_optax.transform.planned_moments import recorded
-from paged_optax.transform.state_layout import small
+from paged_optax.transform.state_layout import too_small
 
 
 def is_device_resident(state: PyTree, path: Path) -> bool:
@@ -185,7 +185,7 @@ def rebalance(
         )
     budget, smallest = _budget(tx, state, state_leaves)
     unpaged = unpaged_places(state_leaves)
-    tiny = small(
+    tiny = too_small(
         [bytes_per_device(x.value) if x.is_moment else None for x in state_leaves],
         [x.value for x in state_leaves],
         [x.parameter for x in state_leaves],

@@ -23,7 +23,7 @@ Gate = bool | Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Context:
+class TraceContext:
     """All that a paged transformation is told besides its arguments.
 
     Attributes:
@@ -44,7 +44,7 @@ class Context:
       mesh: The devices that parameters are divided over, whose types alone are looked
         at: every paged `init` remembers how, as it does of arrays. None: it does not.
       paged: Whether a paged transformation calls, which pages what is inside it.
-      asked: Every paged `update` only calls it with its `PagedTransformation`, with
+      on_update: Every paged `update` only calls it with its `PagedTransformation`, with
         what it would tell of moments that are not where they belong, empty if they all
         are, and with a function that says what all processes must have built alike.
       record: Every paged `init` calls it with its `Configuration`, and with a function
@@ -65,19 +65,19 @@ class Context:
     types_only: bool = False
     mesh: Mesh | None = None
     paged: bool = False
-    asked: Callable[..., None] | None = None
+    on_update: Callable[..., None] | None = None
     record: Callable[..., None] | None = None
     shardings: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
 
 
-_NOTHING_SAID = Context()
+_NOTHING_SAID = TraceContext()
 # JAX's caches find what was traced under the key of `_trace_key`. An inner `jax.jit` is
 # so traced again in another context.
 _current = contextvars.ContextVar("paged_optax", default=_NOTHING_SAID)
 _trace_key = jax.make_user_context(default_value=None)
 
 
-def current() -> Context:
+def current() -> TraceContext:
     """The context around the call."""
     return _current.get()
 
@@ -87,7 +87,7 @@ def within(**changes: object) -> contextlib.AbstractContextManager[None]:
     return _entered(dataclasses.replace(current(), **changes))
 
 
-def telling(
+def known_shardings(
     tracers: Sequence[object], places: Sequence[Sharding | None]
 ) -> contextlib.AbstractContextManager[None]:
     """Around calls: tells how arrays are divided whose types within do not say it.
@@ -102,7 +102,7 @@ def telling(
 
 
 def sharding_in_type(x: object) -> NamedSharding:
-    """How an array's type says that it is divided, or said; see `telling`."""
+    """How an array's type says that it is divided, or said; see `known_shardings`."""
     now, told = jax.typeof(x).sharding, current().shardings.get(id(x))
     if is_explicit(now) or not isinstance(told, NamedSharding):
         return now
@@ -115,7 +115,7 @@ def without() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _entered(context: Context) -> Generator[None]:
+def _entered(context: TraceContext) -> Generator[None]:
     names = [x.name for x in dataclasses.fields(context) if x.name != "shardings"]
     values = [getattr(context, name) for name in names]
     # A traced value, and what records, is equal to itself alone. JAX's caches must not

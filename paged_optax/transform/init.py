@@ -76,12 +76,12 @@ def init(paged: PagedTransformation, params: optax.Params) -> optax.OptState:
     record = current().record
     # JAX's caches keep what is traced for each context: who records is no part of it.
     with contextlib.nullcontext() if record is None else within(record=None):
-        asked = optimizer_shardings(params)
+        metadata = optimizer_shardings(params)
         pairs = zip(jax.tree.leaves(params), parameter_shardings(params), strict=True)
         shardings = {id(x): sharding for x, sharding in pairs if sharding is not None}
         with within(shardings={**current().shardings, **shardings}):
             state = donate_within_memory(
-                _new_state(paged, as_pure(params), asked, record)
+                _new_state(paged, as_pure(params), metadata, record)
             )
     structure = jax.tree.structure(as_pure(params))
     if structure == jax.tree.structure(params):
@@ -97,15 +97,15 @@ def init(paged: PagedTransformation, params: optax.Params) -> optax.OptState:
 def _new_state(
     paged: PagedTransformation,
     params: optax.Params,
-    asked: Sequence[NamedSharding | None],
+    metadata: Sequence[NamedSharding | None],
     record: Callable[..., None] | None,
 ) -> optax.OptState:
     params = as_arrays(params)
     paths, leaves = paths_of(params)
     for path, leaf in zip(paths, leaves, strict=True):
         refuse_dtype(path, leaf)
-    told = paged.known.told_by(paths, leaves, asked)
-    said = paged.known.said_by(paths, leaves, told)
+    told = paged.known.of_metadata(paths, leaves, metadata)
+    said = paged.known.of_arrays(paths, leaves, told)
     # Over automatic axes a traced step cannot see how its arrays are divided: what
     # `init` sees is remembered for it.
     state = _NewState.of(paged, params, told)

@@ -52,7 +52,7 @@ class Divisions:
             shards = shards if isinstance(shards.mesh, Mesh) else before
         seen[axes_of(shards and shards.mesh)] = shards
 
-    def kept(self, key: PathAndShape, mesh: Mesh | AbstractMesh) -> Shards | None:
+    def recall(self, key: PathAndShape, mesh: Mesh | AbstractMesh) -> Shards | None:
         """What was kept of a mesh of these axes, on the mesh that it was seen on."""
         return self._seen.get(key, {}).get(axes_of(mesh))
 
@@ -68,7 +68,7 @@ class Divisions:
         if AxisType.Manual in around.axis_types:
             return None  # what is seen is a part
         if mesh is not None:
-            shards = self.kept(key, mesh)
+            shards = self.recall(key, mesh)
             if shards is None or {*mesh.axis_types} != {AxisType.Auto}:
                 return shards
             return dataclasses.replace(shards, mesh=mesh)
@@ -147,7 +147,7 @@ class ParameterShardings:
 
     The first of these sources that knows wins: what Flax's variables told `init` of
     moments that are divided otherwise than their parameters; the type of an array on a
-    mesh of explicit axes; the `shardings` that were asked for; the sharding of a
+    mesh of explicit axes; the argument `shardings`; the sharding of a
     concrete array; the sharding that `init` or `abstract_state` saw of a parameter of
     this path and shape on a mesh of these axes; that of an argument of `jit_step`, or
     what Flax's variables tell `init` of traced parameters; what was seen on a mesh of
@@ -155,25 +155,25 @@ class ParameterShardings:
     and the array says nothing.
 
     Args:
-      asked: A pytree of `NamedSharding` or `PartitionSpec` of the parameters'
+      shardings: A pytree of `NamedSharding` or `PartitionSpec` of the parameters'
         structure, or a prefix of it; None for nothing.
     """
 
-    def __init__(self, asked: PyTree = None):
+    def __init__(self, shardings: PyTree = None):
         is_leaf = lambda x: isinstance(x, (NamedSharding, PartitionSpec)) or x is None
-        flat = jax.tree_util.tree_flatten_with_path(asked, is_leaf=is_leaf)[0]
-        self.asked = {tuple(path): x for path, x in flat if x is not None}
-        for path, x in self.asked.items():
+        flat = jax.tree_util.tree_flatten_with_path(shardings, is_leaf=is_leaf)[0]
+        self.argument = {tuple(path): x for path, x in flat if x is not None}
+        for path, x in self.argument.items():
             if not isinstance(x, (NamedSharding, PartitionSpec)):
                 raise ValueError(
                     f"shardings{keystr(path)}={x!r} is neither a NamedSharding nor a"
                     " PartitionSpec."
                 )
         self.seen = Divisions()
-        self.told = Divisions()
+        self.metadata = Divisions()
         self._told_of: set[Axes] = set()
 
-    def said_by(
+    def of_arrays(
         self,
         paths: Sequence[KeyPath],
         leaves: Sequence[Parameter],
@@ -192,7 +192,7 @@ class ParameterShardings:
         said: dict[PathAndShape, Shards | None] = {}
         mesh = current().mesh
         for path, x, moments in zip(paths, leaves, told, strict=True):
-            if self.asked or moments is not None:
+            if self.argument or moments is not None:
                 continue  # these would win
             if not is_traced(x):
                 sharding = x.sharding
@@ -205,7 +205,7 @@ class ParameterShardings:
             if is_traced(x) and shards is None and key not in self.seen:
                 continue
             said[key] = shards
-            before = self.seen.kept(key, shards.mesh) if shards else None
+            before = self.seen.recall(key, shards.mesh) if shards else None
             if _typed(shards) or _typed(before):
                 continue  # a type tells nearly every update
             same = before is None or shards is None or shards.axes == before.axes
@@ -223,7 +223,7 @@ class ParameterShardings:
                 if max(shards.divisions, default=1) > 1:
                     _divided.add(one)
 
-    def tell_of_unknown(self, path: KeyPath, x: ArrayOrShape) -> None:
+    def warn_of_unknown(self, path: KeyPath, x: ArrayOrShape) -> None:
         """Warns, once, of a parameter that was divided, which an update cannot know.
 
         Args:
@@ -258,11 +258,11 @@ class ParameterShardings:
             " inside paged(...); or pass paged(..., shardings=...)."
         )
 
-    def told_by(
+    def of_metadata(
         self,
         paths: Sequence[KeyPath],
         leaves: Sequence[Parameter],
-        asked: Sequence[NamedSharding | None],
+        metadata: Sequence[NamedSharding | None],
     ) -> tuple[NamedSharding | None, ...]:
         """How moments are divided by Flax's metadata; None: as their parameters.
 
@@ -271,16 +271,16 @@ class ParameterShardings:
             another before.
         """
         shardings = []
-        for path, x, sharding in zip(paths, leaves, asked, strict=True):
+        for path, x, sharding in zip(paths, leaves, metadata, strict=True):
             key, mesh = (keystr(path), x.shape), _mesh_of([x])
             if sharding is not None:
                 mesh = sharding.mesh
-            before = self.told.on(key, mesh)
+            before = self.metadata.on(key, mesh)
             if sharding is None or sharding.mesh.size == 1:
                 sharding = None
                 # A tracer tells nothing; an array's moments are divided as it is.
                 before = before or (
-                    self.told.assumed(key, mesh) if is_traced(x) else None
+                    self.metadata.assumed(key, mesh) if is_traced(x) else None
                 )
                 shards = before if is_traced(x) else Shards.of_array(x)
             else:
@@ -310,17 +310,17 @@ class ParameterShardings:
                 continue
             # Where types alone are looked at, an abstract mesh may be made up.
             if isinstance(shards.mesh, Mesh) or not current().types_only:
-                self.told.keep((keystr(path), x.shape), shards)
+                self.metadata.keep((keystr(path), x.shape), shards)
 
     def find(self, path: KeyPath, *arrays: ArrayOrShape) -> Shards | None:
         """How a parameter is divided, by arrays of its shape, of which the first wins.
 
         Raises:
-          ValueError: If a sharding that was asked for does not fit its parameter.
+          ValueError: If the argument's sharding does not fit its parameter.
         """
         shape, mesh = arrays[0].shape, _mesh_of(arrays)
         key = keystr(path), shape
-        told = self.told.on(key, mesh) or self.told.assumed(key, mesh)
+        told = self.metadata.on(key, mesh) or self.metadata.assumed(key, mesh)
         if told is not None:
             return told
         for x in arrays:
@@ -332,8 +332,8 @@ class ParameterShardings:
             if types == {AxisType.Explicit}:
                 mesh = getattr(getattr(x, "sharding", None), "mesh", sharding.mesh)
                 return Shards.of(NamedSharding(mesh, sharding.spec), shape)
-        if self.asked:
-            return self._asked(path, shape)
+        if self.argument:
+            return self._of_argument(path, shape)
         # Over automatic axes a tracer names its mesh alone: what was seen of concrete
         # arrays on such a mesh then tells.
         concrete = [x for x in arrays if not is_traced(x)]
@@ -345,9 +345,9 @@ class ParameterShardings:
             return seen
         return next(filter(None, arguments), None) or self.seen.assumed(key, mesh)
 
-    def _asked(self, path: KeyPath, shape: tuple[int, ...]) -> Shards | None:
+    def _of_argument(self, path: KeyPath, shape: tuple[int, ...]) -> Shards | None:
         ends = (tuple(path[:n]) for n in range(len(path), -1, -1))
-        asked = next((self.asked[end] for end in ends if end in self.asked), None)
+        asked = next((self.argument[end] for end in ends if end in self.argument), None)
         if asked is None:
             raise ValueError(
                 f"shardings has nothing for parameter {keystr(path)}: give it the"

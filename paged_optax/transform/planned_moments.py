@@ -21,12 +21,12 @@ from paged_optax.engine.paged_array import PagedArray
 from paged_optax.engine.pages import MomentFormat, Pages
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.context import within
+from paged_optax.transform.leaf_loops import divided_as, loop_key
 from paged_optax.transform.paged_transformation import (
     Configuration,
     PagedTransformation,
 )
 from paged_optax.transform.state_layout import StateLayout
-from paged_optax.transform.streaming import divided_as, loop_key
 from paged_optax.transform.trees import arrays_and_rest, paths_of
 
 

@@ -161,7 +161,7 @@ class StateLayout:
     def small(self, min_paged_size: int) -> list[bool]:
         """For each leaf whether it is no moment, or one not worth its transfers."""
         stored = [self.stored(position) for position in range(len(self.avals))]
-        return small(self.sizes, stored, self.owners, min_paged_size)
+        return too_small(self.sizes, stored, self.owners, min_paged_size)
 
     def build(self, leaves: Sequence[StoredOrShape]) -> PyTree:
         """Makes a new state of stored leaves, with copies of each count.
@@ -270,7 +270,7 @@ def _copy(count: Array) -> Array:
 _LEAST_PART = 8
 
 
-def small(
+def too_small(
     sizes: Sequence[int | None],
     stored: Sequence[PyTree[ArrayOrShape]],
     owners: Sequence[Hashable],

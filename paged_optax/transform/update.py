@@ -1,7 +1,7 @@
 """The update of a paged transformation: traced, streamed, put together again.
 
 `Update` checks its arguments, traces the transformation and takes it apart into one
-program a leaf. `paged_optax.transform.streaming` runs these. What comes out takes the
+program a leaf. `paged_optax.transform.leaf_loops` runs these. What comes out takes the
 places of the gradients and of the state's arrays.
 """
 
@@ -24,7 +24,6 @@ from paged_optax.backend.types import (
     in_shard_map,
     is_traced,
 )
-from paged_optax.transform.active_parameters import Gates, gates_of
 from paged_optax.transform.agreement import Said, said_of
 from paged_optax.transform.checks import (
     refuse_different,
@@ -34,10 +33,11 @@ from paged_optax.transform.checks import (
     refuse_shared_counts,
 )
 from paged_optax.transform.context import current
+from paged_optax.transform.gates import Gates, gates_of
+from paged_optax.transform.leaf_loops import Traced, stream_update
 from paged_optax.transform.moment_parts import as_results, with_rows
 from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.state_layout import StateLayout
-from paged_optax.transform.streaming import Traced, stream_update
 from paged_optax.transform.trees import (
     Static,
     StoredOrShape,
@@ -98,11 +98,11 @@ class Update:
             )
             new = self.paged.inner.update(gradients, plain, params, **extra_args)
             return unflatten_like(updates, new[0]), new[1]
-        if context.asked is not None:
+        if context.on_update is not None:
             layout, leaves = self.paged.take_apart(gradients, moments, params)
             others = moments, params, extra_args
             said = functools.partial(self._said, layout, gradients, leaves, *others)
-            context.asked(self.paged, self.paged.moved(layout, leaves), said)
+            context.on_update(self.paged, self.paged.moved(layout, leaves), said)
             return updates, state
         self._check(gradients, moments, params)
         gates, restart = gates_of(as_pure(active), gradients), context.restart

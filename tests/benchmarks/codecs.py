@@ -22,7 +22,7 @@ from paged_optax.codecs import (
     draw,
     packing,
 )
-from paged_optax.codecs.dynamic_map import dynamic_map
+from paged_optax.codecs.dynamic_int8 import dynamic_map
 
 SECTION = "codecs"
 

@@ -23,8 +23,8 @@ from helpers.coding import (
 )
 from helpers.programs import MIB, on_device
 from paged_optax.codecs import DynamicInt4, DynamicInt8, Float8E4M3, Quantized, named
-from paged_optax.codecs.dynamic_int8 import _few_digits
-from paged_optax.codecs.dynamic_map import dynamic_map, linear_map
+from paged_optax.codecs.dynamic_int4 import linear_map
+from paged_optax.codecs.dynamic_int8 import _few_digits, dynamic_map
 
 pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("strict")]
 

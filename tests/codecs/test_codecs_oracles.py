@@ -24,7 +24,8 @@ from helpers.coding import (
     sample,
 )
 from paged_optax.codecs import DynamicInt4, DynamicInt8, Float8E4M3
-from paged_optax.codecs.dynamic_map import dynamic_map, linear_map
+from paged_optax.codecs.dynamic_int4 import linear_map
+from paged_optax.codecs.dynamic_int8 import dynamic_map
 
 pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("strict")]
 

@@ -19,7 +19,7 @@ import optax
 
 import paged_optax as po
 from paged_optax.codecs import DynamicInt8
-from paged_optax.codecs.dynamic_map import dynamic_map
+from paged_optax.codecs.dynamic_int8 import dynamic_map
 
 LEARNING_RATE = 1e-3
 STEPS = 200

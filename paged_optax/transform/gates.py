@@ -1,4 +1,4 @@
-"""Which parameters an update may touch.
+"""Gates: which parameters an update may touch.
 
 A parameter's gate is a bool. True updates the parameter; False moves no byte and leaves
 its moments where and as they are. A gate that is False when traced costs nothing at

@@ -1,96 +1,35 @@
-"""The maps of codes to numbers: tables, and for a TPU lines.
+r"""The dynamic map as tables, and for a TPU as lines.
 
-A TPU looks entries up one by one.
+A position counts the numbers of a map from zero on. One table finds it: the higher bits
+of a float name the nearest number, or two and the midpoint that decides between them.
+
+A TPU looks entries up one by one, so there arithmetic takes the tables' place.
+Positions have the form :math:`2^e + j`: the leading bit names the decade, the others
+the place in it. Numbers, and the midpoints between them, lie on one line a decade,
+
+.. math:: \text{number} = c_e (18 m - 16 \cdot 2^e + 9), \qquad
+          \text{midpoint below } t = c'_e (9 t - 8 \cdot 2^e),
+
+up to what float32 rounded off when the map was made: at most three units in the last
+place, which two bits an entry put right.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Int32
+from jaxtyping import Float32, Int32
 
-from paged_optax.codecs.packing import lookup
-
-
-def _spaced(count: int) -> np.ndarray:
-    """`torch.linspace(0.1, 1, count + 1)` in float32, as its vectorised CPU loop is."""
-    # It steps from whichever end is nearer, multiplying and adding with one rounding;
-    # float64 holds the product exactly. Other formulas miss a few entries by one ulp.
-    first, last = np.float32(0.1), np.float32(1)
-    step = np.float64((last - first) / np.float32(count))
-    k = np.arange(count + 1)
-    from_first = np.float64(first) + step * k
-    from_last = np.float64(last) - step * (count - k)
-    return np.where(2 * k < count + 1, from_first, from_last).astype(np.float32)
-
-
-@functools.cache
-def dynamic_map(signed: bool, decades: int = 7) -> np.ndarray:
-    r"""The dynamic map: more digits for larger numbers, more range for smaller ones.
-
-    Decade :math:`e` (from the smallest) is cut into :math:`n_e` equal intervals and
-    holds their centres,
-
-    .. math::
-        10^{e - d + 1} \left(0.1 + 0.9 \frac{j + 1/2}{n_e}\right),
-        \quad 0 \le j < n_e,\ 0 \le e < d,
-
-    with :math:`n_e = 2^e` and both signs, or :math:`n_e = 2^{e + 1}` without. 0 and 1
-    complete the map; -1 is not in it.
-
-    Args:
-      signed: Whether it holds negative numbers.
-      decades: Powers of ten it spans: 7 for 8 bits, 3 for 4.
-
-    Returns:
-      The numbers in increasing order, float32; a code is a position among them. They
-      are bitsandbytes' own, bit for bit.
-
-    References:
-      Dettmers et al., `8-bit Optimizers via Block-wise Quantization
-      <https://arxiv.org/abs/2110.02861>`_, 2022; Dettmers, `8-Bit Approximations for
-      Parallelism in Deep Learning <https://arxiv.org/abs/1511.04561>`_, 2016.
-    """
-    # The largest decade ends at 1, each lower one at a tenth of the next.
-    positive = []
-    for exponent in range(decades):
-        edges = _spaced(2 ** (exponent if signed else exponent + 1))
-        centres = (edges[:-1] + edges[1:]) / np.float32(2)
-        positive.append(np.float32(10.0 ** (exponent - decades + 1)) * centres)
-    numbers = np.concatenate(positive)
-    negative = -numbers if signed else numbers[:0]
-    ends = np.array([0, 1], np.float32)
-    numbers = np.sort(np.concatenate([negative, numbers, ends]))
-    numbers.flags.writeable = False
-    return numbers
-
-
-@functools.cache
-def linear_map() -> np.ndarray:
-    """The 16 multiples of 1/16 up to 1; 0 is not among them.
-
-    References:
-      Li et al., `Memory Efficient Optimizers with 4-bit States
-      <https://arxiv.org/abs/2309.01507>`_, 2023.
-    """
-    numbers = np.arange(1, 17, dtype=np.float32) / np.float32(16)
-    numbers.flags.writeable = False
-    return numbers
-
+from paged_optax.codecs.packing import bits, from_bits, lookup
 
 # The bits of a float that `MapFormula.positions` leaves out; a key has one more.
-LOW_BITS = 16
+_LOW_BITS = 16
 
-NEVER = 2 ** (LOW_BITS + 1)
+_NEVER = 2 ** (_LOW_BITS + 1)
 
-#: In so many of the lowest decades, whose numbers are far apart, a second moment is
-#: rounded up from less than half of the way on: see `DynamicInt8`.
-ROUNDED_UP_DECADES = 3
-#: The part of the way to the next number from which on it is.
-ROUNDED_UP_FROM = 0.25
+_EXPONENT = np.int32(0x7F800000)
 
 
 class DecadeLines(NamedTuple):
@@ -134,8 +73,8 @@ class MapFormula(NamedTuple):
       numbers: The number at each position.
       positions: The higher bits of the first entry's floats, and the entries. An
         entry serves all floats with the same higher bits. Its higher bits are the
-        position of the least of these floats. Its lowest `LOW_BITS + 2` bits are the
-        rest of the key of the midpoint among them, or `NEVER` if there is none. No
+        position of the least of these floats. Its lowest `_LOW_BITS + 2` bits are the
+        rest of the key of the midpoint among them, or `_NEVER` if there is none. No
         entry has two midpoints.
     """
 
@@ -150,25 +89,29 @@ class MapFormula(NamedTuple):
     positions: tuple[int, np.ndarray]
 
 
-@functools.cache
-def map_formula(signed: bool, rounds_up: bool = False) -> MapFormula:
-    """The formula of a map; `rounds_up`: in its lowest decades, from a quarter on."""
-    numbers = dynamic_map(signed)[127 if signed else 0 :]
-    zero = 0 if signed else 1
+def map_formula(numbers: np.ndarray, rounded_up_from: Sequence[float]) -> MapFormula:
+    """The formula of a map.
+
+    Args:
+      numbers: The numbers of the map, the lowest first.
+      rounded_up_from: For each decade the part of the way to the next number from which
+        on that is the nearer one; 0.5 but for second moments.
+    """
+    signed = bool(numbers[0] < 0)
+    numbers, zero = numbers[127 if signed else 0 :], 0 if signed else 1
     powers = tuple(2**e for e in range(zero, zero + 7))
     tops = [10.0 ** (e - 6) for e in range(7)]
     # By position: the number there, and the key of the midpoint below it.
     values = np.concatenate([np.zeros(zero, np.int32), numbers.view(np.int32)])
     keys = np.concatenate([np.zeros(zero + 1, np.int32), _keys(numbers)])
-    at = [
-        ROUNDED_UP_FROM if rounds_up and e < ROUNDED_UP_DECADES else 0.5
-        for e in range(7)
-    ]
-    for power, share in zip(powers, at, strict=True):
+    for power, share in zip(powers, rounded_up_from, strict=True):
         if share != 0.5:
             decade = numbers[power - zero : 2 * power - zero + 1]
             keys[power + 1 : 2 * power + 1] = _keys_at(share, decade)
-    starts = tuple(24 * p + 27 * (0.5 - x) for p, x in zip(powers, at, strict=True))
+    starts = tuple(
+        24 * p + 27 * (0.5 - share)
+        for p, share in zip(powers, rounded_up_from, strict=True)
+    )
     pairs = zip(powers, starts, strict=True)
     multiples = [27.0 * np.arange(p + 1, 2 * p) - start for p, start in pairs]
     return MapFormula(
@@ -196,15 +139,77 @@ def map_formula(signed: bool, rounds_up: bool = False) -> MapFormula:
     )
 
 
+def position_by_table(
+    formula: MapFormula, scaled: Float32[Array, "*shape"], key: Int32[Array, "*shape"]
+) -> Int32[Array, "*shape"]:
+    """The position of the number nearest to a value that is scaled, by the table."""
+    first, entries = formula.positions
+    entry = jnp.clip((bits(scaled) >> _LOW_BITS) - first, 0, len(entries) - 1)
+    entry = entry_of(entries, entry)
+    # An entry has the least position of its floats; past its midpoint it is one more.
+    above = (key & np.int32(_NEVER - 1)) > (entry & np.int32(2 * _NEVER - 1))
+    return (entry >> (_LOW_BITS + 2)) + above.astype(jnp.int32)
+
+
+def position_by_lines(
+    formula: MapFormula, scaled: Float32[Array, "*shape"], key: Int32[Array, "*shape"]
+) -> Int32[Array, "*shape"]:
+    """The same, by the lines."""
+    factors = formula.midpoints.factors
+    columns = (formula.powers, formula.slopes, formula.starts, factors)
+    power, slope, start, factor = (np.float32(column[0]) for column in columns)
+    # Edge by edge, each value takes the line of the decade that it is in.
+    for edge, *entries in zip(
+        formula.edges[1:-1], *(c[1:] for c in columns), strict=True
+    ):
+        above = key > np.int32(edge)
+        power, slope, start, factor = (
+            jnp.where(above, np.float32(new), old)
+            for new, old in zip(entries, (power, slope, start, factor), strict=True)
+        )
+    # The midpoint nearest to the value, or one as near within rounding.
+    t = jnp.round(scaled * slope + power * np.float32(8 / 9))
+    line = (np.float32(27) * t - start) * factor
+    t, first = t.astype(jnp.int32), power.astype(jnp.int32)
+    midpoint = 2 * bits(line) + formula.midpoints.correction(t)
+    position = t - 1 + (key > midpoint).astype(jnp.int32)
+    position = jnp.clip(position, first, 2 * first - 1)
+    return jnp.where(key > np.int32(formula.edges[-1]), formula.one, position)
+
+
+def number_by_lines(
+    formula: MapFormula, signed: bool, code: Int32[Array, "*shape"]
+) -> Float32[Array, "*shape"]:
+    """The number that a code stands for, by the lines."""
+    position = jnp.abs(code - 127) if signed else code + 1
+    as_float = position.astype(jnp.float32)
+    # The leading bit of a position names its decade: as a float, its exponent does.
+    power = from_bits(bits(as_float) & _EXPONENT)
+    factor = np.float32(formula.numbers.factors[0])
+    entries = zip(formula.powers[1:], formula.numbers.factors[1:], strict=True)
+    for first, new in entries:
+        factor = jnp.where(position >= np.int32(first), np.float32(new), factor)
+    line = (np.float32(18) * as_float - np.float32(16) * power + np.float32(9)) * factor
+    number = from_bits(bits(line) + formula.numbers.correction(position))
+    number = jnp.where(position == formula.zero, np.float32(0), number)
+    number = jnp.where(position == formula.one, np.float32(1), number)
+    return jnp.where(code < 127, -number, number) if signed else number
+
+
+def entry_of(table: np.ndarray, index: Int32[Array, "*shape"]) -> Array:
+    """An entry of a table for each index, all of which are within it."""
+    return jnp.asarray(table).at[index].get(mode="promise_in_bounds")
+
+
 def _positions(midpoints: np.ndarray, zero: int) -> tuple[int, np.ndarray]:
     """`MapFormula.positions`; the first entry is of the floats below all midpoints."""
-    first = int(midpoints[0] // NEVER) - 1
-    last = int(np.float32(1).view(np.int32)) >> LOW_BITS
-    least = np.arange(first, last + 1) * NEVER
+    first = int(midpoints[0] // _NEVER) - 1
+    last = int(np.float32(1).view(np.int32)) >> _LOW_BITS
+    least = np.arange(first, last + 1) * _NEVER
     below = np.searchsorted(midpoints, least)
-    next_one = np.append(midpoints, NEVER * (last + 2))[below] - least
+    next_one = np.append(midpoints, _NEVER * (last + 2))[below] - least
     assert np.all(np.diff(below) <= 1)
-    entries = (zero + below) * 2 * NEVER + np.minimum(next_one, NEVER)
+    entries = (zero + below) * 2 * _NEVER + np.minimum(next_one, _NEVER)
     return first, entries.astype(np.int32)
 
 

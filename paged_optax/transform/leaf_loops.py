@@ -30,9 +30,9 @@ from paged_optax.engine.backend_check import check_backend
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import UNSHARDED, Shards, constrained
 from paged_optax.engine.stream import stream
-from paged_optax.transform.active_parameters import Gate, any_gate, choose_by
 from paged_optax.transform.checks import refuse_derivatives, refuse_joined
 from paged_optax.transform.context import current, without
+from paged_optax.transform.gates import Gate, any_gate, choose_by
 from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.state_layout import StateLayout
 from paged_optax.transform.trees import Static, StoredOrShape, Traceable, Value
@@ -107,7 +107,7 @@ def stream_update(
         random_words = loops.random_words(leaf)
         geometry = paged.geometry(leaf, one.moving, one.shards, len(members))
         # No context changes what streams, so like leaves are traced once.
-        with loops.named(leaf, one), without():
+        with loops.scope(leaf, one), without():
             arrays = [x.arrays for x in members.values()]
             new = stream(
                 tuple(
@@ -249,7 +249,7 @@ class _Loops:
                 results[number] = [
                     new
                     if p is None or p < first or p in self.counts or new is old
-                    else self._kept(p, new)
+                    else self._gated(p, new)
                     for p, old, new in pairs
                 ]
                 continue
@@ -312,7 +312,7 @@ class _Loops:
         hosted = any(x.on_host for x in moving)
         return _LeafArrays(arrays, overwrites, codecs, shapes, moving, hosted, shards)
 
-    def named(
+    def scope(
         self, leaf: LeafUpdate, arrays: _LeafArrays
     ) -> contextlib.AbstractContextManager[object]:
         """Around the loop of a leaf: names it if it is divided in a way not known."""
@@ -320,7 +320,7 @@ class _Loops:
             return contextlib.nullcontext()
         if leaf.owner is not None and arrays.on_host:
             path = self.traced.layout.parameter_paths[leaf.owner]
-            self.paged.known.tell_of_unknown(path, self.arguments[leaf.owner])
+            self.paged.known.warn_of_unknown(path, self.arguments[leaf.owner])
         return jax.named_scope(UNSHARDED)
 
     def random_words(
@@ -355,14 +355,14 @@ class _Loops:
             return list(map(choose_by, moves, each, self.counts[position]))
         if position in self._of_leaves or new is self.arguments[position]:
             return new
-        return self._kept(position, new)
+        return self._gated(position, new)
 
     @functools.cached_property
     def _of_leaves(self) -> set[int]:
         """The positions of results that a leaf's program makes."""
         return {p for leaf in self.traced.analysis.leaf_updates for p in leaf.outputs}
 
-    def _kept(self, position: int, new: ArrayLike) -> ArrayLike:
+    def _gated(self, position: int, new: ArrayLike) -> ArrayLike:
         """Chooses the new value or the old by the gate, and keeps the old's place."""
         old = self.arguments[position]
         gate = self.moves[self.traced.analysis.owners[position]]
