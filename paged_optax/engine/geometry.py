@@ -179,9 +179,9 @@ def _shared(
     return dataclasses.replace(pages, leaf_count=leaf_count)
 
 
-def _even(like_leaves: int, parts: int) -> int:
-    """Leaves of the largest part."""
-    return -(-like_leaves // parts)
+def _even(like_leaves: int, groups: int) -> int:
+    """Leaves of the largest of so many groups."""
+    return -(-like_leaves // groups)
 
 
 def sharing(pages: Pages, like_leaves: int) -> list[slice]:

@@ -134,12 +134,12 @@ class PagedBuffer:
         if self.unit_view:
             _, *rest = self.unit_view
             values = math.prod(sizes)
-            starts = [at.unit, *[np.int32(0)] * len(rest)]
+            starts = [at.first_unit, *[np.int32(0)] * len(rest)]
             sizes = [values // math.prod(rest), *rest]
             return starts, sizes
         number, of = self.ratios[self.pages.axis]
         if self.streamed and self.pages.unit * number == of:
-            starts[self.pages.axis] = at.unit
+            starts[self.pages.axis] = at.first_unit
         if self.stacked_leaves:
             return [np.int32(0), *starts], [self.stacked_leaves, *sizes]
         return starts, sizes

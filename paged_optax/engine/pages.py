@@ -123,12 +123,12 @@ class PageAddress(NamedTuple):
     Attributes:
       start: Its first entry along the axis that is cut.
       size: Its entries along that axis.
-      unit: The number of its first unit along the axis: a loop's own variable.
+      first_unit: The number of its first unit along the axis: a loop's own variable.
     """
 
     start: Index
     size: int
-    unit: Index = np.int32(0)
+    first_unit: Index = np.int32(0)
 
     def starts(self, pages: Pages) -> tuple[Index, ...]:
         """Its first entry along every axis of the leaf's view."""

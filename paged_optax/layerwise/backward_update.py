@@ -10,7 +10,7 @@ from jaxtyping import Float, PyTree
 
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.backward import BackwardPass
-from paged_optax.layerwise.clipping import Clipping, Guard, Measure
+from paged_optax.layerwise.clipping import Clipping, GradientStats, Guard
 from paged_optax.layerwise.forward import Model, PrologueGradients, Rest
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layered_state import store_small
@@ -41,7 +41,7 @@ class LayerResults(NamedTuple):
     drest: Rest
     workspace: GradientWorkspace
     output: LayerwiseOutput
-    measure: Measure
+    measure: GradientStats
 
 
 class LayerCarry(NamedTuple):
@@ -54,7 +54,7 @@ class LayerCarry(NamedTuple):
       small: The gradients of the small leaves, of all layers.
     """
 
-    measure: Measure
+    measure: GradientStats
     slots: list[Stored]
     workspace: GradientWorkspace
     small: list[Array | None]
@@ -218,7 +218,7 @@ class BackwardUpdate:
 
     def _measured_first(
         self, backward: BackwardPass
-    ) -> tuple[Measure, Float[Array, ""], Rest]:
+    ) -> tuple[GradientStats, Float[Array, ""], Rest]:
         """Measures all gradients by a pass of its own.
 
         Returns:

@@ -18,7 +18,7 @@ from paged_optax.transform.context import Gate
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Measure:
+class GradientStats:
     """What is measured of gradients; stacked if it is that of several micro-batches.
 
     Attributes:
@@ -30,10 +30,10 @@ class Measure:
     square: Float[Array, "..."]
     finite: Bool[Array, "..."] | None
 
-    def __add__(self, other: "Measure") -> "Measure":
+    def __add__(self, other: "GradientStats") -> "GradientStats":
         both = self.finite, other.finite
         finite = None if both[0] is None or both[1] is None else both[0] & both[1]
-        return Measure(self.square + other.square, finite)
+        return GradientStats(self.square + other.square, finite)
 
     @property
     def norm(self) -> Float[Array, "..."]:
@@ -69,12 +69,12 @@ class Clipping:
         return self.max_norm is not None and self.clip == "layer"
 
     @property
-    def zero(self) -> Measure:
+    def zero(self) -> GradientStats:
         """What is measured of no gradient."""
         finite = jnp.ones((), jnp.bool_) if self.tests_finite else None
-        return Measure(jnp.zeros((), self.dtype), finite)
+        return GradientStats(jnp.zeros((), self.dtype), finite)
 
-    def measure(self, tree: PyTree[Array]) -> Measure:
+    def measure(self, tree: PyTree[Array]) -> GradientStats:
         """Measures a tree."""
         wide = lambda x: x.astype(np.promote_types(x.dtype, self.dtype))
         square = optax.tree.norm(jax.tree.map(wide, tree), squared=True)
@@ -82,7 +82,7 @@ class Clipping:
         if self.tests_finite:
             each = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
             finite = functools.reduce(jnp.logical_and, each, jnp.ones((), jnp.bool_))
-        return Measure(square.astype(self.dtype), finite)
+        return GradientStats(square.astype(self.dtype), finite)
 
     def clipped(
         self, gradients: PyTree[Array], norm: Float[Array, ""]
@@ -152,11 +152,11 @@ class Guard:
                 " backward pass."
             )
 
-    def passes(self, measure: Measure) -> Gate:
+    def passes(self, measure: GradientStats) -> Gate:
         """Whether the update happens."""
         return True if self.wrapper is None else self._decided(measure)[0]
 
-    def around(self, state: PyTree, measure: Measure | None) -> PyTree:
+    def around(self, state: PyTree, measure: GradientStats | None) -> PyTree:
         """The whole state.
 
         Args:
@@ -168,7 +168,7 @@ class Guard:
         outer = self.outer if measure is None else self._decided(measure)[1]
         return outer._replace(inner_state=state)
 
-    def _decided(self, measure: Measure) -> tuple[Bool[Array, ""], PyTree]:
+    def _decided(self, measure: GradientStats) -> tuple[Bool[Array, ""], PyTree]:
         assert self.wrapper is not None and measure.finite is not None
         return self.wrapper.decided(measure.finite, self.outer)
 

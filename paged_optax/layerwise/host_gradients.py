@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, PyTree
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.backward import BackwardPass, write_slabs
 from paged_optax.layerwise.backward_update import BackwardUpdate, LayerResults
-from paged_optax.layerwise.clipping import Measure
+from paged_optax.layerwise.clipping import GradientStats
 from paged_optax.layerwise.forward import Rest
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layered_state import store_small
@@ -38,7 +38,7 @@ class HostCarry(NamedTuple):
         XLA would copy them.
     """
 
-    measure: Measure
+    measure: GradientStats
     host: list[Array]
     workspace: GradientWorkspace
 
@@ -72,7 +72,7 @@ class BatchMetrics(NamedTuple):
 
     loss: Float[Array, "..."] | WeightedLoss
     metrics: PyTree
-    layers: Measure
+    layers: GradientStats
 
 
 class UpdateCarry(NamedTuple):
