@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Literal
 
+import jax
 import optax
 from jax import lax
 from jaxtyping import PyTree
@@ -329,7 +330,9 @@ class LayerwiseStep:
             with contextlib.suppress(ValueError):  # a choice by shape, of no layer
                 overlapped = _optimizer(params, partition, guard, workspace, chunked)
         overlapped = dataclasses.replace(overlapped, overlaps=True)
-        ways = {name: functools.partial(run, overlapped) for name in _OVERLAPPED}
+        # Traced once for both names of a GPU.
+        on_gpu = jax.jit(functools.partial(run, overlapped), inline=True)
+        ways = {name: on_gpu for name in _OVERLAPPED}
         return lax.platform_dependent(default=functools.partial(run, in_turn), **ways)
 
     def _finish(
