@@ -1,6 +1,7 @@
 """A step's arguments: their names, their memory, and whether they may be donated."""
 
 import inspect
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Set
 from typing import NamedTuple
 
@@ -177,11 +178,39 @@ def refuse_moved(call: Call, known: Set[ArrayKey]) -> None:
 def are_elsewhere(values: PyTree, compiled: jax.stages.Compiled) -> bool:
     """Whether a program is compiled for other places than those of its arguments."""
     # JAX moves arguments that are not committed: only the others have a place.
-    leaves, stated = map(jax.tree.leaves, (values, compiled.input_shardings))
+    places = zip(jax.tree.leaves(values), _input_places(compiled, values), strict=True)
     return any(
-        place is not None and not place.is_equivalent_to(sharding, jax.typeof(x).ndim)
-        for x, sharding in zip(leaves, stated, strict=True)
+        place and sharding and not place.is_equivalent_to(sharding, jax.typeof(x).ndim)
+        for x, sharding in places
         for place in [_stated(x)]
+    )
+
+
+def _input_places(
+    compiled: jax.stages.Compiled, args: tuple[PyTree, ...]
+) -> list[Sharding | None]:
+    """Where a program has each leaf of its arguments; None: it is not in the program.
+
+    JAX leaves out what nothing uses.
+    """
+    places, _ = compiled.input_shardings
+    return jax.tree.structure(args).flatten_up_to(places)
+
+
+def _is_donated(path: KeyPath, leaf: ArrayLike, donated: tuple[int, ...]) -> bool:
+    # A Python number has no buffer to lose.
+    return path[0].idx in donated and bool(getattr(leaf, "size", 0))
+
+
+def donates_unused(
+    compiled: jax.stages.Compiled, args: tuple[PyTree, ...], donated: tuple[int, ...]
+) -> bool:
+    """Whether a donated buffer is not in a program, because nothing uses its values."""
+    leaves = jax.tree_util.tree_flatten_with_path(args)[0]
+    places = _input_places(compiled, args)
+    return any(
+        place is None and _is_donated(path, leaf, donated)
+        for (path, leaf), place in zip(leaves, places, strict=True)
     )
 
 
@@ -242,9 +271,16 @@ def placements(
         return jax.tree.map(on_device, args), outputs, travels
     # XLA chooses how results are divided. It is asked with nothing donated, so that
     # nothing can be paired wrongly; then its choice is stated.
-    chosen = jax.jit(step, keep_unused=True).lower(*args).compile()
-    place = lambda sharding, x: sharding.with_memory_kind(memory_kind(x))
-    inputs = map(place, jax.tree.leaves(chosen.input_shardings), jax.tree.leaves(args))
+    chosen = jax.jit(step).lower(*args).compile()
+
+    def place(
+        sharding: Sharding | None, x: ArrayLike | jax.ShapeDtypeStruct
+    ) -> Sharding | None:
+        # What nothing uses stays where it is.
+        sharding = sharding or _stated(x)
+        return sharding and sharding.with_memory_kind(memory_kind(x))
+
+    inputs = map(place, _input_places(chosen, args), jax.tree.leaves(args))
     inputs = jax.tree.unflatten(jax.tree.structure(args), list(inputs))
     outputs = map(place, jax.tree.leaves(chosen.output_shardings), closed.out_avals)
     outputs = jax.tree.unflatten(structure, list(outputs))
@@ -304,14 +340,13 @@ def check_donations(
         number: kinds[output]
         for number, output in aliases(compiled.as_text() or "").items()
     }
-    lost = []
-    for number, (path, leaf) in enumerate(
-        jax.tree_util.tree_flatten_with_path(args)[0]
-    ):
+    lost, numbers = [], itertools.count()
+    leaves = jax.tree_util.tree_flatten_with_path(args)[0]
+    for (path, leaf), place in zip(leaves, _input_places(compiled, args), strict=True):
+        number = next(numbers) if place else None
         # No result in host memory can take over a buffer of the device, nor vice versa.
-        is_reused = reused.get(number) == memory_kind(leaf)
-        # A Python number has no buffer to lose.
-        if path[0].idx in donated and getattr(leaf, "size", 0) and not is_reused:
+        is_reused = number is not None and reused.get(number) == memory_kind(leaf)
+        if _is_donated(path, leaf, donated) and not is_reused:
             lost.append(f"{place_of(keys, path)} ({jax.typeof(leaf)})")
     if lost:
         raise DonationError(

@@ -23,6 +23,7 @@ from paged_optax.compiling.arguments import (
     check_donations,
     device_of,
     differences,
+    donates_unused,
     hosted,
     label,
     names_by_position,
@@ -195,19 +196,28 @@ class Step:
             # `compile_overlapping` tells XLA, which this warning says nobody does.
             warnings.filterwarnings("ignore", NO_OVERLAP)
             inputs, outputs, travels = placements(run, call.values, donated)
-            # Unused arguments stay in the program: `check_donations` finds a leaf among
-            # the program's parameters by its number.
-            jit = lambda options: jax.jit(
-                run,
-                donate_argnums=donated,
-                in_shardings=inputs,
-                out_shardings=outputs,
-                keep_unused=True,
-                compiler_options=options or None,
-            )
             # Without transfers nothing is to overlap, and CUDA graphs are faster.
             device = device_of((inputs, outputs)) if travels else None
-            jitted, compiled = compile_overlapping(jit, call.values, device)
+
+            def program(
+                keep_unused: bool,
+            ) -> tuple[jax.stages.Wrapped, jax.stages.Compiled]:
+                jit = lambda options: jax.jit(
+                    run,
+                    donate_argnums=donated,
+                    in_shardings=inputs,
+                    out_shardings=outputs,
+                    keep_unused=keep_unused,
+                    compiler_options=options or None,
+                )
+                return compile_overlapping(jit, call.values, device)
+
+            jitted, compiled = program(keep_unused=False)
+            if donates_unused(compiled, call.values, donated):
+                # Only the buffer is used. JAX keeps such a program for ever, and all
+                # that it closes over (0.11.2 to 0.12.0.1): its cache of programs
+                # without unused arguments then holds its own key.
+                jitted, compiled = program(keep_unused=True)
         check_donations(compiled, call.values, call.keys, donated)
         self._hosted = belonging
         return _CompiledStep(compiled, jitted, call.kind, donated)

@@ -1,0 +1,108 @@
+"""A step that nobody holds is gone, with its program and what it closes over."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import paged_optax as po
+
+SETTINGS = {"page_size": 4096, "min_paged_size": 0}
+
+
+def ordinary(tx, params, constant, _):
+    state = tx.init(params)
+
+    def step(params, state, unused):
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state, constant.sum()
+
+    step = po.jit_step(step, params, state, jnp.ones(3), donate_argnums=(0, 1))
+    params, state, _ = step(params, state, jnp.ones(3))
+    step(params, state, jnp.ones(3))
+
+
+def layerwise(tx, params, constant, settings):
+    model = po.LayerwiseModel(
+        lambda rest, batch: (batch, None),
+        lambda weights, x, context, i: (x + x @ weights["kernel"], None),
+        lambda rest, x, kept, batch: jnp.mean((x - constant[:64]) ** 2),
+    )
+    step = po.layerwise_step(model, tx)
+    params = {"layers": {"kernel": params["w"].reshape(4, 64, 64)}}
+    workspace = po.GradientWorkspace.allocate(params["layers"], **settings)
+    args = params, tx.init(params), workspace, jnp.ones((8, 64))
+    compiled = po.jit_step(step, *args, donate_argnums=(0, 1, 2))
+    *args, _ = compiled(*args)
+    compiled(*args, jnp.ones((8, 64)))
+
+
+@pytest.mark.parametrize("codec", [None, "dynamic_int8"])
+@pytest.mark.parametrize(
+    ("train", "settings"),
+    [
+        (ordinary, {}),
+        (ordinary, {"divided": True}),
+        (layerwise, {}),
+        (layerwise, {"host_dtype": "float32"}),
+    ],
+    ids=["ordinary", "divided", "layerwise", "gradients on the host"],
+)
+def test_what_a_step_closed_over_is_freed(train, settings, codec):
+    """Frozen weights of a notebook's cell, which is run again.
+
+    jax 0.11.2 to 0.12.0.1 keep a program for ever if its unused arguments stay in it.
+    """
+    settings = dict(settings)
+    divided = settings.pop("divided", False)
+
+    def run():
+        params = {"w": jnp.ones((256, 64))}
+        if divided:
+            mesh = jax.make_mesh((8,), ("data",))
+            params = jax.device_put(params, NamedSharding(mesh, PartitionSpec("data")))
+        constant = jnp.arange(70_001, dtype=jnp.float32)
+        tx = po.paged_adamw(0.1, codec=codec, **SETTINGS)
+        train(tx, params, constant, settings)
+        return weakref.ref(constant), weakref.ref(tx.update.__self__)
+
+    programs = []
+    for _ in range(3):
+        references = run()
+        gc.collect()
+        assert [x() for x in references] == [None, None]
+        programs.append(len(jax.devices()[0].client.live_executables()))
+    assert programs[1] == programs[2]
+
+
+def test_a_donated_argument_that_nothing_reads_gives_its_buffer():
+    """Such as a state that the step begins anew."""
+    old, params = jnp.ones((64, 64)), jnp.full((64, 64), 2.0)
+    step = po.jit_step(lambda p, old: 2 * p, params, old, donate_argnums=(1,))
+    found = step(params, old)
+    np.testing.assert_array_equal(found, np.full((64, 64), 4.0))
+    assert old.is_deleted()
+    assert not params.is_deleted()
+
+
+def test_an_argument_that_nothing_reads_may_be_anywhere():
+    """On one device and on several, committed or not."""
+    mesh = jax.make_mesh((8,), ("data",))
+    places = (
+        NamedSharding(mesh, PartitionSpec("data")),
+        NamedSharding(mesh, PartitionSpec()),
+    )
+    for place in places:
+        params = jax.device_put(jnp.ones((64, 64)), place)
+        for unused in (3, jnp.ones(5), jax.device_put(jnp.ones(8), place), None):
+            step = po.jit_step(
+                lambda p, unused: 2 * p, params, unused, donate_argnums=(0,)
+            )
+            found = step(jax.device_put(jnp.ones((64, 64)), place), unused)
+            np.testing.assert_array_equal(found, np.full((64, 64), 2.0))
+            assert found.sharding.is_equivalent_to(place, 2)
