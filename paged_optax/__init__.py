@@ -33,7 +33,7 @@ Each room imports only from those below it.
 
 from paged_optax.analysis.per_leaf import CrossLeafError
 from paged_optax.bitsandbytes import from_bitsandbytes, to_bitsandbytes
-from paged_optax.compiling.arguments import DonationError
+from paged_optax.compiling.donations import DonationError
 from paged_optax.compiling.jit_step import Step, jit_step
 from paged_optax.compiling.memory_report import MemoryReport, memory_report
 from paged_optax.engine.backend_check import BackendError

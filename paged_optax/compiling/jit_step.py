@@ -19,20 +19,22 @@ from paged_optax.compiling.arguments import (
     Call,
     CallKind,
     Keys,
-    are_elsewhere,
-    check_donations,
-    device_of,
     differences,
-    donates_unused,
     hosted,
     label,
     names_by_position,
-    note_donated,
-    placements,
     refuse_moved,
     several,
     signature,
     typed,
+)
+from paged_optax.compiling.donations import (
+    are_elsewhere,
+    check_donations,
+    device_of,
+    donates_unused,
+    note_donated,
+    placements,
 )
 from paged_optax.compiling.memory_report import compile_overlapping
 from paged_optax.transform.context import known_shardings
@@ -195,9 +197,10 @@ class Step:
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             # `compile_overlapping` tells XLA, which this warning says nobody does.
             warnings.filterwarnings("ignore", NO_OVERLAP)
-            inputs, outputs, travels = placements(run, call.values, donated)
+            placed = placements(run, call.values, donated)
             # Without transfers nothing is to overlap, and CUDA graphs are faster.
-            device = device_of((inputs, outputs)) if travels else None
+            places = placed.inputs, placed.outputs
+            device = device_of(places) if placed.travels else None
 
             def program(
                 keep_unused: bool,
@@ -205,18 +208,17 @@ class Step:
                 jit = lambda options: jax.jit(
                     run,
                     donate_argnums=donated,
-                    in_shardings=inputs,
-                    out_shardings=outputs,
+                    in_shardings=placed.inputs,
+                    out_shardings=placed.outputs,
                     keep_unused=keep_unused,
                     compiler_options=options or None,
                 )
                 return compile_overlapping(jit, call.values, device)
 
-            jitted, compiled = program(keep_unused=False)
+            # If JAX leaves no unused argument out, it keeps the program for ever, and
+            # all that it closes over (0.11.2 to 0.12.0.1): its cache holds its own key.
+            jitted, compiled = program(placed.keeps_unused)
             if donates_unused(compiled, call.values, donated):
-                # Only the buffer is used. JAX keeps such a program for ever, and all
-                # that it closes over (0.11.2 to 0.12.0.1): its cache of programs
-                # without unused arguments then holds its own key.
                 jitted, compiled = program(keep_unused=True)
         check_donations(compiled, call.values, call.keys, donated)
         self._hosted = belonging

@@ -21,7 +21,7 @@ from paged_optax.backend.compiler_options import (
     overlap_options,
 )
 from paged_optax.compiling import memory_report
-from paged_optax.compiling.arguments import device_of
+from paged_optax.compiling.donations import device_of
 from paged_optax.compiling.memory_report import compile_overlapping
 
 GIB = 2**30

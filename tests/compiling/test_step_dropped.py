@@ -81,13 +81,31 @@ def test_what_a_step_closed_over_is_freed(train, settings, codec):
 
 
 def test_a_donated_argument_that_nothing_reads_gives_its_buffer():
-    """Such as a state that the step begins anew."""
-    old, params = jnp.ones((64, 64)), jnp.full((64, 64), 2.0)
-    step = po.jit_step(lambda p, old: 2 * p, params, old, donate_argnums=(1,))
-    found = step(params, old)
-    np.testing.assert_array_equal(found, np.full((64, 64), 4.0))
-    assert old.is_deleted()
-    assert not params.is_deleted()
+    """Such as a state that the step begins anew, also within a function of its own."""
+    double = lambda p, old: 2 * p
+    for function in double, jax.jit(double):
+        old, params = jnp.ones((256, 256)), jnp.full((256, 256), 2.0)
+        step = po.jit_step(function, params, old, donate_argnums=(1,))
+        found = step(params, old)
+        np.testing.assert_array_equal(found, np.full((256, 256), 4.0))
+        assert old.is_deleted()
+        assert not params.is_deleted()
+    with pytest.raises(po.DonationError, match="argument 1"):
+        po.jit_step(lambda p, old: p.sum(), params, params, donate_argnums=(1,))
+
+
+def test_a_flag_that_nothing_reads_is_not_donated():
+    """As `last_finite` of `optax.apply_if_finite`: a few bytes, and no error."""
+    step = po.jit_step(
+        lambda p, flag: (2 * p, jnp.isfinite(p).all()),
+        params := jnp.ones((256, 256)),
+        flag := jnp.array(True),
+        donate_argnums=(0, 1),
+    )
+    _, finite = step(params, flag)
+    assert finite
+    assert params.is_deleted()
+    assert not flag.is_deleted()
 
 
 def test_an_argument_that_nothing_reads_may_be_anywhere():
