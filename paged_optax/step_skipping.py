@@ -9,7 +9,7 @@ byte. Here a skipped step runs its page loops zero times:
   a layerwise step `paged_optax.layerwise.clipping` does, of gradients not finite.
 - The gate is the trip count of the loop around each leaf
   (`paged_optax.engine.transfer_order`). What has no loop keeps its old value
-  (`paged_optax.transform.leaf_loops`).
+  (`paged_optax.transform.leaf_groups`).
 
 The semantics are Optax's by construction: Optax's own wrapper runs around a
 transformation whose state is a single bool, and that bool tells afterwards whether the

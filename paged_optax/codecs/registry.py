@@ -1,4 +1,9 @@
-"""Codecs by name."""
+"""Codecs by name, and where a new one begins.
+
+What a codec must be, `paged_optax.codecs.codec.Codec` says. A new one is a file here
+beside `dynamic_int8`, or a class in `floats`, and an entry in the table below. A user's
+own needs no name: `paged(..., codec=...)` takes the object.
+"""
 
 from collections.abc import Callable
 

@@ -2,12 +2,12 @@
 
 `step` is the whole. `backward_update` updates each layer as its gradients are computed,
 `host_gradients` when all of them are on the host, `deferred_update` in the next step.
-`layerwise_model` is what users write. `forward` runs it, stores what the backward pass
-needs, and differentiates it; `backward` goes through all layers, `dependencies` finds
-what has gradients.
+`layerwise_model` is what users write. `forward` runs it and differentiates it, `kept`
+stores what is kept of each layer; `backward` goes through all layers, `dependencies`
+finds what has gradients.
 `layer_optimizer` applies the transformation to one layer, by the `programs` of the
 whole tree; `layered_state` finds its moments. `overlapped_update` does so while another
-layer is computed, in the segments of `overlap`. `weights` and `slices` fetch a layer
+layer is computed, in the segments of `overlap`. `weights` and `slabs` fetch a layer
 and put it back. `loss` and `clipping` are what a step measures. `step_arguments` checks
 what it gets, `parameters` how layers are stacked.
 """

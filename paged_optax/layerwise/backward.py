@@ -15,21 +15,21 @@ from paged_optax.layerwise.dependencies import learned, used
 from paged_optax.layerwise.forward import (
     EpilogueGradients,
     Forward,
-    Model,
+    ModelFunctions,
     PrologueGradients,
     Rest,
     is_inexact,
     select,
 )
+from paged_optax.layerwise.kept import of_layer
 from paged_optax.layerwise.loss import WeightedLoss, over
 from paged_optax.layerwise.overlap import in_segments
 from paged_optax.layerwise.overlapped_update import BackwardOverlap, InFlight, Stage
-from paged_optax.layerwise.slices import (
+from paged_optax.layerwise.slabs import (
     Carry,
     LayerIndex,
     downwards,
     put,
-    slab,
     written_back,
 )
 from paged_optax.layerwise.weights import (
@@ -90,7 +90,7 @@ class BackwardPass:
 
     def __init__(
         self,
-        model: Model,
+        model: ModelFunctions,
         weights: Weights,
         rest: Rest,
         batch: PyTree,
@@ -152,7 +152,7 @@ class BackwardPass:
 
     def _epilogues(
         self,
-        model: Model,
+        model: ModelFunctions,
         rest: Rest,
         x: PyTree[Array],
         kept: PyTree[Array],
@@ -217,7 +217,7 @@ class BackwardPass:
             inner, back, stacks, prefetched = carry
             slabs, frozen = weights.slabs(stacks, i, prefetched, vectors)
             prefetched = weights.prefetch(stacks, following)
-            x, dkept = self._at(i)
+            x, dkept = of_layer(i, self.inputs, self.dkept)
             gradients, back = self._pull((slabs, frozen), x, back, dkept, i)
             # Or XLA:CPU fuses the products into the update, and copies the stacks.
             values = gradients, slabs, back
@@ -287,7 +287,7 @@ class BackwardPass:
                 flight, computed = update.update(k + 1, flight, stage, computed)
                 return computed
 
-            x, dkept = self._at(i)
+            x, dkept = of_layer(i, self.inputs, self.dkept)
             arguments = (slabs, frozen), x, back, dkept, i
             flight, arguments = update.update(0, flight, stage, arguments)
             results = in_segments(self._pull, arguments, update.ends, between)
@@ -300,7 +300,7 @@ class BackwardPass:
         slabs = self.weights.slabs(stacks, last)
         hosted = {n: x for n, x in enumerate(slabs[0]) if on_host(self.stacks[n])}
         flight, dx = update.start([*stacks, *others], last, dx)
-        x, dkept = self._at(last)
+        x, dkept = of_layer(last, self.inputs, self.dkept)
         back = self._prologue_gradients(dx)
         gradients, back = self._pull(slabs, x, back, dkept, jnp.int32(last))
         flight, (gradients, back) = update.wait(-1, flight, (gradients, back))
@@ -315,11 +315,6 @@ class BackwardPass:
         """The gradients that the last layer begins with; by the context, zeros."""
         context, _ = select(self.context, self.learned.context)
         return PrologueGradients(dx, list(map(jnp.zeros_like, context)))
-
-    def _at(self, i: LayerIndex) -> tuple[PyTree[Array], list[Array]]:
-        """Layer i's input, and the gradients by what it kept."""
-        cut = lambda stack: slab(stack, i)[0]
-        return jax.tree.map(cut, self.inputs), jax.tree.map(cut, self.dkept)
 
     def _pull(
         self,

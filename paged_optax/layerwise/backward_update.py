@@ -11,13 +11,13 @@ from jaxtyping import Float, PyTree
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.backward import BackwardPass
 from paged_optax.layerwise.clipping import Clipping, GradientStats, Guard
-from paged_optax.layerwise.forward import Model, PrologueGradients, Rest
+from paged_optax.layerwise.forward import ModelFunctions, PrologueGradients, Rest
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layered_state import store_small
 from paged_optax.layerwise.loss import LayerwiseOutput, mean_of
 from paged_optax.layerwise.overlapped_update import BackwardOverlap
 from paged_optax.layerwise.parameters import Partition
-from paged_optax.layerwise.slices import LayerIndex, goes_in_slabs, slab
+from paged_optax.layerwise.slabs import LayerIndex, goes_in_slabs, slab
 from paged_optax.layerwise.weights import Weights, host_like, on_device
 from paged_optax.layerwise.workspace import GradientWorkspace
 
@@ -102,7 +102,7 @@ def _slabs(workspace: GradientWorkspace) -> list[Array]:
 class BackwardUpdate:
     """One step, being traced."""
 
-    model: Model
+    model: ModelFunctions
     partition: Partition
     optimizer: LayerOptimizer
     clipping: Clipping

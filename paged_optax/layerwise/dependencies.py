@@ -19,13 +19,15 @@ from paged_optax.analysis.program import Constant
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.types import on_one_device, shape_dtype
 from paged_optax.engine.paged_array import Stored
-from paged_optax.layerwise.forward import Learned, Model, Rest, is_inexact
+from paged_optax.layerwise.forward import Learned, ModelFunctions, Rest, is_inexact
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.weights import Weights
 from paged_optax.transform.codec_rules import SMALLEST_CODED
 
 
-def learned(model: Model, weights: Weights, rest: Rest, batch: PyTree) -> Learned:
+def learned(
+    model: ModelFunctions, weights: Weights, rest: Rest, batch: PyTree
+) -> Learned:
     """Which leaves of the layers' input, and of the context, have gradients.
 
     Args:
@@ -60,7 +62,7 @@ def learned(model: Model, weights: Weights, rest: Rest, batch: PyTree) -> Learne
 
 
 def _entering(
-    model: Model, rest: Rest, batch: PyTree
+    model: ModelFunctions, rest: Rest, batch: PyTree
 ) -> tuple[list[bool], tuple[PyTree, PyTree]]:
     """Which leaves the prologue returns have gradients, and the shapes of all."""
     perturbed: list[bool] = []

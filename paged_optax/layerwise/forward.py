@@ -1,4 +1,4 @@
-"""The forward pass: what it runs, what it stores, and how each part is pulled back."""
+"""The user's three functions: run forward, and pulled back through."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -10,16 +10,15 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
-from paged_optax.backend.memory import HOST
 from paged_optax.backend.text import dtype_and_shape
 from paged_optax.backend.validation import brief
+from paged_optax.layerwise.kept import Activations, RunLayer
 from paged_optax.layerwise.loss import WeightedLoss, loss_and_metrics, over
-from paged_optax.layerwise.slices import LayerIndex, put, upwards, written_back
+from paged_optax.layerwise.slabs import LayerIndex, upwards, written_back
 from paged_optax.layerwise.weights import (
     Dependency,
     Frozen,
     Prefetched,
-    Slabs,
     Weights,
     fetch_after,
     on_device,
@@ -30,54 +29,6 @@ Rest = Mapping[Hashable, PyTree]
 
 #: Puts others in the place of a tree's chosen leaves.
 Merge = Callable[[Sequence[Array]], PyTree]
-
-
-#: `run(i, slabs, x)` returns layer i's output, and what it keeps.
-RunLayer = Callable[[LayerIndex, Slabs, PyTree], tuple[PyTree, PyTree]]
-
-
-class Activations(NamedTuple):
-    """What a forward pass has computed so far.
-
-    Attributes:
-      x: The next layer's input; in the end the last layer's output.
-      inputs: Every layer's input, stacked, of which the backward pass computes again.
-      kept: What the layers keep for the epilogue, stacked.
-    """
-
-    x: PyTree[Array]
-    inputs: PyTree[Array]
-    kept: PyTree[Array]
-
-    @classmethod
-    def before(
-        cls,
-        x: PyTree[Array],
-        kept: PyTree[jax.ShapeDtypeStruct],
-        length: int,
-        on_host: bool,
-    ) -> "Activations":
-        """Those before the first layer.
-
-        Args:
-          x: The first layer's input.
-          kept: Shapes of what one layer keeps.
-          length: How many layers there are.
-          on_host: Whether their inputs wait in host memory.
-        """
-        # Empty, for each layer writes its own before anything reads it.
-        blank = lambda x: lax.empty((length, *x.shape), x.dtype)
-        inputs = jax.tree.map(blank, x)
-        if on_host:
-            inputs = jax.device_put(inputs, HOST)
-        return cls(x, inputs, jax.tree.map(blank, kept))
-
-    def after(self, i: LayerIndex, slabs: Slabs, run: RunLayer) -> "Activations":
-        """Those after layer i, which `run` runs."""
-        store = lambda to, x: put(to, x[None], i)
-        inputs = jax.tree.map(store, self.inputs, self.x)
-        x, kept = run(i, slabs, self.x)
-        return Activations(x, inputs, jax.tree.map(store, self.kept, kept))
 
 
 # The activations, the stacks, and what of the next layer is fetched.
@@ -160,7 +111,7 @@ class PrologueGradients(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class ModelFunctions:
     """The user's three functions.
 
     Attributes:
@@ -184,7 +135,7 @@ class Model:
 
     def fetch_rest(
         self, rest: Rest, dependency: Dependency
-    ) -> tuple["Model", Rest, Dependency]:
+    ) -> tuple["ModelFunctions", Rest, Dependency]:
         """Fetches what is outside the layers once `dependency` has been computed."""
         if self.frozen is None:
             return self, *fetch_after(rest, dependency)

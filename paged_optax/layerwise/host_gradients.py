@@ -23,7 +23,7 @@ from paged_optax.layerwise.loss import (
     over,
     weight_divisor,
 )
-from paged_optax.layerwise.slices import LayerIndex, put, slab, upwards
+from paged_optax.layerwise.slabs import LayerIndex, put, slab, upwards
 from paged_optax.layerwise.weights import Weights
 from paged_optax.layerwise.workspace import GradientWorkspace
 

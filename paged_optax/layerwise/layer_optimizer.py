@@ -24,7 +24,7 @@ from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.overlap import Group
 from paged_optax.layerwise.programs import Programs, layer_programs
-from paged_optax.layerwise.slices import LayerIndex, put, slab
+from paged_optax.layerwise.slabs import LayerIndex, put, slab
 from paged_optax.layerwise.weights import add_in_place, fetch_after, on_device
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import Gate, current, within

@@ -16,7 +16,7 @@ from paged_optax.codecs import Quantized
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.overlap import Group, grouped
 from paged_optax.layerwise.parameters import Partition, length_of
-from paged_optax.layerwise.slices import LayerIndex, goes_in_slabs, put
+from paged_optax.layerwise.slabs import LayerIndex, goes_in_slabs, put
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.trees import parameter_of
 

@@ -28,7 +28,7 @@ from jaxtyping import Int, PyTree
 from paged_optax.backend.types import is_explicit, with_automatic_axes
 from paged_optax.backend.validation import check_function
 from paged_optax.layerwise.clipping import widest
-from paged_optax.layerwise.forward import Model, refuse_other_input
+from paged_optax.layerwise.forward import ModelFunctions, refuse_other_input
 from paged_optax.layerwise.loss import WeightedLoss, has_metrics, loss_and_metrics, over
 from paged_optax.layerwise.parameters import Partition, from_numpy, length_of
 from paged_optax.layerwise.weights import Frozen, on_device
@@ -163,7 +163,7 @@ class LayerwiseModel:
         frozen = None
         if frozen_params:
             frozen = Frozen.of(frozen_params[0], layers, count)
-        model = Model(self.prologue, self.layer, self.epilogue, False, frozen)
+        model = ModelFunctions(self.prologue, self.layer, self.epilogue, False, frozen)
         model = on_explicit_axes(model, partition, batch, False)
         x, context = model.run_prologue(partition.rest, batch)
 
@@ -204,8 +204,8 @@ def on_automatic_axes(
 
 
 def on_explicit_axes(
-    model: Model, partition: Partition, batch: PyTree, several: bool
-) -> Model:
+    model: ModelFunctions, partition: Partition, batch: PyTree, several: bool
+) -> ModelFunctions:
     """The model, on explicit axes if it runs on no others.
 
     Args:
@@ -290,7 +290,7 @@ class _OutputSpecs(NamedTuple):
     kept: list[PartitionSpec]
 
 
-def _traced(model: Model, types: _InputTypes, length: int) -> _OutputSpecs:
+def _traced(model: ModelFunctions, types: _InputTypes, length: int) -> _OutputSpecs:
     """Traces the model's functions and their gradients, on the axes around."""
     specs: list[_OutputSpecs] = []
 
@@ -321,8 +321,8 @@ def _traced(model: Model, types: _InputTypes, length: int) -> _OutputSpecs:
 
 
 def _on_axes(
-    model: Model, mesh: AbstractMesh, types: _InputTypes, specs: _OutputSpecs
-) -> Model:
+    model: ModelFunctions, mesh: AbstractMesh, types: _InputTypes, specs: _OutputSpecs
+) -> ModelFunctions:
     """The model, called from automatic axes, its functions on explicit ones."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in kinds if kind is AxisType.Explicit)

@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Opaque
 from paged_optax.backend.memory import nbytes, on_host
-from paged_optax.layerwise.slices import LayerIndex, slab
+from paged_optax.layerwise.slabs import LayerIndex, slab
 
 #: What happens between two segments: `between(k, computed)` is called after segment k
 #: and returns what has been computed.

@@ -22,7 +22,7 @@ from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.forward import Activations, Forward, ForwardStart
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.overlap import FrozenPortions, Group, ends_of, in_segments
-from paged_optax.layerwise.slices import LayerIndex, put, slab, upwards
+from paged_optax.layerwise.slabs import LayerIndex, put, slab, upwards
 from paged_optax.layerwise.weights import Slabs
 
 Values = TypeVar("Values", bound=PyTree)

@@ -26,7 +26,7 @@ from paged_optax.backend.text import keystr, parse_bytes, path_name
 from paged_optax.backend.types import PyTreeDef, is_committed
 from paged_optax.backend.validation import check_arrays
 from paged_optax.engine.shards import Shards
-from paged_optax.layerwise.slices import goes_in_slabs
+from paged_optax.layerwise.slabs import goes_in_slabs
 
 #: An array, or what says its shape and dtype.
 Shaped = Array | np.ndarray | jax.ShapeDtypeStruct

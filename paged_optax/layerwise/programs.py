@@ -34,7 +34,7 @@ from paged_optax.backend.types import ArrayOrShape, KeyPath, is_explicit
 from paged_optax.codecs import Quantized
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layered_state import LayeredState
-from paged_optax.layerwise.slices import LayerIndex, slab
+from paged_optax.layerwise.slabs import LayerIndex, slab
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import (
     current,

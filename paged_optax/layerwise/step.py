@@ -17,7 +17,7 @@ from paged_optax.layerwise.backward_update import BackwardUpdate
 from paged_optax.layerwise.clipping import Clipping, Guard, widest
 from paged_optax.layerwise.deferred_update import DeferredUpdate
 from paged_optax.layerwise.dependencies import chunked_leaves
-from paged_optax.layerwise.forward import Model
+from paged_optax.layerwise.forward import ModelFunctions
 from paged_optax.layerwise.host_gradients import HostGradients
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layered_state import LayeredState
@@ -188,7 +188,9 @@ def layerwise_step(
     if max_norm is not None:
         check_rate("max_norm", max_norm)
     model.check(tx)
-    engine = Model(model.prologue, model.layer, model.epilogue, activations_on_host)
+    engine = ModelFunctions(
+        model.prologue, model.layer, model.epilogue, activations_on_host
+    )
     return LayerwiseStep(engine, tx, max_norm, clip, accumulate, layers)
 
 
@@ -196,7 +198,7 @@ def layerwise_step(
 class LayerwiseStep:
     """What `layerwise_step` returns: call it, or `finish` what it leaves."""
 
-    _model: Model
+    _model: ModelFunctions
     _tx: optax.GradientTransformation
     _max_norm: float | int | None
     _clip: str

@@ -19,13 +19,13 @@ from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import nondifferentiable
 from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.parameters import Partition, by_name
-from paged_optax.layerwise.slices import goes_in_slabs
+from paged_optax.layerwise.slabs import goes_in_slabs
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.state.leaves import is_quantized
-from paged_optax.transform.agreement import Said
 from paged_optax.transform.context import known_shardings, within
 from paged_optax.transform.paged_transformation import PagedTransformation, tell
 from paged_optax.transform.parameter_shardings import ParameterShardings
+from paged_optax.transform.process_agreement import Said
 
 
 class Answer(NamedTuple):

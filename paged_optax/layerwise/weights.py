@@ -25,7 +25,7 @@ from paged_optax.backend.types import on_one_device
 from paged_optax.backend.validation import check_arrays
 from paged_optax.engine.transfers import to_device, to_host
 from paged_optax.layerwise.parameters import by_name, length_of, refuse_one_by_one
-from paged_optax.layerwise.slices import LayerIndex, slab
+from paged_optax.layerwise.slabs import LayerIndex, slab
 
 #: One layer of the stacks, and of the frozen stacks.
 Slabs = tuple[list[Array], list[Array]]

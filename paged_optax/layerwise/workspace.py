@@ -27,7 +27,7 @@ from paged_optax.layerwise.parameters import (
     placed_shape,
     zeros,
 )
-from paged_optax.layerwise.slices import goes_in_slabs
+from paged_optax.layerwise.slabs import goes_in_slabs
 
 _PASS_REST = (
     "pass the model's parameters without the layers' to GradientWorkspace.allocate as"

@@ -25,7 +25,7 @@ from paged_optax.backend.validation import brief, check_arrays
 from paged_optax.layerwise.clipping import wrapper_of
 from paged_optax.layerwise.parameters import Shaped, offload, place_on_host
 from paged_optax.layerwise.programs import Programs
-from paged_optax.layerwise.slices import LayerIndex, goes_in_slabs, put
+from paged_optax.layerwise.slabs import LayerIndex, goes_in_slabs, put
 from paged_optax.splitting.numbered import Names
 from paged_optax.transform.context import within
 

@@ -51,7 +51,6 @@ from paged_optax.engine.backend_check import check_backend
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards, constrained
 from paged_optax.engine.stream import fill
-from paged_optax.transform.agreement import said_of
 from paged_optax.transform.checks import (
     refuse_devices,
     refuse_dtype,
@@ -60,6 +59,7 @@ from paged_optax.transform.checks import (
 from paged_optax.transform.context import current, within
 from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.planned_moments import planned_moments
+from paged_optax.transform.process_agreement import said_of
 from paged_optax.transform.state_layout import StateLayout, resident
 from paged_optax.transform.trees import (
     Parameter,

@@ -21,7 +21,7 @@ from paged_optax.engine.paged_array import PagedArray
 from paged_optax.engine.pages import MomentFormat, Pages
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.context import within
-from paged_optax.transform.leaf_loops import divided_as, loop_key
+from paged_optax.transform.leaf_groups import divided_as, loop_key
 from paged_optax.transform.paged_transformation import (
     Configuration,
     PagedTransformation,

@@ -1,7 +1,7 @@
 """The update of a paged transformation: traced, streamed, put together again.
 
 `Update` checks its arguments, traces the transformation and takes it apart into one
-program a leaf. `paged_optax.transform.leaf_loops` runs these. What comes out takes the
+program a leaf. `paged_optax.transform.leaf_groups` runs these. What comes out takes the
 places of the gradients and of the state's arrays.
 """
 
@@ -24,7 +24,6 @@ from paged_optax.backend.types import (
     in_shard_map,
     is_traced,
 )
-from paged_optax.transform.agreement import Said, said_of
 from paged_optax.transform.checks import (
     refuse_different,
     refuse_exchanged,
@@ -34,9 +33,10 @@ from paged_optax.transform.checks import (
 )
 from paged_optax.transform.context import current
 from paged_optax.transform.gates import Gates, gates_of
-from paged_optax.transform.leaf_loops import Traced, stream_update
+from paged_optax.transform.leaf_groups import Traced, stream_update
 from paged_optax.transform.moment_parts import as_results, with_rows
 from paged_optax.transform.paged_transformation import PagedTransformation
+from paged_optax.transform.process_agreement import Said, said_of
 from paged_optax.transform.state_layout import StateLayout
 from paged_optax.transform.trees import (
     Static,

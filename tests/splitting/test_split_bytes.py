@@ -13,7 +13,7 @@ import paged_optax as po
 from helpers import aot, decoder, real_decoder
 from helpers.real_decoder import Config
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
-from paged_optax.layerwise.slices import put
+from paged_optax.layerwise.slabs import put
 
 #: Real proportions, as narrow as compiles in seconds.
 SMALL = Config(width=1024, inner=2816, heads=8, grouped=2, layers=8, vocabulary=8192)
