@@ -1,4 +1,10 @@
-"""What a codec is: the protocol that the engine calls once a page."""
+"""What a codec is: the protocol that the engine calls once a page.
+
+A new codec has the methods of `Codec`, in a file beside `dynamic_int8` or as a class in
+`floats`. An entry in `paged_optax.codecs.registry` gives it a name; a user's own is
+passed as an object, `paged(..., codec=...)`. How its codes lie in memory, `layout`
+decides by `Codec.stored`; pairs of four bits it knows by their class.
+"""
 
 import math
 from typing import (

@@ -5,7 +5,8 @@ of 256 values. The code that is stored is that of the number nearest to
 `x * (1 / scale)`. If two numbers are equally near, it is the lower one's. Small second
 moments are rounded up from a quarter of the way on: see `DynamicInt8`.
 
-How the nearest number is found, by tables or as on a TPU, is in `map_formula`.
+How the nearest number is found, by tables or as on a TPU, is in `map_formula`. The
+other format of eight bits, `float8_e4m3`, is in `floats`.
 """
 
 import dataclasses

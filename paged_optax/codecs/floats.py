@@ -1,4 +1,4 @@
-"""Moments in floating point: float32, bfloat16, eight bits as torchao stores them."""
+"""Moments in floating point: float32, bfloat16, and float8 as torchao stores it."""
 
 import dataclasses
 

@@ -8,7 +8,8 @@ where a layerwise step has memory to spare
 
 One size is for every card of a kind of backend, because pages are cut when an update is
 traced, and it may be compiled for another card. A card's own size is the argument
-`page_size`.
+`page_size`. What a size depends on is an argument of `paged_optax.engine.geometry.cut`,
+whose results are cached.
 """
 
 from paged_optax.engine.pages import MomentFormat

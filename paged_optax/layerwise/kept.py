@@ -1,8 +1,11 @@
 """What is kept of each layer: its input, and what it keeps for the epilogue.
 
 The forward pass stores both. The backward pass reads each layer's input, of which it
-computes again, and the gradients by what the layer kept. One more thing to keep is one
-more field of `Activations`, and what `of_layer` reads of it.
+computes again, and the gradients by what the layer kept.
+
+For the epilogue a layer may keep any tree of arrays. One more thing to keep is one more
+field of `Activations`, and what `of_layer` reads of it. What a layer returns is taken
+apart in `forward.ModelFunctions.run_layer`; `layerwise_model` runs layers too.
 """
 
 from collections.abc import Callable
