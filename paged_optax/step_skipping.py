@@ -6,7 +6,7 @@ jax 0.10.2) or fails to compile (`MultiSteps` on TPUs), and every micro-step mov
 byte. Here a skipped step runs its page loops zero times:
 
 - The wrapper closes the gate of the updates within (`paged_optax.transform.gates`). In
-  a layerwise step `paged_optax.layerwise.clipping` does, of gradients not finite.
+  a layerwise step `layerwise.layer_optimizer` does, as `layerwise.clipping.Guard` says.
 - The gate is the trip count of the loop around each leaf
   (`paged_optax.engine.transfer_order`). What has no loop keeps its old value
   (`paged_optax.transform.leaf_groups`).

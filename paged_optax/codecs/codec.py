@@ -3,7 +3,8 @@
 A new codec has the methods of `Codec`, in a file beside `dynamic_int8` or as a class in
 `floats`. An entry in `paged_optax.codecs.registry` gives it a name; a user's own is
 passed as an object, `paged(..., codec=...)`. How its codes lie in memory, `layout`
-decides by `Codec.stored`; pairs of four bits it knows by their class.
+decides by `Codec.stored`: they have the moment's shape, or are pairs along its last
+axis. Those of fewer bits than eight say so by an attribute, `bits`.
 """
 
 import math

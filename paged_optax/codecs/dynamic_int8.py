@@ -127,12 +127,11 @@ class DynamicInt8:
 
     Two rules of an unsigned map are not bitsandbytes'. A positive number is never
     stored as zero. It is stored at least as the least positive number of the map,
-    3.25e-7 of the scale.
-    Otherwise Adam would take steps of hundreds of learning rates if gradients nearly
-    vanish: it would divide a first moment that is not zero by a second one that is.
-    Between two of the 15 lowest numbers, up to 1.3e-4 of the scale, a number is rounded
-    up from a quarter of the way on. Otherwise a second moment would stand still while
-    its gradients grow to 25 times its root.
+    3.25e-7 of the scale. Otherwise Adam would take steps of hundreds of learning rates
+    if gradients nearly vanish: it would divide a first moment that is not zero by a
+    second one that is. Between two of the 15 lowest positive numbers, up to 1.3e-4 of
+    the scale, a number is rounded up from a quarter of the way on. Otherwise a second
+    moment would stand still while its gradients grow to 25 times its root.
 
     Attributes:
       signed: Whether the map holds negative numbers: True for first moments, False

@@ -130,15 +130,11 @@ def placements(
     # XLA chooses how results are divided. It is asked with nothing donated, so that
     # nothing can be paired wrongly; then its choice is stated.
     chosen = jax.jit(step).lower(*args).compile()
-
-    def place(
-        sharding: Sharding | None, x: ArrayLike | jax.ShapeDtypeStruct
-    ) -> Sharding | None:
-        # What nothing uses stays where it is.
-        sharding = sharding or _stated(x)
-        return sharding and sharding.with_memory_kind(memory_kind(x))
-
-    inputs = map(place, _input_places(chosen, args), jax.tree.leaves(args))
+    place = lambda sharding, x: sharding and sharding.with_memory_kind(memory_kind(x))
+    # What nothing uses stays where it is.
+    leaves = jax.tree.leaves(args)
+    places = zip(_input_places(chosen, args), leaves, strict=True)
+    inputs = map(place, [known or _stated(x) for known, x in places], leaves)
     inputs = jax.tree.unflatten(jax.tree.structure(args), list(inputs))
     outputs = map(place, jax.tree.leaves(chosen.output_shardings), closed.out_avals)
     outputs = jax.tree.unflatten(structure, list(outputs))

@@ -5,12 +5,13 @@ same part of each. They travel together, one is read while another is written, a
 a codec stores is computed of all of them at once, so that XLA compiles that once:
 
 - Small leaves share a page, such as 16 adapters of (4096, 16).
-- Leaves of a single moment go two by two, because no moment is read and written at
-  once. Leaves whose moments differ in size go two by two as well: moments in eight
-  bits beside master weights.
-- On a GPU, eight-bit leaves go seven by seven. A leaf's 1,100 instructions take 0.3
-  CPU-seconds to compile if it is alone, and 0.11 if four leaves share pages (H200, jax
-  0.12.0.1). Eight by eight would take 4 MiB more of memory, and more than 32 in all.
+- Leaves of a single moment go two by two where pages go both ways at once, because no
+  moment is read and written at once. Leaves whose moments differ in size go two by two
+  as well, such as moments in bfloat16 beside master weights.
+- On a GPU, leaves of a codec of blocks go seven by seven. A leaf's 1,100 instructions
+  take 0.3 CPU-seconds to compile if it is alone, and 0.11 if four leaves share pages
+  (H200, jax 0.12.0.1). Eight by eight would take 4 MiB more of memory, and more than 32
+  in all.
 
 An update of several leaves waits for the gradients of all. So no leaf of more than
 256 MiB shares its pages, such as embeddings and output matrices, whose gradients come

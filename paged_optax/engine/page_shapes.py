@@ -1,8 +1,9 @@
 """In which shapes a leaf is cut: rows on a GPU or a CPU, tiles on a TPU.
 
 On a GPU, or a CPU, a page is a range of the flattened leaf, because a transfer copies
-one range. Leading axes collapse into rows. Where a row is too long, or is no whole
-number of a codec's blocks, the leaf is seen flat.
+one range. Leading axes collapse into rows. Where as many rows as have whole blocks of a
+codec are more than a page, the leaf is seen flat. If the blocks lie along columns,
+pages are strips instead, of some columns each, which a kernel transfers.
 
 On a TPU a page is whole tiles. In host memory a reshape may only join axes that follow
 each other there (`paged_optax.backend.tiling`). A page is a range along the most major

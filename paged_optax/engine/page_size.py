@@ -1,15 +1,17 @@
 """How large a page is.
 
 A user says how large a page may be. A page is smaller where a leaf is small, where
-several leaves share it, and where a codec makes temporary arrays of it. It is larger
-where a layerwise step has memory to spare
-(`paged_optax.layerwise.layer_optimizer`). In which shapes a page comes is in
-`paged_optax.engine.page_shapes`.
+several leaves share it, and where a codec makes temporary arrays of it. On a GPU a page
+of a codec of blocks is larger where a layerwise step has memory to spare
+(`paged_optax.layerwise.layer_optimizer`). `paged_optax.engine.geometry.cut` applies
+these rules, and divides a page among the leaves that share it. In which shapes a page
+comes is in `paged_optax.engine.page_shapes`.
 
 One size is for every card of a kind of backend, because pages are cut when an update is
 traced, and it may be compiled for another card. A card's own size is the argument
-`page_size`. What a size depends on is an argument of `paged_optax.engine.geometry.cut`,
-whose results are cached.
+`page_size` of `paged_optax.paged`. What a size depends on is an argument of `cut`,
+whose results are cached; `PagedTransformation.geometry` in `paged_optax.transform`
+calls it.
 """
 
 from paged_optax.engine.pages import MomentFormat

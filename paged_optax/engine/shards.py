@@ -1,13 +1,13 @@
 """Where numbers are computed on a mesh: each device pages its own shard.
 
-A moment is divided over a mesh as its parameter is. The page loop runs inside
-`jax.shard_map`, on the shard alone: each device pages over its own link, pages are cut
-from the shard, and no collective appears. Under automatic partitioning XLA would gather
-every page (4 devices, H200: 96 MiB of scratch and 128 MiB of host scratch where
-`shard_map` takes 8 and 0). How a parameter is divided,
+A moment is divided over a mesh as its parameter is, or as Flax's metadata say. The page
+loop runs inside `jax.shard_map`, on the shard alone: each device pages over its own
+link, pages are cut from the shard, and no collective appears. Under automatic
+partitioning XLA would gather every page (4 devices, H200: 96 MiB of scratch and 128 MiB
+of host scratch where `shard_map` takes 8 and 0). How a parameter is divided,
 `paged_optax.transform.parameter_shardings` finds out; which leaves are paged so,
-`paged_optax.transform.leaf_groups.divided_as` says. Within a user's own
-`jax.shard_map` it is `paged_optax.transform.moment_parts`.
+`paged_optax.transform.leaf_groups.divided_as` says. Within a user's own `jax.shard_map`
+it is `paged_optax.transform.moment_parts`.
 
 The numbers are those of one device, bit for bit, but for what
 `paged_optax.guides.many_devices` lists. Where one is wrong, look here first: JAX checks

@@ -4,8 +4,9 @@ The forward pass stores both. The backward pass reads each layer's input, of whi
 computes again, and the gradients by what the layer kept.
 
 For the epilogue a layer may keep any tree of arrays. One more thing to keep is one more
-field of `Activations`, and what `of_layer` reads of it. What a layer returns is taken
-apart in `forward.ModelFunctions.run_layer`; `layerwise_model` runs layers too.
+field of `Activations`, and what `of_layer` reads of it for `backward`. What a layer
+returns, `forward.ModelFunctions.run_layer` takes apart, and `pull_layer` pulls back;
+`layerwise_model` runs layers too.
 """
 
 from collections.abc import Callable
