@@ -11,9 +11,10 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import memory_kind, memory_kinds, nbytes
 from paged_optax.backend.types import Device, is_committed, is_traced
-from paged_optax.compiling.arguments import Keys, label, place_of
+from paged_optax.compiling.arguments import Call, Keys, label, place_of
 from paged_optax.compiling.hlo import aliases
 from paged_optax.compiling.host_arithmetic import reaches_host, warn_of_host_compute
+from paged_optax.transform.checks import STATE_ELSEWHERE
 
 
 def are_elsewhere(values: PyTree, compiled: jax.stages.Compiled) -> bool:
@@ -82,6 +83,21 @@ def device_of(places: PyTree[Sharding]) -> Device:
     devices = [device for x in jax.tree.leaves(places) for device in x.device_set]
     mine = (x for x in devices if x.process_index == jax.process_index())
     return next(mine, next(iter(devices), jax.devices()[0]))
+
+
+def refuse_other_devices(call: Call) -> None:
+    """Refuses arguments on different devices, of which JAX says no way out."""
+    flat = jax.tree_util.tree_flatten_with_path(call.values)[0]
+    places = [(path, place.device_set) for path, x in flat if (place := _stated(x))]
+    first, most = max(places, key=lambda place: len(place[1]), default=((), set()))
+    for path, devices in places:
+        if devices != most:
+            raise ValueError(
+                f"{place_of(call.keys, path)} is not on the devices of"
+                f" {place_of(call.keys, first)} (on {len(devices)}, that on"
+                f" {len(most)}): put all arguments on the same. If it is of a state,"
+                f" {STATE_ELSEWHERE}"
+            )
 
 
 class Placements(NamedTuple):
@@ -195,18 +211,17 @@ def check_donations(
         number: kinds[output]
         for number, output in aliases(compiled.as_text() or "").items()
     }
-    lost, numbers = [], itertools.count()
+    lost, refused, numbers = [], False, itertools.count()
     leaves = jax.tree_util.tree_flatten_with_path(args)[0]
     for (path, leaf), place in zip(leaves, _input_places(compiled, args), strict=True):
         number = next(numbers) if place else None
         if path[0].idx not in donated or not _bytes_to_lose(leaf):
             continue
-        if number is None and _bytes_to_lose(leaf) <= _FEW_BYTES:
-            continue
         # No result in host memory can take over a buffer of the device, nor vice versa.
         if number is None or reused.get(number) != memory_kind(leaf):
             lost.append(f"{place_of(keys, path)} ({jax.typeof(leaf)})")
-    if lost:
+            refused |= number is not None or _bytes_to_lose(leaf) > _FEW_BYTES
+    if refused:
         raise DonationError(
             f"{len(lost)} donated buffer{'s are' if len(lost) > 1 else ' is'} not"
             f" reused: {', '.join(lost[:3])}. The step must return an array of the same"

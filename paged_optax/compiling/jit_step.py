@@ -35,6 +35,7 @@ from paged_optax.compiling.donations import (
     donates_unused,
     note_donated,
     placements,
+    refuse_other_devices,
 )
 from paged_optax.compiling.memory_report import compile_overlapping
 from paged_optax.transform.context import known_shardings
@@ -172,6 +173,7 @@ class Step:
     def _compiled_for(self, call: Call) -> _CompiledStep:
         donated, belonging = self._positions(call.keys), self._hosted | hosted(call)
         refuse_moved(call, belonging)
+        refuse_other_devices(call)
         if belonging and not donated and not self._programs:
             warn_user(
                 "nothing is donated, so a step leaves the old parameters and moments"

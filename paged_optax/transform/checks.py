@@ -14,11 +14,23 @@ from jaxtyping import PyTree
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.backend.memory import PINNED_HOST, memory_kinds, on_host
 from paged_optax.backend.text import dtype_and_shape, keystr
-from paged_optax.backend.types import ArrayOrShape, KeyPath, shape_dtype
+from paged_optax.backend.types import (
+    ArrayOrShape,
+    KeyPath,
+    committed_devices,
+    shape_dtype,
+)
 from paged_optax.codecs import Quantized
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.context import current, within
 from paged_optax.transform.trees import Value, paths_of
+
+#: What to do about a state on other devices than its parameters.
+STATE_ELSEWHERE = (
+    "a jax.jit of tx.init knows of no mesh, unless it is within jax.set_mesh(mesh), and"
+    " makes a state on one device. Call tx.init(params) itself, or put the state in its"
+    " place by paged_optax.place_state(tx, state, params)."
+)
 
 
 def refuse_dtype(path: KeyPath, leaf: ArrayOrShape) -> None:
@@ -150,6 +162,19 @@ def refuse_exchanged(updates: PyTree, state: PyTree, params: PyTree | None) -> N
             " params has not: they are exchanged. Call"
             " tx.update(gradients, state, params)."
         )
+
+
+def refuse_elsewhere(updates: PyTree, state: PyTree) -> None:
+    """Refuses a state on other devices than the gradients'."""
+    places = map(committed_devices, jax.tree.leaves(updates))
+    gradients = next(filter(None, places), None)
+    for path, x in zip(*paths_of(state), strict=True):
+        devices = committed_devices(x)
+        if gradients and devices and devices != gradients:
+            raise ValueError(
+                f"state{keystr(path)} is not on the gradients' devices (on"
+                f" {len(devices)}, they on {len(gradients)}): {STATE_ELSEWHERE}"
+            )
 
 
 def refuse_different(updates: PyTree, params: PyTree) -> None:

@@ -26,6 +26,7 @@ from paged_optax.backend.types import (
 )
 from paged_optax.transform.checks import (
     refuse_different,
+    refuse_elsewhere,
     refuse_exchanged,
     refuse_host,
     refuse_inside_paged,
@@ -146,6 +147,7 @@ class Update:
     def _check(self, updates: PyTree, state: PyTree, params: PyTree | None) -> None:
         refuse_host("gradient", updates)
         refuse_host("parameter", params)
+        refuse_elsewhere(updates, state)
         for path, x in zip(*paths_of(state), strict=True):
             if is_mistyped(x):
                 self.paged.tell(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import paged_optax as po
 
@@ -93,6 +94,35 @@ def test_a_state_put_on_a_device():
     assert listed(error.value)
     moved = jax.device_put(state, jax.memory.Space.Device)
     assert moved[0].mu["a"].sharding.memory_kind == "device"
+
+
+@pytest.mark.parametrize("axis_type", list(AxisType)[:2], ids=str)
+def test_a_state_made_in_a_jit_that_knows_no_mesh(axis_type):
+    """JAX makes it on one device. Each use says what to do, and that works."""
+    mesh = jax.make_mesh((8,), ("data",), (axis_type,))
+    params = jax.device_put(PARAMS, NamedSharding(mesh, PartitionSpec("data")))
+    tx, plain = paged(), optax.adam(0.1)
+    wanted, _ = plain.update(PARAMS, plain.init(PARAMS))
+    update = jax.jit(tx.update)
+    with jax.set_mesh(mesh):
+        found, _ = update(params, jax.jit(tx.init)(params))
+    np.testing.assert_allclose(found["a"], wanted["a"], rtol=1e-5)
+    if axis_type is AxisType.Explicit:
+        with pytest.raises(ValueError) as error:
+            jax.jit(tx.init)(params)
+        assert listed(error.value)
+        return
+    state = jax.jit(tx.init)(params)
+    with pytest.raises(ValueError) as error:
+        update(params, state)
+    assert listed(error.value)
+    way_out = r"not on the .*devices.* by paged_optax.place_state\(tx, state, params\)"
+    with pytest.raises(ValueError, match=way_out):
+        tx.update(params, state)
+    with pytest.raises(ValueError, match=way_out):
+        po.jit_step(tx.update, params, state, donate_argnums=(1,))
+    found, _ = update(params, po.place_state(tx, state, params))
+    np.testing.assert_allclose(found["a"], wanted["a"], rtol=1e-5)
 
 
 def test_pmap():

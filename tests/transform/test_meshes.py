@@ -35,6 +35,27 @@ def train(tx, params, gradients, *, jit=True, jit_init=False):
     return updates, state, before
 
 
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    "masters", [{"master_dtype": "float32"}, {"master_remainders": True}], ids=str
+)
+def test_a_rate_on_explicit_axes_that_an_update_closes_over(masters, jit):
+    """As `inject_hyperparams` closes over the one that a first update returned."""
+    make = lambda learning_rate: po.paged_adamw(learning_rate, **PAGED, **masters)
+    params = reference.arrays(jnp.bfloat16, 0, SHAPES)
+    mesh, found = mesh_of(EXPLICIT), []
+    for place in (lambda x: x, lambda x: divided(x, mesh, WHOLE)):
+        tx = optax.inject_hyperparams(make)(0.01)
+        given = place(params)
+        state, update = tx.init(given), jax.jit(tx.update) if jit else tx.update
+        for _ in range(3):
+            updates, state = update(given, state, given)
+        found.append(updates)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_array_equal(np.float32(x), np.float32(y)), *found
+    )
+
+
 def placements(tree):
     """How each leaf is divided, without the Nones that end a spec, and its memory."""
     found = []
