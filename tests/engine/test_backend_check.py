@@ -115,7 +115,9 @@ def shifted(ways, count, unit):
             def wrong(part, x, *others, right=right):
                 *page, at = others
                 rows = count * (part.pages.size if unit == "page" else 1)
-                there = at._replace(start=at.start + rows, unit=at.unit + rows)
+                there = at._replace(
+                    start=at.start + rows, first_unit=at.first_unit + rows
+                )
                 return right(part, x, *page, there if part.streamed else at)
 
             monkeypatch.setattr(PagedBuffer, way, wrong)
@@ -137,7 +139,7 @@ def exchanged(monkeypatch):
     fetch = Loop._fetch
 
     def others(self, at, current, *rest):
-        theirs = dict(zip(self.streams, reversed(self.streams), strict=True))
+        theirs = dict(zip(self.exchanged, reversed(self.exchanged), strict=True))
         swapped = {p: current[other] for p, other in theirs.items()}
         return fetch(self, at, current | swapped, *rest)
 

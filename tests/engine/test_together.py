@@ -164,7 +164,7 @@ def test_scales_are_stacked_where_they_are_few(on_host):
         pages = cut((512, 512), (MomentFormat(4, codec),) * 2, 2**18, 7).gpu
     *_, scales = PagedArray.of(stored, pages, codec, on_host, pages.leaf_count).parts
     assert pages.leaf_count == 7
-    assert scales.stacked == (7 if on_host else 0)
+    assert scales.stacked_leaves == (7 if on_host else 0)
 
 
 def test_no_large_leaf_waits_for_another():

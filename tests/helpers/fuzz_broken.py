@@ -12,7 +12,7 @@ from paged_optax.transform import precision
 
 
 def _always_the_first_page(write: Callable[..., Any]) -> Callable[..., Any]:
-    first = lambda at: at._replace(start=0 * at.start, unit=0 * at.unit)
+    first = lambda at: at._replace(start=0 * at.start, first_unit=0 * at.first_unit)
     return lambda part, x, page, at: write(part, x, page, first(at))
 
 
