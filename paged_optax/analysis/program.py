@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax.core import ShapedArray
 from jax.extend import core, source_info_util
-from jax.sharding import Sharding
+from jax.sharding import AxisType, Sharding
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
@@ -24,9 +24,6 @@ from paged_optax.backend.types import is_explicit
 #: Primitives that fill an array of the leaf's shape where their operand is a scalar.
 #: They may move the values of any other operand; a page then needs other pages' values.
 FILLS = frozenset(["broadcast_in_dim", "reshape"])
-
-# Parameters of equations that state how a result is divided, or None.
-_SHARDINGS = frozenset(["sharding", "out_sharding"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,13 +104,13 @@ class Equation:
             for name, value in self.params
             if name  # without one, it is there to be compared
         }
-        # Axes are automatic by now, also those of a rate that was closed over when it
-        # was traced (jax 0.10.2 states how it is broadcast).
-        if self.primitive.name != "sharding_constraint":
-            for name in _SHARDINGS & params.keys():
-                value = params[name]
-                if isinstance(value, Sharding) and is_explicit(value):
-                    params[name] = None
+        # Axes that are automatic here may have been explicit when it was traced: those
+        # of a rate that was closed over (jax 0.10.2 states how it is broadcast).
+        axis_types = jax.sharding.get_abstract_mesh().axis_types
+        if AxisType.Explicit not in axis_types and self.primitive.name in FILLS:
+            value = params.get("sharding")
+            if isinstance(value, Sharding) and is_explicit(value):
+                params["sharding"] = None
         params = self.primitive.get_bind_params(params)
         result = self.primitive.bind(*operands, **params)
         return list(result) if self.primitive.multiple_results else [result]

@@ -27,9 +27,9 @@ from paged_optax.transform.trees import Value, paths_of
 
 #: What to do about a state on other devices than its parameters.
 STATE_ELSEWHERE = (
-    "a jax.jit of tx.init knows of no mesh, unless it is within jax.set_mesh(mesh), and"
-    " makes a state on one device. Call tx.init(params) itself, or put the state in its"
-    " place by paged_optax.place_state(tx, state, params)."
+    "put it there by paged_optax.place_state(tx, state, params). (A jax.jit of tx.init"
+    " knows of no mesh, except within jax.set_mesh(mesh), and makes a state on one"
+    " device.)"
 )
 
 

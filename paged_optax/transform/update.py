@@ -132,10 +132,12 @@ class Update:
         arguments = buffers, params, extras, traced_gates, constants
         # Outside a `jax.jit` the update is a program of its own, compiled once for all
         # equal `Traced`.
-        run = self._jitted
+        run = self._streamed
         if is_traced(arguments):
             warn_without_overlap(leaves)
-            run = self._streamed
+        else:
+            refuse_elsewhere(gradients, moments)
+            run = self._jitted
         # A `jax.jit` pairs what is donated by shape alone, across memories too.
         new = donate_within_memory(
             run(*arguments, traced=Traced(analysis, gating, layout))
@@ -147,7 +149,6 @@ class Update:
     def _check(self, updates: PyTree, state: PyTree, params: PyTree | None) -> None:
         refuse_host("gradient", updates)
         refuse_host("parameter", params)
-        refuse_elsewhere(updates, state)
         for path, x in zip(*paths_of(state), strict=True):
             if is_mistyped(x):
                 self.paged.tell(
