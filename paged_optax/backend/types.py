@@ -110,11 +110,6 @@ def is_committed(x: object) -> TypeGuard[Array]:
     return isinstance(x, Array) and not is_traced(x) and x.committed
 
 
-def committed_devices(x: object) -> frozenset[Device]:
-    """The devices that an array is committed to; none if JAX may move it."""
-    return frozenset(x.sharding.device_set) if is_committed(x) else frozenset()
-
-
 def in_shard_map() -> bool:
     """Whether the functions traced now see one device's parts of arrays."""
     return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types

@@ -5,16 +5,17 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
+from jax import lax
+from jax.interpreters import partial_eval
 from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import memory_kind, memory_kinds, nbytes
 from paged_optax.backend.types import Device, is_committed, is_traced
-from paged_optax.compiling.arguments import Call, Keys, label, place_of
+from paged_optax.compiling.arguments import Keys, label, place_of
 from paged_optax.compiling.hlo import aliases
 from paged_optax.compiling.host_arithmetic import reaches_host, warn_of_host_compute
-from paged_optax.transform.checks import STATE_ELSEWHERE
 
 
 def are_elsewhere(values: PyTree, compiled: jax.stages.Compiled) -> bool:
@@ -39,25 +40,52 @@ def _input_places(
     return jax.tree.structure(args).flatten_up_to(places)
 
 
-# A donated array of at most so many bytes need not be in a program that does not use
-# it, such as a wrapper's flag. It is then not reused, and not gone.
-_FEW_BYTES = 2**16
-
-
 def _unused_buffers(
     args: tuple[PyTree, ...], donated: tuple[int, ...], used: Sequence[bool]
-) -> bool:
-    """Whether the step uses nothing but the buffer of a donated array."""
+) -> list[int]:
+    """The numbers of donated arrays of which the step uses the buffer alone."""
     leaves = jax.tree_util.tree_flatten_with_path(args)[0]
-    return any(
-        path[0].idx in donated and not is_used and _bytes_to_lose(x) > _FEW_BYTES
-        for (path, x), is_used in zip(leaves, used, strict=True)
-    )
+    return [
+        number
+        for number, ((path, x), is_used) in enumerate(zip(leaves, used, strict=True))
+        if path[0].idx in donated and not is_used and _has_buffer(x)
+    ]
 
 
-def _bytes_to_lose(x: ArrayLike | jax.ShapeDtypeStruct) -> int:
-    # A Python number has no buffer.
-    return nbytes(x) if hasattr(x, "dtype") else 0
+def _has_buffer(x: ArrayLike | jax.ShapeDtypeStruct) -> bool:
+    return getattr(x, "size", 0) > 0  # a Python number has none to lose
+
+
+def with_donated(
+    step: Callable[..., PyTree], args: tuple[PyTree, ...], donated: tuple[int, ...]
+) -> Callable[..., PyTree]:
+    """The step, in whose program each donated buffer is, also one that nothing reads.
+
+    `keep_unused=True` would do as much. But jax 0.11.2 to 0.12.0.1 then keep the
+    program for ever, and all that it closes over: their cache of jaxprs without unused
+    arguments holds its own key. So such a buffer goes through a barrier, together with
+    the smallest array that is read. XLA removes the barrier.
+    """
+    closed = jax.make_jaxpr(step)(*args)
+    everything = [True] * len(closed.out_avals)
+    _, used = partial_eval.dce_jaxpr(closed.jaxpr, everything)
+    read = [
+        (nbytes(aval), number)
+        for number, aval in enumerate(closed.in_avals)
+        if used[number]
+    ]
+    if not read or not (unused := _unused_buffers(args, donated, used)):
+        return step
+    _, smallest = min(read)
+    step = jax.jit(step, inline=True)
+
+    def run(*values: PyTree) -> PyTree:
+        leaves, structure = jax.tree.flatten(values)
+        bound = lax.optimization_barrier([leaves[n] for n in (smallest, *unused)])
+        leaves[smallest] = bound[0]
+        return step(*jax.tree.unflatten(structure, leaves))
+
+    return run
 
 
 def donates_unused(
@@ -65,7 +93,7 @@ def donates_unused(
 ) -> bool:
     """Whether a donated buffer is not in a program, because nothing uses its values."""
     used = [place is not None for place in _input_places(compiled, args)]
-    return _unused_buffers(args, donated, used)
+    return bool(_unused_buffers(args, donated, used))
 
 
 def _stated(x: ArrayLike | jax.ShapeDtypeStruct) -> Sharding | None:
@@ -85,21 +113,6 @@ def device_of(places: PyTree[Sharding]) -> Device:
     return next(mine, next(iter(devices), jax.devices()[0]))
 
 
-def refuse_other_devices(call: Call) -> None:
-    """Refuses arguments on different devices, of which JAX says no way out."""
-    flat = jax.tree_util.tree_flatten_with_path(call.values)[0]
-    places = [(path, place.device_set) for path, x in flat if (place := _stated(x))]
-    first, most = max(places, key=lambda place: len(place[1]), default=((), set()))
-    for path, devices in places:
-        if devices != most:
-            raise ValueError(
-                f"{place_of(call.keys, path)} is not on the devices of"
-                f" {place_of(call.keys, first)} (on {len(devices)}, that on"
-                f" {len(most)}): put all arguments on the same. If it is of a state,"
-                f" {STATE_ELSEWHERE}"
-            )
-
-
 class Placements(NamedTuple):
     """Where the arguments and results of a step are.
 
@@ -107,13 +120,11 @@ class Placements(NamedTuple):
       inputs: The shardings of all arguments, memory kinds among them.
       outputs: Those of all results.
       travels: Whether anything of the step is in host memory.
-      keeps_unused: Whether the step uses nothing but the buffer of a donated array.
     """
 
     inputs: PyTree[Sharding]
     outputs: PyTree[Sharding]
     travels: bool
-    keeps_unused: bool
 
 
 def placements(
@@ -126,10 +137,6 @@ def placements(
     """
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
     structure, travels = jax.tree.structure(shapes), reaches_host(closed)
-    operands = {id(x) for equation in closed.jaxpr.eqns for x in equation.invars}
-    operands.update(map(id, closed.jaxpr.outvars))
-    used = [id(x) in operands for x in closed.jaxpr.invars]
-    keeps_unused = _unused_buffers(args, donated, used)
     committed = map(_stated, jax.tree.leaves(args))
     devices = {d for sharding in committed if sharding for d in sharding.device_set}
     warn_of_host_compute(closed, next(iter(devices), jax.devices()[0]).platform)
@@ -142,7 +149,7 @@ def placements(
         stated = [on_device(x) for x in closed.out_avals]
         outputs = jax.tree.unflatten(structure, stated)
         inputs = jax.tree.map(on_device, args)
-        return Placements(inputs, outputs, travels, keeps_unused)
+        return Placements(inputs, outputs, travels)
     # XLA chooses how results are divided. It is asked with nothing donated, so that
     # nothing can be paired wrongly; then its choice is stated.
     chosen = jax.jit(step).lower(*args).compile()
@@ -155,7 +162,7 @@ def placements(
     outputs = map(place, jax.tree.leaves(chosen.output_shardings), closed.out_avals)
     outputs = jax.tree.unflatten(structure, list(outputs))
     outputs = _like_donated(args, inputs, shapes, outputs, donated)
-    return Placements(inputs, outputs, travels, keeps_unused)
+    return Placements(inputs, outputs, travels)
 
 
 def _like_donated(
@@ -211,17 +218,15 @@ def check_donations(
         number: kinds[output]
         for number, output in aliases(compiled.as_text() or "").items()
     }
-    lost, refused, numbers = [], False, itertools.count()
+    lost, numbers = [], itertools.count()
     leaves = jax.tree_util.tree_flatten_with_path(args)[0]
     for (path, leaf), place in zip(leaves, _input_places(compiled, args), strict=True):
         number = next(numbers) if place else None
-        if path[0].idx not in donated or not _bytes_to_lose(leaf):
-            continue
         # No result in host memory can take over a buffer of the device, nor vice versa.
-        if number is None or reused.get(number) != memory_kind(leaf):
+        is_reused = number is not None and reused.get(number) == memory_kind(leaf)
+        if path[0].idx in donated and _has_buffer(leaf) and not is_reused:
             lost.append(f"{place_of(keys, path)} ({jax.typeof(leaf)})")
-            refused |= number is not None or _bytes_to_lose(leaf) > _FEW_BYTES
-    if refused:
+    if lost:
         raise DonationError(
             f"{len(lost)} donated buffer{'s are' if len(lost) > 1 else ' is'} not"
             f" reused: {', '.join(lost[:3])}. The step must return an array of the same"

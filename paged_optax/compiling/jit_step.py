@@ -35,9 +35,10 @@ from paged_optax.compiling.donations import (
     donates_unused,
     note_donated,
     placements,
-    refuse_other_devices,
+    with_donated,
 )
 from paged_optax.compiling.memory_report import compile_overlapping
+from paged_optax.transform.checks import note_elsewhere
 from paged_optax.transform.context import known_shardings
 
 
@@ -159,6 +160,8 @@ class Step:
             try:
                 program = self._compiled_for(call)
             except Exception as error:
+                if isinstance(error, ValueError):
+                    note_elsewhere(error)
                 if self._programs:
                     others = differences(call, self._programs[-1].kind)
                     others = others or ["in other places, or with other constants"]
@@ -173,7 +176,6 @@ class Step:
     def _compiled_for(self, call: Call) -> _CompiledStep:
         donated, belonging = self._positions(call.keys), self._hosted | hosted(call)
         refuse_moved(call, belonging)
-        refuse_other_devices(call)
         if belonging and not donated and not self._programs:
             warn_user(
                 "nothing is donated, so a step leaves the old parameters and moments"
@@ -199,6 +201,7 @@ class Step:
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             # `compile_overlapping` tells XLA, which this warning says nobody does.
             warnings.filterwarnings("ignore", NO_OVERLAP)
+            run = with_donated(run, call.values, donated)
             placed = placements(run, call.values, donated)
             # Without transfers nothing is to overlap, and CUDA graphs are faster.
             places = placed.inputs, placed.outputs
@@ -217,9 +220,7 @@ class Step:
                 )
                 return compile_overlapping(jit, call.values, device)
 
-            # If JAX leaves no unused argument out, it keeps the program for ever, and
-            # all that it closes over (0.11.2 to 0.12.0.1): its cache holds its own key.
-            jitted, compiled = program(placed.keeps_unused)
+            jitted, compiled = program(keep_unused=False)
             if donates_unused(compiled, call.values, donated):
                 jitted, compiled = program(keep_unused=True)
         check_donations(compiled, call.values, call.keys, donated)

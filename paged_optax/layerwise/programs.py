@@ -10,7 +10,6 @@ this comes to the same is checked on the whole tree's jaxpr.
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import compress
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,6 @@ from paged_optax.codecs import Quantized
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.slabs import LayerIndex, slab
-from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import (
     current,
     known_shardings,
@@ -202,14 +200,13 @@ def layer_programs(
     Raises:
       ValueError: If one layer's slice cannot be updated by it.
     """
-    stacks = compress(layered.state, layered.stacked)
-    # To read and to write codes is not element by element, and takes long to trace.
-    if not any(map(is_quantized, stacks)):
-        programs = _traced(tx, layered, gradients, layered.state, layered.params)
-        if not programs.not_elementwise:
-            _refuse_state(layered, programs)
-            return programs
-    # What is computed between reading and writing may be element by element.
+    # With codecs too: a wrapper that skips steps, or reads codes and scales, shows so.
+    programs = _traced(tx, layered, gradients, layered.state, layered.params)
+    if not programs.not_elementwise:
+        _refuse_state(layered, programs)
+        return programs
+    # Reading and writing codes is not element by element. What is computed in between
+    # may be.
     with within(seen_through=True):
         whole = _traced(tx, layered, gradients, layered.state, layered.params)
     if whole.not_elementwise:

@@ -17,20 +17,12 @@ from paged_optax.backend.text import dtype_and_shape, keystr
 from paged_optax.backend.types import (
     ArrayOrShape,
     KeyPath,
-    committed_devices,
     shape_dtype,
 )
 from paged_optax.codecs import Quantized
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.context import current, within
 from paged_optax.transform.trees import Value, paths_of
-
-#: What to do about a state on other devices than its parameters.
-STATE_ELSEWHERE = (
-    "put it there by paged_optax.place_state(tx, state, params). (A jax.jit of tx.init"
-    " knows of no mesh, except within jax.set_mesh(mesh), and makes a state on one"
-    " device.)"
-)
 
 
 def refuse_dtype(path: KeyPath, leaf: ArrayOrShape) -> None:
@@ -164,17 +156,15 @@ def refuse_exchanged(updates: PyTree, state: PyTree, params: PyTree | None) -> N
         )
 
 
-def refuse_elsewhere(updates: PyTree, state: PyTree) -> None:
-    """Refuses a state on other devices than the gradients'."""
-    places = map(committed_devices, jax.tree.leaves(updates))
-    gradients = next(filter(None, places), None)
-    for path, x in zip(*paths_of(state), strict=True):
-        devices = committed_devices(x)
-        if gradients and devices and devices != gradients:
-            raise ValueError(
-                f"state{keystr(path)} is not on the gradients' devices (on"
-                f" {len(devices)}, they on {len(gradients)}): {STATE_ELSEWHERE}"
-            )
+def note_elsewhere(error: ValueError) -> None:
+    """Notes what to do about a state where JAX says that devices are incompatible."""
+    if "incompatible devices" in str(error):
+        error.add_note(
+            "If a state is not on its parameters' devices, put it there by"
+            " paged_optax.place_state(tx, state, params). A jax.jit of tx.init knows of"
+            " no mesh, except within jax.set_mesh(mesh), and makes a state on one"
+            " device."
+        )
 
 
 def refuse_different(updates: PyTree, params: PyTree) -> None:

@@ -25,8 +25,8 @@ from paged_optax.backend.types import (
     is_traced,
 )
 from paged_optax.transform.checks import (
+    note_elsewhere,
     refuse_different,
-    refuse_elsewhere,
     refuse_exchanged,
     refuse_host,
     refuse_inside_paged,
@@ -132,16 +132,17 @@ class Update:
         arguments = buffers, params, extras, traced_gates, constants
         # Outside a `jax.jit` the update is a program of its own, compiled once for all
         # equal `Traced`.
-        run = self._streamed
+        run = self._jitted
         if is_traced(arguments):
             warn_without_overlap(leaves)
-        else:
-            refuse_elsewhere(gradients, moments)
-            run = self._jitted
+            run = self._streamed
+        try:
+            new = run(*arguments, traced=Traced(analysis, gating, layout))
+        except ValueError as error:
+            note_elsewhere(error)
+            raise
         # A `jax.jit` pairs what is donated by shape alone, across memories too.
-        new = donate_within_memory(
-            run(*arguments, traced=Traced(analysis, gating, layout))
-        )
+        new = donate_within_memory(new)
         first = layout.parameters.num_leaves
         new_state = with_rows(new[first:], moments) if in_shard_map() else new[first:]
         return unflatten_like(updates, new[:first]), unflatten_like(state, new_state)

@@ -94,8 +94,51 @@ def test_a_donated_argument_that_nothing_reads_gives_its_buffer():
         po.jit_step(lambda p, old: p.sum(), params, params, donate_argnums=(1,))
 
 
-def test_a_flag_that_nothing_reads_is_not_donated():
-    """As `last_finite` of `optax.apply_if_finite`: a few bytes, and no error."""
+def test_a_buffer_that_is_carried_and_not_read():
+    """JAX leaves it out of a loop, as a layerwise step's accumulators. One program."""
+    compiled = []
+    count = lambda name, *_, **__: compiled.append(name) if "backend" in name else None
+    jax.monitoring.register_event_duration_secs_listener(count)
+
+    def run():
+        constant = jnp.arange(70_001, dtype=jnp.float32)
+
+        def step(params, old):
+            turn = lambda _, c: (c[0] + constant.sum(), c[1] * 2)
+            return jax.lax.fori_loop(0, 3, turn, (params, old))[0], 2 * params
+
+        args = jnp.ones((256, 256)), jnp.ones((256, 256))
+        jax.block_until_ready((constant, args))
+        compiled.clear()
+        step = po.jit_step(step, *args, donate_argnums=(0, 1))
+        assert len(compiled) == 1
+        step(*args)
+        assert [x.is_deleted() for x in args] == [True, True]
+        return weakref.ref(constant)
+
+    reference = run()
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize("old", ["array", "numpy", "shape"])
+def test_on_a_mesh_a_donated_argument_that_nothing_reads(old):
+    """And that is on none of its devices yet."""
+    mesh = jax.make_mesh((8,), ("data",))
+    place = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.device_put(jnp.ones((256, 512)), place)
+    given = {
+        "array": jnp.zeros((256, 512)),
+        "numpy": np.zeros((256, 512), np.float32),
+        "shape": jax.ShapeDtypeStruct((256, 512), jnp.float32),
+    }[old]
+    step = po.jit_step(lambda old, x: (x + 1, 2 * x), given, x, donate_argnums=0)
+    found, _ = step(jnp.zeros((256, 512)), x)
+    np.testing.assert_array_equal(found, np.full((256, 512), 2.0))
+
+
+def test_a_flag_that_nothing_reads_is_donated():
+    """As `last_finite` of `optax.apply_if_finite`."""
     step = po.jit_step(
         lambda p, flag: (2 * p, jnp.isfinite(p).all()),
         params := jnp.ones((256, 256)),
@@ -105,7 +148,7 @@ def test_a_flag_that_nothing_reads_is_not_donated():
     _, finite = step(params, flag)
     assert finite
     assert params.is_deleted()
-    assert not flag.is_deleted()
+    assert flag.is_deleted()
 
 
 def test_an_argument_that_nothing_reads_may_be_anywhere():
@@ -124,3 +167,25 @@ def test_an_argument_that_nothing_reads_may_be_anywhere():
             found = step(jax.device_put(jnp.ones((64, 64)), place), unused)
             np.testing.assert_array_equal(found, np.full((64, 64), 2.0))
             assert found.sharding.is_equivalent_to(place, 2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: jnp.arange(9, dtype=jnp.int4),
+        lambda: jnp.ones(5, jnp.float8_e4m3fn),
+        lambda: jnp.ones((2, 3), jnp.complex64),
+        lambda: jax.random.key(0),
+        lambda: jax.device_put(jnp.ones((8, 128)), jax.memory.Space.Host),
+    ],
+    ids=["int4", "float8", "complex", "key", "host"],
+)
+def test_what_nothing_reads_may_be_of_any_kind(make):
+    """A barrier takes them all, and their buffers are reused."""
+    old, new, params = make(), make(), jnp.ones((4, 4))
+    step = lambda params, old, new: (params + 1, new)
+    step = po.jit_step(step, params, old, new, donate_argnums=(0, 1))
+    _, found = step(params, old, new)
+    assert old.is_deleted()
+    assert found.dtype == new.dtype
+    assert found.sharding.memory_kind == new.sharding.memory_kind

@@ -94,6 +94,22 @@ def test_transformations(make):
     assert far(state, plain_state) < 1e-6
 
 
+CODED = po.paged_adamw_8bit(1e-3, min_paged_size=0)
+
+
+def slower_by_scales(inner):
+    """A rate by the largest scale of all moments: what is stored mixes layers."""
+
+    def update(updates, state, params):
+        updates, state = inner.update(updates, state, params)
+        nodes = jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "scales"))
+        scales = [x.scales.max() for x in nodes if hasattr(x, "scales")]
+        top = jnp.max(jnp.stack(scales)) if scales else 0.0
+        return jax.tree.map(lambda x: x / (1 + top), updates), state
+
+    return optax.GradientTransformation(inner.init, update)
+
+
 @pytest.mark.parametrize(
     ("tx", "words"),
     [
@@ -112,8 +128,15 @@ def test_transformations(make):
             ("`reduce_and` combines", "apply_if_finite"),
         ),
         (optax.add_noise(0.1, 0.9, 0), ("element by element",)),
+        (po.MultiSteps(CODED, 2), ("accumulate=True", "MultiSteps")),
+        (optax.MultiSteps(CODED, 2), ("accumulate=True", "MultiSteps")),
+        (optax.apply_if_finite(CODED, 2), ("`reduce_and` combines",)),
+        (slower_by_scales(CODED), ("combines values of parameter",)),
     ],
-    ids=["lamb", "clip", "clip inside", "micro-steps", "finite", "noise"],
+    ids=[
+        *("lamb", "clip", "clip inside", "micro-steps", "finite", "noise"),
+        *("coded micro-steps", "Optax's", "Optax's finite", "scales"),
+    ],
 )
 def test_refused_transformations(tx, words):
     params = layered.parameters(3)

@@ -116,7 +116,7 @@ def test_a_state_made_in_a_jit_that_knows_no_mesh(axis_type):
     with pytest.raises(ValueError) as error:
         update(params, state)
     assert listed(error.value)
-    way_out = r"not on the .*devices.* by paged_optax.place_state\(tx, state, params\)"
+    way_out = r"by paged_optax.place_state\(tx, state, params\)"
     with pytest.raises(ValueError, match=way_out):
         tx.update(params, state)
     with pytest.raises(ValueError, match=way_out):
