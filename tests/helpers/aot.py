@@ -12,6 +12,7 @@ not there has no memories to name, and handed to the compile-only client.
 import collections
 import contextlib
 import dataclasses
+import math
 import pathlib
 import re
 import types
@@ -184,7 +185,7 @@ def placements(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
     return device, device.with_memory_kind("pinned_host")
 
 
-def ends(pages: Pages, page_bytes: int) -> set[tuple[str, int, int]]:
+def ends(pages: Pages, page_bytes: int, block: int = 1) -> set[tuple[str, int, int]]:
     """What `descriptors` has of the first page read and the last full one written.
 
     Each goes in as few pieces as divide its units, 2, 3, 5 or 7. What no such number
@@ -194,6 +195,8 @@ def ends(pages: Pages, page_bytes: int) -> set[tuple[str, int, int]]:
     Args:
       pages: How a leaf is cut.
       page_bytes: Bytes of a page of what is transferred.
+      block: Entries along the axis that is cut that share codes or scales: no piece
+        parts them.
 
     Returns:
       (operation, first byte, bytes from piece to piece) of both; nothing where pages go
@@ -202,7 +205,8 @@ def ends(pages: Pages, page_bytes: int) -> set[tuple[str, int, int]]:
     if GPU_NEEDS_RAW_INDEX:
         return set()
     units = pages.size // pages.unit
-    pieces = next((n for n in (2, 3, 5, 7) if units % n == 0), None)
+    block //= math.gcd(block, pages.unit)
+    pieces = next((n for n in (2, 3, 5, 7) if units % (n * block) == 0), None)
     if pieces is None:
         return set()
     last = (pages.extent // pages.size - 1) * page_bytes

@@ -275,18 +275,21 @@ def _misplaced(found: Any, pages: Any, kept: Sequence[Any]) -> str:
     ahead = pages.both_ways(sum(x.on_host for x in kept))
     wanted: collections.Counter[tuple[str, int, int]] = collections.Counter()
     loops = [x for x in pages.ranges if not x.single]
+    arrays = []
     for each in kept if loops and not pages.axis else ():
         stored = jax.ShapeDtypeStruct(pages.leaf, f"float{8 * each.itemsize}")
         if each.codec is not None:
             stored = each.codec.stored(pages.leaf)
-        for part in PagedArray.of(stored, pages, each.codec, each.on_host).parts:
-            if not part.streamed:
-                continue
-            _, sizes = part.slice_of(loops[0].at(0))
-            step = math.prod(sizes) * part.dtype.itemsize
-            first = step if ahead else 0
-            wanted.update({("read", first, step): 1, ("write", 0, step): 1})
-            wanted.update(aot.ends(pages, step) if ahead else ())
+        arrays += PagedArray.of(stored, pages, each.codec, each.on_host).parts
+    block = math.lcm(*[part.block for part in arrays])
+    for part in arrays:
+        if not part.streamed:
+            continue
+        _, sizes = part.slice_of(loops[0].at(0))
+        step = math.prod(sizes) * part.dtype.itemsize
+        first = step if ahead else 0
+        wanted.update({("read", first, step): 1, ("write", 0, step): 1})
+        wanted.update(aot.ends(pages, step, block) if ahead else ())
     placed: collections.Counter[tuple[str, int, int]] = collections.Counter()
     for (kind, _, first, step), count in found.items():
         placed[kind, first, step] += count
