@@ -186,7 +186,8 @@ HOW = {"max_norm": 1.0, "host_dtype": "bfloat16", "size": (8, 512)}
 def test_transfers_are_hidden_by_the_forward_pass(budget, weights_on_host, link):
     """Less than half of the transfers' time shows; an update at the end shows all.
 
-    The first layer's update, one eighth, has nothing beside it.
+    The first layer's update, one eighth, has nothing beside it. Nor has what a GPU moves
+    outside of loops, of the first layer and of the last: it has loops of its own.
     """
     tx = po.paged_adamw(1e-4, codec="bfloat16", device_budget=budget)
     how = HOW | {"weights_on_host": weights_on_host, "deferred": True}
@@ -194,7 +195,7 @@ def test_transfers_are_hidden_by_the_forward_pass(budget, weights_on_host, link)
     assert report.host_temp == 0
     machine = step_model.Machine(link, flops=600e12, memory=3.5e12)
     step = step_model.cost(report.hlo, machine, MODEL.layers)
-    assert step.exposed <= 0.45 * max(step.up, step.down) / link
+    assert step.exposed < 0.5 * max(step.up, step.down) / link
 
 
 @pytest.mark.compiler
