@@ -186,8 +186,8 @@ HOW = {"max_norm": 1.0, "host_dtype": "bfloat16", "size": (8, 512)}
 def test_transfers_are_hidden_by_the_forward_pass(budget, weights_on_host, link):
     """Less than half of the transfers' time shows; an update at the end shows all.
 
-    The first layer's update, one eighth, has nothing beside it. Nor has what a GPU moves
-    outside of loops, of the first layer and of the last: it has loops of its own.
+    The first layer's update, one eighth, has nothing beside it. Nor has what a GPU
+    moves outside of loops, of the first layer and of the last: it has its own loops.
     """
     tx = po.paged_adamw(1e-4, codec="bfloat16", device_budget=budget)
     how = HOW | {"weights_on_host": weights_on_host, "deferred": True}
