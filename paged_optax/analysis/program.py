@@ -106,10 +106,9 @@ class Equation:
         }
         # Axes that are automatic here may have been explicit when it was traced: those
         # of a rate that was closed over (jax 0.10.2 states how it is broadcast).
-        axis_types = jax.sharding.get_abstract_mesh().axis_types
-        if AxisType.Explicit not in axis_types and self.primitive.name in FILLS:
-            value = params.get("sharding")
-            if isinstance(value, Sharding) and is_explicit(value):
+        stated = params.get("sharding") if self.primitive.name in FILLS else None
+        if isinstance(stated, Sharding) and is_explicit(stated):
+            if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
                 params["sharding"] = None
         params = self.primitive.get_bind_params(params)
         result = self.primitive.bind(*operands, **params)

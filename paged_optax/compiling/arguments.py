@@ -9,16 +9,9 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.memory import (
-    is_mistyped,
-    on_host,
-    typed_by_memory,
-)
+from paged_optax.backend.memory import is_mistyped, on_host, typed_by_memory
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import (
-    KeyPath,
-    PyTreeDef,
-)
+from paged_optax.backend.types import KeyPath, PyTreeDef
 
 #: The position of an argument, or the name of one that has none.
 ArgumentKey = int | str
