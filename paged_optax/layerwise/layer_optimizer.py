@@ -5,6 +5,7 @@ What `tx.update` computes of a stack is run on one layer's slab of it. At the en
 are dead code.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
@@ -23,9 +24,16 @@ from paged_optax.backend.types import on_one_device
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.overlap import Group
+from paged_optax.layerwise.own_tree import Layers, OwnTree
+from paged_optax.layerwise.own_update import OwnUpdate
 from paged_optax.layerwise.programs import Programs, layer_programs
 from paged_optax.layerwise.slabs import LayerIndex, put, slab
-from paged_optax.layerwise.weights import add_in_place, fetch_after, on_device
+from paged_optax.layerwise.weights import (
+    add_in_place,
+    fetch_after,
+    host_like,
+    on_device,
+)
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import Gate, current, within
 from paged_optax.transform.gates import only_if
@@ -50,7 +58,8 @@ class LayerOptimizer:
       tx: The transformation.
       layered: The parameters and its state.
       programs: What an update computes of each leaf. None: moments are coded, and
-        `tx.update` runs on stacks of one layer.
+        `tx.update` runs on stacks of one layer; or `own` updates.
+      own: The update in the loss's own tree; None: stacks are that tree.
       overlaps: Whether a layer is updated while another one is computed.
       happens: Whether anything is updated at all.
     """
@@ -58,6 +67,7 @@ class LayerOptimizer:
     tx: optax.GradientTransformationExtraArgs
     layered: LayeredState
     programs: Programs | None
+    own: OwnUpdate | None = None
     overlaps: bool = False
     happens: Gate = True
 
@@ -68,6 +78,7 @@ class LayerOptimizer:
         layered: LayeredState,
         gradients: PyTree[Array],
         happens: Gate,
+        own: OwnTree | None,
     ) -> "LayerOptimizer":
         """Traces the update.
 
@@ -76,6 +87,7 @@ class LayerOptimizer:
           layered: The parameters and its state.
           gradients: One layer's gradients.
           happens: Whether anything is updated at all.
+          own: The loss's own tree; None: stacks are that tree.
         """
         partition = layered.partition
         others = [None] * partition.in_layers.count(False)
@@ -87,6 +99,10 @@ class LayerOptimizer:
             )
         ]
         extended = optax.with_extra_args_support(tx)
+        if own is not None:
+            types = [x.dtype for x in shapes]
+            update = OwnUpdate.of(extended, own, layered, types)
+            return cls(extended, layered, None, update, happens=happens)
         programs = layer_programs(extended, layered, shapes)
         return cls(extended, layered, programs, happens=happens)
 
@@ -234,7 +250,6 @@ class LayerOptimizer:
     @functools.cached_property
     def _jitted(self) -> Callable[..., tuple[list[Array], list[Stored]]]:
         """`_update` with blanks for what is None: each group's is traced only once."""
-        layered = self.layered
 
         def update(
             updates: Sequence[Array | None],
@@ -242,16 +257,10 @@ class LayerOptimizer:
             params: Sequence[Array | None],
             i: LayerIndex,
         ) -> tuple[list[Array], list[Stored]]:
-            filled = lambda leaves, like: [
-                _blank(old) if x is None else x
-                for x, old in zip(leaves, like, strict=True)
-            ]
-            return self._update(
-                filled(updates, layered.params),
-                filled(state, layered.state),
-                filled(params, layered.params),
-                i,
-            )
+            if self.own is not None:
+                with self._context():
+                    return self.own.layer(i, updates, state, params)
+            return self._update(updates, state, params, i)
 
         return jax.jit(update, inline=True)
 
@@ -325,22 +334,22 @@ class LayerOptimizer:
         taken = [
             not slabbed and n not in left for n, slabbed in enumerate(layered.slabbed)
         ]
-        filled = lambda leaves: [
-            x if yes else _blank(old)
-            for x, old, yes in zip(leaves, layered.params, taken, strict=True)
+        only = lambda leaves: [
+            x if yes else None for x, yes in zip(leaves, taken, strict=True)
         ]
         moments = [
             not stacked and owner not in left
             for stacked, owner in zip(layered.stacked, layered.owners, strict=True)
         ]
         state = [
-            x if yes else _blank(x)
-            for x, yes in zip(layered.state, moments, strict=True)
+            x if yes else None for x, yes in zip(layered.state, moments, strict=True)
         ]
         with only_if(self.happens):
-            leaves, new_state = self._update(
-                filled(updates), state, filled(params), add=add
-            )
+            if self.own is None:
+                update = self._update
+            else:
+                update = self._update_own
+            leaves, new_state = update(only(updates), state, only(params), add=add)
         new = [
             self._if_it_happens(x, old) if yes else old
             for old, x, yes in zip(params, leaves, taken, strict=True)
@@ -357,16 +366,53 @@ class LayerOptimizer:
             return new
         return jax.tree.map(lambda x, y: jnp.where(self.happens, x, y), new, old)
 
+    def _update_own(
+        self,
+        updates: Sequence[Array | None],
+        state: Sequence[Stored | None],
+        params: Sequence[Array | None],
+        add: Callable[[PyTree, PyTree], PyTree] = optax.apply_updates,
+    ) -> tuple[list[Array], list[Stored]]:
+        """The leaves of new parameters and of a new state; stacks of the small ones."""
+        assert self.own is not None
+        stacks = [isinstance(x, Layers) for x in self.own.state_members]
+        fetched = [
+            x if x is None or not stacked else jax.tree.map(on_device, x)
+            for x, stacked in zip(state, stacks, strict=True)
+        ]
+        with self._context():
+            leaves, new = self.own.rest(updates, fetched, params, add)
+        return leaves, [
+            x if old is None or not stacked else host_like(self._if_it_happens(x, at), old)
+            for x, old, at, stacked in zip(new, state, fetched, stacks, strict=True)
+        ]
+
     def _update(
         self,
         updates: Sequence[Array | None],
-        state: Sequence[Stored],
+        state: Sequence[Stored | None],
         params: Sequence[Array | None],
         layer: LayerIndex | None = None,
         add: Callable[[PyTree, PyTree], PyTree] = optax.apply_updates,
     ) -> tuple[list[Array], list[Stored]]:
-        """The leaves of new parameters and of a new state."""
-        layered, tree = self.layered, self.layered.params_tree(params)
+        """The leaves of new parameters and of a new state; blanks for what is None."""
+        layered = self.layered
+        filled = lambda leaves, like: [
+            _blank(old) if x is None else x for x, old in zip(leaves, like, strict=True)
+        ]
+        tree = layered.params_tree(filled(params, layered.params))
+        with self._context(), within(layer=layer):
+            changes, new_state = self.tx.update(
+                layered.params_tree(filled(updates, layered.params)),
+                layered.state_tree(filled(state, layered.state)),
+                tree,
+            )
+        new_params = jax.tree.leaves(add(tree, changes))
+        return new_params, jax.tree.leaves(new_state, is_leaf=is_quantized)
+
+    def _context(self) -> contextlib.AbstractContextManager[None]:
+        """Around an update of what has been fetched."""
+        layered = self.layered
         layers = layered.of_layers(layered.params)
         hosted = any(map(on_host, layers))
         spare = _PAGE_PART * sum(
@@ -374,13 +420,7 @@ class LayerOptimizer:
             for x in layers
         )
         isolate = hosted or current().isolate
-        context = {"spare_bytes": int(spare), "isolate": isolate}
-        with within(fetched=True, layer=layer, **context):
-            changes, new_state = self.tx.update(
-                layered.params_tree(updates), layered.state_tree(state), tree
-            )
-        new_params = jax.tree.leaves(add(tree, changes))
-        return new_params, jax.tree.leaves(new_state, is_leaf=is_quantized)
+        return within(fetched=True, spare_bytes=int(spare), isolate=isolate)
 
 
 def _blank(x: Tree) -> Tree:

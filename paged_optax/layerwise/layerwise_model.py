@@ -30,6 +30,7 @@ from paged_optax.backend.validation import check_function
 from paged_optax.layerwise.clipping import widest
 from paged_optax.layerwise.forward import ModelFunctions, refuse_other_input
 from paged_optax.layerwise.loss import WeightedLoss, has_metrics, loss_and_metrics, over
+from paged_optax.layerwise.own_tree import OwnTree
 from paged_optax.layerwise.parameters import Partition, from_numpy, length_of
 from paged_optax.layerwise.weights import Frozen, on_device
 from paged_optax.layerwise.workspace import GradientWorkspace
@@ -81,15 +82,24 @@ class LayerwiseModel:
         for name in ("prologue", "layer", "epilogue"):
             check_function(name, getattr(self, name))
 
-    def check(self, tx: optax.GradientTransformation) -> None:
-        """Tells of what `tx` chooses otherwise for a stack than for one layer.
+    @property
+    def own_tree(self) -> OwnTree | None:
+        """The tree of the layers that the transformation sees; None: that of stacks."""
+        return None
 
-        `layerwise_step` calls it. Of a model by hand nobody knows any parameters but
-        the stacked ones: there is nothing to tell.
+    def init(
+        self, tx: optax.GradientTransformation, params: PyTree
+    ) -> optax.OptState:
+        """Makes the state of `tx` for stacked parameters.
 
         Args:
           tx: The transformation.
+          params: All parameters, the layers' stacked.
+
+        Returns:
+          The state.
         """
+        return tx.init(params)
 
     def workspace(
         self,

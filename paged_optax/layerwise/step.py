@@ -27,6 +27,7 @@ from paged_optax.layerwise.layerwise_model import (
     on_explicit_axes,
 )
 from paged_optax.layerwise.loss import LayerwiseOutput
+from paged_optax.layerwise.own_tree import OwnTree
 from paged_optax.layerwise.parameters import (
     Partition,
     from_numpy,
@@ -187,11 +188,10 @@ def layerwise_step(
     check_transformation("tx", tx)
     if max_norm is not None:
         check_rate("max_norm", max_norm)
-    model.check(tx)
     engine = ModelFunctions(
         model.prologue, model.layer, model.epilogue, activations_on_host
     )
-    return LayerwiseStep(engine, tx, max_norm, clip, accumulate, layers)
+    return LayerwiseStep(engine, tx, max_norm, clip, accumulate, layers, model.own_tree)
 
 
 @dataclasses.dataclass(eq=False)
@@ -204,6 +204,7 @@ class LayerwiseStep:
     _clip: str
     _accumulate: bool
     _layers: str
+    _own: OwnTree | None
     # Whether it has warned of divided layers. No program depends on it.
     _warned: bool = False
 
@@ -234,7 +235,7 @@ class LayerwiseStep:
         """
         params, frozen = from_numpy((params, frozen))
         warn_without_overlap((params, state, workspace, frozen))
-        answers = ask(self._tx, params, state)
+        answers = ask(self._tx, params, state, self._own)
         # While types still say how arrays are divided.
         if not self._warned:
             self._warned = warn_of_divided_layers(answers, params, frozen, self._layers)
@@ -318,7 +319,7 @@ class LayerwiseStep:
         run = lambda optimizer: kind(
             model, partition, optimizer, clipping, accumulate, guard
         )(workspace, batch)
-        in_turn = _optimizer(params, partition, guard, workspace)
+        in_turn = _optimizer(params, partition, guard, workspace, self._own)
         warn_of_moved(answers, workspace)
         # If a separate backward pass finds the norm, nothing overlaps. The gradients of
         # two layers would take more memory than that first pass.
@@ -327,10 +328,12 @@ class LayerwiseStep:
         if (accumulate if deferred else waits) or not in_turn.can_overlap:
             return run(in_turn)
         overlapped = in_turn
-        if not accumulate and not clipping.by_layer:
+        if not accumulate and not clipping.by_layer and self._own is None:
             chunked = chunked_leaves(model.run_prologue, in_turn.layered, batch)
             with contextlib.suppress(ValueError):  # a choice by shape, of no layer
-                overlapped = _optimizer(params, partition, guard, workspace, chunked)
+                overlapped = _optimizer(
+                    params, partition, guard, workspace, self._own, chunked
+                )
         overlapped = dataclasses.replace(overlapped, overlaps=True)
         # Traced once for both names of a GPU.
         on_gpu = jax.jit(functools.partial(run, overlapped), inline=True)
@@ -346,9 +349,9 @@ class LayerwiseStep:
                 "workspace has nothing to finish: only updates by a workspace that is"
                 " allocated with rest= and host_dtype= are deferred."
             )
-        optimizer = _optimizer(params, partition, guard, workspace)
+        optimizer = _optimizer(params, partition, guard, workspace, self._own)
         step = DeferredUpdate(self._model, partition, optimizer, clipping, False, guard)
-        warn_of_moved(ask(guard.tx, params, guard.state), workspace)
+        warn_of_moved(ask(guard.tx, params, guard.state, self._own), workspace)
         return step.finish(workspace)
 
     def _partitioned(
@@ -365,7 +368,7 @@ class LayerwiseStep:
             )
         refuse_one_by_one(partition.layers)
         workspace.check(partition.layers, partition.rest)
-        refuse_other_state(self._tx, params, state)
+        refuse_other_state(self._tx, params, state, self._own)
         guard = Guard.of(self._tx, state)
         tests_finite = guard.wrapper is not None
         dtype = widest(partition.rest, workspace.gradients)
@@ -384,9 +387,10 @@ def _optimizer(
     partition: Partition,
     guard: Guard,
     workspace: GradientWorkspace,
+    own: OwnTree | None,
     chunked: Sequence[int] = (),
 ) -> LayerOptimizer:
     layered = LayeredState(params, partition, guard.state, chunked)
     pending = workspace.pending
     happens = True if pending is None else pending.waits
-    return LayerOptimizer.of(guard.tx, layered, workspace.gradients, happens)
+    return LayerOptimizer.of(guard.tx, layered, workspace.gradients, happens, own)

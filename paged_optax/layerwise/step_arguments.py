@@ -18,6 +18,8 @@ from paged_optax.backend.types import KeyPath, shape_dtype
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import nondifferentiable
 from paged_optax.engine.shards import Shards
+from paged_optax.layerwise.own_tree import OwnTree
+from paged_optax.layerwise.own_update import one_layer, own_shapes, stacked_shape
 from paged_optax.layerwise.parameters import Partition, by_name
 from paged_optax.layerwise.slabs import goes_in_slabs
 from paged_optax.layerwise.workspace import GradientWorkspace
@@ -43,7 +45,10 @@ class Answer(NamedTuple):
 
 
 def ask(
-    tx: optax.GradientTransformation, params: PyTree, state: PyTree
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    state: PyTree,
+    own: OwnTree | None,
 ) -> list[Answer]:
     """Asks the paged transformations inside, each once."""
     answers: list[Answer] = []
@@ -58,6 +63,7 @@ def ask(
         # On explicit axes a moment that a codec stores is divided as its parameter's
         # type says, which the shapes that are traced do not have.
         places = [jax.typeof(x).sharding for x in jax.tree.leaves(params)]
+        places = places if own is None else [None] * len(jax.tree.leaves(shapes))
         with known_shardings(jax.tree.leaves(shapes), places):
             return tx.update(updates, state, shapes)
 
@@ -65,6 +71,8 @@ def ask(
     # What is wrong fails in the step, in its own words.
     with contextlib.suppress(Exception), within(on_update=answer):
         plain = jax.tree.map(shape_dtype, params)
+        if own is not None:
+            plain, state = one_layer(own, plain), one_layer(own, state)
         jax.eval_shape(update, plain, state, plain)
     return answers
 
@@ -164,25 +172,31 @@ def _shards(known: ParameterShardings, path: KeyPath, x: Array) -> Shards | None
 
 
 def refuse_other_state(
-    tx: optax.GradientTransformation, params: PyTree, state: PyTree
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    state: PyTree,
+    own: OwnTree | None,
 ) -> None:
     """Refuses a state whose leaves have other names than those of `tx.init(params)`.
 
     What a codec stores in several arrays counts as one leaf.
     """
+    shapes = jax.tree.map(shape_dtype, params)
+    if own is not None:
+        shapes = own_shapes(own, jax.tree.leaves(shapes))
     try:
         with within(types_only=True):
-            fresh = jax.eval_shape(
-                lambda p: tx.init(p), jax.tree.map(shape_dtype, params)
-            )
+            fresh = jax.eval_shape(lambda p: tx.init(p), shapes)
     except (AttributeError, TypeError, ValueError):
         return  # an `init` may look at arrays, as at their places
+    if own is not None:
+        fresh = own.stack(fresh, stacked_shape)
     flat = jax.tree_util.tree_flatten_with_path
     leaves = flat(as_pure(fresh), is_leaf=is_quantized)[0]
-    there = {key_names(path): path for path, _ in leaves}
+    there = {key_names(path): (path, x) for path, x in leaves}
     coded = {key_names(path) for path, x in leaves if is_quantized(x)}
     odd, missing = list[KeyPath](), set(there)
-    for path, _ in flat(as_pure(state))[0]:
+    for path, x in flat(as_pure(state))[0]:
         name, outer = key_names(path), (key_names(path[:n]) for n in range(len(path)))
         if name not in there:
             name = next((x for x in outer if x in coded), None)
@@ -190,13 +204,24 @@ def refuse_other_state(
             odd.append(path)
         else:
             missing.discard(name)
-    odd += [path for name, path in there.items() if name in missing]
+            if own is not None and not _fits(x, there[name][1]):
+                odd.append(path)
+    odd += [path for name, (path, _) in there.items() if name in missing]
     if odd:
+        init = "tx.init made for these parameters"
+        if own is not None:
+            init = "model.init(tx, params) makes"
         raise ValueError(
             "the state's structure is not the one these gradients call for: they differ"
             f" at state{', state'.join(map(keystr, odd[:3]))}. Pass the state that"
-            " tx.init made for these parameters, or that a step returned."
+            f" {init}, or that a step returned."
         )
+
+
+def _fits(x: Array, stored: PyTree) -> bool:
+    """Whether an array is one of those that store a leaf."""
+    arrays = jax.tree.leaves(stored)
+    return any((x.shape, x.dtype) == (y.shape, y.dtype) for y in arrays)
 
 
 def _moved(workspace: GradientWorkspace) -> str:

@@ -22,6 +22,8 @@ from paged_optax.backend.validation import (
     nondifferentiable,
 )
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
+from paged_optax.layerwise.own_init import init_stacked
+from paged_optax.layerwise.own_tree import OwnTree
 from paged_optax.splitting.dependence import (
     line_of,
     live_of,
@@ -32,7 +34,7 @@ from paged_optax.splitting.dependence import (
 from paged_optax.splitting.functions import FunctionsByShape
 from paged_optax.splitting.pieces import Pieces
 from paged_optax.splitting.split_loss import Loss, SplitLoss
-from paged_optax.splitting.stacking import tell_of_choices
+from paged_optax.splitting.stacking import stack_leaves, unstack_leaf
 
 
 def split_layers(
@@ -182,24 +184,56 @@ class SplitModel(LayerwiseModel):
         stacking = self._functions.stacking(frozen=True)
         return stacking.stacked(frozen, on_host=on_host, min_size=min_size)
 
-    def check(self, tx: optax.GradientTransformation) -> None:
-        """Tells of what `tx` chooses otherwise for a stack than for one layer.
+    @property
+    def own_tree(self) -> OwnTree | None:
+        """The loss's own tree beside the stacks; None: the loss has the stacks."""
+        return self._functions.stacking(frozen=False).own_tree
 
-        A mask or label that is computed from shapes (`x.ndim > 1`) does, as a stack has
-        one axis more: a warning. So does Muon, which is made for matrices, and what
-        takes norms: an error. Parameters that the loss has stacked are what Optax is
-        given, too. `layerwise_step` calls it.
+    def init(
+        self, tx: optax.GradientTransformation, params: PyTree
+    ) -> optax.OptState:
+        """Makes the state of `tx` for stacked parameters.
+
+        The state is that of `tx.init` for the parameters as the loss takes them, in
+        which the moments of all layers are stacked as `stack` does. It is made layer by
+        layer.
 
         Args:
           tx: The transformation.
+          params: What `stack` returned, or their shapes.
 
-        Raises:
-          ValueError: If the update of a layer, or of a stack that is updated whole, is
-            not element by element.
+        Returns:
+          The state, or its shapes.
         """
-        stacks = self._functions.stacking(frozen=False).layers.values()
-        if any(stack.axis is None for stack in stacks):
-            tell_of_choices(tx, self.stack(self._functions.loss.params))
+        own = self.own_tree
+        return tx.init(params) if own is None else init_stacked(tx, own, params)
+
+    def stack_state(self, state: PyTree) -> PyTree:
+        """Stacks the state of an ordinary step, for a layerwise one to go on with.
+
+        Args:
+          state: What `tx.init` made for the parameters as the loss takes them, or an
+            ordinary step returned.
+
+        Returns:
+          What `init` would have made. What was on the host is there.
+        """
+        own = self.own_tree
+        return state if own is None else own.stack(state, stack_leaves)
+
+    def unstack_state(self, state: PyTree) -> PyTree:
+        """The state of an ordinary step; undoes `stack_state`.
+
+        Args:
+          state: What `init` or `stack_state` made, or a layerwise step returned.
+
+        Returns:
+          The state that `tx.init` makes for the parameters as the loss takes them.
+        """
+        own = self.own_tree
+        if own is None:
+            return state
+        return own.unstack(state, lambda x: unstack_leaf(x, own.length))
 
     def unstack(self, params: PyTree) -> PyTree:
         """The parameters as the loss takes them.

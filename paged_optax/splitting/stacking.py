@@ -1,9 +1,4 @@
-"""Parameters stacked by layer, and how a transformation treats the stacks.
-
-Masks and labels that are computed from shapes (`x.ndim > 1`) choose otherwise in a
-stack, which has one axis more. So does Muon, which is made for matrices. A norm of a
-stack is no layer's.
-"""
+"""Parameters stacked by layer."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +7,6 @@ from typing import Literal, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
@@ -20,14 +14,11 @@ from jaxtyping import PyTree
 from paged_optax.backend.memory import HOST, nbytes, on_host
 from paged_optax.backend.text import keystr, parse_bytes
 from paged_optax.backend.types import KeyPath, PyTreeDef, is_traced
-from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import brief, check_arrays
-from paged_optax.layerwise.clipping import wrapper_of
+from paged_optax.layerwise.own_tree import Layers, OwnTree
 from paged_optax.layerwise.parameters import Shaped, offload, place_on_host
-from paged_optax.layerwise.programs import Programs
-from paged_optax.layerwise.slabs import LayerIndex, goes_in_slabs, put
+from paged_optax.layerwise.slabs import put
 from paged_optax.splitting.numbered import Names
-from paged_optax.transform.context import within
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +71,7 @@ class Stacking:
             if on_host:
                 layers[name] = _away(chosen, stack.axis, min_size)
             else:
-                layers[name] = _together(chosen, stack.axis)
+                layers[name] = stack_leaves(chosen, stack.axis)
         rest = {name: _read(leaves[n]) for name, n in self.rest.items()}
         if on_host == "all":
             rest = {
@@ -94,13 +85,22 @@ class Stacking:
         leaves: list[Shaped | None] = [None] * len(self.paths)
         layers = unnested(stacked, [("layers", *names) for names in self.layers])
         for stack, x in zip(self.layers.values(), layers, strict=True):
-            each = _apart(x, len(stack.leaves), stack.axis)
+            each = unstack_leaf(x, len(stack.leaves), stack.axis)
             for n, part in zip(stack.leaves, each, strict=True):
                 leaves[n] = part
         rest = unnested(stacked, [("rest", *names) for names in self.rest])
         for n, x in zip(self.rest.values(), rest, strict=True):
             leaves[n] = x
         return jax.tree.unflatten(self.structure, leaves)
+
+    @property
+    def own_tree(self) -> OwnTree | None:
+        """The tree beside its stacks; None if one of its leaves is a stack."""
+        if any(stack.axis is not None for stack in self.layers.values()):
+            return None
+        layers = {name: Layers(stack.leaves) for name, stack in self.layers.items()}
+        members = {"layers": nested(layers), "rest": nested(self.rest)}
+        return OwnTree(self.structure, members)
 
     def _leaves(self, tree: PyTree) -> list[Shaped]:
         check_arrays(self.argument, tree)
@@ -169,7 +169,7 @@ def _away(leaves: Sequence[Shaped], axis: int | None, min_size: int | str) -> Sh
     like = jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
     in_jax = any(isinstance(x, Array | jax.ShapeDtypeStruct) for x in leaves)
     if in_jax or axis is not None or not on_host(offload([like], min_size)):
-        return offload([_together(leaves, axis)], min_size)[0]
+        return offload([stack_leaves(leaves, axis)], min_size)[0]
     # Arrays that NumPy reads go there layer by layer: NumPy holds no second stack.
     stack = place_on_host(np.zeros(like.shape, like.dtype))
     write = jax.jit(put, donate_argnums=0)
@@ -184,7 +184,7 @@ def _read(x: Shaped) -> Shaped:
     return x if isinstance(x, known) else np.asarray(x)
 
 
-def _together(leaves: Sequence[Shaped], axis: int | None) -> Shaped:
+def stack_leaves(leaves: Sequence[Shaped], axis: int | None = None) -> Shaped:
     """Leaves of all layers on one leading axis."""
     first = leaves[0]
     if isinstance(first, jax.ShapeDtypeStruct):
@@ -206,7 +206,7 @@ def _together(leaves: Sequence[Shaped], axis: int | None) -> Shaped:
     if any(on_host(x) for x in leaves):
         # By NumPy: XLA would compute in host memory, or refuse to.
         return jax.device_put(
-            _together([np.asarray(x) for x in leaves], axis), _sharding(first, axis)
+            stack_leaves([np.asarray(x) for x in leaves], axis), _sharding(first, axis)
         )
     make = lambda *xs: jnp.stack(xs) if axis is None else jnp.moveaxis(xs[0], axis, 0)
     return jax.jit(make, out_shardings=_sharding(first, axis))(*leaves)
@@ -224,7 +224,7 @@ def _sharding(x: Shaped, axis: int | None) -> jax.sharding.Sharding | None:
     return sharding.update(spec=PartitionSpec(*spec))
 
 
-def _apart(x: Shaped, count: int, axis: int | None) -> list[Shaped]:
+def unstack_leaf(x: Shaped, count: int, axis: int | None = None) -> list[Shaped]:
     """The leaves of a stack."""
     if isinstance(x, jax.ShapeDtypeStruct):
         make = lambda x: x[0] if axis is None else jnp.moveaxis(x, 0, axis)
@@ -233,83 +233,7 @@ def _apart(x: Shaped, count: int, axis: int | None) -> list[Shaped]:
     if axis is not None:
         return [x if axis == 0 else jnp.moveaxis(x, 0, axis)]
     if not isinstance(x, np.ndarray) and on_host(x) and not is_traced(x):
-        # By NumPy, as in `_together`.
+        # By NumPy, as in `stack_leaves`.
         values = np.asarray(x)
         return [jax.device_put(values[n], HOST) for n in range(count)]
     return [x[n] for n in range(count)]
-
-
-class _ForStacksError(Exception):
-    """A transformation is written for stacks."""
-
-
-def tell_of_choices(
-    tx: optax.GradientTransformation, stacked: Mapping[str, PyTree]
-) -> None:
-    """Warns of choices that differ, and refuses updates that mix elements.
-
-    `stacked` are the shapes of what `SplitModel.stack` returns. The loss has each
-    layer's parameters by themselves.
-    """
-    guard = wrapper_of(tx)
-    tx = tx if guard is None else guard.inner
-    single = {**stacked, "layers": jax.tree.map(_one_axis_less, stacked["layers"])}
-    flat, _ = jax.tree_util.tree_flatten_with_path(stacked)
-    numbers = [n for n, (path, _) in enumerate(flat) if path[0].key == "layers"]
-    try:
-        one, stack = (_look(tx, params, numbers) for params in (single, dict(stacked)))
-    except Exception:  # The step's trace refuses it, or it is written for stacks.
-        return
-    name = lambda number: f"parameter {keystr(flat[number][0])}"
-    if matrices := one.not_elementwise - stack.not_elementwise:
-        raise ValueError(
-            f"tx updates one layer's {name(min(matrices))} not element by element"
-            " (Muon's matrix products), and the stack of all layers in another way:"
-            " with split_layers use a transformation such as paged_adamw, paged_lion or"
-            " paged_sgd."
-        )
-    if stack.not_elementwise:
-        for number in sorted(stack.not_elementwise):
-            if not goes_in_slabs(flat[number][1]):
-                raise ValueError(
-                    f"tx updates {name(number)} not element by element, but by norms or"
-                    " factors: of the stack of all layers they are not those of each"
-                    " layer. With split_layers use a transformation such as"
-                    " paged_adamw, paged_lion or paged_sgd."
-                )
-        return  # The step refuses it.
-    if stack.differences(one):
-        warn_user(
-            "tx treats parameters of one layer otherwise than their stack of all"
-            " layers, which it is given: a mask or label is computed from shapes"
-            " (x.ndim > 1), and a stack has one axis more. Compute it from the"
-            " parameters' names, or give it as a tree of bools."
-        )
-
-
-def _one_axis_less(x: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """One layer's axes with all layers' values, so that the same leaves get a codec."""
-    length, *axes = x.shape
-    axes = [length * axes[0], *axes[1:]] if axes else [length]
-    return jax.ShapeDtypeStruct(axes, x.dtype)
-
-
-def _look(
-    tx: optax.GradientTransformation, params: PyTree, numbers: list[int]
-) -> Programs:
-    """The programs of an update, as if nothing was paged."""
-    tx = optax.with_extra_args_support(tx)
-    shapes = [x.shape for x in jax.tree.leaves(params)]
-    with within(types_only=True):
-        state = jax.eval_shape(lambda params: tx.init(params), params)
-
-    def update(
-        i: LayerIndex, gradients: PyTree, state: PyTree, params: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        updates, new_state = tx.update(gradients, state, params)
-        if [x.shape for x in jax.tree.leaves((updates, params))] != 2 * shapes:
-            raise _ForStacksError
-        return updates, new_state
-
-    with within(seen_through=True):
-        return Programs.of(update, params, state, params, numbers, str)

@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.typing import ArrayLike
 
-from paged_optax.backend.types import is_explicit
+from paged_optax.backend.types import KeyPath, is_explicit
 
 #: A bool known when traced, or one known on the device.
 Gate = bool | Array
@@ -39,6 +39,10 @@ class TraceContext:
       seen_through: Whether a trace only looks at what a chain of transformations
         computes. Updates then compute as if nothing were paged, and moments that a
         codec stores are zeros.
+      plain: Whether paged transformations are those inside them: `init` and `update`
+        are theirs, of a state that nothing pages or codes.
+      stacks: Paths of parameters, each with the number of its stack, whose moments stay
+        on the device together, or none of them.
       types_only: Whether only the types of a new state are looked at. What `init` makes
         page by page is then zeros, which take no time to trace.
       mesh: The devices that parameters are divided over, whose types alone are looked
@@ -62,6 +66,8 @@ class TraceContext:
     isolate: bool = False
     layer: ArrayLike | None = None
     seen_through: bool = False
+    plain: bool = False
+    stacks: tuple[tuple[KeyPath, int], ...] = ()
     types_only: bool = False
     mesh: Mesh | None = None
     paged: bool = False

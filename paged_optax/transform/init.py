@@ -73,6 +73,8 @@ from paged_optax.transform.trees import (
 def init(paged: PagedTransformation, params: optax.Params) -> optax.OptState:
     """Makes the state of `inner`, its larger arrays in host memory."""
     refuse_inside_paged()
+    if current().plain:
+        return paged.inner.init(params)
     record = current().record
     # JAX's caches keep what is traced for each context: who records is no part of it.
     with contextlib.nullcontext() if record is None else within(record=None):
@@ -190,9 +192,11 @@ class _NewState:
         layout = paged.layout(params, shapes, shards)
         configuration = paged.configuration
         budget = configuration.budget(parameters=nbytes(leaves))
+        stack_of = dict(current().stacks)
+        stacks = [None if n is None else stack_of.get(paths[n]) for n in layout.owners]
         stays = resident(
             layout.sizes,
-            layout.owners,
+            [n if k is None else ("stack", k) for n, k in zip(layout.owners, stacks, strict=True)],
             budget,
             layout.small(configuration.min_paged_size),
         )

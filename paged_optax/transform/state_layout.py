@@ -309,7 +309,7 @@ def too_small(
 
 def resident(
     sizes: Sequence[int | None],
-    owners: Sequence[int | None],
+    owners: Sequence[Hashable],
     budget: int | None,
     stays: Sequence[bool],
 ) -> list[bool]:
@@ -321,7 +321,7 @@ def resident(
 
     Args:
       sizes: For each leaf of the state its bytes; None if it is never paged.
-      owners: For each leaf the parameter that it belongs to, or None.
+      owners: For each leaf the parameter that it belongs to, or its stack; or None.
       budget: Bytes of moments that may stay; None: all.
       stays: For each leaf whether it stays in any case, and costs no budget.
 
@@ -332,7 +332,7 @@ def resident(
         return [True] * len(sizes)
     stays = list(stays)
     # Moments of a parameter stay or go together.
-    together: dict[int | tuple[str, int], list[int]] = {}
+    together: dict[Hashable, list[int]] = {}
     for leaf, owner in enumerate(owners):
         if not stays[leaf]:
             key = ("leaf", leaf) if owner is None else owner

@@ -89,6 +89,9 @@ class Update:
         refuse_exchanged(gradients, moments, params)
         extra_args = as_pure(extra_args)
         context = current()
+        if context.plain:
+            new = self.paged.inner.update(gradients, moments, params, **extra_args)
+            return unflatten_like(updates, new[0]), unflatten_like(state, new[1])
         if context.seen_through:
             # A trace that only looks at what is computed must meet no page loop.
             layout, leaves = self.paged.take_apart(gradients, moments, params)

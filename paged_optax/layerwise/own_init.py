@@ -1,0 +1,163 @@
+"""The state of a transformation for stacked parameters, made layer by layer."""
+
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxtyping import PyTree
+
+from paged_optax.backend.flax_variables import as_pure
+from paged_optax.backend.memory import DEVICE, HOST, memory_kinds, on_host
+from paged_optax.backend.types import is_traced
+from paged_optax.layerwise.own_tree import Layers, Members, OwnTree
+from paged_optax.layerwise.slabs import put, slab
+from paged_optax.state.leaves import is_quantized
+from paged_optax.state.restore import abstract_state
+from paged_optax.transform.context import within
+from paged_optax.transform.trees import paths_of
+
+
+def init_stacked(
+    tx: optax.GradientTransformation, own: OwnTree, params: PyTree
+) -> optax.OptState:
+    """Makes the state of `tx` for stacked parameters.
+
+    Args:
+      tx: The transformation, of the own tree.
+      own: The own tree.
+      params: The stacked parameters, or their shapes.
+
+    Returns:
+      The state of the own tree with its moments stacked, or its shapes.
+    """
+    leaves: list[Array] = jax.tree.leaves(params)
+    members, _ = own.stacked
+    shapes = [_layer_shape(m, x) for m, x in zip(members, leaves, strict=True)]
+    shapes = own.structure.unflatten(_of_own(members, shapes, shapes))
+    paths, _ = paths_of(as_pure(shapes))
+    stacks = [(n, x) for n, x in enumerate(members) if isinstance(x, Layers)]
+    # The moments of all layers stay on the device together, or none.
+    together = tuple((paths[own], n) for n, x in stacks for own in x)
+    with within(stacks=together):
+        state = own.stack(abstract_state(tx, shapes), _stacked_shape)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+            return state
+    return _filled(tx, own, leaves, state)
+
+
+def _filled(
+    tx: optax.GradientTransformation,
+    own: OwnTree,
+    params: Sequence[Array],
+    shapes: PyTree[jax.ShapeDtypeStruct],
+) -> optax.OptState:
+    """The state of these shapes: what is outside the layers, then each layer."""
+    members, _ = own.stacked
+
+    def made(layer: int | None) -> tuple[list[PyTree], list[Members]]:
+        # Arrays of no size stand for the other leaves. So masks and labels see the
+        # whole tree, and nothing is made of them.
+        blanks = [_blank(m, x) for m, x in zip(members, params, strict=True)]
+        own_params = _of_own(members, params, blanks, layer)
+        state = tx.init(own.structure.unflatten(own_params))
+        numbered, structure = jax.tree.flatten(state, is_leaf=is_quantized)
+        numbers = structure.unflatten(range(len(numbered)))
+        return numbered, jax.tree.leaves(own.stack(numbers, Layers))
+
+    numbered, of_state = made(None)
+    wanted, structure = jax.tree.flatten(shapes, is_leaf=is_quantized)
+    state = [
+        numbered[m] if isinstance(m, int) else None
+        for m in of_state
+    ]
+    write = jax.jit(put, donate_argnums=0)
+    for i in range(own.length):
+        numbered, _ = made(i)
+        for n, m in enumerate(of_state):
+            if isinstance(m, int):
+                continue
+            if state[n] is None:
+                state[n] = jax.tree.map(_zeros, wanted[n], numbered[m[i]])
+            state[n] = jax.tree.map(
+                lambda stack, x: write(stack, jax.device_put(x, DEVICE)[None], i),
+                state[n],
+                numbered[m[i]],
+            )
+        jax.block_until_ready(state)
+    return structure.unflatten(state)
+
+
+def _layer_shape(members: Members, x: Array) -> PyTree:
+    """The shape of a leaf, or of one layer of a stack."""
+    sharding = getattr(x, "sharding", None)
+    if isinstance(members, int):
+        return x if sharding is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    if isinstance(sharding, NamedSharding):
+        sharding = sharding.update(spec=PartitionSpec(*sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
+
+
+def _stacked_shape(layers: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
+    """The shape of a stack of these leaves."""
+    first = layers[0]
+    return jax.ShapeDtypeStruct(
+        (len(layers), *first.shape), first.dtype, sharding=_stacked(first.sharding)
+    )
+
+
+def _stacked(sharding: Sharding | None) -> Sharding | None:
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return sharding.update(spec=PartitionSpec(None, *sharding.spec))
+
+
+def _blank(members: Members, x: Array) -> Array:
+    shape = x.shape if isinstance(members, int) else x.shape[1:]
+    return jnp.zeros((0, *shape[1:]) if shape else (), x.dtype)
+
+
+def _of_own(
+    members: Sequence[Members],
+    leaves: Sequence[PyTree],
+    blanks: Sequence[PyTree],
+    layer: int | None = None,
+) -> list[PyTree]:
+    """The own tree's leaves: one layer's, or those outside the layers, and blanks."""
+    of_own: dict[int, PyTree] = {}
+    for m, x, blank in zip(members, leaves, blanks, strict=True):
+        if isinstance(m, int):
+            of_own[m] = x if layer is None else blank
+            continue
+        of_own |= dict.fromkeys(m, blank)
+        if layer is not None:
+            of_own[m[layer]] = _read(x, layer)
+    return [of_own[n] for n in range(len(of_own))]
+
+
+def _read(x: Array, layer: int) -> Array:
+    """One layer of a stack, on the device."""
+    sharding = x.sharding
+    if not is_traced(x) and isinstance(sharding, NamedSharding):
+        sharding = sharding.update(spec=PartitionSpec(*sharding.spec[1:]))
+        sharding = sharding.with_memory_kind(memory_kinds()[0])
+    else:
+        sharding = None
+    read = lambda x, i: slab(x, i)[0]
+    return jax.jit(read, out_shardings=sharding)(x, layer)
+
+
+def _zeros(like: jax.ShapeDtypeStruct, layer: Array) -> Array:
+    """A stack of zeros, where the stack is to be."""
+    if is_traced(layer):
+        zeros = jnp.zeros(like.shape, like.dtype)
+        return jax.device_put(zeros, HOST) if on_host(like) else zeros
+    if on_host(like):
+        # NumPy's zeros take no memory before they are read.
+        return jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
+    if isinstance(layer.sharding, NamedSharding):
+        return jnp.zeros(like.shape, like.dtype, device=like.sharding)
+    return jnp.zeros(like.shape, like.dtype)

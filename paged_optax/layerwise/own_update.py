@@ -1,0 +1,453 @@
+"""One layer's update, as `tx.update` computes it in the loss's own tree.
+
+`tx.update` runs on the own tree with one layer's parameters, gradients and moments in the
+place of a layer that is updated alike. All other leaves are zeros, whose updates are dead
+code. Masks, labels, norms and factors are then those of Optax on that tree.
+
+Which layers are updated alike is read off a trace of the whole own tree: each leaf's
+program, and what it is given.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+from jax.sharding import SingleDeviceSharding
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
+
+from paged_optax.analysis.flat import trace
+from paged_optax.analysis.per_leaf import CrossLeafError, analyse
+from paged_optax.analysis.program import Analysis, Constant, Operand
+from paged_optax.backend.memory import PINNED_HOST, on_host, typed_by_memory
+from paged_optax.backend.text import keystr
+from paged_optax.backend.types import KeyPath, PyTreeDef
+from paged_optax.engine.paged_array import Stored
+from paged_optax.layerwise.layered_state import LayeredState
+from paged_optax.layerwise.own_tree import Layers, Members, OwnTree
+from paged_optax.layerwise.programs import CrossLayerError
+from paged_optax.layerwise.slabs import LayerIndex
+from paged_optax.state.leaves import is_quantized
+from paged_optax.transform.context import within
+from paged_optax.transform.trees import parameter_of, paths_of
+
+#: Leaves by the numbers of the stacked tree; None: zeros, whose update nobody takes.
+Leaves = Sequence[Stored | None]
+
+#: Applies updates to parameters.
+Add = Callable[[PyTree, PyTree], PyTree]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OwnUpdate:
+    """The update of one layer, and of what is outside the layers.
+
+    Attributes:
+      tx: The transformation.
+      own: The loss's own tree.
+      layered: The parameters and the state, stacked.
+      state_structure: The structure of the own state.
+      state_members: For each leaf of the stacked state those of the own state.
+      kinds: For each layer the number of its kind. Layers of one kind are updated alike.
+    """
+
+    tx: optax.GradientTransformationExtraArgs
+    own: OwnTree
+    layered: LayeredState
+    state_structure: PyTreeDef
+    state_members: Sequence[Members]
+    kinds: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        tx: optax.GradientTransformationExtraArgs,
+        own: OwnTree,
+        layered: LayeredState,
+        dtypes: Sequence[np.dtype],
+    ) -> "OwnUpdate":
+        """Traces the update.
+
+        Args:
+          tx: The transformation.
+          own: The loss's own tree.
+          layered: The parameters and the state, stacked.
+          dtypes: For each parameter the dtype of its gradient.
+        """
+        params = own_shapes(own, layered.params)
+        members, structure = own_state(tx, own, params)
+        gradients = [
+            jax.ShapeDtypeStruct(x.shape, dtype)
+            for x, dtype in zip(layered.params, dtypes, strict=True)
+        ]
+        kinds = _kinds(tx, own, own_shapes(own, gradients), params)
+        return cls(tx, own, layered, structure, members, kinds)
+
+    @functools.cached_property
+    def by_kind(self) -> list[list[int]]:
+        """The layers of each kind."""
+        return [
+            [i for i, kind in enumerate(self.kinds) if kind == k]
+            for k in range(max(self.kinds) + 1)
+        ]
+
+    def layer(
+        self,
+        i: LayerIndex,
+        updates: Leaves,
+        state: Leaves,
+        params: Leaves,
+    ) -> tuple[list[Array | None], list[Stored | None]]:
+        """Updates layer i.
+
+        Args:
+          i: The layer.
+          updates: The gradients, those of the layer with a leading axis of 1.
+          state: The leaves of the state, those of the layer likewise.
+          params: The parameters, likewise.
+
+        Returns:
+          The parameters, and the leaves of the state; None where they were not given.
+        """
+        runs = [
+            functools.partial(self._as_layer, layers[0]) for layers in self.by_kind
+        ]
+        if len(runs) == 1:
+            return runs[0](i, updates, state, params)
+        if isinstance(i, int | np.integer):
+            return runs[self.kinds[i]](i, updates, state, params)
+        which = jnp.asarray(np.asarray(self.kinds, np.int32))[i]
+        return lax.switch(which, runs, i, updates, state, params)
+
+    def rest(
+        self,
+        updates: Leaves,
+        state: Leaves,
+        params: Leaves,
+        add: Add = optax.apply_updates,
+    ) -> tuple[list[Array | None], list[Stored | None]]:
+        """Updates what is outside the layers, and whole stacks of small leaves.
+
+        Args:
+          updates: The gradients, those of stacks with all layers.
+          state: The leaves of the state, those of stacks likewise.
+          params: The parameters, likewise.
+          add: Applies updates outside the layers.
+
+        Returns:
+          As `layer` does.
+        """
+        members, _ = self.own.stacked
+        only = lambda leaves, members, stacks: [
+            x if isinstance(m, Layers) == stacks else None
+            for x, m in zip(leaves, members, strict=True)
+        ]
+        apart = lambda stacks: (
+            only(updates, members, stacks),
+            only(state, self.state_members, stacks),
+            only(params, members, stacks),
+        )
+        new_params, new_state = self._updated(None, None, *apart(False), add=add)
+        if all(x is None for x in apart(True)[2]):
+            return new_params, new_state
+        of_stacks = [self._of_kind(layers, *apart(True)) for layers in self.by_kind]
+        order = np.argsort(np.concatenate(self.by_kind))
+        joined = of_stacks[0]
+        if len(of_stacks) > 1:
+            join = lambda *xs: jnp.concatenate(xs)[order]
+            joined = jax.tree.map(join, *of_stacks)
+        merged = lambda new, stacks: [
+            y if x is None else x for x, y in zip(new, stacks, strict=True)
+        ]
+        return merged(new_params, joined[0]), merged(new_state, joined[1])
+
+    def _of_kind(
+        self, layers: Sequence[int], updates: Leaves, state: Leaves, params: Leaves
+    ) -> tuple[list[Array | None], list[Stored | None]]:
+        """Updates layers of one kind, all at once."""
+        numbers = np.asarray(layers, np.int32)
+        trees = list(updates), list(state), list(params)
+        if len(layers) < self.layered.length:
+            trees = jax.tree.map(lambda x: x[numbers], trees)
+        run = functools.partial(self._as_layer, layers[0])
+
+        def one(i: Array, trees: PyTree) -> PyTree:
+            new = run(i, *jax.tree.map(lambda x: x[None], trees))
+            return jax.tree.map(lambda x: x[0], new)
+
+        return jax.vmap(one)(jnp.asarray(numbers), trees)
+
+    def _as_layer(
+        self,
+        place: int,
+        i: LayerIndex,
+        updates: Leaves,
+        state: Leaves,
+        params: Leaves,
+    ) -> tuple[list[Array | None], list[Stored | None]]:
+        """Updates layer i in the place of layer `place`."""
+        return self._updated(place, i, updates, state, params)
+
+    def _updated(
+        self,
+        place: int | None,
+        i: LayerIndex | None,
+        updates: Leaves,
+        state: Leaves,
+        params: Leaves,
+        add: Add = optax.apply_updates,
+    ) -> tuple[list[Array | None], list[Stored | None]]:
+        members, _ = self.own.stacked
+        zeros = _Zeros()
+        fill = functools.partial(_placed, place, zeros)
+        layered, structure = self.layered, self.own.structure
+        own_params = fill(members, params, layered.params)
+        arguments = (
+            structure.unflatten(fill(members, updates, layered.params)),
+            self.state_structure.unflatten(
+                fill(self.state_members, state, layered.state)
+            ),
+            structure.unflatten(own_params),
+        )
+        with within(layer=i):
+            changes, new_state = self.tx.update(*arguments)
+        own_changes = jax.tree.leaves(changes)
+        new_leaves = jax.tree.leaves(new_state, is_leaf=is_quantized)
+        in_place = lambda m: m if isinstance(m, int) else m[place or 0]
+        as_stack = lambda m, x: (
+            x if isinstance(m, int) else jax.tree.map(lambda x: x[None], x)
+        )
+
+        def new_param(m: Members, x: Stored | None) -> Array | None:
+            if x is None:
+                return None
+            old, change = own_params[in_place(m)], own_changes[in_place(m)]
+            return as_stack(m, add([old], [change])[0])
+
+        return (
+            [new_param(m, x) for m, x in zip(members, params, strict=True)],
+            [
+                None if x is None else as_stack(m, new_leaves[in_place(m)])
+                for m, x in zip(self.state_members, state, strict=True)
+            ],
+        )
+
+
+class _Zeros(dict[Hashable, Array]):
+    """Zeros by shape and dtype: each are made once."""
+
+    def __missing__(self, key: tuple[tuple[int, ...], np.dtype]) -> Array:
+        self[key] = jnp.zeros(*key)
+        return self[key]
+
+
+def _placed(
+    place: int | None,
+    zeros: _Zeros,
+    members: Sequence[Members],
+    leaves: Leaves,
+    like: Sequence[Stored],
+) -> list[Stored]:
+    """The own tree's leaves, one layer's in the place of layer `place`."""
+    of_own: dict[int, Stored] = {}
+    for member, x, old in zip(members, leaves, like, strict=True):
+        if isinstance(member, int):
+            blank = jax.tree.map(lambda x: zeros[x.shape, x.dtype], old)
+            of_own[member] = blank if x is None else x
+            continue
+        blank = jax.tree.map(lambda x: zeros[x.shape[1:], x.dtype], old)
+        of_own |= dict.fromkeys(member, blank)
+        if x is not None and place is not None:
+            of_own[member[place]] = jax.tree.map(lambda x: x[0], x)
+    return [of_own[n] for n in range(len(of_own))]
+
+
+def own_shapes(own: OwnTree, stacked: Sequence[Array | jax.ShapeDtypeStruct]) -> PyTree:
+    """The own tree of the shapes of stacked leaves."""
+    members, _ = own.stacked
+    leaves: dict[int, jax.ShapeDtypeStruct] = {}
+    for member, x in zip(members, stacked, strict=True):
+        shape = x.shape if isinstance(member, int) else x.shape[1:]
+        numbers = (member,) if isinstance(member, int) else member
+        leaves |= dict.fromkeys(numbers, jax.ShapeDtypeStruct(shape, x.dtype))
+    return own.structure.unflatten([leaves[n] for n in range(len(leaves))])
+
+
+def stacked_shape(layers: Sequence[Array]) -> jax.ShapeDtypeStruct:
+    """The shape of a stack of these leaves."""
+    first = layers[0]
+    return jax.ShapeDtypeStruct((len(layers), *first.shape), first.dtype)
+
+
+def one_layer(own: OwnTree, tree: PyTree) -> PyTree:
+    """The own tree of stacks whose layers are all like the first; types alone."""
+
+    def apart(stack: Array) -> list[jax.ShapeDtypeStruct]:
+        kind = jax.typeof(stack)
+        layer = jax.ShapeDtypeStruct(kind.shape[1:], kind.dtype)
+        if on_host(stack):
+            place = SingleDeviceSharding(jax.devices()[0], memory_kind=PINNED_HOST)
+            layer = jax.ShapeDtypeStruct(
+                layer.shape, layer.dtype, sharding=typed_by_memory(place)
+            )
+        return [layer] * own.length
+
+    return own.unstack(tree, apart)
+
+
+def own_state(
+    tx: optax.GradientTransformation, own: OwnTree, params: PyTree
+) -> tuple[list[Members], PyTreeDef]:
+    """For each leaf of a stacked state those of the own state, and its structure."""
+    with within(types_only=True):
+        state = jax.eval_shape(lambda params: tx.init(params), params)
+    structure = jax.tree.structure(state, is_leaf=is_quantized)
+    numbers = structure.unflatten(range(structure.num_leaves))
+    return jax.tree.leaves(own.stack(numbers, Layers)), structure
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Roles:
+    """Whose each leaf is of an own tree of parameters, and of a state of theirs.
+
+    A role is a name that is the same in all layers, and the layer; None: no layer.
+    """
+
+    own: OwnTree
+    params: PyTree
+    state: PyTree
+
+    @functools.cached_property
+    def paths(self) -> list[KeyPath]:
+        """The parameters' paths."""
+        return paths_of(self.params)[0]
+
+    @functools.cached_property
+    def owners(self) -> list[int | None]:
+        """For each leaf of the state the number of its parameter."""
+        return parameter_of(paths_of(self.state)[0], self.paths)
+
+    @functools.cached_property
+    def _layers(self) -> dict[int, tuple[int, int]]:
+        members, _ = self.own.stacked
+        stacks = [(n, x) for n, x in enumerate(members) if isinstance(x, Layers)]
+        return {o: (n, layer) for n, x in stacks for layer, o in enumerate(x)}
+
+    def _role(self, kind: str, path: KeyPath, owner: int | None) -> "_Role":
+        if owner is None or owner not in self._layers:
+            return (kind, keystr(path)), None
+        number, layer = self._layers[owner]
+        node = path[: len(path) - len(self.paths[owner])]
+        return (kind, keystr(node), number), layer
+
+    def of_parameters(self, kind: str) -> "list[_Role]":
+        """The roles of the parameters, or of their updates."""
+        return [self._role(kind, path, n) for n, path in enumerate(self.paths)]
+
+    @property
+    def of_state(self) -> "list[_Role]":
+        """The roles of the leaves of the state."""
+        pairs = zip(paths_of(self.state)[0], self.owners, strict=True)
+        return [self._role("state", path, owner) for path, owner in pairs]
+
+
+_Role = tuple[Hashable, int | None]
+
+
+def _kinds(
+    tx: optax.GradientTransformationExtraArgs,
+    own: OwnTree,
+    gradients: PyTree,
+    params: PyTree,
+) -> tuple[int, ...]:
+    """For each layer the number of its kind.
+
+    Raises:
+      ValueError: If the update of a leaf depends on the gradients of another one.
+    """
+    with within(plain=True):
+        state = jax.eval_shape(lambda params: tx.init(params), params)
+        update = lambda *arguments: tx.update(*arguments)
+        closed, _ = trace(update, gradients, state, params)
+    roles = _Roles(own, params, state)
+    paths, owners = roles.paths, roles.owners
+    numbers = range(len(paths))
+    try:
+        analysis, constants = analyse(
+            closed,
+            [*numbers, *[None] * len(owners), *numbers],
+            [*numbers, *owners],
+            lambda n: f"parameter {keystr(paths[n])}",
+            range(len(closed.out_avals)),
+        )
+    except CrossLeafError as error:
+        raise CrossLayerError(*error.args) from None
+    # A new state has the paths of the old one.
+    results = [*roles.of_parameters("update"), *roles.of_state]
+    arguments = [*results, *roles.of_parameters("parameter")]
+    return _alike(_signatures(analysis, constants, arguments, results, own.length))
+
+
+def kinds_of_init(
+    tx: optax.GradientTransformation, own: OwnTree, params: PyTree
+) -> tuple[int, ...]:
+    """For each layer the number of its kind, of layers whose state is made alike."""
+    with within(plain=True):
+        closed, state = trace(lambda params: tx.init(params), params)
+    roles = _Roles(own, params, state)
+    owners = [*range(len(roles.paths))], roles.owners
+    analysis, constants = analyse(closed, *owners, lambda n: keystr(roles.paths[n]))
+    parts = roles.of_parameters("parameter"), roles.of_state
+    return _alike(_signatures(analysis, constants, *parts, own.length))
+
+
+def _alike(signatures: Sequence[object]) -> tuple[int, ...]:
+    """Numbers that are equal where signatures are."""
+    numbers: list[int] = []
+    for i, signature in enumerate(signatures):
+        same = (numbers[k] for k in range(i) if signatures[k] == signature)
+        numbers.append(next(same, max(numbers, default=-1) + 1))
+    return tuple(numbers)
+
+
+def _signatures(
+    analysis: Analysis,
+    constants: Mapping[int, ArrayLike],
+    roles: Sequence[_Role],
+    results: Sequence[_Role],
+    length: int,
+) -> list[dict[Hashable, object]]:
+    """For each layer what makes each result of it, by the result's role."""
+
+    def described(x: Operand) -> object:
+        if isinstance(x, Constant):
+            return x
+        if x < len(roles):
+            return roles[x][0]
+        if x in constants:
+            value = constants[x]
+            concrete = not isinstance(value, jax.core.Tracer)
+            return np.asarray(value).tobytes() if concrete else id(value)
+        return analysis.same.get(x, x)
+
+    signatures: list[dict[Hashable, object]] = [{} for _ in range(length)]
+
+    def add(output: int, what: object) -> None:
+        key, layer = results[output]
+        if layer is not None:
+            signatures[layer][key] = what
+
+    for output, operand in analysis.direct:
+        add(output, described(operand))
+    for leaf in analysis.leaf_updates:
+        inputs = [described(x) for x in leaf.inputs]
+        for k, output in enumerate(leaf.outputs):
+            add(output, (leaf.program, inputs, k))
+    for output in analysis.tail_outputs:
+        add(output, "cut from what is laid end to end")
+    return signatures
