@@ -15,9 +15,9 @@ from paged_optax.backend.types import KeyPath
 from paged_optax.codecs import Quantized
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.overlap import Group, grouped
+from paged_optax.layerwise.own_tree import SomeLayers, is_stored
 from paged_optax.layerwise.parameters import Partition, length_of
 from paged_optax.layerwise.slabs import LayerIndex, goes_in_slabs, put
-from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.trees import parameter_of
 
 Value = TypeVar("Value")
@@ -64,12 +64,15 @@ class LayeredState:
         self.numbers = [n for n, inside in enumerate(partition.in_layers) if inside]
         self.numbers += self.chunked
         self._like = state
-        self._structure = jax.tree.structure(state, is_leaf=is_quantized)
+        self._structure = jax.tree.structure(state, is_leaf=is_stored)
         flat, _ = jax.tree_util.tree_flatten_with_path(
-            as_pure(state), is_leaf=is_quantized
+            as_pure(state), is_leaf=is_stored
         )
         self.state_paths: list[KeyPath] = [path for path, _ in flat]
-        self.state: list[Stored] = [x for _, x in flat]
+        self._stored = [x for _, x in flat]
+        self.state: list[Stored] = [
+            x.stack if isinstance(x, SomeLayers) else x for x in self._stored
+        ]
         self.owners = parameter_of(self.state_paths, self.paths)
         self.stacked = [
             owner is not None
@@ -150,6 +153,10 @@ class LayeredState:
             if stacked
             else x
             for old, x, stacked in zip(self.state, leaves, self.stacked, strict=True)
+        ]
+        new = [
+            SomeLayers(x, old.present) if isinstance(old, SomeLayers) else x
+            for old, x in zip(self._stored, new, strict=True)
         ]
         return unflatten_like(self._like, new)
 

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import DEVICE, HOST, memory_kinds, on_host
 from paged_optax.backend.types import is_traced
-from paged_optax.layerwise.own_tree import Layers, Members, OwnTree
+from paged_optax.layerwise.own_tree import Layers, Members, OwnTree, SomeLayers, is_stored
 from paged_optax.layerwise.slabs import put, slab
 from paged_optax.state.leaves import is_quantized
 from paged_optax.state.restore import abstract_state
@@ -65,30 +65,31 @@ def _filled(
         own_params = _of_own(members, params, blanks, layer)
         state = tx.init(own.structure.unflatten(own_params))
         numbered, structure = jax.tree.flatten(state, is_leaf=is_quantized)
-        numbers = structure.unflatten(range(len(numbered)))
-        return numbered, jax.tree.leaves(own.stack(numbers, Layers))
+        return numbered, own.members_of(structure)
 
     numbered, of_state = made(None)
-    wanted, structure = jax.tree.flatten(shapes, is_leaf=is_quantized)
-    state = [
-        numbered[m] if isinstance(m, int) else None
-        for m in of_state
-    ]
+    wanted, structure = jax.tree.flatten(shapes, is_leaf=is_stored)
+    state = [numbered[m] if isinstance(m, int) else None for m in of_state]
     write = jax.jit(put, donate_argnums=0)
     for i in range(own.length):
         numbered, _ = made(i)
         for n, m in enumerate(of_state):
-            if isinstance(m, int):
+            if isinstance(m, int) or (number := m[i]) is None:
                 continue
+            new, like = numbered[number], wanted[n]
             if state[n] is None:
-                state[n] = jax.tree.map(_zeros, wanted[n], numbered[m[i]])
-            state[n] = jax.tree.map(
-                lambda stack, x: write(stack, jax.device_put(x, DEVICE)[None], i),
-                state[n],
-                numbered[m[i]],
+                like = like.stack if isinstance(like, SomeLayers) else like
+                state[n] = jax.tree.map(_zeros, like, new)
+            put_layer = lambda stack, x, i=i: write(
+                stack, jax.device_put(x, DEVICE)[None], i
             )
+            state[n] = jax.tree.map(put_layer, state[n], new)
         jax.block_until_ready(state)
-    return structure.unflatten(state)
+    wrapped = [
+        SomeLayers(x, like.present) if isinstance(like, SomeLayers) else x
+        for x, like in zip(state, wanted, strict=True)
+    ]
+    return structure.unflatten(wrapped)
 
 
 def _layer_shape(members: Members, x: Array) -> PyTree:
@@ -101,9 +102,9 @@ def _layer_shape(members: Members, x: Array) -> PyTree:
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
 
-def _stacked_shape(layers: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
+def _stacked_shape(layers: Sequence[jax.ShapeDtypeStruct | None]) -> jax.ShapeDtypeStruct:
     """The shape of a stack of these leaves."""
-    first = layers[0]
+    first = next(x for x in layers if x is not None)
     return jax.ShapeDtypeStruct(
         (len(layers), *first.shape), first.dtype, sharding=_stacked(first.sharding)
     )

@@ -12,8 +12,8 @@ from paged_optax.backend.types import PyTreeDef
 from paged_optax.state.leaves import is_quantized
 
 
-class Layers(tuple[int, ...]):
-    """The numbers of one leaf of all layers; to JAX a leaf, and no container."""
+class Layers(tuple[int | None, ...]):
+    """The number of one leaf in each layer, or None; to JAX a leaf, and no container."""
 
     __slots__ = ()
 
@@ -21,6 +21,31 @@ class Layers(tuple[int, ...]):
 #: The leaves of an own tree that are one leaf of the stacked tree, by number: those of
 #: all layers for a stack, else one.
 Members = Layers | int
+
+
+#: Combines the leaves of all layers; None stands for that of a layer that has none.
+Together = Callable[[Sequence[PyTree | None]], PyTree]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["stack"], meta_fields=["present"]
+)
+@dataclasses.dataclass(frozen=True)
+class SomeLayers:
+    """A stack of moments that only some layers have, as where others are frozen.
+
+    Attributes:
+      stack: The stack, with zeros for the other layers.
+      present: For each layer whether it has the moment.
+    """
+
+    stack: PyTree
+    present: tuple[bool, ...]
+
+
+def is_stored(node: PyTree) -> bool:
+    """Whether a node of a stacked state is one leaf of it, maybe of several arrays."""
+    return is_quantized(node) or isinstance(node, SomeLayers)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,19 +72,17 @@ class OwnTree:
         return next(len(x) for x in members if isinstance(x, Layers))
 
     def stack(
-        self, tree: PyTree, together: Callable[[Sequence[PyTree]], PyTree]
+        self, tree: PyTree, together: Together
     ) -> PyTree:
         """Stacks every tree of the own structure within a tree, such as a state's moments.
 
         Args:
           tree: The tree.
-          together: Combines the leaves of all layers into one.
+          together: Combines the leaves of all layers into one; None where a layer has
+            none.
 
         Returns:
           The tree, in which stacked trees replace these.
-
-        Raises:
-          ValueError: If a leaf is present for some layers only.
         """
 
         def combine(entries: Sequence[PyTree]) -> PyTree:
@@ -70,6 +93,16 @@ class OwnTree:
             )
 
         return _replace(tree, self.structure, combine)
+
+    def members_of(self, structure: PyTreeDef) -> list[Members]:
+        """For each leaf of a stacked state the leaves of the own state.
+
+        Args:
+          structure: The structure of the own state.
+        """
+        numbers = structure.unflatten(range(structure.num_leaves))
+        stacked = jax.tree.leaves(self.stack(numbers, Layers), is_leaf=is_stored)
+        return [x.stack if isinstance(x, SomeLayers) else x for x in stacked]
 
     def unstack(
         self, tree: PyTree, apart: Callable[[PyTree], Sequence[PyTree]]
@@ -83,11 +116,14 @@ class OwnTree:
                 if isinstance(member, int):
                     leaves[member] = entry
                     continue
+                present = (True,) * len(member)
+                if isinstance(entry, SomeLayers):
+                    entry, present = entry.stack, entry.present
                 arrays, inner = jax.tree.flatten(entry)
                 by_layer = zip(*map(apart, arrays), strict=True) if arrays else ()
                 layers = [inner.unflatten(x) for x in by_layer] or [entry] * len(member)
-                for n, x in zip(member, layers, strict=True):
-                    leaves[n] = x
+                for n, x, there in zip(member, layers, present, strict=True):
+                    leaves[n] = x if there else optax.MaskedNode()
             return self.structure.unflatten(leaves)
 
         return _replace(tree, self.stacked[1], combine)
@@ -96,23 +132,19 @@ class OwnTree:
         self,
         entries: Sequence[PyTree],
         members: Layers,
-        together: Callable[[Sequence[PyTree]], PyTree],
+        together: Together,
     ) -> PyTree:
         layers = [entries[n] for n in members]
-        structures = {jax.tree.structure(x) for x in layers}
-        if len(structures) > 1:
-            paths = jax.tree_util.tree_leaves_with_path(
-                self.structure.unflatten(range(self.structure.num_leaves))
-            )
-            first, last = (
-                jax.tree_util.keystr(paths[n][0]) for n in (members[0], members[-1])
-            )
-            raise ValueError(
-                f"the state has moments of some of the layers {first} to {last} only:"
-                " a mask or label differs between layers. Give all layers one label,"
-                " and scale what is to stay by 0, as with optax.stateless."
-            )
-        return jax.tree.map(lambda *xs: together(xs), *layers)
+        present = tuple(not isinstance(x, optax.MaskedNode) for x in layers)
+        if not any(present):
+            return layers[0]
+        structure = jax.tree.structure(layers[present.index(True)])
+        leaves = [
+            structure.flatten_up_to(x) if there else [None] * structure.num_leaves
+            for x, there in zip(layers, present, strict=True)
+        ]
+        stack = structure.unflatten(map(together, zip(*leaves, strict=True)))
+        return stack if all(present) else SomeLayers(stack, present)
 
 
 def _replace(
@@ -121,7 +153,7 @@ def _replace(
     combine: Callable[[Sequence[PyTree]], PyTree],
 ) -> PyTree:
     """Replaces each subtree of a structure by what `combine` makes of its leaves."""
-    if is_quantized(tree):
+    if is_stored(tree):
         return tree
     try:
         entries = structure.flatten_up_to(tree)
@@ -137,5 +169,5 @@ def _replace(
 
 def _is_entry(x: PyTree) -> bool:
     """Whether a node may be what a tree of moments has of one parameter."""
-    leaf = isinstance(x, optax.MaskedNode) or is_quantized(x)
+    leaf = isinstance(x, optax.MaskedNode) or is_stored(x)
     return leaf or jax.tree_util.treedef_is_leaf(jax.tree.structure(x))

@@ -143,10 +143,6 @@ class OwnUpdate:
           As `layer` does.
         """
         members, _ = self.own.stacked
-        only = lambda leaves, members, stacks: [
-            x if isinstance(m, Layers) == stacks else None
-            for x, m in zip(leaves, members, strict=True)
-        ]
         apart = lambda stacks: (
             only(updates, members, stacks),
             only(state, self.state_members, stacks),
@@ -161,23 +157,30 @@ class OwnUpdate:
         if len(of_stacks) > 1:
             join = lambda *xs: jnp.concatenate(xs)[order]
             joined = jax.tree.map(join, *of_stacks)
-        merged = lambda new, stacks: [
-            y if x is None else x for x, y in zip(new, stacks, strict=True)
-        ]
-        return merged(new_params, joined[0]), merged(new_state, joined[1])
+        return _merged(new_params, joined[0]), _merged(new_state, joined[1])
+
+    def _shared(self, state: Leaves) -> list[Stored | None]:
+        """The leaves of a state that belong to no parameter."""
+        owners = zip(state, self.layered.owners, strict=True)
+        return [x if owner is None else None for x, owner in owners]
 
     def _of_kind(
         self, layers: Sequence[int], updates: Leaves, state: Leaves, params: Leaves
     ) -> tuple[list[Array | None], list[Stored | None]]:
         """Updates layers of one kind, all at once."""
         numbers = np.asarray(layers, np.int32)
+        # Counts and rates belong to no layer.
+        shared = self._shared(self.layered.state)
         trees = list(updates), list(state), list(params)
         if len(layers) < self.layered.length:
             trees = jax.tree.map(lambda x: x[numbers], trees)
         run = functools.partial(self._as_layer, layers[0])
 
         def one(i: Array, trees: PyTree) -> PyTree:
-            new = run(i, *jax.tree.map(lambda x: x[None], trees))
+            updates, state, params = jax.tree.map(lambda x: x[None], trees)
+            new_params, new_state = run(i, updates, _merged(state, shared), params)
+            # Nobody takes what becomes of what is shared.
+            new = new_params, only(new_state, self.state_members, True)
             return jax.tree.map(lambda x: x[0], new)
 
         return jax.vmap(one)(jnp.asarray(numbers), trees)
@@ -219,6 +222,10 @@ class OwnUpdate:
         own_changes = jax.tree.leaves(changes)
         new_leaves = jax.tree.leaves(new_state, is_leaf=is_quantized)
         in_place = lambda m: m if isinstance(m, int) else m[place or 0]
+        of_state = lambda m, x: (
+            # A layer of this kind has no such moment.
+            x if in_place(m) is None else as_stack(m, new_leaves[in_place(m)])
+        )
         as_stack = lambda m, x: (
             x if isinstance(m, int) else jax.tree.map(lambda x: x[None], x)
         )
@@ -232,10 +239,23 @@ class OwnUpdate:
         return (
             [new_param(m, x) for m, x in zip(members, params, strict=True)],
             [
-                None if x is None else as_stack(m, new_leaves[in_place(m)])
+                None if x is None else of_state(m, x)
                 for m, x in zip(self.state_members, state, strict=True)
             ],
         )
+
+
+def only(
+    leaves: Leaves, members: Sequence[Members], stacks: bool
+) -> list[Stored | None]:
+    """The leaves that are stacks of layers, or the others."""
+    pairs = zip(leaves, members, strict=True)
+    return [x if isinstance(m, Layers) == stacks else None for x, m in pairs]
+
+
+def _merged(leaves: Leaves, others: Leaves) -> list[Stored | None]:
+    pairs = zip(leaves, others, strict=True)
+    return [y if x is None else x for x, y in pairs]
 
 
 class _Zeros(dict[Hashable, Array]):
@@ -261,8 +281,8 @@ def _placed(
             of_own[member] = blank if x is None else x
             continue
         blank = jax.tree.map(lambda x: zeros[x.shape[1:], x.dtype], old)
-        of_own |= dict.fromkeys(member, blank)
-        if x is not None and place is not None:
+        of_own |= {n: blank for n in member if n is not None}
+        if x is not None and place is not None and member[place] is not None:
             of_own[member[place]] = jax.tree.map(lambda x: x[0], x)
     return [of_own[n] for n in range(len(of_own))]
 
@@ -278,9 +298,9 @@ def own_shapes(own: OwnTree, stacked: Sequence[Array | jax.ShapeDtypeStruct]) ->
     return own.structure.unflatten([leaves[n] for n in range(len(leaves))])
 
 
-def stacked_shape(layers: Sequence[Array]) -> jax.ShapeDtypeStruct:
+def stacked_shape(layers: Sequence[Array | None]) -> jax.ShapeDtypeStruct:
     """The shape of a stack of these leaves."""
-    first = layers[0]
+    first = next(x for x in layers if x is not None)
     return jax.ShapeDtypeStruct((len(layers), *first.shape), first.dtype)
 
 
@@ -307,8 +327,7 @@ def own_state(
     with within(types_only=True):
         state = jax.eval_shape(lambda params: tx.init(params), params)
     structure = jax.tree.structure(state, is_leaf=is_quantized)
-    numbers = structure.unflatten(range(structure.num_leaves))
-    return jax.tree.leaves(own.stack(numbers, Layers)), structure
+    return own.members_of(structure), structure
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

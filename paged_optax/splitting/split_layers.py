@@ -34,7 +34,7 @@ from paged_optax.splitting.dependence import (
 from paged_optax.splitting.functions import FunctionsByShape
 from paged_optax.splitting.pieces import Pieces
 from paged_optax.splitting.split_loss import Loss, SplitLoss
-from paged_optax.splitting.stacking import stack_leaves, unstack_leaf
+from paged_optax.splitting.stacking import stack_moments, unstack_leaf
 
 
 def split_layers(
@@ -219,7 +219,7 @@ class SplitModel(LayerwiseModel):
           What `init` would have made. What was on the host is there.
         """
         own = self.own_tree
-        return state if own is None else own.stack(state, stack_leaves)
+        return state if own is None else own.stack(state, stack_moments)
 
     def unstack_state(self, state: PyTree) -> PyTree:
         """The state of an ordinary step; undoes `stack_state`.

@@ -184,6 +184,19 @@ def _read(x: Shaped) -> Shaped:
     return x if isinstance(x, known) else np.asarray(x)
 
 
+def stack_moments(leaves: Sequence[Shaped | None]) -> Shaped:
+    """The moments of all layers on one leading axis; zeros where a layer has none."""
+    first = next(x for x in leaves if x is not None)
+    if any(x is None for x in leaves):
+        blank = first
+        if is_traced(first):
+            blank = jnp.zeros_like(first)
+        elif isinstance(first, Array):
+            blank = jax.device_put(np.zeros(first.shape, first.dtype), first.sharding)
+        leaves = [blank if x is None else x for x in leaves]
+    return stack_leaves(leaves)
+
+
 def stack_leaves(leaves: Sequence[Shaped], axis: int | None = None) -> Shaped:
     """Leaves of all layers on one leading axis."""
     first = leaves[0]

@@ -210,7 +210,7 @@ class Case:
         how: Recipe = {"host_dtype": "float32"} if recipe["workspace"] else {}
         if recipe["workspace"] == "deferred":
             how["rest"] = True
-        args = params, tx.init(params), split.workspace(params, **how)
+        args = params, split.init(tx, params), split.workspace(params, **how)
         last = () if frozen is None else (frozen,)
         losses, said, compiled = [], [], None
         for batch in self.batches:

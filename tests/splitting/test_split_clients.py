@@ -89,7 +89,7 @@ def test_trains_as_optax(script, package, name):
     assert bool(fetched) == bool(frozen)
     before = jax.device_get(base)
     tx = po.paged_adamw(RATE, eps=EPS, page_size=4096, min_paged_size=0)
-    state, workspace = tx.init(stacked), model.workspace(stacked)
+    state, workspace = model.init(tx, stacked), model.workspace(stacked)
     args = stacked, state, workspace, batch, *base
     step = po.layerwise_step(model, tx)
     step, losses = po.jit_step(step, *args, donate_argnums=(0, 1, 2)), []

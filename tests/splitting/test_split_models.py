@@ -44,7 +44,7 @@ def test_trains_as_optax(name):
     eps = EPS.get(name, 1e-8)
     tx = po.paged_adamw(RATE, eps=eps, page_size=4096, min_paged_size=0)
     step = jax.jit(po.layerwise_step(model, tx))
-    state, workspace = tx.init(stacked), model.workspace(stacked)
+    state, workspace = model.init(tx, stacked), model.workspace(stacked)
     losses = []
     for _ in range(STEPS):
         stacked, state, workspace, output = step(
@@ -159,7 +159,7 @@ def products(name):
     loss, params, batch, *frozen = zoo.MODELS[name]()
     model, tx = split(loss, params, batch, *frozen), optax.sgd(RATE)
     stacked, fixed = model.stack(params), [model.stack_frozen(x) for x in frozen]
-    given = stacked, tx.init(stacked), model.workspace(stacked), batch, *fixed
+    given = stacked, model.init(tx, stacked), model.workspace(stacked), batch, *fixed
     step = jax.jit(po.layerwise_step(model, tx))
     return step.lower(*given).compile().as_text().count(" dot(")
 

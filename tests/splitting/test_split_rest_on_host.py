@@ -48,7 +48,7 @@ def trained(on_host, tx, room, dtype, *, jitted=False, accumulate=False, **setti
     model = po.split_layers(loss, params, batch, frozen=frozen)
     where = {"on_host": on_host, "min_size": 2}
     params, frozen = model.stack(params, **where), model.stack_frozen(frozen, **where)
-    state, workspace = tx.init(params), model.workspace(params, **room)
+    state, workspace = model.init(tx, params), model.workspace(params, **room)
     step = po.layerwise_step(model, tx, accumulate=accumulate, **settings)
     batch = jnp.stack([batch, batch[::-1]]) if accumulate else batch
     kinds = reference.kinds((params, frozen))

@@ -123,7 +123,7 @@ def run(model, way, params, batches, batch):
     tx = transformation(way)
     stacked = model.stack(params, on_host=way.on_host, min_size=0)
     one = po.layerwise_step(model, tx, **way.step)
-    carry = stacked, tx.init(stacked), model.workspace(stacked, **way.room)
+    carry = stacked, model.init(tx, stacked), model.workspace(stacked, **way.room)
     given = batch
     if way.step.get("accumulate"):
         given = jax.tree.map(lambda *xs: jnp.stack(xs), *batches)
