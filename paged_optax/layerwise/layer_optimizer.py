@@ -383,7 +383,9 @@ class LayerOptimizer:
         with self._context():
             leaves, new = self.own.rest(updates, fetched, params, add)
         return leaves, [
-            x if old is None or not stacked else host_like(self._if_it_happens(x, at), old)
+            x
+            if old is None or not stacked
+            else host_like(self._if_it_happens(x, at), old)
             for x, old, at, stacked in zip(new, state, fetched, stacks, strict=True)
         ]
 

@@ -87,9 +87,7 @@ class LayerwiseModel:
         """The tree of the layers that the transformation sees; None: that of stacks."""
         return None
 
-    def init(
-        self, tx: optax.GradientTransformation, params: PyTree
-    ) -> optax.OptState:
+    def init(self, tx: optax.GradientTransformation, params: PyTree) -> optax.OptState:
         """Makes the state of `tx` for stacked parameters.
 
         Args:

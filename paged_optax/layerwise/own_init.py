@@ -1,6 +1,6 @@
 """The state of a transformation for stacked parameters, made layer by layer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,13 @@ from jaxtyping import PyTree
 from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import DEVICE, HOST, memory_kinds, on_host
 from paged_optax.backend.types import is_traced
-from paged_optax.layerwise.own_tree import Layers, Members, OwnTree, SomeLayers, is_stored
+from paged_optax.layerwise.own_tree import (
+    Layers,
+    Members,
+    OwnTree,
+    SomeLayers,
+    is_stored,
+)
 from paged_optax.layerwise.slabs import put, slab
 from paged_optax.state.leaves import is_quantized
 from paged_optax.state.restore import abstract_state
@@ -74,7 +80,7 @@ def _filled(
     for i in range(own.length):
         numbered, _ = made(i)
         for n, m in enumerate(of_state):
-            if isinstance(m, int) or (number := m[i]) is None:
+            if isinstance(m, int) or (number := m[i]) < 0:
                 continue
             new, like = numbered[number], wanted[n]
             if state[n] is None:
@@ -96,13 +102,19 @@ def _layer_shape(members: Members, x: Array) -> PyTree:
     """The shape of a leaf, or of one layer of a stack."""
     sharding = getattr(x, "sharding", None)
     if isinstance(members, int):
-        return x if sharding is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return (
+            x
+            if sharding is None
+            else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        )
     if isinstance(sharding, NamedSharding):
         sharding = sharding.update(spec=PartitionSpec(*sharding.spec[1:]))
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
 
-def _stacked_shape(layers: Sequence[jax.ShapeDtypeStruct | None]) -> jax.ShapeDtypeStruct:
+def _stacked_shape(
+    layers: Sequence[jax.ShapeDtypeStruct | None],
+) -> jax.ShapeDtypeStruct:
     """The shape of a stack of these leaves."""
     first = next(x for x in layers if x is not None)
     return jax.ShapeDtypeStruct(

@@ -12,10 +12,15 @@ from paged_optax.backend.types import PyTreeDef
 from paged_optax.state.leaves import is_quantized
 
 
-class Layers(tuple[int | None, ...]):
-    """The number of one leaf in each layer, or None; to JAX a leaf, and no container."""
+class Layers(tuple[int, ...]):
+    """The number of a leaf in each layer, or -1; to JAX a leaf, and no container."""
 
     __slots__ = ()
+
+    @classmethod
+    def of(cls, numbers: Sequence[int | None]) -> "Layers":
+        """The numbers, with -1 for None."""
+        return cls(-1 if n is None else n for n in numbers)
 
 
 #: The leaves of an own tree that are one leaf of the stacked tree, by number: those of
@@ -71,10 +76,8 @@ class OwnTree:
         members, _ = self.stacked
         return next(len(x) for x in members if isinstance(x, Layers))
 
-    def stack(
-        self, tree: PyTree, together: Together
-    ) -> PyTree:
-        """Stacks every tree of the own structure within a tree, such as a state's moments.
+    def stack(self, tree: PyTree, together: Together) -> PyTree:
+        """Stacks the trees of the own structure within a tree, as a state's moments.
 
         Args:
           tree: The tree.
@@ -101,7 +104,7 @@ class OwnTree:
           structure: The structure of the own state.
         """
         numbers = structure.unflatten(range(structure.num_leaves))
-        stacked = jax.tree.leaves(self.stack(numbers, Layers), is_leaf=is_stored)
+        stacked = jax.tree.leaves(self.stack(numbers, Layers.of), is_leaf=is_stored)
         return [x.stack if isinstance(x, SomeLayers) else x for x in stacked]
 
     def unstack(

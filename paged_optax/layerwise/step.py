@@ -328,7 +328,7 @@ class LayerwiseStep:
         if (accumulate if deferred else waits) or not in_turn.can_overlap:
             return run(in_turn)
         overlapped = in_turn
-        if not accumulate and not clipping.by_layer and self._own is None:
+        if not accumulate and not clipping.by_layer:
             chunked = chunked_leaves(model.run_prologue, in_turn.layered, batch)
             with contextlib.suppress(ValueError):  # a choice by shape, of no layer
                 overlapped = _optimizer(

@@ -189,9 +189,7 @@ class SplitModel(LayerwiseModel):
         """The loss's own tree beside the stacks; None: the loss has the stacks."""
         return self._functions.stacking(frozen=False).own_tree
 
-    def init(
-        self, tx: optax.GradientTransformation, params: PyTree
-    ) -> optax.OptState:
+    def init(self, tx: optax.GradientTransformation, params: PyTree) -> optax.OptState:
         """Makes the state of `tx` for stacked parameters.
 
         The state is that of `tx.init` for the parameters as the loss takes them, in

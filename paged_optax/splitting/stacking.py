@@ -136,7 +136,7 @@ def _refuse_other_tree(
     )
 
 
-def nested(leaves: Mapping[Names, Shaped]) -> dict[str, PyTree]:
+def nested(leaves: Mapping[Names, object]) -> dict[str, PyTree]:
     """Nested dicts of the names' parts."""
     tree: dict[str, PyTree] = {}
     for names, x in leaves.items():
@@ -187,14 +187,12 @@ def _read(x: Shaped) -> Shaped:
 def stack_moments(leaves: Sequence[Shaped | None]) -> Shaped:
     """The moments of all layers on one leading axis; zeros where a layer has none."""
     first = next(x for x in leaves if x is not None)
-    if any(x is None for x in leaves):
-        blank = first
-        if is_traced(first):
-            blank = jnp.zeros_like(first)
-        elif isinstance(first, Array):
-            blank = jax.device_put(np.zeros(first.shape, first.dtype), first.sharding)
-        leaves = [blank if x is None else x for x in leaves]
-    return stack_leaves(leaves)
+    blank = first
+    if is_traced(first):
+        blank = jnp.zeros_like(first)
+    elif isinstance(first, Array) and any(x is None for x in leaves):
+        blank = jax.device_put(np.zeros(first.shape, first.dtype), first.sharding)
+    return stack_leaves([blank if x is None else x for x in leaves])
 
 
 def stack_leaves(leaves: Sequence[Shaped], axis: int | None = None) -> Shaped:

@@ -193,10 +193,14 @@ class _NewState:
         configuration = paged.configuration
         budget = configuration.budget(parameters=nbytes(leaves))
         stack_of = dict(current().stacks)
-        stacks = [None if n is None else stack_of.get(paths[n]) for n in layout.owners]
+        # Moments of a parameter stay or go together, and those of a stack of them.
+        owner_of = lambda n: (
+            ("stack", stack_of[paths[n]]) if paths[n] in stack_of else n
+        )
+        owners = [None if n is None else owner_of(n) for n in layout.owners]
         stays = resident(
             layout.sizes,
-            [n if k is None else ("stack", k) for n, k in zip(layout.owners, stacks, strict=True)],
+            owners,
             budget,
             layout.small(configuration.min_paged_size),
         )
