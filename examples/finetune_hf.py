@@ -208,7 +208,7 @@ class Run:
     def carry(self) -> tuple[PyTree, ...]:
         """Parameters, moments and workspace, from the folder's weights."""
         params = self.trained(self.method.first(self.folder))
-        return params, self.tx.init(params), self.workspace(params)
+        return params, self.split.init(self.tx, params), self.workspace(params)
 
     def target(self) -> tuple[PyTree, ...]:
         """The shapes of `carry`, and where its arrays belong."""
@@ -217,8 +217,8 @@ class Run:
             x.shape, x.dtype, sharding=getattr(x, "sharding", None) or device
         )
         params = jax.tree.map(placed, self.trained(self.method.params))
-        states = self.tx, self.workspace(params)
-        return params, *(po.abstract_state(x, params) for x in states)
+        workspace = po.abstract_state(self.workspace(params), params)
+        return params, self.split.init(self.tx, params), workspace
 
     def host_bytes(self) -> int:
         """Bytes of host memory that a step has."""

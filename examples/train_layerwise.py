@@ -151,7 +151,7 @@ def layerwise(
         return *carry, output.loss
 
     workspace = split.workspace(params)  # (3)
-    carry = params, tx.init(params), workspace
+    carry = params, split.init(tx, params), workspace
     return Program(po.jit_step(step, *carry, batch, donate_argnums=(0, 1, 2)), carry)
 
 

@@ -89,7 +89,9 @@ def layerwise_step(
     parameters may be in host memory too: they are fetched for the prologue, the
     epilogue and their update, and their gradients wait on the host in between.
 
-    What one layer needs of `tx` must be element by element: `paged_adamw` and its like,
+    A model of `split_layers` is updated as `tx` updates the loss's own tree, by any
+    transformation that combines no parameters. Of stacks that are the model's own, what
+    one layer needs of `tx` must be element by element: `paged_adamw` and its like,
     chained, masked, scheduled. Clip by `max_norm` here, not in `tx`.
 
     `paged_optax.apply_if_finite` may be around the whole of `tx`, where all gradients
@@ -151,10 +153,9 @@ def layerwise_step(
       and donate the first three.
 
     Raises:
-      ValueError: If `tx` is made for single matrices, as Muon is, and `split_layers`
-        stacks them. When traced, if `tx` needs several elements of a layer or all
-        gradients first, if the state is another transformation's, if the workspace is
-        of another model, or if the layers are not stacked alike.
+      ValueError: When traced, if `tx` needs all gradients first, or several elements of
+        a stack that is the model's own, if the state is another transformation's, if
+        the workspace is of another model, or if the layers are not stacked alike.
 
     Example:
       >>> import jax.numpy as jnp, paged_optax as po
@@ -223,7 +224,7 @@ class LayerwiseStep:
 
         Args:
           params: All parameters.
-          state: The state that `tx.init(params)` makes.
+          state: The state that `model.init(tx, params)` makes.
           workspace: The workspace.
           batch: What prologue and epilogue get.
           frozen: Parameters that are used and not trained, a mapping like `params`; see

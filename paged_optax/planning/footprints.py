@@ -36,7 +36,7 @@ def training_code(
     lines += [
         "model = po.split_layers(loss, params, batch)",
         f"params = model.stack(params{where})",
-        "state, workspace = tx.init(params), model.workspace(params)",
+        "state, workspace = model.init(tx, params), model.workspace(params)",
         "args = params, state, workspace, batch",
         "step = po.layerwise_step(model, tx)",
         "step = po.jit_step(step, *args, donate_argnums=(0, 1, 2))",

@@ -101,7 +101,7 @@ def split_layers(
       >>> model = po.split_layers(loss, params, jnp.arange(16))
       >>> params = model.stack(params)
       >>> tx = po.paged_adamw(1e-3)
-      >>> args = params, tx.init(params), model.workspace(params), jnp.arange(16)
+      >>> args = params, model.init(tx, params), model.workspace(params), jnp.arange(16)
       >>> step = po.jit_step(po.layerwise_step(model, tx), *args)
       >>> params, state, workspace, output = step(*args)
       >>> params["layers"]["up"].shape, len(model.unstack(params)["layers"])

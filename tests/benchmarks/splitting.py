@@ -63,7 +63,7 @@ def _compiled(real_decoder: Any, config: Any, form: str) -> float:
     batch = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype), real_decoder.batch_of(size)
     )
-    given = params, tx.init(params), workspace, batch
+    given = params, model.init(tx, params), workspace, batch
     step = jax.jit(po.layerwise_step(model, tx, max_norm=1.0))
     started = time.process_time()
     step.lower(*given).compile()

@@ -61,7 +61,7 @@ class Here:
         """Layer by layer, with moments and gradients on the host."""
         tx = po.paged_adamw(optax.constant_schedule(RATE), **HOW)
         workspace = self.split.workspace(self.params, host_dtype="float32")
-        args = self.params, tx.init(self.params), workspace
+        args = self.params, self.split.init(tx, self.params), workspace
         step = po.layerwise_step(self.split, tx, max_norm=MOST, accumulate=True)
         step, losses = jax.jit(step), []
         for batch in batches:

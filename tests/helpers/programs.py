@@ -116,7 +116,11 @@ def layerwise(mesh, run, model, tx, params, batch, **room):
     device, _ = aot.placements(mesh)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     workspace = model.workspace(params, **room)
-    args = params, state_on(mesh, tx, shapes), workspace, placed(batch, device)
+    state = state_on(mesh, tx, shapes)
+    if model.own_tree is not None:
+        state = model.init(tx, shapes)
+        state = placed_by_type(state, jax.tree.leaves(state), mesh)
+    args = params, state, workspace, placed(batch, device)
     # A step leaves everything where it was; to trace it once more takes minutes.
     places = (*shardings(args[:3]), device)
     jitted = jax.jit(
