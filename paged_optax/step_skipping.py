@@ -26,12 +26,14 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, PyTree
 
+from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.validation import (
     check_count,
     check_function,
     check_transformation,
 )
+from paged_optax.transform.checks import check_arguments, refuse_host
 from paged_optax.transform.gates import only_if, restart_if
 from paged_optax.transform.init import tied
 
@@ -62,6 +64,8 @@ class _Wrapped(NamedTuple):
     accumulates: bool = False
 
     def init_around(self, params: optax.Params) -> PyTree:
+        if self.accumulates:  # arrays like the parameters, on the device
+            refuse_host("parameter", as_pure(params))
         state = self.init(params)._replace(**{self.field: self.inner.init(params)})
         return tied(state, jax.tree.leaves(params))
 
@@ -73,6 +77,7 @@ class _Wrapped(NamedTuple):
         **extra_args: object,
     ) -> tuple[optax.Updates, PyTree]:
         old = self.inside(state)
+        check_arguments(*map(as_pure, (updates, state, params)))
         # Optax's own wrapper runs around a bool: it selects between no host arrays.
         blank = state._replace(**{self.field: jnp.asarray(False)})
         gradients, outer = self.update(updates, blank, params, **extra_args)
@@ -381,6 +386,7 @@ def lookahead(
                 f"params is of type {type(params).__name__}: pass the"
                 " optax.LookaheadParams that init was given."
             )
+        check_arguments(*map(as_pure, (updates, state, params)))
         if not reset_state:
             return wrapper.update(updates, state, params)
         syncs = state.steps_since_sync == sync_period - 1

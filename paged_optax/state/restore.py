@@ -1,7 +1,7 @@
 """The state that `init` would make: described for a restore, and put back in place."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 from jax import Array
@@ -275,7 +275,9 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
       False
     """
     target = abstract_state(state if isinstance(state, Described) else tx, params)
-    arrays, places = _by_name(state), _by_name(target)
+    check_arrays("state", state)
+    places = _by_name(target)
+    arrays = _by_name(state, places)
     for name in places:
         # Before containers named the codec, the field of codes was called so.
         before = (*name[:-1], "codes")
@@ -290,10 +292,16 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
             _refuse_other_codec(name, arrays, places)
             siblings = (x for x in places if x[:-1] == name[:-1])
             coded = any(is_codes_field(x[-1]) for x in siblings)
+            within = [x[: -len(name)] for x in arrays if x[-len(name) :] == name != x]
+            way_out = (
+                f"it is under {'/'.join(within[0])!r}, so pass this part of the state"
+                if within and shape == "missing"
+                else "pass the transformation, and the parameters, that the state was"
+                f" made with{_BLOCKS if coded else ''}"
+            )
             raise ValueError(
-                f"state: {'/'.join(name)!r} is {shape}, and a state of tx for these"
-                f" parameters has {wanted}: pass the transformation, and the"
-                f" parameters, that the state was made with{_BLOCKS if coded else ''}."
+                f"state: {'/'.join(name)!r} is {shape}, and in a state of tx for these"
+                f" parameters it is {wanted}: {way_out}."
             )
     placed = [_placed(arrays[name], place) for name, place in places.items()]
     same = jax.tree.structure(as_pure(state)) == jax.tree.structure(as_pure(target))
@@ -328,10 +336,18 @@ def _storage(
     return _ARRANGEMENT.sub("", field).removeprefix("codes_")
 
 
-def _by_name(state: PyTree) -> dict[tuple[str, ...], PyTree[ArrayOrShape]]:
-    """A state's arrays by the names of their keys, whatever the containers."""
+def _by_name(
+    state: PyTree, known: Collection[tuple[str, ...]] = ()
+) -> dict[tuple[str, ...], PyTree[ArrayOrShape]]:
+    """A state's arrays by the names of their keys, whatever the containers.
+
+    A restore without a target makes `{"value": array}` of one of Flax's variables. If
+    `known` has no such name, it is not that of a parameter.
+    """
     flat = jax.tree_util.tree_flatten_with_path(as_pure(state))[0]
-    return {key_names(path): x for path, x in flat}
+    arrays = ((key_names(path), x) for path, x in flat)
+    boxed = lambda name: name[-1:] == ("value",) and name not in known
+    return {name[:-1] if known and boxed(name) else name: x for name, x in arrays}
 
 
 def _placed(

@@ -1,6 +1,6 @@
 """Checks of what `init` and `update` are given, and the errors that they raise."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import NoReturn
 
 import jax
@@ -19,6 +19,7 @@ from paged_optax.backend.types import (
     KeyPath,
     shape_dtype,
 )
+from paged_optax.backend.validation import check_arrays
 from paged_optax.codecs import Quantized
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.context import current, within
@@ -89,16 +90,28 @@ def refuse_devices(
             )
 
 
+def check_arguments(updates: PyTree, state: PyTree, params: PyTree | None) -> None:
+    """Raises unless an update's arguments are arrays, and only moments on the host."""
+    context = current()
+    only_looks = context.seen_through or context.on_update is not None
+    check_arrays("state", state, shapes=only_looks)
+    for name, tree in ("gradient", updates), ("parameter", params):
+        check_arrays(f"{name} ", tree, shapes=only_looks, numbers=True)
+        if not only_looks:
+            refuse_host(name, tree)
+
+
 def refuse_host(what: str, tree: PyTree) -> None:
     """Refuses parameters and gradients in host memory."""
     for path, leaf in zip(*paths_of(tree), strict=True):
         if on_host(leaf):
             raise ValueError(
                 f"{what} {keystr(path)} is in host memory ({jax.typeof(leaf)}): only"
-                " moments belong there. A jax.jit that holds no update, and is given"
-                " donated moments, can return anything of their shape in their place:"
-                " use paged_optax.jit_step, or state out_shardings. To mend an array,"
-                " use jax.device_put(x, jax.memory.Space.Device)."
+                " moments belong there. The gradient of a parameter in host memory is"
+                " there too. A jax.jit that holds no update, and is given donated"
+                " moments, can return anything of their shape in their place: use"
+                " paged_optax.jit_step, or state out_shardings. To mend an array, use"
+                " jax.device_put(x, jax.memory.Space.Device)."
             )
 
 
@@ -165,6 +178,20 @@ def note_elsewhere(error: ValueError) -> None:
             " no mesh, except within jax.set_mesh(mesh), and makes a state on one"
             " device."
         )
+
+
+def refuse_computed_on_host(
+    error: Exception, arguments: Mapping[str, ArrayOrShape]
+) -> None:
+    """Names the arguments in host memory, where JAX refuses to compute on such."""
+    host = {name: str(jax.typeof(x)) for name, x in arguments.items() if on_host(x)}
+    if host and "memory_space of all inputs" in str(error):
+        alike = [name for name, type_ in host.items() if type_ in str(error)]
+        raise ValueError(
+            "the step computes on an array in host memory, or on the gradient of one,"
+            f" which is there too: {' or '.join((alike or [*host])[:3])}. Move it to"
+            " the device first, by jax.device_put(x, jax.memory.Space.Device)."
+        ) from error
 
 
 def refuse_different(updates: PyTree, params: PyTree) -> None:
