@@ -48,8 +48,7 @@ class _Wrapped(NamedTuple):
     """An Optax wrapper, apart from the transformation that it wraps.
 
     Attributes:
-      init: The wrapper's `init`, around `_PROBE`.
-      update: The wrapper's `update`, around `_PROBE`.
+      init, update: The wrapper's, around `_PROBE`.
       inner: The wrapped transformation.
       field: The field of the wrapper's state that holds the state of `inner`.
       zero: Whether the updates of a skipped step are zero; else they are its gradients.
@@ -120,12 +119,7 @@ class IfFinite(_Wrapped):
     def decided(
         self, finite: Bool[Array, ""], state: PyTree
     ) -> tuple[Bool[Array, ""], PyTree]:
-        """Whether an update happens, and the next state but for what is wrapped.
-
-        Args:
-          finite: Whether all gradients are finite.
-          state: The wrapper's state.
-        """
+        """Whether an update happens, and the next state but for what is wrapped."""
         blank = state._replace(**{self.field: jnp.asarray(False)})
         _, outer = self.update(jnp.where(finite, 0.0, jnp.nan), blank)
         return getattr(outer, self.field), outer
@@ -393,7 +387,6 @@ def lookahead(
         # Optax would multiply host arrays: each page is made anew as it passes instead.
         with restart_if(syncs):
             updates, state = wrapper.update(updates, state, params)
-        # The loops of paged moments have selected already.
         fast = jax.tree.map(
             lambda new, first: new if on_host(new) else jnp.where(syncs, first, new),
             state.fast_state,

@@ -39,7 +39,7 @@ def with_variables_of(
     """`inner` for bare arrays, which it is given in the variables of a tree."""
     if jax.tree.structure(tree) == jax.tree.structure(as_pure(tree)):
         return inner
-    boxed = lambda arrays: None if arrays is None else unflatten_like(tree, arrays)
+    boxed = lambda arrays: unflatten_like(tree, arrays)
 
     def update(
         updates: optax.Updates,
@@ -48,7 +48,8 @@ def with_variables_of(
         **extra_args: object,
     ) -> tuple[optax.Updates, optax.OptState]:
         types = jax.eval_shape(inner.init, boxed(updates if params is None else params))
-        state, params = unflatten_like(types, state), boxed(params)
+        params = None if params is None else boxed(params)
+        state = unflatten_like(types, state)
         return as_pure(inner.update(boxed(updates), state, params, **extra_args))
 
     return optax.GradientTransformationExtraArgs(

@@ -73,7 +73,7 @@ def check_arrays(
         if is_array or (numbers and isinstance(x, (int, float, complex))):
             continue
         way_out = ""
-        if name == "state":
+        if name == "state" and path:
             way_out = (
                 " Restore the leaf, with abstract_state(tx, params) as the target, or"
                 " take it from tx.init(params)."

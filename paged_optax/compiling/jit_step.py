@@ -38,8 +38,9 @@ from paged_optax.compiling.donations import (
     placements,
     with_donated,
 )
+from paged_optax.compiling.host_arithmetic import refuse_computed_on_host
 from paged_optax.compiling.memory_report import compile_overlapping
-from paged_optax.transform.checks import note_elsewhere, refuse_computed_on_host
+from paged_optax.transform.checks import note_elsewhere
 from paged_optax.transform.context import known_shardings
 
 

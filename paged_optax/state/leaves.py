@@ -139,7 +139,7 @@ def state_leaves_of(state: PyTree, *, shapes: bool = True) -> list[StateLeaf]:
     """
     check_arrays("state", state, shapes=shapes)
     fields = [*state_fields(state)]
-    if isinstance(state, (dict, list)) and not any(path for path, _ in fields):
+    if isinstance(state, (dict, list)) and state and not any(x for x, _ in fields):
         raise ValueError(
             f"state is a {type(state).__name__} without Optax's states inside, as a"
             " restore without a target makes it: put it into their containers first,"

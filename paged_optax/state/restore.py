@@ -232,11 +232,6 @@ def _on_meshes(params: PyTree, of_moments: Sequence[NamedSharding | None]) -> Py
 # What follows the codec's name in the name of a field of codes.
 _ARRANGEMENT = re.compile(r"(_unsigned)?(_\d+x\d+)?(_less_\d+)?(_in_[\dx]+)?$")
 
-_BLOCKS = (
-    ", divided as they were, or into shards of whole blocks: a codec's blocks end with"
-    " a shard"
-)
-
 
 def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
     """A state whose arrays are where `tx.init(params)` would put them.
@@ -285,8 +280,8 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
             arrays[name] = arrays.pop(before)
     for name in [*places, *arrays]:
         shape, wanted = (
-            dtype_and_shape(each[name]) if name in each else "missing"
-            for each in (arrays, places)
+            dtype_and_shape(each[name]) if name in each else none
+            for each, none in ((arrays, "missing"), (places, "none"))
         )
         if shape != wanted:
             _refuse_other_codec(name, arrays, places)
@@ -297,11 +292,16 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
                 f"it is under {'/'.join(within[0])!r}, so pass this part of the state"
                 if within and shape == "missing"
                 else "pass the transformation, and the parameters, that the state was"
-                f" made with{_BLOCKS if coded else ''}"
+                " made with"
             )
+            if coded:
+                way_out += (
+                    ", divided as they were, or into shards of whole blocks: a codec's"
+                    " blocks end with a shard"
+                )
             raise ValueError(
-                f"state: {'/'.join(name)!r} is {shape}, and in a state of tx for these"
-                f" parameters it is {wanted}: {way_out}."
+                f"state: {'/'.join(name)!r} is {shape}, and a state of tx for these"
+                f" parameters has {wanted}: {way_out}."
             )
     placed = [_placed(arrays[name], place) for name, place in places.items()]
     same = jax.tree.structure(as_pure(state)) == jax.tree.structure(as_pure(target))

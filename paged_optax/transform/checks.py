@@ -1,6 +1,6 @@
 """Checks of what `init` and `update` are given, and the errors that they raise."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import NoReturn
 
 import jax
@@ -52,20 +52,14 @@ def paged_by_one(
 ) -> optax.GradientTransformationExtraArgs:
     """The same transformation, which refuses a paged one inside."""
 
-    def init(params: optax.Params) -> optax.OptState:
-        with within(paged=True):
-            return inner.init(params)
+    def alone(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        def call(*args: PyTree, **kwargs: object) -> PyTree:
+            with within(paged=True):
+                return function(*args, **kwargs)
 
-    def update(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: object,
-    ) -> tuple[optax.Updates, optax.OptState]:
-        with within(paged=True):
-            return inner.update(updates, state, params, **extra_args)
+        return call
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(alone(inner.init), alone(inner.update))
 
 
 def refuse_devices(
@@ -95,10 +89,11 @@ def check_arguments(updates: PyTree, state: PyTree, params: PyTree | None) -> No
     context = current()
     only_looks = context.seen_through or context.on_update is not None
     check_arrays("state", state, shapes=only_looks)
-    for name, tree in ("gradient", updates), ("parameter", params):
-        check_arrays(f"{name} ", tree, shapes=only_looks, numbers=True)
-        if not only_looks:
-            refuse_host(name, tree)
+    check_arrays("updates", updates, shapes=only_looks, numbers=True)
+    check_arrays("params", params, shapes=only_looks, numbers=True)
+    if not only_looks:
+        refuse_host("gradient", updates)
+        refuse_host("parameter", params)
 
 
 def refuse_host(what: str, tree: PyTree) -> None:
@@ -107,11 +102,11 @@ def refuse_host(what: str, tree: PyTree) -> None:
         if on_host(leaf):
             raise ValueError(
                 f"{what} {keystr(path)} is in host memory ({jax.typeof(leaf)}): only"
-                " moments belong there. The gradient of a parameter in host memory is"
-                " there too. A jax.jit that holds no update, and is given donated"
-                " moments, can return anything of their shape in their place: use"
-                " paged_optax.jit_step, or state out_shardings. To mend an array, use"
-                " jax.device_put(x, jax.memory.Space.Device)."
+                " moments belong there. A jax.jit that holds no update, and is given"
+                " donated moments, can return anything of their shape in their place:"
+                " use paged_optax.jit_step, or state out_shardings. To mend an array,"
+                " use jax.device_put(x, jax.memory.Space.Device). The gradient of a"
+                " parameter in host memory is there too: mend the parameter."
             )
 
 
@@ -178,20 +173,6 @@ def note_elsewhere(error: ValueError) -> None:
             " no mesh, except within jax.set_mesh(mesh), and makes a state on one"
             " device."
         )
-
-
-def refuse_computed_on_host(
-    error: Exception, arguments: Mapping[str, ArrayOrShape]
-) -> None:
-    """Names the arguments in host memory, where JAX refuses to compute on such."""
-    host = {name: str(jax.typeof(x)) for name, x in arguments.items() if on_host(x)}
-    if host and "memory_space of all inputs" in str(error):
-        alike = [name for name, type_ in host.items() if type_ in str(error)]
-        raise ValueError(
-            "the step computes on an array in host memory, or on the gradient of one,"
-            f" which is there too: {' or '.join((alike or [*host])[:3])}. Move it to"
-            " the device first, by jax.device_put(x, jax.memory.Space.Device)."
-        ) from error
 
 
 def refuse_different(updates: PyTree, params: PyTree) -> None:

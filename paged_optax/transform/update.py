@@ -89,8 +89,8 @@ class Update:
         if paged is self.paged:
             extra_args = as_pure(extra_args)
         gradients, moments, params = as_pure(updates), as_pure(state), as_pure(params)
-        check_arguments(gradients, moments, params)
         refuse_exchanged(gradients, moments, params)
+        check_arguments(gradients, moments, params)
         context = current()
         if context.seen_through:
             # A trace that only looks at what is computed must meet no page loop.
