@@ -133,10 +133,7 @@ def state_fields(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Py
 
 
 def state_leaves_of(state: PyTree, *, shapes: bool = True) -> list[StateLeaf]:
-    """The leaves of a state, in order, each with its place.
-
-    `shapes`: whether leaves may be `ShapeDtypeStruct`s.
-    """
+    """The leaves of a state, in order; `shapes`: `ShapeDtypeStruct`s will do."""
     check_arrays("state", state, shapes=shapes)
     fields = [*state_fields(state)]
     if isinstance(state, (dict, list)) and state and not any(x for x, _ in fields):
@@ -249,11 +246,9 @@ def parameter_at(path: Path, state_leaves: Iterable[StateLeaf]) -> KeyPath:
     return group[0]
 
 
-def moments_at(
-    state: PyTree, path: Path, *, shapes: bool = True
-) -> dict[str, tuple[int, StateLeaf]]:
+def moments_at(state: PyTree, path: Path) -> dict[str, tuple[int, StateLeaf]]:
     """One parameter's moments by name, with their positions in the state."""
-    state_leaves = state_leaves_of(state, shapes=shapes)
+    state_leaves = state_leaves_of(state)
     parameter = parameter_at(path, state_leaves)
     moments = [
         (position, leaf)

@@ -69,9 +69,10 @@ def page_in(state: PyTree, path: Path) -> dict[str, PyTree[Array]]:
       >>> sorted(moments), moments["mu"].shape
       (['mu', 'nu'], (512, 512))
     """
+    check_arrays("state", state, shapes=False)
     moments = {
         name: jax.device_put(leaf.value, DEVICE)
-        for name, (_, leaf) in moments_at(state, path, shapes=False).items()
+        for name, (_, leaf) in moments_at(state, path).items()
     }
     return donate_within_memory(moments)
 

@@ -285,20 +285,19 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
         )
         if shape != wanted:
             _refuse_other_codec(name, arrays, places)
-            siblings = (x for x in places if x[:-1] == name[:-1])
-            coded = any(is_codes_field(x[-1]) for x in siblings)
-            within = [x[: -len(name)] for x in arrays if x[-len(name) :] == name != x]
             way_out = (
-                f"it is under {'/'.join(within[0])!r}, so pass this part of the state"
-                if within and shape == "missing"
-                else "pass the transformation, and the parameters, that the state was"
-                " made with"
+                "pass the transformation, and the parameters, that the state was made"
+                " with"
             )
-            if coded:
+            if any(x[:-1] == name[:-1] and is_codes_field(x[-1]) for x in places):
                 way_out += (
                     ", divided as they were, or into shards of whole blocks: a codec's"
                     " blocks end with a shard"
                 )
+            for x in arrays if shape == "missing" else ():
+                if x[-len(name) :] == name:
+                    part = "/".join(x[: -len(name)])
+                    way_out = f"it is under {part!r}, so pass this part of the state"
             raise ValueError(
                 f"state: {'/'.join(name)!r} is {shape}, and a state of tx for these"
                 f" parameters has {wanted}: {way_out}."
@@ -339,12 +338,10 @@ def _storage(
 def _by_name(
     state: PyTree, known: Collection[tuple[str, ...]] = ()
 ) -> dict[tuple[str, ...], PyTree[ArrayOrShape]]:
-    """A state's arrays by the names of their keys, whatever the containers.
-
-    A restore without a target makes `{"value": array}` of one of Flax's variables. If
-    `known` has no such name, it is not that of a parameter.
-    """
+    """A state's arrays by the names of their keys, whatever the containers."""
     flat = jax.tree_util.tree_flatten_with_path(as_pure(state))[0]
+    # A restore without a target makes `{"value": array}` of one of Flax's variables. If
+    # it is a parameter that is called so, its name is known.
     arrays = ((key_names(path), x) for path, x in flat)
     boxed = lambda name: name[-1:] == ("value",) and name not in known
     return {name[:-1] if known and boxed(name) else name: x for name, x in arrays}
