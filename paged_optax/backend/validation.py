@@ -40,19 +40,22 @@ def check_function(name: str, value: object) -> None:
 
 
 def check_count(name: str, value: object, least: int) -> None:
-    """Raises unless `value` is an int of at least `least`."""
+    """Raises unless `value` is an int of at least `least`, and below 2^31."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name}={brief(value)} is not an int.")
     if value < least:
-        raise ValueError(f"{name}={value} is less than {least}.")
+        raise ValueError(f"{name}={brief(value)} is less than {least}.")
+    if value >= 1 << 31:
+        raise ValueError(f"{name}={brief(value)} is not below 2^31.")
 
 
 def check_rate(name: str, value: object) -> None:
     """Raises unless `value` is a number above zero."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+    real = (int, float, np.integer, np.floating)
+    if isinstance(value, bool) or not isinstance(value, real):
         raise TypeError(f"{name}={brief(value)} is not a number.")
     if not value > 0:
-        raise ValueError(f"{name}={value} is not positive.")
+        raise ValueError(f"{name}={brief(value)} is not positive.")
 
 
 def check_arrays(
