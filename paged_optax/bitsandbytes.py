@@ -69,7 +69,7 @@ def to_bitsandbytes(
     References:
       bitsandbytes, `optim/optimizer.py <https://github.com/bitsandbytes-foundation>`_.
     """
-    state_leaves = state_leaves_of(state)
+    state_leaves = state_leaves_of(state, shapes=False)
     check_arrays("params", params)
     shapes = {
         key_names(path): x.shape

@@ -26,12 +26,14 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, PyTree
 
+from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.validation import (
     check_count,
     check_function,
     check_transformation,
 )
+from paged_optax.transform.checks import check_arguments, refuse_host
 from paged_optax.transform.gates import only_if, restart_if
 from paged_optax.transform.init import tied
 
@@ -46,8 +48,7 @@ class _Wrapped(NamedTuple):
     """An Optax wrapper, apart from the transformation that it wraps.
 
     Attributes:
-      init: The wrapper's `init`, around `_PROBE`.
-      update: The wrapper's `update`, around `_PROBE`.
+      init, update: The wrapper's, around `_PROBE`.
       inner: The wrapped transformation.
       field: The field of the wrapper's state that holds the state of `inner`.
       zero: Whether the updates of a skipped step are zero; else they are its gradients.
@@ -62,6 +63,8 @@ class _Wrapped(NamedTuple):
     accumulates: bool = False
 
     def init_around(self, params: optax.Params) -> PyTree:
+        if self.accumulates:  # arrays like the parameters, on the device
+            refuse_host("parameter", as_pure(params))
         state = self.init(params)._replace(**{self.field: self.inner.init(params)})
         return tied(state, jax.tree.leaves(params))
 
@@ -73,6 +76,7 @@ class _Wrapped(NamedTuple):
         **extra_args: object,
     ) -> tuple[optax.Updates, PyTree]:
         old = self.inside(state)
+        check_arguments(*map(as_pure, (updates, state, params)))
         # Optax's own wrapper runs around a bool: it selects between no host arrays.
         blank = state._replace(**{self.field: jnp.asarray(False)})
         gradients, outer = self.update(updates, blank, params, **extra_args)
@@ -115,12 +119,7 @@ class IfFinite(_Wrapped):
     def decided(
         self, finite: Bool[Array, ""], state: PyTree
     ) -> tuple[Bool[Array, ""], PyTree]:
-        """Whether an update happens, and the next state but for what is wrapped.
-
-        Args:
-          finite: Whether all gradients are finite.
-          state: The wrapper's state.
-        """
+        """Whether an update happens, and the next state but for what is wrapped."""
         blank = state._replace(**{self.field: jnp.asarray(False)})
         _, outer = self.update(jnp.where(finite, 0.0, jnp.nan), blank)
         return getattr(outer, self.field), outer
@@ -381,13 +380,13 @@ def lookahead(
                 f"params is of type {type(params).__name__}: pass the"
                 " optax.LookaheadParams that init was given."
             )
+        check_arguments(*map(as_pure, (updates, state, params)))
         if not reset_state:
             return wrapper.update(updates, state, params)
         syncs = state.steps_since_sync == sync_period - 1
         # Optax would multiply host arrays: each page is made anew as it passes instead.
         with restart_if(syncs):
             updates, state = wrapper.update(updates, state, params)
-        # The loops of paged moments have selected already.
         fast = jax.tree.map(
             lambda new, first: new if on_host(new) else jnp.where(syncs, first, new),
             state.fast_state,

@@ -2,8 +2,9 @@
 
 `nnx.Optimizer` gives `init` parameters in their variables, puts each array of the state
 into one, and calls `update` with bare arrays. So everything is named, divided and
-computed by bare arrays here, and gets its variables back at the end. Checked with Flax
-0.12.8 and 0.12.12.
+computed by bare arrays here, and gets its variables back at the end. A transformation
+that is called with variables sees them, for its masks and labels may be in variables
+too. Checked with Flax 0.12.8 and 0.12.12.
 """
 
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import jax
+import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -29,6 +31,30 @@ def as_pure(tree: PyTree) -> PyTree:
 def unflatten_like(tree: PyTree, new: PyTree) -> PyTree:
     """A tree's containers and variables, with the leaves of a new one."""
     return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(new))
+
+
+def with_variables_of(
+    tree: PyTree, inner: optax.GradientTransformationExtraArgs
+) -> optax.GradientTransformationExtraArgs:
+    """`inner` for bare arrays, which it is given in the variables of a tree."""
+    if jax.tree.structure(tree) == jax.tree.structure(as_pure(tree)):
+        return inner
+    boxed = lambda arrays: unflatten_like(tree, arrays)
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: object,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        types = jax.eval_shape(inner.init, boxed(updates if params is None else params))
+        params = None if params is None else boxed(params)
+        state = unflatten_like(types, state)
+        return as_pure(inner.update(boxed(updates), state, params, **extra_args))
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: as_pure(inner.init(boxed(params))), update
+    )
 
 
 def optimizer_shardings(tree: PyTree) -> list[NamedSharding | None]:

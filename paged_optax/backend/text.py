@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import jax
+import numpy as np
 from jax.core import ShapedArray
 
 from paged_optax.backend.types import ArrayOrShape, KeyPath, Path
@@ -67,7 +68,9 @@ def parse_bytes(name: str, size: object) -> int:
 
     `name` is that of the argument, for messages.
     """
+    shown = ""
     if isinstance(size, str):
+        shown = f"={size[:40]!r}"
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
         unit = match and _UNITS.get(match[2] or "B")
         if match is None or unit is None:
@@ -75,10 +78,8 @@ def parse_bytes(name: str, size: object) -> int:
                 f"{name}={size!r} is not a size: write bytes as an int, or a number"
                 f" with one of {', '.join(_UNITS)}, such as '16MiB'."
             )
-        if (number := float(match[1]) * unit) >= 2**63:
-            raise ValueError(f"{name}={size!r} is more than 2^63 bytes.")
-        return int(number)
-    if isinstance(size, bool) or not isinstance(size, int):
+        size = float(match[1]) * unit
+    elif isinstance(size, bool) or not isinstance(size, (int, np.integer)):
         way_out = ""
         if isinstance(size, jax.Array):
             way_out = (
@@ -91,7 +92,9 @@ def parse_bytes(name: str, size: object) -> int:
         )
     if size < 0:
         raise ValueError(f"{name}={size} is negative: pass bytes, such as '16MiB'.")
-    return size
+    if size >= 2**63:
+        raise ValueError(f"{name}{shown} is more than 2^63 bytes.")
+    return int(size)
 
 
 def readable_bytes(size: int | float) -> str:

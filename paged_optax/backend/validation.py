@@ -40,34 +40,55 @@ def check_function(name: str, value: object) -> None:
 
 
 def check_count(name: str, value: object, least: int) -> None:
-    """Raises unless `value` is an int of at least `least`."""
+    """Raises unless `value` is an int of at least `least`, and below 2^31."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name}={brief(value)} is not an int.")
     if value < least:
-        raise ValueError(f"{name}={value} is less than {least}.")
+        raise ValueError(f"{name}={brief(value)} is less than {least}.")
+    if value >= 1 << 31:
+        raise ValueError(f"{name}={brief(value)} is not below 2^31.")
 
 
 def check_rate(name: str, value: object) -> None:
     """Raises unless `value` is a number above zero."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+    real = (int, float, np.integer, np.floating)
+    if isinstance(value, bool) or not isinstance(value, real):
         raise TypeError(f"{name}={brief(value)} is not a number.")
     if not value > 0:
-        raise ValueError(f"{name}={value} is not positive.")
+        raise ValueError(f"{name}={brief(value)} is not positive.")
 
 
-def check_arrays(name: str, tree: PyTree) -> None:
-    """Raises unless all leaves of a tree have a shape and a dtype."""
+def check_arrays(
+    name: str, tree: PyTree, *, shapes: bool = True, numbers: bool = False
+) -> None:
+    """Raises unless all leaves of a tree are arrays.
+
+    Args:
+      name: The argument, for messages.
+      tree: The tree.
+      shapes: Whether `ShapeDtypeStruct`s will do.
+      numbers: Whether numbers will do.
+    """
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        is_array = hasattr(x, "shape") and hasattr(x, "dtype") and x.dtype != object
+        if isinstance(x, jax.ShapeDtypeStruct):
+            is_array = shapes
+        if is_array or (numbers and isinstance(x, (int, float, complex))):
+            continue
+        way_out = ""
+        if name == "state" and path:
+            way_out = (
+                " Restore the leaf, with abstract_state(tx, params) as the target, or"
+                " take it from tx.init(params)."
+            )
+        elif callable(x):
             way_out = (
                 " Part functions from it, as eqx.partition(model, eqx.is_array) does."
-                if callable(x)
-                else ""
             )
-            raise TypeError(
-                f"{name}{keystr(path)} is of type {type(x).__name__}: {name} is a tree"
-                f" of arrays, or of their ShapeDtypeStructs.{way_out}"
-            )
+        raise TypeError(
+            f"{name}{keystr(path)} is of type {type(x).__name__}: {name} is a tree of"
+            f" arrays{', or of their ShapeDtypeStructs' * shapes}.{way_out}"
+        )
 
 
 def nondifferentiable(tree: PyTree) -> Iterator[tuple[KeyPath, Array]]:

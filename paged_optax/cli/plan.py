@@ -4,8 +4,6 @@ import argparse
 import dataclasses
 import difflib
 import functools
-import json
-import math
 import pathlib
 import re
 import shlex
@@ -23,11 +21,11 @@ from paged_optax.backend.text import parse_bytes, print_table, readable_bytes
 from paged_optax.backend.validation import floating_dtype
 from paged_optax.cli.machine import measured_card
 from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
-from paged_optax.planning.card_rates import CARDS, find_card
+from paged_optax.planning.card_rates import CARDS, find_card, machine_rate
 from paged_optax.planning.checkpoint import checkpoint_shapes
-from paged_optax.planning.fits import what_fits
+from paged_optax.planning.fits import RATE, what_fits
 from paged_optax.planning.footprints import Footprints, wrap_text
-from paged_optax.planning.hugging_face import config_heads
+from paged_optax.planning.hugging_face import config_heads, decoder_fields
 from paged_optax.planning.models import (
     DECODERS,
     decoder_of,
@@ -190,7 +188,7 @@ def run(options: argparse.Namespace) -> int:
     params, left_out = _shapes(options)
     footprints = _fits(
         params,
-        _OPTIMIZERS[optimizer](1e-3),
+        _OPTIMIZERS[optimizer](float(RATE)),
         device_memory=memory,
         card=card,
         batch=options.batch,
@@ -225,8 +223,11 @@ def run(options: argparse.Namespace) -> int:
         print(wrap_text(note))
     if advice := footprints.advice():
         print(f"\n{advice}")
-        if command := _command(options):
-            print(f"\nOr all of it, which chooses for itself:\n{command}")
+        try:
+            if command := _command(options):
+                print(f"\nOr all of it, with a rate and masters of its own:\n{command}")
+        except ValueError as error:  # the tables need no config.json
+            print(f"\n{wrap_text(f'No example trains it: {error}')}")
     return 0
 
 
@@ -254,15 +255,15 @@ def _with_options(message: str) -> str:
 def _command(options: argparse.Namespace) -> str:
     """The command that fine-tunes a Hugging Face folder; empty if there is none."""
     folder = pathlib.Path(options.checkpoint or "")
-    if options.checkpoint is None or not (folder / "config.json").is_file():
+    config = decoder_fields(folder) if options.checkpoint else None
+    if config is None or not folder.is_dir():
         return ""
-    config = json.loads((folder / "config.json").read_text())
-    config = config.get("text_config") or config
     # The example has one optimizer, keeps the dtype, and takes no longer sequences than
     # the model knows.
     chosen = options.optimizer != "adamw" or options.dtype or options.codec
-    longest = config.get("max_position_embeddings") or options.length
-    if config.get("model_type") not in _TRAINED or chosen or options.length > longest:
+    longest = config.number("max_position_embeddings", options.length)
+    kind = config.entries.get("model_type")
+    if kind not in _TRAINED or chosen or options.length > longest:
         return ""
     memory = ["--device-memory", options.device_memory] * bool(options.device_memory)
     sizes = ["--batch", options.batch, "--length", options.length, *memory]
@@ -303,9 +304,9 @@ def _code(optimizer: str) -> str:
     """The transformation of a name, as code."""
     make = _OPTIMIZERS[optimizer]
     if isinstance(make, functools.partial):
-        return "optax.sgd(1e-3, momentum=0.9)"
+        return f"optax.sgd({RATE}, momentum=0.9)"
     place = "optax.contrib" if ".contrib." in make.__module__ else "optax"
-    return f"{place}.{make.__name__}(1e-3)"
+    return f"{place}.{make.__name__}({RATE})"
 
 
 def _optimizer(name: str) -> tuple[str, str | None]:
@@ -346,9 +347,6 @@ def _shapes(
 def _positive(option: str, text: str, unit: str) -> float:
     """Reads a positive number; the unit, with an example, is for the message."""
     try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise ValueError(f"{option} {text!r} is no rate in {unit}.")
-    return number
+        return machine_rate(option, float(text))
+    except ValueError as error:
+        raise ValueError(f"{option} {text!r} is no rate in {unit}.") from error

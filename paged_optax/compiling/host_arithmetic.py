@@ -8,15 +8,16 @@ fails to compile with an unrelated message.
 
 import itertools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import jax
 from jax.core import AbstractValue
 from jax.extend import core
 
-from paged_optax.backend.memory import HOST
+from paged_optax.backend.memory import HOST, on_host
 from paged_optax.backend.platforms import GPU_COPIES_FOR_CONDITIONALS
+from paged_optax.backend.types import ArrayOrShape
 from paged_optax.backend.user_warnings import warn_user
 
 #: Primitives that keep a host array's values, or move it.
@@ -142,6 +143,20 @@ def warn_of_host_compute(jaxpr: core.Jaxpr | core.ClosedJaxpr, platform: str) ->
         f" which is in host memory{where}: XLA copies the whole state for it, or does"
         f" not compile. Instead, {cure}."
     )
+
+
+def refuse_computed_on_host(
+    error: Exception, arguments: Mapping[str, ArrayOrShape]
+) -> None:
+    """Names the arguments in host memory, where JAX refuses to compute on such."""
+    host = {name: str(jax.typeof(x)) for name, x in arguments.items() if on_host(x)}
+    if host and "memory_space of all inputs" in str(error):
+        alike = [name for name, type_ in host.items() if type_ in str(error)]
+        raise ValueError(
+            "the step computes on an array in host memory, or on the gradient of one,"
+            f" which is there too: {' or '.join((alike or [*host])[:3])}. Move it to"
+            " the device first, by jax.device_put(x, jax.memory.Space.Device)."
+        ) from error
 
 
 def _on_host(variable: core.Var) -> bool:

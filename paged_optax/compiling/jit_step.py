@@ -23,6 +23,7 @@ from paged_optax.compiling.arguments import (
     hosted,
     label,
     names_by_position,
+    place_of,
     refuse_moved,
     several,
     signature,
@@ -37,6 +38,7 @@ from paged_optax.compiling.donations import (
     placements,
     with_donated,
 )
+from paged_optax.compiling.host_arithmetic import refuse_computed_on_host
 from paged_optax.compiling.memory_report import compile_overlapping
 from paged_optax.transform.checks import note_elsewhere
 from paged_optax.transform.context import known_shardings
@@ -169,6 +171,9 @@ class Step:
                         "The step was compiled before, for other arguments:"
                         f" {', '.join(others[:3])}."
                     )
+                flat = jax.tree_util.tree_flatten_with_path(call.values)[0]
+                named = {place_of(call.keys, path): x for path, x in flat}
+                refuse_computed_on_host(error, named)
                 raise
             self._programs.insert(0, program)
         return program

@@ -91,11 +91,15 @@ class Clipping:
         limit = self.max_norm
         if limit is None:
             return gradients
-        # Optax's formula, so that numbers agree to the last bit.
-        return jax.tree.map(
-            lambda g: jnp.where(norm < limit, g, g / norm.astype(g.dtype) * limit),
-            gradients,
-        )
+
+        def scaled(g: Array) -> Array:
+            # Optax's formula, so that float32 agrees to the last bit. In float16 a norm
+            # above 65,504 would be infinite, and all gradients zero.
+            wide = np.promote_types(g.dtype, norm.dtype)
+            clipped = g.astype(wide) / norm.astype(wide) * float(limit)
+            return jnp.where(norm < float(limit), g, clipped.astype(g.dtype))
+
+        return jax.tree.map(scaled, gradients)
 
 
 def sum_dtype(dtype: DTypeLike) -> np.dtype:

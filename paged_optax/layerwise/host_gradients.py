@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, PyTree
 
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.backward import BackwardPass, write_slabs
 from paged_optax.layerwise.backward_update import BackwardUpdate, LayerResults
-from paged_optax.layerwise.clipping import GradientStats
+from paged_optax.layerwise.clipping import GradientStats, sum_dtype
 from paged_optax.layerwise.forward import Rest
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layered_state import store_small
@@ -256,11 +257,17 @@ def _added_to(
       number: The micro-batch's number.
       share: What the others are scaled by, if the mean is a weighted one.
     """
-    before = old.astype(g.dtype)
+    wide = sum_dtype(np.promote_types(old.dtype, g.dtype))
+    before = old.astype(wide)
     before = before if share is None else _scaled(before, share)
     # At the first micro-batch `old` still is the sum of the step before.
-    return (g + jnp.where(number == 0, jnp.zeros_like(g), before)).astype(old.dtype)
+    before = jnp.where(number == 0, jnp.zeros_like(before), before)
+    return (g.astype(wide) + before).astype(old.dtype)
 
 
 def _scaled(tree: PyTree[Array], by: Float[Array, ""]) -> PyTree[Array]:
-    return jax.tree.map(lambda x: x * by.astype(x.dtype), tree)
+    def scaled(x: Array) -> Array:
+        wide = sum_dtype(x.dtype)  # of a small weight float16 has no inverse
+        return (x.astype(wide) * by.astype(wide)).astype(x.dtype)
+
+    return jax.tree.map(scaled, tree)

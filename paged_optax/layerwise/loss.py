@@ -135,7 +135,9 @@ def weight_divisor(weight: Array) -> Array:
 def mean_of(losses: Array | WeightedLoss) -> Array:
     """The loss of several micro-batches, or of one, whose losses these are."""
     if isinstance(losses, WeightedLoss):
-        return over(jnp.sum(losses.total), jnp.sum(losses.weight))
+        total, weight = losses
+        wide = np.promote_types(total.dtype, weight.dtype)  # a sum may exceed float16
+        return over(jnp.sum(total, dtype=wide), jnp.sum(weight))
     return jnp.mean(losses) if losses.ndim else losses
 
 

@@ -26,7 +26,7 @@ Carry = TypeVar("Carry", bound=PyTree)
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """How a vocabulary is taken apart.
+    """A vocabulary in chunks.
 
     It is divided into blocks of equal size, and a chunk has entries of each block. If a
     mesh divides the vocabulary, each device then has a part of each chunk. A chunk of
@@ -60,7 +60,7 @@ class Chunks:
         """
         if chunk is None:
             chunk = max(_LEAST, _BYTES // (4 * max(tokens, width, 1)))
-        size, tile, blocks = min(chunk, vocab), _TILES[axis], 1
+        size, tile, blocks = max(1, min(chunk, vocab)), _TILES[axis], 1
         most = 1 if one_device and axis == 1 else _MOST_BLOCKS
         while blocks < most and 2 * blocks * tile <= size:
             if vocab % (2 * blocks * tile):
@@ -91,7 +91,7 @@ class Chunks:
     def take(self, x: Array, axis: int, start: ArrayLike, size: int) -> Array:
         """A chunk of an array whose `axis` is the vocabulary."""
         cut = lax.dynamic_slice_in_dim(self._in_blocks(x, axis), start, size, axis + 1)
-        cut = cut.reshape(x.shape[:axis] + (-1,) + x.shape[axis + 1 :])
+        cut = lax.collapse(cut, axis, axis + 2)
         # XLA:GPU fuses a slice at a constant place with its products. If the blocks'
         # parts have odd sizes, it then finds no tiling ("No supported config found",
         # jax 0.12.0.1).
@@ -105,4 +105,5 @@ class Chunks:
         ).reshape(to.shape)
 
     def _in_blocks(self, x: Array, axis: int) -> Array:
-        return x.reshape(x.shape[:axis] + (self.blocks, -1) + x.shape[axis + 1 :])
+        divided = self.blocks, x.shape[axis] // self.blocks
+        return x.reshape(x.shape[:axis] + divided + x.shape[axis + 1 :])

@@ -10,6 +10,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Integer
 
+from paged_optax.backend.memory import on_host
 from paged_optax.backend.types import (
     on_one_device,
     varying,
@@ -19,6 +20,7 @@ from paged_optax.backend.types import (
 from paged_optax.backend.validation import brief, check_count, check_rate
 from paged_optax.losses.chunks import Chunks
 
+_Labels = Array | np.ndarray
 _Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -75,13 +77,9 @@ def linear_cross_entropy(
         return po.WeightedLoss((losses * batch["mask"]).sum(), batch["mask"].sum())
     ```
 
-    tokamax has a TPU kernel of the same losses, for `x` of `[tokens, width]` and a head
-    of `[width, vocab]`. There
-    `tokamax.linear_softmax_cross_entropy_loss(x, labels, head, reduction="none")` can
-    take this function's place. This function does not call it (release 0.0.17). The
-    kernel has neither soft cap nor z-loss. Its gradient of a bfloat16 head is float32,
-    which makes the last figure above 1564. On a GPU tokamax holds all logits by
-    default. It needs Python 3.12 and jax 0.11.1.
+    `tokamax.linear_softmax_cross_entropy_loss(x, labels, head, reduction="none")` has a
+    TPU kernel of the same losses (release 0.0.17), without soft cap and z-loss. Its
+    gradient of a bfloat16 head is float32, which makes the last figure above 1564.
 
     Args:
       x: The last layer's output. Give it all axes of a batch: under `jax.vmap` the
@@ -104,10 +102,11 @@ def linear_cross_entropy(
       where a label is `vocab` or more.
 
     Raises:
-      ValueError: If shapes do not fit each other, if `vocab_axis` is neither 0 nor 1,
-        or if `soft_cap`, `z_loss` or `chunk` is not positive.
+      ValueError: If shapes do not fit each other, if an array is in host memory, if
+        `vocab_axis` is neither 0 nor 1, or if `soft_cap`, `z_loss` or `chunk` is not
+        positive.
       TypeError: If `labels` is not of integers, if `x`, `head` or `bias` is not of
-        floating point numbers, or if `chunk` is no int.
+        floating point numbers, if `chunk` is no int, or for a forward-mode derivative.
 
     Example:
       >>> import jax, jax.numpy as jnp, paged_optax as po
@@ -127,20 +126,25 @@ def linear_cross_entropy(
       Chowdhery et al., `PaLM <https://arxiv.org/abs/2204.02311>`_, 2022 (z-loss);
       Gemma Team, `Gemma 2 <https://arxiv.org/abs/2408.00118>`_, 2024 (soft caps).
     """
-    x, head, labels = jnp.asarray(x), jnp.asarray(head), jnp.asarray(labels)
+    x, head = jnp.asarray(x), jnp.asarray(head)
     bias = None if bias is None else jnp.asarray(bias)
+    if not isinstance(labels, Array):
+        labels = np.asarray(labels)  # without x64, JAX would wrap what has 64 bits
     _refuse_other_shapes(x, head, labels, bias, vocab_axis)
-    _refuse_other_dtypes(x, head, labels, bias)
-    if soft_cap is not None:
-        check_rate("soft_cap", soft_cap)
-    if z_loss:
-        check_rate("z_loss", z_loss)
+    _refuse_other_arrays(x, head, labels, bias)
+    for name, rate in (("soft_cap", soft_cap), ("z_loss", z_loss or None)):
+        if rate is not None:
+            check_rate(name, rate)
     if chunk is not None:
         check_count("chunk", chunk, 1)
     vocab, width = head.shape[vocab_axis], head.shape[1 - vocab_axis]
     # What is traced by its shape, by `split_layers` too, may be divided when it runs.
     one = jax.device_count() == 1 and on_one_device(head)
     chunks = Chunks.of(vocab, vocab_axis, labels.size, width, chunk, one)
+    # Clipped in its own dtype, in which `vocab` need not fit: a cast would wrap.
+    bounds = jnp.iinfo(labels.dtype)
+    labels = labels.clip(max(bounds.min, -1), min(bounds.max, vocab))
+    labels = jnp.asarray(labels, jnp.int32)
 
     def losses(x: Array, head: Array, labels: Array, bias: Array | None) -> Array:
         # What a cotangent is summed over is then known outside `_scores`.
@@ -153,19 +157,20 @@ def linear_cross_entropy(
         loss = jnp.where(labels < chunks.vocab, loss, jnp.nan)
         return jnp.where(labels < 0, 0.0, loss)
 
-    return with_automatic_axes(
-        losses, (x, head, labels.astype(jnp.int32), bias), labels
-    )
+    try:
+        return with_automatic_axes(losses, (x, head, labels, bias), labels)
+    except (NotImplementedError, TypeError) as error:
+        if "custom_" not in str(error):
+            raise
+        raise TypeError(
+            "linear_cross_entropy has reverse-mode derivatives alone: take jax.grad,"
+            " jax.vjp or jax.jacrev before jax.jvp or jax.jacfwd, as jax.hessian does,"
+            " or Optax's loss of all logits."
+        ) from error
 
 
 class _Sums(NamedTuple):
-    """What the chunks so far come to, for each token.
-
-    Attributes:
-      top: The largest logit.
-      total: The sum of the exponentials of the logits less `top`.
-      label: The label's logit, or 0.
-    """
+    """Per token the largest logit so far, exponentials less it, the label's logit."""
 
     top: Array
     total: Array
@@ -173,13 +178,7 @@ class _Sums(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """The differentiable inputs of `_scores`, or their gradients.
-
-    Attributes:
-      x: The last layer's output.
-      head: The output matrix.
-      bias: What is added to the logits, or None.
-    """
+    """The differentiable inputs of `_scores`, or their gradients."""
 
     x: Array
     head: Array
@@ -188,12 +187,7 @@ class _Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _ChunkedHead:
-    """A linear layer, a chunk of the vocabulary at a time.
-
-    Attributes:
-      chunks: How the vocabulary is taken apart.
-      soft_cap: What bounds the logits, or None.
-    """
+    """A linear layer, a chunk of the vocabulary at a time."""
 
     chunks: Chunks
     soft_cap: float | None
@@ -320,7 +314,11 @@ _scores.defvjp(_forward, _backward)
 
 
 def _refuse_other_shapes(
-    x: Array, head: Array, labels: Array, bias: Array | None, vocab_axis: int
+    x: Array,
+    head: Array,
+    labels: Array | np.ndarray,
+    bias: Array | None,
+    vocab_axis: int,
 ) -> None:
     if vocab_axis not in (0, 1):
         raise ValueError(
@@ -332,11 +330,9 @@ def _refuse_other_shapes(
             f"head has shape {head.shape}: pass a matrix, [vocab, width], or"
             " [width, vocab] with vocab_axis=1."
         )
-    width = x.shape[-1:]
-    if width != (head.shape[1 - vocab_axis],):
-        other = ""
-        if width == (head.shape[vocab_axis],):
-            other = f" Pass vocab_axis={1 - vocab_axis}."
+    vocab, width = head.shape[vocab_axis], head.shape[1 - vocab_axis]
+    if x.shape[-1:] != (width,):
+        other = f" Pass vocab_axis={1 - vocab_axis}." * (x.shape[-1:] == (vocab,))
         raise ValueError(
             f"x has shape {x.shape} and head {head.shape}, whose vocab_axis is"
             f" {vocab_axis}: the other axis of head must be as long as the last one of"
@@ -347,23 +343,29 @@ def _refuse_other_shapes(
             f"labels has shape {labels.shape} and x {x.shape}: there is one label for"
             f" each token, in an array of shape {x.shape[:-1]}."
         )
-    if bias is not None and bias.shape != (head.shape[vocab_axis],):
+    if bias is not None and bias.shape != (vocab,):
         raise ValueError(
             f"bias has shape {bias.shape} and head {head.shape}: there is one number"
-            f" for each of the {head.shape[vocab_axis]} entries of the vocabulary."
+            f" for each of the {vocab} entries of the vocabulary."
         )
 
 
-def _refuse_other_dtypes(
-    x: Array, head: Array, labels: Array, bias: Array | None
+def _refuse_other_arrays(
+    x: Array, head: Array, labels: _Labels, bias: Array | None
 ) -> None:
-    for name, value in (("x", x), ("head", head), ("bias", bias)):
-        if value is not None and not jnp.issubdtype(value.dtype, jnp.floating):
-            raise TypeError(
-                f"{name} is of dtype {value.dtype}: pass floating point numbers."
-            )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"labels is of dtype {labels.dtype}: a label is the number of an entry of"
             " the vocabulary, an int."
         )
+    floats = {"x": x, "head": head} | ({} if bias is None else {"bias": bias})
+    for name, value in {"labels": labels, **floats}.items():
+        if name in floats and not jnp.issubdtype(value.dtype, jnp.floating):
+            raise TypeError(
+                f"{name} is of dtype {value.dtype}: pass floating point numbers."
+            )
+        if on_host(value):
+            raise ValueError(
+                f"{name} is in host memory, where nothing is computed: pass"
+                f" jax.device_put({name}, jax.memory.Space.Device)."
+            )

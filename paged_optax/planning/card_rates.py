@@ -12,6 +12,15 @@ from paged_optax.planning.footprints import Footprint
 from paged_optax.planning.layers import Sizes, Workload
 
 
+def machine_rate(name: str, value: object) -> float:
+    """The rate of a link, in GB/s, or of products, in TFLOP/s."""
+    check_rate(name, value)
+    # Beyond, sums of bytes and seconds are no finite numbers.
+    if not 1e-9 <= value <= 1e9:  # pyright: ignore[reportOperatorIssue]
+        raise ValueError(f"{name}={brief(value)} is no machine's: pass 1e-9 to 1e9.")
+    return float(value)  # pyright: ignore[reportArgumentType]
+
+
 @dataclasses.dataclass(frozen=True)
 class Card:
     """What an accelerator has.
@@ -36,6 +45,11 @@ class Card:
     bfloat16: float | None = None
     host_memory: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("link", "both_ways", "teraflops", "bfloat16"):
+            if getattr(self, name) is not None or name != "bfloat16":
+                machine_rate(name, getattr(self, name))
+
     def products(self, dtype: DTypeLike) -> float:
         """The rate of products in a dtype, in 10^12 operations a second."""
         if self.bfloat16 is None or np.dtype(dtype) == np.float16:
@@ -50,7 +64,8 @@ class Card:
         return (
             f"This card computes bfloat16 at {self.bfloat16:.2g} instead of"
             f" {self.teraflops:.2g} TFLOP/s, as its tensor cores know float16 alone:"
-            ' train in float16, with master_dtype="float32" and a scaled loss.'
+            " train in float16, clip in float32 (Optax's norm of float16 is infinite"
+            ' above 256), with master_dtype="float32" and a scaled loss.'
         )
 
 
@@ -152,7 +167,6 @@ def find_card(name: str | Card, argument: str = "card") -> Card:
 
 
 def _letters(name: str) -> str:
-    """The letters and digits of a name, without its maker's name and a unit."""
     plain = "".join(x for x in name.lower() if x.isalnum())
     return plain.removeprefix("nvidia").removeprefix("geforce").removesuffix("gb")
 
@@ -199,30 +213,17 @@ def free_from(
 
     Returns:
       The tokens of all sequences of a step, on one device.
-
-    Raises:
-      ValueError: If a rate, or the parameters, are not positive.
     """
-    if down_gigabytes_per_second is None:
-        down_gigabytes_per_second = up_gigabytes_per_second
-    for name, value in (
-        ("parameters", parameters),
-        ("up_gigabytes_per_second", up_gigabytes_per_second),
-        ("down_gigabytes_per_second", down_gigabytes_per_second),
-        ("teraflops", teraflops),
-        ("flops_per_parameter", flops_per_parameter),
-    ):
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name}={value} is not a positive number.")
-    up = bytes_up / (up_gigabytes_per_second * 1e9)
-    down = bytes_down / (down_gigabytes_per_second * 1e9)
+    up_rate = machine_rate("up_gigabytes_per_second", up_gigabytes_per_second)
+    down_rate = up_rate
+    if down_gigabytes_per_second is not None:
+        down_rate = machine_rate("down_gigabytes_per_second", down_gigabytes_per_second)
+    products = machine_rate("teraflops", teraflops)
+    check_rate("parameters", parameters)
+    check_rate("flops_per_parameter", flops_per_parameter)
+    up, down = bytes_up / (up_rate * 1e9), bytes_down / (down_rate * 1e9)
     seconds = max(up, down) if both_ways else up + down
-    tokens = seconds * teraflops * 1e12 / (flops_per_parameter * parameters)
-    if not math.isfinite(tokens):
-        raise ValueError(
-            f"teraflops={teraflops} on a link of {up_gigabytes_per_second} GB/s up and"
-            f" {down_gigabytes_per_second} down gives no finite number of tokens."
-        )
+    tokens = seconds * products * 1e12 / (flops_per_parameter * parameters)
     return math.ceil(tokens)
 
 
@@ -257,23 +258,19 @@ class Rates:
         card: Card | None,
         dtype: DTypeLike,
     ) -> "Rates":
-        """The rates that are stated, or a card's, or 25 GB/s.
-
-        Both directions of PCI Express carry twice what one does. `dtype` is the
-        products'.
-        """
+        """The rates that are stated, or a card's, or 25 GB/s; `dtype` is products'."""
         both = None
         if link is None:
             link = DEFAULT_LINK if card is None else card.link
             both = None if card is None else card.both_ways
-        check_rate("link_gigabytes_per_second", link)
+        link = machine_rate("link_gigabytes_per_second", link)
         reached = None
         if teraflops is not None:
-            check_rate("teraflops", teraflops)
-            reached = teraflops, teraflops
+            reached = (machine_rate("teraflops", teraflops),) * 2
         elif card is not None:
             products = card.products(dtype)
             reached = LEAST * products, MOST * products
+        # Both directions of PCI Express carry twice what one does.
         return Rates(link, both or 2 * link, reached)
 
     def timed(self, row: Footprint, work: int) -> Footprint:

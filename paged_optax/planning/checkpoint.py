@@ -96,7 +96,6 @@ def _shapes(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
 
 
 def _headers(paths: Sequence[pathlib.Path]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The tensors of several files together."""
     tensors: dict[str, jax.ShapeDtypeStruct] = {}
     packed = 0
     for path in paths:
@@ -167,7 +166,6 @@ def _header(path: pathlib.Path) -> tuple[dict[str, jax.ShapeDtypeStruct], int]:
 
 
 def _orbax(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
-    """Reads the metadata of an Orbax checkpoint."""
     try:
         import orbax.checkpoint as ocp
     except ImportError as error:
@@ -204,7 +202,6 @@ def _orbax(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
 def _shape_of(
     folder: pathlib.Path, path: KeyPath, x: PyTree
 ) -> jax.ShapeDtypeStruct | None:
-    """The shape of an array by Orbax's metadata; None if it is no parameter."""
     try:
         dtype, shape = jnp.dtype(x.dtype), tuple(x.shape)
     except (AttributeError, TypeError) as error:

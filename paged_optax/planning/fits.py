@@ -31,6 +31,9 @@ from paged_optax.planning.layers import (
 from paged_optax.planning.ways import Paging, Ways
 from paged_optax.transform.codec_rules import Rule
 
+#: The learning rate of the code that is printed, as in the guides.
+RATE = "3e-4"
+
 
 def what_fits(
     params: optax.Params,
@@ -73,21 +76,17 @@ def what_fits(
     (`tests/planning/test_fit.py`).
 
     With `batch` and `length` activations are counted too, of decoders whose layers are
-    each a `jax.checkpoint`, as a layerwise step computes them: what the layers' inputs
-    take, one layer's backward pass, its attention scores, and the logits
-    (`paged_optax.planning.layers` has the formulas). Of 42 programs for an H200,
-    of five models, the sum is within 7.1% of XLA's own bytes
+    each a `jax.checkpoint` (`paged_optax.planning.layers` has the formulas). Of 42
+    programs for an H200, of five models, the sum is within 7.1% of XLA's own bytes
     (`tests/planning/test_activations.py` bounds it). Of a mixture of experts all are
-    counted for each token, and a note says what `jax.lax.ragged_dot` takes more on a
-    GPU: of two layers of Qwen3-30B-A3B the sum is within 9%. The last lines are the way
-    to choose: the fastest that fits, with the code for it. If the rate of products is
-    known, there are a step's seconds too, in a range. At best its transfers travel
-    beside products, at 60% of a card's stated TFLOP/s, and both ways at once. At worst
-    products reach 30% and nothing travels beside them, one way at a time. What the
-    update itself computes is not counted.
+    counted for each token: of two layers of Qwen3-30B-A3B the sum is within 9%. The
+    last lines are the fastest way that fits, and its code. If the rate of products is
+    known, a step's seconds are a range. At best transfers overlap with products, at 60%
+    of a card's stated TFLOP/s, and go both ways at once. At worst products reach 30%,
+    and transfers overlap with nothing. The update's own computation is not counted.
 
-    On a GPU the last note is what XLA's pool pins of the host's memory for the way to
-    choose, which may be twice what is needed, and the limit that keeps it near that.
+    On a GPU the last note is what XLA's pool pins of the host's memory for this way,
+    and the limit that keeps it near what is needed.
 
     Args:
       params: The parameters, or their `ShapeDtypeStruct`s: `model_shapes("8B")`.
@@ -154,7 +153,7 @@ def what_fits(
     rates = Rates.of(link_gigabytes_per_second, teraflops, stated, dtype)
     workload = _workload(batch, length, heads, score_blocks, fused_head)
     paging = Paging(
-        optax.adamw(1e-3) if inner is None else inner,
+        optax.adamw(float(RATE)) if inner is None else inner,
         page_size,
         master_dtype,
         master_remainders,
@@ -172,11 +171,14 @@ def what_fits(
         held = ActivationBytes.of(sizes, workload)
         work = operations(values, sizes, workload)
         remarks += filter(None, (assumed, sizes.of_experts(workload)))
+    coded = exact if codec is None else paging.planned(params, codec)
+    if coded.host_bytes == exact.host_bytes and coded.uncoded:
+        remarks += [coded.uncoded]
     ways = Ways(
         nbytes(params),
         paging.planned(params, device_budget=None),
         exact,
-        exact if codec is None else paging.planned(params, codec),
+        coded,
         "" if codec is None else f", {_name(codec)}",
         rates.link * 1e9,
         alike if by_element else None,
@@ -193,7 +195,7 @@ def what_fits(
         tuple(remarks),
         workload,
         held,
-        "optax.adamw(1e-3)" if inner is None else "inner",
+        f"optax.adamw({RATE})" if inner is None else "inner",
         paging.arguments(codec),
         gpu=platform() != "tpu" if stated is None else stated.gpu,
         host_memory=None if stated is None else stated.host_memory,
@@ -201,14 +203,13 @@ def what_fits(
 
 
 def _limit(device_memory: int | str | None, card: Card | None) -> int:
-    """Bytes of the device's memory."""
     if device_memory is None:
         if card is None:
             raise ValueError(
                 f"device_memory=None: pass a device's memory, such as '24GiB', or card="
                 f" with one of {', '.join(CARDS)}."
             )
-        return card.memory
+        device_memory = card.memory
     limit = parse_bytes("device_memory", device_memory)
     if limit == 0:
         raise ValueError(
@@ -225,7 +226,6 @@ def _workload(
     score_blocks: int,
     fused_head: bool,
 ) -> Workload | None:
-    """The batch of a step; None if none is stated."""
     if batch is None and length is None:
         refined = {"heads": heads, "fused_head": fused_head or None}
         refined["score_blocks"] = None if score_blocks == 1 else score_blocks
@@ -236,15 +236,13 @@ def _workload(
                     " nothing: pass both, such as batch=4 and length=2048."
                 )
         return None
-    if length is None:
+    if length is None or batch is None:
         raise ValueError(
             f"batch={brief(batch)} is without length: pass the tokens of a sequence,"
             " such as length=2048."
-        )
-    if batch is None:
-        raise ValueError(
-            f"length={brief(length)} is without batch: pass the sequences of a step,"
-            " such as batch=4."
+            if length is None
+            else f"length={brief(length)} is without batch: pass the sequences of a"
+            " step, such as batch=4."
         )
     counts = {"batch": batch, "length": length, "score_blocks": score_blocks}
     for name, count in (counts if heads is None else counts | {"heads": heads}).items():
@@ -255,11 +253,12 @@ def _workload(
             f"score_blocks={score_blocks} is more than length={length}, the queries of"
             f" a sequence: pass at most {length}."
         )
-    return Workload(batch, length, heads, score_blocks, fused_head)
+    # Products of NumPy's numbers would overflow.
+    heads = None if heads is None else int(heads)
+    return Workload(int(batch), int(length), heads, int(score_blocks), fused_head)
 
 
 def _sizes(alike: Layers | None, workload: Workload) -> tuple[Sizes, str]:
-    """The sizes of a model, and what was assumed."""
     if alike is None:
         raise ValueError(
             f"batch={workload.batch}: activations are counted by layers that are alike,"
@@ -275,7 +274,6 @@ def _sizes(alike: Layers | None, workload: Workload) -> tuple[Sizes, str]:
 
 
 def _name(codec: Rule | Mapping[str, Rule]) -> str:
-    """A codec in a word; of several each."""
     rules = codec.values() if isinstance(codec, Mapping) else [codec]
     names = [x if isinstance(x, str) else type(x).__name__ for x in rules if x]
     return " and ".join(dict.fromkeys(names)) or "no codec"
@@ -284,7 +282,6 @@ def _name(codec: Rule | Mapping[str, Rule]) -> str:
 def _remarks(
     coded: bool, alike: Layers | None, by_element: bool, key: str
 ) -> Iterator[str]:
-    """What is particular to a model and a transformation."""
     if not coded:
         yield (
             "Moments are stored as Optax stores them. A codec, such as dynamic_int8,"
@@ -311,7 +308,6 @@ def _remarks(
 def _free(
     rows: Sequence[Footprint], parameters: int, rate: float, teraflops: float
 ) -> Iterator[str]:
-    """From how many tokens a step each layerwise way takes no time on the link."""
     for row in rows:
         if row.by_layers:
             moved = int(row.link_seconds * rate)

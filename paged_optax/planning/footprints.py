@@ -17,11 +17,12 @@ def training_code(
 
     `inner` and further `arguments` of `paged` are code themselves.
     """
-    loss = ["# The loss ends with po.linear_cross_entropy(x, head, labels)."]
-    lines = loss if fused_head else []
+    lines = ["import optax", "import paged_optax as po", ""]
+    lines += fused_head * ["# The loss ends with po.linear_cross_entropy(x, head, y)."]
     if way == "resident":
-        lines += [f"tx = {inner}", "state = tx.init(params)"]
-        return "\n".join([*lines, "step = jax.jit(step, donate_argnums=(0, 1))"])
+        made = [f"tx = {inner}", "state = tx.init(params)"]
+        made += ["step = jax.jit(step, donate_argnums=(0, 1))"]
+        return "\n".join(["import jax", *lines, *made])
     lines += [f"tx = po.paged({', '.join(filter(None, [inner, arguments]))})"]
     if not way.startswith("layerwise"):
         lines += [
@@ -237,7 +238,6 @@ class Footprints(Sequence[Footprint]):
         )
 
     def _pool_notes(self) -> Iterator[str]:
-        """What XLA's pool pins for the way to choose, or for what needs most."""
         row = self.choice
         if row is None or not row.host:
             row = max(self.rows, key=lambda row: row.host)
@@ -297,7 +297,6 @@ def wrap_text(text: str) -> str:
 
 
 def _also(workload: Workload) -> str:
-    """What of a batch's computation takes less memory, and is not stated already."""
     blocks, fused = workload.score_blocks > 1, workload.fused_head
     if blocks and fused:
         return ""
@@ -308,5 +307,4 @@ def _also(workload: Workload) -> str:
 
 
 def _range(row: Footprint) -> tuple[str, ...]:
-    """The seconds of a step, at best and at worst, if they are known."""
     return (" to ".join(f"{x:.2g}" for x in row.seconds),) if row.seconds else ()

@@ -170,10 +170,11 @@ _DEFAULTS = {
 }
 
 
-def config_heads(path: pathlib.Path) -> int | None:
-    """Heads of queries by the `config.json` of a checkpoint; None if none says.
+def decoder_fields(path: pathlib.Path) -> Fields | None:
+    """The decoder's fields by the `config.json` of a checkpoint; None if none is there.
 
-    The path is the file, another one beside it, or the folder of both.
+    The path is the file, another one beside it, or the folder of both. A model of
+    several parts has its decoder's fields in `text_config`.
     """
     config = path
     if path.is_dir() or not path.name.endswith("config.json"):
@@ -181,8 +182,17 @@ def config_heads(path: pathlib.Path) -> int | None:
     if not config.is_file():
         return None
     fields = Fields.of_file(config)
-    stated = fields.entries.get("num_attention_heads") is not None
-    return fields.number("num_attention_heads") if stated else None
+    if part := fields.entries.get("text_config"):
+        fields.entries = fields.mapping("text_config", part)
+    return fields
+
+
+def config_heads(path: pathlib.Path) -> int | None:
+    """Heads of queries by the `config.json` of a checkpoint; None if none says."""
+    fields = decoder_fields(path)
+    if fields is None or fields.entries.get("num_attention_heads") is None:
+        return None
+    return fields.number("num_attention_heads")
 
 
 def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]:
@@ -225,7 +235,6 @@ def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]
 
 
 def _check_whole(fields: Fields) -> None:
-    """Refuses a decoder inside another model, and one with another head."""
     for name, value in fields.entries.items():
         if not isinstance(value, dict) or name == "quantization_config":
             continue
@@ -251,7 +260,6 @@ def _dtype(fields: Fields) -> str:
 
 
 def _heads(fields: Fields, default: _Defaults) -> tuple[int, int]:
-    """Values of a token's queries, and of its keys."""
     hidden, heads = fields.number("hidden_size"), fields.number("num_attention_heads")
     key_heads, head = default.key_heads or heads, default.head
     # To transformers, absent is not null.
@@ -273,7 +281,6 @@ def _heads(fields: Fields, default: _Defaults) -> tuple[int, int]:
 
 
 def _warn_of_what_is_left_out(fields: Fields) -> None:
-    """Warns of fields that would change the number of parameters, or their bytes."""
     for name, value in fields.entries.items():
         if not value:
             continue

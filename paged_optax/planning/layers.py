@@ -324,7 +324,6 @@ def _experts(matrices: Sequence[jax.ShapeDtypeStruct], width: int) -> int:
 
 
 def _queries(matrices: Sequence[NamedShape], width: int) -> tuple[int, int]:
-    """Values of a token's queries, and their heads."""
     for path, x in matrices:
         if _QUERY.search(path):
             query = math.prod(x.shape) // width

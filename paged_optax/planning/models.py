@@ -193,7 +193,6 @@ def decoder_of(name: str) -> Decoder:
 
 
 def _named(name: str) -> Decoder | None:
-    """The decoder of that name, however it is spelled: Llama_3 8B, meta-llama/..."""
     return {_words(known): decoder for known, decoder in DECODERS.items()}.get(
         _words(name)
     )
@@ -204,13 +203,11 @@ _ASIDES = ("meta", "hf", "base", "instruct", "it", "pt")
 
 
 def _words(name: str) -> tuple[str, ...]:
-    """Letters and numbers of a name, without who trained it and for what."""
     words = re.findall(r"[a-z]+|\d+(?:\.\d+)?", name.lower().rpartition("/")[2])
     return tuple(x for x in words if x not in _ASIDES)
 
 
 def _count(text: str) -> float:
-    """Reads a number of parameters: 8B, 1.5e9."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\d+)?)([MBT]?)", text.strip().upper())
     if match is None:
         written = "".join(_words(text))
@@ -270,13 +267,11 @@ def module_shapes(name: str) -> PyTree[jax.ShapeDtypeStruct]:
 
 
 def _failed(error: BaseException) -> str:
-    """The error of a user's code, in one line."""
     first, *_ = [*str(error).splitlines(), ""]
     return f"failed with {type(error).__name__}: {first}".rstrip(": ")
 
 
 def _parameters(model: PyTree) -> PyTree[ArrayLike]:
-    """The parameters of a model, which is being traced."""
     if "flax" in sys.modules:  # Or it is no Flax module.
         from flax import linen, nnx
 

@@ -16,7 +16,6 @@ from paged_optax.backend.validation import (
     check_arrays,
     check_count,
     check_mesh,
-    check_rate,
     check_transformation,
 )
 from paged_optax.engine.shards import Shards, spec_of_axes
@@ -25,8 +24,10 @@ from paged_optax.planning.card_rates import (
     DEFAULT_LINK,
     card_name,
     free_from,
+    machine_rate,
 )
 from paged_optax.planning.layers import stacks_under
+from paged_optax.transform.codec_rules import SMALLEST_CODED
 from paged_optax.transform.parameter_shardings import refuse_uneven
 from paged_optax.transform.planned_moments import Moment, recorded
 
@@ -232,7 +233,19 @@ class PagePlan:
             for x in self.moments
             if x.refused
         ]
-        return "\n\n".join((*tables, *notes))
+        return "\n\n".join((*tables, *notes, *filter(None, [self.uncoded])))
+
+    @property
+    def uncoded(self) -> str:
+        """A note on moments too small for their codec; empty if there are none."""
+        small = [x.bytes for x in self.moments if x.uncoded]
+        if not small:
+            return ""
+        return (
+            f"Stored without the codec, for they have fewer than {SMALLEST_CODED:,}"
+            f" values: {len(small)} of {len(self.moments)} arrays,"
+            f" {readable_bytes(sum(small))}."
+        )
 
 
 def plan(
@@ -291,7 +304,8 @@ def plan(
     if link_gigabytes_per_second is None:
         name = card_name(jax.local_devices()[0].device_kind)
         link_gigabytes_per_second = CARDS[name].link if name else DEFAULT_LINK
-    check_rate("link_gigabytes_per_second", link_gigabytes_per_second)
+    link = machine_rate("link_gigabytes_per_second", link_gigabytes_per_second)
+    products = None if teraflops is None else machine_rate("teraflops", teraflops)
     check_count("devices_per_host", devices_per_host, 1)
     if not isinstance(extra_args or {}, Mapping):
         raise TypeError(f"extra_args={brief(extra_args)} is not a mapping of names.")
@@ -316,11 +330,11 @@ def plan(
         moments += [dataclasses.replace(x, leaf=before + x.leaf) for x in described]
     result = PagePlan(
         tuple(moments),
-        link_gigabytes_per_second,
+        link,
         devices,
-        devices_per_host,
+        int(devices_per_host),
         sum(x.size for x in jax.tree.leaves(params)),
-        teraflops,
+        products,
     )
     # Planning for a GPU is mostly done elsewhere; only a TPU has no such pool.
     arrays = result.arrays_on_host * min(devices, devices_per_host)

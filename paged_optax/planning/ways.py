@@ -1,6 +1,7 @@
 """The bytes of each way to train: one `Footprint` for each."""
 
 import dataclasses
+import functools
 import json
 import warnings
 from collections.abc import Iterator, Mapping
@@ -63,9 +64,10 @@ class Paging:
         A codec that has no name is the variable `codec`.
         """
         texts = []
-        size, default = self.page_size, DEFAULT_PAGE_SIZE
-        if parse_bytes("page_size", size) != parse_bytes("page_size", default):
-            texts += [f"page_size={json.dumps(self.page_size)}"]
+        size, read = self.page_size, functools.partial(parse_bytes, "page_size")
+        if read(size) != read(DEFAULT_PAGE_SIZE):
+            size = json.dumps(size) if isinstance(size, str) else int(size)
+            texts += [f"page_size={size}"]
         if self.master_dtype is not None:
             texts += [f'master_dtype="{np.dtype(self.master_dtype)}"']
         if self.master_remainders:
@@ -180,7 +182,6 @@ class Ways:
         return self._counted(row, there, there + scratch, waits=True)
 
     def _moments_of(self, size: int) -> int:
-        """Bytes of the moments of so many bytes of parameters, as Optax has them."""
         return self.resident.device_bytes * size // max(1, self.parameters)
 
     def _with_weights_on_host(self, way: Footprint, layers: Layers) -> Footprint:

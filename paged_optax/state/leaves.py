@@ -132,35 +132,33 @@ def state_fields(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Py
             yield (*path, *key_path), child
 
 
-def state_leaves_of(state: PyTree) -> list[StateLeaf]:
-    """The leaves of a state, in order, each with its place."""
-    check_arrays("state", state)
-    return [
-        StateLeaf(
-            path[:-1],
-            path_name(path[-1:]),
-            () if _is_count_variable(key_path, value) else key_path,
-            as_pure(value),
+def state_leaves_of(state: PyTree, *, shapes: bool = True) -> list[StateLeaf]:
+    """The leaves of a state, in order; `shapes`: `ShapeDtypeStruct`s will do."""
+    check_arrays("state", state, shapes=shapes)
+    fields = [*state_fields(state)]
+    if isinstance(state, (dict, list)) and state and not any(x for x, _ in fields):
+        raise ValueError(
+            f"state is a {type(state).__name__} without Optax's states inside, as a"
+            " restore without a target makes it: put it into their containers first,"
+            " by paged_optax.place_state(tx, state, params)."
         )
-        for path, field in state_fields(state)
+    return [
+        StateLeaf(path[:-1], path_name(path[-1:]), key_path, as_pure(value))
+        for path, field in fields
         for key_path, value in _flat(field)
     ]
 
 
 def _flat(field: PyTree) -> list[tuple[KeyPath, PyTree]]:
     """A field's moments and arrays, each with its path, that of its variable."""
+    if jax.tree_util.all_leaves([as_pure(field)], is_leaf=is_quantized):
+        return [((), field)]  # a count, in a variable or not
     flat = jax.tree_util.tree_flatten_with_path(field, is_leaf=is_quantized)[0]
     boxed = lambda x: (
         is_quantized(x) and jax.tree.structure(x) != jax.tree.structure(as_pure(x))
     )
     value = jax.tree_util.GetAttrKey("value")
     return [((*path, value) if boxed(x) else path, x) for path, x in flat]
-
-
-def _is_count_variable(key_path: KeyPath, value: PyTree) -> bool:
-    """Whether a field is a count in a variable, as in Flax's `nnx.Optimizer`."""
-    one_variable = key_path == (jax.tree_util.GetAttrKey("value"),)
-    return one_variable and counts_steps(value.dtype)
 
 
 def unpaged_places(state_leaves: Iterable[StateLeaf]) -> set[tuple[KeyPath, str]]:

@@ -69,6 +69,7 @@ def page_in(state: PyTree, path: Path) -> dict[str, PyTree[Array]]:
       >>> sorted(moments), moments["mu"].shape
       (['mu', 'nu'], (512, 512))
     """
+    check_arrays("state", state, shapes=False)
     moments = {
         name: jax.device_put(leaf.value, DEVICE)
         for name, (_, leaf) in moments_at(state, path).items()
@@ -168,6 +169,7 @@ def init_param(
       (512, 256)
     """
     check_transformation("tx", tx)
+    check_arrays("params", params)
     flat, structure = jax.tree_util.tree_flatten_with_path(params)
     joins = set(Parameters([key for key, _ in flat], "params").named_by(path))
     # All others empty: their moments cost nothing, and are not used.
@@ -292,12 +294,12 @@ def master_weights(
     """
     check_arrays("params", params)
     fields = {
-        (leaf.field, _named(leaf.parameter)): leaf.value
-        for leaf in state_leaves_of(state)
+        (leaf.field, key_names(leaf.parameter)): leaf.value
+        for leaf in state_leaves_of(as_pure(state), shapes=False)
     }
 
     def master(path: KeyPath, parameter: Array) -> Array:
-        name = _named(path)
+        name = key_names(path)
         for field in _OF_FIELD:
             half = fields.get((field, name))
             if half is not None and half.shape == parameter.shape:
@@ -319,10 +321,5 @@ def master_weights(
             " paged(..., master_remainders=True), or master_dtype='float32'."
         )
 
-    return jax.tree_util.tree_map_with_path(master, params)
-
-
-def _named(path: KeyPath) -> tuple[str, ...]:
-    """The names of a parameter's keys, in a variable of Flax or not."""
-    names = key_names(path)
-    return names[:-1] if names[-1:] == ("value",) else names
+    masters = jax.tree_util.tree_map_with_path(master, as_pure(params))
+    return unflatten_like(params, masters)

@@ -176,7 +176,7 @@ def rebalance(
             f"recent_paths={brief(recent_paths)} is not a list of paths: pass one, also"
             " of a single parameter."
         )
-    state_leaves = state_leaves_of(state)
+    state_leaves = state_leaves_of(state, shapes=False)
     # Where a moment lives is part of its type, and a trace cannot change it.
     if is_traced(state):
         raise ValueError(

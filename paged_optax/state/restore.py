@@ -1,7 +1,7 @@
 """The state that `init` would make: described for a restore, and put back in place."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 from jax import Array
@@ -232,11 +232,6 @@ def _on_meshes(params: PyTree, of_moments: Sequence[NamedSharding | None]) -> Py
 # What follows the codec's name in the name of a field of codes.
 _ARRANGEMENT = re.compile(r"(_unsigned)?(_\d+x\d+)?(_less_\d+)?(_in_[\dx]+)?$")
 
-_BLOCKS = (
-    ", divided as they were, or into shards of whole blocks: a codec's blocks end with"
-    " a shard"
-)
-
 
 def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
     """A state whose arrays are where `tx.init(params)` would put them.
@@ -275,7 +270,9 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
       False
     """
     target = abstract_state(state if isinstance(state, Described) else tx, params)
-    arrays, places = _by_name(state), _by_name(target)
+    check_arrays("state", state)
+    places = _by_name(target)
+    arrays = _by_name(state, places)
     for name in places:
         # Before containers named the codec, the field of codes was called so.
         before = (*name[:-1], "codes")
@@ -283,17 +280,27 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
             arrays[name] = arrays.pop(before)
     for name in [*places, *arrays]:
         shape, wanted = (
-            dtype_and_shape(each[name]) if name in each else "missing"
-            for each in (arrays, places)
+            dtype_and_shape(each[name]) if name in each else none
+            for each, none in ((arrays, "missing"), (places, "none"))
         )
         if shape != wanted:
             _refuse_other_codec(name, arrays, places)
-            siblings = (x for x in places if x[:-1] == name[:-1])
-            coded = any(is_codes_field(x[-1]) for x in siblings)
+            way_out = (
+                "pass the transformation, and the parameters, that the state was made"
+                " with"
+            )
+            if any(x[:-1] == name[:-1] and is_codes_field(x[-1]) for x in places):
+                way_out += (
+                    ", divided as they were, or into shards of whole blocks: a codec's"
+                    " blocks end with a shard"
+                )
+            for x in arrays if shape == "missing" else ():
+                if x[-len(name) :] == name:
+                    part = "/".join(x[: -len(name)])
+                    way_out = f"it is under {part!r}, so pass this part of the state"
             raise ValueError(
                 f"state: {'/'.join(name)!r} is {shape}, and a state of tx for these"
-                f" parameters has {wanted}: pass the transformation, and the"
-                f" parameters, that the state was made with{_BLOCKS if coded else ''}."
+                f" parameters has {wanted}: {way_out}."
             )
     placed = [_placed(arrays[name], place) for name, place in places.items()]
     same = jax.tree.structure(as_pure(state)) == jax.tree.structure(as_pure(target))
@@ -328,10 +335,16 @@ def _storage(
     return _ARRANGEMENT.sub("", field).removeprefix("codes_")
 
 
-def _by_name(state: PyTree) -> dict[tuple[str, ...], PyTree[ArrayOrShape]]:
+def _by_name(
+    state: PyTree, known: Collection[tuple[str, ...]] = ()
+) -> dict[tuple[str, ...], PyTree[ArrayOrShape]]:
     """A state's arrays by the names of their keys, whatever the containers."""
     flat = jax.tree_util.tree_flatten_with_path(as_pure(state))[0]
-    return {key_names(path): x for path, x in flat}
+    # A restore without a target makes `{"value": array}` of one of Flax's variables. If
+    # it is a parameter that is called so, its name is known.
+    arrays = ((key_names(path), x) for path, x in flat)
+    boxed = lambda name: name[-1:] == ("value",) and name not in known
+    return {name[:-1] if known and boxed(name) else name: x for name, x in arrays}
 
 
 def _placed(

@@ -37,7 +37,7 @@ def get_step(state: PyTree, path: Path) -> Int[Array, ""]:
       >>> int(po.get_step(state, "a")), int(po.get_step(state, "b"))
       (1, 0)
     """
-    state_leaves = state_leaves_of(state)
+    state_leaves = state_leaves_of(state, shapes=False)
     parameter = parameter_at(path, state_leaves)
     count = step_of(state_leaves, parameter)
     if count is None:
@@ -113,7 +113,7 @@ def increment_step(state: PyTree, path: Path) -> PyTree:
       >>> int(po.get_step(po.increment_step(state, "w"), "w"))
       1
     """
-    state_leaves = state_leaves_of(state)
+    state_leaves = state_leaves_of(state, shapes=False)
     parameter = parameter_at(path, state_leaves)
     nodes = {leaf.node for leaf in state_leaves if leaf.is_moment}
     increments = [

@@ -1,6 +1,6 @@
 """Checks of what `init` and `update` are given, and the errors that they raise."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import NoReturn
 
 import jax
@@ -19,6 +19,7 @@ from paged_optax.backend.types import (
     KeyPath,
     shape_dtype,
 )
+from paged_optax.backend.validation import check_arrays
 from paged_optax.codecs import Quantized
 from paged_optax.engine.shards import Shards
 from paged_optax.transform.context import current, within
@@ -51,20 +52,14 @@ def paged_by_one(
 ) -> optax.GradientTransformationExtraArgs:
     """The same transformation, which refuses a paged one inside."""
 
-    def init(params: optax.Params) -> optax.OptState:
-        with within(paged=True):
-            return inner.init(params)
+    def alone(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        def call(*args: PyTree, **kwargs: object) -> PyTree:
+            with within(paged=True):
+                return function(*args, **kwargs)
 
-    def update(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: object,
-    ) -> tuple[optax.Updates, optax.OptState]:
-        with within(paged=True):
-            return inner.update(updates, state, params, **extra_args)
+        return call
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(alone(inner.init), alone(inner.update))
 
 
 def refuse_devices(
@@ -89,6 +84,18 @@ def refuse_devices(
             )
 
 
+def check_arguments(updates: PyTree, state: PyTree, params: PyTree | None) -> None:
+    """Raises unless an update's arguments are arrays, and only moments on the host."""
+    context = current()
+    only_looks = context.seen_through or context.on_update is not None
+    check_arrays("state", state, shapes=only_looks)
+    check_arrays("updates", updates, shapes=only_looks, numbers=True)
+    check_arrays("params", params, shapes=only_looks, numbers=True)
+    if not only_looks:
+        refuse_host("gradient", updates)
+        refuse_host("parameter", params)
+
+
 def refuse_host(what: str, tree: PyTree) -> None:
     """Refuses parameters and gradients in host memory."""
     for path, leaf in zip(*paths_of(tree), strict=True):
@@ -98,7 +105,8 @@ def refuse_host(what: str, tree: PyTree) -> None:
                 " moments belong there. A jax.jit that holds no update, and is given"
                 " donated moments, can return anything of their shape in their place:"
                 " use paged_optax.jit_step, or state out_shardings. To mend an array,"
-                " use jax.device_put(x, jax.memory.Space.Device)."
+                " use jax.device_put(x, jax.memory.Space.Device). The gradient of a"
+                " parameter in host memory is there too: mend the parameter."
             )
 
 

@@ -1,6 +1,7 @@
 """Which codec stores which moment."""
 
-from collections.abc import Collection, Container, Mapping, Sequence
+import math
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -92,6 +93,41 @@ def choose(
     Raises:
       ValueError: If a rule names nothing, or a codec does not fit its moment.
     """
+    every = _asked(rules, state_paths, avals, parameter_paths, owners, dtypes)
+    codecs: list[Codec | None] = []
+    for position, asked in enumerate(every):
+        if asked is None or (_is_small(asked[2]) and position not in parts):
+            codecs.append(None)
+        else:
+            codecs.append(_fitting(*asked))
+    return codecs
+
+
+def left_for_size(
+    rules: Mapping[str, Rule],
+    state_paths: Sequence[KeyPath],
+    avals: Sequence[ArrayOrShape],
+    parameter_paths: Sequence[KeyPath],
+    owners: Sequence[int | None],
+    dtypes: Sequence[np.dtype],
+) -> list[bool]:
+    """For each leaf whether a rule names a codec that `choose` leaves out: it is small.
+
+    The arguments are those of `choose`.
+    """
+    every = _asked(rules, state_paths, avals, parameter_paths, owners, dtypes)
+    return [asked is not None and _is_small(asked[2]) for asked in every]
+
+
+def _asked(
+    rules: Mapping[str, Rule],
+    state_paths: Sequence[KeyPath],
+    avals: Sequence[ArrayOrShape],
+    parameter_paths: Sequence[KeyPath],
+    owners: Sequence[int | None],
+    dtypes: Sequence[np.dtype],
+) -> Iterator["tuple[CodecLike, bool, _Moment] | None"]:
+    """For each leaf the codec by its rule, whether that names the moment, and which."""
     parameters = [path_name(path) for path in parameter_paths]
     moments = [
         None
@@ -103,20 +139,18 @@ def choose(
     masters = {
         x.dtype for x, name in zip(avals, moments, strict=True) if name == "master"
     }
-    codecs: list[Codec | None] = []
-    every = zip(moments, owners, avals, strict=True)
-    for position, (moment, owner, aval) in enumerate(every):
+    for moment, owner, aval in zip(moments, owners, avals, strict=True):
         if owner is None or moment is None:
-            codecs.append(None)
+            yield None
             continue
         dtype = dtypes[owner]
         which = _Moment(moment, parameters[owner], aval, dtype, aval.dtype in masters)
         rule, by_name = _last_match(rules, named_by, which)
-        small = int(np.prod(aval.shape)) < SMALLEST_CODED
-        small = small and position not in parts
-        plain = small or rule in (None, "float32")
-        codecs.append(None if plain else _fitting(rule, by_name, which))
-    return codecs
+        yield None if rule in (None, "float32") else (rule, by_name, which)
+
+
+def _is_small(moment: "_Moment") -> bool:
+    return math.prod(moment.aval.shape) < SMALLEST_CODED
 
 
 class _Moment(NamedTuple):

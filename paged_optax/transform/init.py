@@ -47,6 +47,7 @@ from paged_optax.backend.types import (
     without_explicit_axes,
 )
 from paged_optax.backend.user_warnings import warn_user
+from paged_optax.backend.validation import check_arrays
 from paged_optax.engine.backend_check import check_backend
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import Shards, constrained
@@ -82,9 +83,8 @@ def init(paged: PagedTransformation, params: optax.Params) -> optax.OptState:
         pairs = zip(jax.tree.leaves(params), parameter_shardings(params), strict=True)
         shardings = {id(x): sharding for x, sharding in pairs if sharding is not None}
         with within(shardings={**current().shardings, **shardings}):
-            state = donate_within_memory(
-                _new_state(paged, as_pure(params), metadata, record)
-            )
+            bare = paged.in_variables_of(params), as_pure(params)
+            state = donate_within_memory(_new_state(*bare, metadata, record))
     structure = jax.tree.structure(as_pure(params))
     if structure == jax.tree.structure(params):
         return state
@@ -102,6 +102,7 @@ def _new_state(
     metadata: Sequence[NamedSharding | None],
     record: Callable[..., None] | None,
 ) -> optax.OptState:
+    check_arrays("params", params, numbers=True)
     params = as_arrays(params)
     paths, leaves = paths_of(params)
     for path, leaf in zip(paths, leaves, strict=True):

@@ -14,6 +14,7 @@ from paged_optax.analysis.flat import refuse_effects, trace
 from paged_optax.analysis.per_leaf import analyse
 from paged_optax.analysis.program import Analysis, LeafUpdate
 from paged_optax.backend import memory
+from paged_optax.backend.flax_variables import with_variables_of
 from paged_optax.backend.memory import (
     PINNED_HOST,
     device_memory,
@@ -144,6 +145,11 @@ class PagedTransformation:
     per_parameter_steps: bool
     known: ParameterShardings
     on_moved: str
+
+    def in_variables_of(self, tree: PyTree) -> "PagedTransformation":
+        """The same, whose `inner` is called with the variables of a tree, if any."""
+        inner = with_variables_of(tree, self.inner)
+        return self if inner is self.inner else dataclasses.replace(self, inner=inner)
 
     def take_apart(
         self, updates: PyTree, state: PyTree, params: PyTree | None

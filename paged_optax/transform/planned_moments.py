@@ -20,6 +20,7 @@ from paged_optax.engine.geometry import sharing, uncut
 from paged_optax.engine.paged_array import PagedArray
 from paged_optax.engine.pages import MomentFormat, Pages
 from paged_optax.engine.shards import Shards
+from paged_optax.transform.codec_rules import left_for_size
 from paged_optax.transform.context import within
 from paged_optax.transform.leaf_groups import divided_as, loop_key
 from paged_optax.transform.paged_transformation import (
@@ -54,6 +55,7 @@ class Moment:
       both_ways: Whether one page of it is read while another is written.
       small: Whether it stays on the device because it is under `min_paged_size`.
       elementwise: Whether its update is computed element by element.
+      uncoded: Whether no codec stores it, though one is asked for: it is too small.
     """
 
     path: str
@@ -70,6 +72,7 @@ class Moment:
     both_ways: bool = False
     small: bool = False
     elementwise: bool = True
+    uncoded: bool = False
 
     @property
     def stays(self) -> str:
@@ -182,6 +185,14 @@ def planned_moments(
     elementwise = analysis.elementwise
     moments = []
     small = layout.small(paged.configuration.min_paged_size)
+    uncoded = left_for_size(
+        paged.rules,
+        state_paths,
+        avals,
+        paths_of(params)[0],
+        layout.owners,
+        [x.dtype for x in parameters],
+    )
     every = zip(state_paths, avals, layout.sizes, strict=True)
     for i, (path, x, size) in enumerate(every):
         unstreamed = number + i, uncut(x.shape).gpu, False, 3
@@ -208,6 +219,7 @@ def planned_moments(
                 both_ways=both and not stays[i],
                 small=size is not None and small[i],
                 elementwise=first + i in elementwise,
+                uncoded=uncoded[i] and codec is None,
             )
         )
     return moments

@@ -11,7 +11,6 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.backend.text import keystr
 from paged_optax.backend.types import ArrayOrShape, KeyPath, PyTreeDef
 
 #: A parameter or a gradient: an array, or the shape and dtype of one.
@@ -64,19 +63,8 @@ def arrays_and_rest(tree: PyTree) -> tuple[list[Traceable], Static]:
 
 def as_arrays(tree: PyTree) -> PyTree[Parameter]:
     """Makes JAX arrays of a tree's Python numbers and NumPy arrays."""
-
-    def array(path: KeyPath, x: object) -> Parameter:
-        if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
-            return x
-        try:
-            return jnp.asarray(x)
-        except TypeError as error:
-            raise TypeError(
-                f"leaf {keystr(path) or 'alone'} is of type {type(x).__name__}:"
-                " parameters and gradients are trees of arrays."
-            ) from error
-
-    return jax.tree_util.tree_map_with_path(array, tree)
+    is_array = lambda x: isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
+    return jax.tree.map(lambda x: x if is_array(x) else jnp.asarray(x), tree)
 
 
 def paths_of(tree: PyTree) -> tuple[list[KeyPath], list[PyTree]]:

@@ -25,10 +25,10 @@ from paged_optax.backend.types import (
     is_traced,
 )
 from paged_optax.transform.checks import (
+    check_arguments,
     note_elsewhere,
     refuse_different,
     refuse_exchanged,
-    refuse_host,
     refuse_inside_paged,
     refuse_shared_counts,
 )
@@ -85,28 +85,31 @@ class Update:
         """
         refuse_inside_paged()
         # `nnx.Optimizer` makes the state in variables, and calls with bare arrays.
+        paged = self.paged.in_variables_of(updates)
+        if paged is self.paged:
+            extra_args = as_pure(extra_args)
         gradients, moments, params = as_pure(updates), as_pure(state), as_pure(params)
         refuse_exchanged(gradients, moments, params)
-        extra_args = as_pure(extra_args)
+        check_arguments(gradients, moments, params)
         context = current()
         if context.plain:
             new = self.paged.inner.update(gradients, moments, params, **extra_args)
             return unflatten_like(updates, new[0]), unflatten_like(state, new[1])
         if context.seen_through:
             # A trace that only looks at what is computed must meet no page loop.
-            layout, leaves = self.paged.take_apart(gradients, moments, params)
+            layout, leaves = paged.take_apart(gradients, moments, params)
             zeros = lambda x: jnp.zeros(x.shape, x.dtype)
             plain = jax.tree.map(
                 lambda x: zeros(x) if isinstance(x, jax.ShapeDtypeStruct) else x,
                 layout.seen(leaves),
             )
-            new = self.paged.inner.update(gradients, plain, params, **extra_args)
+            new = paged.inner.update(gradients, plain, params, **extra_args)
             return unflatten_like(updates, new[0]), new[1]
         if context.on_update is not None:
-            layout, leaves = self.paged.take_apart(gradients, moments, params)
-            others = moments, params, extra_args
-            said = functools.partial(self._said, layout, gradients, leaves, *others)
-            context.on_update(self.paged, self.paged.moved(layout, leaves), said)
+            layout, leaves = paged.take_apart(gradients, moments, params)
+            others = gradients, leaves, moments, params, extra_args
+            said = functools.partial(self._said, paged, layout, *others)
+            context.on_update(paged, paged.moved(layout, leaves), said)
             return updates, state
         self._check(gradients, moments, params)
         gates, restart = gates_of(as_pure(active), gradients), context.restart
@@ -116,20 +119,20 @@ class Update:
         # A restart decides which moments move, and is traced too: it is among both.
         extras, static = arrays_and_rest({"restart": restart, "extra_args": extra_args})
         gradients, params = as_arrays(gradients), as_arrays(params)
-        layout, leaves = self.paged.take_apart(gradients, moments, params)
+        layout, leaves = paged.take_apart(gradients, moments, params)
         # Traced anew at each call, for `inner` may read more than its arguments.
         others = params, extras, static
-        analysis, constants = self._trace(layout, gradients, leaves, *others)
+        analysis, constants = self._trace(paged, layout, gradients, leaves, *others)
         # What varies in a moment's place may make others vary: again, until all do.
         while in_shard_map() and (
             new := as_results(analysis, gradients, leaves, gates or (), restart)
         ):
             gradients, leaves = new
-            analysis, constants = self._trace(layout, gradients, leaves, *others)
+            analysis, constants = self._trace(paged, layout, gradients, leaves, *others)
         if spans_processes((gradients, moments, params)):
             # A program that one process alone has would block the devices of all.
             like = gradients if params is None else params
-            said = said_of(self.paged, like, moments, layout, analysis)
+            said = said_of(paged, like, moments, layout, analysis)
             compare("update of a paged transformation", said)
         buffers = [*jax.tree.leaves(gradients), *leaves]
         arguments = buffers, params, extras, traced_gates, constants
@@ -151,8 +154,6 @@ class Update:
         return unflatten_like(updates, new[:first]), unflatten_like(state, new_state)
 
     def _check(self, updates: PyTree, state: PyTree, params: PyTree | None) -> None:
-        refuse_host("gradient", updates)
-        refuse_host("parameter", params)
         for path, x in zip(*paths_of(state), strict=True):
             if is_mistyped(x):
                 self.paged.tell(
@@ -166,6 +167,7 @@ class Update:
 
     def _trace(
         self,
+        paged: PagedTransformation,
         layout: StateLayout,
         updates: PyTree,
         leaves: Sequence[StoredOrShape],
@@ -175,7 +177,7 @@ class Update:
     ) -> tuple[Analysis, dict[int, ArrayLike]]:
         """Traces what an update computes, and the arrays that it closes over."""
         seen = layout.seen(leaves)
-        analysis, constants = self.paged.analyse(
+        analysis, constants = paged.analyse(
             updates, seen, layout.owners, params, extras, static
         )
         if layout.counts:
@@ -186,6 +188,7 @@ class Update:
 
     def _said(
         self,
+        paged: PagedTransformation,
         layout: StateLayout,
         updates: PyTree,
         leaves: Sequence[StoredOrShape],
@@ -195,6 +198,7 @@ class Update:
     ) -> Said:
         """What all processes must have built alike."""
         extras, static = arrays_and_rest({"restart": False, "extra_args": extra_args})
-        analysis, _ = self._trace(layout, updates, leaves, params, extras, static)
+        others = params, extras, static
+        analysis, _ = self._trace(paged, layout, updates, leaves, *others)
         like = updates if params is None else params
-        return said_of(self.paged, like, state, layout, analysis)
+        return said_of(paged, like, state, layout, analysis)

@@ -70,3 +70,48 @@ def test_real_workspace_of_complex_layers():
     for name in ("dtype", "host_dtype"):
         with pytest.raises(ValueError, match=rf"{name}=float32.*\['w'\].*complex64"):
             po.GradientWorkspace.allocate(layers, **{name: "float32"})
+
+
+@pytest.mark.parametrize("host_dtype", [None, "float16", "float32"])
+@pytest.mark.parametrize("clip", ["global", "layer"])
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**17])
+def test_float16_beyond_its_largest_norm(host_dtype, clip, scale):
+    """A scaled loss, whose gradients have a norm that float16 cannot hold."""
+    params = {
+        "head": jnp.full(64, 1.0, "float16"),
+        "layers": {"w": jnp.full((2, 64, 64), 1 / 64, "float16")},
+    }
+    batch = jnp.ones((8, 64), "float16")
+    wide = lambda tree: optax.tree.cast(tree, jnp.float32)
+
+    def epilogue(rest, x, kept, batch):
+        return (wide(x) @ wide(rest["head"])).mean() * scale
+
+    model = po.LayerwiseModel(
+        lambda rest, batch: (batch, None),
+        lambda w, x, context, i: (jnp.tanh(x @ w["w"]), None),
+        epilogue,
+    )
+    tx = po.paged_sgd(1 / scale, momentum=0.9, master_dtype="float32", **SETTINGS)
+    workspace = po.GradientWorkspace.allocate(params["layers"], host_dtype=host_dtype)
+    step = jax.jit(po.layerwise_step(model, tx, max_norm=scale, clip=clip))
+    *_, output = found = step(params, tx.init(params), workspace, batch)
+
+    def loss(params, batch):
+        for w in params["layers"]["w"]:
+            batch = jnp.tanh(batch @ w)
+        return epilogue(params, batch, None, None)
+
+    gradients = wide(jax.grad(loss)(params, batch))
+    norm = optax.tree.norm(gradients)
+    assert (float(norm) > 65504) == (scale > 2.0**10)
+    same(output.gradient_norm, norm, 1e-2)
+    parts = [gradients]
+    if clip == "layer":
+        layers = gradients["layers"]["w"]
+        parts = [gradients["head"], *layers]
+    limit = optax.clip_by_global_norm(scale)
+    clipped = [limit.update(part, limit.init(part))[0] for part in parts]
+    head = clipped[0] if clip == "layer" else clipped[0]["head"]
+    moved = wide(found[0]["head"]) - 1
+    same(moved, -head / scale, 2e-2)

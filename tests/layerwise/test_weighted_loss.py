@@ -323,3 +323,42 @@ def test_gradients_have_the_parameters_dtype(dtype):
     found = jax.eval_shape(step, *given, batch)[:3]
     types = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     assert types(found) == types(given)
+
+
+@pytest.mark.parametrize("host_dtype", [None, "float16", "float32"])
+@pytest.mark.parametrize("weight", [1.0, 1e-6])
+def test_float16_holds_neither_totals_nor_inverse_weights(host_dtype, weight):
+    """Sums of totals beyond 65,504, and weights whose inverse is."""
+
+    def epilogue(rest, x, kept, batch):
+        total = jnp.sum(x.astype("float32") @ rest["head"].astype("float32"))
+        total = total * jnp.float32(weight)
+        total = total.astype("float16") if weight == 1 else total
+        return po.WeightedLoss(total, jnp.float32(8 * weight))
+
+    functions = (
+        lambda rest, batch: (batch, None),
+        lambda weights, x, context, i: (jnp.tanh(x @ weights["w"]), None),
+        epilogue,
+    )
+    params = {
+        "layers": {"w": jnp.full((2, 64, 64), 1 / 64, "float16")},
+        "head": jnp.full(64, 64.0, "float16"),
+    }
+    tx = po.paged_sgd(1.0, **SETTINGS)
+    step = po.layerwise_step(po.LayerwiseModel(*functions), tx, accumulate=True)
+    workspace = po.GradientWorkspace.allocate(params["layers"], host_dtype=host_dtype)
+    batch = jnp.ones((4, 8, 64), "float16")
+    new, *_, output = jax.jit(step)(params, tx.init(params), workspace, batch)
+
+    def whole(params):
+        x = batch.reshape(-1, 64)
+        for w in params["layers"]["w"]:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x.astype("float32") @ params["head"].astype("float32"))
+
+    loss, gradients = jax.value_and_grad(whole)(params)
+    np.testing.assert_allclose(output.loss, loss, rtol=1e-3)
+    moved = params["head"].astype("float32") - new["head"].astype("float32")
+    by_head = gradients["head"].astype("float32")
+    np.testing.assert_allclose(moved, by_head, rtol=0.05)

@@ -121,15 +121,68 @@ def test_labels_beyond_the_vocabulary():
     assert not gradients[1:3].any() and gradients[::3].all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.uint16, jnp.int16, jnp.int64])
-def test_labels_of_other_dtypes(dtype):
-    with jax.enable_x64(True):
-        given = arrays((4,))
-        labels = given["labels"].astype(dtype)
-        losses = by_chunks(given["x"], given["head"], labels)
-        wanted = ordinary(given["x"], given["head"], given["labels"])
-        np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize(
+    "dtype", [f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)]
+)
+def test_labels_of_other_dtypes(dtype, make):
+    """No label beyond int32, or beyond the vocabulary, is another one's by a cast."""
+    most, least = np.iinfo(dtype).max, np.iinfo(dtype).min
+    given = arrays((8,))
+    labels = [3, 120, most, most - 99, most // 2 + 6, least, min(WORDS, most), 7]
+    losses = {}
+    for x64 in (True, False):
+        if not x64 and make is jnp.asarray and "64" in dtype:
+            continue  # such an array has 32 bits
+        with jax.enable_x64(x64):
+            given["labels"] = make(np.array(labels, dtype))
+            losses[x64] = by_chunks(given["x"], given["head"], given["labels"])
+            counts = np.array([0 <= label < WORDS for label in labels])
+            known = jnp.asarray(np.where(counts, labels, 0).astype(np.int32))
+            wanted = np.array(ordinary(given["x"], given["head"], known))
+            wanted[~counts] = np.where(np.array(labels, object) < 0, 0, np.nan)[~counts]
+            np.testing.assert_allclose(losses[x64], wanted, rtol=1e-6)
+
+
+def test_nothing_to_multiply():
+    """Of width 0 all logits are 0; of no vocabulary each label is too large."""
+    given = arrays((4,), width=0)
+    total = lambda x, head: by_chunks(x, head, given["labels"]).sum()
+    loss, gradients = jax.value_and_grad(total, (0, 1))(given["x"], given["head"])
+    np.testing.assert_allclose(loss, 4 * np.log(WORDS), rtol=1e-6)
+    assert [x.shape for x in gradients] == [(4, 0), (WORDS, 0)]
+    labels = given["labels"].at[0].set(-1)
+    losses = by_chunks(jnp.ones((4, 8)), jnp.ones((0, 8)), labels)
+    assert losses[0] == 0 and jnp.isnan(losses[1:]).all()
+
+
+@pytest.mark.parametrize("name", ["x", "head", "labels", "bias"])
+def test_arguments_on_the_host(name):
+    given = {n: x for n, x in arrays((4,)).items() if n != "weights"}
+    given[name] = jax.device_put(given[name], jax.memory.Space.Host)
+    for call in (po.linear_cross_entropy, jax.jit(po.linear_cross_entropy)):
+        with pytest.raises(ValueError, match=rf"{name} is in host.*device_put\({name}"):
+            call(**given)
+    given[name] = jax.device_put(given[name], jax.memory.Space.Device)
+    assert po.linear_cross_entropy(**given).shape == (4,)
+
+
+def test_forward_mode():
+    """The way out is named; what it names works."""
+    given = arrays((4,), width=8, words=16)
+    total = lambda x: by_chunks(x, given["head"], given["labels"]).sum()
+    plain = lambda x: ordinary(x, given["head"], given["labels"]).sum()
+    x = given["x"]
+    for take in (
+        lambda: jax.jvp(total, (x,), (x,)),
+        lambda: jax.jacfwd(total)(x),
+        lambda: jax.grad(lambda x: jax.jvp(total, (x,), (x,))[1])(x),
+    ):
+        with pytest.raises(TypeError, match=r"reverse-mode.*jax\.vjp.*Optax"):
+            take()
+    np.testing.assert_allclose(
+        jax.hessian(total)(x), jax.hessian(plain)(x), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.slow
