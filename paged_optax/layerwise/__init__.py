@@ -7,8 +7,9 @@ stores what is kept of each layer; `backward` goes through all layers, `dependen
 finds what has gradients.
 `layer_optimizer` applies the transformation to one layer: of the loss's `own_tree` by
 `own_update`, of stacks that are the model's own by the `programs` of the whole tree.
-`own_init` makes the state of the former, `layered_state` finds a layer's moments. `overlapped_update` does so while another
-layer is computed, in the segments of `overlap`. `weights` and `slabs` fetch a layer
+`own_init` makes the state of the former, `layered_state` finds a layer's moments.
+`overlapped_update` updates a layer while another one is computed, in the segments of
+`overlap`. `weights` and `slabs` fetch a layer
 and put it back. `loss` and `clipping` are what a step measures. `step_arguments` checks
 what it gets, `parameters` how layers are stacked.
 """

@@ -8,6 +8,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
+from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.state.leaves import is_quantized
 
@@ -70,6 +71,11 @@ class OwnTree:
         """The members of each stacked leaf, and the structure of the stacked tree."""
         return jax.tree.flatten(self.members)
 
+    @functools.cached_property
+    def _pure(self) -> PyTreeDef:
+        numbers = range(self.structure.num_leaves)
+        return jax.tree.structure(as_pure(self.structure.unflatten(numbers)))
+
     @property
     def length(self) -> int:
         """The number of layers."""
@@ -95,7 +101,8 @@ class OwnTree:
                 for x in members
             )
 
-        return _replace(tree, self.structure, combine)
+        # A state may have variables of its own, unlike the parameters'.
+        return _replace(as_pure(tree), self._pure, combine)
 
     def members_of(self, structure: PyTreeDef) -> list[Members]:
         """For each leaf of a stacked state the leaves of the own state.
