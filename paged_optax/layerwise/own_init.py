@@ -69,7 +69,7 @@ def _filled(
         # whole tree, and nothing is made of them.
         blanks = [_blank(m, x) for m, x in zip(members, params, strict=True)]
         own_params = _of_own(members, params, blanks, layer)
-        state = tx.init(own.structure.unflatten(own_params))
+        state = as_pure(tx.init(own.structure.unflatten(own_params)))
         numbered, structure = jax.tree.flatten(state, is_leaf=is_quantized)
         return numbered, own.members_of(structure)
 

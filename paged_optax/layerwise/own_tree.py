@@ -8,7 +8,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from paged_optax.backend.flax_variables import as_pure
+from paged_optax.backend.flax_variables import as_pure, fixed_variables
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.state.leaves import is_quantized
 
@@ -136,7 +136,8 @@ class OwnTree:
                     leaves[n] = x if there else optax.MaskedNode()
             return self.structure.unflatten(leaves)
 
-        return _replace(tree, self.stacked[1], combine)
+        # Flax's variables hold what a codec stores one by one.
+        return fixed_variables(_replace(tree, self.stacked[1], combine))
 
     def _joined(
         self,

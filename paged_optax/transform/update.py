@@ -93,8 +93,7 @@ class Update:
         check_arguments(gradients, moments, params)
         context = current()
         if context.plain:
-            new = self.paged.inner.update(gradients, moments, params, **extra_args)
-            return unflatten_like(updates, new[0]), unflatten_like(state, new[1])
+            return self.paged.inner.update(updates, state, params, **extra_args)
         if context.seen_through:
             # A trace that only looks at what is computed must meet no page loop.
             layout, leaves = paged.take_apart(gradients, moments, params)
