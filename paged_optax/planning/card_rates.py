@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -15,10 +16,11 @@ from paged_optax.planning.layers import Sizes, Workload
 def machine_rate(name: str, value: object) -> float:
     """The rate of a link, in GB/s, or of products, in TFLOP/s."""
     check_rate(name, value)
+    number: Any = value.item() if isinstance(value, np.generic) else value
     # Beyond, sums of bytes and seconds are no finite numbers.
-    if not 1e-9 <= value <= 1e9:  # pyright: ignore[reportOperatorIssue]
+    if not 1e-9 <= number <= 1e9:
         raise ValueError(f"{name}={brief(value)} is no machine's: pass 1e-9 to 1e9.")
-    return float(value)  # pyright: ignore[reportArgumentType]
+    return float(number)
 
 
 @dataclasses.dataclass(frozen=True)
