@@ -216,10 +216,10 @@ def free_from(
     Returns:
       The tokens of all sequences of a step, on one device.
     """
+    down = down_gigabytes_per_second
+    down = up_gigabytes_per_second if down is None else down
     up_rate = machine_rate("up_gigabytes_per_second", up_gigabytes_per_second)
-    down_rate = up_rate
-    if down_gigabytes_per_second is not None:
-        down_rate = machine_rate("down_gigabytes_per_second", down_gigabytes_per_second)
+    down_rate = machine_rate("down_gigabytes_per_second", down)
     products = machine_rate("teraflops", teraflops)
     check_rate("parameters", parameters)
     check_rate("flops_per_parameter", flops_per_parameter)
@@ -268,7 +268,8 @@ class Rates:
         link = machine_rate("link_gigabytes_per_second", link)
         reached = None
         if teraflops is not None:
-            reached = (machine_rate("teraflops", teraflops),) * 2
+            least = most = machine_rate("teraflops", teraflops)
+            reached = least, most
         elif card is not None:
             products = card.products(dtype)
             reached = LEAST * products, MOST * products
