@@ -19,7 +19,13 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import HOST, nbytes, on_host
 from paged_optax.backend.text import keystr, parse_bytes
-from paged_optax.backend.types import KeyPath, PyTreeDef, is_traced
+from paged_optax.backend.types import (
+    KeyPath,
+    PyTreeDef,
+    is_committed,
+    is_traced,
+    shape_dtype,
+)
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import brief, check_arrays
 from paged_optax.layerwise.clipping import wrapper_of
@@ -192,8 +198,7 @@ def _together(leaves: Sequence[Shaped], axis: int | None) -> Shaped:
             jnp.stack(xs) if axis is None else jnp.moveaxis(xs[0], axis, 0)
         )
         stack = jax.eval_shape(make, *leaves)
-        sharding = _sharding(first, axis)
-        return jax.ShapeDtypeStruct(stack.shape, stack.dtype, sharding=sharding)
+        return stack.update(sharding=_sharding(first, axis))
     if not any(isinstance(x, Array) for x in leaves):
         if axis is not None:
             return np.moveaxis(np.asarray(first), axis, 0)
@@ -209,7 +214,9 @@ def _together(leaves: Sequence[Shaped], axis: int | None) -> Shaped:
             _together([np.asarray(x) for x in leaves], axis), _sharding(first, axis)
         )
     make = lambda *xs: jnp.stack(xs) if axis is None else jnp.moveaxis(xs[0], axis, 0)
-    return jax.jit(make, out_shardings=_sharding(first, axis))(*leaves)
+    # A leaf that is not committed may go to the mesh around, as by `jnp.stack`.
+    sharding = _sharding(first, axis) if is_committed(first) else None
+    return jax.jit(make, out_shardings=sharding)(*leaves)
 
 
 def _sharding(x: Shaped, axis: int | None) -> jax.sharding.Sharding | None:
@@ -228,8 +235,7 @@ def _apart(x: Shaped, count: int, axis: int | None) -> list[Shaped]:
     """The leaves of a stack."""
     if isinstance(x, jax.ShapeDtypeStruct):
         make = lambda x: x[0] if axis is None else jnp.moveaxis(x, 0, axis)
-        leaf = jax.eval_shape(make, x)
-        return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)] * count
+        return [shape_dtype(jax.eval_shape(make, x))] * count
     if axis is not None:
         return [x if axis == 0 else jnp.moveaxis(x, 0, axis)]
     if not isinstance(x, np.ndarray) and on_host(x) and not is_traced(x):
@@ -291,7 +297,7 @@ def _one_axis_less(x: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """One layer's axes with all layers' values, so that the same leaves get a codec."""
     length, *axes = x.shape
     axes = [length * axes[0], *axes[1:]] if axes else [length]
-    return jax.ShapeDtypeStruct(axes, x.dtype)
+    return shape_dtype(x).update(shape=axes)
 
 
 def _look(
