@@ -1,13 +1,15 @@
 """Prologue, layer and epilogue of a loss in pieces, as a layerwise step calls them."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.extend import core
 from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
@@ -28,7 +30,6 @@ from paged_optax.splitting.pieces import (
 )
 from paged_optax.splitting.split_loss import Loss, SplitLoss
 from paged_optax.splitting.stacking import Stack, Stacking, unnested
-from paged_optax.transform.context import without
 
 
 class _Part(NamedTuple):
@@ -210,32 +211,22 @@ class SplitFunctions:
       loss: The user's loss, and the types of its parameters.
       batch: The types of the first batch.
       split: The loss, split for the first batch. Its stacks are those of all others.
-      traced: Traces and splits the loss; see `of`.
+      known: The loss, split, by its jaxpr. JAX keeps these by all that a trace depends
+        on, such as weak types, the mesh around, and the precision.
     """
 
     loss: Loss
     batch: PyTree[jax.ShapeDtypeStruct]
     split: SplitLoss
-    traced: jax.stages.Wrapped
+    known: MutableMapping[core.ClosedJaxpr, tuple[SplitLoss, Functions]]
 
     @classmethod
-    def of(cls, loss: Loss, batch: PyTree, layers: str | None) -> "SplitFunctions":
+    def of(cls, loss: Loss, batch: PyTree) -> "SplitFunctions":
         """Splits a loss for a first batch, whose layers are those of all others."""
-
-        def traced(
-            first: SplitLoss | None, params: PyTree, frozen: PyTree, batch: PyTree
-        ) -> tuple[SplitLoss, Functions]:
-            one = Loss(loss.function, params, frozen)
-            split = one.split(batch, layers, first)
-            return split, Functions.of(split.pieces)
-
-        # The results are static: JAX keeps them with what it traced, by all that a
-        # trace depends on, such as weak types, the mesh around, and the precision.
-        jitted = jax.jit(traced, static_argnums=0)
         batch = jax.tree.map(shape_dtype, batch)
-        with without():
-            traced_first = jitted.trace(None, loss.params, loss.frozen, batch)
-        return cls(loss, batch, traced_first.out_info[0], jitted)
+        jaxpr, split = loss.jaxpr(batch), loss.split(batch)
+        results = split, Functions.of(split.pieces)
+        return cls(loss, batch, split, weakref.WeakKeyDictionary({jaxpr: results}))
 
     def given(
         self, params: Mapping[str, PyTree], frozen: Mapping[str, PyTree] | None
@@ -244,12 +235,12 @@ class SplitFunctions:
 
         They need not have the dtypes that the loss was split with.
         """
-        types = [self.loss.params, self.loss.frozen]
-        for number, tree in enumerate((params, frozen)):
-            if tree is not None and types[number] is not None:
-                tree = jax.tree.map(shape_dtype, tree)
-                types[number] = self.stacking(frozen=bool(number)).unstacked(tree)
-        loss = Loss(self.loss.function, *types)
+        typed = lambda tree, frozen: self.stacking(frozen=frozen).unstacked(
+            jax.tree.map(shape_dtype, tree)
+        )
+        loss = dataclasses.replace(self.loss, params=typed(params, False))
+        if frozen is not None and loss.frozen is not None:
+            loss = dataclasses.replace(loss, frozen=typed(frozen, True))
         return dataclasses.replace(self, loss=loss)
 
     def stacking(self, *, frozen: bool) -> Stacking:
@@ -309,14 +300,14 @@ class SplitFunctions:
     def _of(self, batch: PyTree) -> tuple[SplitLoss, Functions]:
         """The loss, split for parameters and a batch of these types."""
         batch = jax.tree.map(shape_dtype, batch)
-        types = self.loss.params, self.loss.frozen, batch
         try:
-            with without():
-                results = self.traced.trace(None, *types).out_info
-                # For other types other layers may be larger.
-                if results[0].stacks != self.split.stacks:
-                    results = self.traced.trace(self.split, *types).out_info
-            return results
+            jaxpr = self.loss.jaxpr(batch)
+            if jaxpr not in self.known:
+                split = self.loss.split(batch)
+                if split.stacks != self.split.stacks:
+                    split = self.loss.split(batch, self.split)
+                self.known[jaxpr] = split, Functions.of(split.pieces)
+            return self.known[jaxpr]
         except Exception as error:
             # A loss may take any number of axes: only one that fails is told.
             if words := _other_axes(batch, self.batch):

@@ -115,10 +115,11 @@ def split_layers(
     _refuse_integers(params)
     if layers is not None and not isinstance(layers, str):
         raise TypeError(f"layers={layers!r} is not a path: pass one, as 'layers'.")
-    frozen_shapes = None if frozen is None else jax.tree.map(shape_dtype, frozen)
     # Types are kept, and no arrays: for other types the loss is traced again.
-    traced = Loss(loss, jax.tree.map(shape_dtype, params), frozen_shapes)
-    functions = SplitFunctions.of(traced, batch, layers)
+    params, frozen = jax.tree.map(shape_dtype, (params, frozen))
+    # A function of its own: what `loss` reads besides its arguments may have changed.
+    function = jax.jit(lambda *arguments: loss(*arguments))
+    functions = SplitFunctions.of(Loss(function, layers, params, frozen), batch)
     return SplitModel(
         functions.prologue, functions.layer, functions.epilogue, functions
     )
@@ -256,7 +257,8 @@ def _refuse_integers(params: PyTree) -> None:
         raise TypeError(
             f"params{keystr(path)} has dtype {x.dtype} and no gradient: pass it in"
             " frozen=, to loss(params, frozen, batch), or with the batch."
-            + random * f" Frozen, a count or key is the same in each step. {RESEED}"
+            + random
+            * f" Frozen, a count or key is the same in each step. {RESEED}"
         )
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from paged_optax.analysis.flat import ELEMENTWISE, Flat, trace
 from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import PyTreeDef
+from paged_optax.backend.types import PyTreeDef, without_explicit_axes
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.layerwise.loss import refuse_no_loss
 from paged_optax.splitting.assembly import Assembly
@@ -40,6 +40,7 @@ from paged_optax.splitting.pieces import Pieces
 from paged_optax.splitting.scans import Scan, scans
 from paged_optax.splitting.stacking import Stack
 from paged_optax.splitting.stages import Stages
+from paged_optax.transform.context import without
 
 #: Layers that a loss may be split between.
 Candidate = NumberedLayers | Scan | Sliced
@@ -54,7 +55,6 @@ RESEED = (
 _BY_HAND = "Or write the model by hand: LayerwiseModel(prologue, layer, epilogue)."
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitLoss:
     """A loss that is split between its layers.
@@ -78,15 +78,17 @@ class SplitLoss:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loss:
-    """A user's loss, and the shapes of its parameters.
+    """A user's loss, and the types of its parameters.
 
     Attributes:
-      function: The loss.
-      params: Shapes of the parameters.
-      frozen: Shapes of those that are not trained; None: the loss takes none.
+      function: The loss, by `jax.jit`.
+      layers: The path or prefix of the layers; None: the largest.
+      params: Types of the parameters.
+      frozen: Types of those that are not trained; None: the loss takes none.
     """
 
-    function: Callable[..., PyTree]
+    function: jax.stages.Wrapped
+    layers: str | None
     params: PyTree
     frozen: PyTree | None
 
@@ -100,12 +102,15 @@ class Loss:
             for names in split_names([path for path, _ in flat(tree)])
         )
 
-    def _traced(
-        self, batch: PyTree
-    ) -> tuple[core.ClosedJaxpr, PyTree[jax.ShapeDtypeStruct]]:
+    def _arguments(self, batch: PyTree) -> tuple[PyTree, ...]:
         frozen = () if self.frozen is None else (self.frozen,)
+        return self.params, *frozen, batch
+
+    def jaxpr(self, batch: PyTree[jax.ShapeDtypeStruct]) -> core.ClosedJaxpr:
+        """The loss as JAX keeps it: the same for the same types, mesh, and settings."""
         try:
-            return trace(self.function, self.params, *frozen, batch)
+            with without(), without_explicit_axes():
+                return self.function.trace(*self._arguments(batch)).jaxpr
         except Exception as error:
             if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
                 error.add_note(
@@ -117,16 +122,16 @@ class Loss:
             raise
 
     def split(
-        self, batch: PyTree, layers: str | None, first: SplitLoss | None
+        self, batch: PyTree[jax.ShapeDtypeStruct], first: SplitLoss | None = None
     ) -> SplitLoss:
-        """Traces the loss and splits it between its largest layers.
+        """Splits the loss between its largest layers.
 
         Args:
-          batch: A batch, or its shapes.
-          layers: The path or prefix of the layers; None: the largest.
+          batch: The types of a batch.
           first: The loss, split for another batch, whose stacks are taken; None: any.
         """
-        closed, shapes = self._traced(batch)
+        with without():
+            closed, shapes = trace(self.function, *self._arguments(batch))
         refuse_no_loss("loss", shapes)
         _refuse_effects(closed.jaxpr)
         self._warn_of_repeated(closed.jaxpr)
@@ -144,7 +149,7 @@ class Loss:
         candidates = all_layers
         if first is not None and not isinstance(first.layers, Scan):
             candidates = [first.layers]
-        elif layers is not None:
+        elif (layers := self.layers) is not None:
             names = [x.name or "*" for x in candidates]
             chosen = matching_lists(layers, names)
             candidates = [x for x in candidates if (x.name or "*") in chosen]
@@ -195,7 +200,6 @@ class Loss:
         # Where layers are only guessed, others are more likely to be meant.
         meant = (error for x, error in refused if not x.guess)
         raise next(meant, refused[0][1])
-
 
     def _warn_of_repeated(self, jaxpr: core.Jaxpr) -> None:
         """Warns of random numbers that are the same in each step."""

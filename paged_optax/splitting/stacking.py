@@ -99,8 +99,15 @@ class Stacking:
         """The tree before it was stacked."""
         leaves: list[Shaped | None] = [None] * len(self.paths)
         layers = unnested(stacked, [("layers", *names) for names in self.layers])
-        for stack, x in zip(self.layers.values(), layers, strict=True):
-            each = _apart(x, len(stack.leaves), stack.axis)
+        for (names, stack), x in zip(self.layers.items(), layers, strict=True):
+            count = len(stack.leaves)
+            if stack.axis is None and x.shape[:1] != (count,):
+                raise ValueError(
+                    f"{self.argument}['layers'] has {'/'.join(names)!r} of shape"
+                    f" {x.shape}, and the model that split_layers was given has {count}"
+                    " layers: pass the stacks of all of them."
+                )
+            each = _apart(x, count, stack.axis)
             for n, part in zip(stack.leaves, each, strict=True):
                 leaves[n] = part
         rest = unnested(stacked, [("rest", *names) for names in self.rest])
