@@ -74,8 +74,8 @@ def split_layers(
         It returns the loss, or the loss and metrics; the loss is a number or a
         `WeightedLoss`.
       params: The parameters, or their `jax.ShapeDtypeStruct`s.
-      batch: A batch, or its shapes; with `accumulate=True` a micro-batch. For batches
-        of other shapes the loss is traced again.
+      batch: A batch, or its shapes; with `accumulate=True` a micro-batch. For other
+        shapes and dtypes, and parameters of others, it is traced again, as by `jit`.
       layers: The path or prefix of the layers, such as `"layers"` or `"model/h_*"`;
         None: the largest ones that are found.
       frozen: Parameters that are not trained, or their shapes.
@@ -192,8 +192,8 @@ class SplitModel(LayerwiseModel):
     ) -> ModelFunctions:
         """As for `LayerwiseModel`; the loss is traced again for types that are new."""
         whole = lambda x: x and {**x.rest, "layers": x.layers}
-        given = self._functions.given(whole(params), whole(frozen))
-        calls = given.prologue, given.layer, given.epilogue
+        x = self._functions.given(whole(params), whole(frozen))
+        calls = x.prologue, x.layer, x.epilogue
         return ModelFunctions(*calls, activations_on_host, frozen)
 
     def check(self, tx: optax.GradientTransformation) -> None:
@@ -252,7 +252,6 @@ def _refuse_arguments(loss: Callable[..., PyTree], frozen: PyTree | None) -> Non
 def _refuse_integers(params: PyTree) -> None:
     """Refuses parameters that have no gradient."""
     for path, x in nondifferentiable(params):
-        # What an `nnx.RngStream` has.
         random = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or x.dtype == jnp.uint32
         raise TypeError(
             f"params{keystr(path)} has dtype {x.dtype} and no gradient: pass it in"
