@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.core import ShapedArray
 from jaxtyping import PyTree
@@ -21,7 +22,10 @@ from paged_optax.backend.validation import (
     check_function,
     nondifferentiable,
 )
+from paged_optax.layerwise.forward import ModelFunctions
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
+from paged_optax.layerwise.parameters import Partition
+from paged_optax.layerwise.weights import Frozen
 from paged_optax.splitting.dependence import (
     line_of,
     live_of,
@@ -29,9 +33,9 @@ from paged_optax.splitting.dependence import (
     values_in,
     values_of,
 )
-from paged_optax.splitting.functions import FunctionsByShape
+from paged_optax.splitting.functions import SplitFunctions
 from paged_optax.splitting.pieces import Pieces
-from paged_optax.splitting.split_loss import Loss, SplitLoss
+from paged_optax.splitting.split_loss import RESEED, Loss, SplitLoss
 from paged_optax.splitting.stacking import tell_of_choices
 
 
@@ -70,8 +74,8 @@ def split_layers(
         It returns the loss, or the loss and metrics; the loss is a number or a
         `WeightedLoss`.
       params: The parameters, or their `jax.ShapeDtypeStruct`s.
-      batch: A batch, or its shapes; with `accumulate=True` a micro-batch. For batches
-        of other shapes the loss is traced again.
+      batch: A batch, or its shapes; with `accumulate=True` a micro-batch. For other
+        shapes and dtypes, and parameters of others, it is traced again, as by `jit`.
       layers: The path or prefix of the layers, such as `"layers"` or `"model/h_*"`;
         None: the largest ones that are found.
       frozen: Parameters that are not trained, or their shapes.
@@ -111,10 +115,11 @@ def split_layers(
     _refuse_integers(params)
     if layers is not None and not isinstance(layers, str):
         raise TypeError(f"layers={layers!r} is not a path: pass one, as 'layers'.")
-    frozen_shapes = None if frozen is None else jax.tree.map(shape_dtype, frozen)
-    # Shapes are kept, and no arrays: for other batches the loss is traced again.
-    traced = Loss(loss, jax.tree.map(shape_dtype, params), frozen_shapes)
-    functions = FunctionsByShape.of(traced, batch, layers)
+    # Types are kept, and no arrays: for other types the loss is traced again.
+    params, frozen = jax.tree.map(shape_dtype, (params, frozen))
+    # A function of its own: what `loss` reads besides its arguments may have changed.
+    function = jax.jit(lambda *arguments: loss(*arguments))
+    functions = SplitFunctions.of(Loss(function, layers, params, frozen), batch)
     return SplitModel(
         functions.prologue, functions.layer, functions.epilogue, functions
     )
@@ -124,7 +129,7 @@ def split_layers(
 class SplitModel(LayerwiseModel):
     """A loss that is taken apart; what `split_layers` returns."""
 
-    _functions: FunctionsByShape
+    _functions: SplitFunctions
 
     def stack(
         self,
@@ -182,6 +187,15 @@ class SplitModel(LayerwiseModel):
         stacking = self._functions.stacking(frozen=True)
         return stacking.stacked(frozen, on_host=on_host, min_size=min_size)
 
+    def functions(
+        self, params: Partition, frozen: Frozen | None, activations_on_host: bool
+    ) -> ModelFunctions:
+        """As for `LayerwiseModel`; the loss is traced again for types that are new."""
+        whole = lambda x: x and {**x.rest, "layers": x.layers}
+        x = self._functions.given(whole(params), whole(frozen))
+        calls = x.prologue, x.layer, x.epilogue
+        return ModelFunctions(*calls, activations_on_host, frozen)
+
     def check(self, tx: optax.GradientTransformation) -> None:
         """Tells of what `tx` chooses otherwise for a stack than for one layer.
 
@@ -238,9 +252,12 @@ def _refuse_arguments(loss: Callable[..., PyTree], frozen: PyTree | None) -> Non
 def _refuse_integers(params: PyTree) -> None:
     """Refuses parameters that have no gradient."""
     for path, x in nondifferentiable(params):
+        random = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or x.dtype == jnp.uint32
         raise TypeError(
             f"params{keystr(path)} has dtype {x.dtype} and no gradient: pass it in"
             " frozen=, to loss(params, frozen, batch), or with the batch."
+            + random
+            * f" Frozen, a count or key is the same in each step. {RESEED}"
         )
 
 
