@@ -99,6 +99,22 @@ class LayerwiseModel:
         """
         return tx.init(params)
 
+    def functions(
+        self, params: Partition, frozen: Frozen | None, activations_on_host: bool
+    ) -> ModelFunctions:
+        """The three functions for parameters of these types; steps call it.
+
+        Args:
+          params: The parameters, or their types.
+          frozen: The frozen parameters; None: the functions take none.
+          activations_on_host: Whether the layers' inputs wait in host memory.
+
+        Returns:
+          The functions.
+        """
+        calls = self.prologue, self.layer, self.epilogue
+        return ModelFunctions(*calls, activations_on_host, frozen)
+
     def workspace(
         self,
         params: PyTree,
@@ -171,7 +187,7 @@ class LayerwiseModel:
         frozen = None
         if frozen_params:
             frozen = Frozen.of(frozen_params[0], layers, count)
-        model = ModelFunctions(self.prologue, self.layer, self.epilogue, False, frozen)
+        model = self.functions(partition, frozen, False)
         model = on_explicit_axes(model, partition, batch, False)
         x, context = model.run_prologue(partition.rest, batch)
 

@@ -151,11 +151,13 @@ def place_on_host(x: Shaped) -> Array | jax.ShapeDtypeStruct:
     """An array in host memory, or its shape; NumPy's goes there without a detour."""
     if not isinstance(x, np.ndarray) and on_host(x):
         return x
+    if not isinstance(x, jax.ShapeDtypeStruct) and not is_committed(x):
+        return jax.device_put(x, HOST)  # of the mesh around, if there is one
     sharding = typed_by_memory(
-        getattr(x, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
+        x.sharding or SingleDeviceSharding(jax.devices()[0])
     ).with_memory_kind(PINNED_HOST)
     if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return x.update(sharding=sharding)
     return jax.device_put(x, sharding)
 
 

@@ -17,7 +17,6 @@ from paged_optax.layerwise.backward_update import BackwardUpdate
 from paged_optax.layerwise.clipping import Clipping, Guard, widest
 from paged_optax.layerwise.deferred_update import DeferredUpdate
 from paged_optax.layerwise.dependencies import chunked_leaves
-from paged_optax.layerwise.forward import ModelFunctions
 from paged_optax.layerwise.host_gradients import HostGradients
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layered_state import LayeredState
@@ -189,21 +188,22 @@ def layerwise_step(
     check_transformation("tx", tx)
     if max_norm is not None:
         check_rate("max_norm", max_norm)
-    engine = ModelFunctions(
-        model.prologue, model.layer, model.epilogue, activations_on_host
+    own = model.own_tree
+    return LayerwiseStep(
+        model, tx, max_norm, clip, accumulate, activations_on_host, layers, own
     )
-    return LayerwiseStep(engine, tx, max_norm, clip, accumulate, layers, model.own_tree)
 
 
 @dataclasses.dataclass(eq=False)
 class LayerwiseStep:
     """What `layerwise_step` returns: call it, or `finish` what it leaves."""
 
-    _model: ModelFunctions
+    _model: LayerwiseModel
     _tx: optax.GradientTransformation
     _max_norm: float | int | None
     _clip: str
     _accumulate: bool
+    _activations_on_host: bool
     _layers: str
     _own: OwnTree | None
     # Whether it has warned of divided layers. No program depends on it.
@@ -305,7 +305,7 @@ class LayerwiseStep:
         batch: PyTree,
         frozen: PyTree,
     ) -> tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput]:
-        accumulate, model = self._accumulate, self._model
+        accumulate = self._accumulate
         if accumulate:
             refuse_other_counts(batch)
         partition, guard, clipping = self._partitioned(params, state, workspace)
@@ -313,9 +313,8 @@ class LayerwiseStep:
         if deferred := workspace.pending is not None:
             kind = DeferredUpdate
         if frozen is not None:
-            length = length_of(partition.layers)
-            of_layers = Frozen.of(frozen, self._layers, length)
-            model = dataclasses.replace(model, frozen=of_layers)
+            frozen = Frozen.of(frozen, self._layers, length_of(partition.layers))
+        model = self._model.functions(partition, frozen, self._activations_on_host)
         model = on_explicit_axes(model, partition, batch, accumulate)
         run = lambda optimizer: kind(
             model, partition, optimizer, clipping, accumulate, guard
@@ -351,7 +350,8 @@ class LayerwiseStep:
                 " allocated with rest= and host_dtype= are deferred."
             )
         optimizer = _optimizer(params, partition, guard, workspace, self._own)
-        step = DeferredUpdate(self._model, partition, optimizer, clipping, False, guard)
+        model = self._model.functions(partition, None, self._activations_on_host)
+        step = DeferredUpdate(model, partition, optimizer, clipping, False, guard)
         warn_of_moved(ask(guard.tx, params, guard.state, self._own), workspace)
         return step.finish(workspace)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -15,10 +16,11 @@ from paged_optax.planning.layers import Sizes, Workload
 def machine_rate(name: str, value: object) -> float:
     """The rate of a link, in GB/s, or of products, in TFLOP/s."""
     check_rate(name, value)
+    number: Any = value.item() if isinstance(value, np.generic) else value
     # Beyond, sums of bytes and seconds are no finite numbers.
-    if not 1e-9 <= value <= 1e9:  # pyright: ignore[reportOperatorIssue]
+    if not 1e-9 <= number <= 1e9:
         raise ValueError(f"{name}={brief(value)} is no machine's: pass 1e-9 to 1e9.")
-    return float(value)  # pyright: ignore[reportArgumentType]
+    return float(number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,10 +216,10 @@ def free_from(
     Returns:
       The tokens of all sequences of a step, on one device.
     """
+    down = down_gigabytes_per_second
+    down = up_gigabytes_per_second if down is None else down
     up_rate = machine_rate("up_gigabytes_per_second", up_gigabytes_per_second)
-    down_rate = up_rate
-    if down_gigabytes_per_second is not None:
-        down_rate = machine_rate("down_gigabytes_per_second", down_gigabytes_per_second)
+    down_rate = machine_rate("down_gigabytes_per_second", down)
     products = machine_rate("teraflops", teraflops)
     check_rate("parameters", parameters)
     check_rate("flops_per_parameter", flops_per_parameter)
@@ -266,7 +268,8 @@ class Rates:
         link = machine_rate("link_gigabytes_per_second", link)
         reached = None
         if teraflops is not None:
-            reached = (machine_rate("teraflops", teraflops),) * 2
+            least = most = machine_rate("teraflops", teraflops)
+            reached = least, most
         elif card is not None:
             products = card.products(dtype)
             reached = LEAST * products, MOST * products

@@ -116,8 +116,6 @@ def _headers(paths: Sequence[pathlib.Path]) -> dict[str, jax.ShapeDtypeStruct]:
 def _header(path: pathlib.Path) -> tuple[dict[str, jax.ShapeDtypeStruct], int]:
     """Reads a safetensors file's header: its length in eight bytes, then JSON.
 
-    The second is bytes of whole numbers, without those of 64 bits, which are positions.
-
     The format is described at https://github.com/huggingface/safetensors#format.
     """
     with opened(path) as file:

@@ -249,7 +249,6 @@ def _check_whole(fields: Fields) -> None:
 
 
 def _dtype(fields: Fields) -> str:
-    """The parameters' dtype: `dtype` of transformers 5, before that `torch_dtype`."""
     for name in ("dtype", "torch_dtype"):
         dtype = fields.entries.get(name)
         if isinstance(dtype, str) and dtype in _DTYPES:

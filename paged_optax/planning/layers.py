@@ -308,13 +308,11 @@ def sizes_of(layers: Layers, heads: int | None) -> tuple[Sizes, str]:
 
 
 def _width(matrices: Sequence[jax.ShapeDtypeStruct]) -> int:
-    """The width of the residual stream: the axis that most matrices of a layer have."""
     counts = collections.Counter(n for x in matrices for n in {*x.shape})
     return max(counts, key=lambda n: (counts[n], n), default=1)
 
 
 def _experts(matrices: Sequence[jax.ShapeDtypeStruct], width: int) -> int:
-    """Experts: stacks of matrices, of as many as a router has scores for."""
     stacks = [x.shape[0] for x in matrices if len(x.shape) == 3 and width in x.shape]
     scores = {
         n for x in matrices if len(x.shape) == 2 and width in x.shape for n in x.shape

@@ -127,7 +127,6 @@ class Ways:
     def _footprint(
         self, way: str, gradients: int, plan: PagePlan, **other: int | float
     ) -> Footprint:
-        """The footprint of a way by its plan; `other` replaces single figures."""
         row = Footprint(
             way,
             self.parameters,
@@ -160,7 +159,6 @@ class Ways:
         return dataclasses.replace(row, activations=max(0, peak - row.device))
 
     def _ordinary(self, way: str, plan: PagePlan, **other: int | float) -> Footprint:
-        """A way with the gradients of all parameters."""
         row = self._footprint(way, self.parameters, plan, **other)
         # Moments that are on the host stay there until the update. The gradients'
         # stacks are made when the layers' backward pass begins.

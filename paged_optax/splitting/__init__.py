@@ -5,7 +5,8 @@ over stacked ones, or stacks that are `indexed`. `split_loss` traces a loss and 
 its layers, the largest first. `dependence` follows parameters through the loss, `cuts`
 says where it is cut, `stages` which layer each equation belongs to, `assembly` what
 goes from layer to layer. `pieces` is the result, and `functions` calls it as prologue,
-layer and epilogue. `stacking` stacks parameters.
+layer and epilogue. `stacking` stacks parameters,
+`summary` is the table.
 """
 
 from paged_optax.splitting.dependence import SplitError

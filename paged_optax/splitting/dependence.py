@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+
+from jax.extend import core
 
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Operand
@@ -197,6 +199,34 @@ def live_of(flat: Flat, producer: Mapping[int, int]) -> tuple[int, ...]:
             needed.add(n)
             stack += values_in(flat.equations[n])
     return tuple(sorted(needed))
+
+
+def repeated_keys(
+    jaxpr: core.Jaxpr, given: Sequence[Set[int | None]]
+) -> set[int | None]:
+    """The sources of random numbers that nothing else goes into.
+
+    Args:
+      jaxpr: A function.
+      given: The sources of each argument; None stands for what may change.
+    """
+    repeated = set[int | None]()
+    sources = dict(zip(jaxpr.invars, given, strict=True))
+    for eqn in jaxpr.eqns:
+        each = [
+            set() if isinstance(x, core.Literal) else sources.get(x, set())
+            for x in eqn.invars
+        ]
+        union = set().union(*each)
+        if eqn.primitive.name in ("random_bits", "random_gamma") and None not in union:
+            repeated |= union
+        for inner in core.jaxprs_in_params(eqn.params):
+            # Calls, branches and turns of loops take the last operands.
+            count = len(inner.invars)
+            last = each[-count:] if 0 < count <= len(each) else [union] * count
+            repeated |= repeated_keys(inner, last)
+        sources.update(dict.fromkeys(eqn.outvars, union))
+    return repeated
 
 
 def _pure(

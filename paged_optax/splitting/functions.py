@@ -1,19 +1,21 @@
 """Prologue, layer and epilogue of a loss in pieces, as a layerwise step calls them."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.extend import core
 from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
 from paged_optax.analysis.program import Constant, Operand, Program
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import PyTreeDef
+from paged_optax.backend.types import shape_dtype
 from paged_optax.splitting.dependence import producers_of
 from paged_optax.splitting.numbered import Member, split_names
 from paged_optax.splitting.pieces import (
@@ -174,72 +176,72 @@ class Functions:
         )
 
 
-class _BatchTypes(NamedTuple):
-    """The structure and the types of a batch.
+def _other_axes(batch: PyTree, first: PyTree) -> str:
+    """What to tell if each array has one axis more, or less, than the first batch.
 
-    Attributes:
-      structure: Its structure.
-      types: The shape and the dtype of each leaf.
+    It is empty if they have not.
     """
-
-    structure: PyTreeDef
-    types: tuple[tuple[tuple[int, ...], str], ...]
-
-    @classmethod
-    def of(cls, batch: PyTree) -> "_BatchTypes":
-        """Those of this batch."""
-        leaves, structure = jax.tree.flatten(batch)
-        types = [jax.typeof(x) if not hasattr(x, "dtype") else x for x in leaves]
-        return cls(structure, tuple((tuple(x.shape), str(x.dtype)) for x in types))
-
-    def other_axes(self, first: "_BatchTypes") -> str:
-        """What to tell if each array has one axis more, or less, than the first batch.
-
-        It is empty if they have not.
-        """
-        if self.structure != first.structure:
-            return ""
-        numbers = self.structure.unflatten(range(len(self.types)))
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(numbers)[0]]
-        triples = zip(paths, self.types, first.types, strict=True)
-        shapes = [(path, x, like) for path, (x, _), (like, _) in triples if x or like]
-        more = {len(x) - len(like) for _, x, like in shapes}
-        if more not in ({1}, {-1}):
-            return ""
-        path, shape, like = shapes[0]
-        told = f"batch{keystr(path)} has shape {shape}, and split_layers got {like}"
-        if more == {1}:
-            return (
-                f"{told}: it has an axis more. For micro-batches, stacked, pass"
-                " accumulate=True to layerwise_step; or pass a batch without the axis."
-            )
+    if jax.tree.structure(batch) != jax.tree.structure(first):
+        return ""
+    flat, _ = jax.tree_util.tree_flatten_with_path(batch)
+    pairs = zip(flat, jax.tree.leaves(first), strict=True)
+    shapes = [(path, x.shape, y.shape) for (path, x), y in pairs if x.shape or y.shape]
+    more = {len(x) - len(like) for _, x, like in shapes}
+    if more not in ({1}, {-1}):
+        return ""
+    path, shape, like = shapes[0]
+    told = f"batch{keystr(path)} has shape {shape}, and split_layers got {like}"
+    if more == {1}:
         return (
-            f"{told}: it has an axis less. With accumulate=True a step takes"
-            " micro-batches from the leading axis of each leaf: stack them, as by"
-            " x.reshape(count, -1, *x.shape[1:]), or leave accumulate=True out."
+            f"{told}: it has an axis more. For micro-batches, stacked, pass"
+            " accumulate=True to layerwise_step; or pass a batch without the axis."
         )
+    return (
+        f"{told}: it has an axis less. With accumulate=True a step takes"
+        " micro-batches from the leading axis of each leaf: stack them, as by"
+        " x.reshape(count, -1, *x.shape[1:]), or leave accumulate=True out."
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class FunctionsByShape:
-    """Prologue, layer and epilogue for batches of any shapes.
+class SplitFunctions:
+    """Prologue, layer and epilogue of a loss, for batches of any types.
 
     Attributes:
-      loss: The user's loss.
-      split: The loss, split for the first batch.
-      by_shapes: A cache of the functions by the batch's shapes, the first batch's
-        first. They depend only on the loss and these shapes.
+      loss: The user's loss, and the types of its parameters.
+      batch: The types of the first batch.
+      split: The loss, split for the first batch. Its stacks are those of all others.
+      known: The loss, split, by its jaxpr. JAX keeps these by all that a trace depends
+        on, such as weak types, the mesh around, and the precision.
     """
 
     loss: Loss
+    batch: PyTree[jax.ShapeDtypeStruct]
     split: SplitLoss
-    by_shapes: dict[_BatchTypes, Functions]
+    known: MutableMapping[core.ClosedJaxpr, tuple[SplitLoss, Functions]]
 
     @classmethod
-    def of(cls, loss: Loss, batch: PyTree, layers: str | None) -> "FunctionsByShape":
+    def of(cls, loss: Loss, batch: PyTree) -> "SplitFunctions":
         """Splits a loss for a first batch, whose layers are those of all others."""
-        split = loss.split(batch, layers, None)
-        return cls(loss, split, {_BatchTypes.of(batch): Functions.of(split.pieces)})
+        batch = jax.tree.map(shape_dtype, batch)
+        jaxpr, split = loss.jaxpr(batch), loss.split(batch)
+        results = split, Functions.of(split.pieces)
+        return cls(loss, batch, split, weakref.WeakKeyDictionary({jaxpr: results}))
+
+    def given(
+        self, params: Mapping[str, PyTree], frozen: Mapping[str, PyTree] | None
+    ) -> "SplitFunctions":
+        """The functions for parameters of these types, stacked.
+
+        They need not have the dtypes that the loss was split with.
+        """
+        typed = lambda tree, frozen: self.stacking(frozen=frozen).unstacked(
+            jax.tree.map(shape_dtype, tree)
+        )
+        loss = dataclasses.replace(self.loss, params=typed(params, False))
+        if frozen is not None and loss.frozen is not None:
+            loss = dataclasses.replace(loss, frozen=typed(frozen, True))
+        return dataclasses.replace(self, loss=loss)
 
     def stacking(self, *, frozen: bool) -> Stacking:
         """How the trained parameters are stacked, or the frozen ones."""
@@ -268,7 +270,7 @@ class FunctionsByShape:
 
     def prologue(self, rest: PyTree, *others: PyTree) -> tuple[list[Array], PyTree]:
         """The first layer's input, and the values that all layers see."""
-        functions = self._of(others[-1])
+        _, functions = self._of(others[-1])
         x, context = functions.prologue(self._numbered(rest, others))
         # A layer is not given the batch, by whose shapes its functions are chosen.
         return x, (functions, context)
@@ -291,27 +293,30 @@ class FunctionsByShape:
         """What the loss returns."""
         *frozen, x, kept, batch = others
         numbers = self._numbered(rest, (*frozen, batch))
-        results = self._of(batch).epilogue(numbers, x, kept)
-        return jax.tree.unflatten(self.split.output, results)
+        split, functions = self._of(batch)
+        results = functions.epilogue(numbers, x, kept)
+        return jax.tree.unflatten(split.output, results)
 
-    def _of(self, batch: PyTree) -> Functions:
-        key = _BatchTypes.of(batch)
-        if key not in self.by_shapes:
-            # The layers are those of the first batch: its parameters are stacked so.
-            stacked = isinstance(next(iter(self.split.stacks.values())).axis, int)
-            try:
-                split = self.loss.split(batch, self.split.layers.name, stacked)
-            except Exception as error:
-                # A loss may take any number of axes: only one that fails is told.
-                if words := key.other_axes(next(iter(self.by_shapes))):
-                    first_line = str(error).partition("\n")[0]
-                    raise ValueError(
-                        f"{words} The loss fails with this batch:"
-                        f" {type(error).__name__}: {first_line}"
-                    ) from error
-                raise
-            self.by_shapes[key] = Functions.of(split.pieces)
-        return self.by_shapes[key]
+    def _of(self, batch: PyTree) -> tuple[SplitLoss, Functions]:
+        """The loss, split for parameters and a batch of these types."""
+        batch = jax.tree.map(shape_dtype, batch)
+        try:
+            jaxpr = self.loss.jaxpr(batch)
+            if jaxpr not in self.known:
+                split = self.loss.split(batch)
+                if split.stacks != self.split.stacks:
+                    split = self.loss.split(batch, self.split)
+                self.known[jaxpr] = split, Functions.of(split.pieces)
+            return self.known[jaxpr]
+        except Exception as error:
+            # A loss may take any number of axes: only one that fails is told.
+            if words := _other_axes(batch, self.batch):
+                first_line = str(error).partition("\n")[0]
+                raise ValueError(
+                    f"{words} The loss fails with this batch:"
+                    f" {type(error).__name__}: {first_line}"
+                ) from error
+            raise
 
     def _numbered(self, rest: PyTree, others: Sequence[PyTree]) -> dict[int, ArrayLike]:
         """The parameters outside the layers, and the batch, by number."""

@@ -48,7 +48,8 @@ class NumberedLayers:
     @property
     def shown(self) -> str:
         """The beginning of each layer's paths, for tables and messages."""
-        return "all lists" if self.name == "*" else f"{self.name}*"
+        several = self.guess and self.name == "*"
+        return "all lists" if several else f"{self.name.removesuffix('*')}*"
 
     @property
     def leaves(self) -> set[int]:
@@ -129,7 +130,8 @@ def numbered(
         if alike := _alike(members, avals):
             alike = [relabeled(each, lambda n: avals[n].ndim) for each in alike]
             size = nbytes([avals[n] for each in alike for n in each.values()])
-            lists.append(NumberedLayers("/".join((*before, stem)), tuple(alike), size))
+            name = "/".join((*before, stem)) or "*"
+            lists.append(NumberedLayers(name, tuple(alike), size))
     lists += _by_kind(leaves, avals, [x.leaves for x in lists])
     return sorted(lists, key=lambda layers: -layers.nbytes)
 
@@ -171,7 +173,9 @@ def _by_kind(
                 layer |= {(f, (*kind, *names)): n for (f, names), n in part.items()}
         for members in by_length.values():
             chosen = frozenset(n for each in members for n in each.values())
-            if members and set(chosen) not in known and all(x[1] for x in members[0]):
+            # Of a list of arrays, one that is within another list is named by itself.
+            named = all(names for each in members[:1] for _, names in each)
+            if members and set(chosen) not in known and (named or chosen not in lists):
                 members = [relabeled(x, lambda n: avals[n].ndim) for x in members]
                 size = nbytes([avals[n] for n in chosen])
                 name = "/".join((*before, "")) or "*"
@@ -192,9 +196,9 @@ def relabeled(
 ) -> dict[Member, Item]:
     """A layer whose parts, if they are numbered, are not mistaken for layers.
 
-    Matrices tell a tree of stacks from a list of layers. If there are only vectors, the
-    names of the parts get a first name that has no number. `ndim` counts the axes that
-    a part has in one layer.
+    Matrices tell a tree of stacks from a list of layers. If there are only vectors, or
+    if a layer is one array, the names of the parts get a first name that has no number.
+    `ndim` counts the axes that a part has in one layer.
     """
     renamed: dict[Member, Item] = {}
     for frozen in (False, True):
@@ -202,7 +206,8 @@ def relabeled(
             names: x for (is_frozen, names), x in members.items() if is_frozen == frozen
         }
         mistaken = all(
-            _numbered(names[0]) and ndim(x) < 2 for names, x in weights.items()
+            not names or (_numbered(names[0]) and ndim(x) < 2)
+            for names, x in weights.items()
         )
         for names, x in weights.items():
             renamed[frozen, ("layer", *names) if mistaken else names] = x

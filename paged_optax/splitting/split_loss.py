@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AxisType
 from jaxtyping import PyTree
@@ -12,7 +13,9 @@ from jaxtyping import PyTree
 from paged_optax.analysis.flat import ELEMENTWISE, Flat, trace
 from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.backend.memory import nbytes
-from paged_optax.backend.types import PyTreeDef
+from paged_optax.backend.text import keystr
+from paged_optax.backend.types import PyTreeDef, without_explicit_axes
+from paged_optax.backend.user_warnings import warn_user
 from paged_optax.layerwise.loss import refuse_no_loss
 from paged_optax.splitting.assembly import Assembly
 from paged_optax.splitting.cuts import Cuts
@@ -20,6 +23,7 @@ from paged_optax.splitting.dependence import (
     Depends,
     SplitError,
     line_of,
+    repeated_keys,
     values_in,
     values_of,
 )
@@ -36,9 +40,17 @@ from paged_optax.splitting.pieces import Pieces
 from paged_optax.splitting.scans import Scan, scans
 from paged_optax.splitting.stacking import Stack
 from paged_optax.splitting.stages import Stages
+from paged_optax.transform.context import without
 
 #: Layers that a loss may be split between.
 Candidate = NumberedLayers | Scan | Sliced
+
+#: How each step gets other random numbers.
+RESEED = (
+    "Put a key in the batch, and begin the loss with nnx.reseed(model,"
+    " dropout=batch['key']), by the streams' names (default for nnx.Rngs(0)); or"
+    " fold it into the frozen key."
+)
 
 _BY_HAND = "Or write the model by hand: LayerwiseModel(prologue, layer, epilogue)."
 
@@ -66,15 +78,17 @@ class SplitLoss:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loss:
-    """A user's loss, and the shapes of its parameters.
+    """A user's loss, and the types of its parameters.
 
     Attributes:
-      function: The loss.
-      params: Shapes of the parameters.
-      frozen: Shapes of those that are not trained; None: the loss takes none.
+      function: The loss, by `jax.jit`.
+      layers: The path or prefix of the layers; None: the largest.
+      params: Types of the parameters.
+      frozen: Types of those that are not trained; None: the loss takes none.
     """
 
-    function: Callable[..., PyTree]
+    function: jax.stages.Wrapped
+    layers: str | None
     params: PyTree
     frozen: PyTree | None
 
@@ -88,12 +102,15 @@ class Loss:
             for names in split_names([path for path, _ in flat(tree)])
         )
 
-    def _traced(
-        self, batch: PyTree
-    ) -> tuple[core.ClosedJaxpr, PyTree[jax.ShapeDtypeStruct]]:
+    def _arguments(self, batch: PyTree) -> tuple[PyTree, ...]:
         frozen = () if self.frozen is None else (self.frozen,)
+        return self.params, *frozen, batch
+
+    def jaxpr(self, batch: PyTree[jax.ShapeDtypeStruct]) -> core.ClosedJaxpr:
+        """The loss as JAX keeps it: the same for the same types, mesh, and settings."""
         try:
-            return trace(self.function, self.params, *frozen, batch)
+            with without(), without_explicit_axes():
+                return self.function.trace(*self._arguments(batch)).jaxpr
         except Exception as error:
             if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
                 error.add_note(
@@ -105,34 +122,37 @@ class Loss:
             raise
 
     def split(
-        self, batch: PyTree, layers: str | None, stacked: bool | None
+        self, batch: PyTree[jax.ShapeDtypeStruct], first: SplitLoss | None = None
     ) -> SplitLoss:
-        """Traces the loss and splits it between its largest layers.
+        """Splits the loss between its largest layers.
 
         Args:
-          batch: A batch, or its shapes.
-          layers: The path or prefix of the layers; None: the largest.
-          stacked: Whether their parameters are stacked, and scanned over or taken by
-            their numbers; None: whichever are larger.
+          batch: The types of a batch.
+          first: The loss, split for another batch, whose stacks are taken; None: any.
         """
-        closed, shapes = self._traced(batch)
+        with without():
+            closed, shapes = trace(self.function, *self._arguments(batch))
         refuse_no_loss("loss", shapes)
         _refuse_effects(closed.jaxpr)
+        self._warn_of_repeated(closed.jaxpr)
         leaves = self.leaves
         avals = [x.aval for x in closed.jaxpr.invars[: len(leaves)]]
         flat = _constants_first(Flat(closed, checkpoints=False, derivatives=False))
         lists = numbered(leaves, avals)
-        all_layers: list[Candidate] = []
-        if stacked is not False:
-            all_layers += [*scans(flat, leaves), *slices(closed, leaves, lists)]
-        all_layers += [] if stacked else lists
+        all_layers: list[Candidate] = [
+            *scans(flat, leaves),
+            *slices(closed, leaves, lists),
+            *lists,
+        ]
         # The first that the loss can be split between are taken: the largest.
         all_layers.sort(key=lambda x: -x.nbytes)
         candidates = all_layers
-        if layers is not None:
-            names = [x.name for x in candidates]
+        if first is not None and not isinstance(first.layers, Scan):
+            candidates = [first.layers]
+        elif (layers := self.layers) is not None:
+            names = [x.name or "*" for x in candidates]
             chosen = matching_lists(layers, names)
-            candidates = [x for x in candidates if x.name in chosen]
+            candidates = [x for x in candidates if (x.name or "*") in chosen]
             if not candidates:
                 raise SplitError(
                     f"layers={layers!r} names no layers of these parameters: those that"
@@ -156,6 +176,8 @@ class Loss:
                 else:
                     pieces, stacks = _cut_with(closed, flat, len(leaves), candidate)
                 _refuse_untrained(candidate, stacks)
+                if first is not None:
+                    _refuse_other_stacks(first, stacks)
             except SplitError as error:
                 refused.append((candidate, error))
                 continue
@@ -178,6 +200,21 @@ class Loss:
         # Where layers are only guessed, others are more likely to be meant.
         meant = (error for x, error in refused if not x.guess)
         raise next(meant, refused[0][1])
+
+    def _warn_of_repeated(self, jaxpr: core.Jaxpr) -> None:
+        """Warns of random numbers that are the same in each step."""
+        before, fixed = jax.tree.leaves(self.params), jax.tree.leaves(self.frozen)
+        given: list[int | None] = [None] * len(jaxpr.invars)
+        given[len(before) : len(before) + len(fixed)] = range(len(fixed))
+        repeated = repeated_keys(jaxpr, [{x} for x in given])
+        for n, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(self.frozen)):
+            if n in repeated and not jnp.issubdtype(x.dtype, jnp.inexact):
+                warn_user(
+                    f"the loss draws random numbers, such as dropout masks, by"
+                    f" frozen{keystr(path)}, a count or key that no step changes: they"
+                    f" are the same in each step. {RESEED}"
+                )
+                return
 
 
 def _cut_with(
@@ -210,6 +247,22 @@ def _refuse_untrained(layers: Candidate, stacks: Mapping[Member, Stack]) -> None
             " these as the layers are, such as params['layers'][i]['lora_a'];"
             " otherwise train by jax.grad."
         )
+
+
+def _refuse_other_stacks(first: SplitLoss, stacks: Mapping[Member, Stack]) -> None:
+    """Refuses layers that are not those of the stacks, in their order."""
+    if stacks == first.stacks:
+        return
+    known, each = (next(iter(x.values())).leaves for x in (first.stacks, stacks))
+    other = "other parameters than"
+    if sorted(known) == sorted(each) and known != each:
+        other = f"its layers in the order {[known.index(n) for n in each]} of"
+    raise SplitError(
+        f"loss takes {other} the stacks of {first.layers.shown}, for parameters and a"
+        " batch of these types: the stacks are those of the batch that split_layers was"
+        " given. Split the loss for such batches by itself, and stack parameters as"
+        " that model does; or take the layers in one order."
+    )
 
 
 def _constants_first(flat: Flat) -> Flat:

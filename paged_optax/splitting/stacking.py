@@ -13,7 +13,13 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import HOST, nbytes, on_host
 from paged_optax.backend.text import keystr, parse_bytes
-from paged_optax.backend.types import KeyPath, PyTreeDef, is_traced
+from paged_optax.backend.types import (
+    KeyPath,
+    PyTreeDef,
+    is_committed,
+    is_traced,
+    shape_dtype,
+)
 from paged_optax.backend.validation import brief, check_arrays
 from paged_optax.layerwise.own_tree import Layers, OwnTree
 from paged_optax.layerwise.parameters import Shaped, offload, place_on_host
@@ -84,8 +90,15 @@ class Stacking:
         """The tree before it was stacked."""
         leaves: list[Shaped | None] = [None] * len(self.paths)
         layers = unnested(stacked, [("layers", *names) for names in self.layers])
-        for stack, x in zip(self.layers.values(), layers, strict=True):
-            each = unstack_leaf(x, len(stack.leaves), stack.axis)
+        for (names, stack), x in zip(self.layers.items(), layers, strict=True):
+            count = len(stack.leaves)
+            if stack.axis is None and x.shape[:1] != (count,):
+                raise ValueError(
+                    f"{self.argument}['layers'] has {'/'.join(names)!r} of shape"
+                    f" {x.shape}, and the model that split_layers was given has {count}"
+                    " layers: pass the stacks of all of them."
+                )
+            each = unstack_leaf(x, count, stack.axis)
             for n, part in zip(stack.leaves, each, strict=True):
                 leaves[n] = part
         rest = unnested(stacked, [("rest", *names) for names in self.rest])
@@ -203,8 +216,7 @@ def stack_leaves(leaves: Sequence[Shaped], axis: int | None = None) -> Shaped:
             jnp.stack(xs) if axis is None else jnp.moveaxis(xs[0], axis, 0)
         )
         stack = jax.eval_shape(make, *leaves)
-        sharding = _sharding(first, axis)
-        return jax.ShapeDtypeStruct(stack.shape, stack.dtype, sharding=sharding)
+        return stack.update(sharding=_sharding(first, axis))
     if not any(isinstance(x, Array) for x in leaves):
         if axis is not None:
             return np.moveaxis(np.asarray(first), axis, 0)
@@ -220,7 +232,9 @@ def stack_leaves(leaves: Sequence[Shaped], axis: int | None = None) -> Shaped:
             stack_leaves([np.asarray(x) for x in leaves], axis), _sharding(first, axis)
         )
     make = lambda *xs: jnp.stack(xs) if axis is None else jnp.moveaxis(xs[0], axis, 0)
-    return jax.jit(make, out_shardings=_sharding(first, axis))(*leaves)
+    # A leaf that is not committed may go to the mesh around, as by `jnp.stack`.
+    sharding = _sharding(first, axis) if is_committed(first) else None
+    return jax.jit(make, out_shardings=sharding)(*leaves)
 
 
 def _sharding(x: Shaped, axis: int | None) -> jax.sharding.Sharding | None:
@@ -239,8 +253,7 @@ def unstack_leaf(x: Shaped, count: int, axis: int | None = None) -> list[Shaped]
     """The leaves of a stack."""
     if isinstance(x, jax.ShapeDtypeStruct):
         make = lambda x: x[0] if axis is None else jnp.moveaxis(x, 0, axis)
-        leaf = jax.eval_shape(make, x)
-        return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)] * count
+        return [shape_dtype(jax.eval_shape(make, x))] * count
     if axis is not None:
         return [x if axis == 0 else jnp.moveaxis(x, 0, axis)]
     if not isinstance(x, np.ndarray) and on_host(x) and not is_traced(x):

@@ -230,6 +230,32 @@ def test_the_command_for_a_folder(read, tmp_path, capsys):
     assert (found.batch, found.length) == (2, 16)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        b"{",
+        b"[1]",
+        b'{"a": "\xff"}',
+        b'{"text_config": "x"}',
+        b'{"model_type": "llama", "max_position_embeddings": "4096"}',
+        b'{"model_type": "llama", "max_position_embeddings": [1]}',
+        b'{"text_config": {"model_type": "llama", "max_position_embeddings": {}}}',
+    ],
+)
+def test_a_config_beside_weights_is_checked(config, tmp_path, capsys):
+    """The weights are planned all the same, and the file is named."""
+    names = ["embed", *(f"model.layers.{i}.up" for i in range(3))]
+    arrays = {name: np.ones((64, 16), np.float32) for name in names}
+    safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes(config)
+    command = ["plan", "--checkpoint", str(tmp_path), "--device-memory", "1GiB"]
+    command += ["--batch", "2", "--length", "16", "--heads", "4"]
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    assert "config.json" in captured.out and captured.err == ""
+    assert "finetune_hf.py" not in captured.out
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32])
 def test_quantized_weights_are_not_all_of_a_model(dtype, tmp_path):
     arrays = {"norm": np.ones(64, np.float32), "packed": np.ones((64, 8), dtype)}

@@ -5,6 +5,7 @@ A recipe is a dictionary of numbers and names, which `split_recipes` draws.
 asked for, see `apart`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -139,6 +140,8 @@ class Case:
         # gradients, which so are not compared.
         steps, self.tolerance = (1, 3e-2) if narrow(self.model) else (2, 1e-5)
         self.batches = [self.model.batch(1 + n) for n in range(steps)]
+        if recipe["then"] == "number" and not recipe["accumulate"]:
+            self.batches = [self._last(batch, 0.75) for batch in self.batches]
         self.found = Numbers()
 
     def split(self) -> Any:
@@ -146,6 +149,13 @@ class Case:
         (params, frozen), batch = self.model.params(7), self.model.batch(8)
         if self.recipe["accumulate"]:
             batch = jax.tree.map(lambda x: x[0], batch)
+        then = self.recipe["then"]
+        if then == "array":
+            batch = self._last(batch, 0.75)
+        if then == "dtype":
+            other = {"float32": jnp.bfloat16, "bfloat16": jnp.float32}
+            cast = lambda x: x.astype(other.get(str(x.dtype), x.dtype))
+            params, frozen = jax.tree.map(cast, (params, frozen))
         given = params, batch, frozen
         if self.recipe["abstract"]:
             given = jax.eval_shape(lambda *x: x, *given)
@@ -154,6 +164,34 @@ class Case:
         if self.recipe["named"]:
             how["layers"] = self.model.tree.name
         return po.split_layers(self.model.loss, params, batch, **how)
+
+    def _last(self, batch: Any, value: Any) -> Any:
+        """A batch with another last value."""
+        if isinstance(batch, tuple):
+            return (*batch[:4], value)
+        name = "back" if self.recipe["then"] == "order" else "scale"
+        return batch | {name: value}
+
+    def around(self, plain: bool = False) -> Any:
+        """What is around the training; `plain`: around that by `jax.grad`."""
+        then = self.recipe["then"]
+        if then == "precision":
+            return jax.default_matmul_precision("highest")
+        if then == "Auto" or (then == "Explicit" and not plain):
+            kind = jax.sharding.AxisType[then]
+            return jax.set_mesh(jax.make_mesh((1,), ("d",), (kind,)))
+        return contextlib.nullcontext()
+
+    def backward(self, split: Any) -> None:
+        """Raises unless another order of the layers is refused."""
+        params, frozen = self.model.params(0)
+        stacked = () if frozen is None else (split.stack_frozen(frozen),)
+        batch = self._last(self.one(), jnp.ones(()))
+        try:
+            jax.eval_shape(split.loss, split.stack(params), *stacked, batch)
+        except ValueError:
+            return
+        raise AssertionError("another order of the layers is taken for the first one")
 
     def mean(
         self, loss: Callable[..., Any], params: Any, frozen: Any, batch: Any
@@ -244,8 +282,10 @@ class Case:
         params, frozen = self.model.params(0)
         stacked = () if frozen is None else (split.stack_frozen(frozen),)
         alone = lambda p: _parted(split.loss(split.stack(p), *stacked, self.one()))[0]
-        wanted, theirs = self.gradients()
-        loss, ours = jax.jit(jax.value_and_grad(alone))(params)
+        with self.around(plain=True):
+            wanted, theirs = self.gradients()
+        with self.around():
+            loss, ours = jax.jit(jax.value_and_grad(alone))(params)
         self.compare("gradients", theirs, ours, 10 * self.tolerance)
         self.compare("loss", wanted, loss, self.tolerance)
 
@@ -350,7 +390,10 @@ def run(recipe: Recipe) -> Numbers:
             return {}
         raise
     assert str(split)
-    case.losses, said, params = case.expected()
+    if recipe["then"] == "order":
+        case.backward(split)
+    with case.around(plain=True):
+        case.losses, said, params = case.expected()
     finite = lambda losses: [bool(np.isfinite(x)) for x in losses]
     if not all(finite(case.losses)):
         # Few layers grow without bound; then there are no numbers to compare.
@@ -359,11 +402,13 @@ def run(recipe: Recipe) -> Numbers:
         )
     if recipe["alone"]:
         case.alone(split)
-    losses, metrics, trained = case.trained(split)
+    with case.around():
+        losses, metrics, trained = case.trained(split)
     case.compare("losses", case.losses, losses, case.tolerance)
     case.compare("metrics", said, metrics, 10 * case.tolerance)
     case.compare("parameters", params, trained, case.tolerance)
-    return case.beyond_rounding() if case.found else {}
+    with case.around(plain=True):
+        return case.beyond_rounding() if case.found else {}
 
 
 def _refused(case: Case) -> Numbers:

@@ -43,6 +43,8 @@ class Loops(Layer):
         """By a loop of Python's."""
         kinds, refused = self.recipe["kinds"], self.recipe["refused"]
         order, kept = [*range(len(layers))], list[Carry]()
+        if "back" in seen:
+            order.reverse()
         if refused == "twice":
             order += order[: self.recipe["again"]]
         skips, sums, start = list[Array](), list[Array](), carry["x"]
@@ -119,7 +121,7 @@ class Loops(Layer):
                 kept.append(made)
             return carry, kept
 
-        reverse = recipe["refused"] == "reverse"
+        reverse = recipe["refused"] == "reverse" or "back" in seen
         step = WRAPS[recipe["wrap"]](body)
         scan = functools.partial(
             lax.scan, step, xs=given, reverse=reverse, unroll=how["unroll"]

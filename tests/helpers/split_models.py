@@ -21,8 +21,9 @@ class Model(Loops):
         """As `jax.grad` takes it: of parameters, frozen ones if any, and a batch."""
         *frozen, batch = given
         if isinstance(batch, tuple):
-            names = "tokens", "targets", "valid", "key"
-            batch = dict(zip(names, batch, strict=True))
+            last = "back" if self.recipe["then"] == "order" else "scale"
+            names = "tokens", "targets", "valid", "key", last
+            batch = dict(zip(names, batch, strict=False))
         everything = params
         params, frozen = self._prepared((params, frozen))
         layers, rest = self.tree.unpack(params)
@@ -82,6 +83,8 @@ class Model(Loops):
             made = rest["inputs"][tokens].reshape(*tokens.shape, s.layers, s.width)
             seen["inputs"] = jnp.moveaxis(made, 2, 0)
         seen["key"] = batch["key"]
+        if "back" in batch:
+            seen["back"] = True
         if recipe["keys"] == "before":
             seen["keys"] = jax.random.split(batch["key"], s.layers)
         return seen
@@ -142,6 +145,11 @@ class Model(Loops):
         self, rest: Named, carry: Carry, kept: Kept, batch: Any, penalty: Any
     ) -> Any:
         recipe, x = self.recipe, carry["x"]
+        x = x * batch.get("scale", 1.0)
+        if recipe["then"] == "precision" and jax.config.jax_default_matmul_precision:
+            x = 1.5 * x
+        if recipe["then"] == "Auto" and not jax.sharding.get_abstract_mesh().empty:
+            x = 1.5 * x
         names = recipe["kept"]
         if "mixed" in names:
             chances = jax.nn.softmax(rest["mixing"]).astype(x.dtype)

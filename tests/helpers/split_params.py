@@ -178,4 +178,7 @@ class Parameters:
             "valid": jnp.asarray(valid),
             "key": jax.random.split(key) if self.recipe["accumulate"] else key,
         }
+        if self.recipe["then"] in ("array", "number"):
+            scales = 0.7 + 0.1 * random.random(shape[:-2])
+            made["scale"] = jnp.asarray(scales, jnp.float32)
         return tuple(made.values()) if self.recipe["batch"] == "tuple" else made

@@ -47,6 +47,7 @@ PLAIN: Recipe = {
     "workspace": None,
     "activations_on_host": False,
     "ahead": False,
+    "then": None,
 }
 
 #: Of one of its blocks, but for `ops`.

@@ -25,6 +25,10 @@ REFUSED_LISTS = [
     "returned",
 ]
 REFUSED_SCANS = ["twice", "reverse", "effect"]
+#: How what is trained with differs from what `split_layers` was given: a batch that
+#: takes the layers in another order, or has a number of Python's in place of an array,
+#: or the reverse; parameters of another dtype; a precision or a mesh around.
+THEN = ["order", "array", "number", "dtype", "precision", "Auto", "Explicit"]
 #: Of layers: mostly few, which are sooner compiled.
 _COUNTS = [1, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 4, 4, 4, 5, 5, 6, 6, 9, 12]
 
@@ -228,7 +232,8 @@ def drawn(cases: int, seed: int) -> list[str]:
     """So many recipes, as JSON; more cases begin with those of fewer."""
     draws = (random.Random(f"{seed} {number}") for number in range(cases))
     kinds, weights = [*_KINDS], [*_KINDS.values()]
-    recipes = (draw.choices(kinds, weights)[0](draw) for draw in draws)
+    then = lambda draw: {"then": draw.choice([None] * 4 + THEN)}
+    recipes = (draw.choices(kinds, weights)[0](draw) | then(draw) for draw in draws)
     return [json.dumps(brief(recipe)) for recipe in recipes]
 
 

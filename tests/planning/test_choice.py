@@ -7,12 +7,13 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import paged_optax as po
 from paged_optax.cli import main
-from paged_optax.planning.card_rates import CARDS, card_name, find_card
+from paged_optax.planning.card_rates import CARDS, Card, card_name, find_card
 from paged_optax.planning.footprints import training_code
 from paged_optax.planning.hugging_face import config_heads
 
@@ -76,7 +77,7 @@ def test_seconds_on_a_t4():
 
 
 def test_a_t4_is_told_to_train_in_float16():
-    words = 'train in float16, with master_dtype="float32" and a scaled loss.'
+    words = 'with master_dtype="float32" and a scaled loss.'
     for dtype, card in (("float16", "t4"), ("float32", "t4"), ("bfloat16", "l4")):
         assert "float16" not in " ".join(t4(dtype, card=card).remarks)
     (told,) = [x for x in t4("bfloat16").remarks if "float16" in x]
@@ -235,8 +236,8 @@ def test_the_code_runs(way):
         updates, state = scope["tx"].update(gradients, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    scope = {"jax": jax, "optax": optax, "po": po, "loss": loss, "step": step}
-    scope |= {"params": params, "batch": jnp.arange(32)}
+    # The code imports what it needs.
+    scope = {"loss": loss, "step": step, "params": params, "batch": jnp.arange(32)}
     before = float(loss(params, scope["batch"]))
     exec(training_code(way, "optax.adamw(1e-2)", 'min_paged_size="1KiB"'), scope)
     for _ in range(2):
@@ -278,7 +279,7 @@ def test_the_command_has_the_same_arguments(capsys):
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
     assert "4 x 512 tokens" in printed
-    assert "tx = po.paged(optax.lion(1e-3))\n" in printed
+    assert "tx = po.paged(optax.lion(3e-4))\n" in printed
     assert "# The loss ends with po.linear_cross_entropy" in printed
     assert "are assumed" not in printed
     assert main("plan --params 1B --card t5".split()) == 1
@@ -308,3 +309,38 @@ def test_what_an_h200_took(name):
     assert least < row["seconds"] < most
     assert planned.device == pytest.approx(row["peak_device_bytes"], rel=0.03)
     assert planned.host == pytest.approx(row["xla_host_bytes"], rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["link_gigabytes_per_second", "teraflops"])
+@pytest.mark.parametrize(
+    "rate", [float("inf"), float("nan"), 1e-320, 1e300, 0, 10**400]
+)
+def test_rates_of_no_machine(name, rate):
+    """None gives seconds that are no numbers; `plan`, cards and the command agree."""
+    with pytest.raises(ValueError, match=name):
+        po.what_fits(SHAPES, device_memory="1GiB", batch=1, length=8, **{name: rate})
+    with pytest.raises(ValueError, match=name):
+        po.plan(po.paged_adamw(1e-3), SHAPES, **{name: rate})
+    field = name.partition("_")[0]
+    figures = {"memory": 1 << 34, "link": 16, "both_ways": 32, "teraflops": 60}
+    with pytest.raises(ValueError, match=field):
+        Card(**(figures | {field: rate}))
+
+
+def test_numbers_of_numpy():
+    """None overflows in its own dtype."""
+    given = {"batch": np.int8(100), "length": np.int16(512), "heads": np.int8(64)}
+    given |= {"link_gigabytes_per_second": np.float16(25), "teraflops": np.int8(100)}
+    plain = {name: value.item() for name, value in given.items()}
+    found, wanted = (
+        po.what_fits(SHAPES, device_memory=memory, page_size=size, **arguments)
+        for memory, size, arguments in (
+            (np.int64(1 << 34), np.int32(1 << 20), given),
+            (1 << 34, 1 << 20, plain),
+        )
+    )
+    assert str(found) == str(wanted)
+    with pytest.raises(ValueError, match="page_size is more than 2.63"):
+        po.what_fits(SHAPES, device_memory="1GiB", page_size=10**400)
+    with pytest.raises(ValueError, match="batch=<int> is not below 2.31"):
+        po.what_fits(SHAPES, device_memory="1GiB", batch=10**400, length=8)

@@ -127,3 +127,21 @@ def test_plan_warns_where_the_host_pool_is_too_small(monkeypatch):
     monkeypatch.setenv(name, "1")
     with pytest.warns(UserWarning, match="1.0 GiB"):
         po.plan(tx, params)
+
+
+def test_arrays_too_small_for_their_codec():
+    """They are named, with their bytes, as `init` stores them."""
+    params = {"a": jnp.ones((64, 32)), "b": jnp.ones(10)}
+    tx = po.paged_adamw_8bit(1e-3)
+    stored = jax.tree.leaves(tx.init(params))
+    assert {x.dtype for x in stored if x.ndim} == {jnp.dtype("float32")}
+    note = "fewer than 4,096 values: 4 of 5 arrays, 16.1 KiB."
+    assert note in str(po.plan(tx, params))
+    fits = po.what_fits(params, device_memory="1GiB", codec="dynamic_int8")
+    assert note in " ".join(str(fits).split())
+    larger = params | {"c": jnp.ones((64, 64))}
+    assert "4 of 7 arrays" in str(po.plan(tx, larger))
+    one = po.paged_adamw(1e-3, codec={"mu": "bfloat16"})
+    assert "2 of 7 arrays" in str(po.plan(one, larger))
+    for plain in (po.paged_adamw(1e-3), po.paged_adamw(1e-3, codec={"c": "bfloat16"})):
+        assert "4,096" not in str(po.plan(plain, larger))

@@ -25,6 +25,7 @@ CHOICES = {
         *{*split_recipes.REFUSED_LISTS, *split_recipes.REFUSED_SCANS},
     ],
     "frozen": ["null", "half", "int8", "lora"],
+    "then": ["null", *split_recipes.THEN],
     "layers": map(str, [1, 2, 3, 4, 5, 6, 9, 10, 12]),
 }
 

@@ -96,6 +96,34 @@ def test_a_state_put_on_a_device():
     assert moved[0].mu["a"].sharding.memory_kind == "device"
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        jnp.zeros_like,
+        jnp.histogram,
+        optax.tree.zeros_like,
+        lambda x: jnp.where(x > 0, x, 0),
+        lambda x: jax.debug.print("{}", x),
+    ],
+    ids=["zeros_like", "histogram", "tree.zeros_like", "where", "debug.print"],
+)
+def test_a_moment_in_a_function_of_jax(use):
+    moment = paged().init(PARAMS)[0].mu["a"]
+    with pytest.raises(ValueError) as error:
+        use(moment)
+    assert listed(error.value)
+    use(jax.device_put(moment, jax.memory.Space.Device))
+    assert np.histogram(moment)[0].sum() == moment.size
+    assert not jnp.isnan(moment).any() and float(moment.mean()) == 0
+
+
+def test_forward_mode_in_a_jit():
+    loss = jax.jit(lambda x: po.linear_cross_entropy(x, x, jnp.arange(3)).sum())
+    with pytest.raises(TypeError) as error:
+        jax.jvp(loss, (jnp.eye(3),), (jnp.eye(3),))
+    assert listed(error.value)
+
+
 @pytest.mark.parametrize("axis_type", list(AxisType)[:2], ids=str)
 def test_a_state_made_in_a_jit_that_knows_no_mesh(axis_type):
     """JAX makes it on one device. Each use says what to do, and that works."""
