@@ -84,6 +84,8 @@ class Update:
           as the gradients are; and the new state.
         """
         refuse_inside_paged()
+        if current().plain:
+            return self.paged.inner.update(updates, state, params, **extra_args)
         # `nnx.Optimizer` makes the state in variables, and calls with bare arrays.
         paged = self.paged.in_variables_of(updates)
         if paged is self.paged:
@@ -92,8 +94,6 @@ class Update:
         refuse_exchanged(gradients, moments, params)
         check_arguments(gradients, moments, params)
         context = current()
-        if context.plain:
-            return self.paged.inner.update(updates, state, params, **extra_args)
         if context.seen_through:
             # A trace that only looks at what is computed must meet no page loop.
             layout, leaves = paged.take_apart(gradients, moments, params)
