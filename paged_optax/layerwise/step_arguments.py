@@ -14,7 +14,7 @@ from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.backend.processes import compare, spans_processes
 from paged_optax.backend.text import key_names, keystr, readable_bytes
-from paged_optax.backend.types import KeyPath, shape_dtype
+from paged_optax.backend.types import KeyPath, is_explicit, shape_dtype
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import nondifferentiable
 from paged_optax.engine.shards import Shards
@@ -24,7 +24,7 @@ from paged_optax.layerwise.parameters import Partition, by_name
 from paged_optax.layerwise.slabs import goes_in_slabs
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.state.leaves import is_quantized
-from paged_optax.transform.context import known_shardings, within
+from paged_optax.transform.context import known_shardings, sharding_in_type, within
 from paged_optax.transform.paged_transformation import PagedTransformation, tell
 from paged_optax.transform.parameter_shardings import ParameterShardings
 from paged_optax.transform.process_agreement import Said
@@ -196,6 +196,8 @@ def refuse_other_state(
     there = {key_names(path): (path, x) for path, x in leaves}
     coded = {key_names(path) for path, x in leaves if is_quantized(x)}
     odd, missing = list[KeyPath](), set(there)
+    # Of what is divided on explicit axes a codec stores arrays of other shapes.
+    divided = any(is_explicit(sharding_in_type(x)) for x in jax.tree.leaves(params))
     for path, x in flat(as_pure(state))[0]:
         name, outer = key_names(path), (key_names(path[:n]) for n in range(len(path)))
         if name not in there:
@@ -204,7 +206,7 @@ def refuse_other_state(
             odd.append(path)
         else:
             missing.discard(name)
-            if own is not None and not _fits(x, there[name][1]):
+            if own is not None and not divided and not _fits(x, there[name][1]):
                 odd.append(path)
     odd += [path for name, (path, _) in there.items() if name in missing]
     if odd:
