@@ -394,17 +394,14 @@ def jit_step(
 ) -> Step | Callable[[Callable[..., PyTree]], Step]:
     """Compiles a training step with its outputs' placements stated.
 
-    Like `jax.jit`, the step compiles again for arguments of other shapes, dtypes,
-    structures or places, and for other constants; it keeps the earlier programs. It
-    does not compile again if JAX's configuration changes, as within
-    `jax.default_matmul_precision(...)`. A step returns what it changes, NNX modules
-    too: `nnx.jit` writes them back by itself, this does not.
+    It is one `jax.jit`: JAX's own caches keep its programs, and within `jax.jit`,
+    `jax.grad` or `jax.vmap` it is `jax.jit` of the step. A step returns what it
+    changes, NNX modules too: `nnx.jit` writes them back by itself, this does not.
 
     `jax.jit` pairs donated buffers with outputs by shape and order alone where no
     placement is stated (jax 0.10.2 to 0.12.0.1): a program that is given a state and
-    holds no `update` can return parameters in the moments' place. Here each output's
-    memory is read off the traced step and stated, and each donated buffer is looked up
-    in the compiled program.
+    holds no `update` can return parameters in the moments' place. Here buffers are
+    paired within a memory, and each donated one is looked up in the compiled program.
 
     A step that computes on host arrays, as Optax's own wrappers that skip steps do
     around `paged(...)`, is warned of on accelerators; the warning names what to use.
