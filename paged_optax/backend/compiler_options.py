@@ -51,6 +51,7 @@ SCHEDULED: Mapping[str, Any] = MappingProxyType(
 NO_OVERLAP = "XLA overlaps transfers with products on this GPU only if it is told to"
 PIPELINED = "XLA's collective pipeliner computes wrong addresses of host memory"
 
+_CONFIG: Any = jax.config
 _DISABLED = "xla_disable_hlo_passes"
 #: They move the first and last transfers of a loop out of it, with the optimization
 #: level O1 or the flag below, and lose the index there: the last page is written to the
@@ -113,13 +114,13 @@ def warn_of_options(tree: PyTree) -> None:
 # One text at one place: Python shows it once, and again after filters changed.
 def _warn_of_pipeliner(device: Any) -> None:
     flags = _flags()
-    by_level = jax.config.jax_optimization_level not in ("UNKNOWN", "O0")
+    by_level = _CONFIG.jax_optimization_level not in ("UNKNOWN", "O0")
     by_flag = flags.get(_PIPELINING, "false").lower() not in ("false", "0")
     if not (by_level or by_flag) or not _is_gpu(device):
         return
     if set(_PIPELINERS) <= set(flags.get(_DISABLED, "").split(",")):
         return
-    level = f"jax_optimization_level={jax.config.jax_optimization_level!r}"
+    level = f"jax_optimization_level={_CONFIG.jax_optimization_level!r}"
     cause = level if by_level else f"--{_PIPELINING}"
     passes = ",".join(_disabled())
     warnings.warn(

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import ShapedArray
@@ -63,7 +63,7 @@ class Leaf(NamedTuple):
 
     key: ArgumentKey
     name: str
-    value: ArrayLike | jax.ShapeDtypeStruct
+    value: Any
 
 
 def label(key: ArgumentKey) -> str:

@@ -49,7 +49,7 @@ class Donated(NamedTuple):
     """A donated argument: its traced value, and the shardings of its leaves."""
 
     value: PyTree
-    places: list[NamedSharding | None]
+    places: list[Sharding | None]
 
 
 def divide_like(results: PyTree, donated: Iterable[Donated]) -> PyTree:
@@ -79,8 +79,8 @@ def divide_like(results: PyTree, donated: Iterable[Donated]) -> PyTree:
     return divide(results)
 
 
-def _divide(x: PyTree, place: NamedSharding | None) -> PyTree:
-    if place is None:
+def _divide(x: PyTree, place: Sharding | None) -> PyTree:
+    if not isinstance(place, NamedSharding):
         return x
     if is_explicit(place):
         same = jax.typeof(x).sharding.spec == place.spec

@@ -58,6 +58,8 @@ from paged_optax.compiling.memory_report import compile_overlapping
 from paged_optax.transform.checks import note_elsewhere
 from paged_optax.transform.context import current, known_shardings, within
 
+_CONFIG: Any = jax.config
+
 
 class _NotCompiled(BaseException):
     """JAX is about to compile a step that `Step.compile` has not checked."""
@@ -133,7 +135,7 @@ class Step:
         If it fails, a note on the error says which donated arguments are gone.
         """
         leaves = jax.tree.leaves((args, kwargs))
-        if any(isinstance(x, Tracer) for x in leaves) or jax.config.jax_disable_jit:
+        if any(isinstance(x, Tracer) for x in leaves) or _CONFIG.jax_disable_jit:
             return self._nested(*args, **kwargs)
         self._refuse_unhashable(args, kwargs)
         try:
@@ -178,7 +180,7 @@ class Step:
                 compiler_options=options or None,
             )
         )
-        self._jitted = self._jit()
+        self._jitted: Any = self._jit()
 
     def _jit_of(self, run: Callable[..., PyTree], **options: Any) -> Wrapped:
         positions, names = _split(self._static_keys)
@@ -228,7 +230,7 @@ class Step:
             with _divided(jax.tree.leaves((args, kwargs))), _checked():
                 traced = self._jitted.trace(*args, **kwargs)
                 shardings = [x.sharding for x in values if is_placed(x)]
-                device = device_of(shardings)
+                device: Any = device_of(shardings)
                 self._travels |= reaches_host(traced.jaxpr)
                 warn_of_host_compute(traced.jaxpr, device.platform)
                 if not (self._donated or self._before) and any(map(on_host, values)):
@@ -341,7 +343,9 @@ class Step:
     def _named(self, keys: Iterable[ArgumentKey]) -> str:
         """The number of arguments and their names, for messages."""
         names = names_by_position(self._signature)
-        named = {i: f"{i} is {name!r}" for i, name in enumerate(names) if name}
+        named: dict[ArgumentKey, str] = {
+            i: f"{i} is {name!r}" for i, name in enumerate(names) if name
+        }
         each = [named.get(key, str(key)) for key in keys]
         count = f"{len(each)} argument{'' if len(each) == 1 else 's'}"
         return f"{count}: {', '.join(each)}" if each else count
