@@ -80,12 +80,13 @@ def leaves_of(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[Leaf]
     return leaves
 
 
-def place_of(x: object) -> NamedSharding | None:
-    """The sharding of an array on several devices, else None."""
-    sharding = getattr(x, "sharding", None)
-    if isinstance(sharding, NamedSharding) and sharding.num_devices > 1:
-        return sharding
-    return None
+def places_of(leaves: Iterable[PyTree]) -> tuple[NamedSharding | None, ...]:
+    """The shardings of leaves on several devices, None of others; empty if all are."""
+    shardings = [getattr(x, "sharding", None) for x in leaves]
+    several = lambda x: isinstance(x, NamedSharding) and x.num_devices > 1
+    if not any(several(x) for x in set(shardings)):
+        return ()
+    return tuple([x if several(x) else None for x in shardings])
 
 
 class Known(NamedTuple):

@@ -36,7 +36,7 @@ from paged_optax.compiling.arguments import (
     label,
     leaves_of,
     names_by_position,
-    place_of,
+    places_of,
     refuse_moved,
     several,
     signature,
@@ -86,8 +86,8 @@ def _checked() -> Generator[None]:
 
 def _divided(leaves: Sequence[PyTree]) -> contextlib.AbstractContextManager[None]:
     """Has JAX trace by the arguments' shardings, if any is on several devices."""
-    places = tuple(map(place_of, leaves))
-    return within(places=places) if any(places) else contextlib.nullcontext()
+    places = places_of(leaves)
+    return within(places=places) if places else contextlib.nullcontext()
 
 
 class Step:

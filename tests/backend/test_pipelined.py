@@ -27,7 +27,8 @@ from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 
 GPU = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
 PIPELINED = {
-    "O1": {"optimization_level": "O1"},
+    # jax 0.10.2 takes the number that XLA gives the level.
+    "O1": {"optimization_level": 19 if GPU_NEEDS_RAW_INDEX else "O1"},
     "flag": {"xla_gpu_enable_pipelined_host_offloading": True},
 }
 SMALL = {"min_paged_size": 0, "page_size": 4096}
