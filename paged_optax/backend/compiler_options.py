@@ -47,8 +47,34 @@ SCHEDULED: Mapping[str, Any] = MappingProxyType(
     {_SCHEDULER: True, "xla_gpu_memory_limit_slop_factor": 1000}
 )
 
-#: How the warning begins, for who filters it.
+#: How the warnings begin, for who filters them.
 NO_OVERLAP = "XLA overlaps transfers with products on this GPU only if it is told to"
+PIPELINED = "XLA's collective pipeliner computes wrong addresses of host memory"
+
+_CONFIG: Any = jax.config
+_DISABLED = "xla_disable_hlo_passes"
+#: They move the first and last transfers of a loop out of it, with the optimization
+#: level O1 or the flag below, and lose the index there: the last page is written to the
+#: second row, and a layerwise step ends the process (jax 0.11.2 to 0.12.0.1; see
+#: `tests/backend/test_pipelined.py`, whose smallest program is a report for XLA).
+_PIPELINERS = ("collective-pipeliner-forward", "collective-pipeliner-backward")
+_PIPELINING = "xla_gpu_enable_pipelined_host_offloading"
+
+
+def addressing_options(device: Any) -> dict[str, Any]:
+    """The compiler options with which a GPU addresses host memory right."""
+    return {_DISABLED: ",".join(_disabled())} if _is_gpu(device) else {}
+
+
+def _is_gpu(device: Any) -> bool:
+    is_gpu = getattr(device, "platform", "") == "gpu"
+    return is_gpu or compute_capability(device) is not None
+
+
+def _disabled() -> list[str]:
+    """The passes that `XLA_FLAGS` disable, and the pipeliners."""
+    chosen = filter(None, _flags().get(_DISABLED, "").split(","))
+    return list(dict.fromkeys((*chosen, *_PIPELINERS)))
 
 
 def overlap_options(device: Any) -> dict[str, Any]:
@@ -66,26 +92,53 @@ def overlap_options(device: Any) -> dict[str, Any]:
     return {name: x for name, x in options.items() if name not in told}
 
 
-def _flags() -> set[str]:
-    """The names in `XLA_FLAGS`, which are flags or the path of a file that has them."""
+def _flags() -> dict[str, str]:
+    """The flags in `XLA_FLAGS`, which has them or the path of a file that does."""
     text = os.environ.get("XLA_FLAGS", "")
     if not text.lstrip().startswith("-") and os.path.isfile(text):
         text = pathlib.Path(text).read_text()
-    return {flag.lstrip("-").partition("=")[0] for flag in text.split()}
+    parts = (flag.lstrip("-").partition("=") for flag in text.split())
+    return {name: value for name, _, value in parts}
 
 
-def warn_without_overlap(tree: PyTree) -> None:
-    """Warns of traced arrays in host memory, on a GPU that overlaps only if told to."""
-    if not is_traced(tree) or not any(map(on_host, jax.tree.leaves(tree))):
+def warn_of_options(tree: PyTree) -> None:
+    """Warns of traced arrays in host memory where XLA needs options for them."""
+    if is_traced(tree) and any(map(on_host, jax.tree.leaves(tree))):
+        device = jax.local_devices()[0]
+        _warn_of_pipeliner(device)
+        _warn_without_overlap(device)
+
+
+# Which options `jax.jit` has been given shows nowhere in a trace. So the warnings say
+# how to silence them. `jit_step` ignores them while it traces, and gives the options.
+# One text at one place: Python shows it once, and again after filters changed.
+def _warn_of_pipeliner(device: Any) -> None:
+    flags = _flags()
+    by_level = _CONFIG.jax_optimization_level not in ("UNKNOWN", "O0")
+    by_flag = flags.get(_PIPELINING, "false").lower() not in ("false", "0")
+    if not (by_level or by_flag) or not _is_gpu(device):
         return
-    options = overlap_options(jax.local_devices()[0])
+    if set(_PIPELINERS) <= set(flags.get(_DISABLED, "").split(",")):
+        return
+    level = f"jax_optimization_level={_CONFIG.jax_optimization_level!r}"
+    cause = level if by_level else f"--{_PIPELINING}"
+    passes = ",".join(_disabled())
+    warnings.warn(
+        f"{PIPELINED} under {cause}: a moment's last page would be written over another"
+        " one, or the compiler ends the process. Compile by paged_optax.jit_step, which"
+        f" disables the passes {' and '.join(_PIPELINERS)}. Or set this before JAX"
+        f" starts: XLA_FLAGS='--{_DISABLED}={passes}'. Or give your jax.jit"
+        f" compiler_options={ {_DISABLED: passes}!r}, and silence this:"
+        " warnings.filterwarnings('ignore', \"XLA's collective pipeliner\").",
+        stacklevel=1,
+    )
+
+
+def _warn_without_overlap(device: Any) -> None:
+    options = overlap_options(device)
     if not options:
         return
     flags = " ".join(f"--{name}={str(x).lower()}" for name, x in options.items())
-    # Which options `jax.jit` has been given shows nowhere in a trace. So the warning
-    # says how to silence it. `jit_step` ignores it while it traces, and gives the
-    # options. One text at one place: Python shows it once, and again after filters
-    # changed.
     warnings.warn(
         f"{NO_OVERLAP}, and what is compiled by another than paged_optax.jit_step does"
         " not tell it. Copy this into your jax.jit, or eqx.filter_jit:"

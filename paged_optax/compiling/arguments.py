@@ -1,19 +1,19 @@
-"""A step's arguments: their names and their kinds, and which belong on the host."""
+"""A step's arguments: their names, and what distinguishes one call from another."""
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Set
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+from jax.core import ShapedArray
+from jax.sharding import NamedSharding, Sharding
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import is_mistyped, on_host, typed_by_memory
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import KeyPath, PyTreeDef
 
-#: The position of an argument, or the name of one that has none.
+#: The position of an argument, or its name if it is passed by name.
 ArgumentKey = int | str
 
 Keys = tuple[ArgumentKey, ...]
@@ -33,15 +33,10 @@ def several(keys: ArgumentKey | Iterable[ArgumentKey]) -> Keys:
     return unique
 
 
-def label(key: ArgumentKey) -> str:
-    """An argument, as messages name it."""
-    return f"argument {key}"
-
-
 def signature(step: Callable[..., PyTree]) -> inspect.Signature | None:
-    """The signature of a step, not of what it wraps; None if it has none."""
+    """The signature of a step, not of the function it wraps; None if it has none."""
     try:
-        # A wrapper may take other arguments than what it wraps.
+        # A wrapper may take other arguments than the function inside.
         return inspect.signature(step, follow_wrapped=False)
     except ValueError:
         return None
@@ -57,117 +52,87 @@ def names_by_position(signature: inspect.Signature | None) -> list[str]:
     return [x.name if x.kind == named else "" for x in every if x.kind in (named, bare)]
 
 
-class Call(NamedTuple):
-    """What a step is called with.
+class Leaf(NamedTuple):
+    """A leaf of a step's arguments.
 
     Attributes:
-      keys: The arguments that are arrays.
-      values: Their values.
-      static: Those that are not, and their values.
+      key: The argument that it belongs to.
+      name: Its name in messages.
+      value: An array, a tracer, a Python number or a `ShapeDtypeStruct`.
     """
 
-    keys: Keys
-    values: tuple[PyTree, ...]
-    static: dict[ArgumentKey, Hashable]
-
-    @property
-    def kind(self) -> "CallKind":
-        """What a program is compiled for, beside the places of arrays."""
-        leaves, structure = jax.tree.flatten(self.values)
-        # By itself `jax.typeof` takes milliseconds of each call for 1000 arrays.
-        types = [getattr(x, "aval", None) or jax.typeof(x) for x in leaves]
-        static = {key: (type(x), x) for key, x in self.static.items()}
-        return CallKind(
-            self.keys,
-            static,
-            structure,
-            [(x.shape, x.dtype, x.weak_type) for x in types],
-        )
+    key: ArgumentKey
+    name: str
+    value: Any
 
 
-class CallKind(NamedTuple):
-    """A kind of calls that share a program.
-
-    `jax.jit` tells the same kinds apart: 1, 1.0 and True are three constants, and an
-    array of a strong type is no Python number.
-
-    Attributes:
-      keys: The arguments that are arrays.
-      static: The types and values of the others.
-      structure: The tree of the arrays.
-      types: Their shapes and dtypes, and whether the dtypes are weak.
-    """
-
-    keys: Keys
-    static: dict[ArgumentKey, tuple[type, Hashable]]
-    structure: PyTreeDef
-    types: list[tuple[tuple[int, ...], np.dtype, bool]]
+def label(key: ArgumentKey) -> str:
+    """The name of an argument in messages."""
+    return f"argument {key}"
 
 
-def differences(call: Call, kind: CallKind) -> list[str]:
-    """Where a call is of another structure or type than a program, for messages."""
-    actual, arguments = call.kind, zip(call.keys, call.values, strict=True)
-    if actual.keys != kind.keys:
-        return list(map(label, kind.keys))
-    others = [
-        f"{label(key)} of another structure"
-        for (key, value), wanted in zip(
-            arguments, kind.structure.children(), strict=True
-        )
-        if jax.tree.structure(value) != wanted
-    ]
-    if others:
-        return others
-    flat = jax.tree_util.tree_flatten_with_path(call.values)[0]
-    return [
-        f"{place_of(call.keys, path)} of {dtype}{list(shape)}"
-        for (path, _), type_, (shape, dtype, weak) in zip(
-            flat, actual.types, kind.types, strict=True
-        )
-        if type_ != (shape, dtype, weak)
-    ]
+def leaves_of(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[Leaf]:
+    """The leaves of a call's arguments, in JAX's order."""
+    leaves = []
+    for path, x in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
+        key = path[1].key if path[0].idx else path[1].idx
+        leaves.append(Leaf(key, label(key) + keystr(path[2:]), x))
+    return leaves
 
 
-def place_of(keys: Keys, path: KeyPath) -> str:
-    """A leaf of the arguments, as messages name it."""
-    return f"{label(keys[path[0].idx])}{keystr(path[1:])}"
+def places_of(leaves: Iterable[PyTree]) -> tuple[NamedSharding | None, ...]:
+    """The shardings of leaves on several devices, None of others; empty if all are."""
+    shardings = [getattr(x, "sharding", None) for x in leaves]
+    several = lambda x: isinstance(x, NamedSharding) and x.num_devices > 1
+    if not any(several(x) for x in set(shardings)):
+        return ()
+    return tuple([x if several(x) else None for x in shardings])
 
 
-#: An array among the arguments, as messages name it; its shape and its dtype.
-ArrayKey = tuple[str, tuple[int, ...], object]
+class Known(NamedTuple):
+    """A leaf of the first arguments that a step was compiled for."""
+
+    aval: ShapedArray
+    sharding: Sharding | None
+
+    def has_place_for(self, x: ArrayLike | jax.ShapeDtypeStruct) -> bool:
+        """Whether this leaf is in host memory, and `x`, of its type, is not."""
+        aval = jax.typeof(x)
+        same = (aval.shape, aval.dtype) == (self.aval.shape, self.aval.dtype)
+        return same and on_host(self.aval) and not on_host(x)
 
 
-def hosted(call: Call) -> set[ArrayKey]:
-    """The arrays of a call that belong in host memory."""
-    return {
-        _array_key(call, path, x)
-        for path, x in jax.tree_util.tree_flatten_with_path(call.values)[0]
-        # One that is mistyped is in host memory, whatever its type says.
-        if on_host(x) or is_mistyped(x)
-    }
-
-
-def refuse_moved(call: Call, known: Set[ArrayKey]) -> None:
-    """Refuses arrays that are typed as device memory and belong on the host."""
-    for path, x in jax.tree_util.tree_flatten_with_path(call.values)[0]:
-        if not on_host(x) and _array_key(call, path, x) in known:
+def refuse_moved(leaves: Sequence[Leaf], before: Mapping[str, Known]) -> None:
+    """Raises if an array in device memory belongs in host memory."""
+    for _, name, x in leaves:
+        known = before.get(name)
+        if is_mistyped(x) or (known and known.has_place_for(x)):
             raise ValueError(
-                f"{place_of(call.keys, path)} belongs in host memory, and has the type"
-                f" of device memory ({jax.typeof(x)}): a restore or a jax.device_put"
-                " without a memory kind did that. Put the state back by"
+                f"{name} belongs in host memory, and has the type of device memory"
+                f" ({jax.typeof(x)}): a restore or a jax.device_put without a memory"
+                " kind did that. Put the state back by"
                 " paged_optax.place_state(tx, state, params)."
             )
 
 
-def _array_key(
-    call: Call, path: KeyPath, x: ArrayLike | jax.ShapeDtypeStruct
-) -> ArrayKey:
-    aval = jax.typeof(x)
-    return place_of(call.keys, path), aval.shape, aval.dtype
+def differences(leaves: Sequence[Leaf], before: Mapping[str, Known]) -> list[str]:
+    """Differences in structure and type from the first arguments, for messages."""
+    argument = lambda name: name.split("[")[0].split(".")[0]
+    now = {name: jax.typeof(x) for _, name, x in leaves}
+    moved = {argument(name) for name in now.keys() ^ before.keys()}
+    if moved:
+        every = dict.fromkeys(map(argument, [*before, *now]))
+        return [f"{name} of another structure" for name in every if name in moved]
+    kind = lambda x: (x.shape, x.dtype, x.weak_type)
+    return [
+        f"{name} of {was.dtype}{list(was.shape)}"
+        for name, (was, _) in before.items()
+        if kind(was) != kind(now[name])
+    ]
 
 
-def typed(x: ArrayLike | jax.ShapeDtypeStruct) -> ArrayLike | jax.ShapeDtypeStruct:
-    """The shape with its memory in its type, as arrays have it."""
+def typed(x: PyTree) -> PyTree:
+    """A shape with its memory in its type, as arrays have it; else the same value."""
     if not isinstance(x, jax.ShapeDtypeStruct) or x.sharding is None:
         return x
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=typed_by_memory(x.sharding))

@@ -1,97 +1,128 @@
-"""`jit_step`: a step compiled with every donation pinned and checked."""
+"""`jit_step`: a step compiled with every donation checked."""
 
+import contextlib
+import contextvars
 import functools
-import threading
 import types
 import warnings
-from collections.abc import Callable, Hashable, Iterable
-from typing import NamedTuple, overload
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import Sharding
+from jax.stages import Compiled, Wrapped
 from jaxtyping import PyTree
 
-from paged_optax.backend.compiler_options import NO_OVERLAP
+from paged_optax.backend.compiler_options import (
+    NO_OVERLAP,
+    PIPELINED,
+    addressing_options,
+)
+from paged_optax.backend.memory import (
+    donate_within_memory,
+    on_host,
+    typed_by_memory,
+)
+from paged_optax.backend.types import is_traced
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.compiling.arguments import (
     ArgumentKey,
-    ArrayKey,
-    Call,
-    CallKind,
     Keys,
+    Known,
+    Leaf,
     differences,
-    hosted,
     label,
+    leaves_of,
     names_by_position,
-    place_of,
+    places_of,
     refuse_moved,
     several,
     signature,
     typed,
 )
 from paged_optax.compiling.donations import (
-    are_elsewhere,
+    KEEP_UNUSED,
+    Donated,
     check_donations,
     device_of,
-    donates_unused,
+    divide_like,
+    is_placed,
+    keep_unread,
     note_donated,
-    placements,
-    with_donated,
+    shared_by,
 )
-from paged_optax.compiling.host_arithmetic import refuse_computed_on_host
+from paged_optax.compiling.host_arithmetic import (
+    reaches_host,
+    refuse_computed_on_host,
+    warn_of_host_compute,
+)
 from paged_optax.compiling.memory_report import compile_overlapping
 from paged_optax.transform.checks import note_elsewhere
-from paged_optax.transform.context import known_shardings
+from paged_optax.transform.context import current, known_shardings, within
+
+_CONFIG: Any = jax.config
 
 
-class _CompiledStep(NamedTuple):
-    """A step compiled for arguments of one kind.
+class _NotCompiled(BaseException):
+    """JAX is about to compile a step that `Step.compile` has not checked."""
 
-    Attributes:
-      compiled: The program.
-      jitted: Its function, which JAX does not compile again.
-      kind: The kind of calls that it serves.
-      donated: Positions of the donated arguments.
-    """
 
-    compiled: jax.stages.Compiled
-    jitted: Callable[..., PyTree]
-    kind: CallKind
-    donated: tuple[int, ...]
+_is_checked = contextvars.ContextVar("paged_optax.jit_step", default=False)
 
-    def run(self, values: tuple[PyTree, ...]) -> PyTree:
-        """Runs it."""
-        try:
-            return self.compiled(*values)
-        except ValueError:
-            packed = any(map(_is_packed, jax.tree.leaves(values)))
-            if not packed or are_elsewhere(values, self.compiled):
-                raise
-            # jax 0.10.2 mistakes the layouts of such arrays for other ones, but not
-            # where the function is called.
-            return self.jitted(*values)
+
+@contextlib.contextmanager
+def _checked() -> Generator[None]:
+    """Lets JAX trace and compile steps, without the warnings that are seen to."""
+    token = _is_checked.set(True)
+    try:
+        with warnings.catch_warnings():
+            # JAX only warns of what is an error here, and names no leaf.
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            # `compile_overlapping` passes the options that these name.
+            warnings.filterwarnings("ignore", NO_OVERLAP)
+            warnings.filterwarnings("ignore", PIPELINED)
+            yield
+    finally:
+        _is_checked.reset(token)
+
+
+def _divided(leaves: Sequence[PyTree]) -> contextlib.AbstractContextManager[None]:
+    """Has JAX trace by the arguments' shardings, if any is on several devices."""
+    places = places_of(leaves)
+    return within(places=places) if places else contextlib.nullcontext()
 
 
 class Step:
-    """A training step, compiled once for each kind of arguments."""
+    """A training step under `jax.jit`, whose caches alone keep its programs.
+
+    Within another function that JAX transforms, such as `jax.jit` or `jax.grad`, it is
+    `jax.jit` of the step, which donates nothing there.
+
+    Attributes:
+      compiled: The program for the first arguments, for `memory_report`; None before
+        the first call. `compile` returns the program for other arguments.
+    """
+
+    compiled: Compiled | None = None
 
     def __init__(self, step: Callable[..., PyTree], donated: Keys, static: Keys):
-        self._step = step
+        self._step, self._donated, self._static = step, donated, static
         self._signature = signature(step)
-        self._donated = donated
-        self._static = frozenset(name for key in static for name in self._names(key))
-        self._programs: list[_CompiledStep] = []  # the first one last
-        self._hosted: set[ArrayKey] = set()
-        self._compiling = threading.Lock()
+        self._static_keys = {name for key in static for name in self._names(key)}
+        self._donated_keys = {name for key in donated for name in self._names(key)}
+        self._donated_keys -= self._static_keys
+        # The leaves of the first arguments by their names in messages.
+        self._before: dict[str, Known] = {}
+        self._shardings: list[Sharding] = []
+        self._travels = False
+        self._renew()
+        self._nested = self._jit_of(lambda *args, **kwargs: step(*args, **kwargs))
         functools.update_wrapper(self, step, updated=())
 
-    @property
-    def compiled(self) -> jax.stages.Compiled | None:
-        """The program for the first arguments, for `memory_report`.
-
-        None before the first call. `compile` gives the program for other arguments.
-        """
-        return self._programs[-1].compiled if self._programs else None
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Step, (self._step, self._donated, self._static)
 
     def __get__(
         self, instance: object, owner: type | None = None
@@ -102,158 +133,226 @@ class Step:
     def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs the step; donated arguments must not be used again.
 
-        As `jax.jit`, it compiles if it has no program for such arguments: of these
-        shapes, dtypes, structures, places and constants. It keeps the others.
+        It compiles where `jax.jit` does: for other shapes, dtypes, structures,
+        placements and constants, and within another mesh or configuration of JAX.
 
         If it fails, a note on the error says which donated arguments are gone.
         """
-        call = self._call(args, kwargs)
-        kind = call.kind
-        program = next((x for x in self._programs if x.kind == kind), None)
-        program = program or self._program(call)
+        leaves = jax.tree.leaves((args, kwargs))
+        if any(isinstance(x, Tracer) for x in leaves) or _CONFIG.jax_disable_jit:
+            return self._nested(*args, **kwargs)
+        self._refuse_unhashable(args, kwargs)
         try:
-            try:
-                return program.run(call.values)
-            except ValueError:
-                # JAX compares placements before it runs a program, so that nothing was
-                # donated yet.
-                if not are_elsewhere(call.values, program.compiled):
-                    raise
-            program = self._program(call)
-            return program.run(call.values)
+            args, kwargs = self._placed(args, kwargs)
+            leaves = jax.tree.leaves((args, kwargs))
+            with _divided(leaves), contextlib.suppress(_NotCompiled):
+                if self.compiled is not None:
+                    return self._jitted(*args, **kwargs)
+            # Where JAX traces, constants alone are no tracers.
+            if is_traced(jnp.zeros(1)):
+                return self._nested(*args, **kwargs)
+            self._compile(args, kwargs)
+            # After an error, as `_NotCompiled`, JAX would for ever call such arguments
+            # by way of Python.
+            self._jitted._clear_cache()
+            with _divided(leaves), _checked():
+                return self._jitted(*args, **kwargs)
         except BaseException as error:
-            note_donated(error, call.values, call.keys, program.donated)
+            note_donated(error, self._donated_of(args, kwargs))
             raise
 
-    def compile(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Compiled:
+    def compile(self, *args: PyTree, **kwargs: PyTree) -> Compiled:
         """The program for arguments like these, compiled unless it already is."""
-        return self._program(self._call(args, kwargs)).compiled
+        self._refuse_unhashable(args, kwargs)
+        args, kwargs = jax.tree.map(typed, (args, kwargs))
+        return self._compile(*self._placed(args, kwargs))
 
-    def _call(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Call:
-        """Arguments by position, and those without a position by name.
+    def _renew(self) -> None:
+        """Lets JAX forget the step's programs, and what it traced of them."""
 
-        Raises:
-          TypeError: If they are not what the step takes, or a static one has no hash.
-        """
-        if self._signature is not None:
-            bound = self._signature.bind(*args, **kwargs)
-            args, kwargs = bound.args, bound.kwargs
-        by_key = dict(enumerate(args)) | dict(sorted(kwargs.items()))
-        static = {key: by_key.pop(key) for key in list(by_key) if key in self._static}
-        for key, value in static.items():
-            if not isinstance(value, Hashable):
-                raise TypeError(
-                    f"static {label(key)} is of type {type(value).__name__}, which has"
-                    " no hash: a static argument is a constant of the program."
-                )
-        return Call(tuple(by_key), tuple(by_key.values()), static)
+        def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            return self._traced(args, kwargs)
 
-    def _program(self, call: Call) -> _CompiledStep:
-        """The program for such arguments, where they are; compiled if there is none."""
-        call = call._replace(values=jax.tree.map(typed, call.values))
-        kind = call.kind
-        # Threads that call a step at once compile it once: the others wait and find it.
-        with self._compiling:
-            for program in self._programs:
-                if program.kind == kind and not are_elsewhere(
-                    call.values, program.compiled
-                ):
-                    return program
-            try:
-                program = self._compiled_for(call)
-            except Exception as error:
-                if isinstance(error, ValueError):
-                    note_elsewhere(error)
-                if self._programs:
-                    others = differences(call, self._programs[-1].kind)
-                    others = others or ["in other places, or with other constants"]
-                    error.add_note(
-                        "The step was compiled before, for other arguments:"
-                        f" {', '.join(others[:3])}."
-                    )
-                flat = jax.tree_util.tree_flatten_with_path(call.values)[0]
-                named = {place_of(call.keys, path): x for path, x in flat}
-                refuse_computed_on_host(error, named)
-                raise
-            self._programs.insert(0, program)
-        return program
-
-    def _compiled_for(self, call: Call) -> _CompiledStep:
-        donated, belonging = self._positions(call.keys), self._hosted | hosted(call)
-        refuse_moved(call, belonging)
-        if belonging and not donated and not self._programs:
-            warn_user(
-                "nothing is donated, so a step leaves the old parameters and moments"
-                " beside the new: name them in donate_argnums or donate_argnames."
+        run.__name__ = getattr(self._step, "__name__", "step")
+        positions, names = _split(self._donated_keys)
+        self._jit = functools.cache(
+            lambda **options: self._jit_of(
+                run,
+                donate_argnums=positions,
+                donate_argnames=names,
+                keep_unused=KEEP_UNUSED,
+                compiler_options=options or None,
             )
+        )
+        self._jitted: Any = self._jit()
 
-        # A new function for each attempt, because JAX keeps what it traced by function.
-        def run(*values: PyTree) -> PyTree:
-            # Constants go back among the arrays, by position or by name.
-            by_key = call.static | dict(zip(call.keys, values, strict=True))
-            positions = sorted(key for key in by_key if isinstance(key, int))
-            named = {key: x for key, x in by_key.items() if isinstance(key, str)}
-            # Arrays have a sharding; tracers of automatic axes have none, so that the
-            # step's update reads the placements from the context.
-            places = [
-                getattr(x, "sharding", None) for x in jax.tree.leaves(call.values)
-            ]
-            with known_shardings(jax.tree.leaves(values), places):
-                return self._step(*(by_key[key] for key in positions), **named)
+    def _jit_of(self, run: Callable[..., PyTree], **options: Any) -> Wrapped:
+        positions, names = _split(self._static_keys)
+        return jax.jit(run, static_argnums=positions, static_argnames=names, **options)
 
-        with warnings.catch_warnings():
-            # JAX only warns of what is an error here, and names no leaf.
-            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            # `compile_overlapping` tells XLA, which this warning says nobody does.
-            warnings.filterwarnings("ignore", NO_OVERLAP)
-            run = with_donated(run, call.values, donated)
-            placed = placements(run, call.values, donated)
-            # Without transfers nothing is to overlap, and CUDA graphs are faster.
-            places = placed.inputs, placed.outputs
-            device = device_of(places) if placed.travels else None
+    def _placed(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+        """The arguments, with donated arrays committed to the devices of the others.
 
-            def program(
-                keep_unused: bool,
-            ) -> tuple[jax.stages.Wrapped, jax.stages.Compiled]:
-                jit = lambda options: jax.jit(
-                    run,
-                    donate_argnums=donated,
-                    in_shardings=placed.inputs,
-                    out_shardings=placed.outputs,
-                    keep_unused=keep_unused,
-                    compiler_options=options or None,
+        A step's results are: `jax.jit` would compile for these, and again for them.
+        """
+        given = jax.tree.leaves(self._donated_of(args, kwargs))
+        if all(map(is_placed, given)):
+            return args, kwargs
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        shardings = [x.sharding for x in leaves if is_placed(x)]
+        sharding = shared_by(shardings or self._shardings)
+        if sharding is None:
+            return args, kwargs
+        leaves = [
+            x.value
+            if is_placed(x.value) or x.key not in self._donated_keys
+            else self._commit(x, sharding)
+            for x in leaves_of(args, kwargs)
+        ]
+        return jax.tree.unflatten(structure, leaves)
+
+    def _commit(self, leaf: Leaf, sharding: Sharding) -> PyTree:
+        known = self._before.get(leaf.name)
+        if known and known.has_place_for(leaf.value) and known.sharding is not None:
+            sharding = typed_by_memory(known.sharding)
+        if isinstance(x := leaf.value, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        # It shares the buffer of an array that is on this device already.
+        return jax.device_put(x, sharding)
+
+    def _compile(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Compiled:
+        if self._signature is not None:
+            self._signature.bind(*args, **kwargs)
+        leaves = [x for x in leaves_of(args, kwargs) if x.key not in self._static_keys]
+        values = [x.value for x in leaves]
+        self._refuse_missing(args, kwargs)
+        refuse_moved(leaves, self._before)
+        traced = None
+        try:
+            with _divided(jax.tree.leaves((args, kwargs))), _checked():
+                traced = self._jitted.trace(*args, **kwargs)
+                shardings = [x.sharding for x in values if is_placed(x)]
+                device: Any = device_of(shardings)
+                self._travels |= reaches_host(traced.jaxpr)
+                warn_of_host_compute(traced.jaxpr, device.platform)
+                if not (self._donated or self._before) and any(map(on_host, values)):
+                    warn_user(
+                        "nothing is donated, so a step leaves the old parameters and"
+                        " moments beside the new: name them in donate_argnums or"
+                        " donate_argnames."
+                    )
+                # Without transfers nothing is to overlap, and CUDA graphs are faster.
+                device, fixed = (
+                    (device, addressing_options(device))
+                    if self._travels
+                    else (None, {})
                 )
-                return compile_overlapping(jit, call.values, device)
+                jit = lambda options: self._jit(**options, **fixed)
+                jitted, compiled = compile_overlapping(jit, args, device, kwargs)
+            check_donations(compiled, leaves, self._donated_keys)
+        except Exception as error:
+            # JAX must not run what it traced for arguments that are refused here.
+            if traced is not None:
+                self._renew()
+            if isinstance(error, ValueError):
+                note_elsewhere(error)
+            if self._before:
+                others = differences(leaves, self._before)
+                others = others or ["in other places, or with other constants"]
+                error.add_note(
+                    "The step was compiled before, for other arguments:"
+                    f" {', '.join(others[:3])}."
+                )
+            refuse_computed_on_host(error, {x.name: x.value for x in leaves})
+            raise
+        self._jitted = jitted
+        if self.compiled is None:
+            self.compiled = compiled
+            self._shardings = shardings
+            self._before = {
+                name: Known(jax.typeof(x), getattr(x, "sharding", None))
+                for _, name, x in leaves
+            }
+        return compiled
 
-            jitted, compiled = program(keep_unused=False)
-            if donates_unused(compiled, call.values, donated):
-                jitted, compiled = program(keep_unused=True)
-        check_donations(compiled, call.values, call.keys, donated)
-        self._hosted = belonging
-        return _CompiledStep(compiled, jitted, call.kind, donated)
+    def _traced(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+        """Traces the step, with its donated buffers kept and its results divided."""
+        if not _is_checked.get():
+            raise _NotCompiled
+        leaves, structure = leaves_of(args, kwargs), jax.tree.structure((args, kwargs))
+        shardings = current().places or (None,) * len(leaves)
+        pairs = zip(leaves, shardings, strict=True)
+        arrays = [(x, at) for x, at in pairs if x.key not in self._static_keys]
+        constants = [x if x.key in self._static_keys else None for x in leaves]
+        places = [at for _, at in arrays]
 
-    def _positions(self, keys: Keys) -> tuple[int, ...]:
-        """The positions of the donated arguments."""
-        positions = set()
+        def step(*values: PyTree) -> PyTree:
+            rest = iter(values)
+            flat = [next(rest) if x is None else x.value for x in constants]
+            # Tracers of automatic axes have no sharding: an update inside reads it from
+            # the context.
+            with within(places=()), known_shardings(values, places):
+                args, kwargs = jax.tree.unflatten(structure, flat)
+                return self._step(*args, **kwargs)
+
+        step = jax.jit(step, inline=True)
+        values = [x.value for x, _ in arrays]
+        donated = [x.key in self._donated_keys for x, _ in arrays]
+        jaxpr = step.trace(*values).jaxpr
+        results = step(*keep_unread(jaxpr, values, donated))
+        given = self._donated_of(args, kwargs)
+        results = divide_like(
+            results,
+            [
+                Donated(value, [at for x, at in arrays if x.key == key])
+                for key, value in given.items()
+            ]
+            if any(places)
+            else (),
+        )
+        # JAX pairs donated arguments with results of any memory.
+        return donate_within_memory(results) if given else results
+
+    def _donated_of(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> dict[ArgumentKey, PyTree]:
+        given = dict(enumerate(args)) | kwargs
+        return {key: x for key, x in given.items() if key in self._donated_keys}
+
+    def _refuse_unhashable(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> None:
+        given = dict(enumerate(args)) | kwargs if self._static_keys else {}
+        for key in self._static_keys & given.keys():
+            if not isinstance(given[key], Hashable):
+                raise TypeError(
+                    f"static {label(key)} is of type {type(given[key]).__name__}, which"
+                    " has no hash: a static argument is a constant of the program."
+                )
+
+    def _refuse_missing(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> None:
+        given = [*range(len(args)), *sorted(kwargs)]
+        given = [key for key in given if key not in self._static_keys]
         for key in self._donated:
-            names = self._names(key)
-            positions |= {i for i, one in enumerate(keys) if one in names}
-            if names.isdisjoint(keys):
+            if self._names(key).isdisjoint(given):
                 which = "donate_argnums" if isinstance(key, int) else "donate_argnames"
                 raise ValueError(
                     f"{which} names argument {key!r}, which the step is not given as an"
-                    f" array: it has {self._named(keys)}."
+                    f" array: it has {self._named(given)}."
                 )
-        return tuple(sorted(positions))
 
-    def _named(self, keys: Keys) -> str:
-        """How many arguments there are, and what each is called, for messages."""
-        names = enumerate(names_by_position(self._signature))
+    def _named(self, keys: Iterable[ArgumentKey]) -> str:
+        """The number of arguments and their names, for messages."""
+        names = names_by_position(self._signature)
         named: dict[ArgumentKey, str] = {
-            i: f"{i} is {name!r}" for i, name in names if name
+            i: f"{i} is {name!r}" for i, name in enumerate(names) if name
         }
         each = [named.get(key, str(key)) for key in keys]
-        count = f"{len(keys)} argument{'' if len(keys) == 1 else 's'}"
+        count = f"{len(each)} argument{'' if len(each) == 1 else 's'}"
         return f"{count}: {', '.join(each)}" if each else count
 
     def _names(self, key: ArgumentKey) -> set[ArgumentKey]:
@@ -262,6 +361,12 @@ class Step:
         if isinstance(key, str):
             return {key} | {i for i, name in enumerate(names) if name == key}
         return {key} | {name for name in names[key : key + 1] if name and key >= 0}
+
+
+def _split(keys: Iterable[ArgumentKey]) -> tuple[list[int], list[str]]:
+    """Positions and names, as `jax.jit` takes them."""
+    positions = sorted(key for key in keys if isinstance(key, int) and key >= 0)
+    return positions, sorted(key for key in keys if isinstance(key, str))
 
 
 @overload
@@ -298,17 +403,14 @@ def jit_step(
 ) -> Step | Callable[[Callable[..., PyTree]], Step]:
     """Compiles a training step with its outputs' placements stated.
 
-    Like `jax.jit`, the step compiles again for arguments of other shapes, dtypes,
-    structures or places, and for other constants; it keeps the earlier programs. It
-    does not compile again if JAX's configuration changes, as within
-    `jax.default_matmul_precision(...)`. A step returns what it changes, NNX modules
-    too: `nnx.jit` writes them back by itself, this does not.
+    It is one `jax.jit`: JAX's own caches keep its programs, and within `jax.jit`,
+    `jax.grad` or `jax.vmap` it is `jax.jit` of the step. A step returns what it
+    changes, NNX modules too: `nnx.jit` writes them back by itself, this does not.
 
     `jax.jit` pairs donated buffers with outputs by shape and order alone where no
     placement is stated (jax 0.10.2 to 0.12.0.1): a program that is given a state and
-    holds no `update` can return parameters in the moments' place. Here each output's
-    memory is read off the traced step and stated, and each donated buffer is looked up
-    in the compiled program.
+    holds no `update` can return parameters in the moments' place. Here buffers are
+    paired within a memory, and each donated one is looked up in the compiled program.
 
     A step that computes on host arrays, as Optax's own wrappers that skip steps do
     around `paged(...)`, is warned of on accelerators; the warning names what to use.
@@ -373,11 +475,3 @@ def jit_step(
     if examples:
         jitted.compile(*example_args, **example_kwargs)
     return jitted
-
-
-def _is_packed(x: object) -> bool:
-    """Whether an array's values are smaller than a byte, such as NF4's codes."""
-    dtype = getattr(x, "dtype", None)
-    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
-        return False
-    return jax.dtypes.itemsize_bits(dtype) < 8

@@ -11,7 +11,7 @@ import optax
 from jax import lax
 from jaxtyping import PyTree
 
-from paged_optax.backend.compiler_options import warn_without_overlap
+from paged_optax.backend.compiler_options import warn_of_options
 from paged_optax.backend.validation import brief, check_rate, check_transformation
 from paged_optax.layerwise.backward_update import BackwardUpdate
 from paged_optax.layerwise.clipping import Clipping, Guard, widest
@@ -235,7 +235,7 @@ class LayerwiseStep:
           are deferred, parameters and state are those before this step's own update.
         """
         params, frozen = from_numpy((params, frozen))
-        warn_without_overlap((params, state, workspace, frozen))
+        warn_of_options((params, state, workspace, frozen))
         answers = ask(self._tx, params, state, self._own)
         # While types still say how arrays are divided.
         if not self._warned:
@@ -293,7 +293,7 @@ class LayerwiseStep:
           False
         """
         arguments = from_numpy(params), state, workspace
-        warn_without_overlap(arguments)
+        warn_of_options(arguments)
         return on_automatic_axes(self._finish, arguments, arguments)
 
     def _run(

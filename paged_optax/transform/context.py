@@ -53,6 +53,8 @@ class TraceContext:
         are, and with a function that says what all processes must have built alike.
       record: Every paged `init` calls it with its `Configuration`, and with a function
         that describes its moments, a `planned_moments.Describe`.
+      places: The shardings of the leaves of a step's arguments, for its trace; None for
+        a leaf on one device. Empty if all are.
       shardings: How the arguments of a step that is traced are divided, by the `id` of
         the tracer of each; if its explicit axes were made automatic, as its type said.
         It is no part of JAX's keys: only in the step's own trace, and in that of its
@@ -73,6 +75,7 @@ class TraceContext:
     paged: bool = False
     on_update: Callable[..., None] | None = None
     record: Callable[..., None] | None = None
+    places: tuple[Sharding | None, ...] = ()
     shardings: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
 
 

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from paged_optax.analysis.program import Analysis
-from paged_optax.backend.compiler_options import warn_without_overlap
+from paged_optax.backend.compiler_options import warn_of_options
 from paged_optax.backend.flax_variables import as_pure, unflatten_like
 from paged_optax.backend.memory import donate_within_memory, is_mistyped
 from paged_optax.backend.processes import compare, spans_processes
@@ -139,7 +139,7 @@ class Update:
         # equal `Traced`.
         run = self._jitted
         if is_traced(arguments):
-            warn_without_overlap(leaves)
+            warn_of_options(leaves)
             run = self._streamed
         try:
             new = run(*arguments, traced=Traced(analysis, gating, layout))

@@ -8,8 +8,8 @@ import pytest
 import paged_optax as po
 from helpers import aot, decoder
 from helpers.programs import updating
+from helpers.runtime_counts import RuntimeCounts
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
-from paged_optax.compiling.memory_report import RuntimeCounts
 from paged_optax.planning.models import DECODERS
 
 pytestmark = [

@@ -24,6 +24,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # for `hel
 
 from helpers import decoder, step_model
 from helpers.programs import ordinary_step
+from helpers.runtime_counts import RuntimeCounts
 from paged_optax.planning.card_rates import card_name
 
 SECTION = "decoder"
@@ -143,14 +144,13 @@ def _filled(shapes: Any) -> Any:
 
 def _predicted(report: po.MemoryReport, layers: int) -> dict[str, Any]:
     """What the step model makes of the program, where there are a card's rates."""
-    counts = report.runtime_counts
     card = card_name(jax.devices()[0].device_kind)
-    if counts is None or card is None:
+    if card is None:
         return {}
     machine = step_model.machine_of(card)
     cost = step_model.cost(report.hlo, machine, layers)
     return {
-        "counts": dataclasses.asdict(counts),
+        "counts": dataclasses.asdict(RuntimeCounts.of(report.hlo)),
         "predicted_for": card,
         "predicted_seconds": cost.seconds,
         "predicted_range": list(step_model.between(report.hlo, machine, layers)),

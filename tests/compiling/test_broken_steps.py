@@ -68,6 +68,12 @@ def saved(tmp_path):
         yield source, step, (params, state), restore
 
 
+def notes_of(error):
+    """Without JAX's, on the frames that a traceback leaves out."""
+    notes = getattr(error, "__notes__", [])
+    return [note for note in notes if "JAX has removed" not in note]
+
+
 def is_gone(tree):
     return [x.is_deleted() for x in jax.tree.leaves(tree)]
 
@@ -80,14 +86,14 @@ def test_an_exception_inside_a_donated_step(saved, error):
     source.error = error("the data's disk is gone")
     with pytest.raises(BaseException, match="the data's disk is gone") as caught:
         jax.block_until_ready(step(*carry, one))
-    (note,) = caught.value.__notes__
+    (note,) = notes_of(caught.value)
     assert note.startswith("Donated and gone: argument 0, argument 1.")
     assert "restore the last checkpoint" in note
     assert all(is_gone(carry))
     # What is gone is no wrong number, but an error that says so again.
-    with pytest.raises(RuntimeError, match="deleted") as caught:
+    with pytest.raises((RuntimeError, ValueError), match="deleted") as caught:
         step(*carry, one)
-    assert "argument 0, argument 1" in caught.value.__notes__[0]
+    assert "argument 0, argument 1" in notes_of(caught.value)[0]
     source.error = None
     params, state = restore()
     assert bits((params, state)) == wanted
@@ -106,7 +112,7 @@ def test_nothing_is_gone_where_nothing_was_donated():
     source.error = OSError("gone")
     with pytest.raises(Exception, match="gone") as caught:
         jax.block_until_ready(step(params, state, one))
-    assert not hasattr(caught.value, "__notes__")
+    assert not notes_of(caught.value)
     assert not any(is_gone((params, state)))
 
 
@@ -115,15 +121,14 @@ def test_what_is_left_is_said_before_a_step_runs():
     params, state, one = begun()
     step = po.jit_step(steps(Source()), params, state, one, donate_argnums=(0, 1))
 
-    def interrupted(*values):
+    def interrupted(*values, **named):
         raise KeyboardInterrupt
 
-    (program,) = step._programs
-    step._programs[0] = program._replace(compiled=interrupted)
+    jitted, step._jitted = step._jitted, interrupted
     with pytest.raises(KeyboardInterrupt) as caught:
         step(params, state, one)
     assert "can be called with it again" in caught.value.__notes__[0]
-    step._programs[0] = program
+    step._jitted = jitted
     step(params, state, one)
 
 
@@ -134,7 +139,7 @@ def test_a_device_out_of_memory(saved):
     step = po.jit_step(steps(source, 2**44), *carry, one, donate_argnums=(0, 1))
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED") as caught:
         jax.block_until_ready(step(*carry, one))
-    (note,) = caught.value.__notes__
+    (note,) = notes_of(caught.value)
     assert ("Donated and gone" in note) == any(is_gone(carry))
     assert bits(restore()) == wanted
 

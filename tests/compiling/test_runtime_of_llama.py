@@ -11,8 +11,8 @@ import paged_optax as po
 from helpers import aot, decoder, step_model
 from helpers.decoder import LLAMA3_8B
 from helpers.programs import placed, shardings, state_on
+from helpers.runtime_counts import RuntimeCounts
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
-from paged_optax.compiling.memory_report import RuntimeCounts
 from paged_optax.planning.card_rates import CARDS
 
 pytestmark = [

@@ -115,6 +115,9 @@ def test_what_jit_tells_apart():
 
 def test_arrays_elsewhere():
     """Committed to another device, or divided in another way."""
+    compiled = []
+    count = lambda name, *_, **__: compiled.append(name) if "backend" in name else None
+    jax.monitoring.register_event_duration_secs_listener(count)
     step = po.jit_step(lambda x: 2 * x, donate_argnums=0)
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     places = [
@@ -126,11 +129,11 @@ def test_arrays_elsewhere():
     made = {}
     for number in range(3):
         for place in places:
-            x = jax.device_put(jnp.arange(4.0), place)
+            x = jax.device_put(np.arange(4, dtype=np.float32), place)
             y = step(x)
             assert x.is_deleted() and y.sharding.is_equivalent_to(x.sharding, 1)
             np.testing.assert_array_equal(y, 2 * np.arange(4))
-            made[number] = len(step._programs)
+            made[number] = len(compiled)
     assert made == {0: 4, 1: 4, 2: 4}
 
 

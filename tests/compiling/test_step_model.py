@@ -6,9 +6,9 @@ import math
 import pytest
 
 from helpers import step_model, streams
+from helpers.hlo import Computations
+from helpers.runtime_counts import RuntimeCounts
 from helpers.step_model import Machine, Overheads
-from paged_optax.compiling.hlo import Computations
-from paged_optax.compiling.memory_report import RuntimeCounts
 
 #: Gates, counted loops, a condition, and what is waited for as soon as it is started.
 NESTED = """HloModule nested, is_scheduled=true

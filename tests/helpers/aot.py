@@ -27,9 +27,12 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
 
-from paged_optax.backend.compiler_options import overlap_options
+from helpers.hlo import Computations, Executor
+from paged_optax.backend.compiler_options import (
+    addressing_options,
+    overlap_options,
+)
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
-from paged_optax.compiling.hlo import Computations, Executor
 from paged_optax.compiling.memory_report import MemoryReport
 from paged_optax.engine.pages import Pages
 
@@ -52,7 +55,8 @@ def options_on(card: str) -> Mapping[str, Any]:
     assert block is not None
     parts = dict(re.findall(r"(\w+): (\d+)", block[1]))
     capability = f"{parts['major']}.{parts.get('minor', 0)}"
-    return overlap_options(types.SimpleNamespace(compute_capability=capability))
+    device = types.SimpleNamespace(compute_capability=capability)
+    return {**overlap_options(device), **addressing_options(device)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 
-from paged_optax.compiling.hlo import Computations, Executor, Instruction
+from helpers.hlo import Computations, Executor, Instruction
 
 
 @dataclasses.dataclass

@@ -23,7 +23,7 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 
 from helpers import aot, streams
-from paged_optax.compiling.hlo import (
+from helpers.hlo import (
     Computations,
     Executor,
     Instruction,

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from paged_optax.compiling.hlo import Computations, Instruction
+from helpers.hlo import Computations, Instruction
 
 #: XLA:GPU deals to so many streams in turn: transfers of both directions, and slices on
 #: the device. None: each direction has a stream of its own, and slices wait for none.

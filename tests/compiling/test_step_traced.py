@@ -1,0 +1,117 @@
+"""`jit_step` where `jax.jit` works: JAX's own caches and transformations."""
+
+import copy
+import pickle
+import threading
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import paged_optax as po
+
+
+def loss(x):
+    return (x**2).sum()
+
+
+TRANSFORMED = {
+    "jit": lambda f: jax.jit(lambda x: f(x) + 1)(jnp.ones(3)),
+    "a constant in jit": lambda f: jax.jit(lambda: f(jnp.ones(3)))(),
+    "grad": lambda f: jax.grad(f)(jnp.ones(3)),
+    "vmap": lambda f: jax.vmap(f)(jnp.ones((2, 3))),
+    "eval_shape": lambda f: jax.eval_shape(f, jnp.ones(3)),
+    "scan": lambda f: jax.lax.scan(lambda c, x: (c + f(x), c), 0.0, jnp.ones((2, 3))),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f))(jnp.ones(3)),
+    "jit_step": lambda f: po.jit_step(lambda x: f(x) + 1)(jnp.ones(3)),
+}
+
+
+@pytest.mark.parametrize("donated", [(), 0], ids=str)
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_within_a_transformation(name, donated):
+    """It is `jax.jit` there, and donates nothing, though it may be traced before."""
+    step, run = po.jit_step(loss, donate_argnums=donated), TRANSFORMED[name]
+    chex.assert_trees_all_equal(run(step), run(jax.jit(loss)))
+
+
+def test_a_step_that_calls_itself():
+    def again(x):
+        return step(x[1:]) + x[0] if x.shape[0] > 1 else x[0]
+
+    step, results = po.jit_step(again), []
+    thread = threading.Thread(
+        target=lambda: results.append(step(jnp.ones(3))), daemon=True
+    )
+    thread.start()
+    thread.join(60)
+    assert results == [3.0]
+
+
+def test_the_configuration_and_the_mesh_are_in_the_key():
+    def step(x):
+        size = max(jax.sharding.get_abstract_mesh().size, 1)
+        return x @ x / size
+
+    ours, theirs = po.jit_step(step), jax.jit(step)
+    x = jnp.ones((8, 8))
+    for count in (2, 4):
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((count,), ("d",), auto, devices=jax.devices()[:count])
+        with jax.set_mesh(mesh):
+            chex.assert_trees_all_equal(ours(x), theirs(x))
+    chex.assert_trees_all_equal(ours(x), theirs(x))
+    with jax.default_matmul_precision("highest"):
+        assert "HIGHEST" in str(jax.make_jaxpr(ours)(x))
+    assert "HIGHEST" not in str(jax.make_jaxpr(ours)(x))
+
+
+def test_ordered_effects(capsys):
+    @po.jit_step(donate_argnums=(0, 1))
+    def step(x, y):
+        jax.debug.print("sum {}", x.sum(), ordered=True)
+        return y + 1, x + 1
+
+    for _ in range(2):
+        x, y = jnp.ones(5), jnp.ones(6)
+        step(x, y)
+        assert x.is_deleted() and y.is_deleted()
+    jax.effects_barrier()
+    assert capsys.readouterr().out == "sum 5.0\n" * 2
+    with pytest.raises(po.DonationError, match="argument 0"):
+        lost = lambda x, y: (jax.debug.print("{}", x[0], ordered=True), y + 1)
+        po.jit_step(lost, jnp.ones(5), jnp.ones(6), donate_argnums=(0, 1))
+
+
+def test_a_refused_donation_is_refused_again():
+    step = po.jit_step(lambda x: x[:2], donate_argnums=0)
+    for _ in range(3):
+        x = jnp.ones(4)
+        with pytest.raises(po.DonationError):
+            step(x)
+        assert not x.is_deleted()
+
+
+def test_first_arguments_that_are_not_committed_compile_once():
+    """A state on the host is committed, and so are a step's results."""
+    compiled = []
+    event = "/jax/core/compile/backend_compile_duration"
+    count = lambda name, *_, **__: compiled.append(name) if name == event else None
+    jax.monitoring.register_event_duration_secs_listener(count)
+    state = jax.device_put(jnp.ones(8), jax.memory.Space.Host)
+    params = jnp.ones(8)
+    step = po.jit_step(lambda p, s, b: (p + b, s), donate_argnums=(0, 1))
+    compiled.clear()
+    for _ in range(3):
+        old = params
+        params, state = step(params, state, np.ones(8, np.float32))
+        assert old.is_deleted()
+    assert len(compiled) == 1
+
+
+def test_copies():
+    step = po.jit_step(loss)
+    copies = copy.copy(step), copy.deepcopy(step), pickle.loads(pickle.dumps(step))
+    assert [made(jnp.ones(3)) for made in copies] == [3.0] * 3

@@ -1,0 +1,155 @@
+"""Kernels, waits and transfers of one call of a program of XLA:GPU."""
+
+import collections
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+
+from helpers.hlo import Computations, Executor, Instruction
+from paged_optax.backend.text import readable_bytes, table
+
+_Counts = collections.Counter[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class RuntimeCounts:
+    """What XLA:GPU's runtime does in one call of a program. Prints as a table.
+
+    Read from the scheduled program, and multiplied by the turns of loops. A loop of
+    which the compiler states no count takes one turn here. One that keeps a leaf apart
+    does so where something is updated. Which branch a conditional takes is not known:
+    each count is the largest of the branches'.
+
+    Attributes:
+      kernels: Kernels, calls of libraries, and copies between them, one after the
+        other. They include those of the conditions that loops evaluate.
+      host_syncs: How often the host waits for the device: to learn whether a loop
+        without a stated count takes another turn, and which branch a conditional takes.
+      loop_turns: Turns of loops whose count the compiler states.
+      transfers_up: Copies from host to device by the copy engine.
+      transfers_down: Copies from device to host by the copy engine.
+      sync_transfers: Of both, those without a start of their own. What comes after one
+        waits until it ends.
+      zero_copy_up: Kernels that read pinned memory over the link. XLA makes one where
+        the address is not linear in the variable of a counted loop, or where a slice is
+        not contiguous.
+      zero_copy_down: Kernels that write pinned memory over the link.
+      transfer_bytes: Bytes that the copy engine moves, both ways.
+      zero_copy_bytes: Bytes that kernels move over the link, both ways.
+      device_slices: Asynchronous copies from device to device.
+      host_copies: Copies of whole arrays within host memory.
+      rematerialized: Instructions that XLA added to compute a value once more, to save
+        memory. They are counted in the program's text, not multiplied by turns.
+    """
+
+    kernels: int = 0
+    host_syncs: int = 0
+    loop_turns: int = 0
+    transfers_up: int = 0
+    transfers_down: int = 0
+    sync_transfers: int = 0
+    zero_copy_up: int = 0
+    zero_copy_down: int = 0
+    transfer_bytes: int = 0
+    zero_copy_bytes: int = 0
+    device_slices: int = 0
+    host_copies: int = 0
+    rematerialized: int = 0
+
+    @classmethod
+    def of(cls, hlo: str, trips: Sequence[int] = ()) -> "RuntimeCounts":
+        """Reads a scheduled program of XLA:GPU: others are run in other ways.
+
+        `trips` are the turns of the innermost loops that transfer pages and of which
+        the compiler states none, in the order of the program.
+        """
+        program = Computations(hlo, trips)
+        counts = _computation(program, program.entry)
+        # XLA says so in such an instruction's name.
+        counts["rematerialized"] = sum(
+            ".remat" in instruction.name
+            and program.executor(instruction) is not Executor.NOTHING
+            for instructions in program.instructions.values()
+            for instruction in instructions
+        )
+        return cls(**counts)
+
+    def __str__(self) -> str:
+        def transfers(up: int, down: int, size: int) -> str:
+            return f"{up:,} up, {down:,} down, {readable_bytes(size)}"
+
+        engine = self.transfers_up, self.transfers_down, self.transfer_bytes
+        kernels = self.zero_copy_up, self.zero_copy_down, self.zero_copy_bytes
+        rows = [
+            ("kernels", f"{self.kernels:,}"),
+            ("waits of the host", f"{self.host_syncs:,}"),
+            ("turns of counted loops", f"{self.loop_turns:,}"),
+            ("transfers by copy engine", transfers(*engine)),
+            ("of these, without a start", f"{self.sync_transfers:,}"),
+            ("transfers by kernel", transfers(*kernels)),
+            ("slices copied on the device", f"{self.device_slices:,}"),
+            ("copies within host memory", f"{self.host_copies:,}"),
+            ("rematerialized instructions", f"{self.rematerialized:,}"),
+        ]
+        return table(("in one call", "count"), rows)
+
+
+def _computation(program: Computations, name: str) -> _Counts:
+    total: _Counts = collections.Counter()
+    for instruction in program.instructions[name]:
+        total.update(_instruction(program, instruction))
+    return total
+
+
+def _instruction(program: Computations, instruction: Instruction) -> _Counts:
+    operation = instruction.operation
+    if operation == "while":
+        return _loop(program, instruction)
+    if operation in ("call", "conditional"):
+        branches = [_computation(program, x) for x in program.branches(instruction)]
+        if operation == "call":
+            return functools.reduce(operator.add, branches, collections.Counter())
+        # The host waits for the index of the branch, which is not known here.
+        largest = functools.reduce(operator.or_, branches, collections.Counter())
+        return largest + collections.Counter(host_syncs=1)
+    executor = program.executor(instruction)
+    if executor in (Executor.ENGINE, Executor.ZERO_COPY):
+        return _transfer(program, instruction, executor)
+    names = {
+        Executor.KERNEL: "kernels",
+        Executor.SLICE: "device_slices",
+        Executor.HOST: "host_copies",
+    }
+    return collections.Counter({names[executor]: 1} if executor in names else {})
+
+
+def _loop(program: Computations, instruction: Instruction) -> _Counts:
+    loop = program.loop(instruction)
+    total = _times(_computation(program, loop.body), loop.turns)
+    if loop.counted:
+        total["loop_turns"] += loop.turns
+        return total
+    # The condition is evaluated, and its answer awaited, before each turn and after.
+    total.update(_times(_computation(program, loop.condition), loop.turns + 1))
+    total["host_syncs"] += loop.turns + 1
+    return total
+
+
+def _times(counts: _Counts, turns: int) -> _Counts:
+    return collections.Counter({name: turns * n for name, n in counts.items()})
+
+
+def _transfer(
+    program: Computations, instruction: Instruction, executor: Executor
+) -> _Counts:
+    way = "up" if program.goes_up(instruction) else "down"
+    size = program.moved_by(instruction)
+    if executor is Executor.ENGINE:
+        counts = collections.Counter({f"transfers_{way}": 1, "transfer_bytes": size})
+        counts["sync_transfers"] = int(not instruction.started)
+        return counts
+    counts = collections.Counter({f"zero_copy_{way}": 1, "zero_copy_bytes": size})
+    if not instruction.started:
+        counts["kernels"] = 1  # in its turn among the others
+    return counts
