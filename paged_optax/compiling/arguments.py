@@ -82,11 +82,12 @@ def leaves_of(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[Leaf]
 
 def places_of(leaves: Iterable[PyTree]) -> tuple[NamedSharding | None, ...]:
     """The shardings of leaves on several devices, None of others; empty if all are."""
-    shardings = [getattr(x, "sharding", None) for x in leaves]
-    several = lambda x: isinstance(x, NamedSharding) and x.num_devices > 1
-    if not any(several(x) for x in set(shardings)):
-        return ()
-    return tuple([x if several(x) else None for x in shardings])
+    # Each call of a step comes here: no Python function is called for a leaf.
+    shardings = [
+        x if isinstance(x, NamedSharding) and x.num_devices > 1 else None
+        for x in [getattr(x, "sharding", None) for x in leaves]
+    ]
+    return tuple(shardings) if any(shardings) else ()
 
 
 class Known(NamedTuple):

@@ -139,12 +139,19 @@ class Step:
         If it fails, a note on the error says which donated arguments are gone.
         """
         leaves = jax.tree.leaves((args, kwargs))
-        if any(isinstance(x, Tracer) for x in leaves) or _CONFIG.jax_disable_jit:
+        traced = any(issubclass(kind, Tracer) for kind in set(map(type, leaves)))
+        if traced or _CONFIG.jax_disable_jit:
             return self._nested(*args, **kwargs)
         self._refuse_unhashable(args, kwargs)
         try:
-            args, kwargs = self._placed(args, kwargs)
-            leaves = jax.tree.leaves((args, kwargs))
+            committed = {getattr(x, "committed", False) for x in leaves}
+            if (
+                self._donated_keys
+                and committed != {True}
+                and (len(committed) > 1 or self._shardings)
+            ):
+                args, kwargs = self._placed(args, kwargs, leaves)
+                leaves = jax.tree.leaves((args, kwargs))
             with _divided(leaves), contextlib.suppress(_NotCompiled):
                 if self.compiled is not None:
                     return self._jitted(*args, **kwargs)
@@ -165,7 +172,8 @@ class Step:
         """The program for arguments like these, compiled unless it already is."""
         self._refuse_unhashable(args, kwargs)
         args, kwargs = jax.tree.map(typed, (args, kwargs))
-        return self._compile(*self._placed(args, kwargs))
+        leaves = jax.tree.leaves((args, kwargs))
+        return self._compile(*self._placed(args, kwargs, leaves))
 
     def _renew(self) -> None:
         """Lets JAX forget the step's programs, and what it traced of them."""
@@ -191,7 +199,10 @@ class Step:
         return jax.jit(run, static_argnums=positions, static_argnames=names, **options)
 
     def _placed(
-        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+        self,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        leaves: Sequence[PyTree],
     ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         """The arguments, with donated arrays committed to the devices of the others.
 
@@ -200,7 +211,6 @@ class Step:
         given = jax.tree.leaves(self._donated_of(args, kwargs))
         if all(map(is_placed, given)):
             return args, kwargs
-        leaves, structure = jax.tree.flatten((args, kwargs))
         shardings = [x.sharding for x in leaves if is_placed(x)]
         sharding = shared_by(shardings or self._shardings)
         if sharding is None:
@@ -211,7 +221,7 @@ class Step:
             else self._commit(x, sharding)
             for x in leaves_of(args, kwargs)
         ]
-        return jax.tree.unflatten(structure, leaves)
+        return jax.tree.unflatten(jax.tree.structure((args, kwargs)), leaves)
 
     def _commit(self, leaf: Leaf, sharding: Sharding) -> PyTree:
         known = self._before.get(leaf.name)
