@@ -22,12 +22,12 @@ from paged_optax.backend.memory import HOST, nbytes, on_host
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD, barrier_on_cpu
 from paged_optax.backend.types import on_one_device
 from paged_optax.engine.paged_array import Stored
+from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.overlap import Group
-from paged_optax.layerwise.own_tree import Layers, OwnTree
-from paged_optax.layerwise.own_update import OwnUpdate
 from paged_optax.layerwise.programs import Programs, layer_programs
 from paged_optax.layerwise.slabs import LayerIndex, put, slab
+from paged_optax.layerwise.tree_update import TreeUpdate
 from paged_optax.layerwise.weights import (
     add_in_place,
     fetch_after,
@@ -58,8 +58,8 @@ class LayerOptimizer:
       tx: The transformation.
       layered: The parameters and its state.
       programs: What an update computes of each leaf. None: moments are coded, and
-        `tx.update` runs on stacks of one layer; or `own` updates.
-      own: The update in the loss's own tree; None: stacks are that tree.
+        `tx.update` runs on stacks of one layer; or `tree` updates.
+      tree: The update in the loss's own tree; None: stacks are that tree.
       overlaps: Whether a layer is updated while another one is computed.
       happens: Whether anything is updated at all.
     """
@@ -67,7 +67,7 @@ class LayerOptimizer:
     tx: optax.GradientTransformationExtraArgs
     layered: LayeredState
     programs: Programs | None
-    own: OwnUpdate | None = None
+    tree: TreeUpdate | None = None
     overlaps: bool = False
     happens: Gate = True
 
@@ -78,7 +78,7 @@ class LayerOptimizer:
         layered: LayeredState,
         gradients: PyTree[Array],
         happens: Gate,
-        own: OwnTree | None,
+        tree: LayerTree | None,
     ) -> "LayerOptimizer":
         """Traces the update.
 
@@ -87,7 +87,7 @@ class LayerOptimizer:
           layered: The parameters and its state.
           gradients: One layer's gradients.
           happens: Whether anything is updated at all.
-          own: The loss's own tree; None: stacks are that tree.
+          tree: The loss's own tree; None: stacks are that tree.
         """
         partition = layered.partition
         others = [None] * partition.in_layers.count(False)
@@ -99,9 +99,9 @@ class LayerOptimizer:
             )
         ]
         extended = optax.with_extra_args_support(tx)
-        if own is not None:
+        if tree is not None:
             types = [x.dtype for x in shapes]
-            update = OwnUpdate.of(extended, own, layered, types)
+            update = TreeUpdate.of(extended, tree, layered, types)
             return cls(extended, layered, None, update, happens=happens)
         programs = layer_programs(extended, layered, shapes)
         return cls(extended, layered, programs, happens=happens)
@@ -257,9 +257,9 @@ class LayerOptimizer:
             params: Sequence[Array | None],
             i: LayerIndex,
         ) -> tuple[list[Array], list[Stored]]:
-            if self.own is not None:
+            if self.tree is not None:
                 with self._context():
-                    return self.own.layer(i, updates, state, params)
+                    return self.tree.layer(i, updates, state, params)
             return self._update(updates, state, params, i)
 
         return jax.jit(update, inline=True)
@@ -345,10 +345,10 @@ class LayerOptimizer:
             x if yes else None for x, yes in zip(layered.state, moments, strict=True)
         ]
         with only_if(self.happens):
-            if self.own is None:
+            if self.tree is None:
                 update = self._update
             else:
-                update = self._update_own
+                update = self._update_tree
             leaves, new_state = update(only(updates), state, only(params), add=add)
         new = [
             self._if_it_happens(x, old) if yes else old
@@ -366,7 +366,7 @@ class LayerOptimizer:
             return new
         return jax.tree.map(lambda x, y: jnp.where(self.happens, x, y), new, old)
 
-    def _update_own(
+    def _update_tree(
         self,
         updates: Sequence[Array | None],
         state: Sequence[Stored | None],
@@ -374,14 +374,14 @@ class LayerOptimizer:
         add: Callable[[PyTree, PyTree], PyTree] = optax.apply_updates,
     ) -> tuple[list[Array], list[Stored]]:
         """The leaves of new parameters and of a new state; stacks of the small ones."""
-        assert self.own is not None
-        stacks = [isinstance(x, Layers) for x in self.own.state_members]
+        assert self.tree is not None
+        stacks = [isinstance(x, LayerNumbers) for x in self.tree.state_members]
         fetched = [
             x if x is None or not stacked else jax.tree.map(on_device, x)
             for x, stacked in zip(state, stacks, strict=True)
         ]
         with self._context():
-            leaves, new = self.own.rest(updates, fetched, params, add)
+            leaves, new = self.tree.rest(updates, fetched, params, add)
         return leaves, [
             x
             if old is None or not stacked

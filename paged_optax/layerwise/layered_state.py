@@ -14,8 +14,8 @@ from paged_optax.backend.text import keystr
 from paged_optax.backend.types import KeyPath
 from paged_optax.codecs import Quantized
 from paged_optax.engine.paged_array import Stored
+from paged_optax.layerwise.layer_tree import SomeLayers, is_stored
 from paged_optax.layerwise.overlap import Group, grouped
-from paged_optax.layerwise.own_tree import SomeLayers, is_stored
 from paged_optax.layerwise.parameters import Partition, length_of
 from paged_optax.layerwise.slabs import LayerIndex, goes_in_slabs, put
 from paged_optax.transform.trees import parameter_of

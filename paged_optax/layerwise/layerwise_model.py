@@ -29,8 +29,8 @@ from paged_optax.backend.types import is_explicit, with_automatic_axes
 from paged_optax.backend.validation import check_function
 from paged_optax.layerwise.clipping import widest
 from paged_optax.layerwise.forward import ModelFunctions, refuse_other_input
+from paged_optax.layerwise.layer_tree import LayerTree
 from paged_optax.layerwise.loss import WeightedLoss, has_metrics, loss_and_metrics, over
-from paged_optax.layerwise.own_tree import OwnTree
 from paged_optax.layerwise.parameters import Partition, from_numpy, length_of
 from paged_optax.layerwise.weights import Frozen, on_device
 from paged_optax.layerwise.workspace import GradientWorkspace
@@ -83,7 +83,7 @@ class LayerwiseModel:
             check_function(name, getattr(self, name))
 
     @property
-    def own_tree(self) -> OwnTree | None:
+    def layer_tree(self) -> LayerTree | None:
         """The tree of the layers that the transformation sees; None: that of stacks."""
         return None
 

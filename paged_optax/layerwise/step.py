@@ -19,6 +19,7 @@ from paged_optax.layerwise.deferred_update import DeferredUpdate
 from paged_optax.layerwise.dependencies import chunked_leaves
 from paged_optax.layerwise.host_gradients import HostGradients
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
+from paged_optax.layerwise.layer_tree import LayerTree
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.layerwise_model import (
     LayerwiseModel,
@@ -26,7 +27,6 @@ from paged_optax.layerwise.layerwise_model import (
     on_explicit_axes,
 )
 from paged_optax.layerwise.loss import LayerwiseOutput
-from paged_optax.layerwise.own_tree import OwnTree
 from paged_optax.layerwise.parameters import (
     Partition,
     from_numpy,
@@ -188,9 +188,9 @@ def layerwise_step(
     check_transformation("tx", tx)
     if max_norm is not None:
         check_rate("max_norm", max_norm)
-    own = model.own_tree
+    tree = model.layer_tree
     return LayerwiseStep(
-        model, tx, max_norm, clip, accumulate, activations_on_host, layers, own
+        model, tx, max_norm, clip, accumulate, activations_on_host, layers, tree
     )
 
 
@@ -205,7 +205,7 @@ class LayerwiseStep:
     _accumulate: bool
     _activations_on_host: bool
     _layers: str
-    _own: OwnTree | None
+    _layer_tree: LayerTree | None
     # Whether it has warned of divided layers. No program depends on it.
     _warned: bool = False
 
@@ -236,7 +236,7 @@ class LayerwiseStep:
         """
         params, frozen = from_numpy((params, frozen))
         warn_of_options((params, state, workspace, frozen))
-        answers = ask(self._tx, params, state, self._own)
+        answers = ask(self._tx, params, state, self._layer_tree)
         # While types still say how arrays are divided.
         if not self._warned:
             self._warned = warn_of_divided_layers(answers, params, frozen, self._layers)
@@ -319,7 +319,7 @@ class LayerwiseStep:
         run = lambda optimizer: kind(
             model, partition, optimizer, clipping, accumulate, guard
         )(workspace, batch)
-        in_turn = _optimizer(params, partition, guard, workspace, self._own)
+        in_turn = _optimizer(params, partition, guard, workspace, self._layer_tree)
         warn_of_moved(answers, workspace)
         # If a separate backward pass finds the norm, nothing overlaps. The gradients of
         # two layers would take more memory than that first pass.
@@ -332,7 +332,7 @@ class LayerwiseStep:
             chunked = chunked_leaves(model.run_prologue, in_turn.layered, batch)
             with contextlib.suppress(ValueError):  # a choice by shape, of no layer
                 overlapped = _optimizer(
-                    params, partition, guard, workspace, self._own, chunked
+                    params, partition, guard, workspace, self._layer_tree, chunked
                 )
         overlapped = dataclasses.replace(overlapped, overlaps=True)
         # Traced once for both names of a GPU.
@@ -349,10 +349,10 @@ class LayerwiseStep:
                 "workspace has nothing to finish: only updates by a workspace that is"
                 " allocated with rest= and host_dtype= are deferred."
             )
-        optimizer = _optimizer(params, partition, guard, workspace, self._own)
+        optimizer = _optimizer(params, partition, guard, workspace, self._layer_tree)
         model = self._model.functions(partition, None, self._activations_on_host)
         step = DeferredUpdate(model, partition, optimizer, clipping, False, guard)
-        warn_of_moved(ask(guard.tx, params, guard.state, self._own), workspace)
+        warn_of_moved(ask(guard.tx, params, guard.state, self._layer_tree), workspace)
         return step.finish(workspace)
 
     def _partitioned(
@@ -369,7 +369,7 @@ class LayerwiseStep:
             )
         refuse_one_by_one(partition.layers)
         workspace.check(partition.layers, partition.rest)
-        refuse_other_state(self._tx, params, state, self._own)
+        refuse_other_state(self._tx, params, state, self._layer_tree)
         guard = Guard.of(self._tx, state)
         tests_finite = guard.wrapper is not None
         dtype = widest(partition.rest, workspace.gradients)
@@ -388,10 +388,10 @@ def _optimizer(
     partition: Partition,
     guard: Guard,
     workspace: GradientWorkspace,
-    own: OwnTree | None,
+    tree: LayerTree | None,
     chunked: Sequence[int] = (),
 ) -> LayerOptimizer:
     layered = LayeredState(params, partition, guard.state, chunked)
     pending = workspace.pending
     happens = True if pending is None else pending.waits
-    return LayerOptimizer.of(guard.tx, layered, workspace.gradients, happens, own)
+    return LayerOptimizer.of(guard.tx, layered, workspace.gradients, happens, tree)

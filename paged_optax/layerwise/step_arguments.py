@@ -18,10 +18,11 @@ from paged_optax.backend.types import KeyPath, is_explicit, shape_dtype
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import nondifferentiable
 from paged_optax.engine.shards import Shards
-from paged_optax.layerwise.own_tree import OwnTree
-from paged_optax.layerwise.own_update import one_layer, own_shapes, stacked_shape
+from paged_optax.layerwise.layer_tree import LayerTree
 from paged_optax.layerwise.parameters import Partition, by_name
+from paged_optax.layerwise.same_updates import tree_shapes
 from paged_optax.layerwise.slabs import goes_in_slabs
+from paged_optax.layerwise.tree_update import one_layer, stacked_shape
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import known_shardings, sharding_in_type, within
@@ -48,7 +49,7 @@ def ask(
     tx: optax.GradientTransformation,
     params: PyTree,
     state: PyTree,
-    own: OwnTree | None,
+    tree: LayerTree | None,
 ) -> list[Answer]:
     """Asks the paged transformations inside, each once."""
     answers: list[Answer] = []
@@ -63,7 +64,7 @@ def ask(
         # On explicit axes a moment that a codec stores is divided as its parameter's
         # type says, which the shapes that are traced do not have.
         places = [jax.typeof(x).sharding for x in jax.tree.leaves(params)]
-        places = places if own is None else [None] * len(jax.tree.leaves(shapes))
+        places = places if tree is None else [None] * len(jax.tree.leaves(shapes))
         with known_shardings(jax.tree.leaves(shapes), places):
             return tx.update(updates, state, shapes)
 
@@ -71,8 +72,8 @@ def ask(
     # What is wrong fails in the step, in its own words.
     with contextlib.suppress(Exception), within(on_update=answer):
         plain = jax.tree.map(shape_dtype, params)
-        if own is not None:
-            plain, state = one_layer(own, plain), one_layer(own, state)
+        if tree is not None:
+            plain, state = one_layer(tree, plain), one_layer(tree, state)
         jax.eval_shape(update, plain, state, plain)
     return answers
 
@@ -175,22 +176,22 @@ def refuse_other_state(
     tx: optax.GradientTransformation,
     params: PyTree,
     state: PyTree,
-    own: OwnTree | None,
+    tree: LayerTree | None,
 ) -> None:
     """Refuses a state whose leaves have other names than those of `tx.init(params)`.
 
     What a codec stores in several arrays counts as one leaf.
     """
     shapes = jax.tree.map(shape_dtype, params)
-    if own is not None:
-        shapes = own_shapes(own, jax.tree.leaves(shapes))
+    if tree is not None:
+        shapes = tree_shapes(tree, jax.tree.leaves(shapes))
     try:
         with within(types_only=True):
             fresh = jax.eval_shape(lambda p: tx.init(p), shapes)
     except (AttributeError, TypeError, ValueError):
         return  # an `init` may look at arrays, as at their places
-    if own is not None:
-        fresh = own.stack(fresh, stacked_shape)
+    if tree is not None:
+        fresh = tree.stack(fresh, stacked_shape)
     flat = jax.tree_util.tree_flatten_with_path
     leaves = flat(as_pure(fresh), is_leaf=is_quantized)[0]
     there = {key_names(path): (path, x) for path, x in leaves}
@@ -206,12 +207,12 @@ def refuse_other_state(
             odd.append(path)
         else:
             missing.discard(name)
-            if own is not None and not divided and not _fits(x, there[name][1]):
+            if tree is not None and not divided and not _fits(x, there[name][1]):
                 odd.append(path)
     odd += [path for name, (path, _) in there.items() if name in missing]
     if odd:
         init = "tx.init made for these parameters"
-        if own is not None:
+        if tree is not None:
             init = "model.init(tx, params) makes"
         raise ValueError(
             "the state's structure is not the one these gradients call for: they differ"

@@ -18,10 +18,10 @@ from paged_optax.backend.validation import (
     nondifferentiable,
 )
 from paged_optax.layerwise.forward import ModelFunctions
+from paged_optax.layerwise.layer_tree import LayerTree
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
-from paged_optax.layerwise.own_init import init_stacked
-from paged_optax.layerwise.own_tree import OwnTree
 from paged_optax.layerwise.parameters import Partition
+from paged_optax.layerwise.tree_init import init_stacked
 from paged_optax.layerwise.weights import Frozen
 from paged_optax.splitting.functions import SplitFunctions
 from paged_optax.splitting.split_loss import RESEED, Loss
@@ -178,9 +178,9 @@ class SplitModel(LayerwiseModel):
         return stacking.stacked(frozen, on_host=on_host, min_size=min_size)
 
     @property
-    def own_tree(self) -> OwnTree | None:
+    def layer_tree(self) -> LayerTree | None:
         """The loss's own tree beside the stacks; None: the loss has the stacks."""
-        return self._functions.stacking(frozen=False).own_tree
+        return self._functions.stacking(frozen=False).layer_tree
 
     def functions(
         self, params: Partition, frozen: Frozen | None, activations_on_host: bool
@@ -205,8 +205,8 @@ class SplitModel(LayerwiseModel):
         Returns:
           The state, or its shapes.
         """
-        own = self.own_tree
-        return tx.init(params) if own is None else init_stacked(tx, own, params)
+        tree = self.layer_tree
+        return tx.init(params) if tree is None else init_stacked(tx, tree, params)
 
     def stack_state(self, state: PyTree) -> PyTree:
         """Stacks the state of an ordinary step, for a layerwise one to go on with.
@@ -218,8 +218,8 @@ class SplitModel(LayerwiseModel):
         Returns:
           What `init` would have made. What was on the host is there.
         """
-        own = self.own_tree
-        return state if own is None else own.stack(state, stack_moments)
+        tree = self.layer_tree
+        return state if tree is None else tree.stack(state, stack_moments)
 
     def unstack_state(self, state: PyTree) -> PyTree:
         """The state of an ordinary step; undoes `stack_state`.
@@ -230,10 +230,10 @@ class SplitModel(LayerwiseModel):
         Returns:
           The state that `tx.init` makes for the parameters as the loss takes them.
         """
-        own = self.own_tree
-        if own is None:
+        tree = self.layer_tree
+        if tree is None:
             return state
-        return own.unstack(state, lambda x: unstack_leaf(x, own.length))
+        return tree.unstack(state, lambda x: unstack_leaf(x, tree.length))
 
     def unstack(self, params: PyTree) -> PyTree:
         """The parameters as the loss takes them.

@@ -21,7 +21,7 @@ from paged_optax.backend.types import (
     shape_dtype,
 )
 from paged_optax.backend.validation import brief, check_arrays
-from paged_optax.layerwise.own_tree import Layers, OwnTree
+from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree
 from paged_optax.layerwise.parameters import Shaped, offload, place_on_host
 from paged_optax.layerwise.slabs import put
 from paged_optax.splitting.numbered import Names
@@ -107,13 +107,15 @@ class Stacking:
         return jax.tree.unflatten(self.structure, leaves)
 
     @property
-    def own_tree(self) -> OwnTree | None:
+    def layer_tree(self) -> LayerTree | None:
         """The tree beside its stacks; None if one of its leaves is a stack."""
         if any(stack.axis is not None for stack in self.layers.values()):
             return None
-        layers = {name: Layers(stack.leaves) for name, stack in self.layers.items()}
+        layers = {
+            name: LayerNumbers(stack.leaves) for name, stack in self.layers.items()
+        }
         members = {"layers": nested(layers), "rest": nested(self.rest)}
-        return OwnTree(self.structure, members)
+        return LayerTree(self.structure, members)
 
     def _leaves(self, tree: PyTree) -> list[Shaped]:
         check_arrays(self.argument, tree)

@@ -117,7 +117,7 @@ def layerwise(mesh, run, model, tx, params, batch, **room):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     workspace = model.workspace(params, **room)
     state = state_on(mesh, tx, shapes)
-    if model.own_tree is not None:
+    if model.layer_tree is not None:
         state = model.init(tx, shapes)
         state = placed_by_type(state, jax.tree.leaves(state), mesh)
     args = params, state, workspace, placed(batch, device)

@@ -13,20 +13,20 @@ from paged_optax.backend.types import PyTreeDef
 from paged_optax.state.leaves import is_quantized
 
 
-class Layers(tuple[int, ...]):
+class LayerNumbers(tuple[int, ...]):
     """The number of a leaf in each layer, or -1; to JAX a leaf, and no container."""
 
     __slots__ = ()
 
     @classmethod
-    def of(cls, numbers: Sequence[int | None]) -> "Layers":
+    def of(cls, numbers: Sequence[int | None]) -> "LayerNumbers":
         """The numbers, with -1 for None."""
         return cls(-1 if n is None else n for n in numbers)
 
 
 #: The leaves of an own tree that are one leaf of the stacked tree, by number: those of
 #: all layers for a stack, else one.
-Members = Layers | int
+Members = LayerNumbers | int
 
 
 #: Combines the leaves of all layers; None stands for that of a layer that has none.
@@ -55,7 +55,7 @@ def is_stored(node: PyTree) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OwnTree:
+class LayerTree:
     """How the leaves of a tree of layers correspond to a tree of stacks.
 
     Attributes:
@@ -80,7 +80,7 @@ class OwnTree:
     def length(self) -> int:
         """The number of layers."""
         members, _ = self.stacked
-        return next(len(x) for x in members if isinstance(x, Layers))
+        return next(len(x) for x in members if isinstance(x, LayerNumbers))
 
     def stack(self, tree: PyTree, together: Together) -> PyTree:
         """Stacks the trees of the own structure within a tree, as a state's moments.
@@ -111,7 +111,9 @@ class OwnTree:
           structure: The structure of the own state.
         """
         numbers = structure.unflatten(range(structure.num_leaves))
-        stacked = jax.tree.leaves(self.stack(numbers, Layers.of), is_leaf=is_stored)
+        stacked = jax.tree.leaves(
+            self.stack(numbers, LayerNumbers.of), is_leaf=is_stored
+        )
         return [x.stack if isinstance(x, SomeLayers) else x for x in stacked]
 
     def unstack(
@@ -142,7 +144,7 @@ class OwnTree:
     def _joined(
         self,
         entries: Sequence[PyTree],
-        members: Layers,
+        members: LayerNumbers,
         together: Together,
     ) -> PyTree:
         layers = [entries[n] for n in members]

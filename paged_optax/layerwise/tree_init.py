@@ -13,10 +13,10 @@ from jaxtyping import PyTree
 from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import DEVICE, HOST, memory_kinds, on_host
 from paged_optax.backend.types import is_traced
-from paged_optax.layerwise.own_tree import (
-    Layers,
+from paged_optax.layerwise.layer_tree import (
+    LayerNumbers,
+    LayerTree,
     Members,
-    OwnTree,
     SomeLayers,
     is_stored,
 )
@@ -28,56 +28,56 @@ from paged_optax.transform.trees import paths_of
 
 
 def init_stacked(
-    tx: optax.GradientTransformation, own: OwnTree, params: PyTree
+    tx: optax.GradientTransformation, tree: LayerTree, params: PyTree
 ) -> optax.OptState:
     """Makes the state of `tx` for stacked parameters.
 
     Args:
       tx: The transformation, of the own tree.
-      own: The own tree.
+      tree: The own tree.
       params: The stacked parameters, or their shapes.
 
     Returns:
       The state of the own tree with its moments stacked, or its shapes.
     """
     leaves: list[Array] = jax.tree.leaves(params)
-    members, _ = own.stacked
+    members, _ = tree.stacked
     shapes = [_layer_shape(m, x) for m, x in zip(members, leaves, strict=True)]
-    shapes = own.structure.unflatten(_of_own(members, shapes, shapes))
+    shapes = tree.structure.unflatten(_tree_leaves(members, shapes, shapes))
     paths, _ = paths_of(as_pure(shapes))
-    stacks = [(n, x) for n, x in enumerate(members) if isinstance(x, Layers)]
+    stacks = [(n, x) for n, x in enumerate(members) if isinstance(x, LayerNumbers)]
     # The moments of all layers stay on the device together, or none.
-    together = tuple((paths[own], n) for n, x in stacks for own in x)
+    together = tuple((paths[tree], n) for n, x in stacks for tree in x)
     with within(stacks=together):
-        state = own.stack(abstract_state(tx, shapes), _stacked_shape)
+        state = tree.stack(abstract_state(tx, shapes), _stacked_shape)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
             return state
-    return _filled(tx, own, leaves, state)
+    return _filled(tx, tree, leaves, state)
 
 
 def _filled(
     tx: optax.GradientTransformation,
-    own: OwnTree,
+    tree: LayerTree,
     params: Sequence[Array],
     shapes: PyTree[jax.ShapeDtypeStruct],
 ) -> optax.OptState:
     """The state of these shapes: what is outside the layers, then each layer."""
-    members, _ = own.stacked
+    members, _ = tree.stacked
 
     def made(layer: int | None) -> tuple[list[PyTree], list[Members]]:
         # Arrays of no size stand for the other leaves. So masks and labels see the
         # whole tree, and nothing is made of them.
         blanks = [_blank(m, x) for m, x in zip(members, params, strict=True)]
-        own_params = _of_own(members, params, blanks, layer)
-        state = as_pure(tx.init(own.structure.unflatten(own_params)))
+        tree_params = _tree_leaves(members, params, blanks, layer)
+        state = as_pure(tx.init(tree.structure.unflatten(tree_params)))
         numbered, structure = jax.tree.flatten(state, is_leaf=is_quantized)
-        return numbered, own.members_of(structure)
+        return numbered, tree.members_of(structure)
 
     numbered, of_state = made(None)
     wanted, structure = jax.tree.flatten(shapes, is_leaf=is_stored)
     state = [numbered[m] if isinstance(m, int) else None for m in of_state]
     write = jax.jit(put, donate_argnums=0)
-    for i in range(own.length):
+    for i in range(tree.length):
         numbered, _ = made(i)
         for n, m in enumerate(of_state):
             if isinstance(m, int) or (number := m[i]) < 0:
@@ -133,22 +133,22 @@ def _blank(members: Members, x: Array) -> Array:
     return jnp.zeros((0, *shape[1:]) if shape else (), x.dtype)
 
 
-def _of_own(
+def _tree_leaves(
     members: Sequence[Members],
     leaves: Sequence[PyTree],
     blanks: Sequence[PyTree],
     layer: int | None = None,
 ) -> list[PyTree]:
     """The own tree's leaves: one layer's, or those outside the layers, and blanks."""
-    of_own: dict[int, PyTree] = {}
+    by_number: dict[int, PyTree] = {}
     for m, x, blank in zip(members, leaves, blanks, strict=True):
         if isinstance(m, int):
-            of_own[m] = x if layer is None else blank
+            by_number[m] = x if layer is None else blank
             continue
-        of_own |= dict.fromkeys(m, blank)
+        by_number |= dict.fromkeys(m, blank)
         if layer is not None:
-            of_own[m[layer]] = _read(x, layer)
-    return [of_own[n] for n in range(len(of_own))]
+            by_number[m[layer]] = _read(x, layer)
+    return [by_number[n] for n in range(len(by_number))]
 
 
 def _read(x: Array, layer: int) -> Array:
