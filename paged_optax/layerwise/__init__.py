@@ -7,11 +7,11 @@ stores what is kept of each layer; `backward` goes through all layers, `dependen
 finds what has gradients.
 `layer_optimizer` applies the transformation to one layer: in the loss's `layer_tree` by
 `tree_update`, where `same_updates` finds the layers that are updated alike; in stacks
-that are the model's own by the `programs` of the whole tree. `tree_init` makes the state,
-`layered_state` finds a layer's moments. `overlapped_update` updates a layer while another
-one is computed, in the segments of `overlap`. `weights` and `slabs` fetch a layer and put
-it back. `loss` and `clipping` are what a step measures. `step_arguments` checks what it
-gets, `parameters` how layers are stacked.
+that are the model's own by the `programs` of the whole tree. `tree_init` makes the
+state, `layered_state` finds a layer's moments. `overlapped_update` updates a layer
+while another one is computed, in the segments of `overlap`. `weights` and `slabs` fetch
+a layer and put it back. `loss` and `clipping` are what a step measures.
+`step_arguments` checks what it gets, `parameters` how layers are stacked.
 """
 
 from paged_optax.layerwise.layerwise_model import LayerwiseModel
