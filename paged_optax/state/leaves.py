@@ -40,6 +40,11 @@ SETTINGS = ("hyperparams", "hyperparams_states")
 #: accumulators of `optax.MultiSteps` stay on the device.
 _NO_MOMENTS = (*SETTINGS, "acc_grads")
 
+#: Fields of Optax's states. A dict that has them, and no state, is a restored one.
+_FIELDS = frozenset(
+    "count inner_state inner_states mu nu step sum_of_squares trace v_row".split()
+)
+
 #: The names of the keys of a leaf's node, its field, those of its parameter.
 LeafKey = tuple[tuple[str, ...], str, tuple[str, ...]]
 
@@ -132,11 +137,17 @@ def state_fields(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Py
             yield (*path, *key_path), child
 
 
+def _names_of(state: PyTree) -> set[str]:
+    flat = jax.tree_util.tree_flatten_with_path(state)[0]
+    return {name for path, _ in flat for name in key_names(path)}
+
+
 def state_leaves_of(state: PyTree, *, shapes: bool = True) -> list[StateLeaf]:
     """The leaves of a state, in order; `shapes`: `ShapeDtypeStruct`s will do."""
     check_arrays("state", state, shapes=shapes)
     fields = [*state_fields(state)]
-    if isinstance(state, (dict, list)) and state and not any(x for x, _ in fields):
+    bare = isinstance(state, (dict, list)) and not any(x for x, _ in fields)
+    if bare and not _FIELDS.isdisjoint(_names_of(state)):
         raise ValueError(
             f"state is a {type(state).__name__} without Optax's states inside, as a"
             " restore without a target makes it: put it into their containers first,"

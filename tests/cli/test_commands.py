@@ -209,7 +209,7 @@ def test_doctor_on_a_t4(monkeypatch, capsys):
         "both at once, in pages 9.9 32 ",
         "products TFLOP/s stated ",
         " float16 7.0 65 bfloat16 8.0 8.1 ",
-        'know float16 alone: train in float16, with master_dtype="float32" and',
+        "know float16 alone: train in float16, clip in float32 (Optax's norm of",
         "20 steps, ordinary and layerwise those without graphs bit for bit passed",
     ):
         assert words in printed

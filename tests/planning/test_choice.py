@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +153,7 @@ def ways():
 def test_the_last_lines_are_the_choice_and_its_code(memory, way, ways):
     ways = dataclasses.replace(ways, device_memory=int(memory * 2**30))
     assert ways.choice.way == way
-    words, code = str(ways).rsplit("\n\n", 1)
+    words, code = re.split(r"\n\n(?=import )", str(ways), maxsplit=1)
     assert f"Choose {way}: the fastest that fits" in words.splitlines()[-2:][0]
     assert "seconds a step." in words
     ast.parse(code)
