@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import DEVICE, HOST, memory_kinds, on_host
-from paged_optax.backend.types import is_traced
+from paged_optax.backend.types import ArrayOrShape, is_traced
 from paged_optax.layerwise.layer_tree import (
     LayerNumbers,
     LayerTree,
@@ -98,7 +98,7 @@ def _filled(
     return structure.unflatten(wrapped)
 
 
-def _layer_shape(members: Members, x: Array) -> PyTree:
+def _layer_shape(members: Members, x: ArrayOrShape) -> PyTree:
     """The shape of a leaf, or of one layer of a stack."""
     sharding = getattr(x, "sharding", None)
     if isinstance(members, int):

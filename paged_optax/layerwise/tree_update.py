@@ -22,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import PINNED_HOST, on_host, typed_by_memory
-from paged_optax.backend.types import PyTreeDef
+from paged_optax.backend.types import ArrayOrShape, PyTreeDef
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree, Members
 from paged_optax.layerwise.layered_state import LayeredState
@@ -318,7 +318,7 @@ def _placed(
     return [by_number[n] for n in range(len(by_number))]
 
 
-def stacked_shape(layers: Sequence[Array | None]) -> jax.ShapeDtypeStruct:
+def stacked_shape(layers: Sequence[ArrayOrShape | None]) -> jax.ShapeDtypeStruct:
     """The shape of a stack of these leaves."""
     first = next(x for x in layers if x is not None)
     return jax.ShapeDtypeStruct((len(layers), *first.shape), first.dtype)
