@@ -20,7 +20,7 @@ from paged_optax.layerwise.layer_tree import (
     SomeLayers,
     is_stored,
 )
-from paged_optax.layerwise.slabs import put, slab
+from paged_optax.layerwise.slabs import LayerIndex, put, slab
 from paged_optax.state.leaves import is_quantized
 from paged_optax.state.restore import abstract_state
 from paged_optax.transform.context import within
@@ -47,7 +47,7 @@ def init_stacked(
     paths, _ = paths_of(as_pure(shapes))
     stacks = [(n, x) for n, x in enumerate(members) if isinstance(x, LayerNumbers)]
     # The moments of all layers stay on the device together, or none.
-    together = tuple((paths[tree], n) for n, x in stacks for tree in x)
+    together = tuple((paths[number], n) for n, x in stacks for number in x)
     with within(stacks=together):
         state = tree.stack(abstract_state(tx, shapes), _stacked_shape)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
@@ -159,8 +159,12 @@ def _read(x: Array, layer: int) -> Array:
         sharding = sharding.with_memory_kind(memory_kinds()[0])
     else:
         sharding = None
-    read = lambda x, i: slab(x, i)[0]
-    return jax.jit(read, out_shardings=sharding)(x, layer)
+    # One function, so that JAX compiles it once for all layers.
+    return jax.jit(_layer_of, out_shardings=sharding)(x, layer)
+
+
+def _layer_of(x: Array, i: LayerIndex) -> Array:
+    return slab(x, i)[0]
 
 
 def _zeros(like: jax.ShapeDtypeStruct, layer: Array) -> Array:
