@@ -100,9 +100,12 @@ def leaves_of(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> list[Leaf
 def places_of(leaves: Iterable[PyTree]) -> tuple[NamedSharding | None, ...]:
     """The shardings of leaves on several devices, None of others; empty if all are."""
     # Runs at each call of a step: no Python function is called for a leaf.
+    shardings = [getattr(x, "sharding", None) for x in leaves]
+    if NamedSharding not in set(map(type, shardings)):
+        return ()
     shardings = [
         x if isinstance(x, NamedSharding) and x.num_devices > 1 else None
-        for x in [getattr(x, "sharding", None) for x in leaves]
+        for x in shardings
     ]
     return tuple(shardings) if any(shardings) else ()
 

@@ -5,7 +5,7 @@ import contextvars
 import functools
 import types
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, overload
 
 import jax
@@ -87,8 +87,8 @@ def _divided(leaves: Sequence[PyTree]) -> contextlib.AbstractContextManager[None
 class Step:
     """A training step under `jax.jit`, whose caches alone keep its programs.
 
-    Within another function that JAX transforms, such as `jax.jit` or `jax.grad`, it is
-    `jax.jit` of the step, which donates nothing there.
+    Where JAX traces, as in `jax.jit` or `jax.grad`, it is a nested `jax.jit`, which
+    donates nothing.
 
     Attributes:
       compiled: The program for the first arguments, for `memory_report`; None before
@@ -116,12 +116,10 @@ class Step:
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """Runs the step; donated arguments must not be used again.
+        """Runs the step, and compiles it where `jax.jit` does.
 
-        It compiles where `jax.jit` does: for other shapes, dtypes, structures,
-        placements and constants, and within another mesh or configuration of JAX.
-
-        If it fails, a note on the error says which donated arguments are gone.
+        Donated arguments must not be used again. If the step fails, a note on the error
+        names those that are gone.
         """
         leaves = jax.tree.leaves((args, kwargs))
         traced = any(issubclass(kind, Tracer) for kind in set(map(type, leaves)))
@@ -129,7 +127,7 @@ class Step:
             return self._nested(*args, **kwargs)
         try:
             committed = {getattr(x, "committed", False) for x in leaves}
-            if committed != {True} and (len(committed) > 1 or self._shardings):
+            if False in committed and (True in committed or self._shardings):
                 args, kwargs = self._committed(args, kwargs)
                 leaves = jax.tree.leaves((args, kwargs))
             with _divided(leaves), contextlib.suppress(_NotCompiled):
@@ -180,12 +178,15 @@ class Step:
         self._jitted: Any = self._jit()
 
     def _committed(
-        self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
-    ) -> tuple[tuple[PyTree, ...], Mapping[str, PyTree]]:
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         """The arguments, with donated arrays committed to the devices of the others.
 
         A step's results are: `jax.jit` would compile for these, and again for them.
         """
+        donated = jax.tree.leaves(self._donated.select(args, kwargs))
+        if all(map(is_placed, donated)):
+            return args, kwargs
         leaves = leaves_of(args, kwargs)
         shardings = [x.value.sharding for x in leaves if is_placed(x.value)]
         sharding = shared_by(shardings or self._shardings)
@@ -201,15 +202,12 @@ class Step:
             place = typed_by_memory(of_host) if of_host else sharding
             if isinstance(x, jax.ShapeDtypeStruct):
                 return x.update(sharding=place)
-            # It shares the buffer of an array that is on this device already.
-            return jax.device_put(x, place)
+            return jax.device_put(x, place)  # copies nothing that is there already
 
         structure = jax.tree.structure((args, kwargs))
         return jax.tree.unflatten(structure, map(commit, leaves))
 
-    def _compile(
-        self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
-    ) -> Compiled:
+    def _compile(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Compiled:
         leaves = [x for x in leaves_of(args, kwargs) if x.key not in self._static]
         shardings = [x.value.sharding for x in leaves if is_placed(x.value)]
         refuse_moved(leaves, self._first)
@@ -234,7 +232,8 @@ class Step:
         except Exception as error:
             # JAX must not run what it traced for arguments that are refused here.
             self._forget()
-            note_elsewhere(error)
+            if isinstance(error, ValueError):
+                note_elsewhere(error)
             if self.compiled is not None:
                 others = differences(leaves, self._first)
                 others = others or ["in other places, or with other constants"]
@@ -330,34 +329,32 @@ def jit_step(
     """Compiles a training step with its outputs' placements stated.
 
     It is one `jax.jit`: JAX's own caches keep its programs, and within `jax.jit`,
-    `jax.grad` or `jax.vmap` it is `jax.jit` of the step. A step returns what it
-    changes, NNX modules too: `nnx.jit` writes them back by itself, this does not.
+    `jax.grad` or `jax.vmap` it is `jax.jit` of the step. A step returns the values that
+    it changes, NNX modules too, which only `nnx.jit` writes back.
 
-    `jax.jit` pairs donated buffers with outputs by shape and order alone where no
-    placement is stated (jax 0.10.2 to 0.12.0.1): a program that is given a state and
-    holds no `update` can return parameters in the moments' place. Here buffers are
-    paired within a memory, and each donated one is looked up in the compiled program.
+    `jax.jit` pairs donated buffers with outputs by shape and order alone if no
+    placement is stated (jax 0.10.2 to 0.12.0.1), so that parameters can be placed in
+    the moments' memory. Here buffers are paired within a memory, and each donated one
+    is looked up in the compiled program.
 
-    A step that computes on host arrays, as Optax's own wrappers that skip steps do
-    around `paged(...)`, is warned of on accelerators; the warning names what to use.
+    On accelerators a step that computes on host arrays is warned of, as Optax's own
+    wrappers that skip steps do around `paged(...)`; the warning names the way out.
 
     Args:
-      step: A function of pytrees of arrays. Left out, a decorator is returned.
-      *example_args: Arguments, or `ShapeDtypeStruct`s that state their shardings. With
-        none the step is compiled when it is first called.
+      step: A function of pytrees of arrays. Without it a decorator is returned.
+      *example_args: Arguments, or `ShapeDtypeStruct`s that state their shardings.
+        Without them the step is compiled when it is first called.
       donate_argnums: Positions of the arguments whose buffers the step may reuse.
       donate_argnames: Their names.
-      static_argnums: Positions of arguments that are constants of the program. They
-        are hashable.
+      static_argnums: Positions of hashable arguments, constants of the program.
       **example_kwargs: Arguments by name.
 
     Returns:
-      The compiled `Step`, or a decorator that makes one. Its `compiled` is the program
-      of the first arguments, and `compile(*args)` gives that of others.
+      The compiled `Step`, or a decorator. Its `compiled` is the program of the first
+      arguments, and `compile(*args)` returns the program of others.
 
     Raises:
       DonationError: If a donated buffer is not reused; the message names the leaf.
-      ValueError: If the step is not given an argument that is to be donated.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, paged_optax as po
@@ -368,10 +365,7 @@ def jit_step(
       >>> params = {"w": jnp.ones((512, 512))}
       >>> state = tx.init(params)
       >>> step = po.jit_step(step, params, state, params, donate_argnums=(0, 1))
-      >>> gradients = {"w": jnp.full((512, 512), 0.5)}
-      >>> params, state = step(params, state, gradients)
-      >>> params["w"].sharding.memory_kind == jax.devices()[0].default_memory().kind
-      True
+      >>> params, state = step(params, state, {"w": jnp.full((512, 512), 0.5)})
 
       As a decorator, compiled at the first call:
 
@@ -382,13 +376,14 @@ def jit_step(
       ...     return optax.apply_updates(params, updates), state
       >>> params, state = step(params, state, scale=0.5)
     """
-    if step is None and not (example_args or example_kwargs):
-        return lambda step: jit_step(
-            step,
-            donate_argnums=donate_argnums,
-            donate_argnames=donate_argnames,
-            static_argnums=static_argnums,
-        )
+    examples = bool(example_args or example_kwargs)
+
+    def jitted(step: Callable[..., PyTree]) -> Step:
+        donated = Chosen.of(step, donate_argnums, donate_argnames)
+        return Step(step, donated, Chosen.of(step, static_argnums))
+
+    if step is None and not examples:
+        return jitted
     if not callable(step):
         raise TypeError(
             f"step={step!r:.80} is no function: the step is a function, and comes"
@@ -396,8 +391,7 @@ def jit_step(
             " Other names are arguments of the step:"
             f" {', '.join(example_kwargs) or 'none'}."
         )
-    donated = Chosen.of(step, donate_argnums, donate_argnames)
-    jitted = Step(step, donated, Chosen.of(step, static_argnums))
-    if example_args or example_kwargs:
-        jitted.compile(*example_args, **example_kwargs)
-    return jitted
+    compiled = jitted(step)
+    if examples:
+        compiled.compile(*example_args, **example_kwargs)
+    return compiled
