@@ -47,10 +47,10 @@ from paged_optax.layerwise import (
     offload,
 )
 from paged_optax.losses.linear_cross_entropy import linear_cross_entropy
-from paged_optax.planning.fits import what_fits
 from paged_optax.planning.footprints import Footprint, Footprints
 from paged_optax.planning.models import model_shapes
 from paged_optax.planning.page_plan import PagePlan, fully_sharded, plan
+from paged_optax.planning.what_fits import what_fits
 from paged_optax.splitting import SplitError, SplitModel, split_layers
 from paged_optax.state.moments import init_param, master_weights, page_in, page_out
 from paged_optax.state.residency import (

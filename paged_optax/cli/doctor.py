@@ -14,7 +14,7 @@ from paged_optax.backend.text import print_table, readable_bytes, track
 from paged_optax.cli import machine, self_test
 from paged_optax.cli.self_test import Difference
 from paged_optax.engine import backend_check
-from paged_optax.planning.card_rates import CARDS, Card, card_name
+from paged_optax.planning.cards import CARDS, Card, card_name
 from paged_optax.planning.footprints import wrap_text
 
 #: What follows the program's name.

@@ -37,7 +37,7 @@ from paged_optax.backend.memory import (
     typed_by_memory,
 )
 from paged_optax.backend.pinned_pool import POOL_LIMIT, pool_limit
-from paged_optax.planning.card_rates import Card
+from paged_optax.planning.cards import Card
 
 #: Most of the free memory that a measurement takes. On the CPU backend the device's
 #: memory is the machine's, which other programs may be using too.

@@ -21,9 +21,8 @@ from paged_optax.backend.text import parse_bytes, print_table, readable_bytes
 from paged_optax.backend.validation import floating_dtype
 from paged_optax.cli.machine import measured_card
 from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
-from paged_optax.planning.card_rates import CARDS, find_card, machine_rate
+from paged_optax.planning.cards import CARDS, find_card, machine_rate
 from paged_optax.planning.checkpoint import checkpoint_shapes
-from paged_optax.planning.fits import RATE, what_fits
 from paged_optax.planning.footprints import Footprints, wrap_text
 from paged_optax.planning.hugging_face import config_heads, decoder_fields
 from paged_optax.planning.models import (
@@ -32,6 +31,7 @@ from paged_optax.planning.models import (
     model_shapes,
     module_shapes,
 )
+from paged_optax.planning.what_fits import RATE, what_fits
 
 # The name of the card of this machine.
 _MEASURED = "measured"

@@ -18,7 +18,7 @@ from flax import nnx
 import paged_optax as po
 from helpers import step_model
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
-from paged_optax.planning.card_rates import find_card
+from paged_optax.planning.cards import find_card
 from paged_optax.planning.models import DECODERS
 
 ROOT = pathlib.Path(__file__).parents[2]
