@@ -4,9 +4,7 @@ Swap `optax.adamw` for `paged_adamw`, inside `optax.chain(...)` and everywhere e
 and train the same model to the same numbers with a few pages of optimizer state on
 the device instead of 8 bytes a parameter.
 
-The README comes first, then the guides, one a page, in `paged_optax.guides`:
-
-.. include:: ../README.md
+The guides are Markdown pages in `docs`, and the reference is built from them by mkdocs.
 
 ## The house
 
@@ -14,7 +12,6 @@ Each room imports only from those below it.
 
 | room | what it is for |
 | --- | --- |
-| `paged_optax.guides` | pages to read, and no code |
 | `paged_optax.cli` | the command line |
 | `paged_optax.planning` | what lives where and what fits, known beforehand |
 | `paged_optax.compiling` | compiled steps: donations checked, bytes counted |

@@ -16,16 +16,23 @@ from paged_optax.backend.types import KeyPath
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.planning.hugging_face import MOST_BYTES, Fields, config_shapes
 
-# Floating point dtypes of safetensors.
-_DTYPES = {
+#: JAX's dtypes by safetensors' names; None: no floating point. From
+#: https://docs.rs/safetensors/latest/safetensors/tensor.
+_DTYPES: dict[str, str | None] = {
+    "F4": "float4_e2m1fn",
+    "F6_E2M3": "float6_e2m3fn",
+    "F6_E3M2": "float6_e3m2fn",
+    "F8_E8M0": "float8_e8m0fnu",
     "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F16": "float16",
     "BF16": "bfloat16",
     "F32": "float32",
     "F64": "float64",
     "C64": "complex64",
-}
+} | dict.fromkeys(["BOOL", *(f"{x}{n}" for x in "IU" for n in (8, 16, 32, 64))])
 #: Tensors of one model.
 MOST_TENSORS = 100_000
 
@@ -104,9 +111,9 @@ def _headers(paths: Sequence[pathlib.Path]) -> dict[str, jax.ShapeDtypeStruct]:
         fields = _header(path)
         for name, value in fields.entries.items():
             shape, dtype, size = _tensor(fields, name, value)
-            if dtype in _DTYPES:
-                tensors[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(_DTYPES[dtype]))
-            elif re.fullmatch("[IU](8|16|32)", dtype):
+            if inexact := _DTYPES[dtype]:
+                tensors[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(inexact))
+            elif dtype not in ("BOOL", "I64", "U64"):
                 packed += size
         if len(tensors) > MOST_TENSORS:
             raise ValueError(f"{str(path)!r}: more than {MOST_TENSORS} tensors.")
@@ -145,8 +152,9 @@ def _tensor(
     """Shape, dtype and bytes of one tensor."""
     match value:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [first, last]}:
+            sizes = *shape, first, last
+            valid = dtype in _DTYPES and all(type(n) is int and n >= 0 for n in sizes)
             # No machine holds 2^50 values.
-            valid = all(type(n) is int and n >= 0 for n in (*shape, first, last))
             if valid and len(shape) <= 32 and math.prod(shape) <= 1 << 50:
                 return tuple(shape), dtype, last - first
         case _:
