@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import parse_bytes
-from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
+from paged_optax.engine.pages import DEFAULT_PAGE_SIZE
 from paged_optax.planning.footprints import LAYERWISE, Footprint
 from paged_optax.planning.layers import ActivationBytes, Layers
 from paged_optax.planning.page_plan import PagePlan, plan

@@ -29,7 +29,7 @@ from paged_optax.codecs import Codec, draw
 from paged_optax.engine.backend_check import check_backend
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import UNSHARDED, Shards, constrained
-from paged_optax.engine.stream import stream
+from paged_optax.engine.stream import PageProgram, stream
 from paged_optax.transform.checks import refuse_derivatives, refuse_joined
 from paged_optax.transform.context import current, without
 from paged_optax.transform.gates import Gate, any_gate, choose_by
@@ -116,11 +116,13 @@ def stream_update(
                 # A gate is the trip count of the loop around the pages.
                 gate.astype(jnp.int32) if isinstance(gate, Array) else None,
                 random_words,
-                program=leaf.program,
-                overwrites=tuple(one.overwrites),
+                program=PageProgram(
+                    leaf.program,
+                    tuple(one.overwrites),
+                    tuple(one.codecs),
+                    tuple(one.shapes),
+                ),
                 geometry=geometry,
-                codecs=tuple(one.codecs),
-                shapes=tuple(one.shapes),
                 shards=one.shards,
             )
         of_leaves.update(zip(members, new, strict=True))

@@ -25,10 +25,9 @@ from paged_optax.backend.text import keystr, parse_bytes, readable_bytes
 from paged_optax.backend.types import in_shard_map, shape_dtype
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.codecs import Codec
-from paged_optax.engine.geometry import Geometry, cut, uncut
-from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
-from paged_optax.engine.pages import MomentFormat
+from paged_optax.engine.pages import DEFAULT_PAGE_SIZE, MomentFormat
 from paged_optax.engine.shards import Shards
+from paged_optax.engine.sharing import Geometry, cut, uncut
 from paged_optax.transform.checks import refuse_changes, refuse_state
 from paged_optax.transform.codec_rules import Rule, choose
 from paged_optax.transform.context import current

@@ -16,10 +16,10 @@ from paged_optax.backend import memory, tiling
 from paged_optax.backend.memory import layout_bytes
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import ArrayOrShape, Transformation
-from paged_optax.engine.geometry import sharing, uncut
 from paged_optax.engine.paged_array import PagedArray
 from paged_optax.engine.pages import MomentFormat, Pages
 from paged_optax.engine.shards import Shards
+from paged_optax.engine.sharing import sharing, uncut
 from paged_optax.transform.codec_rules import left_for_size
 from paged_optax.transform.context import within
 from paged_optax.transform.leaf_groups import divided_as, loop_key
