@@ -9,7 +9,7 @@ byte. Here a skipped step runs its page loops zero times:
   a layerwise step `layerwise.layer_optimizer` does, as `layerwise.clipping.Guard` says.
 - The gate is the trip count of the loop around each leaf
   (`paged_optax.engine.exchange`). What has no loop keeps its old value
-  (`paged_optax.transform.leaf_groups`).
+  (`paged_optax.transform.groups`).
 
 The semantics are Optax's by construction: Optax's own wrapper runs around a
 transformation whose state is a single bool, and that bool tells afterwards whether the
