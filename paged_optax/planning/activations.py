@@ -295,8 +295,8 @@ class ActivationBytes:
         with :math:`L` layers, :math:`m_i` values of a token on the other side of a
         layer's i-th matrix, :math:`B` sequences of :math:`t` tokens, :math:`h` heads,
         :math:`k` blocks of queries and :math:`V` entries of the vocabulary. With a
-        fused head, :math:`V` in "head" is one chunk of the vocabulary, "head" has
-        :math:`4 n d` more, and "waiting" does not depend on tied embeddings.
+        fused head, "head" has one chunk of :math:`V` and :math:`4 n d` more, and
+        "waiting" does not depend on tied embeddings.
         """
         n, b, width = workload.tokens, sizes.itemsize, sizes.width
         # Inputs and outputs of all products, for the gradients of weights; the gradient
