@@ -148,9 +148,9 @@ def programs() -> dict[str, tuple[Callable[..., PyTree[Array]], str, str]]:
         "both at once": ((DEVICE, HOST), "hd", "dh"),
     }
     return {
-        f"{name}{suffix}": (functools.partial(copy, to), *memories)
+        f"{name}{suffix}": (functools.partial(copy, to), sources, targets)
         for suffix, copy in (("", whole), (", in pages", in_pages))
-        for name, (to, *memories) in directions.items()
+        for name, (to, sources, targets) in directions.items()
     }
 
 

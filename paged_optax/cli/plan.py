@@ -18,7 +18,7 @@ from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import parse_bytes, print_table, readable_bytes
 from paged_optax.backend.validation import floating_dtype
 from paged_optax.cli.machine import measured_card
-from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
+from paged_optax.engine.pages import DEFAULT_PAGE_SIZE
 from paged_optax.planning.cards import CARDS, find_card, machine_rate
 from paged_optax.planning.checkpoint import checkpoint_shapes
 from paged_optax.planning.footprints import wrap_text

@@ -35,6 +35,7 @@ from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.slabs import LayerIndex, slab
 from paged_optax.transform.context import (
+    UNPAGED,
     current,
     known_shardings,
     sharding_in_type,
@@ -207,7 +208,7 @@ def layer_programs(
         return programs
     # Reading and writing codes is not element by element. What is computed in between
     # may be.
-    with within(seen_through=True):
+    with within(visitor=UNPAGED):
         whole = _traced(tx, layered, gradients, layered.state, layered.params)
     if whole.not_elementwise:
         name = layered.name(min(whole.not_elementwise))
@@ -247,7 +248,7 @@ def _traced(
         for _ in jax.tree.leaves(x)
     ]
     # What is seen through gives the state as it is computed, not as it is stored.
-    flags = [*layered.slabbed, *([] if current().seen_through else stacked)]
+    flags = [*layered.slabbed, *([] if current().visitor == UNPAGED else stacked)]
     try:
         return Programs.of(
             update,
@@ -325,7 +326,7 @@ def _refuse_choices_by_shape(
         for x, yes in zip(leaves, chosen, strict=True)
     ]
     try:
-        with within(seen_through=True):
+        with within(visitor=UNPAGED):
             one = _traced(
                 tx,
                 layered,

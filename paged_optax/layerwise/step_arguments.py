@@ -1,7 +1,7 @@
 """Arguments of a layerwise step, checked before it runs."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -25,10 +25,17 @@ from paged_optax.layerwise.slabs import goes_in_slabs
 from paged_optax.layerwise.tree_update import one_layer, stacked_shape
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.state.leaves import is_quantized
-from paged_optax.transform.context import known_shardings, sharding_in_type, within
+from paged_optax.transform.context import (
+    TYPES,
+    Visitor,
+    known_shardings,
+    sharding_in_type,
+    within,
+)
 from paged_optax.transform.paged_transformation import PagedTransformation, tell
 from paged_optax.transform.parameter_shardings import ParameterShardings
 from paged_optax.transform.process_agreement import Said
+from paged_optax.transform.update import PendingUpdate
 
 
 class Answer(NamedTuple):
@@ -55,10 +62,10 @@ def ask(
     answers: list[Answer] = []
     several = spans_processes((params, state))
 
-    def answer(
-        pager: PagedTransformation, moved: str, said: Callable[[], Said]
-    ) -> None:
-        answers.append(Answer(pager, moved, said() if several else {}))
+    def answer(pending: PendingUpdate) -> tuple[PyTree, PyTree]:
+        said = pending.agreement() if several else {}
+        answers.append(Answer(pending.paged, pending.moved(), said))
+        return pending.gradients, pending.state
 
     def update(updates: PyTree, state: PyTree, shapes: PyTree) -> object:
         # On explicit axes a moment that a codec stores is divided as its parameter's
@@ -70,7 +77,7 @@ def ask(
 
     # What is not paged may fail here, with a state on the host: its layers need not.
     # What is wrong fails in the step, in its own words.
-    with contextlib.suppress(Exception), within(on_update=answer):
+    with contextlib.suppress(Exception), within(visitor=Visitor(update=answer)):
         plain = jax.tree.map(shape_dtype, params)
         if tree is not None:
             plain, state = one_layer(tree, plain), one_layer(tree, state)
@@ -186,7 +193,7 @@ def refuse_other_state(
     if tree is not None:
         shapes = tree_shapes(tree, jax.tree.leaves(shapes))
     try:
-        with within(types_only=True):
+        with within(visitor=TYPES):
             fresh = jax.eval_shape(lambda p: tx.init(p), shapes)
     except (AttributeError, TypeError, ValueError):
         return  # an `init` may look at arrays, as at their places

@@ -34,7 +34,7 @@ from paged_optax.layerwise.same_updates import (
 )
 from paged_optax.layerwise.slabs import LayerIndex
 from paged_optax.state.leaves import is_quantized
-from paged_optax.transform.context import within
+from paged_optax.transform.context import TYPES, within
 
 #: Leaves by the numbers of the stacked tree; None: zeros, whose update nobody takes.
 Leaves = Sequence[Stored | None]
@@ -344,7 +344,7 @@ def tree_state(
     tx: optax.GradientTransformation, tree: LayerTree, params: PyTree
 ) -> tuple[list[Members], PyTreeDef]:
     """For each leaf of a stacked state those of the own state, and its structure."""
-    with within(types_only=True):
+    with within(visitor=TYPES):
         state = jax.eval_shape(lambda params: tx.init(params), params)
     structure = jax.tree.structure(state, is_leaf=is_quantized)
     return tree.members_of(structure), structure

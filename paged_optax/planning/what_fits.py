@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from paged_optax.backend.memory import device_share, nbytes, platform
 from paged_optax.backend.text import parse_bytes
 from paged_optax.backend.validation import brief, check_arrays, check_count
-from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
+from paged_optax.engine.pages import DEFAULT_PAGE_SIZE
 from paged_optax.planning.activations import (
     ActivationBytes,
     Layers,

@@ -35,7 +35,7 @@ from paged_optax.backend.validation import brief, check_arrays, check_transforma
 from paged_optax.codecs import is_codes_field
 from paged_optax.engine.shards import Shards
 from paged_optax.state.leaves import is_quantized
-from paged_optax.transform.context import within
+from paged_optax.transform.context import Visitor, within
 from paged_optax.transform.parameter_shardings import refuse_uneven
 from paged_optax.transform.planned_moments import explicitly_typed
 from paged_optax.transform.trees import parameter_of, paths_of
@@ -97,8 +97,8 @@ def abstract_state(
     by_optimizer = optimizer_shardings(params)
     params = _on_meshes(params, by_optimizer)
     # A trace with the mesh, so that `update` knows the shardings of a restored state.
-    types_only = within(types_only=True, mesh=_mesh_of(params))
-    with types_only, explicitly_typed(params) as shapes:
+    visitor = Visitor(mesh=_mesh_of(params))
+    with within(visitor=visitor), explicitly_typed(params) as shapes:
         # A new function each time: JAX would not trace the same one twice.
         closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(shapes)
     stored, _ = jax.tree_util.tree_flatten_with_path(

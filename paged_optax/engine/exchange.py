@@ -1,20 +1,20 @@
-"""What keeps transfers in order: isolated leaves, and the exchange of pages.
+"""Order of transfers: isolated leaves, and the exchange of pages.
 
-**A leaf is isolated**: it is updated apart from all else that is computed. Otherwise
-XLA hoists a leaf's first page, or its only one, and many leaves take memory at once: 16
-leaves of 64 MiB in one page each 2176 MiB of scratch on H200 and v5e instead of 256.
-Either of two things isolates a leaf:
+**Isolation.** A leaf is updated separately from all other computations. Otherwise XLA
+hoists a leaf's first page, or its only one, and many leaves take memory at once: 16
+leaves of 64 MiB in one page each take 2176 MiB of scratch on H200 and v5e instead of
+256. Two constructs isolate a leaf:
 
 - **A loop of one turn**, or of none if the leaf's gate is closed. No compiler can count
-  its turns. Without one no byte is moved. On a GPU each turn waits for the host.
+  its turns. With no turn no byte moves. On a GPU each turn waits for the host.
 - **A call that XLA:GPU does not inline**: the same bytes, and no wait. XLA fuses
-  nothing in it outside of loops, so that every page must be computed in one.
+  nothing in it outside of loops, so every page must be computed in a loop.
 
-Neither puts leaves in an order: each can be updated as soon as its gradient is there,
-and the gradient can then go.
+Neither orders the leaves: each is updated as soon as its gradient is computed, and its
+gradient is freed then.
 
-**The exchange of pages** writes one to the host while it reads another: half of its
-arrays in one direction and the other half in the other, then each half the other way.
+**Exchange.** One page is written to the host while another is read: half of the arrays
+in one direction and half in the other, then each half in the other direction.
 """
 
 import dataclasses
@@ -33,14 +33,14 @@ from paged_optax.backend.platforms import (
     barrier,
     uninlined_call,
 )
-from paged_optax.engine.paged_array import Buffers, Fetched, LeafBuffers, PagedArray
-from paged_optax.engine.pages import PageAddress
+from paged_optax.engine.paged_array import Fetched, LeafBuffers, PagedArray
+from paged_optax.engine.pages import Page
 
 Arguments = TypeVar("Arguments", bound=PyTree)
 Changing = TypeVar("Changing", bound=PyTree)
 Value = TypeVar("Value", bound=PyTree)
 
-# By so much of all bytes the halves of an exchange may differ: while the larger one
+# Most of all bytes by which the halves of an exchange may differ: while the larger half
 # ends, the link works in one direction.
 _UNEVEN = 1 / 50
 
@@ -50,11 +50,11 @@ def isolated(
     trip_count: Int[Array, ""] | None,
     in_loops: bool,
 ) -> Callable[..., Any]:
-    """A function that updates a leaf apart from all others.
+    """Returns a function that updates a leaf separately from all others.
 
     Args:
-      run: Updates the leaf: of what it reads, and what it changes.
-      trip_count: How often to run; None: once.
+      run: Updates the leaf, given read-only arguments and the buffers that it changes.
+      trip_count: 1 to run, 0 to skip; None always runs.
       in_loops: Whether a GPU computes all of it in loops.
     """
     if trip_count is not None or not in_loops or not HAS_UNINLINED_CALLS:
@@ -86,7 +86,7 @@ def _looped(
     )[1]
 
 
-#: One of the arrays that travel: its position, and the number of its leaf.
+#: One array that travels: its position, and the number of its leaf.
 _Item = tuple[int, int]
 
 
@@ -95,9 +95,9 @@ class Exchange:
     """Writes one page and reads another, some arrays in each direction at a time.
 
     Attributes:
-      arrays: How each array of a leaf lies in the pages.
-      exchanged: The positions of the arrays that travel both ways.
-      leaf_count: How many leaves share pages.
+      arrays: The arrays of a leaf.
+      exchanged: Positions of the arrays that travel both ways.
+      leaf_count: Number of leaves that share pages.
     """
 
     arrays: Sequence[PagedArray]
@@ -108,12 +108,12 @@ class Exchange:
         self,
         current: dict[int, LeafBuffers],
         results: dict[int, LeafBuffers],
-        at: PageAddress,
-        following: PageAddress,
+        at: Page,
+        following: Page,
         page: dict[int, tuple[Fetched, ...]],
         more: Bool[Array, ""] | None,
     ) -> tuple[dict[int, LeafBuffers], dict[int, tuple[Fetched, ...]]]:
-        """Writes what travels of one page, and fetches it of the next one.
+        """Writes the streamed buffers of one page, and fetches those of the next.
 
         Args:
           current: The buffers.
@@ -124,62 +124,54 @@ class Exchange:
           more: Whether there is a page to fetch; None: there is one.
 
         Returns:
-          The buffers, and what has been fetched.
+          The buffers, and the fetched page.
         """
         leaves = range(self.leaf_count)
         held = {(p, leaf): current[p][leaf] for p in self.exchanged for leaf in leaves}
         fetched = {(p, leaf): page[p][leaf] for p, leaf in held}
-        # On a GPU what stays on the device is computed while the first group travels.
-        # On a TPU that would take memory.
-        beside = {p: x for p, x in current.items() if p not in page and p in results}
-        beside = beside if more is None else {}
+        # A GPU computes the results on the device while the first group travels. On a
+        # TPU that would take memory.
+        on_device = {p: x for p, x in current.items() if p not in page and p in results}
+        on_device = on_device if more is None else {}
+
+        def fetch(item: _Item) -> Fetched:
+            read = functools.partial(self.arrays[item[0]].fetch, at=following)
+            if more is None:
+                return read(held[item])
+            return lax.cond(more, read, lambda _: fetched[item], held[item])
+
         turns = self._turns()
         for (sources, targets), after in zip(turns, turns[1:] + turns[:1], strict=True):
-            new_pages = {
-                x: self._fetch(x, held, following, fetched, more) for x in sources
-            }
+            new_pages = {item: fetch(item) for item in sources}
             written = {
                 (p, leaf): self.arrays[p].write(
                     held[p, leaf], results[p][leaf], at, travels=True
                 )
                 for p, leaf in targets
             }
-            # What comes next waits, or XLA may begin all reads before the first write.
+            # The next turn waits, or XLA may begin all reads before the first write.
             next_ones = {*sources, *after[0], *after[1]} - {*targets}
             waiting = {x: held[x] for x in sorted(next_ones)}
             # One barrier on all: the read of a buffer ends before a later write of it
             # begins, or XLA copies the whole buffer.
-            new_pages, written, waiting, beside = barrier(
-                (new_pages, written, waiting, beside)
+            new_pages, written, waiting, on_device = barrier(
+                (new_pages, written, waiting, on_device)
             )
             fetched |= new_pages
             held |= written | waiting
         by_array = lambda x: {
             p: tuple([x[p, leaf] for leaf in leaves]) for p in self.exchanged
         }
-        return current | beside | by_array(held), by_array(fetched)
-
-    def _fetch(
-        self,
-        item: _Item,
-        held: dict[_Item, Buffers],
-        following: PageAddress,
-        fetched: dict[_Item, Fetched],
-        more: Bool[Array, ""] | None,
-    ) -> Fetched:
-        fetch = functools.partial(self.arrays[item[0]].fetch, at=following)
-        if more is None:
-            return fetch(held[item])
-        return lax.cond(more, fetch, lambda _: fetched[item], held[item])
+        return current | on_device | by_array(held), by_array(fetched)
 
     def _turns(self) -> list[tuple[list[_Item], list[_Item]]]:
-        """What is read at a time, and what is written meanwhile: others.
+        """Returns the arrays that each turn reads, and the others that it writes.
 
-        XLA would copy an array that is read and written at once. Two turns of half of
-        the bytes each, if there are such halves, wait for each other twice in a page.
-        Else a turn has one array in each direction: if leaves share pages, the same
-        moment of another leaf, which has the same size. So it is also where XLA:GPU
-        has no stream for each direction.
+        XLA would copy an array that is read and written at the same time. Two turns of
+        half of the bytes wait for each other twice in a page. If there are no such
+        halves, or if XLA:GPU has no stream for each direction, a turn has one array in
+        each direction: the same moment of two leaves that share pages, or two moments
+        of one leaf.
         """
         size = lambda item: self.arrays[item[0]].page_bytes
         count, exchanged = self.leaf_count, self.exchanged
@@ -204,14 +196,8 @@ class Exchange:
         ]
 
 
-def fenced(
-    values: Sequence[Value],
-    chosen: Sequence[bool],
-    fence: Callable[[list[Value]], Sequence[Value]] = barrier,
-) -> list[Value]:
-    """Puts one barrier on the chosen values together."""
+def fenced(values: Sequence[Value], chosen: Sequence[bool]) -> list[Value]:
+    """Puts one barrier on the chosen values."""
     positions = [i for i, yes in enumerate(chosen) if yes]
-    new = fence([values[i] for i in positions])
-    return [
-        *(dict(enumerate(values)) | dict(zip(positions, new, strict=True))).values()
-    ]
+    passed = iter(barrier([values[i] for i in positions]))
+    return [next(passed) if yes else x for x, yes in zip(values, chosen, strict=True)]
