@@ -1,4 +1,4 @@
-"""Which codec stores which moment."""
+"""Rules that choose the codec of each moment."""
 
 import math
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
@@ -11,31 +11,31 @@ from paged_optax.backend.text import matching_names, path_name
 from paged_optax.backend.types import ArrayOrShape, KeyPath
 from paged_optax.codecs import Codec, named
 
-#: What `paged(codec=...)` takes for one moment.
+#: A value of `paged(codec=...)` for one moment.
 CodecLike = str | Codec | None
 
-#: What it takes under one key: for all moments, or for each moment by its name.
+#: A value under one key: for all moments, or for each moment by its name.
 Rule = CodecLike | Mapping[str, CodecLike]
 
-#: Moments of fewer values are stored as they are (bitsandbytes' `min_8bit_size`).
+#: Moments of fewer values are not coded (bitsandbytes' `min_8bit_size`).
 SMALLEST_CODED = 4096
 
-#: Names of Optax's moments that are means or sums of squares, which need no sign.
+#: Names of Optax's moments that are means or sums of squares, without a sign.
 _SQUARES = frozenset("nu v v_row v_col sum_of_squares".split())
 
-#: Names of Optax's moments that have negative values, whatever a rule says.
+#: Names of Optax's moments with negative values.
 _SIGNED = frozenset("m m1 m2 mu trace".split())
 
-#: The names of master weights (see `precision`), which are no moments.
+#: Names of master weights (see `precision`), which are no moments.
 _MASTERS = frozenset(["master", "remainder"])
 
 
 def check(codec: Rule | Mapping[str, Rule]) -> dict[str, Rule]:
-    """Reads the `codec` argument of `paged`.
+    """Parses the `codec` argument of `paged`.
 
     Returns:
-      Its rules, by moment or by pattern of parameter paths; none if all moments are
-      stored in float32.
+      Its rules, by moment or by pattern of parameter paths; empty if all moments are
+      in float32.
 
     Raises:
       ValueError: If a codec is unknown.
@@ -54,9 +54,9 @@ def check(codec: Rule | Mapping[str, Rule]) -> dict[str, Rule]:
 
 
 def draws(rules: Mapping[str, Rule]) -> bool:
-    """Whether any codec needs random words."""
-    each = [_codec(x, True) for rule in rules.values() for x in _codecs_of(rule)]
-    return any(codec is not None and codec.draws for codec in each)
+    """Returns whether any codec needs random words."""
+    codecs = [_codec(x, True) for rule in rules.values() for x in _codecs_of(rule)]
+    return any(codec is not None and codec.draws for codec in codecs)
 
 
 def _codecs_of(rule: Rule) -> Collection[CodecLike]:
@@ -72,23 +72,23 @@ def choose(
     dtypes: Sequence[np.dtype],
     parts: Container[int] = (),
 ) -> list[Codec | None]:
-    """Finds the codec of each leaf of a state.
+    """Returns the codec of each leaf of a state.
 
     Args:
       rules: From `check`. If several apply to a moment, the last one wins. A key that
-        names a moment names no parameter. A key that is a parameter's path names it
-        alone, and is no pattern.
+        names a moment names no parameter. A key that is a parameter's path is no
+        pattern.
       state_paths: The paths of the state's leaves.
       avals: Their shapes and dtypes.
       parameter_paths: The paths of the parameters.
       owners: For each leaf the parameter that it belongs to, or None.
       dtypes: The dtypes of the parameters.
       parts: The positions of leaves that are parts of larger ones: these are coded
-        though they have few values.
+        even if they have few values.
 
     Returns:
-      For each leaf its codec; None if it is stored as it is, as are step counts and
-      moments of fewer than `SMALLEST_CODED` values.
+      For each leaf its codec; None for step counts and for moments of fewer than
+      `SMALLEST_CODED` values.
 
     Raises:
       ValueError: If a rule names nothing, or a codec does not fit its moment.
@@ -111,7 +111,7 @@ def left_for_size(
     owners: Sequence[int | None],
     dtypes: Sequence[np.dtype],
 ) -> list[bool]:
-    """For each leaf whether a rule names a codec that `choose` leaves out: it is small.
+    """Returns for each leaf whether it is too small for the codec of its rule.
 
     The arguments are those of `choose`.
     """
@@ -127,7 +127,7 @@ def _asked(
     owners: Sequence[int | None],
     dtypes: Sequence[np.dtype],
 ) -> Iterator["tuple[CodecLike, bool, _Moment] | None"]:
-    """For each leaf the codec by its rule, whether that names the moment, and which."""
+    """Yields each leaf's codec by rule, whether the rule names the moment, and it."""
     parameters = [path_name(path) for path in parameter_paths]
     moments = [
         None
@@ -159,7 +159,7 @@ class _Moment(NamedTuple):
     Attributes:
       name: The name of the moment, such as `mu`.
       parameter: The path of the parameter.
-      aval: What has the shape and dtype of the moment.
+      aval: Its shape and dtype.
       of: The dtype of the parameter.
       as_masters: Whether it has the dtype of master weights.
     """
@@ -176,11 +176,10 @@ def _parameters_named(
     moments: Sequence[str | None],
     parameters: Sequence[str],
 ) -> dict[str, set[str] | None]:
-    """For each key the parameters that it names; None if it names moments."""
+    """Returns for each key the parameters that it names; None if it names moments."""
     named_by: dict[str, set[str] | None] = {}
     for key, rule in rules.items():
-        # Under a parameter's path there may be rules by moment, under a moment's name
-        # not.
+        # Rules by moment may be under a parameter's path, not under a moment's name.
         by_moment = key in moments and not isinstance(rule, Mapping)
         named_by[key] = None if by_moment else matching_names(key, parameters)
         if not by_moment and not named_by[key] and parameters:
@@ -197,7 +196,7 @@ def _parameters_named(
 def _last_match(
     rules: Mapping[str, Rule], named_by: Mapping[str, set[str] | None], moment: _Moment
 ) -> tuple[CodecLike, bool]:
-    """Finds the last rule that applies to a moment, and whether it names the moment."""
+    """Returns the last rule that applies to a moment, and whether it names it."""
     rule, by_name = None, False
     for key, candidate in rules.items():
         parameters = named_by[key]
@@ -213,12 +212,12 @@ def _last_match(
 
 
 def _fitting(rule: CodecLike, by_name: bool, moment: _Moment) -> Codec:
-    """The codec of a rule; raises if it cannot store the moment."""
+    """Returns the codec of a rule; raises if it cannot store the moment."""
     name, dtype = moment.name, moment.aval.dtype
     signed = name not in _SQUARES
     codec = _codec(rule, signed)
     assert codec is not None
-    # A user who names a moment that Optax does not know may say that it has no signs.
+    # A rule may name a moment that is not Optax's as unsigned.
     if signed and not codec.signed and (name in _SIGNED or not by_name):
         way_out = "use a signed one"
         if name not in _SIGNED:
@@ -236,8 +235,8 @@ def _fitting(rule: CodecLike, by_name: bool, moment: _Moment) -> Codec:
 
 
 def _way_to_float32(moment: _Moment) -> str:
-    """Why a moment is not of float32, and what to do."""
-    # Parameters of fewer bits are seen in float32.
+    """Returns why a moment is not in float32, and the way out."""
+    # `inner` computes with parameters of fewer bits in float32.
     if moment.aval.dtype == moment.of and moment.of.itemsize > 4:
         way_out = f"store no codes of it, codec={{..., {moment.parameter!r}: None}}"
         if jnp.issubdtype(moment.of, jnp.floating):
