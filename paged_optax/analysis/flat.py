@@ -144,11 +144,11 @@ class Flat:
 
     Args:
       closed: The jaxpr.
-      both: Whether a conditional that skips nothing is inlined too: both its branches,
+      both: True if a conditional that skips nothing is inlined too: both its branches,
         and a choice between their results.
-      checkpoints: Whether checkpoints are inlined too. XLA then reuses the values that
+      checkpoints: True if checkpoints are inlined too. XLA then reuses the values that
         they would recompute.
-      derivatives: Whether functions with custom derivatives are inlined too, which
+      derivatives: True if functions with custom derivatives are inlined too, which
         drops these derivatives.
     """
 
@@ -259,7 +259,7 @@ class Flat:
 
         Args:
           wanted: The values.
-          within: Whether the equation of a value belongs to the program.
+          within: True if the equation of a value belongs to the program.
           producer: For each computed value the position of its equation.
           shape: The leaf's shape.
         """
@@ -303,7 +303,7 @@ class Flat:
 
 
 def refuse_effects(closed: core.ClosedJaxpr | core.Jaxpr) -> None:
-    """Raises if a traced function has effects besides its results.
+    """Raises if a traced function has effects other than its results.
 
     Programs compute results alone, and run once a page, or not at all.
 

@@ -161,7 +161,7 @@ class _Followed:
     def grouped(
         self, by_places: Sequence[int | None], replaced: Sequence[int]
     ) -> tuple[dict[Hashable, list[int]], list[tuple[int, Operand]], list[int | None]]:
-        """Groups the outputs by leaf; the arguments are those of `analyse`.
+        """Groups the outputs by leaf; for the arguments see `analyse`.
 
         Returns:
           Positions of the outputs of each leaf, positions and operands of the direct

@@ -35,11 +35,11 @@ class PagedBuffer:
       pages: The cut of the leaf.
       shape: The array's own shape.
       dtype: Its dtype.
-      on_host: Whether it lives in host memory.
+      on_host: True if it lives in host memory.
       view: The shape that pages are cut from. None: every page needs the whole array.
       ratios: For each axis of the view a pair (a, b): a entries of the array stand for
         b of the leaf. Empty if every page needs the whole array.
-      streamed: Whether its pages come from host memory.
+      streamed: True if its pages come from host memory.
       unit_view: The view whose first index is the loop's own variable, if its pages
         come from host memory and such a view exists; else None. See `_by_unit`.
       stacked_leaves: Number of leaves stacked on a new leading axis; 0: none.
@@ -88,7 +88,7 @@ class PagedBuffer:
 
     @property
     def preloaded(self) -> bool:
-        """Whether all of it travels before the first page and after the last."""
+        """True if all of it travels before the first page and after the last."""
         return self.on_host and not self.streamed
 
     @property

@@ -11,10 +11,10 @@ Two schedules give the same numbers:
   direction.
 
 The last page has no successor to read. On a TPU a branch skips that read while the last
-page is written. On a GPU the last page is computed after the loop: a transfer's address
-is known there only if it is linear in a loop's variable, and a branch would wait for
-the host (`paged_optax.engine.transfers`). XLA:GPU before openxla/xla#46308 does not
-know the address of the next page either, and gets the serial schedule. A CPU has no
+page is written. On a GPU the last page is computed after the loop: the host
+computes a transfer's address only if it is linear in a loop's variable, and would wait
+for a branch (`paged_optax.engine.transfers`). XLA:GPU before openxla/xla#46308 gets
+even the next page's address wrong, and runs the serial schedule. A CPU has no
 link.
 """
 
@@ -91,7 +91,7 @@ class Loop:
 
     @functools.cached_property
     def coded(self) -> bool:
-        """Whether any array has a codec."""
+        """True if any array has a codec."""
         return any(array.codec is not None for array in self.arrays)
 
     @functools.cached_property
@@ -102,7 +102,7 @@ class Loop:
 
     @functools.cached_property
     def duplex(self) -> bool:
-        """Whether pages travel both ways at the same time."""
+        """True if pages travel both ways at the same time."""
         written = sum([self.arrays[p].streamed for p in self.targets])
         alike = len(self.exchanged) == written
         return alike and self.pages.both_ways(written * self.leaf_count)

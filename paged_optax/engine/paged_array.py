@@ -65,7 +65,7 @@ class PagedArray:
           x: The array, or its encoded form.
           pages: The cut of the leaf.
           codec: Its codec, or None.
-          on_host: Whether it lives in host memory.
+          on_host: True if it lives in host memory.
           leaf_count: Number of leaves that share pages.
         """
         codes, scales = x if isinstance(x, Quantized) else (x, None)
@@ -85,7 +85,7 @@ class PagedArray:
 
     @property
     def streamed(self) -> bool:
-        """Whether its pages come from host memory."""
+        """True if its pages come from host memory."""
         return self.parts[0].streamed
 
     @functools.cached_property
@@ -102,7 +102,7 @@ class PagedArray:
 
     @property
     def paged(self) -> bool:
-        """Whether each leaf has its own array; else all share one."""
+        """True if each leaf has its own array; else all share one."""
         codes = self.parts[0]
         return self.codec is not None or codes.shape == codes.pages.leaf
 

@@ -213,7 +213,7 @@ def fill(
       geometry: The cut of the leaf, or of one shard of it.
       dtype: The leaf's dtype, as the program computes it.
       codec: Its codec, or None.
-      host: Whether it is allocated in host memory.
+      host: True if it is allocated in host memory.
       shards: The division of the leaf over a mesh: each device makes its own shard.
       axes: The axes along which the leaf varies, within a `jax.shard_map`.
 

@@ -38,7 +38,7 @@ def to_device(
 
     Args:
       page: The slice.
-      travels: Whether the array is in host memory.
+      travels: True if the array is in host memory.
       layout: Constrains the slice to its layout in host memory.
     """
     if not travels:
@@ -76,7 +76,7 @@ class StackPage:
     Attributes:
       number: Its number, among parts of this size.
       size: Its entries along the axis.
-      on_host: Whether the array is in host memory.
+      on_host: True if the array is in host memory.
       pieces: Number of pieces in which a GPU moves it; 1: no loop.
     """
 

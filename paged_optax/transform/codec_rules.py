@@ -113,7 +113,7 @@ def left_for_size(
 ) -> list[bool]:
     """Returns for each leaf whether it is too small for the codec of its rule.
 
-    The arguments are those of `choose`.
+    The arguments equal the arguments of `choose`.
     """
     every = _asked(rules, state_paths, avals, parameter_paths, owners, dtypes)
     return [asked is not None and _is_small(asked[2]) for asked in every]
@@ -161,7 +161,7 @@ class _Moment(NamedTuple):
       parameter: The path of the parameter.
       aval: Its shape and dtype.
       of: The dtype of the parameter.
-      as_masters: Whether it has the dtype of master weights.
+      as_masters: True if it has the dtype of master weights.
     """
 
     name: str

@@ -59,7 +59,7 @@ def only_if(gate: Gate) -> AbstractContextManager[None]:
     moments would change on a skipped step.
 
     Args:
-      gate: Whether the updates happen.
+      gate: True if the updates happen.
     """
     return within(gate=_known(and_gates(current().gate, gate)))
 
@@ -68,7 +68,7 @@ def restart_if(restart: Gate | np.bool_) -> AbstractContextManager[None]:
     """Resets the state after every paged update called within.
 
     Args:
-      restart: Whether the state becomes what `init` makes.
+      restart: True if the state becomes what `init` makes.
     """
     return within(restart=_known(restart))
 

@@ -33,7 +33,7 @@ from paged_optax.transform.trees import Value
 def divided_as(
     leaf: LeafUpdate, like: Sequence[ArrayOrShape], shards: Sequence[Shards | None]
 ) -> Shards | None:
-    """Returns the shards of an element-wise leaf: those of its parameter."""
+    """Returns the shards of an element-wise leaf's parameter, or None."""
     if leaf.owner is None or not leaf.program.elementwise:
         return None
     return shards[leaf.owner] if leaf.shape == like[leaf.owner].shape else None
@@ -56,7 +56,7 @@ def loop_key(
       moments: Its moments that travel or are coded.
       divided: Its shards, or None.
       shared: Numbers of its inputs of other shapes.
-      singly: Whether no two parameters share a loop, as with step counts of their own.
+      singly: True if no two parameters share a loop, as with step counts of their own.
     """
     # A loop has one set of random words, and one of each scalar: leaves with stochastic
     # rounding, or with step counts of their own, have a loop each.
@@ -68,7 +68,7 @@ def loop_key(
 
 @dataclasses.dataclass(frozen=True)
 class StreamedLeaf:
-    """The arrays of a leaf, and what a loop does with them.
+    """The arrays of a leaf, and their loop's program.
 
     Attributes:
       arrays: The inputs of its program, and further buffers for its results.
@@ -84,7 +84,7 @@ class StreamedLeaf:
 
     @property
     def on_host(self) -> bool:
-        """Whether any of the arrays is in host memory."""
+        """True if any of the arrays is in host memory."""
         return any(x.on_host for x in self.moments)
 
 
@@ -108,8 +108,8 @@ class LeafStreams:
         of the results that replace them.
       counts: Step counts of each parameter, by the number of the argument.
       gates: For each parameter whether its update is taken.
-      moves: For each parameter whether its moments change; under None whether those of
-        any parameter do.
+      moves: For each parameter whether its moments change; under None whether any
+        parameter's do.
     """
 
     paged: PagedTransformation

@@ -139,7 +139,7 @@ def as_results(
       updates: The gradients.
       leaves: The state's leaves as they are stored.
       gates: For each gradient its gate; empty if all are open.
-      restart: Whether the state restarts.
+      restart: True if the state restarts.
 
     Returns:
       The gradients and the leaves; None if they vary already.

@@ -91,7 +91,7 @@ def paged(
       shardings: The parameters' shardings over a mesh, if the arrays do not have them:
         a pytree of `NamedSharding` or `PartitionSpec`, of the parameters' structure or
         a prefix of it. See `paged_optax.engine.shards`.
-      per_parameter_steps: Whether each parameter counts its own steps, for its bias
+      per_parameter_steps: True if each parameter counts its own steps, for its bias
         corrections and schedules. Each integer scalar of the state is then a tree of
         the parameters' structure.
       codec: Storage of moments: the name of a codec (`"dynamic_int8"`,
@@ -117,7 +117,7 @@ def paged(
         float32. Steps below a unit of the parameter are returned as whole units: put
         `optax.scale(0.1)`, which shrinks steps, inside `paged`. After it, a tenth of a
         unit would move neither parameter nor master.
-      master_remainders: Whether the float32 master copy of a bfloat16 parameter is
+      master_remainders: True if the float32 master copy of a bfloat16 parameter is
         stored as the 16 bits that complete it: half the bytes, and half the traffic.
         The masters equal `master_dtype="float32"`, except for rare roundings.
       on_moved: Action of `update` if moments have left the host: `"warn"`, or `"raise"`

@@ -134,7 +134,7 @@ class PagedTransformation:
       inner: The transformation.
       configuration: The arguments of `paged`, in bytes.
       rules: The rules of codecs; from `codec_rules.check`.
-      per_parameter_steps: Whether each parameter counts its own steps.
+      per_parameter_steps: True if each parameter counts its own steps.
       known: The parameters' shardings.
       on_moved: Action for moments that left the host: `"warn"` or `"raise"`.
     """

@@ -34,7 +34,7 @@ class MasterRemaindersState(NamedTuple):
 def with_master_remainders(
     inner: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keeps a float32 master copy of bfloat16 parameters in 16 bits beside them.
+    r"""Keeps a float32 master copy of bfloat16 parameters in 16 bits each.
 
     .. math::
         m = \theta \oplus r, \qquad

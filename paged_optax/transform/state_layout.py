@@ -88,7 +88,7 @@ class StateLayout:
           params: The parameters.
           owners: For each of its leaves the parameter that it belongs to, or None.
           parameter_shards: For each parameter its division, or None.
-          per_parameter_steps: Whether each parameter has its own step counts.
+          per_parameter_steps: True if each parameter has its own step counts.
         """
         avals, structure = jax.tree.flatten(shapes)
         parameters = jax.tree.structure(params)

@@ -168,7 +168,7 @@ class Update:
           updates: The gradients.
           state: The state.
           params: The parameters, or None.
-          active: Whether to update each parameter: see `paged`.
+          active: A bool for each parameter, see `paged`.
           **extra_args: Extra arguments of `inner`.
 
         Returns:
