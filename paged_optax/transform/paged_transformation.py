@@ -30,7 +30,7 @@ from paged_optax.engine.pages import DEFAULT_PAGE_SIZE, MomentFormat
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.sharing import Geometry, cut, uncut
 from paged_optax.transform.checks import refuse_changes, refuse_state
-from paged_optax.transform.codec_rules import Rule, choose
+from paged_optax.transform.codec_rules import Rule, choose, coded_moments
 from paged_optax.transform.context import current
 from paged_optax.transform.moment_parts import arranged_as, held_parts, without_rows
 from paged_optax.transform.parameter_shardings import ParameterShardings
@@ -212,17 +212,13 @@ class PagedTransformation:
             shapes = jax.eval_shape(init, jax.tree.map(shape_dtype, params))
             owners = None
         paths, avals = paths_of(shapes)
-        parameter_paths, parameters = paths_of(params)
         if owners is None:
-            owners = parameter_of(paths, parameter_paths)
+            owners = parameter_of(paths, paths_of(params)[0])
         codecs: list[Codec | None] = [None] * len(avals)
         parts = {}
         if self.rules:
             parts = held_parts(shapes, state)
-            dtypes = [x.dtype for x in parameters]
-            codecs = choose(
-                self.rules, paths, avals, parameter_paths, owners, dtypes, parts
-            )
+            codecs = choose(coded_moments(self.rules, shapes, params, owners), parts)
         layout = StateLayout.of(
             shapes,
             codecs,

@@ -21,7 +21,7 @@ from paged_optax.engine.paged_array import PagedArray
 from paged_optax.engine.pages import MomentFormat, Pages
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.sharing import sharing, uncut
-from paged_optax.transform.codec_rules import left_for_size
+from paged_optax.transform.codec_rules import coded_moments
 from paged_optax.transform.context import Visitor, within
 from paged_optax.transform.groups import divided_as, loop_key
 from paged_optax.transform.init import NewState
@@ -183,14 +183,7 @@ def planned_moments(
     elementwise = analysis.elementwise
     moments = []
     small = layout.small(paged.configuration.min_paged_size)
-    uncoded = left_for_size(
-        paged.rules,
-        state_paths,
-        avals,
-        paths_of(params)[0],
-        layout.owners,
-        [x.dtype for x in parameters],
-    )
+    coded = coded_moments(paged.rules, layout.shapes, params, layout.owners)
     every = zip(state_paths, avals, layout.sizes, strict=True)
     for i, (path, x, size) in enumerate(every):
         unstreamed = number + i, uncut(x.shape).gpu, False, 3
@@ -217,7 +210,7 @@ def planned_moments(
                 both_ways=both and not stays[i],
                 small=size is not None and small[i],
                 elementwise=first + i in elementwise,
-                uncoded=uncoded[i] and codec is None,
+                uncoded=codec is None and (y := coded[i]) is not None and y.small,
             )
         )
     return moments
