@@ -99,17 +99,6 @@ class PagedBuffer:
         number, of = self.ratios[self.pages.axis]
         return of // math.gcd(number, of)
 
-    def preload(self, x: Array) -> Array:
-        """Copies an array that does not travel in pages to the device."""
-        if self.preloaded:
-            x = to_device(x, True)
-            return x if self.view is None else x.reshape(self.view)
-        return x
-
-    def unload(self, x: Array) -> Array:
-        """Undoes `preload`."""
-        return to_host(x.reshape(self.shape), True) if self.preloaded else x
-
     def read(self, x: Array, at: Page) -> Array:
         """Reads a page into device memory."""
         if self.view is None:

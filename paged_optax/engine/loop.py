@@ -38,10 +38,11 @@ from paged_optax.backend.platforms import (
     unfused_on_cpu,
 )
 from paged_optax.backend.types import varying, varying_axes
-from paged_optax.codecs import Codec, Noise, Quantized
+from paged_optax.codecs import Noise
 from paged_optax.codecs.codec import strides_of
 from paged_optax.engine.exchange import Exchange, fenced, isolated
 from paged_optax.engine.paged_array import (
+    Buffers,
     Fetched,
     LeafBuffers,
     PagedArray,
@@ -312,11 +313,13 @@ class Loop:
         """Computes the encoded results of a page of one leaf, or of several joined."""
         shape = self.pages.page(at.size)
         shapes = self.shapes or [shape] * len(stored)
+        inputs: list[Array] = []
         # Arrays after the program's inputs are only overwritten, and not `stored`.
-        inputs = [
-            self._decoded(array, x, seen)
-            for array, x, seen in zip(self.arrays, stored, shapes, strict=False)
-        ]
+        for array, x, seen in zip(self.arrays, stored, shapes, strict=False):
+            if (parts := self._codec_pages(array, seen)) is None:
+                inputs.append(array.decode(x, seen))
+            else:
+                inputs += _by_pages(parts, array, array.as_stored(x[0], seen), False)
         if self.coded:
             inputs = on_cpu(barrier, inputs)
         elementwise = self.program.elementwise
@@ -331,58 +334,37 @@ class Loop:
             results = except_on_gpu(barrier, results)
             coded = [self.arrays[p].codec is not None for p in self.overwrites]
             results = fenced(results, coded)
-        every = zip(self.overwrites, results, noise, strict=True)
-        return [
-            self._encoded(self.arrays[p], result, drawn, shape, leaf_count)
-            for p, result, drawn in every
-        ]
+        encoded: list[LeafBuffers] = []
+        for p, result, drawn in zip(self.overwrites, results, noise, strict=True):
+            array = self.arrays[p]
+            if (parts := self._codec_pages(array, result.shape)) is None:
+                encoded.append(array.encode(result, drawn, shape, leaf_count))
+            else:
+                encoded.append((_by_pages(parts, array, result, True),))
+        return encoded
 
-    def _decoded(
-        self, array: PagedArray, page: LeafBuffers, shape: tuple[int, ...]
-    ) -> Array:
-        """Decodes a page, in parts if it is large."""
-        codec = array.codec
-        if codec is None or (pages := self._codec_pages(codec, shape)) is None:
-            return array.decode(page, shape)
-        stored = array.as_stored(page[0], shape)
-        decoded = _by_pages(pages, codec, stored, encode=False)
-        assert not isinstance(decoded, Quantized)
-        return decoded
-
-    def _encoded(
-        self,
-        array: PagedArray,
-        result: Array,
-        noise: Noise | None,
-        shape: tuple[int, ...],
-        leaf_count: int,
-    ) -> LeafBuffers:
-        """Encodes a result, in parts if it is large."""
-        codec = array.codec
-        if codec is None or (pages := self._codec_pages(codec, result.shape)) is None:
-            return array.encode(result, noise, shape, leaf_count)
-        return (buffers_of(_by_pages(pages, codec, result, encode=True)),)
-
-    def _codec_pages(self, codec: Codec, shape: tuple[int, ...]) -> Pages | None:
+    def _codec_pages(self, array: PagedArray, shape: tuple[int, ...]) -> Pages | None:
         """Returns parts in which a TPU computes a codec on a leaf of one page, or None.
 
         XLA:TPU takes longer to compile larger arrays: Adafactor with a momentum of
         (6144, 50432) in eight bits takes more than 150 s (libtpu 0.0.52).
         """
+        codec = array.codec
         one_page = self.pages.tiled and self.pages.count <= 1 and self.leaf_count == 1
-        if not one_page or codec.block == 1 or codec.draws:
+        if not one_page or codec is None or codec.block == 1 or codec.draws:
             return None
         pages = in_tiles(shape, (MomentFormat(4, codec, on_host=False),), CODEC_PAGE)
         return pages if pages.count > 1 else None
 
 
-def _by_pages(pages: Pages, codec: Codec, x: Stored, *, encode: bool) -> Stored:
-    """Encodes or decodes an array on the device, page by page."""
+def _by_pages(pages: Pages, array: PagedArray, x: Stored, encode: bool) -> Buffers:
+    """Encodes or decodes a moment on the device, page by page."""
+    assert array.codec is not None
     plain = jax.ShapeDtypeStruct(pages.leaf, jnp.float32)
-    stored = codec.stored(pages.leaf)
+    stored = array.codec.stored(pages.leaf)
     arrays = (
         PagedArray.of(plain, pages, None, False),
-        PagedArray.of(stored, pages, codec, False),
+        PagedArray.of(stored, pages, array.codec, False),
     )
     source, target = arrays if encode else arrays[::-1]
     same = Program(1, (), (0,), elementwise=True)
@@ -390,4 +372,4 @@ def _by_pages(pages: Pages, codec: Codec, x: Stored, *, encode: bool) -> Stored:
     buffers = source.open(x)
     empty = varying(target.empty(), varying_axes(buffers))
     ((new,),) = loop(((buffers,), (empty,)), None)
-    return target.close(new)
+    return buffers_of(target.close(new))
