@@ -102,8 +102,9 @@ def with_master_remainders(
         def difference(p: Array, m: Array, u: Array, r: PyTree) -> Array:
             if not _is_split(r):
                 return u.astype(p.dtype)
-            master = m + u.astype(m.dtype)
-            return update_towards(_wide(p), master, p.dtype).astype(p.dtype)
+            x = _wide(p)
+            moved = update_towards(x, m + u.astype(m.dtype), p.dtype)
+            return moved.astype(p.dtype)
 
         def remainder(p: Array, m: Array, u: Array, r: PyTree, moved: Array) -> PyTree:
             if not _is_split(r):
