@@ -52,10 +52,8 @@ def isolated(
 ) -> Callable[..., Any]:
     """Returns a function that updates a leaf separately from all others.
 
-    Args:
-      run: Updates the leaf, given read-only arguments and the buffers that it changes.
-      trip_count: 1 to run, 0 to skip; None always runs.
-      in_loops: True if a GPU computes all of it in loops.
+    Its arguments are read-only ones, and buffers that `run` changes. A trip count of 0
+    skips it; None always runs. `in_loops`: a GPU computes all of it in loops.
     """
     if trip_count is not None or not in_loops or not HAS_UNINLINED_CALLS:
         return functools.partial(_looped, run, trip_count)

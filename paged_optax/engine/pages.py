@@ -198,8 +198,7 @@ class Pages:
     def both_ways(self, travelling: int) -> bool:
         """Returns whether one page is read while another is written.
 
-        Args:
-          travelling: Number of moments on the host, over all leaves that share pages.
+        `travelling` counts the moments on the host, over all leaves that share pages.
         """
         if travelling < 2 or self.count < 2:
             return False
@@ -259,8 +258,6 @@ def coded_page_size(
 def whole_on_cpu(page_size: int, *, converted: bool) -> bool:
     """Returns whether a CPU updates a leaf whole.
 
-    Args:
-      page_size: The argument of `paged`.
-      converted: True if the update makes temporary arrays of the leaf's size.
+    `converted`: the update makes temporary arrays of the leaf's size.
     """
     return page_size >= (_WHOLE_ON_CPU_IF_CONVERTED if converted else _WHOLE_ON_CPU)

@@ -117,12 +117,7 @@ def without() -> contextlib.AbstractContextManager[None]:
 def known_shardings(
     tracers: Sequence[object], places: Sequence[Sharding | None]
 ) -> contextlib.AbstractContextManager[None]:
-    """Adds shardings of arrays whose types do not have them.
-
-    Args:
-      tracers: The arrays, as they are within.
-      places: Their shardings, or None.
-    """
+    """Adds shardings of arrays whose types do not have them; None: unknown."""
     pairs = zip(tracers, places, strict=True)
     known = {id(tracer): place for tracer, place in pairs if place is not None}
     return within(shardings={**current().shardings, **known})

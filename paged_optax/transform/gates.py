@@ -57,19 +57,12 @@ def only_if(gate: Gate) -> AbstractContextManager[None]:
 
     Wrappers that do not forward extra arguments would drop an argument of `update`, and
     moments would change on a skipped step.
-
-    Args:
-      gate: True if the updates happen.
     """
     return within(gate=_known(and_gates(current().gate, gate)))
 
 
 def restart_if(restart: Gate | np.bool_) -> AbstractContextManager[None]:
-    """Resets the state after every paged update called within.
-
-    Args:
-      restart: True if the state becomes what `init` makes.
-    """
+    """Resets the state after every paged update called within."""
     return within(restart=_known(restart))
 
 

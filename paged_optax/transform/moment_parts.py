@@ -25,12 +25,7 @@ from paged_optax.transform.trees import StoredOrShape
 
 
 def held_parts(shapes: PyTree, state: PyTree) -> dict[int, StoredOrShape]:
-    """Returns the encoded parts of moments in a state, by the leaf's position.
-
-    Args:
-      shapes: The transformation's own state.
-      state: The state.
-    """
+    """Returns the encoded parts of moments in a state, by the leaf's position."""
     leaves, structure = jax.tree.flatten(shapes)
     parts = in_shard_map() or current().layer is not None
     held = (parts and _held(structure, state)) or leaves
@@ -47,13 +42,7 @@ def arranged_as(
 ) -> StateLayout:
     """Returns a layout with the arrangement of encoded parts.
 
-    Args:
-      layout: The layout, with the arrangement of whole moments.
-      codecs: For each leaf its codec, or None.
-      parts: The encoded parts, by the leaf's position.
-
-    Returns:
-      The layout, unchanged for parts of no known arrangement, which it refuses.
+    Parts of no known arrangement are unchanged, and `StateLayout` refuses them.
     """
     new_codecs = list(layout.codecs)
     for position, held in parts.items():
@@ -133,13 +122,6 @@ def as_results(
 
     A replicated moment may be updated with a gradient that varies. Its buffer is
     overwritten page by page, and has one type from the first page to the last.
-
-    Args:
-      analysis: The update.
-      updates: The gradients.
-      leaves: The state's leaves as they are stored.
-      gates: For each gradient its gate; empty if all are open.
-      restart: True if the state restarts.
 
     Returns:
       The gradients and the leaves; None if they vary already.

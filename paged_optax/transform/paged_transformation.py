@@ -196,12 +196,8 @@ class PagedTransformation:
     ) -> StateLayout:
         """Returns the layout of a state of `inner`, or of a state that `init` made.
 
-        Args:
-          params: The parameters, or the gradients.
-          state: The state.
-          shards: For each parameter the shards of its moments, or None.
-          owners: For each of the state's arrays the parameter that it belongs to; None
-            to compute them.
+        `shards` has the shards of each parameter's moments, and `owners` the parameter of
+        each of the state's arrays; None to compute them.
         """
         shapes = state
         if self.rules or self.per_parameter_steps:
@@ -273,14 +269,11 @@ class PagedTransformation:
 
         Args:
           updates: The gradients.
-          state: The state as `inner` sees it.
+          state: The state of `inner`.
           owners: For each of its leaves the parameter that it belongs to, or None.
           params: The parameters, or None.
           arrays: The arrays among the extra arguments.
           static: The rest of the extra arguments, and whether the state restarts.
-
-        Returns:
-          The analysis, and the arrays that it closes over.
         """
 
         def function(
@@ -369,12 +362,9 @@ class PagedTransformation:
 
 
 def tell(what: str, name: str, on_moved: str) -> None:
-    """Warns of misplaced arrays, or raises.
+    """Warns of misplaced arrays in the argument `name`, or raises.
 
-    Args:
-      what: The arrays, their place and its cause; ends with "put".
-      name: The argument that they are in.
-      on_moved: `"warn"` or `"raise"`.
+    `what` names the arrays, their place and its cause, and ends with "put".
     """
     message = (
         f"{what} the {name} back by paged_optax.place_state(tx, {name}, params)."

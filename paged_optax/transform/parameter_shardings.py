@@ -58,10 +58,7 @@ class Divisions:
     def on(self, key: PathAndShape, mesh: Mesh | AbstractMesh | None) -> Shards | None:
         """Returns the sharding of a parameter on a mesh.
 
-        Args:
-          key: The parameter.
-          mesh: The mesh of the parameter, or of an array of its kind. None: the mesh on
-            which it was seen last.
+        Without a mesh, it is the sharding seen last.
         """
         around = jax.sharding.get_abstract_mesh()
         if AxisType.Manual in around.axis_types:
@@ -227,12 +224,7 @@ class ParameterShardings:
                     _divided.add(one)
 
     def warn_of_unknown(self, path: KeyPath, x: ArrayOrShape) -> None:
-        """Warns, once, of a divided parameter whose sharding an update cannot read.
-
-        Args:
-          path: The parameter's path.
-          x: The parameter, or its gradient.
-        """
+        """Warns, once, of a divided parameter whose sharding an update cannot read."""
         mesh, key = jax.typeof(x).sharding.mesh, (keystr(path), x.shape)
         if mesh.size == 1 or mesh.empty or AxisType.Manual in mesh.axis_types:
             return

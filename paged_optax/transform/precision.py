@@ -37,11 +37,7 @@ def in_float32(
 ) -> optax.GradientTransformationExtraArgs:
     """Computes in float32, whatever the dtypes of parameters and gradients.
 
-    Args:
-      inner: The transformation. Its parameters and gradients are in float32.
-
-    Returns:
-      The transformation; its updates have the gradients' dtype.
+    The updates have the gradients' dtype.
     """
 
     def init(params: optax.Params) -> optax.OptState:
@@ -212,14 +208,7 @@ class CountedState(NamedTuple):
 def counted(
     inner: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """Counts updates, so that stochastic rounding draws new bits at each.
-
-    Args:
-      inner: The transformation.
-
-    Returns:
-      The transformation, its state inside a `CountedState`.
-    """
+    """Counts updates, so that stochastic rounding draws new bits at each."""
 
     def init(params: optax.Params) -> CountedState:
         return CountedState(jnp.zeros((), jnp.int32), inner.init(params))

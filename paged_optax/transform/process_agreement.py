@@ -26,15 +26,7 @@ def said_of(
     layout: StateLayout,
     analysis: Analysis,
 ) -> Said:
-    """Returns the facts on which the program of a paged update depends.
-
-    Args:
-      paged: The transformation.
-      params: The parameters, or the gradients.
-      state: The state.
-      layout: The state's layout.
-      analysis: The update.
-    """
+    """Returns the facts on which the program of a paged update depends."""
     configuration, (paths, leaves) = paged.configuration, paths_of(params)
     settings = {
         "page_size": configuration.page_size,

@@ -276,14 +276,9 @@ def too_small(
 ) -> list[bool]:
     """Returns for each leaf of a state whether it is too small to page.
 
-    Moments of one shape and dtype share pages, and count as one: 64 adapters of 64 KiB
-    each are 4 MiB. A moment of less than an eighth of `min_paged_size` counts alone.
-
-    Args:
-      sizes: The bytes of each leaf; None if it is never paged.
-      stored: Its arrays as they are stored.
-      owners: The parameter that it belongs to, or None.
-      min_paged_size: The fewest bytes to page.
+    Moments of one shape and dtype share pages, and count as one: 64 adapters of 64 KiB each
+    are 4 MiB. A moment of less than an eighth of `min_paged_size` counts alone. A leaf
+    without a size is never paged.
     """
     # Moments of one kind have one shape and dtype, and the same position among the
     # moments of their parameters.
