@@ -133,8 +133,8 @@ class Program:
     ) -> list[PyTree[ArrayLike]]:
         """Runs the equations.
 
-        `shape` is the shape of a page, if the arguments are pages of a leaf (element-wise
-        programs only); None if they are whole leaves.
+        `shape` is a page's, if the arguments are pages of a leaf (element-wise programs
+        only); None if they are whole leaves.
         """
         values: dict[int, ArrayLike] = dict(enumerate(arguments))
         read = lambda operand: (

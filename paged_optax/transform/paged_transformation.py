@@ -196,8 +196,8 @@ class PagedTransformation:
     ) -> StateLayout:
         """Returns the layout of a state of `inner`, or of a state that `init` made.
 
-        `shards` has the shards of each parameter's moments, and `owners` the parameter of
-        each of the state's arrays; None to compute them.
+        `shards` has the shards of each parameter's moments, and `owners` the parameter
+        of each of the state's arrays; None to compute them.
         """
         shapes = state
         if self.rules or self.per_parameter_steps:

@@ -276,9 +276,9 @@ def too_small(
 ) -> list[bool]:
     """Returns for each leaf of a state whether it is too small to page.
 
-    Moments of one shape and dtype share pages, and count as one: 64 adapters of 64 KiB each
-    are 4 MiB. A moment of less than an eighth of `min_paged_size` counts alone. A leaf
-    without a size is never paged.
+    Moments of one shape and dtype share pages, and count as one: 64 adapters of 64 KiB
+    each are 4 MiB. A moment of less than an eighth of `min_paged_size` counts alone. A
+    leaf without a size is never paged.
     """
     # Moments of one kind have one shape and dtype, and the same position among the
     # moments of their parameters.
