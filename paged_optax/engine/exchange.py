@@ -19,6 +19,7 @@ in one direction and half in the other, then each half in the other direction.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -196,6 +197,6 @@ class Exchange:
 
 def fenced(values: Sequence[Value], chosen: Sequence[bool]) -> list[Value]:
     """Puts one barrier on the chosen values."""
-    positions = [i for i, yes in enumerate(chosen) if yes]
-    passed = iter(barrier([values[i] for i in positions]))
-    return [next(passed) if yes else x for x, yes in zip(values, chosen, strict=True)]
+    passed = iter(barrier(list(itertools.compress(values, chosen))))
+    pairs = zip(values, chosen, strict=True)
+    return [next(passed) if is_chosen else x for x, is_chosen in pairs]

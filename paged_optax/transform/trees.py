@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -43,7 +44,7 @@ class Static:
     def merge(self, arrays: Sequence[Traceable]) -> PyTree:
         """Returns the tree with these arrays."""
         array, rest = iter(arrays), iter(self.rest)
-        leaves = [next(array) if yes else next(rest) for yes in self.is_array]
+        leaves = [next(array if traced else rest) for traced in self.is_array]
         return jax.tree.unflatten(self.treedef, leaves)
 
 
@@ -55,8 +56,8 @@ def arrays_and_rest(tree: PyTree) -> tuple[list[Traceable], Static]:
     is_array = [
         isinstance(x, (*kinds, *numbers)) and not isinstance(x, bool) for x in leaves
     ]
-    arrays = [x for x, yes in zip(leaves, is_array, strict=True) if yes]
-    rest = tuple([x for x, yes in zip(leaves, is_array, strict=True) if not yes])
+    arrays = list(itertools.compress(leaves, is_array))
+    rest = tuple(itertools.compress(leaves, [not traced for traced in is_array]))
     return arrays, Static(treedef, tuple(is_array), rest)
 
 
