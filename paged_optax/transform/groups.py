@@ -19,9 +19,9 @@ from paged_optax.analysis.program import Analysis, Evaluation, LeafUpdate
 from paged_optax.backend.memory import HOST, on_host
 from paged_optax.backend.types import ArrayOrShape, varying, varying_axes
 from paged_optax.codecs import Codec, draw
+from paged_optax.engine.loop import LeafProgram
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import UNSHARDED, Shards, constrained
-from paged_optax.engine.stream import PageProgram
 from paged_optax.transform.checks import refuse_joined
 from paged_optax.transform.context import current
 from paged_optax.transform.gates import Gate, choose_by
@@ -78,7 +78,7 @@ class StreamedLeaf:
     """
 
     arrays: list[Value]
-    program: PageProgram
+    program: LeafProgram
     moments: list[MomentFormat]
     shards: Shards | None
 
@@ -212,7 +212,7 @@ class LeafStreams:
         ]
         shards = divided_as(leaf, self.arguments[:first], layout.parameter_shards)
         storage = tuple(overwrites), tuple(codecs), tuple(shapes)
-        program = PageProgram(leaf.program, *storage)
+        program = LeafProgram(leaf.program, *storage)
         return StreamedLeaf(arrays, program, moments, shards)
 
     def scope(

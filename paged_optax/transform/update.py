@@ -296,7 +296,7 @@ def stream_update(
                 # A gate is the trip count of the loop around the pages.
                 gate.astype(jnp.int32) if isinstance(gate, Array) else None,
                 random_words,
-                program=one.program,
+                leaf=one.program,
                 geometry=geometry,
                 shards=one.shards,
             )
