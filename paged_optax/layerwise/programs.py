@@ -1,15 +1,15 @@
-"""What the update of a whole tree computes of each leaf, and of one layer's slab.
+"""Updates of whole stacks, traced once and run on slices.
 
-`tx.update` is traced of the whole tree. So masks and labels, by path or by shape,
-counts and schedules are what they are in an ordinary step.
+`tx.update` is traced with whole stacks. Masks and labels by path or by shape, counts
+and schedules are the same as in an ordinary step.
 
-Coded moments are no arrays of the parameters' shape. Where a stack has such moments,
-`tx.update` itself runs on the tree with one layer in it, in stacks of length 1. That
-this comes to the same is checked on the whole tree's jaxpr.
+Encoded moments do not have the parameters' shape. For such stacks `tx.update` runs on
+slices of length 1, and the whole tree's jaxpr shows that the result is the same.
 """
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ _WAY_OUT = (
 
 
 class CrossLayerError(CrossLeafError):
-    """`tx` mixes several parameters, whose gradients are not there at once."""
+    """Raised if `tx` mixes several parameters."""
 
     def __str__(self) -> str:
         return (
@@ -62,15 +62,12 @@ class CrossLayerError(CrossLeafError):
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """An update, taken apart into one program a leaf.
-
-    It is traced of whole stacks, so that what Optax chooses by shapes (masks, labels)
-    is chosen as in an ordinary step.
+    """One program for each leaf of an update.
 
     Attributes:
       analysis: The programs.
-      constants: What they close over, by number.
-      stacks: The outputs, by number, that are stacks of layers, updated in slabs.
+      constants: Their captured values, by number.
+      stacks: The numbers of the outputs that are updated in slices.
     """
 
     analysis: Analysis
@@ -91,11 +88,11 @@ class Programs:
 
         Args:
           update: The update.
-          gradients: The gradients, or their shapes, as for the next two.
-          state: The state.
-          params: The parameters.
-          stacks: Numbers of outputs, as above.
-          name: A parameter's name, by its number.
+          gradients: The gradients, or their shapes.
+          state: The state, or its shapes.
+          params: The parameters, or their shapes.
+          stacks: The numbers of the outputs that are updated in slices.
+          name: Returns a parameter's name.
         """
         closed, _ = trace(update, jnp.int32(0), gradients, state, params)
         count = len(jax.tree.leaves(params))
@@ -116,47 +113,67 @@ class Programs:
 
     def run(
         self,
-        arguments: Sequence[ArrayLike | None],
         i: LayerIndex,
-        wanted: Collection[int],
-        length: int,
-    ) -> list[Array]:
-        """One layer's part of some stacks.
+        updates: Sequence[Stored | None],
+        state: Sequence[Stored | None],
+        params: Sequence[Array | None],
+        layered: LayeredState,
+    ) -> tuple[list[Array | None], list[Stored | None]]:
+        """Updates slice i of some stacks.
 
         Args:
-          arguments: Gradients, state and parameters. Those that make a wanted stack
-            are slabs. The others are not read.
           i: The layer.
-          wanted: The numbers of the stacks, in ascending order.
-          length: How many layers there are.
+          updates: The slices of the gradients; None for other leaves.
+          state: The slices of the moments, and counts; None for other leaves.
+          params: The slices of the parameters; None for other leaves.
+          layered: The stacks.
 
         Returns:
-          What becomes of their slabs.
+          The new slices of the parameters and of the moments; None for other leaves.
         """
+        length = layered.length
 
         def cut(x: ArrayLike | None, shape: tuple[int, ...]) -> ArrayLike:
-            assert x is not None  # all that a stack is made of is given
-            # Arrays that the transformation closes over are whole stacks.
+            assert x is not None  # all inputs of an updated stack are slices
+            # An array that the transformation closes over is a whole stack.
             if isinstance(x, Array | np.ndarray) and x.shape == shape:
                 return slab(x, i, length)
             return x
 
         def run(leaf: LeafUpdate) -> Sequence[ArrayLike | None]:
-            if not set(leaf.outputs) & set(wanted):
+            if not set(leaf.outputs) & {*new_params, *new_state}:
                 return [None] * len(leaf.avals)
             shape = (leaf.shape[0] // length, *leaf.shape[1:])
             inputs = [cut(x, leaf.shape) for x in evaluation.inputs(leaf)]
             return leaf.program(inputs, shape)
 
-        evaluation = Evaluation(self.analysis, [i, *arguments], self.constants)
+        sizes = [len(jax.tree.leaves(x)) for x in layered.state]
+        first = accumulate(sizes, initial=len(params))
+        slots = zip(first, state, layered.stacked)  # noqa: B905  `first` has one more
+        new_state = [n for n, x, stacked in slots if stacked and x is not None]
+        new_params = [n for n in layered.numbers if params[n] is not None]
+        arrays = [
+            y
+            for x, size in zip(state, sizes, strict=True)
+            for y in ([None] * size if x is None else jax.tree.leaves(x))
+        ]
+        arguments = [i, *updates, *arrays, *params]
+        evaluation = Evaluation(self.analysis, arguments, self.constants)
         results = evaluation.results(list(map(run, self.analysis.leaf_updates)))
-        return [results[output] for output in wanted]
+        old = [x for n in new_params if (x := params[n]) is not None]
+        new = optax.apply_updates(old, [results[n] for n in new_params])
+        leaves = dict(zip(new_params, jax.tree.leaves(new), strict=True))
+        moments = iter([results[n] for n in new_state])
+        return [leaves.get(n) for n in range(len(params))], [
+            next(moments) if stacked and x is not None else None
+            for x, stacked in zip(state, layered.stacked, strict=True)
+        ]
 
     def differences(self, other: "Programs") -> list[int]:
-        """Numbers of the stacks that another update computes in another way.
+        """Numbers of the stacks that another update computes differently.
 
-        Shapes do not count. If the equations of any stacks differ, it is those.
-        Otherwise it is those that take other values from outside.
+        Shapes are ignored. Stacks with different inputs are returned only if no
+        equations differ.
         """
         differ = lambda parts: [
             output
@@ -166,7 +183,7 @@ class Programs:
         return differ(lambda chosen: chosen[0]) or differ(lambda chosen: chosen)
 
     def _chosen(self, output: int) -> tuple[Sequence[object], tuple[object, ...]]:
-        """The equations that make a stack, and what they are given."""
+        """The equations that compute a stack, and their inputs."""
         plain = lambda x: (
             (np.asarray(x.value).tobytes(), x.key[1:]) if isinstance(x, Constant) else x
         )
@@ -190,23 +207,22 @@ def layer_programs(
     layered: LayeredState,
     gradients: Sequence[ArrayOrShape],
 ) -> Programs | None:
-    """What an update computes of each leaf; None if moments are coded.
+    """Returns the programs of an update; None if moments are encoded.
 
     Args:
       tx: The transformation.
       layered: The parameters and its state.
-      gradients: For each parameter the shape of its gradient, of all layers.
+      gradients: The shapes of the gradients of all parameters.
 
     Raises:
-      ValueError: If one layer's slice cannot be updated by it.
+      ValueError: If a slice of a stack cannot be updated alone.
     """
-    # With codecs too: a wrapper that skips steps, or reads codes and scales, shows so.
+    # This also finds wrappers that skip steps, or that read codes and scales.
     programs = _traced(tx, layered, gradients, layered.state, layered.params)
     if not programs.not_elementwise:
         _refuse_state(layered, programs)
         return programs
-    # Reading and writing codes is not element by element. What is computed in between
-    # may be.
+    # Codecs are not element by element. The computation between them may be.
     with within(seen_through=True):
         whole = _traced(tx, layered, gradients, layered.state, layered.params)
     if whole.not_elementwise:
@@ -229,12 +245,11 @@ def _traced(
     state: Sequence[PyTree[ArrayOrShape]],
     params: Sequence[ArrayOrShape],
 ) -> Programs:
-    """What an update computes, of the leaves of its arguments, or of their shapes."""
 
     def update(
         i: LayerIndex, gradients: PyTree, state: PyTree, params: PyTree
     ) -> tuple[PyTree, PyTree]:
-        # What a codec stores depends on how its parameter is divided.
+        # An encoded moment depends on its parameter's sharding.
         types = [sharding_in_type(x) for x in layered.params]
         explicit = [x if is_explicit(x) else None for x in types]
         leaves = jax.tree.leaves(params)
@@ -246,7 +261,7 @@ def _traced(
         for x, yes in zip(state, layered.stacked, strict=True)
         for _ in jax.tree.leaves(x)
     ]
-    # What is seen through gives the state as it is computed, not as it is stored.
+    # A trace without codecs returns the state in another form.
     flags = [*layered.slabbed, *([] if current().seen_through else stacked)]
     try:
         return Programs.of(
@@ -262,7 +277,7 @@ def _traced(
 
 
 def _refuse_state(layered: LayeredState, programs: Programs | None) -> None:
-    """Refuses moments of layers that cannot be cut, or told, layer by layer."""
+    """Raises if moments of layers cannot be sliced, or belong to no known stack."""
     leaves = () if programs is None else programs.analysis.leaf_updates
     updated_with = {output: x.owner for x in leaves for output in x.outputs}
     output = len(layered.params)
@@ -301,7 +316,7 @@ def _refuse_other_stack(path: KeyPath, x: Stored, parameter: Array) -> None:
     way_out = "use moments of the parameters' own shape; with a codec, layers of whole"
     way_out += " blocks."
     if isinstance(x, Quantized) and x.scales.ndim == 2:
-        # Only of parts that are no ranges, and have no whole blocks, are there so many.
+        # Scales have two axes only if parts are no ranges of whole blocks.
         way_out = (
             f"it is divided into {x.scales.shape[0]} parts, and a block runs through"
             " several rows of a part: divide another axis of the parameter, or none."
@@ -319,7 +334,7 @@ def _refuse_choices_by_shape(
     whole: Programs,
     gradients: Sequence[ArrayOrShape],
 ) -> None:
-    """Refuses what one layer's update would choose otherwise than the whole's."""
+    """Raises if the update of a slice differs from the update of the whole stack."""
     cut = lambda leaves, chosen: [
         jax.eval_shape(lambda x: slab(x, 0, layered.length), x) if yes else x
         for x, yes in zip(leaves, chosen, strict=True)
