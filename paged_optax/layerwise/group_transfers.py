@@ -24,6 +24,11 @@ from paged_optax.layerwise.slabs import LayerIndex, put, slab
 Values = TypeVar("Values", bound=PyTree)
 
 
+def after_all(values: Values) -> Values:
+    """Orders all uses of these values after all of them."""
+    return lax.optimization_barrier(values)
+
+
 class GroupInputs(NamedTuple):
     """Host arrays that a group's update fetches.
 
@@ -63,7 +68,7 @@ class InFlight(NamedTuple):
             n: x for n, x in enumerate(self.stacks[:count]) if n not in self.weights
         }
         # XLA would copy a stack that is written before it is read.
-        slices, read = lax.optimization_barrier((slices, read))
+        slices, read = after_all((slices, read))
         stacks = [read.get(n, x) for n, x in enumerate(self.stacks)]
         return self._replace(stacks=stacks, frozen={}), slices
 
@@ -141,7 +146,7 @@ class GroupTransfers:
             group, flight.inputs.moments, weights, gradients, i
         )
         # The other computation continues after the update, during the transfers.
-        (moments, leaves), computed = lax.optimization_barrier((new, computed))
+        (moments, leaves), computed = after_all((new, computed))
         slots, stacks = list(flight.slots), list(flight.stacks)
         for n, moment in zip(group.slot_positions, moments, strict=True):
             slots[n] = put(slots[n], moment, i, self.parts)
@@ -160,7 +165,7 @@ class GroupTransfers:
         stacks = {n: x for n in positions if on_host(x := flight.stacks[n])}
         weights = flight.weights if self.fetches_weights else {}
         moving = slots, stacks, flight.inputs, weights, flight.frozen
-        (slots, stacks, inputs, weights, frozen), computed = lax.optimization_barrier(
+        (slots, stacks, inputs, weights, frozen), computed = after_all(
             (moving, computed)
         )
         each = lambda values, new: [new.get(n, x) for n, x in enumerate(values)]

@@ -67,6 +67,11 @@ class LayerTree:
     structure: PyTreeDef
     members: PyTree
 
+    @classmethod
+    def of_stacks(cls, structure: PyTreeDef) -> "LayerTree":
+        """The tree of a model whose own leaves are stacks."""
+        return cls(structure, list(range(structure.num_leaves)))
+
     @functools.cached_property
     def stacked(self) -> tuple[list[Members], PyTreeDef]:
         """The members of each stacked leaf, and the structure of the stacked tree."""
@@ -79,9 +84,9 @@ class LayerTree:
 
     @property
     def length(self) -> int:
-        """The number of layers."""
+        """The number of layers; 0 if the own leaves are stacks."""
         members, _ = self.stacked
-        return next(len(x) for x in members if isinstance(x, LayerNumbers))
+        return next((len(x) for x in members if isinstance(x, LayerNumbers)), 0)
 
     def stack(self, tree: PyTree, together: Together) -> PyTree:
         """Stacks all subtrees of the own structure, such as the moments of a state.
@@ -184,6 +189,28 @@ def _is_entry(x: PyTree) -> bool:
     """True if a node can be one parameter's entry in a tree of moments."""
     leaf = isinstance(x, optax.MaskedNode) or is_stored(x)
     return leaf or jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
+
+
+def own_leaves(
+    members: Sequence[Members],
+    leaves: Sequence[PyTree],
+    of_layer: Callable[[PyTree, int], PyTree],
+) -> list[PyTree]:
+    """Lists the leaves of an own tree.
+
+    Args:
+      members: The own tree's leaves for each leaf of the stacked tree.
+      leaves: The leaves of the stacked tree.
+      of_layer: Returns one layer of a leaf that is a stack.
+    """
+    by_number: dict[int, PyTree] = {}
+    for member, x in zip(members, leaves, strict=True):
+        if isinstance(member, int):
+            by_number[member] = x
+        else:
+            layers = enumerate(member)
+            by_number |= {n: of_layer(x, i) for i, n in layers if n >= 0}
+    return [by_number[n] for n in range(len(by_number))]
 
 
 def stacked_shape(

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
@@ -24,6 +24,7 @@ from paged_optax.layerwise.group_transfers import (
     GroupTransfers,
     InFlight,
     Values,
+    after_all,
 )
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.segments import ends_of, in_segments
@@ -120,13 +121,11 @@ class _BackwardOverlap:
         last = layers.weights.length - 1
         vectors = layers.weights.vectors(layers.stacks)
         # XLA would fetch the last layer before the loss is computed.
-        stacks, dx = lax.optimization_barrier(
-            (layers.stacks, layers.epilogue.by_output)
-        )
+        stacks, dx = after_all((layers.stacks, layers.epilogue.by_output))
         slices = layers.weights.slabs(stacks, last)
         hosted = {n: x for n, x in enumerate(slices[0]) if on_host(layers.stacks[n])}
         # The same holds of the first moments.
-        slots, stacks, dx = lax.optimization_barrier(
+        slots, stacks, dx = after_all(
             (self.transfers.optimizer.layered.slots, [*stacks, *others], dx)
         )
         inputs = self._inputs(slots, 0, last)
@@ -170,8 +169,10 @@ class _BackwardOverlap:
             flight.stacks[:count], i, prefetched, vectors
         )
         flight, slices = flight.read_first(slices, count)
-        by = self.sink.read(inner, i + 1)
-        update = functools.partial(self._update, i + 1, i, following, hosted, by)
+        update = functools.partial(
+            *(self._update, i + 1, i, following, hosted),
+            self.sink.read(inner, i + 1),
+        )
 
         def between(k: int, computed: list[ArrayLike]) -> list[ArrayLike]:
             nonlocal flight

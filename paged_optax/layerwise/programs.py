@@ -8,7 +8,7 @@ slices of length 1, and the whole tree's jaxpr shows that the result is the same
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import jax
@@ -22,20 +22,23 @@ from jaxtyping import PyTree
 from paged_optax.analysis.flat import trace
 from paged_optax.analysis.per_leaf import CrossLeafError, analyse
 from paged_optax.analysis.program import (
-    FILLS,
     Analysis,
-    Constant,
     Evaluation,
     LeafUpdate,
 )
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import ArrayOrShape, KeyPath, is_explicit
+from paged_optax.backend.types import KeyPath, is_explicit
 from paged_optax.codecs import Quantized
 from paged_optax.engine.paged_array import Stored
+from paged_optax.layerwise.layer_tree import LayerTree
 from paged_optax.layerwise.layered_state import LayeredState
+from paged_optax.layerwise.same_updates import (
+    CrossLayerError,
+    Signatures,
+    TracedUpdates,
+)
 from paged_optax.layerwise.slabs import LayerIndex, slab
 from paged_optax.transform.context import (
-    current,
     known_shardings,
     sharding_in_type,
     within,
@@ -45,19 +48,6 @@ _WAY_OUT = (
     "If a mask or labels are computed from shapes, give the mask as it is, a tree of"
     " bools, and labels as a tree of strings; or leave out the codec."
 )
-
-
-class CrossLayerError(CrossLeafError):
-    """Raised if `tx` mixes several parameters."""
-
-    def __str__(self) -> str:
-        return (
-            f"layerwise_step updates each layer alone, and in tx {self.args[0]}: leave"
-            " that out of tx. max_norm= clips by the global norm, and accumulate=True"
-            " adds up micro-batches. Wrappers that skip steps, as MultiSteps and"
-            " apply_if_finite do, need all gradients first; paged_optax.apply_if_finite"
-            " may be around the whole of tx."
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,46 +67,65 @@ class Programs:
     @classmethod
     def of(
         cls,
-        update: Callable[[LayerIndex, PyTree, PyTree, PyTree], PyTree],
-        gradients: PyTree,
-        state: PyTree,
-        params: PyTree,
-        stacks: Collection[int],
-        name: Callable[[int], str],
+        tx: optax.GradientTransformationExtraArgs,
+        layered: LayeredState,
+        gradients: Sequence[jax.ShapeDtypeStruct],
     ) -> "Programs":
-        """Traces `update(i, gradients, state, params)` of layer i.
+        """Traces an update of whole stacks.
 
         Args:
-          update: The update.
-          gradients: The gradients, or their shapes.
-          state: The state, or its shapes.
-          params: The parameters, or their shapes.
-          stacks: The numbers of the outputs that are updated in slices.
-          name: Returns a parameter's name.
+          tx: The transformation.
+          layered: The parameters and the state.
+          gradients: The shapes of the gradients of all parameters.
         """
-        closed, _ = trace(update, jnp.int32(0), gradients, state, params)
-        count = len(jax.tree.leaves(params))
-        states = len(jax.tree.leaves(state))
-        analysis, constants = analyse(
-            closed,
-            [None, *range(count), *[None] * states, *range(count)],
-            [*range(count), *[None] * (len(closed.out_avals) - count)],
-            name,
-            range(1, 1 + len(closed.out_avals)),
+
+        def update(
+            i: LayerIndex, gradients: PyTree, state: PyTree, params: PyTree
+        ) -> tuple[PyTree, PyTree]:
+            # An encoded moment depends on its parameter's sharding.
+            types = [sharding_in_type(x) for x in layered.params]
+            explicit = [x if is_explicit(x) else None for x in types]
+            leaves = jax.tree.leaves(params)
+            with within(fetched=True, layer=i), known_shardings(leaves, explicit):
+                return tx.update(gradients, state, params)
+
+        trees = (
+            layered.params_tree(gradients),
+            layered.state_tree(layered.state),
+            layered.params_tree(layered.params),
         )
-        return cls(analysis, constants, frozenset(stacks))
+        closed, _ = trace(update, jnp.int32(0), *trees)
+        count, states = len(layered.params), len(jax.tree.leaves(trees[1]))
+        try:
+            analysis, constants = analyse(
+                closed,
+                [None, *range(count), *[None] * states, *range(count)],
+                [*range(count), *[None] * (len(closed.out_avals) - count)],
+                layered.name,
+                range(1, 1 + len(closed.out_avals)),
+            )
+        except CrossLeafError as error:
+            raise CrossLayerError(*error.args) from None
+        stacked = [
+            yes
+            for x, yes in zip(layered.state, layered.stacked, strict=True)
+            for _ in jax.tree.leaves(x)
+        ]
+        flags = [*layered.slabbed, *stacked]
+        stacks = frozenset(output for output, yes in enumerate(flags) if yes)
+        return cls(analysis, constants, stacks)
 
     @property
-    def not_elementwise(self) -> frozenset[int]:
-        """The stacks that are not updated element by element."""
-        return self.stacks - self.analysis.elementwise
+    def elementwise(self) -> bool:
+        """True if all stacks are updated element by element."""
+        return self.stacks <= self.analysis.elementwise
 
     def run(
         self,
         i: LayerIndex,
         updates: Sequence[Stored | None],
         state: Sequence[Stored | None],
-        params: Sequence[Array | None],
+        params: Sequence[Stored | None],
         layered: LayeredState,
     ) -> tuple[list[Array | None], list[Stored | None]]:
         """Updates slice i of some stacks.
@@ -169,43 +178,11 @@ class Programs:
             for x, stacked in zip(state, layered.stacked, strict=True)
         ]
 
-    def differences(self, other: "Programs") -> list[int]:
-        """Numbers of the stacks that another update computes differently.
-
-        Shapes are ignored. Stacks with different inputs are returned only if no
-        equations differ.
-        """
-        differ = lambda parts: [
-            output
-            for output in sorted(self.stacks)
-            if parts(self._chosen(output)) != parts(other._chosen(output))
-        ]
-        return differ(lambda chosen: chosen[0]) or differ(lambda chosen: chosen)
-
-    def _chosen(self, output: int) -> tuple[Sequence[object], tuple[object, ...]]:
-        """The equations that compute a stack, and their inputs."""
-        plain = lambda x: (
-            (np.asarray(x.value).tobytes(), x.key[1:]) if isinstance(x, Constant) else x
-        )
-        for leaf in self.analysis.leaf_updates:
-            if output in leaf.outputs:
-                equations = [
-                    (
-                        equation.primitive.name,
-                        equation.primitive.name in FILLS or equation.params,
-                        [plain(x) for x in equation.inputs],
-                        equation.outputs,
-                    )
-                    for equation in leaf.program.equations
-                ]
-                return equations, (leaf.inputs, leaf.outputs, leaf.between)
-        return [plain(x) for n, x in self.analysis.direct if n == output], ()
-
 
 def layer_programs(
     tx: optax.GradientTransformationExtraArgs,
     layered: LayeredState,
-    gradients: Sequence[ArrayOrShape],
+    gradients: Sequence[jax.ShapeDtypeStruct],
 ) -> Programs | None:
     """Returns the programs of an update; None if moments are encoded.
 
@@ -218,62 +195,34 @@ def layer_programs(
       ValueError: If a slice of a stack cannot be updated alone.
     """
     # This also finds wrappers that skip steps, or that read codes and scales.
-    programs = _traced(tx, layered, gradients, layered.state, layered.params)
-    if not programs.not_elementwise:
+    programs = Programs.of(tx, layered, gradients)
+    if programs.elementwise:
         _refuse_state(layered, programs)
         return programs
     # Codecs are not element by element. The computation between them may be.
-    with within(seen_through=True):
-        whole = _traced(tx, layered, gradients, layered.state, layered.params)
-    if whole.not_elementwise:
-        name = layered.name(min(whole.not_elementwise))
+    traced = TracedUpdates(tx, LayerTree.of_stacks(layered.partition.structure), {})
+    whole = traced.update(
+        layered.params_tree(gradients), layered.params_tree(_shapes(layered.params))
+    )
+    if odd := whole.not_elementwise(_names(layered)):
         raise ValueError(
-            f"the update of {name} is not element by element (a norm, a factored"
+            f"the update of {odd[0]} is not element by element (a norm, a factored"
             " moment, a matrix product, noise), so that one layer's part of the stack"
             " cannot be updated without the others: with layerwise_step use a"
             " transformation such as paged_adamw, paged_lion or paged_sgd."
         )
     _refuse_state(layered, None)
-    _refuse_choices_by_shape(tx, layered, whole, gradients)
+    _refuse_choices_by_shape(traced, layered, whole, gradients)
     return None
 
 
-def _traced(
-    tx: optax.GradientTransformationExtraArgs,
-    layered: LayeredState,
-    gradients: Sequence[ArrayOrShape],
-    state: Sequence[PyTree[ArrayOrShape]],
-    params: Sequence[ArrayOrShape],
-) -> Programs:
+def _names(layered: LayeredState) -> list[str]:
+    """The names of the parameters that are updated in slices."""
+    return [layered.name(n) for n, slabbed in enumerate(layered.slabbed) if slabbed]
 
-    def update(
-        i: LayerIndex, gradients: PyTree, state: PyTree, params: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        # An encoded moment depends on its parameter's sharding.
-        types = [sharding_in_type(x) for x in layered.params]
-        explicit = [x if is_explicit(x) else None for x in types]
-        leaves = jax.tree.leaves(params)
-        with within(fetched=True, layer=i), known_shardings(leaves, explicit):
-            return tx.update(gradients, state, params)
 
-    stacked = [
-        yes
-        for x, yes in zip(state, layered.stacked, strict=True)
-        for _ in jax.tree.leaves(x)
-    ]
-    # A trace without codecs returns the state in another form.
-    flags = [*layered.slabbed, *([] if current().seen_through else stacked)]
-    try:
-        return Programs.of(
-            update,
-            layered.params_tree(gradients),
-            layered.state_tree(state),
-            layered.params_tree(params),
-            [output for output, yes in enumerate(flags) if yes],
-            layered.name,
-        )
-    except CrossLeafError as error:
-        raise CrossLayerError(*error.args) from None
+def _shapes(leaves: Sequence[Array]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
 
 
 def _refuse_state(layered: LayeredState, programs: Programs | None) -> None:
@@ -329,33 +278,30 @@ def _refuse_other_stack(path: KeyPath, x: Stored, parameter: Array) -> None:
 
 
 def _refuse_choices_by_shape(
-    tx: optax.GradientTransformationExtraArgs,
+    traced: TracedUpdates,
     layered: LayeredState,
-    whole: Programs,
-    gradients: Sequence[ArrayOrShape],
+    whole: Signatures,
+    gradients: Sequence[jax.ShapeDtypeStruct],
 ) -> None:
     """Raises if the update of a slice differs from the update of the whole stack."""
-    cut = lambda leaves, chosen: [
-        jax.eval_shape(lambda x: slab(x, 0, layered.length), x) if yes else x
-        for x, yes in zip(leaves, chosen, strict=True)
-    ]
+    cut = lambda leaves: layered.params_tree(
+        [
+            jax.ShapeDtypeStruct((x.shape[0] // layered.length, *x.shape[1:]), x.dtype)
+            if slabbed
+            else x
+            for x, slabbed in zip(leaves, layered.slabbed, strict=True)
+        ]
+    )
     try:
-        with within(seen_through=True):
-            one = _traced(
-                tx,
-                layered,
-                cut(gradients, layered.slabbed),
-                cut(layered.state, layered.stacked),
-                cut(layered.params, layered.slabbed),
-            )
+        one = traced.update(cut(gradients), cut(_shapes(layered.params)))
     except (TypeError, ValueError) as error:
         raise ValueError(
             "where moments are coded each layer is updated in a stack of its own,"
             f" and tx.update refuses a stack of one layer: {error} {_WAY_OUT}"
         ) from error
-    if differ := whole.differences(one):
+    if differ := whole.differences(one, _names(layered)):
         raise ValueError(
-            f"the update of {layered.name(differ[0])} depends on the shape of the"
+            f"the update of {differ[0]} depends on the shape of the"
             " whole stack, and where moments are coded each layer is updated in a"
             f" stack of its own. {_WAY_OUT}"
         )

@@ -19,11 +19,23 @@ from paged_optax.analysis.per_leaf import CrossLeafError, analyse
 from paged_optax.analysis.program import FILLS, Analysis, Constant, Program
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import KeyPath, is_traced
-from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree
+from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree, own_leaves
 from paged_optax.layerwise.layered_state import LayeredState
-from paged_optax.layerwise.programs import CrossLayerError
 from paged_optax.transform.context import within
 from paged_optax.transform.trees import parameter_of, paths_of
+
+
+class CrossLayerError(CrossLeafError):
+    """Raised if `tx` mixes several parameters."""
+
+    def __str__(self) -> str:
+        return (
+            f"layerwise_step updates each layer alone, and in tx {self.args[0]}: leave"
+            " that out of tx. max_norm= clips by the global norm, and accumulate=True"
+            " adds up micro-batches. Wrappers that skip steps, as MultiSteps and"
+            " apply_if_finite do, need all gradients first; paged_optax.apply_if_finite"
+            " may be around the whole of tx."
+        )
 
 
 def tree_shapes(
@@ -38,17 +50,14 @@ def tree_shapes(
       stacked: The stacked leaves.
       layers: The layers to keep; None keeps all.
     """
-    members, _ = tree.stacked
-    leaves: dict[int, PyTree] = {}
-    for member, x in zip(members, stacked, strict=True):
-        if isinstance(member, int):
-            leaves[member] = jax.ShapeDtypeStruct(x.shape, x.dtype)
-            continue
-        shape = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-        for i, n in enumerate(member):
-            there = layers is None or i in layers
-            leaves[n] = shape if there else optax.MaskedNode()
-    return tree.structure.unflatten([leaves[n] for n in range(len(leaves))])
+
+    def of_layer(x: jax.ShapeDtypeStruct, i: int) -> PyTree:
+        if layers is not None and i not in layers:
+            return optax.MaskedNode()
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stacked]
+    return tree.structure.unflatten(own_leaves(tree.stacked[0], shapes, of_layer))
 
 
 #: A leaf's kind, its node, and its parameter: the same in all layers.
@@ -58,7 +67,7 @@ _Name = tuple[str, str, Hashable]
 _Role = tuple[_Name, int | None]
 
 
-class _Signatures(NamedTuple):
+class Signatures(NamedTuple):
     """The computations of a traced function's results, by name.
 
     Attributes:
@@ -69,10 +78,26 @@ class _Signatures(NamedTuple):
     rest: dict[_Name, object]
     layers: list[dict[_Name, object]]
 
-    def agrees(self, other: "_Signatures", layer: int | None) -> bool:
+    def agrees(self, other: "Signatures", layer: int | None) -> bool:
         """True if one layer's computations, and the rest's, equal another's."""
         one = layer is None or self.layers[layer] == other.layers[layer]
         return one and self.rest == other.rest
+
+    def not_elementwise(self, owners: Sequence[str]) -> list[str]:
+        """Selects the parameters that are not updated element by element."""
+        odd = {
+            _owner(name)
+            for name, x in self.rest.items()
+            if isinstance(x, _Made) and not x.elementwise
+        }
+        return [x for x in owners if x in odd]
+
+    def differences(self, other: "Signatures", owners: Sequence[str]) -> list[str]:
+        """Selects the parameters whose updates are computed differently."""
+        differ = {
+            _owner(name) for name, x in self.rest.items() if other.rest.get(name) != x
+        }
+        return [x for x in owners if x in differ]
 
 
 class _Made(NamedTuple):
@@ -89,6 +114,10 @@ class _Made(NamedTuple):
     equations: object
     inputs: object
     result: int
+
+
+def _owner(name: _Name) -> str:
+    return f"parameter {name[2]}"
 
 
 def _equations(program: Program) -> tuple[object, ...]:
@@ -145,7 +174,7 @@ class TracedUpdates:
     tree: LayerTree
     numbers: dict[Hashable, int]
 
-    def update(self, gradients: PyTree, params: PyTree) -> _Signatures:
+    def update(self, gradients: PyTree, params: PyTree) -> Signatures:
         """Traces an update, and returns its signatures.
 
         Raises:
@@ -178,7 +207,7 @@ class TracedUpdates:
         constants: Mapping[int, ArrayLike],
         arguments: Sequence[_Role],
         results: Sequence[_Role],
-    ) -> _Signatures:
+    ) -> Signatures:
         known: dict[int, object] = {n: role for n, (role, _) in enumerate(arguments)}
         for number, value in constants.items():
             concrete = not is_traced(value)
@@ -197,7 +226,7 @@ class TracedUpdates:
             inside |= {x: (number, k) for k, x in enumerate(e.outputs)}
         pairs = zip(analysis.shared_outputs, shared.outputs, strict=True)
         known |= {number: inner(x) for number, x in pairs}
-        signatures = _Signatures({}, [{} for _ in range(self.tree.length)])
+        signatures = Signatures({}, [{} for _ in range(self.tree.length)])
 
         def add(output: int, what: object) -> None:
             key, layer = results[output]
@@ -231,7 +260,7 @@ class SameUpdates:
     """
 
     traced: TracedUpdates
-    whole: _Signatures
+    whole: Signatures
     kinds: tuple[int, ...]
     pruned: bool
 

@@ -19,6 +19,7 @@ from paged_optax.layerwise.layer_tree import (
     Members,
     SomeLayers,
     is_stored,
+    own_leaves,
     stacked_shape,
 )
 from paged_optax.layerwise.slabs import LayerIndex, put, slab
@@ -44,7 +45,8 @@ def init_stacked(
     leaves: list[Array] = jax.tree.leaves(params)
     members, _ = tree.stacked
     shapes = [_layer_shape(m, x) for m, x in zip(members, leaves, strict=True)]
-    shapes = tree.structure.unflatten(_tree_leaves(members, shapes, shapes))
+    shapes = own_leaves(members, shapes, lambda x, i: x)
+    shapes = tree.structure.unflatten(shapes)
     paths, _ = paths_of(as_pure(shapes))
     stacks = [(n, x) for n, x in enumerate(members) if isinstance(x, LayerNumbers)]
     # The moments of a stack are all on the device, or all on the host.
@@ -69,8 +71,12 @@ def _filled(
         # Arrays of size zero stand for the other leaves: masks and labels read the
         # whole tree, and no moment of these leaves takes memory.
         blanks = [_blank(m, x) for m, x in zip(members, params, strict=True)]
-        tree_params = _tree_leaves(members, params, blanks, layer)
-        state = as_pure(tx.init(tree.structure.unflatten(tree_params)))
+        outside = params if layer is None else blanks
+        pairs = zip(members, params, blanks, outside, strict=True)
+        entries = [y if isinstance(m, int) else (x, blank) for m, x, blank, y in pairs]
+        at = lambda pair, i: _read(pair[0], i) if i == layer else pair[1]
+        leaves = own_leaves(members, entries, at)
+        state = as_pure(tx.init(tree.structure.unflatten(leaves)))
         numbered, structure = jax.tree.flatten(state, is_leaf=is_quantized)
         return numbered, tree.members_of(structure)
 
@@ -116,24 +122,6 @@ def _layer_shape(members: Members, x: ArrayOrShape) -> PyTree:
 def _blank(members: Members, x: Array) -> Array:
     shape = x.shape if isinstance(members, int) else x.shape[1:]
     return jnp.zeros((0, *shape[1:]) if shape else (), x.dtype)
-
-
-def _tree_leaves(
-    members: Sequence[Members],
-    leaves: Sequence[PyTree],
-    blanks: Sequence[PyTree],
-    layer: int | None = None,
-) -> list[PyTree]:
-    """The own tree's leaves in one layer, or outside the layers; blanks elsewhere."""
-    by_number: dict[int, PyTree] = {}
-    for m, x, blank in zip(members, leaves, blanks, strict=True):
-        if isinstance(m, int):
-            by_number[m] = x if layer is None else blank
-            continue
-        by_number |= dict.fromkeys(m, blank)
-        if layer is not None:
-            by_number[m[layer]] = _read(x, layer)
-    return [by_number[n] for n in range(len(by_number))]
 
 
 def _read(x: Array, layer: int) -> Array:

@@ -21,7 +21,12 @@ from jaxtyping import PyTree
 from paged_optax.backend.memory import PINNED_HOST, on_host, typed_by_memory
 from paged_optax.backend.types import PyTreeDef
 from paged_optax.engine.paged_array import Stored
-from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree, Members
+from paged_optax.layerwise.layer_tree import (
+    LayerNumbers,
+    LayerTree,
+    Members,
+    own_leaves,
+)
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.programs import Programs, layer_programs
 from paged_optax.layerwise.same_updates import SameUpdates
@@ -85,8 +90,7 @@ class TreeUpdate:
           ValueError: If `tx` mixes parameters, or several elements of a stack.
         """
         programs = layer_programs(tx, layered, _with_dtypes(layered, dtypes))
-        structure = layered.partition.structure
-        tree = LayerTree(structure, list(range(structure.num_leaves)))
+        tree = LayerTree.of_stacks(layered.partition.structure)
         members, structure = range(len(layered.state)), layered.state_structure
         return cls(tx, tree, layered, structure, members, programs=programs)
 
@@ -338,19 +342,19 @@ def _placed(
     like: Sequence[Stored],
 ) -> list[Stored]:
     """The own tree's leaves, one layer's in the place of layer `place`."""
-    by_number: dict[int, Stored] = {}
-    for member, x, old in zip(members, leaves, like, strict=True):
+
+    def entry(member: Members, x: Stored | None, old: Stored) -> PyTree:
         if isinstance(member, int):
             blank = jax.tree.map(lambda x: zeros[x.shape, x.dtype], old)
-            by_number[member] = blank if x is None else x
-            continue
+            return blank if x is None else x
         blank: PyTree = optax.MaskedNode()
         if not pruned:
             blank = jax.tree.map(lambda x: zeros[x.shape[1:], x.dtype], old)
-        by_number |= {n: blank for n in member if n >= 0}
-        if x is not None and place is not None and member[place] >= 0:
-            by_number[member[place]] = jax.tree.map(lambda x: x[0], x)
-    return [by_number[n] for n in range(len(by_number))]
+        there = x is not None and place is not None and member[place] >= 0
+        return jax.tree.map(lambda x: x[0], x) if there else blank, blank
+
+    entries = list(map(entry, members, leaves, like))
+    return own_leaves(members, entries, lambda pair, i: pair[i != place])
 
 
 def one_layer(tree: LayerTree, stacked: PyTree) -> PyTree:
