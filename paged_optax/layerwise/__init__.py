@@ -12,7 +12,7 @@
   `layered_state` lists its leaves.
 - `layerwise_model`, `forward`: the model's functions; `explicit_axes`: their meshes;
   `dependencies`: the leaves that have gradients; `loss`: the loss.
-- `parameters`, `weights`, `slabs`: stacked parameters, and reads and writes of slices.
+- `parameters`, `weights`, `slices`: stacked parameters, and reads and writes of slices.
 - `workspace`, `clipping`: buffers and statistics of gradients.
 """
 

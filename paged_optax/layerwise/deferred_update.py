@@ -106,11 +106,11 @@ class UpdateNextStep:
         step, weights, pending = self.step, self.step.weights(), _pending(workspace)
         partition, layered = step.partition, step.schedule.optimizer.layered
         small = [
-            None if slabbed else step.clipping.clipped(g.astype(x.dtype), pending.norm)
-            for g, x, slabbed in zip(
+            None if sliced else step.clipping.clipped(g.astype(x.dtype), pending.norm)
+            for g, x, sliced in zip(
                 jax.tree.leaves(workspace.host),
                 jax.tree.leaves(workspace.gradients),
-                layered.of_layers(layered.slabbed),
+                layered.of_layers(layered.sliced),
                 strict=True,
             )
         ]

@@ -43,8 +43,8 @@ def learned(
         return Learned(every, seen)
 
     def layer(stacks: list[Array], x: PyTree, context: PyTree) -> PyTree:
-        slabs = weights.of(weights.slabs(stacks, 0))
-        return model.run_layer(*slabs, x, context, jnp.int32(0))[0]
+        slices = weights.of(weights.slices(stacks, 0))
+        return model.run_layer(*slices, x, context, jnp.int32(0))[0]
 
     flat = Flat(jax.make_jaxpr(layer)(weights.stacks, x, context))
     first = len(weights.stacks)

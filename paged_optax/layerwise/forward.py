@@ -14,12 +14,12 @@ from paged_optax.backend.memory import HOST
 from paged_optax.backend.text import dtype_and_shape
 from paged_optax.backend.validation import brief
 from paged_optax.layerwise.loss import WeightedLoss, loss_and_metrics, over
-from paged_optax.layerwise.slabs import LayerIndex, put, upwards, written_back
+from paged_optax.layerwise.slices import LayerIndex, upwards, write_slice, written_back
 from paged_optax.layerwise.weights import (
     Dependency,
     Frozen,
+    LayerSlices,
     Prefetched,
-    Slabs,
     Weights,
     fetch_after,
     on_device,
@@ -33,7 +33,7 @@ Merge = Callable[[Sequence[Array]], PyTree]
 
 
 #: `run(i, slices, x)` returns layer i's output, and its kept outputs.
-RunLayer = Callable[[LayerIndex, Slabs, PyTree], tuple[PyTree, PyTree]]
+RunLayer = Callable[[LayerIndex, LayerSlices, PyTree], tuple[PyTree, PyTree]]
 
 
 class Activations(NamedTuple):
@@ -72,9 +72,9 @@ class Activations(NamedTuple):
             inputs = jax.device_put(inputs, HOST)
         return cls(x, inputs, jax.tree.map(blank, kept))
 
-    def after(self, i: LayerIndex, slices: Slabs, run: RunLayer) -> "Activations":
+    def after(self, i: LayerIndex, slices: LayerSlices, run: RunLayer) -> "Activations":
         """Runs layer i."""
-        store = lambda to, x: put(to, x[None], i)
+        store = lambda to, x: write_slice(to, x[None], i)
         inputs = jax.tree.map(store, self.inputs, self.x)
         x, kept = run(i, slices, self.x)
         return Activations(x, inputs, jax.tree.map(store, self.kept, kept))
@@ -228,11 +228,11 @@ class ModelFunctions:
         """Runs the prologue; `each` calls a function for each micro-batch."""
         rest = jax.tree.map(on_device, rest)  # once for all micro-batches
         x, context = each(lambda b: self.run_prologue(rest, b), batch)
-        run = lambda i, slabs, x: each(
-            lambda x, c: self.run_layer(*weights.of(slabs), x, c, i), x, context
+        run = lambda i, slices, x: each(
+            lambda x, c: self.run_layer(*weights.of(slices), x, c, i), x, context
         )
         shapes = jax.eval_shape(
-            lambda stacks, x: run(jnp.int32(0), weights.slabs(stacks, 0), x),
+            lambda stacks, x: run(jnp.int32(0), weights.slices(stacks, 0), x),
             weights.stacks,
             x,
         )
@@ -249,10 +249,10 @@ class ModelFunctions:
             i: LayerIndex, following: LayerIndex | None, carry: _ForwardCarry
         ) -> _ForwardCarry:
             activations, stacks, prefetched = carry
-            slabs, frozen = weights.slabs(stacks, i, prefetched, vectors)
-            stacks, slabs = written_back(stacks, slabs, i)
+            slices, frozen = weights.slices(stacks, i, prefetched, vectors)
+            stacks, slices = written_back(stacks, slices, i)
             prefetched = weights.prefetch(stacks, following)
-            activations = activations.after(i, (slabs, frozen), start.run)
+            activations = activations.after(i, (slices, frozen), start.run)
             return activations, stacks, prefetched
 
         vectors = weights.vectors(weights.stacks)

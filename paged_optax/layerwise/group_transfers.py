@@ -19,7 +19,7 @@ from paged_optax.backend.memory import nbytes, on_host
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.segments import FrozenPortions, Group
-from paged_optax.layerwise.slabs import LayerIndex, put, slab
+from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
 
 Values = TypeVar("Values", bound=PyTree)
 
@@ -116,7 +116,9 @@ class GroupTransfers:
         self, slots: Sequence[Stored], k: int, i: LayerIndex
     ) -> list[Stored]:
         """Begins to fetch group k's moments of layer i."""
-        return [slab(slots[n], i, self.parts) for n in self.groups[k].slot_positions]
+        return [
+            read_slice(slots[n], i, self.parts) for n in self.groups[k].slot_positions
+        ]
 
     def update(
         self,
@@ -149,9 +151,9 @@ class GroupTransfers:
         (moments, leaves), computed = after_all((new, computed))
         slots, stacks = list(flight.slots), list(flight.stacks)
         for n, moment in zip(group.slot_positions, moments, strict=True):
-            slots[n] = put(slots[n], moment, i, self.parts)
+            slots[n] = write_slice(slots[n], moment, i, self.parts)
         for n, leaf in zip(group.positions, leaves, strict=True):
-            stacks[n] = put(stacks[n], leaf, i)
+            stacks[n] = write_slice(stacks[n], leaf, i)
         return flight._replace(slots=slots, stacks=stacks), leaves, computed
 
     def wait(

@@ -10,7 +10,7 @@ from paged_optax.layerwise.forward import PrologueGradients
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layered_state import store_small
 from paged_optax.layerwise.sinks import HostGradients, WorkspaceCarry, WorkspaceSink
-from paged_optax.layerwise.slabs import LayerIndex, slab, upwards, write_slabs
+from paged_optax.layerwise.slices import LayerIndex, read_slice, upwards, write_slices
 from paged_optax.layerwise.sweep import BackwardPass
 from paged_optax.layerwise.weights import Weights
 from paged_optax.transform.context import Gate
@@ -73,11 +73,11 @@ class InTurn:
         ) -> UpdateCarry:
             del following  # moments take longer than weights, and are not prefetched
             stacks, slots, small = carry
-            slices = [slab(x, i) for x in stacks]
+            slices = [read_slice(x, i) for x in stacks]
             by = gradients.read(i)
             small = store_small(small, by, i)
             slots, new = self.optimizer.update_layer(slots, slices, by, i)
-            return write_slabs(stacks, slices, new, i), slots, small
+            return write_slices(stacks, slices, new, i), slots, small
 
         start = weights.stacks, self.optimizer.layered.slots, small
         return upwards(weights.length, body, start)

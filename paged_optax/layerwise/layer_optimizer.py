@@ -21,7 +21,7 @@ from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.segments import Group
-from paged_optax.layerwise.slabs import LayerIndex, put, slab
+from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
 from paged_optax.layerwise.tree_update import TreeUpdate
 from paged_optax.layerwise.weights import (
     add_in_place,
@@ -134,12 +134,15 @@ class LayerOptimizer:
           they were passed.
         """
         (every,), length = self.layered.grouped(1), self.layered.length
-        state = [slab(x, i, length) for x in slots]
+        state = [read_slice(x, i, length) for x in slots]
         # All leaves are one group of isolated leaves: one leaf's moments are written
         # back while the next leaf's are fetched.
         with within(isolate=True):
             moments, leaves = self.update_group(every, state, weights, gradients, i)
-        slots = [put(x, new, i, length) for x, new in zip(slots, moments, strict=True)]
+        slots = [
+            write_slice(x, new, i, length)
+            for x, new in zip(slots, moments, strict=True)
+        ]
         new = dict(zip(every.positions, leaves, strict=True))
         return slots, [new.get(n, x) for n, x in enumerate(weights)]
 
@@ -247,7 +250,7 @@ class LayerOptimizer:
         layered, partition = self.layered, self.layered.partition
         params = partition.combine(stacks, others)
         updates: list[Array | None] = partition.combine(small, gradients)
-        rest = {n for n, slabbed in enumerate(layered.slabbed) if not slabbed}
+        rest = {n for n, sliced in enumerate(layered.sliced) if not sliced}
         hosted = [n for n in rest if on_host(params[n])]
         new, state = self._update_all_but(hosted, params, updates)
         # The rows of a divided parameter are on other devices.
@@ -289,7 +292,7 @@ class LayerOptimizer:
         """Updates what `update_rest` updates, except the parameters in `left`."""
         layered = self.layered
         taken = [
-            not slabbed and n not in left for n, slabbed in enumerate(layered.slabbed)
+            not sliced and n not in left for n, sliced in enumerate(layered.sliced)
         ]
         only = lambda leaves: [
             x if yes else None for x, yes in zip(leaves, taken, strict=True)

@@ -17,7 +17,7 @@ from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layer_tree import SomeLayers, is_stored
 from paged_optax.layerwise.parameters import Partition, length_of
 from paged_optax.layerwise.segments import Group, grouped
-from paged_optax.layerwise.slabs import LayerIndex, goes_in_slabs, put
+from paged_optax.layerwise.slices import LayerIndex, is_sliced, write_slice
 from paged_optax.transform.trees import parameter_of
 
 Value = TypeVar("Value")
@@ -33,7 +33,7 @@ class LayeredState:
         chunks, one chunk with each layer.
       paths: The paths of all parameters.
       params: All parameters.
-      slabbed: For each parameter, true if it is updated in slices or chunks.
+      sliced: For each parameter, true if it is updated in slices or chunks.
       numbers: The numbers of the layers' parameters, then of the chunked ones. A leaf's
         position is its index in this list.
       state_structure: The structure of the state.
@@ -56,8 +56,8 @@ class LayeredState:
         flat, _ = jax.tree_util.tree_flatten_with_path(as_pure(params))
         self.paths = [path for path, _ in flat]
         self.params: list[Array] = [x for _, x in flat]
-        self.slabbed = [
-            n in chunked or (inside and goes_in_slabs(x))
+        self.sliced = [
+            n in chunked or (inside and is_sliced(x))
             for n, (inside, x) in enumerate(
                 zip(partition.in_layers, self.params, strict=True)
             )
@@ -77,7 +77,7 @@ class LayeredState:
         self.owners = parameter_of(self.state_paths, self.paths)
         self.stacked = [
             owner is not None
-            and self.slabbed[owner]
+            and self.sliced[owner]
             and bool(jax.tree.leaves(x)[0].ndim)
             for x, owner in zip(self.state, self.owners, strict=True)
         ]
@@ -91,7 +91,7 @@ class LayeredState:
     def grouped(self, most: int | None = None) -> list[Group]:
         """Groups the leaves that are updated in slices, with about equal transfers."""
         by_number = {number: position for position, number in enumerate(self.numbers)}
-        positions = [by_number[n] for n in self.numbers if self.slabbed[n]]
+        positions = [by_number[n] for n in self.numbers if self.sliced[n]]
         owners = [
             by_number[owner]
             for owner, stacked in zip(self.owners, self.stacked, strict=True)
@@ -113,9 +113,9 @@ class LayeredState:
     def small_gradients(self, gradients: PyTree[Array]) -> list[Array | None]:
         """Zeros for the gradients of all layers' small leaves, such as norms."""
         return [
-            None if slabbed else jnp.zeros((self.length, *g.shape), g.dtype)
-            for g, slabbed in zip(
-                jax.tree.leaves(gradients), self.of_layers(self.slabbed), strict=True
+            None if sliced else jnp.zeros((self.length, *g.shape), g.dtype)
+            for g, sliced in zip(
+                jax.tree.leaves(gradients), self.of_layers(self.sliced), strict=True
             )
         ]
 
@@ -167,7 +167,7 @@ def store_small(
 ) -> list[Array | None]:
     """Stores the gradients of layer i's small leaves."""
     return [
-        None if stack is None else put(stack, g, i)
+        None if stack is None else write_slice(stack, g, i)
         for stack, g in zip(small, gradients, strict=True)
     ]
 

@@ -29,9 +29,9 @@ from paged_optax.layerwise.group_transfers import (
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.segments import ends_of, in_segments
 from paged_optax.layerwise.sinks import HostGradients, WorkspaceCarry, WorkspaceSink
-from paged_optax.layerwise.slabs import LayerIndex, downwards, slab, upwards
+from paged_optax.layerwise.slices import LayerIndex, downwards, read_slice, upwards
 from paged_optax.layerwise.sweep import BackwardPass
-from paged_optax.layerwise.weights import Prefetched, Slabs, Vectors, Weights
+from paged_optax.layerwise.weights import LayerSlices, Prefetched, Vectors, Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,15 +122,17 @@ class _BackwardOverlap:
         vectors = layers.weights.vectors(layers.stacks)
         # XLA would fetch the last layer before the loss is computed.
         stacks, dx = after_all((layers.stacks, layers.epilogue.by_output))
-        slices = layers.weights.slabs(stacks, last)
+        slices = layers.weights.slices(stacks, last)
         hosted = {n: x for n, x in enumerate(slices[0]) if on_host(layers.stacks[n])}
         # The same holds of the first moments.
         slots, stacks, dx = after_all(
             (self.transfers.optimizer.layered.slots, [*stacks, *others], dx)
         )
         inputs = self._inputs(slots, 0, last)
-        weights = {n: slab(x, last - 1) for n, x in enumerate(stacks) if on_host(x)}
-        fixed = {n: slab(x, last - 1) for n, x in enumerate(frozen) if on_host(x)}
+        weights = {
+            n: read_slice(x, last - 1) for n, x in enumerate(stacks) if on_host(x)
+        }
+        fixed = {n: read_slice(x, last - 1) for n, x in enumerate(frozen) if on_host(x)}
         flight = InFlight(slots, stacks, inputs, weights, fixed)
         x, dkept = layers.read(last)
         back = layers.first_gradients(dx)
@@ -163,9 +165,9 @@ class _BackwardOverlap:
         (inner, back, flight, hosted), layers = carry, self.layers
         transfers, count = self.transfers, len(layers.stacks)
         fetched = flight.weights
-        frozen = transfers.portions.slabs(flight.frozen, i)
+        frozen = transfers.portions.slices(flight.frozen, i)
         prefetched = Prefetched(fetched, dict(enumerate(frozen)))
-        slices, frozen = layers.weights.slabs(
+        slices, frozen = layers.weights.slices(
             flight.stacks[:count], i, prefetched, vectors
         )
         flight, slices = flight.read_first(slices, count)
@@ -222,7 +224,7 @@ class _BackwardOverlap:
         """
         transfers = self.transfers
         weights = [
-            hosted[n] if n in hosted else slab(x, i, transfers.parts)
+            hosted[n] if n in hosted else read_slice(x, i, transfers.parts)
             for n, x in enumerate(flight.stacks)
         ]
         flight, _, computed = transfers.update(k, flight, weights, by, i, computed)
@@ -233,7 +235,7 @@ class _BackwardOverlap:
         if following is None:
             return flight, computed
         weights = {
-            n: slab(flight.stacks[n], following)
+            n: read_slice(flight.stacks[n], following)
             for n in transfers.groups[after].positions
             if on_host(flight.stacks[n])
         }
@@ -292,7 +294,7 @@ class _ForwardOverlap:
         (activations, flight), transfers = carry, self.transfers
         flight, slices = self._slices(i, flight)
 
-        def run(i: LayerIndex, slices: Slabs, x: PyTree) -> tuple[PyTree, PyTree]:
+        def run(i: LayerIndex, slices: LayerSlices, x: PyTree) -> tuple[PyTree, PyTree]:
             nonlocal flight
             after = None if following is None else following + 1
 
@@ -318,12 +320,12 @@ class _ForwardOverlap:
         coming = [x + y for x, y in zip(leaving, gradients, strict=True)]
         return ends_of(leaving, coming, self.transfers.portions.sizes)
 
-    def _slices(self, i: LayerIndex, flight: InFlight) -> tuple[InFlight, Slabs]:
+    def _slices(self, i: LayerIndex, flight: InFlight) -> tuple[InFlight, LayerSlices]:
         """Layer i's parameters, read before the next layer's are written."""
         # The previous turn updated some of them, which it fetched for that.
-        new, frozen = flight.weights, self.transfers.portions.slabs(flight.frozen, i)
+        new, frozen = flight.weights, self.transfers.portions.slices(flight.frozen, i)
         layers = enumerate(flight.stacks[: self.count])
-        slices = [new[n] if n in new else slab(x, i) for n, x in layers]
+        slices = [new[n] if n in new else read_slice(x, i) for n, x in layers]
         flight, slices = flight.read_first(slices, self.count)
         return flight._replace(weights={}), (slices, frozen)
 
@@ -332,9 +334,9 @@ class _ForwardOverlap:
         group, parts = self.transfers.groups[k], self.transfers.parts
         return GroupInputs(
             self.transfers.fetch_moments(flight.slots, k, i),
-            [slab(self.gradients.stacks[n], i, parts) for n in group.positions],
+            [read_slice(self.gradients.stacks[n], i, parts) for n in group.positions],
             {
-                n: slab(flight.stacks[n], i, parts)
+                n: read_slice(flight.stacks[n], i, parts)
                 for n in group.positions
                 if on_host(flight.stacks[n])
             },
@@ -356,7 +358,7 @@ class _ForwardOverlap:
         group, parts = self.transfers.groups[k], self.transfers.parts
         _, gradients, fetched = flight.inputs
         weights = [
-            fetched.get(n, slab(x, i, parts)) if n in group.positions else None
+            fetched.get(n, read_slice(x, i, parts)) if n in group.positions else None
             for n, x in enumerate(flight.stacks)
         ]
         pairs = zip(group.positions, gradients, strict=True)

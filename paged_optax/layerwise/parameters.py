@@ -26,7 +26,7 @@ from paged_optax.backend.text import keystr, parse_bytes, path_name
 from paged_optax.backend.types import PyTreeDef, is_committed
 from paged_optax.backend.validation import check_arrays
 from paged_optax.engine.shards import Shards
-from paged_optax.layerwise.slabs import goes_in_slabs
+from paged_optax.layerwise.slices import is_sliced
 
 #: An array, or what says its shape and dtype.
 Shaped = Array | np.ndarray | jax.ShapeDtypeStruct
@@ -139,7 +139,7 @@ def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
 
     def place(x: Shaped) -> Array | jax.ShapeDtypeStruct:
         kind = jax.typeof(x)  # of NumPy's float64, what JAX makes of it
-        small = not goes_in_slabs(x) or nbytes(kind) // kind.shape[0] < smallest
+        small = not is_sliced(x) or nbytes(kind) // kind.shape[0] < smallest
         if not small:
             return place_on_host(x)
         return jnp.asarray(x) if isinstance(x, np.ndarray) else x

@@ -37,7 +37,7 @@ from paged_optax.layerwise.same_updates import (
     Signatures,
     TracedUpdates,
 )
-from paged_optax.layerwise.slabs import LayerIndex, slab
+from paged_optax.layerwise.slices import LayerIndex, read_slice
 from paged_optax.transform.context import (
     known_shardings,
     sharding_in_type,
@@ -111,7 +111,7 @@ class Programs:
             for x, yes in zip(layered.state, layered.stacked, strict=True)
             for _ in jax.tree.leaves(x)
         ]
-        flags = [*layered.slabbed, *stacked]
+        flags = [*layered.sliced, *stacked]
         stacks = frozenset(output for output, yes in enumerate(flags) if yes)
         return cls(analysis, constants, stacks)
 
@@ -146,7 +146,7 @@ class Programs:
             assert x is not None  # all inputs of an updated stack are slices
             # An array that the transformation closes over is a whole stack.
             if isinstance(x, Array | np.ndarray) and x.shape == shape:
-                return slab(x, i, length)
+                return read_slice(x, i, length)
             return x
 
         def run(leaf: LeafUpdate) -> Sequence[ArrayLike | None]:
@@ -218,7 +218,7 @@ def layer_programs(
 
 def _names(layered: LayeredState) -> list[str]:
     """The names of the parameters that are updated in slices."""
-    return [layered.name(n) for n, slabbed in enumerate(layered.slabbed) if slabbed]
+    return [layered.name(n) for n, sliced in enumerate(layered.sliced) if sliced]
 
 
 def _shapes(leaves: Sequence[Array]) -> list[jax.ShapeDtypeStruct]:
@@ -239,7 +239,7 @@ def _refuse_state(layered: LayeredState, programs: Programs | None) -> None:
         if stacked and owner is not None and owner not in layered.chunked:
             _refuse_other_stack(path, x, layered.params[owner])
         unstacked = not stacked and bool(arrays[0].ndim)
-        if unstacked and number is not None and layered.slabbed[number]:
+        if unstacked and number is not None and layered.sliced[number]:
             raise ValueError(
                 f"state{keystr(path)} is updated with {layered.name(number)}, and"
                 " nothing in its path says so, so that no layer's part of it is"
@@ -287,9 +287,9 @@ def _refuse_choices_by_shape(
     cut = lambda leaves: layered.params_tree(
         [
             jax.ShapeDtypeStruct((x.shape[0] // layered.length, *x.shape[1:]), x.dtype)
-            if slabbed
+            if sliced
             else x
-            for x, slabbed in zip(leaves, layered.slabbed, strict=True)
+            for x, sliced in zip(leaves, layered.sliced, strict=True)
         ]
     )
     try:

@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Opaque
 from paged_optax.backend.memory import nbytes, on_host
-from paged_optax.layerwise.slabs import LayerIndex, slab
+from paged_optax.layerwise.slices import LayerIndex, read_slice
 
 #: `between(k, computed)` is called after segment k, and returns the computed values.
 Between = Callable[[int, list[ArrayLike]], list[ArrayLike]]
@@ -230,12 +230,12 @@ class FrozenPortions:
 
     def fetch(self, k: int, i: LayerIndex) -> dict[int, Array]:
         """Begins to fetch portion k of layer i; keyed by position."""
-        return {n: slab(self.stacks[n], i) for n in self.positions[k]}
+        return {n: read_slice(self.stacks[n], i) for n in self.positions[k]}
 
-    def slabs(self, fetched: Mapping[int, Array], i: LayerIndex) -> list[Array]:
+    def slices(self, fetched: Mapping[int, Array], i: LayerIndex) -> list[Array]:
         """Layer i, with its fetched portions."""
         return [
-            fetched[n] if n in fetched else slab(x, i)
+            fetched[n] if n in fetched else read_slice(x, i)
             for n, x in enumerate(self.stacks)
         ]
 

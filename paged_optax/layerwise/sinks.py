@@ -18,7 +18,7 @@ from paged_optax.layerwise.clipping import Clipping, GradientStats, sum_dtype
 from paged_optax.layerwise.forward import Rest
 from paged_optax.layerwise.layered_state import store_small
 from paged_optax.layerwise.loss import WeightedLoss
-from paged_optax.layerwise.slabs import LayerIndex, put, slab
+from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
 from paged_optax.layerwise.workspace import GradientWorkspace
 
 
@@ -68,7 +68,7 @@ class WorkspaceSink:
 
     def read(self, carry: WorkspaceCarry, i: LayerIndex) -> list[Array]:
         """Reads layer i's gradients, and chunk i of the chunked ones."""
-        chunks = [slab(x, i, self.length) for x in self.chunked]
+        chunks = [read_slice(x, i, self.length) for x in self.chunked]
         return _slices(carry.workspace) + chunks
 
 
@@ -113,10 +113,10 @@ class HostSink:
         new = [
             (g[None] / self.divisor).astype(old.dtype)
             if self.count == 1
-            else self._added(slab(old, i), g[None] / self.divisor)
+            else self._added(read_slice(old, i), g[None] / self.divisor)
             for old, g in zip(stacks, jax.tree.leaves(workspace.gradients), strict=True)
         ]
-        stacks = [put(old, g, i) for old, g in zip(stacks, new, strict=True)]
+        stacks = [write_slice(old, g, i) for old, g in zip(stacks, new, strict=True)]
         return (measure + self.clipping.measure(new), stacks, workspace), slices
 
     def _added(self, old: Array, g: Array) -> Array:
@@ -147,7 +147,7 @@ class HostGradients:
     def read(self, i: LayerIndex) -> list[Array]:
         """Fetches layer i's gradients."""
         pairs = zip(self.stacks, self.dtypes, strict=True)
-        gradients = [slab(g, i).astype(dtype) for g, dtype in pairs]
+        gradients = [read_slice(g, i).astype(dtype) for g, dtype in pairs]
         by_all = self.clipping.clip == "global"
         norm = self.norm if by_all else self.clipping.measure(gradients).norm
         return self.clipping.clipped(gradients, norm)

@@ -21,7 +21,7 @@ from paged_optax.engine.shards import Shards
 from paged_optax.layerwise.layer_tree import LayerTree, stacked_shape
 from paged_optax.layerwise.parameters import Partition, by_name
 from paged_optax.layerwise.same_updates import tree_shapes
-from paged_optax.layerwise.slabs import goes_in_slabs
+from paged_optax.layerwise.slices import is_sliced
 from paged_optax.layerwise.tree_update import one_layer
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.state.leaves import is_quantized
@@ -243,7 +243,7 @@ def _moved(workspace: GradientWorkspace) -> str:
     moved = [
         (path, x)
         for path, x in jax.tree_util.tree_flatten_with_path(workspace.host)[0]
-        if goes_in_slabs(x) and not on_host(x)
+        if is_sliced(x) and not on_host(x)
     ]
     if not moved:
         return ""

@@ -24,17 +24,17 @@ from paged_optax.layerwise.forward import (
     select,
 )
 from paged_optax.layerwise.loss import WeightedLoss, over
-from paged_optax.layerwise.slabs import (
+from paged_optax.layerwise.slices import (
     Carry,
     LayerIndex,
     downwards,
-    slab,
-    write_slabs,
+    read_slice,
+    write_slices,
     written_back,
 )
 from paged_optax.layerwise.weights import (
+    LayerSlices,
     Prefetched,
-    Slabs,
     Weights,
     fetch_after,
     host_like,
@@ -154,18 +154,18 @@ class BackwardPass:
             i: LayerIndex, following: LayerIndex | None, carry: _PassCarry[Carry]
         ) -> _PassCarry[Carry]:
             inner, back, stacks, prefetched = carry
-            slabs, frozen = weights.slabs(stacks, i, prefetched, vectors)
+            slices, frozen = weights.slices(stacks, i, prefetched, vectors)
             prefetched = weights.prefetch(stacks, following)
-            gradients, back = self.pull((slabs, frozen), back, i)
+            gradients, back = self.pull((slices, frozen), back, i)
             # Or XLA:CPU fuses the products into the update, and copies the stacks.
-            values = gradients, slabs, back
-            gradients, slabs, back = on_cpu(lax.optimization_barrier, values)
+            values = gradients, slices, back
+            gradients, slices, back = on_cpu(lax.optimization_barrier, values)
             gradients, back, prefetched = _with_prefetched(gradients, back, prefetched)
-            inner, new = visit(inner, i, slabs, gradients)
-            if all(a is b for a, b in zip(new, slabs, strict=True)):
-                stacks, _ = written_back(stacks, slabs, i)
+            inner, new = visit(inner, i, slices, gradients)
+            if all(a is b for a, b in zip(new, slices, strict=True)):
+                stacks, _ = written_back(stacks, slices, i)
             else:
-                stacks = write_slabs(stacks, slabs, new, i)
+                stacks = write_slices(stacks, slices, new, i)
             if weights.prefetches:
                 # Of two layers a trip, the second's moments wait for the first's.
                 inner, back = lax.optimization_barrier((inner, back))
@@ -193,7 +193,7 @@ class BackwardPass:
         return PrologueGradients(by_output, list(map(jnp.zeros_like, context)))
 
     def pull(
-        self, slices: Slabs, back: PrologueGradients, i: LayerIndex
+        self, slices: LayerSlices, back: PrologueGradients, i: LayerIndex
     ) -> tuple[PyTree[Array], PrologueGradients]:
         """Computes the gradients of layer i, by its parameters and by its input.
 
@@ -207,13 +207,13 @@ class BackwardPass:
 
     def read(self, i: LayerIndex) -> tuple[PyTree[Array], list[Array]]:
         """Reads layer i's input, and the gradients by its kept outputs."""
-        cut = lambda stack: slab(stack, i)[0]
+        cut = lambda stack: read_slice(stack, i)[0]
         by_kept = self.epilogue.by_kept
         return jax.tree.map(cut, self.inputs), jax.tree.map(cut, by_kept)
 
     def pull_with(
         self,
-        slices: Slabs,
+        slices: LayerSlices,
         x: PyTree[Array],
         back: PrologueGradients,
         dkept: list[Array],

@@ -22,7 +22,7 @@ from paged_optax.layerwise.layer_tree import (
     own_leaves,
     stacked_shape,
 )
-from paged_optax.layerwise.slabs import LayerIndex, put, slab
+from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
 from paged_optax.state.leaves import is_quantized
 from paged_optax.state.restore import abstract_state
 from paged_optax.transform.context import within
@@ -83,7 +83,7 @@ def _filled(
     numbered, of_state = made(None)
     wanted, structure = jax.tree.flatten(shapes, is_leaf=is_stored)
     state = [numbered[m] if isinstance(m, int) else None for m in of_state]
-    write = jax.jit(put, donate_argnums=0)
+    write = jax.jit(write_slice, donate_argnums=0)
     for i in range(tree.length):
         numbered, _ = made(i)
         for n, m in enumerate(of_state):
@@ -137,7 +137,7 @@ def _read(x: Array, layer: int) -> Array:
 
 
 def _layer_of(x: Array, i: LayerIndex) -> Array:
-    return slab(x, i)[0]
+    return read_slice(x, i)[0]
 
 
 def _zeros(like: jax.ShapeDtypeStruct, layer: Array) -> Array:

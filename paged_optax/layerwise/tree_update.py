@@ -30,7 +30,7 @@ from paged_optax.layerwise.layer_tree import (
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.programs import Programs, layer_programs
 from paged_optax.layerwise.same_updates import SameUpdates
-from paged_optax.layerwise.slabs import LayerIndex
+from paged_optax.layerwise.slices import LayerIndex
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import within
 

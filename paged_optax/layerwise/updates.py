@@ -31,7 +31,7 @@ from paged_optax.layerwise.sinks import (
     gradient_dtypes,
     scaled,
 )
-from paged_optax.layerwise.slabs import goes_in_slabs
+from paged_optax.layerwise.slices import is_sliced
 from paged_optax.layerwise.sweep import BackwardPass
 from paged_optax.layerwise.weights import Weights, host_like, on_device
 from paged_optax.layerwise.workspace import GradientWorkspace
@@ -68,7 +68,7 @@ class TracedStep:
     def weights(self) -> Weights:
         """The layers' parameters, placed so that layers can be sliced."""
         # Rows of matrices that live on the host are no whole tiles on a TPU.
-        place = lambda x: x if goes_in_slabs(x) else on_device(x)
+        place = lambda x: x if is_sliced(x) else on_device(x)
         frozen = self.model.frozen
         both = self.partition.layers, frozen.layers if frozen else None
         return Weights(*jax.tree.map(place, both))

@@ -24,10 +24,10 @@ from paged_optax.backend.types import on_one_device
 from paged_optax.backend.validation import check_arrays
 from paged_optax.engine.transfers import to_device, to_host
 from paged_optax.layerwise.parameters import by_name, length_of, refuse_one_by_one
-from paged_optax.layerwise.slabs import LayerIndex, slab
+from paged_optax.layerwise.slices import LayerIndex, read_slice
 
 #: Slices of one layer: of the trained stacks, and of the frozen ones.
-Slabs = tuple[list[Array], list[Array]]
+LayerSlices = tuple[list[Array], list[Array]]
 
 #: The vectors of all layers, by their stacks' positions: an array of several stacks,
 #: [layers, stacks, width], and the stack's number in it.
@@ -190,8 +190,8 @@ class Weights:
         if i is None or not self.prefetches:
             return Prefetched({}, {})
         return Prefetched(
-            {n: slab(x, i) for n, x in enumerate(stacks) if on_host(x)},
-            {n: slab(x, i) for n, x in enumerate(self.frozen) if on_host(x)},
+            {n: read_slice(x, i) for n, x in enumerate(stacks) if on_host(x)},
+            {n: read_slice(x, i) for n, x in enumerate(self.frozen) if on_host(x)},
         )
 
     @staticmethod
@@ -216,13 +216,13 @@ class Weights:
                 vectors |= {n: (joined, k) for k, n in enumerate(positions)}
         return vectors
 
-    def slabs(
+    def slices(
         self,
         stacks: Sequence[Array],
         i: LayerIndex,
         prefetched: Prefetched | None = None,
         vectors: Vectors | None = None,
-    ) -> Slabs:
+    ) -> LayerSlices:
         """Reads layer i.
 
         Args:
@@ -237,20 +237,20 @@ class Weights:
         def each(n: int, x: Array) -> Array:
             if n in vectors:
                 joined, k = vectors[n]
-                return slab(joined, i)[:, k]
-            return trained[n] if n in trained else slab(x, i)
+                return read_slice(joined, i)[:, k]
+            return trained[n] if n in trained else read_slice(x, i)
 
         return (
             [each(n, x) for n, x in enumerate(stacks)],
             [
-                frozen[n] if n in frozen else slab(x, i)
+                frozen[n] if n in frozen else read_slice(x, i)
                 for n, x in enumerate(self.frozen)
             ],
         )
 
-    def of(self, slabs: Slabs) -> tuple[PyTree[Array], PyTree[Array]]:
+    def of(self, slices: LayerSlices) -> tuple[PyTree[Array], PyTree[Array]]:
         """The model's arguments: one layer's trained and frozen parameters."""
-        trained, frozen = ([x[0] for x in part] for part in slabs)
+        trained, frozen = ([x[0] for x in part] for part in slices)
         return (
             jax.tree.unflatten(self.structure, trained),
             jax.tree.unflatten(self._frozen_structure, frozen),

@@ -27,7 +27,7 @@ from paged_optax.layerwise.parameters import (
     placed_shape,
     zeros,
 )
-from paged_optax.layerwise.slabs import goes_in_slabs
+from paged_optax.layerwise.slices import is_sliced
 
 _PASS_REST = (
     "pass the model's parameters without the layers' to GradientWorkspace.allocate as"
@@ -153,7 +153,7 @@ class GradientWorkspace:
         if host_dtype is not None:
             host = jax.tree.unflatten(
                 structure,
-                [zeros(x, x.shape, host_dtype, host=goes_in_slabs(x)) for x in stacks],
+                [zeros(x, x.shape, host_dtype, host=is_sliced(x)) for x in stacks],
             )
         gradients = [
             zeros(x, x.shape[1:], jax.typeof(x).dtype if dtype is None else dtype)
@@ -231,7 +231,7 @@ class GradientWorkspace:
         layers, rest = self._allocated_for(params)
         placed = jax.tree.map(placed_shape, layers)
         blank = lambda like, x, host=False: zeros(like, x.shape, x.dtype, host)
-        stored = lambda like, x: blank(like, x, goes_in_slabs(x))
+        stored = lambda like, x: blank(like, x, is_sliced(x))
         gradients = jax.tree.map(blank, placed, self.gradients)
         host, pending = self.host, self.pending
         if host is not None:

@@ -26,7 +26,7 @@ Carry = TypeVar("Carry")
 Turn = Callable[[LayerIndex, LayerIndex | None, Carry], Carry]
 
 
-def goes_in_slabs(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
+def is_sliced(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
     """True if a stack of layers is sliced layer by layer.
 
     Stacks of vectors (norms, biases) are small, and on a TPU a row is no whole tile.
@@ -35,10 +35,14 @@ def goes_in_slabs(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
 
 
 @overload
-def slab(x: Array | np.ndarray, i: LayerIndex, parts: int | None = None) -> Array: ...
+def read_slice(
+    x: Array | np.ndarray, i: LayerIndex, parts: int | None = None
+) -> Array: ...
 @overload
-def slab(x: Stored, i: LayerIndex, parts: int | None = None) -> Stored: ...
-def slab(x: Stored | np.ndarray, i: LayerIndex, parts: int | None = None) -> Stored:
+def read_slice(x: Stored, i: LayerIndex, parts: int | None = None) -> Stored: ...
+def read_slice(
+    x: Stored | np.ndarray, i: LayerIndex, parts: int | None = None
+) -> Stored:
     """Reads part i of the leading axis to the device.
 
     Args:
@@ -49,16 +53,22 @@ def slab(x: Stored | np.ndarray, i: LayerIndex, parts: int | None = None) -> Sto
     if isinstance(x, Quantized):
         parts = x.codes.shape[0] if parts is None else parts
         scales = _scales(i, x.scales.shape[0] // parts).read(x.scales)
-        return Quantized(slab(x.codes, i, parts), scales)
+        return Quantized(read_slice(x.codes, i, parts), scales)
     size = 1 if parts is None else x.shape[0] // parts
     return _page(x, i, size, parts).read(x)
 
 
 @overload
-def put(x: Array, new: Array, i: LayerIndex, parts: int | None = None) -> Array: ...
+def write_slice(
+    x: Array, new: Array, i: LayerIndex, parts: int | None = None
+) -> Array: ...
 @overload
-def put(x: Stored, new: Stored, i: LayerIndex, parts: int | None = None) -> Stored: ...
-def put(x: Stored, new: Stored, i: LayerIndex, parts: int | None = None) -> Stored:
+def write_slice(
+    x: Stored, new: Stored, i: LayerIndex, parts: int | None = None
+) -> Stored: ...
+def write_slice(
+    x: Stored, new: Stored, i: LayerIndex, parts: int | None = None
+) -> Stored:
     """Replaces part i of the leading axis.
 
     Args:
@@ -70,18 +80,21 @@ def put(x: Stored, new: Stored, i: LayerIndex, parts: int | None = None) -> Stor
     if isinstance(x, Quantized):
         assert isinstance(new, Quantized)
         scales = _scales(i, new.scales.shape[0]).write(x.scales, new.scales)
-        return Quantized(put(x.codes, new.codes, i, parts), scales)
+        return Quantized(write_slice(x.codes, new.codes, i, parts), scales)
     assert not isinstance(new, Quantized)
     return _page(x, i, new.shape[0], parts).write(x, new)
 
 
-def write_slabs(
-    stacks: Sequence[Array], slabs: Sequence[Array], new: Sequence[Array], i: LayerIndex
+def write_slices(
+    stacks: Sequence[Array],
+    slices: Sequence[Array],
+    new: Sequence[Array],
+    i: LayerIndex,
 ) -> list[Array]:
     """Writes the slices of layer i that changed."""
     return [
-        x if update is old else put(x, update, i)
-        for x, old, update in zip(stacks, slabs, new, strict=True)
+        x if update is old else write_slice(x, update, i)
+        for x, old, update in zip(stacks, slices, new, strict=True)
     ]
 
 
@@ -184,7 +197,7 @@ def _visited(
 
 
 def written_back(
-    stacks: list[Array], slabs: list[Array], i: LayerIndex
+    stacks: list[Array], slices: list[Array], i: LayerIndex
 ) -> tuple[list[Array], list[Array]]:
     """Writes slices back over themselves, so that XLA:TPU casts one slice at a time.
 
@@ -196,15 +209,15 @@ def written_back(
     def write(
         pair: tuple[list[Array], list[Array]],
     ) -> tuple[list[Array], list[Array]]:
-        stacks, slabs = pair
+        stacks, slices = pair
         # One barrier for each slice: a fetch need not wait for the others.
-        slabs = [
+        slices = [
             new if on_host(x) else lax.optimization_barrier(new)
-            for x, new in zip(stacks, slabs, strict=True)
+            for x, new in zip(stacks, slices, strict=True)
         ]
         return [
-            x if on_host(x) else put(x, new, i)
-            for x, new in zip(stacks, slabs, strict=True)
-        ], slabs
+            x if on_host(x) else write_slice(x, new, i)
+            for x, new in zip(stacks, slices, strict=True)
+        ], slices
 
-    return on_tpu(write, (stacks, slabs))
+    return on_tpu(write, (stacks, slices))
