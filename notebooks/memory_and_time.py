@@ -182,7 +182,7 @@ def measured(way, batch, card):
     import jax
 
     from helpers import aot, step_model
-    from paged_optax.planning.card_rates import CARDS
+    from paged_optax.planning.cards import CARDS
 
     build = programs(batch)[way]()
     report = aot.h200(build, card=card, options=aot.options_on(card))
@@ -221,7 +221,7 @@ def held(way, batch, rows):
     import numpy as np
 
     from helpers import aot
-    from paged_optax.planning.card_rates import CARDS
+    from paged_optax.planning.cards import CARDS
 
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     _, arguments = programs(batch)[way]()(mesh)

@@ -4,9 +4,7 @@ Swap `optax.adamw` for `paged_adamw`, inside `optax.chain(...)` and everywhere e
 and train the same model to the same numbers with a few pages of optimizer state on
 the device instead of 8 bytes a parameter.
 
-The README comes first, then the guides, one a page, in `paged_optax.guides`:
-
-.. include:: ../README.md
+The guides are Markdown pages in `docs`, and the reference is built from them by mkdocs.
 
 ## The house
 
@@ -14,7 +12,6 @@ Each room imports only from those below it.
 
 | room | what it is for |
 | --- | --- |
-| `paged_optax.guides` | pages to read, and no code |
 | `paged_optax.cli` | the command line |
 | `paged_optax.planning` | what lives where and what fits, known beforehand |
 | `paged_optax.compiling` | compiled steps: donations checked, bytes counted |
@@ -47,10 +44,10 @@ from paged_optax.layerwise import (
     offload,
 )
 from paged_optax.losses.linear_cross_entropy import linear_cross_entropy
-from paged_optax.planning.fits import what_fits
 from paged_optax.planning.footprints import Footprint, Footprints
 from paged_optax.planning.models import model_shapes
 from paged_optax.planning.page_plan import PagePlan, fully_sharded, plan
+from paged_optax.planning.what_fits import what_fits
 from paged_optax.splitting import SplitError, SplitModel, split_layers
 from paged_optax.state.moments import init_param, master_weights, page_in, page_out
 from paged_optax.state.residency import (

@@ -8,8 +8,8 @@ byte. Here a skipped step runs its page loops zero times:
 - The wrapper closes the gate of the updates within (`paged_optax.transform.gates`). In
   a layerwise step `layerwise.layer_optimizer` does, as `layerwise.clipping.Guard` says.
 - The gate is the trip count of the loop around each leaf
-  (`paged_optax.engine.transfer_order`). What has no loop keeps its old value
-  (`paged_optax.transform.leaf_groups`).
+  (`paged_optax.engine.exchange`). What has no loop keeps its old value
+  (`paged_optax.transform.groups`).
 
 The semantics are Optax's by construction: Optax's own wrapper runs around a
 transformation whose state is a single bool, and that bool tells afterwards whether the

@@ -207,7 +207,7 @@ def run_apart(path: Path, setting: str, chosen: str, optax_at: Path) -> dict[str
 
 def refusals() -> list[str]:
     """Patterns of the messages that the reference explains."""
-    text = (ROOT / "paged_optax" / "guides" / "troubleshooting.md").read_text()
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
     messages = re.findall(r"^\| `([^`]+)`", text, re.M)
     return [re.escape(x).replace("…", ".*") for x in messages]
 

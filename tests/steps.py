@@ -27,8 +27,8 @@ import jax
 import paged_optax as po
 from helpers import aot, decoder, step_model
 from helpers.decoder import LLAMA3_8B
+from helpers.machine import describe
 from helpers.runtime_counts import RuntimeCounts
-from paged_optax.cli.machine import describe
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "benchmarks" / "results"
 TOKENS = (16384, 65536)

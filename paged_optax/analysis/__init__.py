@@ -1,5 +1,5 @@
-"""A transformation's jaxpr, taken apart.
+"""Analysis of a transformation's jaxpr.
 
-`flat` traces it and numbers its values, `split` finds the parts that one leaf needs,
-`program` runs them on a leaf or on a page of it.
+`flat` traces it and numbers its values, `per_leaf` extracts one program a leaf, and
+`program` runs it on a leaf or on a page.
 """

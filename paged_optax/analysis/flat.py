@@ -1,4 +1,4 @@
-"""A traced function, its calls inlined and its values numbered."""
+"""Flat jaxprs: calls inlined, values numbered."""
 
 import dataclasses
 import itertools
@@ -38,7 +38,7 @@ ELEMENTWISE = frozenset(
     square stop_gradient sub tan tanh xor zeta""".split()
 )
 
-#: Primitives that only call a jaxpr, and the parameter that holds it.
+#: Primitives that only call a jaxpr, and the name of its parameter.
 _CALLS = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -47,30 +47,37 @@ _CALLS = {
     "remat2": "jaxpr",
 }
 
-#: Those of them whose derivatives are the user's own.
+#: Primitives among them with custom derivatives.
 _DERIVATIVES = frozenset(["custom_jvp_call", "custom_vjp_call"])
 
 
-def _called(eqn: core.JaxprEqn) -> core.ClosedJaxpr | core.Jaxpr | None:
-    """The jaxpr that an equation only calls, or None."""
-    return eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
+def _called(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
+    """Returns the jaxpr that an equation only calls, or None."""
+    called = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
+    return called and closed_of(called)
+
+
+def closed_of(called: core.ClosedJaxpr | core.Jaxpr) -> core.ClosedJaxpr:
+    """Returns a jaxpr with its constants; a checkpoint's has none."""
+    closed = isinstance(called, core.ClosedJaxpr)
+    return called if closed else core.ClosedJaxpr(called, ())
 
 
 def _comparable(value: object) -> Hashable:
-    """A jaxpr or a function is what it computes; a record is what it holds.
-
-    What has no hash is equal to itself alone.
-    """
-    if isinstance(value, core.Jaxpr) and not value.constvars:
-        return Opaque(value, Flat(core.ClosedJaxpr(value, ())).key)
-    if isinstance(value, core.ClosedJaxpr):
-        return Opaque(value, Flat(value).key)
+    """Returns a parameter that compares by content, as far as it has a hash."""
+    if isinstance(value, core.ClosedJaxpr) or (
+        isinstance(value, core.Jaxpr) and not value.constvars
+    ):
+        return Opaque(value, Flat(closed_of(value)).key)
     if isinstance(value, (tuple, list)):
         parts = tuple(map(_comparable, value))
         if any(isinstance(x, Opaque) for x in parts):
             return Opaque(value, parts)
     if isinstance(value, types.FunctionType):
-        held = (value.__defaults__ or (), _held_by(value))
+        # A function that it closes over compares by identity.
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        cells = [id(x) if isinstance(x, types.FunctionType) else x for x in cells]
+        held = value.__defaults__ or (), tuple(cells)
         return Opaque(value, (value.__code__, *map(_comparable, held)))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (getattr(value, x.name, None) for x in dataclasses.fields(value))
@@ -82,14 +89,8 @@ def _comparable(value: object) -> Hashable:
     return value
 
 
-def _held_by(function: types.FunctionType) -> tuple[object, ...]:
-    """What a function closes over; a function among it is equal to itself alone."""
-    cells = (cell.cell_contents for cell in function.__closure__ or ())
-    return tuple(id(x) if isinstance(x, types.FunctionType) else x for x in cells)
-
-
 def _differentiated(eqn: core.JaxprEqn) -> Hashable:
-    """What an equation computes, and what its own derivative does."""
+    """Returns a key of an equation's computation and of its own derivative."""
     shape = lambda x: jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
     avals = [shape(x) for x in eqn.invars]
     results = [shape(x) for x in eqn.outvars]
@@ -99,16 +100,13 @@ def _differentiated(eqn: core.JaxprEqn) -> Hashable:
     def pulled(values: Sequence[ArrayLike], by: Sequence[ArrayLike]) -> Sequence[Array]:
         def run(*learned: ArrayLike) -> list[Array]:
             inexact = iter(learned)
-            all_of = [
+            operands = [
                 next(inexact) if yes else x
                 for x, yes in zip(values, chosen, strict=True)
             ]
             params = eqn.primitive.get_bind_params(eqn.params)
-            return list(
-                itertools.compress(
-                    eqn.primitive.bind(*all_of, **params), differentiable
-                )
-            )
+            outputs = eqn.primitive.bind(*operands, **params)
+            return list(itertools.compress(outputs, differentiable))
 
         return jax.vjp(run, *itertools.compress(values, chosen))[1](list(by))
 
@@ -116,29 +114,22 @@ def _differentiated(eqn: core.JaxprEqn) -> Hashable:
     closed = jax.make_jaxpr(pulled)(avals, by)
     called = _called(eqn)
     assert called is not None
-    return Flat(closed_of(called)).key, Flat(closed).key
+    return Flat(called).key, Flat(closed).key
 
 
 def _params(eqn: core.JaxprEqn) -> tuple[tuple[str, Hashable], ...]:
-    """An equation's parameters, to be compared."""
+    """Returns an equation's parameters, to be compared."""
     if eqn.primitive.name not in _DERIVATIVES:
         return tuple([(k, _comparable(v)) for k, v in eqn.params.items()])
-    # Functions that make its derivatives are made anew at each call.
+    # Every call creates new functions for its derivatives.
     params = [(k, Opaque(v, k)) for k, v in eqn.params.items()]
     return (*params, ("", Opaque(None, _differentiated(eqn))))
 
 
-def closed_of(called: core.ClosedJaxpr | core.Jaxpr) -> core.ClosedJaxpr:
-    """A jaxpr and its constants; a checkpoint's has none."""
-    if isinstance(called, core.ClosedJaxpr):
-        return called
-    return core.ClosedJaxpr(called, ())
-
-
 def _skips(eqn: core.JaxprEqn) -> bool:
-    """Whether a branch hands an argument on, as wrappers do that skip steps.
+    """Returns whether a branch returns an argument, as in wrappers that skip steps.
 
-    Those belong around paging, where a skipped step moves no byte.
+    These wrappers belong around paging, where a skipped step moves no byte.
     """
     return any(
         result is argument
@@ -155,10 +146,10 @@ class Flat:
       closed: The jaxpr.
       both: Whether a conditional that skips nothing is inlined too: both its branches,
         and a choice between their results.
-      checkpoints: Whether what is computed again on purpose is inlined too. XLA then
-        takes it from where it was computed first.
-      derivatives: Whether what has a derivative of its own is inlined too. Then that
-        derivative is lost.
+      checkpoints: Whether checkpoints are inlined too. XLA then reuses the values that
+        they would recompute.
+      derivatives: Whether functions with custom derivatives are inlined too, which
+        drops these derivatives.
     """
 
     def __init__(
@@ -178,7 +169,7 @@ class Flat:
 
     @property
     def key(self) -> Hashable:
-        """Equal for two jaxprs that compute the same."""
+        """Equal for two jaxprs of the same computation."""
         closed_over = [(number, id(x)) for number, x in self.constants.items()]
         parts = self.avals, self.equations, self.outputs, closed_over
         return tuple(map(tuple, parts))
@@ -188,10 +179,9 @@ class Flat:
         return len(self.avals) - 1
 
     def _inline(
-        self, called: core.ClosedJaxpr | core.Jaxpr, operands: Sequence[Operand]
+        self, called: core.ClosedJaxpr, operands: Sequence[Operand]
     ) -> list[Operand]:
         """Adds a jaxpr's equations and constants; returns its outputs."""
-        called = closed_of(called)
         jaxpr = called.jaxpr
         scope = dict(zip(jaxpr.invars, operands, strict=True))
         for var, value in zip(jaxpr.constvars, called.consts, strict=True):
@@ -206,7 +196,8 @@ class Flat:
                 outputs = self._inline(body, operands)
             elif self.both and eqn.primitive.name == "cond" and not _skips(eqn):
                 which, *others = operands
-                results = [self._inline(x, others) for x in eqn.params["branches"]]
+                branches = map(closed_of, eqn.params["branches"])
+                results = [self._inline(x, others) for x in branches]
                 outputs = [self._number(var.aval) for var in eqn.outvars]
                 for output, *cases in zip(outputs, *results, strict=True):
                     choice = Equation(lax.select_n_p, (), (which, *cases), (output,))
@@ -221,37 +212,36 @@ class Flat:
         return [read(x) for x in jaxpr.outvars]
 
     def _inlines(self, eqn: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
-        """Whether an equation that only calls a jaxpr is replaced by what it calls."""
+        """Returns whether a call is inlined; `operands` are for subclasses."""
         if eqn.primitive.name == "remat2":
             return self.checkpoints
-        # Inlined, a function has the derivative that JAX takes of its equations.
+        # Once inlined, a function has the derivative of its equations.
         return self.derivatives or eqn.primitive.name not in _DERIVATIVES
 
     def size(self, value: int) -> int:
-        """How many elements a value has."""
+        """Returns the number of elements of a value."""
         return math.prod(getattr(self.avals[value], "shape", ()))
 
     def shape(self, value: Operand) -> tuple[int, ...]:
-        """The shape of an operand."""
+        """Returns the shape of an operand."""
         if isinstance(value, Constant):
             return np.shape(value.value)
         return self.avals[value].shape
 
     def dependents(self, values: Iterable[int]) -> set[int]:
-        """These values, and all that depend on them."""
+        """Returns these values, and all that depend on them."""
         dependents = set(values)
         for equation in self.equations:
-            operands = [x for x in equation.inputs if not isinstance(x, Constant)]
-            if not dependents.isdisjoint(operands):
+            if not dependents.isdisjoint(equation.numbers):
                 dependents.update(equation.outputs)
         return dependents
 
     def fit(self, operands: Iterable[Operand], shape: tuple[int, ...]) -> bool:
-        """Whether all are of a leaf's shape, or scalars."""
+        """Returns whether all are of a leaf's shape, or scalars."""
         return all(self.shape(x) in (shape, ()) for x in operands)
 
     def is_elementwise(self, equation: Equation, shape: tuple[int, ...]) -> bool:
-        """Whether it makes each value of a leaf of the same value of its operands."""
+        """Returns whether an equation is element-wise on a leaf of this shape."""
         if equation.primitive.name in FILLS:
             (operand,), (output,) = equation.inputs, equation.outputs
             return self.shape(operand) == () and self.shape(output) == shape
@@ -265,7 +255,14 @@ class Flat:
         producer: dict[int, int],
         shape: tuple[int, ...],
     ) -> tuple[Program, tuple[int, ...]]:
-        """The equations that `wanted` needs, stopping at values not `within`."""
+        """Extracts the equations that some values need, and the program's arguments.
+
+        Args:
+          wanted: The values.
+          within: Whether the equation of a value belongs to the program.
+          producer: For each computed value the position of its equation.
+          shape: The leaf's shape.
+        """
         needed: set[int] = set()
         stack = [x for x in wanted if not isinstance(x, Constant)]
         while stack:
@@ -273,35 +270,29 @@ class Flat:
             if index is None or index in needed or not within(value):
                 continue
             needed.add(index)
-            stack += [
-                x for x in self.equations[index].inputs if not isinstance(x, Constant)
-            ]
+            stack += self.equations[index].numbers
         equations = [self.equations[i] for i in sorted(needed)]
         computed = {x for equation in equations for x in equation.outputs}
         arguments: dict[int, int] = {}
         for operand in (*[x for e in equations for x in e.inputs], *wanted):
             if not isinstance(operand, Constant) and operand not in computed:
                 arguments.setdefault(operand, len(arguments))
-        # Numbered anew, leaves of equal shape have equal programs, which JAX traces and
+        # Renumbered, leaves of equal shape have equal programs, which JAX traces and
         # lowers once.
         names = dict(arguments)
         for equation in equations:
             for value in equation.outputs:
                 names[value] = len(names)
         rename = lambda x: x if isinstance(x, Constant) else names[x]
+        renamed = lambda e: Equation(
+            e.primitive,
+            e.params,
+            tuple(map(rename, e.inputs)),
+            tuple([names[x] for x in e.outputs]),
+        )
         program = Program(
             inputs=len(arguments),
-            equations=tuple(
-                [
-                    Equation(
-                        e.primitive,
-                        e.params,
-                        tuple(map(rename, e.inputs)),
-                        tuple([names[x] for x in e.outputs]),
-                    )
-                    for e in equations
-                ]
-            ),
+            equations=tuple(map(renamed, equations)),
             outputs=tuple(map(rename, wanted)),
             elementwise=self.fit(arguments, shape)
             and all(self.is_elementwise(e, shape) for e in equations)
@@ -312,9 +303,9 @@ class Flat:
 
 
 def refuse_effects(closed: core.ClosedJaxpr | core.Jaxpr) -> None:
-    """Refuses what a traced function does besides returning values.
+    """Raises if a traced function has effects besides its results.
 
-    Programs hold what their results need, and run once a page, or not at all.
+    Programs compute results alone, and run once a page, or not at all.
 
     Raises:
       ValueError: If the function prints, calls back, checks, or writes to a reference.
@@ -322,7 +313,7 @@ def refuse_effects(closed: core.ClosedJaxpr | core.Jaxpr) -> None:
     for eqn in closed.eqns:
         if (body := _called(eqn)) is not None:
             refuse_effects(body)
-        # A collective's effect says along which axis it is: it is in its results.
+        # The effect of a collective names its axis, which is in its results.
         elif {type(x).__name__ for x in eqn.effects} - {"NamedAxisEffect"}:
             raise ValueError(
                 f"this transformation cannot be paged: `{eqn.primitive.name}` has an"
@@ -339,9 +330,9 @@ def trace(
     """Traces a function of pytrees as if every array lived whole on the device.
 
     Returns:
-      The closed jaxpr, and the pytree of `ShapeDtypeStruct` it returns.
+      The closed jaxpr, and the shapes and dtypes that it returns.
     """
-    # A new function each time: what it reads besides its arguments may have changed.
+    # A new function each time: state that it reads besides its arguments may change.
     anew = lambda *arguments: function(*arguments)
     with without_explicit_axes():
         return jax.make_jaxpr(anew, return_shape=True)(

@@ -1,8 +1,8 @@
-"""Programs of a page: what an update computes of one leaf, and of what all share.
+"""Programs of pages, and the evaluation of an update leaf by leaf.
 
-A program is a straight line of equations, each one primitive applied to numbered
-values. Programs are values: two leaves of equal shape have equal programs, so that JAX
-traces and lowers the streaming loop once for both.
+A program is a list of equations, each one primitive applied to numbered values.
+Programs compare by value: leaves of equal shape have equal programs, and JAX traces and
+lowers their loop once.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.types import is_explicit
 
-#: Primitives that fill an array of the leaf's shape where their operand is a scalar.
-#: They may move the values of any other operand; a page then needs other pages' values.
+#: Primitives that fill an array of the leaf's shape with a scalar operand. They may
+#: permute any other operand; a page then needs other pages' values.
 FILLS = frozenset(["broadcast_in_dim", "reshape"])
 
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """A literal of the computation, compared by value, dtype and weak type."""
+    """A literal, compared by value, dtype and weak type."""
 
     key: tuple[Hashable, ...]
     value: ArrayLike = dataclasses.field(compare=False)
@@ -45,7 +45,7 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True)
 class Opaque:
-    """A parameter that is compared by another key: a jaxpr, or what has no hash."""
+    """A parameter with a key of its own: a jaxpr, or an object without a hash."""
 
     value: object = dataclasses.field(compare=False)
     key: Hashable
@@ -68,15 +68,20 @@ class Equation:
     )
 
     @property
+    def numbers(self) -> list[int]:
+        """The inputs that are no constants."""
+        return [x for x in self.inputs if not isinstance(x, Constant)]
+
+    @property
     def line(self) -> str | None:
-        """The line of the user's code that it was traced from, if it is known."""
+        """The line of the user's code that it was traced from, or None."""
         if self.traced is None:
             return None
         return source_info_util.summarize(self.traced.source_info) or None
 
     @property
     def where(self) -> str:
-        """That line, or what it computes."""
+        """That line, or the name of the primitive."""
         return self.line or f"a `{self.primitive.name}` of no known line"
 
     def of(
@@ -85,7 +90,7 @@ class Equation:
         outputs: Iterable[int],
         traced: "Equation | None" = None,
     ) -> "Equation":
-        """The same of other values; `traced` is one from whose line it is."""
+        """Returns this equation with other values, at the line of `traced`."""
         where = self.traced if traced is None else traced.traced
         return dataclasses.replace(
             self, inputs=tuple(inputs), outputs=tuple(outputs), traced=where
@@ -98,14 +103,13 @@ class Equation:
         if shape is not None and self.primitive.name in FILLS:
             # Traced with the shape of the whole leaf.
             return [jax.lax.broadcast(operands[0], shape)]
-        # What was wrapped to be compared is unwrapped to be bound.
         params = {
             name: value.value if isinstance(value, Opaque) else value
             for name, value in self.params
-            if name  # without one, it is there to be compared
+            if name  # an empty name holds a key for comparison
         }
-        # Axes that are automatic here may have been explicit when it was traced: those
-        # of a rate that was closed over (jax 0.10.2 states how it is broadcast).
+        # Axes that are automatic now may have been explicit during tracing: axes of a
+        # rate that was closed over (jax 0.10.2 states the sharding of its broadcast).
         stated = params.get("sharding") if self.primitive.name in FILLS else None
         if isinstance(stated, Sharding) and is_explicit(stated):
             if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
@@ -117,7 +121,7 @@ class Equation:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A straight line of equations; values `0 .. inputs-1` are its arguments."""
+    """A list of equations; values `0 .. inputs-1` are its arguments."""
 
     inputs: int
     equations: tuple[Equation, ...]
@@ -131,8 +135,8 @@ class Program:
 
         Args:
           arguments: One array for each input.
-          shape: The shape of a page, where the arguments are pages of a leaf
-            (element-wise programs only); None where they are whole leaves.
+          shape: The shape of a page, if the arguments are pages of a leaf (element-wise
+            programs only); None if they are whole leaves.
 
         Returns:
           One array for each output.
@@ -153,18 +157,17 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class LeafUpdate:
-    """One parameter's part of the update, or one moment's that no gradient enters.
+    """The update of one parameter, or of one moment that no gradient enters.
 
     Attributes:
-      program: What to compute.
-      inputs: Numbers of the values that are the program's arguments.
+      program: The computation.
+      inputs: Numbers of the program's arguments.
       outputs: Positions of its first results among the traced function's outputs.
-      between: Numbers of the values that its other results are. They are no outputs;
-        the tail is computed from them.
+      between: Numbers of its other results, from which the tail is computed.
       avals: The results' shapes and dtypes.
-      shape: The leaf's shape, that of every array an element-wise program touches.
-      owner: The number of the parameter it belongs to, by its gradient or else by its
-        place; None if to no single one.
+      shape: The leaf's shape, common to all arrays of an element-wise program.
+      owner: The parameter of its gradient, or else of its position; None if there is no
+        single one.
     """
 
     program: Program
@@ -177,24 +180,24 @@ class LeafUpdate:
 
     @property
     def places(self) -> tuple[int | None, ...]:
-        """For each result its position among the outputs; None if it has none."""
+        """For each result its position among the outputs, or None."""
         return (*self.outputs, *[None] * len(self.between))
 
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """A traced function, taken apart.
+    """A traced function, as one program a leaf.
 
     Attributes:
       shared: The program of the scalars shared by all leaves.
-      shared_inputs: Numbers of the values that are its arguments.
-      shared_outputs: Numbers its results get.
+      shared_inputs: Numbers of its arguments.
+      shared_outputs: Numbers of its results.
       leaf_updates: One program a leaf.
-      tail: What cuts results of joined leaves apart again; empty otherwise.
-      tail_inputs: Numbers of the values that are its arguments.
+      tail: The program that splits concatenated leaves; empty otherwise.
+      tail_inputs: Numbers of its arguments.
       tail_outputs: Positions of its results among the outputs.
-      direct: Outputs that are a numbered value or a constant: position to operand.
-      owners: For each output the parameter it belongs to, or None.
+      direct: Positions and operands of outputs that need no leaf's program.
+      owners: For each output its parameter, or None.
     """
 
     shared: Program
@@ -209,7 +212,7 @@ class Analysis:
 
     @property
     def elementwise(self) -> frozenset[int]:
-        """Positions of the outputs that are computed element by element."""
+        """Positions of the element-wise outputs."""
         outputs = (
             leaf.outputs for leaf in self.leaf_updates if leaf.program.elementwise
         )
@@ -218,9 +221,9 @@ class Analysis:
 
     @functools.cached_property
     def same(self) -> Mapping[int, int]:
-        """For each shared value the number of the first that is computed alike.
+        """For each shared value the first one of an equal computation.
 
-        Optax computes the negative learning rate anew for each leaf.
+        Optax computes the negative learning rate separately for each leaf.
         """
         first: dict[Hashable, int] = {}
         named = lambda x: x if isinstance(x, Constant) else meaning[x]
@@ -239,13 +242,11 @@ class Analysis:
         }
 
     def reached_from(self, numbers: Iterable[int]) -> set[int]:
-        """The shared values that depend on the arguments of these numbers."""
+        """Returns the shared values that depend on arguments."""
         reached = set(numbers)
         inside = {i for i, x in enumerate(self.shared_inputs) if x in reached}
         for equation in self.shared.equations:
-            if inside.intersection(
-                x for x in equation.inputs if not isinstance(x, Constant)
-            ):
+            if inside.intersection(equation.numbers):
                 inside.update(equation.outputs)
         return reached | {
             number
@@ -255,18 +256,17 @@ class Analysis:
 
 
 class Evaluation:
-    """A traced function's outputs, computed leaf by leaf.
+    """Outputs of a traced function, computed leaf by leaf.
 
-    First come the values that all leaves share, then the programs of leaves, of which
-    none needs what another one computes, and last the outputs.
+    The shared values are computed first, then the leaves, which are independent of each
+    other, and last the outputs.
 
     Args:
-      analysis: The function, taken apart.
+      analysis: The function.
       arguments: Its arguments.
       constants: The values that it closes over, by number.
-      counts: Scalars of which each parameter has one: by the number of the argument,
-        one value for each parameter. What the shared program makes of them is then made
-        for each.
+      counts: Step counts of each parameter, by the number of the argument. The shared
+        program then runs once for each parameter.
     """
 
     def __init__(
@@ -287,12 +287,11 @@ class Evaluation:
         self.by_parameter = [self._shared(self.values | each) for each in each_counts]
 
     def _shared(self, values: dict[int, PyTree]) -> dict[int, PyTree]:
-        """Values, and what the shared program makes of them."""
         shared = self.analysis.shared([values[i] for i in self.analysis.shared_inputs])
         return values | dict(zip(self.analysis.shared_outputs, shared, strict=True))
 
     def inputs(self, leaf: LeafUpdate) -> list[PyTree[ArrayLike]]:
-        """The arguments of a leaf's program."""
+        """Returns the arguments of a leaf's program."""
         values = self.values
         if self.by_parameter and leaf.owner is not None:
             values = self.by_parameter[leaf.owner]
@@ -301,9 +300,9 @@ class Evaluation:
     def results(
         self, of_leaves: Sequence[Sequence[PyTree[ArrayLike]]]
     ) -> list[PyTree[ArrayLike]]:
-        """The outputs, given the results of each leaf's program.
+        """Returns the outputs, given the results of each leaf's program.
 
-        One that depends on `counts` and belongs to no leaf is a list with one value for
+        An output that depends on `counts` and on no leaf is a list of one value for
         each parameter.
         """
         analysis, values = self.analysis, dict(self.values)

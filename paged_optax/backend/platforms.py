@@ -2,7 +2,7 @@
 
 A program is traced once, and lowered later for a platform that no trace knows. So each
 difference is a choice of `lax.platform_dependent`, and the usual ones are here by name.
-How a GPU and a TPU cut a leaf is in `paged_optax.engine.page_shapes`.
+How a GPU and a TPU cut a leaf is in `paged_optax.engine.gpu_pages`.
 """
 
 import functools

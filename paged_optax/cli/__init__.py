@@ -1,4 +1,4 @@
-"""Optax optimizers with moments in host memory: what fits, what works here."""
+"""Optax optimizers with moments in host memory: memory plans and a machine test."""
 
 import argparse
 import os
@@ -12,20 +12,20 @@ _PROGRAM = "python -m paged_optax"
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line instead of a page of usage."""
+    """A parser with errors of one line instead of the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}. --help says what there is.\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; without one, says which there are.
+    """Runs a command, or prints the help without one.
 
     Args:
-      arguments: As on the command line; None: those of this process.
+      arguments: The command line; None: this process's.
 
     Returns:
-      The exit status: 0, or 1 where a command failed or found something wrong.
+      The exit status: 0, or 1 if a command failed or a test did.
     """
     commands = {"plan": plan, "doctor": doctor}
     examples = [f"  {_PROGRAM} {command.EXAMPLE}" for command in commands.values()]
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = options.run(options)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # as of `plan ... | head`: nobody reads on
+    except BrokenPipeError:  # as in `plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, TypeError, ValueError) as error:

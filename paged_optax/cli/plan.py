@@ -1,4 +1,4 @@
-"""Ways to train a model, the memory of each, and what fits."""
+"""Memory of ways to train a model, and the ways that fit a device."""
 
 import argparse
 import dataclasses
@@ -9,7 +9,6 @@ import re
 import shlex
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import optax
@@ -20,11 +19,10 @@ from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import parse_bytes, print_table, readable_bytes
 from paged_optax.backend.validation import floating_dtype
 from paged_optax.cli.machine import measured_card
-from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
-from paged_optax.planning.card_rates import CARDS, find_card, machine_rate
+from paged_optax.engine.pages import DEFAULT_PAGE_SIZE
+from paged_optax.planning.cards import CARDS, find_card, machine_rate
 from paged_optax.planning.checkpoint import checkpoint_shapes
-from paged_optax.planning.fits import RATE, what_fits
-from paged_optax.planning.footprints import Footprints, wrap_text
+from paged_optax.planning.footprints import wrap_text
 from paged_optax.planning.hugging_face import config_heads, decoder_fields
 from paged_optax.planning.models import (
     DECODERS,
@@ -32,12 +30,13 @@ from paged_optax.planning.models import (
     model_shapes,
     module_shapes,
 )
+from paged_optax.planning.what_fits import RATE, what_fits
 
-# The name of the card of this machine.
+# Name of this machine's card.
 _MEASURED = "measured"
-# What `examples/finetune_hf.py` trains, with an optimizer of its own.
+# Models of `examples/finetune_hf.py`.
 _TRAINED = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-#: What follows the program's name.
+#: Command line after the program's name.
 EXAMPLE = "plan --params 8B --device-memory 24GiB"
 
 _OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
@@ -56,94 +55,43 @@ _OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
 }
 
 
+# Options with a value: the value's name, and the help.
+_OPTIONS = {
+    "--device-memory": (
+        "BYTES",
+        "such as 24GiB (default: the card's; one of both is needed)",
+    ),
+    "--card": (
+        "NAME",
+        f"one of {', '.join(CARDS)}, or 'measured' for this machine's: the default of"
+        " --device-memory, --link and --teraflops",
+    ),
+    "--dtype": ("DTYPE", "of the parameters (default: bfloat16, or the model's)"),
+    "--optimizer": (
+        "NAME",
+        f"{', '.join(_OPTIMIZERS)}, or an alias such as paged_adamw_8bit (default:"
+        " %(default)s)",
+    ),
+    "--codec": ("NAME", "of the moments, such as dynamic_int8 (default: none)"),
+    "--master-dtype": ("DTYPE", "of master weights, such as float32"),
+    "--page-size": ("BYTES", "(default: %(default)s)"),
+    "--link": (
+        "GB/S",
+        "link rate in one direction, in 10^9 bytes a second: about 12 for PCIe 3 x16,"
+        " 25 for 4, 50 for 5 (default: the card's, or 25)",
+    ),
+    "--teraflops": (
+        "TFLOP/S",
+        "rate of products in training: says from how many tokens a step the link is"
+        " free (default: 30%% to 60%% of the card's)",
+    ),
+    "--layers": ("KEY", "of the stacked layers (default: %(default)s)"),
+}
+_DEFAULTS = {"optimizer": "adamw", "page_size": DEFAULT_PAGE_SIZE, "layers": "layers"}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
-    _add_models(parser)
-    parser.add_argument(
-        "--device-memory",
-        metavar="BYTES",
-        help="such as 24GiB (default: the card's; one of both is needed)",
-    )
-    parser.add_argument(
-        "--card",
-        metavar="NAME",
-        help=f"one of {', '.join(CARDS)}, or 'measured', which is this machine's: the"
-        " default of --device-memory, --link and --teraflops",
-    )
-    _add_batch(parser)
-    parser.add_argument(
-        "--dtype",
-        help="of the parameters (default: bfloat16, or what the model itself has)",
-    )
-    parser.add_argument(
-        "--optimizer",
-        default="adamw",
-        metavar="NAME",
-        help=f"{', '.join(_OPTIMIZERS)}, or an alias such as paged_adamw_8bit"
-        " (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--codec",
-        help="how moments are stored, such as dynamic_int8 (default: as Optax has"
-        " them, as in paged)",
-    )
-    parser.add_argument(
-        "--master-dtype",
-        metavar="DTYPE",
-        help="of a copy of the parameters, such as float32",
-    )
-    parser.add_argument(
-        "--master-remainders",
-        action="store_true",
-        help="of a float32 copy, what bfloat16 parameters lack: 2 bytes each",
-    )
-    parser.add_argument(
-        "--page-size",
-        default=DEFAULT_PAGE_SIZE,
-        metavar="BYTES",
-        help="(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--link",
-        metavar="GB/S",
-        help="the link's rate in one direction, in 10^9 bytes a second: about 12 for"
-        " PCIe 3 x16, 25 for 4, 50 for 5 (default: the card's, or 25)",
-    )
-    parser.add_argument(
-        "--teraflops",
-        metavar="TFLOP/S",
-        help="that training reaches: says from how many tokens a step the link is free"
-        " (default: 30%% to 60%% of the card's)",
-    )
-    parser.add_argument(
-        "--layers",
-        default="layers",
-        metavar="KEY",
-        help="under which layers are stacked (default: %(default)s)",
-    )
-
-
-def _add_batch(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments that state a step's batch."""
-    group = parser.add_argument_group("activations, and the way to choose")
-    whole = functools.partial(group.add_argument, type=int, metavar="N")
-    whole("--batch", help="sequences of a step")
-    whole("--length", help="tokens of a sequence")
-    whole("--heads", help="heads of attention (default: the model's, if it says them)")
-    whole(
-        "--score-blocks",
-        default=1,
-        help="blocks of queries whose scores are computed one by one (default: 1)",
-    )
-    group.add_argument(
-        "--fused-head",
-        action="store_true",
-        help="the loss takes linear_cross_entropy, and holds no logits",
-    )
-
-
-def _add_models(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments that name a model."""
     models = parser.add_argument_group("the model: one of")
     model = models.add_mutually_exclusive_group(required=True)
     model.add_argument(
@@ -164,62 +112,86 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         help="a .safetensors file; config.json or model.safetensors.index.json of"
         " Hugging Face, also without weights; a folder with these; an Orbax checkpoint",
     )
+    for name, (metavar, text) in _OPTIONS.items():
+        parser.add_argument(name, metavar=metavar, help=text)
+    parser.set_defaults(**_DEFAULTS)
+    parser.add_argument(
+        "--master-remainders",
+        action="store_true",
+        help="master weights in float32 as remainders of bfloat16: 2 bytes each",
+    )
+    group = parser.add_argument_group("activations, and the way to choose")
+    count = functools.partial(group.add_argument, type=int, metavar="N")
+    count("--batch", help="sequences of a step")
+    count("--length", help="tokens of a sequence")
+    count("--heads", help="attention heads (default: the model's)")
+    count(
+        "--score-blocks",
+        default=1,
+        help="blocks of queries whose scores are computed sequentially (default: 1)",
+    )
+    group.add_argument(
+        "--fused-head",
+        action="store_true",
+        help="the loss uses linear_cross_entropy, without logits",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the tables."""
-    rate = options.link
+    """Prints the tables, their notes and the way to choose."""
+    rate, products = options.link, options.teraflops
     if rate is not None:
         rate = _positive("--link", rate, "GB/s, such as 25")
-    memory = _memory(options)
-    optimizer, codec = _optimizer(options.optimizer)
-    master = options.master_dtype
-    if master is not None:
-        master = floating_dtype("--master-dtype", master)
-    products = options.teraflops
     if products is not None:
         products = _positive("--teraflops", products, "TFLOP/s, such as 600")
-    card = options.card
-    if card == _MEASURED:
+    memory = _memory(options)
+    optimizer, codec = _optimizer(options.optimizer)
+    master = options.master_dtype and floating_dtype(
+        "--master-dtype", options.master_dtype
+    )
+    if options.card == _MEASURED:
         card = measured_card()
     else:
-        # Only shapes are needed, and JAX would take most of an accelerator's memory.
+        card = options.card
+        # Only shapes are needed, and JAX would allocate most of an accelerator.
         jax.config.update("jax_platforms", "cpu")
-    params, left_out = _shapes(options)
-    footprints = _fits(
-        params,
-        _OPTIMIZERS[optimizer](float(RATE)),
-        device_memory=memory,
-        card=card,
-        batch=options.batch,
-        length=options.length,
-        codec=options.codec or codec,
-        master_dtype=master,
-        master_remainders=options.master_remainders,
-        page_size=parse_bytes("--page-size", options.page_size),
-        link_gigabytes_per_second=rate,
-        teraflops=products,
-        layers=options.layers,
-        heads=_heads(options),
-        score_blocks=options.score_blocks,
-        fused_head=options.fused_head,
-    )
+    params, warned = _shapes(options)
+    try:
+        footprints = what_fits(
+            params,
+            _OPTIMIZERS[optimizer](float(RATE)),
+            device_memory=memory,
+            card=card,
+            batch=options.batch,
+            length=options.length,
+            codec=options.codec or codec,
+            master_dtype=master,
+            master_remainders=options.master_remainders,
+            page_size=parse_bytes("--page-size", options.page_size),
+            link_gigabytes_per_second=rate,
+            teraflops=products,
+            layers=options.layers,
+            heads=_heads(options),
+            score_blocks=options.score_blocks,
+            fused_head=options.fused_head,
+        )
+    except (TypeError, ValueError) as error:
+        raise type(error)(_with_options(str(error))) from error
     footprints = dataclasses.replace(footprints, inner=_code(optimizer))
     leaves = jax.tree.leaves(params)
-    count = sum(x.size for x in leaves)
     dtypes = ", ".join(sorted({str(x.dtype) for x in leaves}))
     copy = f" with a copy in {master}" if master else ""
     if options.master_remainders:
         copy = " with the remainders of a copy in float32"
     print(
-        f"{count:,} parameters in {dtypes}, {readable_bytes(nbytes(params))};"
-        f" {optimizer}{copy}\n"
+        f"{sum(x.size for x in leaves):,} parameters in {dtypes},"
+        f" {readable_bytes(nbytes(params))}; {optimizer}{copy}\n"
     )
     for titles, rows in footprints.tables():
         print_table(titles, rows)
         print()
     print(footprints.notes())
-    for note in left_out:
+    for note in warned:
         print(wrap_text(note))
     if advice := footprints.advice():
         print(f"\n{advice}")
@@ -231,16 +203,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _fits(*args: Any, **kwargs: Any) -> Footprints:
-    """What fits; an error names the options of the command line."""
-    try:
-        return what_fits(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        raise type(error)(_with_options(str(error))) from error
-
-
 def _with_options(message: str) -> str:
-    """A message of `what_fits` for people who write options, and no Python."""
+    """Names the command's options in a message of `what_fits`."""
     message = message.replace("link_gigabytes_per_second=", "link=")
     message = message.replace(
         ", or an object with the methods of paged_optax.codecs.Codec", ""
@@ -253,13 +217,12 @@ def _with_options(message: str) -> str:
 
 
 def _command(options: argparse.Namespace) -> str:
-    """The command that fine-tunes a Hugging Face folder; empty if there is none."""
+    """The command that fine-tunes a Hugging Face folder; empty without an example."""
     folder = pathlib.Path(options.checkpoint or "")
     config = decoder_fields(folder) if options.checkpoint else None
     if config is None or not folder.is_dir():
         return ""
-    # The example has one optimizer, keeps the dtype, and takes no longer sequences than
-    # the model knows.
+    # The example has one optimizer, the model's dtype, and its longest sequences.
     chosen = options.optimizer != "adamw" or options.dtype or options.codec
     longest = config.number("max_position_embeddings", options.length)
     kind = config.entries.get("model_type")
@@ -273,7 +236,7 @@ def _command(options: argparse.Namespace) -> str:
 
 
 def _memory(options: argparse.Namespace) -> int | None:
-    """Bytes of the device's memory; None: the card's."""
+    """Device memory in bytes; None: the card's."""
     if options.device_memory is None:
         if options.card is None:
             raise ValueError("neither --device-memory is given, nor --card: give one.")
@@ -290,7 +253,7 @@ def _memory(options: argparse.Namespace) -> int | None:
 
 
 def _heads(options: argparse.Namespace) -> int | None:
-    """Heads of attention: as stated, or by the model's name or its `config.json`."""
+    """Attention heads: stated, or of the model's name or `config.json`."""
     if options.heads is not None or options.batch is None:
         return options.heads
     if options.params is not None:
@@ -301,16 +264,16 @@ def _heads(options: argparse.Namespace) -> int | None:
 
 
 def _code(optimizer: str) -> str:
-    """The transformation of a name, as code."""
+    """An optimizer's transformation, as code."""
     make = _OPTIMIZERS[optimizer]
     if isinstance(make, functools.partial):
         return f"optax.sgd({RATE}, momentum=0.9)"
-    place = "optax.contrib" if ".contrib." in make.__module__ else "optax"
-    return f"{place}.{make.__name__}({RATE})"
+    module = "optax.contrib" if ".contrib." in make.__module__ else "optax"
+    return f"{module}.{make.__name__}({RATE})"
 
 
 def _optimizer(name: str) -> tuple[str, str | None]:
-    """An optimizer's name in `_OPTIMIZERS`, and the codec that the name implies."""
+    """Key in `_OPTIMIZERS`, and codec of an optimizer's name."""
     known = name.lower().removeprefix("paged_").removesuffix("_32bit")
     codec = "dynamic_int8" if known.endswith("_8bit") else None
     known = known.removesuffix("_8bit")
@@ -328,14 +291,13 @@ def _optimizer(name: str) -> tuple[str, str | None]:
 def _shapes(
     options: argparse.Namespace,
 ) -> tuple[PyTree[jax.ShapeDtypeStruct], list[str]]:
-    """The shapes of the model, and the warnings about them."""
+    """Shapes of the model, and warnings about them."""
     dtype = options.dtype
     if dtype is not None:
         dtype = floating_dtype("--dtype", dtype)
     if options.params is not None:
         return model_shapes(options.params, dtype or "bfloat16"), []
     read = module_shapes if options.module is not None else checkpoint_shapes
-    # A warning, such as of experts that are not counted, is printed with the tables.
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", UserWarning)
         shapes = read(options.checkpoint if options.module is None else options.module)
@@ -345,7 +307,6 @@ def _shapes(
 
 
 def _positive(option: str, text: str, unit: str) -> float:
-    """Reads a positive number; the unit, with an example, is for the message."""
     try:
         return machine_rate(option, float(text))
     except ValueError as error:

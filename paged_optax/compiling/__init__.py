@@ -1,6 +1,6 @@
-"""Compiled steps: `jit_step` pins and checks donations, `memory_report` counts bytes.
+"""Compiled steps: `jit_step` places and checks donations, `memory_report` counts bytes.
 
-`arguments` says what a step is called with, `donations` where each argument lives and
-whether it can be donated. `host_arithmetic` finds what a step computes on arrays in
-host memory, `hlo` reads the text of a compiled program.
+`arguments` names a step's leaves, `donations` finds their buffers in the program.
+`host_arithmetic` finds computation on host arrays, and `overlapping` compiles with the
+options that XLA:GPU needs.
 """

@@ -1,7 +1,7 @@
 """Donated arguments: their buffers in the traced step and in the compiled program."""
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 from jax import lax
@@ -12,15 +12,14 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.memory import memory_kind, memory_kinds, nbytes, on_host
 from paged_optax.backend.types import Device, is_explicit, is_traced
-from paged_optax.compiling.arguments import ArgumentKey, Leaf, label
-from paged_optax.compiling.hlo import aliases
+from paged_optax.compiling.arguments import ArgumentKey, Chosen, Leaf
 
 # JAX promises nothing of it (checked with 0.10.2, 0.11.2 and 0.12.0.1).
 _eliminate = getattr(partial_eval, "dce_jaxpr", None)
 #: Whether a program keeps the arguments that nothing reads. Without it a donated buffer
 #: that nothing reads would not be in the program. But jax 0.11.2 to 0.12.0.1 then keep
 #: the program for ever, and all that it closes over: their cache of jaxprs without
-#: unused arguments holds its own key. So such a buffer is kept by `keep_unread`.
+#: unused arguments holds its own key. `keep_unread` keeps such buffers instead.
 KEEP_UNUSED = _eliminate is None
 
 
@@ -29,8 +28,8 @@ def keep_unread(
 ) -> list[PyTree]:
     """The arguments, with donated buffers that the step does not read kept.
 
-    They go through a barrier, together with the smallest array that is read. XLA
-    removes the barrier.
+    They pass a barrier, together with the smallest array that is read. XLA removes the
+    barrier.
     """
     if _eliminate is None or not any(donated):
         return values
@@ -45,18 +44,17 @@ def keep_unread(
     return [*values[:smallest], bound[0], *values[smallest + 1 :]]
 
 
-class Donated(NamedTuple):
-    """A donated argument: its traced value, and the shardings of its leaves."""
-
-    value: PyTree
-    places: list[Sharding | None]
-
-
-def divide_like(results: PyTree, donated: Iterable[Donated]) -> PyTree:
-    """The results; one like a donated argument is divided over devices as that is.
+def divide_like(
+    results: PyTree, donated: Iterable[tuple[PyTree, Sequence[Sharding | None]]]
+) -> PyTree:
+    """Divides each result as the donated argument of its structure and types.
 
     XLA may divide updated parameters otherwise than the parameters. Then no buffer
     could be reused, and the next step would refuse the parameters.
+
+    Args:
+      results: The step's results.
+      donated: Traced arguments, each with the shardings of its leaves.
     """
     types_of = lambda tree: (
         jax.tree.structure(tree),
@@ -69,7 +67,7 @@ def divide_like(results: PyTree, donated: Iterable[Donated]) -> PyTree:
         match = next((n for n, (like, _) in enumerate(left) if like == types), None)
         if match is None:
             return result
-        # Each donated argument gives its place to one result.
+        # Each donated argument gives its sharding to one result.
         _, places = left.pop(match)
         leaves, structure = jax.tree.flatten(result)
         return jax.tree.unflatten(structure, map(_divide, leaves, places))
@@ -101,7 +99,7 @@ def device_of(shardings: Iterable[Sharding]) -> Device:
 
 
 def shared_by(shardings: Iterable[Sharding]) -> Sharding | None:
-    """The sharding of whole arrays on the devices that some shardings share.
+    """The sharding of an undivided array on the devices that some shardings share.
 
     None if there are several sets of devices.
     """
@@ -111,13 +109,12 @@ def shared_by(shardings: Iterable[Sharding]) -> Sharding | None:
     ((devices, sharding),) = unique.items()
     if len(devices) == 1:
         return SingleDeviceSharding(*devices)
-    if not isinstance(sharding, NamedSharding):
-        return None
-    return NamedSharding(sharding.mesh, PartitionSpec())
+    is_named = isinstance(sharding, NamedSharding)
+    return NamedSharding(sharding.mesh, PartitionSpec()) if is_named else None
 
 
 def is_placed(x: object) -> bool:
-    """Whether an argument states its devices, and JAX does not move it to others."""
+    """Whether an argument states its devices, so that JAX does not move it."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.sharding is not None
     return getattr(x, "committed", False)
@@ -128,13 +125,13 @@ class DonationError(ValueError):
 
 
 def check_donations(
-    compiled: jax.stages.Compiled, leaves: Sequence[Leaf], donated: set[ArgumentKey]
+    compiled: jax.stages.Compiled, leaves: Sequence[Leaf], donated: Chosen
 ) -> None:
     """Raises unless the compiled program reuses every donated buffer."""
-    if not donated:
+    if not any(donated):
         return
     kinds = [
-        # A sharding that states no memory kind is of the device's own.
+        # A sharding without a memory kind is of the device's own memory.
         sharding.memory_kind or memory_kinds()[0]
         for sharding in jax.tree.leaves(compiled.output_shardings)
     ]
@@ -143,7 +140,7 @@ def check_donations(
     places = compiled.in_tree.flatten_up_to(compiled.input_shardings)
     lost, number = [], 0
     for (key, name, x), place in zip(leaves, places, strict=True):
-        # No result in host memory can take over a buffer of the device, nor vice versa.
+        # No result in host memory can reuse a buffer of the device, nor vice versa.
         is_reused = place is not None and reused.get(number) == memory_kind(x)
         number += place is not None
         aval = jax.typeof(x)
@@ -160,20 +157,34 @@ def check_donations(
         )
 
 
-def note_donated(error: BaseException, donated: dict[ArgumentKey, PyTree]) -> None:
+def aliases(hlo: str) -> dict[int, int]:
+    """The output that reuses each donated argument, by the argument's number.
+
+    The tokens that order effects are not counted: they precede arrays in both.
+    """
+    # Aliases stand before the first computation, and a blank line between them.
+    header = hlo[: hlo.find("\n\n")]
+    types = header.partition("entry_computation_layout={(")[2].partition(")->")[0]
+    tokens = types.count("token[]")
+    match = re.search(r"input_output_alias=\{(.*?)\}, entry_computation", header)
+    pairs = re.findall(r"\{(\d*)\}: \((\d+),", match[1] if match else "")
+    return {int(x) - tokens: int(output or 0) - tokens for output, x in pairs}
+
+
+def note_donated(error: BaseException, donated: Mapping[ArgumentKey, PyTree]) -> None:
     """Notes on a step's error whether its donated arguments are intact."""
     is_gone = lambda x: isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted()
     gone = [
-        label(key)
+        f"argument {key}"
         for key, x in donated.items()
         if any(map(is_gone, jax.tree.leaves(x)))
     ]
     if gone:
         error.add_note(
-            f"Donated and gone: {', '.join(gone)}. A step that fails consumes them as"
-            " one that succeeds does: restore the last checkpoint."
+            f"Donated and gone: {', '.join(gone)}. Donated arguments are consumed even"
+            " if the step fails: restore the last checkpoint."
         )
     elif donated:
         error.add_note(
-            "Nothing that was donated is gone: the step can be called with it again."
+            "No donated argument is gone: the step can be called with it again."
         )

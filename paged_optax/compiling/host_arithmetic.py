@@ -9,10 +9,8 @@ fails to compile with an unrelated message.
 import itertools
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 import jax
-from jax.core import AbstractValue
 from jax.extend import core
 
 from paged_optax.backend.memory import HOST, on_host
@@ -20,20 +18,17 @@ from paged_optax.backend.platforms import GPU_COPIES_FOR_CONDITIONALS
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.backend.user_warnings import warn_user
 
-#: Primitives that keep a host array's values, or move it.
+# Primitives that keep a host array's values, or move it; and those that only hold
+# jaxprs, which are searched.
 _HARMLESS = frozenset(
     """copy copy_p device_put dynamic_slice dynamic_update_slice empty expand_dims
     layout_constraint mesh_cast optimization_barrier pair_donated pvary reshape reshard
-    sharding_constraint slice squeeze""".split()
-)
-
-#: Primitives that only hold jaxprs, which are searched.
-_SEARCHED = frozenset(
-    """checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vmap_call
+    sharding_constraint slice squeeze
+    checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vmap_call
     jit pjit remat2 run_state scan shard_map while xla_metadata_call""".split()
 )
 
-#: By the file of Optax that an equation was traced from.
+# By the file of Optax that an equation was traced from.
 _CURES = {
     "_accumulation.py": "use paged_optax.MultiSteps",
     "_conditionality.py": "use paged_optax.apply_if_finite, conditionally_transform or"
@@ -43,53 +38,16 @@ _CURES = {
 
 _JAX = pathlib.Path(jax.__file__).parent
 
-
-class HostCompute(NamedTuple):
-    """One equation that computes on host arrays.
-
-    Attributes:
-      primitive: Its primitive: `"select_n"`, `"cond"`, `"mul"`.
-      aval: The type of the host array.
-      frames: Where it was traced from: files and lines, the innermost first.
-    """
-
-    primitive: str
-    aval: AbstractValue
-    frames: tuple[tuple[str, int], ...]
-
-
-def host_compute(
-    jaxpr: core.Jaxpr | core.ClosedJaxpr, *, conditionals: bool = False
-) -> Iterator[HostCompute]:
-    """Equations on host arrays that are no transfers, depth first.
-
-    Args:
-      jaxpr: A jaxpr that was traced with arguments typed as host memory.
-      conditionals: Whether a conditional that returns host arrays counts: one branch
-        hands them through. XLA:GPU of some versions copies them then.
-    """
-    for equation, around, by_platform in _equations(jaxpr, (), set()):
-        name = equation.primitive.name
-        results = [x.aval for x in equation.outvars if _on_host(x)]
-        operands = [x.aval for x in _variables(equation) if _on_host(x)]
-        touched = [*results, *operands]
-        # What goes into a conditional is handed to its branches, which are searched.
-        if name == "cond":
-            touched = results if conditionals and not by_platform else []
-        if touched and name not in _HARMLESS | _SEARCHED:
-            # Equations that JAX cached from an earlier trace do not say.
-            told = (frames for x in (equation, *around) if (frames := _frames(x)))
-            yield HostCompute(name, touched[0], next(told, ()))
+_Jaxpr = core.Jaxpr | core.ClosedJaxpr
+_Equations = tuple[core.JaxprEqn, ...]
 
 
 def _equations(
-    jaxpr: core.Jaxpr | core.ClosedJaxpr,
-    around: tuple[core.JaxprEqn, ...],
-    visited: set[int],
-) -> Iterator[tuple[core.JaxprEqn, tuple[core.JaxprEqn, ...], bool]]:
-    """All equations, those around each, and whether a platform is what it asks for.
+    jaxpr: _Jaxpr, around: _Equations, visited: set[int]
+) -> Iterator[tuple[core.JaxprEqn, _Equations, bool]]:
+    """All equations, those around each, and whether it branches by platform.
 
-    `platform_dependent` leaves one branch when it is compiled: it is no conditional.
+    Compilation for a platform leaves one branch of `platform_dependent`.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     # A function that is called often has one jaxpr.
@@ -105,7 +63,7 @@ def _equations(
         yield equation, around, by_platform
         # A conditional has its jaxprs in a tuple, others have one.
         for inner in jax.tree.leaves(list(equation.params.values())):
-            if isinstance(inner, (core.Jaxpr, core.ClosedJaxpr)):
+            if isinstance(inner, _Jaxpr):
                 yield from _equations(inner, (equation, *around), visited)
 
 
@@ -113,13 +71,18 @@ def _variables(equation: core.JaxprEqn) -> list[core.Var]:
     return [x for x in equation.invars if not isinstance(x, core.Literal)]
 
 
+def _on_host(variable: core.Var) -> bool:
+    aval = variable.aval
+    return getattr(aval, "memory_space", None) == HOST and getattr(aval, "size", 0) > 0
+
+
 def reaches_host(jaxpr: core.ClosedJaxpr) -> bool:
-    """Whether anything that a jaxpr takes or computes is in host memory."""
+    """Whether any argument or intermediate value of a jaxpr is in host memory."""
     results = (x for y, *_ in _equations(jaxpr, (), set()) for x in y.outvars)
     return any(map(_on_host, itertools.chain(jaxpr.jaxpr.invars, results)))
 
 
-def warn_of_host_compute(jaxpr: core.Jaxpr | core.ClosedJaxpr, platform: str) -> None:
+def warn_of_host_compute(jaxpr: _Jaxpr, platform: str) -> None:
     """Warns, naming the way out, if a step computes on host arrays.
 
     On the CPU all memory is the host's, and nothing is lost.
@@ -127,22 +90,41 @@ def warn_of_host_compute(jaxpr: core.Jaxpr | core.ClosedJaxpr, platform: str) ->
     if platform == "cpu":
         return
     copies = platform != "tpu" and GPU_COPIES_FOR_CONDITIONALS
-    equation = next(host_compute(jaxpr, conditionals=copies), None)
-    if equation is None:
-        return
-    cure = "move it with jax.device_put(x, jax.memory.Space.Device) first"
-    where = ""
-    for file, line in equation.frames:
-        where = where or f" ({file}:{line})"
-        path = pathlib.Path(file)
+    for equation, around, by_platform in _equations(jaxpr, (), set()):
+        name = equation.primitive.name
+        touched = list(filter(_on_host, [*equation.outvars, *_variables(equation)]))
+        # The branches of a conditional are searched, which get its operands. XLA:GPU
+        # of some versions copies the host arrays that it returns.
+        if name == "cond":
+            is_copied = copies and not by_platform
+            touched = list(filter(_on_host, equation.outvars)) if is_copied else []
+        if touched and name not in _HARMLESS:
+            # Equations that JAX cached from an earlier trace have no frames.
+            frames = next(filter(None, map(_frames, (equation, *around))), [])
+            where = " ({}:{})".format(*frames[0]) if frames else ""
+            warn_user(
+                f"the step computes `{name}` on {touched[0].aval.str_short()}, which is"
+                f" in host memory{where}: XLA copies the whole state for it, or does"
+                f" not compile. Instead, {_cure(frames)}."
+            )
+            return
+
+
+def _frames(equation: core.JaxprEqn) -> list[tuple[str, int]]:
+    """The files and lines an equation was traced from, without JAX's own."""
+    traceback = equation.source_info.traceback
+    return [
+        (frame.file_name, frame.line_num)
+        for frame in (traceback.frames if traceback else ())
+        if _JAX not in pathlib.Path(frame.file_name).parents
+    ]
+
+
+def _cure(frames: list[tuple[str, int]]) -> str:
+    for path in (pathlib.Path(file) for file, _ in frames):
         if "optax" in path.parts and path.name in _CURES:
-            cure = f"{_CURES[path.name]}, which gives the same numbers"
-            break
-    warn_user(
-        f"the step computes `{equation.primitive}` on {equation.aval.str_short()},"
-        f" which is in host memory{where}: XLA copies the whole state for it, or does"
-        f" not compile. Instead, {cure}."
-    )
+            return f"{_CURES[path.name]}, which gives the same numbers"
+    return "move it with jax.device_put(x, jax.memory.Space.Device) first"
 
 
 def refuse_computed_on_host(
@@ -157,18 +139,3 @@ def refuse_computed_on_host(
             f" which is there too: {' or '.join((alike or [*host])[:3])}. Move it to"
             " the device first, by jax.device_put(x, jax.memory.Space.Device)."
         ) from error
-
-
-def _on_host(variable: core.Var) -> bool:
-    aval = variable.aval
-    return getattr(aval, "memory_space", None) == HOST and getattr(aval, "size", 0) > 0
-
-
-def _frames(equation: core.JaxprEqn) -> tuple[tuple[str, int], ...]:
-    """Where an equation was traced from, JAX's own code left out."""
-    traceback = equation.source_info.traceback
-    return tuple(
-        (frame.file_name, frame.line_num)
-        for frame in (traceback.frames if traceback else ())
-        if _JAX not in pathlib.Path(frame.file_name).parents
-    )

@@ -1,13 +1,10 @@
-"""Pages of leaves through the device.
+"""The page loop, independent of Optax.
 
-`page_size` decides a page's size, `page_shapes` how a GPU and a TPU cut a leaf,
-`geometry` which leaves share pages; `pages` tells where each page is. `stream` is what
-is called, once for like leaves. `loop` goes over their pages: it reads, decodes,
-computes, encodes and writes; `transfer_order` isolates leaves, and reads one page while
-another is written. `page_io` reads a page of an array and writes it back,
-`paged_array` knows where it lies and what a codec makes of it. `transfers` moves both
-a page of a leaf and a layer of a stack, in a TPU's layout and in a GPU's pieces.
-`shards` divides leaves over a mesh; what the parameters' division is,
-`paged_optax.transform.parameter_shardings` finds out. `backend_check` checks the
-backend once. Nothing here knows of Optax.
+`stream` updates leaves of one shape, and `fill` makes a new leaf. `sharing` cuts leaves
+into pages and groups the leaves that share them, by the rules of `gpu_pages` and
+`tpu_pages`; `pages` has page sizes and addresses. `loop` reads, decodes, computes,
+encodes and writes each page, and `exchange` isolates leaves and overlaps the two
+directions of the link. `paged_array` encodes and decodes a page, `buffers` slices one
+array of it, and `transfers` moves slices between host and device. `shards` divides
+leaves over a mesh. `backend_check` verifies a backend once.
 """

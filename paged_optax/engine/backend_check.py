@@ -1,8 +1,8 @@
-"""A backend is checked once before it is trusted with real moments.
+"""Self-check of a backend, once a process, before it pages real moments.
 
 XLA:GPU before openxla/xla#46308 computed wrong addresses for some host slices, and
-nothing failed: only the numbers were wrong. So before a process first pages on an
-accelerator, a few distinct pages go through the engine and are compared.
+nothing failed: only the numbers were wrong. Before a process first pages on an
+accelerator, the engine updates a few distinct pages, which are compared.
 """
 
 import functools
@@ -18,9 +18,9 @@ from jax import Array
 from paged_optax.analysis.flat import trace
 from paged_optax.analysis.per_leaf import analyse
 from paged_optax.analysis.program import LeafUpdate
-from paged_optax.engine.geometry import cut
 from paged_optax.engine.pages import MomentFormat
-from paged_optax.engine.stream import fill, stream
+from paged_optax.engine.sharing import cut
+from paged_optax.engine.stream import PageProgram, fill, stream
 
 
 class BackendError(RuntimeError):
@@ -28,15 +28,15 @@ class BackendError(RuntimeError):
 
 
 def check_backend() -> None:
-    """Sends distinct pages through the engine and compares them, once a process.
+    """Updates distinct pages and compares them, once a process.
 
     Runs on accelerators only. `PAGED_OPTAX_SELF_CHECK=0` in the environment switches it
     off. It costs the compilation of three small programs, once a process: 0.4 to 0.5
     seconds on one core for XLA:CPU, and 2 to 7 milliseconds for the run (jax 0.10.2 and
     0.12.0.1, on a CPU; an accelerator's compiler takes longer).
 
-    It sees moments that are read or written a row or a page from their place, in either
-    direction, and reads that take the place of writes, in turn and both ways at once.
+    It detects reads and writes that are a row or a page off, in either direction, and
+    reads exchanged with writes, in serial and in duplex schedules.
 
     Raises:
       BackendError: If a page came back wrong.
@@ -48,7 +48,7 @@ def check_backend() -> None:
 
 @functools.cache
 def run_check(backend: str) -> None:
-    """Compares five pages and a smaller last one with the same sums on NumPy."""
+    """Compares five pages and a smaller last one with NumPy."""
     shape, rows = (89, 128), 16  # five pages of 15 rows, and one of 14
     geometry = cut(shape, (MomentFormat(4), MomentFormat(4)), rows * shape[1] * 4)
     update = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
@@ -68,14 +68,17 @@ def run_check(backend: str) -> None:
         arrays = (array, *on_host)
         (results,) = stream(
             (tuple(arrays[i] for i in leaf.inputs),),
-            program=leaf.program,
-            overwrites=tuple(leaf.inputs.index(i) for i in leaf.outputs),
+            program=PageProgram(
+                leaf.program,
+                tuple(leaf.inputs.index(i) for i in leaf.outputs),
+                (None,) * len(arrays),
+            ),
             geometry=geometry,
         )
     mu, nu = 3 * update + 1, 5 * update + 2
-    wanted = (nu - mu + update, mu + update, nu - update)
+    expected = (nu - mu + update, mu + update, nu - update)
     names = ("update", "first moment", "second moment")
-    for name, new, right in zip(names, results, wanted, strict=True):
+    for name, new, right in zip(names, results, expected, strict=True):
         wrong = np.flatnonzero((np.asarray(new) != right).any(1))
         if wrong.size:
             raise BackendError(
@@ -89,7 +92,6 @@ def run_check(backend: str) -> None:
 def _leaf_updates(
     function: Callable[..., tuple[Array, ...]], shape: tuple[int, ...]
 ) -> tuple[LeafUpdate, ...]:
-    """The programs of a function of one parameter's arrays, its gradient first."""
     count = len(inspect.signature(function).parameters)
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32)] * count
     closed, _ = trace(function, *arguments)

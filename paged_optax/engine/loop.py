@@ -1,21 +1,21 @@
-"""The loop over the pages of a leaf, or of like leaves that share pages.
+"""The loop over the pages of a leaf, or of several leaves that share pages.
 
-A page is read from host memory, decoded, computed on, encoded, and written back over
-itself. Two ways do it, and give the same numbers:
+A page is read from host memory, decoded, computed, encoded, and written back in place.
+Two schedules give the same numbers:
 
-- **In turn**: each page is read, computed and written before the next one. The link
+- **Serial**: each page is read, computed and written before the next one. The link
   works in one direction at a time.
-- **Duplex** (`paged_optax.engine.transfer_order`): while a page is written, the next
-  one is read, half of the moments at a time: `mu` in while `nu` goes out, then `nu` in
-  while `mu` goes out. A leaf of n pages takes (n + 1) / n of the time that the slower
-  direction needs.
+- **Duplex** (`paged_optax.engine.exchange`): while a page is written, the next one is
+  read, half of the moments at a time: `mu` in while `nu` goes out, then `nu` in while
+  `mu` goes out. A leaf of n pages takes (n + 1) / n of the time of the slower
+  direction.
 
-After the last page nothing is left to read. On a TPU a branch skips that read while the
-last page is written. On a GPU the last page is computed after the loop: a transfer's
-address is known there only where it is linear in a loop's variable, and a branch would
-wait for the host (`paged_optax.engine.transfers`). XLA:GPU before openxla/xla#46308
-does not know the address of the next page either: there pages go in turn. On a CPU
-nothing travels.
+The last page has no successor to read. On a TPU a branch skips that read while the last
+page is written. On a GPU the last page is computed after the loop: a transfer's address
+is known there only if it is linear in a loop's variable, and a branch would wait for
+the host (`paged_optax.engine.transfers`). XLA:GPU before openxla/xla#46308 does not
+know the address of the next page either, and gets the serial schedule. A CPU has no
+link.
 """
 
 import dataclasses
@@ -40,8 +40,7 @@ from paged_optax.backend.platforms import (
 from paged_optax.backend.types import varying, varying_axes
 from paged_optax.codecs import Codec, Noise, Quantized
 from paged_optax.codecs.codec import strides_of
-from paged_optax.engine.page_shapes import in_tiles
-from paged_optax.engine.page_size import CODEC_PAGE
+from paged_optax.engine.exchange import Exchange, fenced, isolated
 from paged_optax.engine.paged_array import (
     Fetched,
     LeafBuffers,
@@ -49,31 +48,31 @@ from paged_optax.engine.paged_array import (
     Stored,
     buffers_of,
 )
-from paged_optax.engine.pages import Index, MomentFormat, PageAddress, PageRange, Pages
-from paged_optax.engine.transfer_order import Exchange, fenced, isolated
+from paged_optax.engine.pages import CODEC_PAGE, Index, MomentFormat, Page, Pages
+from paged_optax.engine.tpu_pages import in_tiles
 from paged_optax.engine.transfers import pieces_of, read_in_pieces, write_in_pieces
 
 #: The buffers of each array of the program, by the array's position.
 ByPosition = dict[int, LeafBuffers]
 
-#: What is fetched of a page of each array.
+#: The fetched page of each array.
 FetchedByPosition = dict[int, tuple[Fetched, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loop:
-    """A program's loop over the pages of one leaf, or of like leaves that share pages.
+    """A program's loop over the pages of one leaf, or of leaves that share pages.
 
     Attributes:
-      program: What to compute on a page.
+      program: The computation of a page.
       overwrites: For each of its results the position of the array it replaces.
-      pages: How the leaf is cut.
-      arrays: How each array lies in the pages.
-      random_words: For each result the random words that its codec rounds by, or None.
-      start: The offset in the flattened leaf of this shard's first value; None: 0.
-      shapes: What the program sees of each array, where leaves of several shapes
+      pages: The cut of the leaf.
+      arrays: The program's arguments, then further arrays to overwrite.
+      random_words: For each result the random words of stochastic rounding, or None.
+      start: Offset in the flattened leaf of this shard's first value; None: 0.
+      shapes: Shape of each array as the program sees it, if leaves of several shapes
         travel whole; else empty.
-      leaf_count: How many leaves share pages.
+      leaf_count: Number of leaves that share pages.
     """
 
     program: Program
@@ -87,23 +86,23 @@ class Loop:
 
     @functools.cached_property
     def targets(self) -> tuple[int, ...]:
-        """The arrays that are overwritten, each once."""
+        """Positions of the arrays that are overwritten, each once."""
         return tuple(dict.fromkeys(self.overwrites))
 
     @functools.cached_property
     def coded(self) -> bool:
-        """Whether a codec stores any of the arrays."""
+        """Whether any array has a codec."""
         return any(array.codec is not None for array in self.arrays)
 
     @functools.cached_property
     def exchanged(self) -> tuple[int, ...]:
-        """The arrays whose pages travel both ways."""
+        """Positions of the arrays whose pages travel both ways."""
         inputs = [p for p in self.targets if p < self.program.inputs]
         return tuple([p for p in inputs if self.arrays[p].streamed])
 
     @functools.cached_property
     def duplex(self) -> bool:
-        """Whether pages travel both ways at once where they travel."""
+        """Whether pages travel both ways at the same time."""
         written = sum([self.arrays[p].streamed for p in self.targets])
         alike = len(self.exchanged) == written
         return alike and self.pages.both_ways(written * self.leaf_count)
@@ -111,50 +110,47 @@ class Loop:
     def __call__(
         self, buffers: Sequence[LeafBuffers], trip_count: Int[Array, ""] | None
     ) -> tuple[LeafBuffers, ...]:
-        """The new buffers of the arrays that are overwritten.
+        """Returns the new buffers of the arrays that are overwritten.
 
         Args:
-          buffers: Those of each array, of each leaf that has its own.
-          trip_count: How often to run; None: once.
+          buffers: The buffers of each array, of each leaf that has its own.
+          trip_count: 1 to run, 0 to skip; None always runs.
         """
         arguments = tuple(buffers), tuple([buffers[p] for p in self.targets])
-        # A loop that does all of it keeps the leaf together by itself.
-        looped = len(self.pages.ranges) == 1 and self.pages.count > 1
-        together = looped and not self.coded and not self.duplex
-        if trip_count is None and (together or not self.pages.isolated):
+        ranges = self.pages.ranges
+        # A single loop isolates the leaf by itself.
+        looped = len(ranges) == 1 and self.pages.count > 1
+        loop_isolates = looped and not self.coded and not self.duplex
+        if trip_count is None and (loop_isolates or not self.pages.isolated):
             return self._all_pages(*arguments)
-        # Outside of loops a GPU fuses nothing in a call that is not inlined.
+        # A GPU fuses nothing in an uninlined call outside of loops.
         in_loops = not self.pages.tiled and all(
-            not page_range.single
-            and (not self.duplex or self._pieces_of(page_range) > 1)
-            for page_range in self.pages.ranges
+            not pages.single and (not self.duplex or self._pieces_of(pages) > 1)
+            for pages in ranges
         )
         return isolated(self._all_pages, trip_count, in_loops)(*arguments)
 
-    def _pieces_of(self, page_range: PageRange) -> int:
-        """In how many pieces the first and the last page of a range are moved."""
+    def _pieces_of(self, pages: Page) -> int:
+        """Returns the number of pieces of the first and of the last page."""
         if self.pages.tiled:
             return 1  # a TPU computes all pages in the loop
         # The loop's variable counts units. A piece has whole blocks of every array.
-        unit = page_range.size // page_range.step
+        unit = pages.size // pages.step
         block = math.lcm(*[one.block for array in self.arrays for one in array.parts])
-        return pieces_of(page_range.step, block // math.gcd(block, unit))
+        return pieces_of(pages.step, block // math.gcd(block, unit))
 
     def _all_pages(
         self, buffers: tuple[LeafBuffers, ...], overwritten: tuple[LeafBuffers, ...]
     ) -> tuple[LeafBuffers, ...]:
-        targets, arrays = self.targets, self.arrays
-        current = dict(enumerate(buffers)) | dict(
-            zip(targets, overwritten, strict=True)
-        )
-        # What does not travel in pages, such as a leaf's few scales, travels before the
-        # first page and after the last.
+        arrays = self.arrays
+        current = dict(enumerate(buffers))
+        current |= dict(zip(self.targets, overwritten, strict=True))
         current = {p: arrays[p].preload(x) for p, x in current.items()}
-        for page_range in self.pages.ranges:
-            in_turn = functools.partial(self._in_turn, page_range)
-            duplex = functools.partial(self._duplex, page_range)
-            if page_range.single:
-                current = self._page(page_range.at(np.int32(0)), current)
+        for pages in self.pages.ranges:
+            in_turn = functools.partial(self._in_turn, pages)
+            duplex = functools.partial(self._duplex, pages)
+            if pages.single:
+                current = self._page(self.pages.at(pages, np.int32(0)), current)
             elif not self.duplex:
                 current = in_turn(current)
             elif self.pages.tiled:
@@ -162,47 +158,48 @@ class Loop:
             else:
                 # XLA:CPU shares these pages with XLA:GPU, and has no link.
                 current = lax.platform_dependent(current, cpu=in_turn, default=duplex)
-        return tuple([arrays[p].unload(current[p]) for p in targets])
+        return tuple([arrays[p].unload(current[p]) for p in self.targets])
 
-    def _in_turn(self, page_range: PageRange, current: ByPosition) -> ByPosition:
-        """Updates the pages of a range, one after the other."""
+    def _in_turn(self, pages: Page, current: ByPosition) -> ByPosition:
+        """Updates equal pages, one after the other."""
         constant = {p: x for p, x in current.items() if p not in self.targets}
 
         def next_page(
             carry: tuple[Int[Array, ""], ByPosition],
         ) -> tuple[Int[Array, ""], ByPosition]:
             number, changing = carry
-            changed = self._page(page_range.at(number), constant | changing)
-            return number + page_range.step, {p: changed[p] for p in self.targets}
+            changed = self._page(self.pages.at(pages, number), constant | changing)
+            return number + pages.step, {p: changed[p] for p in self.targets}
 
         start = jnp.int32(0), {p: current[p] for p in self.targets}
         _, changing = lax.while_loop(
-            lambda carry: carry[0] < page_range.stop, next_page, start
+            lambda carry: carry[0] < pages.stop, next_page, start
         )
         return constant | changing
 
-    def _page(self, at: PageAddress, current: ByPosition) -> ByPosition:
+    def _page(self, at: Page, current: ByPosition) -> ByPosition:
         """Reads a page, computes it, and writes it back."""
         compute = functools.partial(self._compute, at, current, {})
         if self.pages.count > 1:
             # Else reads of one page fuse with writes of others, and the leaf is copied.
             compute = unfused_on_cpu(compute)
         results = compute()
-        # Only what travels is fenced off from its neighbours; gradients and parameters
-        # are read and written by the computation itself.
+        # Only streamed pages are fenced; gradients and parameters are read and written
+        # by the computation itself.
         streamed = [self.arrays[p].streamed for p in results]
         values = fenced([*results.values()], streamed)
         return self._write(at, current, dict(zip(results, values, strict=True)))
 
-    def _duplex(self, page_range: PageRange, current: ByPosition) -> ByPosition:
-        """Updates the pages of a range: while one is written, the next one is read."""
-        step = np.int32(page_range.step)
-        last = np.int32(page_range.stop - page_range.step)
-        once = self.pages.tiled  # all pages are computed by the loop
-        pieces, stop = self._pieces_of(page_range), page_range.stop if once else last
-        piece_step = np.int32(page_range.step // pieces)
+    def _duplex(self, pages: Page, current: ByPosition) -> ByPosition:
+        """Updates equal pages: while one is written, the next one is read."""
+        step = np.int32(pages.step)
+        last = np.int32(pages.stop - pages.step)
+        once = self.pages.tiled  # the loop computes all pages
+        pieces, stop = self._pieces_of(pages), pages.stop if once else last
+        piece_step = np.int32(pages.step // pieces)
         constant = {p: x for p, x in current.items() if p not in self.targets}
         exchange = Exchange(self.arrays, self.exchanged, self.leaf_count)
+        address = functools.partial(self.pages.at, pages)
 
         def next_page(
             carry: tuple[Int[Array, ""], ByPosition, FetchedByPosition],
@@ -211,7 +208,7 @@ class Loop:
             # reads of the next page would wait until this one is written.
             turn, changing, page = carry
             number = turn * step
-            at, following = page_range.at(number), page_range.at(number + step)
+            at, following = address(number), address(number + step)
             buffers = constant | changing
             results = self._compute(at, buffers, page)
             changed = self._write(at, buffers, results, travels=False)
@@ -220,16 +217,15 @@ class Loop:
             return turn + 1, {p: changed[p] for p in self.targets}, page
 
         def fetch(turn: Index) -> FetchedByPosition:
-            at = page_range.at(np.int32(0) + turn * piece_step, pieces)
+            at = address(np.int32(0) + turn * piece_step, pieces)
             return self._fetch(at, current, self.exchanged)
 
         def write(
             turn: Index, changing: ByPosition, page: FetchedByPosition
         ) -> ByPosition:
-            at = page_range.at(last + turn * piece_step, pieces)
+            at = address(last + turn * piece_step, pieces)
             buffers = constant | changing
-            results = self._compute(at, buffers, page)
-            changed = self._write(at, buffers, results)
+            changed = self._write(at, buffers, self._compute(at, buffers, page))
             return {p: changed[p] for p in self.targets}
 
         changing = {p: current[p] for p in self.targets}
@@ -243,9 +239,8 @@ class Loop:
         return constant | changing
 
     def _fetch(
-        self, at: PageAddress, current: ByPosition, positions: Iterable[int]
+        self, at: Page, current: ByPosition, positions: Iterable[int]
     ) -> FetchedByPosition:
-        """What travels of a page of some arrays."""
         return {
             p: tuple([self.arrays[p].fetch(x, at) for x in current[p]])
             for p in positions
@@ -253,12 +248,12 @@ class Loop:
 
     def _write(
         self,
-        at: PageAddress,
+        at: Page,
         current: ByPosition,
         results: ByPosition,
         travels: bool | None = None,
     ) -> ByPosition:
-        """The buffers with a page replaced; see `PagedArray.write`."""
+        """Returns the buffers with a page replaced; see `PagedArray.write`."""
         changed = {}
         for p, pages in results.items():
             write = functools.partial(self.arrays[p].write, at=at, travels=travels)
@@ -266,21 +261,21 @@ class Loop:
         return current | changed
 
     def _compute(
-        self, at: PageAddress, current: ByPosition, page: FetchedByPosition
+        self, at: Page, current: ByPosition, page: FetchedByPosition
     ) -> ByPosition:
-        """The encoded results of a page; `page`: what of it has been fetched."""
-        # Noise depends on where the page's first value is in the flattened leaf.
+        """Computes the encoded results of a page; `page`: its fetched buffers."""
+        # Noise depends on the offset of the page's first value in the flattened leaf.
         offset = jnp.uint32(0) if self.start is None else self.start
         strides = strides_of(self.pages.view)
-        for start, stride in zip(at.starts(self.pages), strides, strict=True):
+        for start, stride in zip(self.pages.starts(at), strides, strict=True):
             offset += jnp.asarray(start, jnp.uint32) * np.uint32(stride % 2**32)
         noise = [
             None if words is None else Noise(words, offset, strides)
             for words in self.random_words
         ]
-        # Pages from the host are fenced off from what is computed with them. On a TPU
-        # the results then take over the pages that were read (16 leaves of 4096x4096, 8
-        # MiB pages, v5e: 19 MiB of scratch instead of 27). XLA:CPU would copy.
+        # A fence separates fetched pages from the computation. On a TPU the results
+        # then take over the pages that were read (16 leaves of 4096x4096, 8 MiB pages,
+        # v5e: 19 MiB of scratch instead of 27). XLA:CPU would copy.
         inputs = range(self.program.inputs)
         page = page | self._fetch(at, current, [p for p in inputs if p not in page])
         page = except_on_cpu(barrier, page)
@@ -293,15 +288,15 @@ class Loop:
         else:
             # A short program is compiled for each leaf, and nothing is copied.
             of_leaf = lambda x, leaf: x if len(x) == 1 else x[leaf : leaf + 1]
-            each = [
+            by_leaf = [
                 self._results([of_leaf(x, leaf) for x in stored], at, noise, 1)
                 for leaf in range(self.leaf_count)
             ]
             results = [
                 tuple([x for (x,) in leaf_pages])
-                for leaf_pages in zip(*each, strict=True)
+                for leaf_pages in zip(*by_leaf, strict=True)
             ]
-        # What is computed of constants alone varies along no axis, and its buffer may.
+        # A result of constants varies along no axis, and its buffer may.
         return {
             p: varying(x, varying_axes(current[p]))
             for p, x in zip(self.overwrites, results, strict=True)
@@ -310,11 +305,11 @@ class Loop:
     def _results(
         self,
         stored: Sequence[LeafBuffers],
-        at: PageAddress,
+        at: Page,
         noise: Sequence[Noise | None],
         leaf_count: int,
     ) -> Sequence[LeafBuffers]:
-        """What is stored of the results of a page of one leaf, or of several joined."""
+        """Computes the encoded results of a page of one leaf, or of several joined."""
         shape = self.pages.page(at.size)
         shapes = self.shapes or [shape] * len(stored)
         # Arrays after the program's inputs are only overwritten, and not `stored`.
@@ -323,17 +318,16 @@ class Loop:
             for array, x, seen in zip(self.arrays, stored, shapes, strict=False)
         ]
         if self.coded:
-            # What is decoded too is apart from what is computed of it, as below.
             inputs = on_cpu(barrier, inputs)
         elementwise = self.program.elementwise
         joined_shape = self.pages.page(at.size, leaf_count) if elementwise else None
         results = self.program(inputs, joined_shape)
         if self.coded:
-            # What is encoded is apart from what computed it. So the codes of a page are
-            # those of the whole leaf: XLA:CPU contracts products and sums as they are
-            # fused. A TPU keeps the update apart too: of (128256, 4096) in four bits it
-            # took 34 MiB of scratch, for 2, where the loop wrote it as it computed the
-            # codes (libtpu 0.0.52). On a GPU that would be one more kernel for a page.
+            # A fence around the update makes the codes of a page equal to those of the
+            # whole leaf: XLA:CPU contracts products and sums as they are fused. A TPU
+            # needs it too: (128256, 4096) in four bits took 34 MiB of scratch, not 2,
+            # when the loop wrote the update as it computed the codes (libtpu 0.0.52).
+            # On a GPU it would be one more kernel for a page.
             results = except_on_gpu(barrier, results)
             coded = [self.arrays[p].codec is not None for p in self.overwrites]
             results = fenced(results, coded)
@@ -346,7 +340,7 @@ class Loop:
     def _decoded(
         self, array: PagedArray, page: LeafBuffers, shape: tuple[int, ...]
     ) -> Array:
-        """What the program sees of a page, computed by parts where it is large."""
+        """Decodes a page, in parts if it is large."""
         codec = array.codec
         if codec is None or (pages := self._codec_pages(codec, shape)) is None:
             return array.decode(page, shape)
@@ -363,18 +357,17 @@ class Loop:
         shape: tuple[int, ...],
         leaf_count: int,
     ) -> LeafBuffers:
-        """What is stored of a result, computed by parts where it is large."""
+        """Encodes a result, in parts if it is large."""
         codec = array.codec
         if codec is None or (pages := self._codec_pages(codec, result.shape)) is None:
             return array.encode(result, noise, shape, leaf_count)
         return (buffers_of(_by_pages(pages, codec, result, encode=True)),)
 
     def _codec_pages(self, codec: Codec, shape: tuple[int, ...]) -> Pages | None:
-        """How a TPU computes a codec on a leaf that is one page; None: at once.
+        """Returns parts in which a TPU computes a codec on a leaf of one page, or None.
 
-        The larger an array, the longer XLA:TPU takes to compile what is computed of it:
-        Adafactor with a momentum of (6144, 50432) in eight bits more than 150 s (libtpu
-        0.0.52).
+        XLA:TPU takes longer to compile larger arrays: Adafactor with a momentum of
+        (6144, 50432) in eight bits takes more than 150 s (libtpu 0.0.52).
         """
         one_page = self.pages.tiled and self.pages.count <= 1 and self.leaf_count == 1
         if not one_page or codec.block == 1 or codec.draws:
@@ -384,7 +377,7 @@ class Loop:
 
 
 def _by_pages(pages: Pages, codec: Codec, x: Stored, *, encode: bool) -> Stored:
-    """Encodes or decodes an array on the device, a page at a time."""
+    """Encodes or decodes an array on the device, page by page."""
     plain = jax.ShapeDtypeStruct(pages.leaf, jnp.float32)
     stored = codec.stored(pages.leaf)
     arrays = (
@@ -395,6 +388,6 @@ def _by_pages(pages: Pages, codec: Codec, x: Stored, *, encode: bool) -> Stored:
     same = Program(1, (), (0,), elementwise=True)
     loop = Loop(same, (1,), pages, (source, target), (None,), None)
     buffers = source.open(x)
-    blank = varying(target.blank(), varying_axes(buffers))
-    ((new,),) = loop(((buffers,), (blank,)), None)
+    empty = varying(target.empty(), varying_axes(buffers))
+    ((new,),) = loop(((buffers,), (empty,)), None)
     return target.close(new)

@@ -1,4 +1,12 @@
-"""What pages are: the parts of one leaf, and the address of each."""
+"""Pages of a leaf: their number, size and addresses.
+
+`paged(page_size=...)` is an upper bound. A page is smaller if the leaf is small, if
+several leaves share it, or if a codec makes temporary arrays of it. On a GPU a page of
+a codec of blocks is larger if the device has spare memory
+(`paged_optax.layerwise.layer_optimizer`). Page sizes do not depend on the card: pages
+are cut during tracing, and the program may be compiled for another card.
+`paged_optax.engine.sharing.cut` applies these rules.
+"""
 
 import dataclasses
 import functools
@@ -20,17 +28,53 @@ TOO_LONG = (
     " a matrix of shorter axes"
 )
 
+#: Default bytes of a page: long transfers, and little scratch.
+DEFAULT_PAGE_SIZE = "16MiB"
+
+#: Bytes of a page that several leaves share, and of a page that small leaves share.
+SHARED_PAGE = 8 * 2**20
+SMALL_PAGE = 4 * 2**20
+
+#: Bytes of a page, or of a part of a page, that a TPU computes a codec on.
+#
+# XLA:TPU computes a page of this size in its vector memory. Pages of 16 MiB take 92 MiB
+# of scratch, for (50257, 768) in eight bits. A larger page also takes longer to
+# compile: (32128, 1024) takes 15 s in pages of 2 MiB, and 6 s in pages of 1 MiB (libtpu
+# 0.0.52).
+CODEC_PAGE = 2**20
+
+# A leaf of n pages takes (n + 1) / n of the link's time (`paged_optax.engine.loop`).
+# Each leaf has this many pages, unless latency would dominate their transfers.
+_PAGES = 16
+_LEAST_PAGE = 2**20
+
+# Bytes of the pages of all moments of a leaf, if a codec stores them in blocks. XLA:GPU
+# keeps several times as much in memory.
+_CODED_PAGES = 16 * 2**20
+
+# A page costs XLA:GPU about ten kernels, at any size. Larger pages are cheap next to
+# the layers' weights on the device (`paged_optax.layerwise.layer_optimizer`). A page
+# that does not travel may exceed `page_size` by this factor.
+_LARGER_ON_DEVICE = 16
+
+# A CPU has no link, and XLA:CPU runs a loop over pages in one thread: on two cores
+# AdamW takes 2.3 times as long (jax 0.10.2 and 0.12.0.1). A CPU updates a leaf whole,
+# unless pages are smaller than this, as in tests. Codecs, and remainders of master
+# weights, make temporary arrays as large as the update: these leaves are whole only
+# with pages of the default size. A codec of blocks always has pages.
+_WHOLE_ON_CPU = 2**20
+_WHOLE_ON_CPU_IF_CONVERTED = 16 * 2**20
 
 #: A number known when traced, or a loop's variable.
 Index = Int[Array, ""] | np.int32
 
 
 class MomentFormat(NamedTuple):
-    """How one moment of a leaf is kept.
+    """Storage of one moment of a leaf.
 
     Attributes:
       itemsize: Bytes of a value as the transformation sees it.
-      codec: What stores it, or None.
+      codec: The moment's codec, or None.
       on_host: Whether it is in host memory.
     """
 
@@ -38,28 +82,56 @@ class MomentFormat(NamedTuple):
     codec: Codec | None = None
     on_host: bool = True
 
+    @property
+    def block(self) -> int:
+        """Values that share a scale."""
+        return 1 if self.codec is None else self.codec.block
+
+
+class Page(NamedTuple):
+    """Address of one page, or of equal pages that a loop visits.
+
+    Attributes:
+      start: First entry of the (first) page along the axis that is cut.
+      size: Entries of a page along that axis.
+      first_unit: First unit of the (first) page along that axis: a loop's variable.
+      stop: End of the loop's variable, which starts at 0.
+      step: Increment of the loop's variable; equal to `stop` for a single page.
+    """
+
+    start: Index
+    size: int
+    first_unit: Index = np.int32(0)
+    stop: int = 1
+    step: int = 1
+
+    @property
+    def single(self) -> bool:
+        """Whether it is one page, which needs no loop."""
+        return self.stop == self.step
+
 
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """How one leaf is cut.
+    """Cut of one leaf into pages.
 
-    The leaf, seen under the shape `view`, is sliced along `axis`, `size` entries a
-    page; what does not fill a page is a last, smaller one.
+    The leaf is viewed under the shape `view` and sliced along `axis`, `size` entries a
+    page. The remainder is a last, smaller page.
 
     Attributes:
       leaf: The leaf's shape.
-      view: A shape that holds the same values in the same order, and costs nothing.
+      view: A shape of the same values in the same order, free of cost.
       axis: The axis to slice.
       size: Entries of a page along it.
-      count: How many pages there are, smaller last ones included. 0: leaves of several
-        shapes are updated together, and travel whole.
-      unit: Entries along `axis` that a loop's own variable counts as one. A page is a
+      count: Number of pages, smaller last ones included. 0: leaves of several shapes
+        are updated at once, and travel whole.
+      unit: Entries along `axis` that a loop's variable counts as one. A page is a
         multiple of them.
       tiled: Whether arrays lie in a TPU's tiles.
-      isolated: Whether XLA must compute it apart from other leaves, see
-        `paged_optax.engine.transfer_order`.
-      leaf_count: How many like leaves share pages. The last group may have fewer.
-      refused: Why the leaf cannot be cut although it is larger than a page; else empty.
+      isolated: Whether XLA must compute the leaf separately, see
+        `paged_optax.engine.exchange`.
+      leaf_count: Number of leaves that share pages. The last group may have fewer.
+      refused: Reason why a leaf larger than a page cannot be cut; else empty.
     """
 
     leaf: tuple[int, ...]
@@ -83,29 +155,51 @@ class Pages:
         """Entries along the axis that is cut."""
         return self.view[self.axis] if self.view else 1
 
+    @property
+    def sizes(self) -> set[int]:
+        """Sizes of the full pages and of the last page."""
+        return {self.size, self.extent % self.size or self.size}
+
     def page(self, size: int, leaf_count: int = 1) -> tuple[int, ...]:
-        """The shape of a page of `size` entries of each of some leaves."""
+        """Returns the shape of `size` entries of each of `leaf_count` leaves."""
         if not self.count or not self.view:
             return self.view
         return (*self.view[: self.axis], size * leaf_count, *self.view[self.axis + 1 :])
 
     @functools.cached_property
-    def ranges(self) -> "list[PageRange]":
+    def ranges(self) -> list[Page]:
         """The full pages, and the smaller last one."""
         if self.count <= 1:
-            return [PageRange(self, 0, self.extent, 1, 1)]
+            return [Page(np.int32(0), self.extent)]
         full, left = divmod(self.extent, self.size)
         step = self.size // self.unit
-        ranges = [PageRange(self, 0, self.size, full * step, step)] if full else []
+        whole = Page(np.int32(0), self.size, stop=full * step, step=step)
+        ranges = [whole] if full else []
         if left:
-            ranges.append(PageRange(self, full * self.size, left, 1, 1))
+            start = full * self.size
+            ranges.append(Page(np.int32(start), left, np.int32(start // self.unit)))
         return ranges
 
+    def at(self, pages: Page, number: Index, pieces: int = 1) -> Page:
+        """Returns the page at a value of the loop's variable, or a piece of it."""
+        if pages.start:  # the last page
+            return pages
+        # XLA:GPU follows only addresses that are linear in the loop's variable.
+        start = number if self.unit == 1 else number * np.int32(self.unit)
+        return Page(start, pages.size // pieces, number)
+
+    def starts(self, page: Page) -> tuple[Index, ...]:
+        """Returns a page's first entry along every axis of `view`."""
+        starts: list[Index] = [np.int32(0)] * len(self.view)
+        if self.count > 1:
+            starts[self.axis] = page.start
+        return tuple(starts)
+
     def both_ways(self, travelling: int) -> bool:
-        """Whether one page is read while another is written.
+        """Returns whether one page is read while another is written.
 
         Args:
-          travelling: How many moments live on the host, of all leaves that share pages.
+          travelling: Number of moments on the host, over all leaves that share pages.
         """
         if travelling < 2 or self.count < 2:
             return False
@@ -117,78 +211,56 @@ class Pages:
         return looped and GPU_FETCHES_AHEAD
 
 
-class PageAddress(NamedTuple):
-    """Where a page is.
-
-    Attributes:
-      start: Its first entry along the axis that is cut.
-      size: Its entries along that axis.
-      first_unit: The number of its first unit along the axis: a loop's own variable.
-    """
-
-    start: Index
-    size: int
-    first_unit: Index = np.int32(0)
-
-    def starts(self, pages: Pages) -> tuple[Index, ...]:
-        """Its first entry along every axis of the leaf's view."""
-        starts: list[Index] = [np.int32(0)] * len(pages.view)
-        if pages.count > 1:
-            starts[pages.axis] = self.start
-        return tuple(starts)
-
-
-@dataclasses.dataclass(frozen=True)
-class PageRange:
-    """Pages of one size, one after the other: all full ones, or the smaller last one.
-
-    Attributes:
-      pages: How the leaf is cut.
-      start: The first entry of the first page.
-      size: Entries of each.
-      stop: Where a loop's variable ends; it begins at 0.
-      step: By how much it grows; 1 in a range of a single page that is not full.
-    """
-
-    pages: Pages
-    start: int
-    size: int
-    stop: int
-    step: int
-
-    @property
-    def single(self) -> bool:
-        """Whether it is one page, which needs no loop."""
-        return self.stop == self.step
-
-    def at(self, number: Index, pieces: int = 1) -> PageAddress:
-        """The page of a value of the loop's variable, or one of its pieces."""
-        unit = self.pages.unit
-        if self.start:
-            return PageAddress(
-                np.int32(self.start), self.size, np.int32(self.start // unit)
-            )
-        # XLA:GPU follows what is linear in the loop's variable.
-        start = number if unit == 1 else number * np.int32(unit)
-        return PageAddress(start, self.size // pieces, number)
-
-
 def single(shape: tuple[int, ...], *, tiled: bool = False) -> Pages:
-    """A leaf that is one page."""
+    """Returns a leaf that is one page."""
     extent = shape[0] if shape else 1
     return Pages(shape, shape, 0, extent, 1, tiled=tiled and len(shape) > 1)
 
 
-def block_of(moment: MomentFormat) -> int:
-    """Values of a moment that share a scale."""
-    return 1 if moment.codec is None else moment.codec.block
-
-
 def joined_along(one: ArrayOrShape, many: ArrayOrShape, leaf_count: int) -> int | None:
-    """The axis along which some arrays like `one` join to one like `many`, or None."""
+    """Returns the axis along which arrays like `one` join to `many`, or None."""
     if leaf_count == 1 or len(one.shape) != len(many.shape):
         return None
     axes = [i for i, n in enumerate(one.shape) if n != many.shape[i]]
     if len(axes) != 1 or many.shape[axes[0]] != leaf_count * one.shape[axes[0]]:
         return None
     return axes[0]
+
+
+def page_size_in(size_of_leaf: int, page_size: int) -> int:
+    """Returns the page size, in bytes, for a leaf of this many bytes."""
+    count = min(_PAGES, max(1, size_of_leaf // _LEAST_PAGE))
+    return min(page_size, -(-size_of_leaf // count))
+
+
+def page_entries(
+    extent: int, unit: int, bytes_each: int, page_size: int
+) -> tuple[int, int]:
+    """Returns the entries of a page, and the number of pages."""
+    largest = max(unit, page_size // bytes_each // unit * unit)
+    fewest = -(-extent // largest)
+    for count in range(fewest, 2 * fewest + 1):
+        if extent % count == 0 and extent // count % unit == 0:
+            return extent // count, count
+    size = -(-extent // (fewest * unit)) * unit
+    return size, -(-extent // size)
+
+
+def coded_page_size(
+    moments: tuple[MomentFormat, ...], page_size: int, spare_bytes: int
+) -> int:
+    """Returns the page size on a GPU for moments that a codec stores in blocks."""
+    on_host = any(x.on_host for x in moments)
+    least = min(page_size, _CODED_PAGES // max(2, len(moments)))
+    most = page_size if on_host else _LARGER_ON_DEVICE * page_size
+    return max(least, min(most, spare_bytes))
+
+
+def whole_on_cpu(page_size: int, *, converted: bool) -> bool:
+    """Returns whether a CPU updates a leaf whole.
+
+    Args:
+      page_size: The page size asked for.
+      converted: Whether the update makes temporary arrays of the leaf's size.
+    """
+    return page_size >= (_WHOLE_ON_CPU_IF_CONVERTED if converted else _WHOLE_ON_CPU)

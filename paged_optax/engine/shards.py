@@ -1,20 +1,21 @@
-"""Where numbers are computed on a mesh: each device pages its own shard.
+"""Leaves divided over a mesh: each device pages its own shard.
 
 A moment is divided over a mesh as its parameter is, or as Flax's metadata say. The page
 loop runs inside `jax.shard_map`, on the shard alone: each device pages over its own
 link, pages are cut from the shard, and no collective appears. Under automatic
 partitioning XLA would gather every page (4 devices, H200: 96 MiB of scratch and 128 MiB
-of host scratch where `shard_map` takes 8 and 0). How a parameter is divided,
-`paged_optax.transform.parameter_shardings` finds out; which leaves are paged so,
-`paged_optax.transform.leaf_groups.divided_as` says. Within a user's own `jax.shard_map`
-it is `paged_optax.transform.moment_parts`.
+of host scratch; `shard_map` takes 8 and 0).
+`paged_optax.transform.parameter_shardings` reads a parameter's sharding, and
+`paged_optax.transform.groups.divided_as` chooses the leaves that are paged by shards.
+Within a user's own `jax.shard_map`, see `paged_optax.transform.moment_parts`.
 
-The numbers are those of one device, bit for bit, but for what
-`paged_optax.guides.many_devices` lists. Where one is wrong, look here first: JAX checks
-nothing of what devices know alike (`check_vma=False` in `on_shards`).
+The numbers equal those of one device, bit for bit, with the exceptions in
+`paged_optax.guides.many_devices`. If one is wrong, look here first: JAX does not check
+that replicated values are equal (`check_vma=False` in `on_shards`).
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -36,18 +37,19 @@ from jaxtyping import PyTree, UInt32
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.codecs import Codec, Quantized, axis_of_blocks
 
-#: The scope in which a leaf of unknown sharding is paged. On one device that is right.
-#: On several devices the program is slow, and `memory_report` says so.
+#: The scope of a leaf of unknown sharding. On one device it is exact and fast. On
+#: several devices the program is slow, and `memory_report` reports it.
 UNSHARDED = "paged_optax_without_shardings"
 
 
-#: What a result is like: the position of an argument, or a codec and what it stores.
+#: Description of a result: the position of an argument, or a codec and its encoded
+#: shapes.
 ResultLike: TypeAlias = int | tuple[Codec | None, PyTree[jax.ShapeDtypeStruct]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """How one leaf is divided.
+    """Division of one leaf over a mesh.
 
     Attributes:
       mesh: The devices.
@@ -59,14 +61,15 @@ class Shards:
 
     @classmethod
     def of(cls, sharding: Sharding | None, shape: tuple[int, ...]) -> "Shards | None":
-        """Reads a sharding; None where there is nothing to divide over."""
+        """Reads a sharding; None if it divides nothing."""
         if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
             return None
         if AxisType.Manual in getattr(sharding.mesh, "axis_types", ()):
-            return None  # inside a `shard_map` already: what is seen is the shard
+            return None  # inside a `shard_map`, whose arrays are shards
         entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+        whole = None, PartitionSpec.UNCONSTRAINED
         axes = tuple(
-            () if entry is PartitionSpec.UNCONSTRAINED else _names(entry)
+            () if entry in whole else entry if isinstance(entry, tuple) else (entry,)
             for entry in entries
         )
         shards = cls(sharding.mesh, axes)
@@ -75,12 +78,12 @@ class Shards:
 
     @classmethod
     def of_array(cls, x: ArrayOrShape) -> "Shards | None":
-        """Those of an array, or of a `ShapeDtypeStruct`, that says where it is."""
+        """Reads the sharding of an array, or of a `ShapeDtypeStruct`."""
         return cls.of(getattr(x, "sharding", None), x.shape)
 
     @property
     def divisions(self) -> tuple[int, ...]:
-        """Into how many parts each dimension is cut."""
+        """Number of parts of each dimension."""
         sizes = dict(self.mesh.shape)
         return tuple(math.prod(sizes[name] for name in names) for names in self.axes)
 
@@ -89,18 +92,36 @@ class Shards:
         """The leaf's `PartitionSpec`."""
         return spec_of_axes(self.axes)
 
+    @property
+    def sharding(self) -> NamedSharding:
+        """The leaf's `NamedSharding`."""
+        return NamedSharding(self.mesh, self.spec)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether shards are no ranges of the flattened leaf."""
+        return math.prod(self.divisions[1:]) > 1
+
+    @property
+    def current_mesh(self) -> Mesh | AbstractMesh:
+        """The mesh, with automatic axes inside `with_automatic_axes`."""
+        around = jax.sharding.get_abstract_mesh()
+        if AxisType.Explicit not in self.mesh.axis_types or around.empty:
+            return self.mesh
+        return self.mesh if AxisType.Explicit in around.axis_types else around
+
     def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of one shard."""
+        """Returns the shape of one shard."""
         return tuple(n // d for n, d in zip(shape, self.divisions, strict=True))
 
     def stored(
         self, codec: Codec, shape: tuple[int, ...]
     ) -> PyTree[jax.ShapeDtypeStruct]:
-        """The shapes and dtypes in which a codec stores the shards of a moment.
+        """Returns the encoded shapes and dtypes of a moment's shards.
 
-        Blocks never cross shards. Scales by rows are divided as the moment is. Others
-        have one row for each shard that is not a range of the flattened moment. So the
-        shape of the scales shows in which layout a state was made.
+        Blocks never cross shards. Scales by rows are divided as the moment is. Other
+        scales have one row for each shard that is not a range of the flattened moment,
+        so that the shape of the scales identifies the layout of a state.
         """
         stored = codec.stored(self.local(shape))
         grown = lambda x, divisions: jax.ShapeDtypeStruct(
@@ -120,17 +141,13 @@ class Shards:
         return Quantized(grown(stored.codes, self.divisions), scales)
 
     def spec_of(
-        self,
-        codec: Codec | None,
-        x: PyTree[ArrayOrShape],
-        local: tuple[int, ...],
+        self, codec: Codec | None, x: PyTree[ArrayOrShape], local: tuple[int, ...]
     ) -> PyTree[PartitionSpec]:
-        """The spec of one of a leaf's arrays, or of what a codec stores of it."""
+        """Returns the partition spec of a leaf's array, or of its encoded form."""
         if not isinstance(x, Quantized):
             if codec is None and len(x.shape) == len(self.axes):
                 return self.spec if self.local(x.shape) == local else PartitionSpec()
             return PartitionSpec() if codec is None else self.spec
-        assert codec is not None
         first, *others = self.axes
         names = tuple(name for names in others for name in names)
         if axis_of_blocks(codec) is not None:
@@ -145,7 +162,7 @@ class Shards:
         stored: PyTree[jax.ShapeDtypeStruct],
         local: tuple[int, ...],
     ) -> PyTree[jax.ShapeDtypeStruct]:
-        """What a codec stores of a leaf, and how it is divided."""
+        """Returns the encoded form of a leaf, with its shardings."""
         return jax.tree.map(
             lambda x, spec: jax.ShapeDtypeStruct(
                 x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)
@@ -154,40 +171,22 @@ class Shards:
             self.spec_of(codec, stored, local),
         )
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether shards are no ranges of the flattened leaf."""
-        return math.prod(self.divisions[1:]) > 1
-
-    @property
-    def current_mesh(self) -> Mesh | AbstractMesh:
-        """The mesh, its axes automatic where `with_automatic_axes` has made them so."""
-        around = jax.sharding.get_abstract_mesh()
-        if AxisType.Explicit not in self.mesh.axis_types or around.empty:
-            return self.mesh
-        return self.mesh if AxisType.Explicit in around.axis_types else around
-
-    @property
-    def sharding(self) -> NamedSharding:
-        """The leaf's `NamedSharding`."""
-        return NamedSharding(self.mesh, self.spec)
-
 
 @dataclasses.dataclass(frozen=True)
 class ShardOffset:
-    """Where in a leaf this device's shard is, for what depends on it.
+    """Position of this device's shard in a leaf.
 
     Attributes:
-      start: The offset in the flattened leaf of its first value, where shards are
-        ranges; else 0.
-      part: The number of the shard, where shards are no ranges; else 0.
+      start: Offset in the flattened leaf of its first value, if shards are ranges;
+        else 0.
+      part: Number of the shard, if shards are no ranges; else 0.
     """
 
     start: UInt32[Array, ""]
     part: UInt32[Array, ""]
 
     def random_words(self, words: PyTree[UInt32[Array, "2"]]) -> PyTree[Array]:
-        """Random words of this shard: each one that is no range counts from 0."""
+        """Returns this shard's random words: a shard that is no range counts from 0."""
         return jax.tree.map(lambda x: x + self.part, words)
 
 
@@ -203,13 +202,13 @@ def on_shards(
     """Calls a function on every device, with its shards of a leaf's arrays.
 
     Args:
-      function: Of the shard's offset, the arrays and the scalars.
-      shards: How the leaf is divided.
+      function: A function of the shard's offset, the arrays and the scalars.
+      shards: The division of the leaf.
       arrays: Arrays of the leaf's shape, or of others, which are replicated.
-      codecs: What stores each of the arrays, or None.
+      codecs: The codec of each array, or None.
       local: The shape of a shard.
-      results: For each result, what it is like: the position of an array, or the codec
-        that stores it and its shapes.
+      results: For each result the position of an array of its kind, or its codec and
+        its encoded shapes.
       scalars: A pytree of further arguments, replicated.
 
     Returns:
@@ -223,7 +222,7 @@ def on_shards(
     def with_scales(
         codec: Codec | None, x: PyTree[Array], reshape: Callable[[Array], Array]
     ) -> PyTree[Array]:
-        # Scales by rows are divided as the leaf is, and need no other shape.
+        # Scales by rows are divided as the leaf is, and keep their shape.
         if not isinstance(x, Quantized) or axis_of_blocks(codec) is not None:
             return x
         return x._replace(scales=reshape(x.scales))
@@ -231,14 +230,17 @@ def on_shards(
     def run(
         arrays: tuple[PyTree[Array], ...], scalars: PyTree[Array]
     ) -> tuple[PyTree[Array], ...]:
-        number = _index(shards, [name for names in shards.axes for name in names])
-        # Offsets count modulo 2**32, as those within the shard do.
+        sizes, number = dict(shards.mesh.shape), jnp.uint32(0)
+        for name in itertools.chain(*shards.axes):
+            index = jax.lax.axis_index(name).astype(jnp.uint32)
+            number = number * np.uint32(sizes[name]) + index
+        # Offsets count modulo 2**32, as offsets within the shard do.
         start = number * np.uint32(math.prod(local) % 2**32)
         zero = jnp.uint32(0)
         by_row = ShardOffset(zero, number)
         offset = by_row if shards.has_rows else ShardOffset(start, zero)
-        # A shard's scales are one vector, as those of a leaf on one device are. Outside
-        # they may have a row for each part, see `Shards.stored`.
+        # A shard's scales are one vector, as on one device. Outside they may have a row
+        # for each part, see `Shards.stored`.
         arrays = tuple(
             with_scales(codec, x, lambda scales: scales.reshape(-1))
             for codec, x in zip(codecs, arrays, strict=True)
@@ -258,14 +260,14 @@ def on_shards(
         out_specs=tuple(
             shards.spec_of(codec, like, local) for codec, like in stored_as
         ),
-        # Else all that devices know alike, such as a step's number, must be cast before
-        # it meets a shard's values (jax 0.12.0.1).
+        # With the check, replicated values, such as a step's number, must be cast
+        # before they meet a shard's values (jax 0.12.0.1).
         check_vma=False,
     )(arrays, scalars)
 
 
 def constrained(x: Array, shards: Shards | None) -> Array:
-    """An array that is divided as a leaf is, if it has its dimensions.
+    """Constrains an array to a leaf's sharding, if it has its dimensions.
 
     XLA would replicate what it can compute anywhere, such as a constant.
     """
@@ -275,22 +277,8 @@ def constrained(x: Array, shards: Shards | None) -> Array:
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _index(shards: Shards, names: Sequence[str]) -> UInt32[Array, ""]:
-    sizes, number = dict(shards.mesh.shape), jnp.uint32(0)
-    for name in names:
-        index = jax.lax.axis_index(name).astype(jnp.uint32)
-        number = number * np.uint32(sizes[name]) + index
-    return number
-
-
-def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
-
-
 def spec_of_axes(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    """The spec of an array of which each axis is divided by the axes named."""
+    """Returns the spec of an array whose axes are divided by the mesh axes named."""
     entries = [names if len(names) > 1 else (names or (None,))[0] for names in axes]
     while entries and entries[-1] is None:
         entries.pop()

@@ -1,20 +1,19 @@
-"""What is called to update like leaves: their pages go through the device.
+"""Entry points of the engine: `stream` updates leaves, and `fill` makes a new leaf.
 
-A page is read from host memory, computed on, and written back over itself, inside one
-loop a leaf, or one for several that share pages (`paged_optax.engine.loop`). Two
-choices keep this right and small on every compiler at hand:
+A page is read from host memory, computed, and written back in place, inside one loop a
+leaf, or one for several leaves that share pages (`paged_optax.engine.loop`). Two
+choices make this exact and small on every compiler tested:
 
-- **The loop's own variable is the index** where pages go in turn. It counts rows, or
-  the smallest groups of rows that no page parts, and steps by a page. So the slice's
-  start needs no arithmetic. XLA:GPU before openxla/xla#46308 derives a transfer's
-  address from the induction variable alone and ignores what is computed from it; with
-  this form its transfer descriptors cover exactly the page in jax 0.10.2 and in
-  0.12.0.1. A last page of fewer rows is one more access at a fixed row.
-- **A leaf is isolated** (`paged_optax.engine.transfer_order`), so that leaves take
-  memory one at a time.
+- **The loop's variable is the index** if pages are serial. It counts rows, or the
+  smallest groups of rows that no page splits, and steps by a page: the slice's start
+  needs no arithmetic. XLA:GPU before openxla/xla#46308 derives a transfer's address
+  from the induction variable alone and ignores arithmetic on it; with this form its
+  transfer descriptors cover exactly the page in jax 0.10.2 and in 0.12.0.1. A last page
+  of fewer rows is one more access at a fixed row.
+- **A leaf is isolated** (`paged_optax.engine.exchange`), so that leaves take memory one
+  at a time.
 
-How an array lies in its pages is in `paged_optax.engine.paged_array`. This module
-knows nothing of Optax.
+This module is independent of Optax.
 """
 
 import functools
@@ -30,25 +29,33 @@ from paged_optax.analysis.program import Program
 from paged_optax.backend.memory import HOST, on_host
 from paged_optax.backend.types import varying
 from paged_optax.codecs import Codec
-from paged_optax.engine.geometry import Geometry, sharing
 from paged_optax.engine.loop import Loop
 from paged_optax.engine.paged_array import PagedArray, Stored
 from paged_optax.engine.pages import Pages
 from paged_optax.engine.shards import ShardOffset, Shards, on_shards
+from paged_optax.engine.sharing import Geometry, sharing
 
 Results = TypeVar("Results")
 
-#: The program's arguments of one leaf.
+#: The arrays of one leaf.
 Arrays = tuple[Stored, ...]
 
 
 class PageProgram(NamedTuple):
-    """A leaf's program, and what stores its arrays; see `stream`."""
+    """A leaf's program, and the storage of its arrays.
+
+    Attributes:
+      program: The computation of a page.
+      overwrites: For each of its results the position of the array it replaces, of the
+        same shape and dtype.
+      codecs: For each array of a leaf its codec, or None.
+      shapes: For each array of a leaf the shape that the program sees.
+    """
 
     program: Program
     overwrites: tuple[int, ...]
     codecs: tuple[Codec | None, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
 def stream(
@@ -56,48 +63,37 @@ def stream(
     trip_count: Int[Array, ""] | None = None,
     random_words: tuple[UInt32[Array, "2"] | None, ...] | None = None,
     *,
-    program: Program,
-    overwrites: tuple[int, ...],
+    program: PageProgram,
     geometry: Geometry,
-    codecs: tuple[Codec | None, ...] = (),
-    shapes: tuple[tuple[int, ...], ...] = (),
     shards: Shards | None = None,
 ) -> list[Arrays]:
-    """Runs a program over like leaves, page by page, in place.
+    """Runs a program over leaves of one shape, page by page, in place.
 
     Args:
       leaves: For each leaf the program's arguments, in host or device memory, then any
         further buffers to overwrite. Arrays of the leaf's shape are paged; others
-        (scalars) are the same for all leaves, and given to every page whole.
-      trip_count: 1 to update the leaves; 0 to leave them, moving nothing. None always
+        (scalars) are shared by all leaves, and every page gets them whole.
+      trip_count: 1 to update the leaves; 0 to skip them, moving nothing. None always
         updates.
-      random_words: For each result the random words that its codec rounds by, or None.
-      program: What to compute on a page; see `paged_optax.analysis.program`.
-      overwrites: For each of its results, the position of the array it replaces,
-        of the same shape and dtype.
-      geometry: How a leaf is cut; one shard of it, where there are shards.
-      codecs: What stores each of a leaf's arrays, or None; empty where nothing is
-        coded.
-      shapes: What the program sees of each of a leaf's arrays, where it is given all
-        of it; empty where nothing is coded.
-      shards: How a leaf is divided over a mesh: each device pages its own shard.
+      random_words: For each result the random words of stochastic rounding, or None.
+      program: The program, and the storage of the arrays.
+      geometry: The cut of a leaf, or of one shard of it.
+      shards: The division of a leaf over a mesh: each device pages its own shard.
 
     Returns:
       For each leaf the new arrays, in the order of the results, each in the memory
       space of the array it replaces.
     """
-    codecs = codecs or (None,) * len(leaves[0])
-    page_program = PageProgram(program, overwrites, codecs, shapes)
     update = _stream_jitted
     if shards is not None:
         update = functools.partial(_stream_on_mesh, shards=shards)
 
     def run(pages: Pages, leaves: tuple[Arrays, ...], *others: PyTree) -> list[Arrays]:
         new = [
-            update(leaves[group], *others, page_program=page_program, pages=pages)
+            update(leaves[group], *others, page_program=program, pages=pages)
             for group in sharing(pages, len(leaves))
         ]
-        return [arrays for each in new for arrays in each]
+        return [arrays for group in new for arrays in group]
 
     return _by_backend(run, geometry)(leaves, trip_count, random_words)
 
@@ -105,7 +101,7 @@ def stream(
 def _by_backend(
     run: Callable[..., Results], geometry: Geometry
 ) -> Callable[..., Results]:
-    """A function of the pages of the backend that it is lowered for."""
+    """Returns `run` with the pages of the backend that it is lowered for."""
     default = functools.partial(run, geometry.gpu)
     others = {
         name: functools.partial(run, pages)
@@ -133,11 +129,11 @@ def _stream(
         for x, codec in zip(leaves[0], codecs, strict=True)
     ]
     buffers = [
-        tuple(map(array.open, each if array.paged else each[:1]))
-        for array, each in zip(arrays, zip(*leaves, strict=True), strict=True)
+        tuple(map(array.open, of_leaves if array.paged else of_leaves[:1]))
+        for array, of_leaves in zip(arrays, zip(*leaves, strict=True), strict=True)
     ]
     words = random_words or (None,) * len(overwrites)
-    # Of leaves of several shapes, which travel whole, the program sees each shape.
+    # The program sees the shapes of leaves that travel whole.
     seen = () if pages.count else shapes
     loop = Loop(program, overwrites, pages, arrays, words, start, seen, len(leaves))
     new = dict(zip(loop.targets, loop(buffers, trip_count), strict=True))
@@ -147,7 +143,7 @@ def _stream(
     ]
 
 
-# Traced and compiled once for all groups of like leaves that share pages.
+# Traced and compiled once for all groups of leaves of one shape.
 _stream_jitted = jax.jit(_stream, static_argnames=("page_program", "pages"))
 
 
@@ -161,37 +157,34 @@ def _stream_on_mesh(
     pages: Pages,
     shards: Shards,
 ) -> list[Arrays]:
-    """The same on every device, of its shards."""
-    count, overwrites = len(leaves[0]), page_program.overwrites
+    """Updates the shards of leaves on every device."""
+    overwrites, codecs = page_program.overwrites, page_program.codecs
+    count, size = len(codecs), len(overwrites)
 
     def on_shard(
         offset: ShardOffset, arrays: Arrays, scalars: PyTree[Array]
     ) -> tuple[Stored, ...]:
         trip_count, words = scalars[0], offset.random_words(scalars[1])
-        leaves = tuple(arrays[i : i + count] for i in range(0, len(arrays), count))
         new = _stream(
-            leaves,
+            tuple(arrays[i : i + count] for i in range(0, len(arrays), count)),
             trip_count,
             words,
             offset.start,
             page_program=page_program,
             pages=pages,
         )
-        return tuple(x for each in new for x in each)
+        return tuple(x for leaf in new for x in leaf)
 
     arrays = tuple(x for leaf in leaves for x in leaf)
-    results = [i + p for i in range(0, len(arrays), count) for p in overwrites]
-    codecs = page_program.codecs * len(leaves)
     new = on_shards(
         on_shard,
         shards,
         arrays,
-        codecs,
+        codecs * len(leaves),
         pages.leaf,
-        results,
+        [i + p for i in range(0, len(arrays), count) for p in overwrites],
         (trip_count, random_words),
     )
-    size = len(overwrites)
     return [new[i : i + size] for i in range(0, len(new), size)]
 
 
@@ -215,13 +208,13 @@ def fill(
 
     Args:
       arrays: The program's arguments.
-      random_words: The random words that the codec rounds by, or None.
-      program: What makes a page; its only result is the leaf.
-      geometry: How the leaf is cut; one shard of it, where there are shards.
-      dtype: The leaf's dtype, as the program makes it.
-      codec: What stores it, or None.
-      host: Whether it is made in host memory.
-      shards: How the leaf is divided over a mesh: each device makes its own shard.
+      random_words: The random words of stochastic rounding, or None.
+      program: The computation of a page; its only result is the leaf.
+      geometry: The cut of the leaf, or of one shard of it.
+      dtype: The leaf's dtype, as the program computes it.
+      codec: Its codec, or None.
+      host: Whether it is allocated in host memory.
+      shards: The division of the leaf over a mesh: each device makes its own shard.
       axes: The axes along which the leaf varies, within a `jax.shard_map`.
 
     Returns:
@@ -242,8 +235,8 @@ def fill(
         target = PagedArray.of(stored, pages, codec, host).staged()
         every = [*inputs, target]
         loop = Loop(program, (len(arrays),), pages, every, [random_words], start)
-        blank = varying(target.blank(), axes)
-        ((new,),) = loop([*buffers, (blank,)], None)
+        empty = varying(target.empty(), axes)
+        ((new,),) = loop([*buffers, (empty,)], None)
         leaf = target.close(new)
         return (jax.device_put(leaf, HOST) if host else leaf,)
 

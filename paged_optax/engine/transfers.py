@@ -1,13 +1,10 @@
-"""Slices of arrays in host memory, to the device and back.
+"""Transfers of slices of host arrays: pages of a leaf, and layers of a stack.
 
-A page of a leaf and a layer of a stack are such slices.
-
-What is moved outside of a loop, before the first page or after the last, has a loop of
-its own on a GPU, and is moved in a few pieces. XLA:GPU knows the address of a transfer
-only where it is linear in the variable of a loop whose turns it can count, along the
-first axis. Anywhere else a kernel reads or writes host memory over the link, which is
-slower, and keeps other kernels waiting. (A loop of one turn would be none: XLA unrolls
-it.)
+A transfer outside of a page loop, before the first page or after the last, has a loop
+of its own on a GPU, and moves in a few pieces. XLA:GPU computes a transfer's address on
+the host only if it is linear in the variable of a loop whose turns it can count, along
+the first axis. Otherwise a kernel reads or writes host memory over the link, which is
+slower, and delays other kernels. (XLA unrolls a loop of one turn.)
 """
 
 import dataclasses
@@ -27,22 +24,22 @@ from paged_optax.backend.tiling import minor_to_major
 from paged_optax.backend.types import varying, varying_axes
 from paged_optax.engine.pages import MOST_INDEX, Index
 
-Page = TypeVar("Page", bound=PyTree)
+Pieces = TypeVar("Pieces", bound=PyTree)
 Target = TypeVar("Target", bound=PyTree)
 
-# As few pieces as divide what is moved.
+# As few pieces as divide the slice.
 _PIECES = (2, 3, 5, 7)
 
 
 def to_device(
     page: Array, travels: bool, layout: Callable[[Array], Array] | None = None
 ) -> Array:
-    """A slice of an array, in device memory.
+    """Copies a slice of an array to device memory.
 
     Args:
       page: The slice.
       travels: Whether the array is in host memory.
-      layout: Gives it the layout in which it lies in host memory.
+      layout: Constrains the slice to its layout in host memory.
     """
     if not travels:
         return page
@@ -60,7 +57,7 @@ def to_host(
 
 
 def in_layout(page: Array, order: tuple[int, ...]) -> Array:
-    """A page in the layout of the array that it is cut from, or written to.
+    """Constrains a page to the layout of its array.
 
     Otherwise XLA:TPU gives the whole array the layout that the page's neighbours
     prefer, and copies the array (libtpu 0.0.52).
@@ -80,7 +77,7 @@ class StackPage:
       number: Its number, among parts of this size.
       size: Its entries along the axis.
       on_host: Whether the array is in host memory.
-      pieces: In how many pieces a GPU moves it; 1: at once.
+      pieces: Number of pieces in which a GPU moves it; 1: no loop.
     """
 
     number: Index | int
@@ -92,23 +89,16 @@ class StackPage:
     def of(
         cls, x: Array | np.ndarray, number: Index | int, size: int, at_once: bool
     ) -> "StackPage":
-        """A part of an array.
-
-        Args:
-          x: The array.
-          number: The part's number.
-          size: Its entries.
-          at_once: Whether it is moved at once, as what is moved in a loop.
-        """
+        """Describes a part of an array; `at_once`: a loop around moves it."""
         hosted, pieces = on_host(x), 1
-        # Its rows, with those of all other parts, are counted in 32 bits.
+        # The array's rows are counted in 32 bits.
         numbered = x.ndim > 1 and x.shape[0] * x.shape[1] < MOST_INDEX
         if hosted and numbered and not at_once:
             pieces = pieces_of(size * x.shape[1])
         return cls(number, size, hosted, pieces)
 
     def read(self, x: Array | np.ndarray) -> Array:
-        """The part of the array, in device memory."""
+        """Reads the part into device memory."""
 
         def at_once(x: Array | np.ndarray) -> Array:
             page = lax.dynamic_slice_in_dim(x, self._first, self.size)
@@ -126,7 +116,7 @@ class StackPage:
         return self._by_backend(at_once, in_pieces, x)
 
     def write(self, x: Array, page: Array) -> Array:
-        """The array with the part replaced."""
+        """Returns the array with the part replaced."""
 
         def at_once(x: Array, page: Array) -> Array:
             page = to_host(page, self.on_host, _in_stacks_layout)
@@ -151,10 +141,10 @@ class StackPage:
         return self.number if self.size == 1 else self.number * self.size
 
     def _piece(self, x: Array | np.ndarray) -> tuple[Callable[[Index], Index], int]:
-        """Where each piece begins in the array's rows, and how many rows it has."""
+        """Returns the first row of each piece, and the rows of a piece."""
         rows = self.size * x.shape[1]
         size = rows // self.pieces
-        # XLA:GPU follows what is linear in the loop's variable.
+        # XLA:GPU follows only addresses that are linear in the loop's variable.
         return lambda turn: np.int32(self.number * rows) + turn * np.int32(size), size
 
     def _by_backend(
@@ -171,12 +161,12 @@ class StackPage:
 
 
 def _by_rows(x: Array) -> Array:
-    """A stack whose parts are cut along its first axis: XLA:GPU follows no other."""
+    """Joins the first two axes, so that parts are cut along the first one."""
     return x.reshape(-1, *x.shape[2:])
 
 
 def _in_stacks_layout(page: Array) -> Array:
-    """A part of a stack in host memory, in the stack's own layout on a TPU."""
+    """Constrains a part of a host stack to the stack's layout on a TPU."""
     if page.ndim < 2:
         return page
     order = minor_to_major(page.shape, page.dtype.itemsize)
@@ -184,27 +174,27 @@ def _in_stacks_layout(page: Array) -> Array:
 
 
 def pieces_of(size: int, block: int = 1) -> int:
-    """In how many pieces so much is moved; 1 if no small number divides it.
+    """Returns the number of pieces of a slice; 1 if no small number divides it.
 
     Args:
-      size: How much.
-      block: What a piece is a multiple of.
+      size: Its entries.
+      block: Entries of which a piece is a multiple.
     """
     return next(iter([n for n in _PIECES if size % (n * block) == 0]), 1)
 
 
-def read_in_pieces(pieces: int, read: Callable[[Index], Page]) -> Page:
+def read_in_pieces(pieces: int, read: Callable[[Index], Pieces]) -> Pieces:
     """Reads pieces, and joins them along the first axis of each array.
 
     Args:
-      pieces: How many; 1: it is read without a loop.
+      pieces: Number of pieces; 1: it is read without a loop.
       read: Reads the piece of a number.
     """
     if pieces == 1:
         return read(np.int32(0))
     shapes = jax.eval_shape(read, jnp.int32(0))
 
-    def turn(carry: tuple[Int[Array, ""], Page]) -> tuple[Int[Array, ""], Page]:
+    def turn(carry: tuple[Int[Array, ""], Pieces]) -> tuple[Int[Array, ""], Pieces]:
         number, page = carry
 
         def put(page: Array, new: Array) -> Array:
@@ -222,17 +212,17 @@ def read_in_pieces(pieces: int, read: Callable[[Index], Page]) -> Page:
 
 def write_in_pieces(
     pieces: int,
-    write: Callable[[Index, Target, Page], Target],
+    write: Callable[[Index, Target, Pieces], Target],
     buffers: Target,
-    page: Page,
+    page: Pieces,
 ) -> Target:
-    """Cuts what is to be written along the first axis of each array, and writes it.
+    """Splits a page along the first axis of each array, and writes the pieces.
 
     Args:
-      pieces: In how many pieces; 1: it is written without a loop.
+      pieces: Number of pieces; 1: it is written without a loop.
       write: Writes the piece of a number into the buffers.
       buffers: The buffers.
-      page: What is to be written.
+      page: The page.
     """
     if pieces == 1:
         return write(np.int32(0), buffers, page)

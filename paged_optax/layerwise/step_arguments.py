@@ -1,7 +1,7 @@
 """Checks of a layerwise step's arguments."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -25,10 +25,17 @@ from paged_optax.layerwise.slices import is_sliced
 from paged_optax.layerwise.tree_update import one_layer
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.state.leaves import is_quantized
-from paged_optax.transform.context import known_shardings, sharding_in_type, within
+from paged_optax.transform.context import (
+    TYPES,
+    Visitor,
+    known_shardings,
+    sharding_in_type,
+    within,
+)
 from paged_optax.transform.paged_transformation import PagedTransformation, tell
 from paged_optax.transform.parameter_shardings import ParameterShardings
 from paged_optax.transform.process_agreement import Said
+from paged_optax.transform.update import PendingUpdate
 
 
 class Answer(NamedTuple):
@@ -55,10 +62,10 @@ def ask(
     answers: list[Answer] = []
     several = spans_processes((params, state))
 
-    def answer(
-        pager: PagedTransformation, moved: str, said: Callable[[], Said]
-    ) -> None:
-        answers.append(Answer(pager, moved, said() if several else {}))
+    def answer(pending: PendingUpdate) -> tuple[PyTree, PyTree]:
+        said = pending.agreement() if several else {}
+        answers.append(Answer(pending.paged, pending.moved(), said))
+        return pending.gradients, pending.state
 
     def update(updates: PyTree, state: PyTree, shapes: PyTree) -> object:
         # On explicit axes an encoded moment has its parameter's sharding, which is not
@@ -70,7 +77,7 @@ def ask(
 
     # A transformation that is not paged may fail here, with a state on the host, though
     # a layer's update does not. Real errors are raised again in the step.
-    with contextlib.suppress(Exception), within(on_update=answer):
+    with contextlib.suppress(Exception), within(visitor=Visitor(update=answer)):
         plain = jax.tree.map(shape_dtype, params)
         if tree is not None:
             plain, state = one_layer(tree, plain), one_layer(tree, state)
@@ -184,7 +191,7 @@ def new_state_types(
     if tree is not None:
         shapes = tree_shapes(tree, jax.tree.leaves(shapes))
     try:
-        with within(types_only=True):
+        with within(visitor=TYPES):
             return jax.eval_shape(lambda p: tx.init(p), shapes)
     except (AttributeError, TypeError, ValueError):
         if tree is not None:

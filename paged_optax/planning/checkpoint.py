@@ -1,9 +1,10 @@
-"""Shapes of the parameters in a checkpoint, of which no array is read."""
+"""Shapes of the parameters in a checkpoint; no array is read."""
 
 import functools
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,98 +14,110 @@ from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import path_name
 from paged_optax.backend.types import KeyPath
 from paged_optax.backend.user_warnings import warn_user
-from paged_optax.planning.hugging_face import (
-    MOST_BYTES,
-    MOST_TENSORS,
-    Fields,
-    config_shapes,
-    index_files,
-    index_shapes,
-    opened,
-)
+from paged_optax.planning.hugging_face import MOST_BYTES, Fields, config_shapes
 
-#: Bits of a value by safetensors' names of dtypes, and the name in JAX of those that
-#: parameters have. From https://docs.rs/safetensors/latest/safetensors/tensor.
-_DTYPES: Mapping[str, tuple[int, str | None]] = {
-    "BOOL": (8, None),
-    "F4": (4, "float4_e2m1fn"),
-    "F6_E2M3": (6, "float6_e2m3fn"),
-    "F6_E3M2": (6, "float6_e3m2fn"),
-    "F8_E8M0": (8, "float8_e8m0fnu"),
-    "F8_E4M3": (8, "float8_e4m3fn"),
-    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
-    "F8_E5M2": (8, "float8_e5m2"),
-    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
-    "F16": (16, "float16"),
-    "BF16": (16, "bfloat16"),
-    "F32": (32, "float32"),
-    "F64": (64, "float64"),
-    "C64": (64, "complex64"),
-} | {f"{sign}{bits}": (bits, None) for sign in "IU" for bits in (8, 16, 32, 64)}
-
-#: What Orbax writes as JSON beside the arrays, and reads first.
-_ORBAX_JSON = ("_CHECKPOINT_METADATA", "_METADATA", "_sharding", "array_metadatas/*")
+#: JAX's dtypes by safetensors' names; None: no floating point. From
+#: https://docs.rs/safetensors/latest/safetensors/tensor.
+_DTYPES: dict[str, str | None] = {
+    "F4": "float4_e2m1fn",
+    "F6_E2M3": "float6_e2m3fn",
+    "F6_E3M2": "float6_e3m2fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+} | dict.fromkeys(["BOOL", *(f"{x}{n}" for x in "IU" for n in (8, 16, 32, 64))])
+#: Tensors of one model.
+MOST_TENSORS = 100_000
 
 
 def checkpoint_shapes(path: str | pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
     """Shapes of the floating point arrays in a checkpoint.
 
-    Files may be anybody's: they are read within bounds, and nothing in them is run.
+    The files are untrusted: they are read within bounds, and nothing in them runs.
 
     Args:
       path: A `.safetensors` file, of which the header is enough; Hugging Face's
-        `model.safetensors.index.json` or `config.json`, with or without weights beside
-        it; a folder with any of these; or a checkpoint of Orbax, of which `"params"` is
-        taken where it has that.
+        `model.safetensors.index.json` or `config.json`, with or without weights; a
+        folder with any of these; or an Orbax checkpoint, of which `"params"` is read
+        if it exists.
 
     Returns:
       `ShapeDtypeStruct`s: by name for safetensors, layers stacked under `"layers"` for
       `config.json`, a pytree for Orbax.
 
     Raises:
-      ValueError: If nothing there can be read; it names the file and the field.
+      ValueError: If nothing can be read. The message names the file and the field.
     """
     name, path = str(path), pathlib.Path(path)
-    try:
-        there = bool(name) and path.exists()
-    except OSError as error:  # such as a name that is too long
-        raise ValueError(f"checkpoint {name!r}: {error.strerror}.") from error
-    if not there:
+    if not name or not path.exists():
         raise ValueError(f"checkpoint {name!r} does not exist.")
-    shapes = _shapes(path)
+    shapes = _read(path)
     if not jax.tree.leaves(shapes):
-        raise ValueError(f"checkpoint {str(path)!r} has no floating point arrays.")
+        raise ValueError(f"checkpoint {name!r} has no floating point arrays.")
     return shapes
 
 
-def _shapes(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
+def _read(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
     if path.is_dir():
-        # An index says which of the files are the model, and if one is missing.
-        for pattern in ("*.safetensors.index.json", "*.safetensors", "config.json"):
-            files = sorted(path.glob(pattern))
-            if files and pattern != "*.safetensors":
-                return _shapes(files[0])
-            if files:
-                return _headers(files)
-        return _orbax(path)
-    if not path.is_file():
-        raise ValueError(f"checkpoint {str(path)!r} is neither a file nor a folder.")
+        # An index names the files of the model, which may be missing.
+        if files := sorted(path.glob("*.safetensors.index.json")):
+            return _index(files[0])
+        if files := sorted(path.glob("*.safetensors")):
+            return _headers(files)
+        config = path / "config.json"
+        return config_shapes(config) if config.exists() else _orbax(path)
     if path.name.endswith(".index.json"):
-        files = index_files(path)
-        return _headers(files) if all(x.exists() for x in files) else index_shapes(path)
+        return _index(path)
     return config_shapes(path) if path.suffix == ".json" else _headers([path])
+
+
+def _index(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
+    fields = Fields.of_file(path)
+    names = fields.mapping("weight_map", fields.entries.get("weight_map")).values()
+    for name in names or [None]:
+        # Files of the same folder only: an index must not choose others.
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+            raise fields.wrong("weight_map", name, "the name of a .safetensors file")
+    files = [path.with_name(str(name)) for name in dict.fromkeys(names)]
+    if all(file.exists() for file in files):
+        return _headers(files)
+    config = path.with_name("config.json")
+    if not config.exists():
+        raise ValueError(
+            f"{str(path)!r} names tensors and no shapes: put config.json beside it, or"
+            " the .safetensors files, of which the header is enough."
+        )
+    shapes = config_shapes(config)
+    metadata = fields.mapping("metadata", fields.entries.get("metadata", {}))
+    counted = nbytes(shapes)
+    size = metadata.get("total_size", counted)
+    if not isinstance(size, int | float) or not 0.99 * counted < size < 1.01 * counted:
+        wanted = f"the {counted} bytes of {str(config)!r}, within 1%"
+        raise fields.wrong("metadata.total_size", size, wanted)
+    return shapes
 
 
 def _headers(paths: Sequence[pathlib.Path]) -> dict[str, jax.ShapeDtypeStruct]:
     tensors: dict[str, jax.ShapeDtypeStruct] = {}
     packed = 0
     for path in paths:
-        new, more = _header(path)
-        tensors |= new
-        packed += more
+        fields = _header(path)
+        for name, value in fields.entries.items():
+            shape, dtype, size = _tensor(fields, name, value)
+            if inexact := _DTYPES[dtype]:
+                tensors[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(inexact))
+            elif dtype not in ("BOOL", "I64", "U64"):
+                packed += size
         if len(tensors) > MOST_TENSORS:
             raise ValueError(f"{str(path)!r}: more than {MOST_TENSORS} tensors.")
-    if packed > nbytes(tensors) / 5:  # less may be masks
+    if packed > nbytes(tensors) / 5:  # fewer may be masks
         warn_user(
             f"{str(paths[0].parent)!r}: {packed} bytes of whole numbers, as quantized"
             f" weights are, are left out; the {nbytes(tensors)} bytes of floating point"
@@ -113,54 +126,40 @@ def _headers(paths: Sequence[pathlib.Path]) -> dict[str, jax.ShapeDtypeStruct]:
     return tensors
 
 
-def _header(path: pathlib.Path) -> tuple[dict[str, jax.ShapeDtypeStruct], int]:
-    """Reads a safetensors file's header: its length in eight bytes, then JSON.
+def _header(path: pathlib.Path) -> Fields:
+    """Reads the header of a safetensors file: eight bytes of length, then JSON.
 
-    The format is described at https://github.com/huggingface/safetensors#format.
+    safetensors' own reader refuses a header without its arrays. The format:
+    https://github.com/huggingface/safetensors#format.
     """
-    with opened(path) as file:
+    if not path.is_file():  # a pipe or a device may never end
+        raise ValueError(f"checkpoint {str(path)!r} is neither a file nor a folder.")
+    with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        # A header may claim any length: it has no more than the file, and no more than
-        # any model needs.
         if length > min(MOST_BYTES, path.stat().st_size - 8):
             raise ValueError(
                 f"{str(path)!r} is no safetensors file: its header would have {length}"
                 " bytes."
             )
         fields = Fields(path, file.read(length))
-    tensors: dict[str, jax.ShapeDtypeStruct] = {}
-    places: list[tuple[tuple[int, int], str]] = []
-    packed = 0
-    for name, value in fields.entries.items():
-        if name == "__metadata__":
-            value = {} if value is None else value
-            for key, text in fields.mapping(name, value).items():
-                if not isinstance(text, str):
-                    raise fields.wrong(f"{name}.{key}", text, "a text")
-            continue
-        tensor = fields.mapping(name, value)
-        shape = fields.shape(f"{name}.shape", tensor.get("shape"))
-        dtype = tensor.get("dtype")
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise fields.wrong(f"{name}.dtype", dtype, f"one of {', '.join(_DTYPES)}")
-        bits, known = _DTYPES[dtype]
-        place = fields.ends(f"{name}.data_offsets", tensor.get("data_offsets"))
-        if 8 * (place[1] - place[0]) != bits * math.prod(shape):
-            wanted = f"the two ends of {bits * math.prod(shape) / 8:g} bytes"
-            raise fields.wrong(f"{name}.data_offsets", [*place], wanted)
-        places.append((place, name))
-        if known is not None:
-            tensors[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(known))
-        elif dtype[0] in "IU" and bits < 64:
-            packed += place[1] - place[0]
-    # Tensors lie one after the other, without gaps.
-    end = 0
-    for (first, last), name in sorted(places):
-        if first != end:
-            wanted = f"from {end}, where those before it end"
-            raise fields.wrong(f"{name}.data_offsets", [first, last], wanted)
-        end = last
-    return tensors, packed
+    fields.entries.pop("__metadata__", None)
+    return fields
+
+
+def _tensor(
+    fields: Fields, name: str, value: object
+) -> tuple[tuple[int, ...], str, int]:
+    """Shape, dtype and bytes of one tensor."""
+    match value:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [first, last]}:
+            sizes = *shape, first, last
+            valid = dtype in _DTYPES and all(type(n) is int and n >= 0 for n in sizes)
+            # No machine holds 2^50 values.
+            if valid and len(shape) <= 32 and math.prod(shape) <= 1 << 50:
+                return tuple(shape), dtype, last - first
+        case _:
+            pass
+    raise fields.wrong(name, value, "dtype, shape and data_offsets of a tensor")
 
 
 def _orbax(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
@@ -172,17 +171,16 @@ def _orbax(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
             " install orbax-checkpoint."
         ) from error
     tree = None
-    if any(path.glob("*_METADATA")):  # Without it Orbax warns.
-        for pattern in _ORBAX_JSON:
-            for file in path.glob(pattern):
-                Fields.of_file(file)  # Orbax sets no bounds.
+    if any(path.glob("*_METADATA")):  # Orbax warns without it.
+        for file in path.glob("*_METADATA"):
+            Fields.of_file(file)  # Orbax reads it without bounds.
         try:
             with ocp.StandardCheckpointer() as checkpointer:
                 metadata = checkpointer.metadata(path.resolve())
-        except Exception as error:  # Orbax has no error of its own for it.
-            said = f"{type(error).__name__}: {error}"[:300]
+        except Exception as error:  # Orbax has no error type of its own.
+            reason = f"{type(error).__name__}: {error}"[:300]
             raise ValueError(
-                f"checkpoint {str(path)!r}: Orbax cannot read its metadata ({said})."
+                f"checkpoint {str(path)!r}: Orbax cannot read its metadata ({reason})."
             ) from error
         tree = getattr(metadata, "item_metadata", metadata)
         tree = getattr(tree, "tree", tree)
@@ -194,10 +192,10 @@ def _orbax(path: pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
             " and is no Orbax checkpoint of arrays: pass the folder that a checkpointer"
             " saved to (of a CheckpointManager, such as 100/default)."
         )
-    return jax.tree_util.tree_map_with_path(functools.partial(_shape_of, path), tree)
+    return jax.tree_util.tree_map_with_path(functools.partial(_shape, path), tree)
 
 
-def _shape_of(
+def _shape(
     folder: pathlib.Path, path: KeyPath, x: PyTree
 ) -> jax.ShapeDtypeStruct | None:
     try:

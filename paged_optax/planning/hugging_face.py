@@ -1,68 +1,44 @@
-"""Shapes by Hugging Face's files of a model, without its weights.
+"""Shapes of Hugging Face models from their JSON files, without the weights.
 
-Their JSON is written by strangers: it is bounded, checked field by field, never run.
+The files are untrusted: they are read within bounds and checked field by field.
 """
 
-import collections
-import dataclasses
 import json
-import math
 import pathlib
-import re
-from typing import BinaryIO
+from typing import NamedTuple
 
 import jax
 from jaxtyping import PyTree
 
-from paged_optax.backend.memory import nbytes
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.planning.models import MOST_PARAMETERS, Decoder
 
-#: Bytes of one JSON text. The index of 100,000 tensors has two thirds of it. A text of
-#: other letters than ASCII may have a quarter: Python keeps four bytes of each.
+#: Largest JSON text in bytes; the index of 100,000 tensors has two thirds of it.
 MOST_BYTES = 16 << 20
-#: Tensors of one model.
-MOST_TENSORS = 100_000
-#: Values of one tensor: no machine holds as many.
-_MOST_VALUES = 1 << 50
-# Python takes up to 72 bytes for what each of these signs begins: 40 MB in all.
-_BEGINNINGS = b",", b"[", b"{"
+# Python allocates up to 72 bytes for each entry, list and object.
 _MOST_ITEMS = 1 << 19
 
 
-def opened(path: pathlib.Path) -> BinaryIO:
-    """Opens a file to read; a device or a pipe might have no end."""
-    try:
-        if path.is_file():
-            return path.open("rb")
-        why = "it is no file"
-    except OSError as error:
-        why = error.strerror
-    raise ValueError(f"{str(path)!r} cannot be read: {why}.")
-
-
 class Fields:
-    """The fields of a JSON object in a file.
-
-    Every error names the file and the field.
+    """A JSON object in a file. Errors name the file and the field.
 
     Args:
-      path: The file.
-      text: Its JSON, or the part of it that is JSON.
-
-    Raises:
-      ValueError: If it is no JSON object.
+      path: The file, for messages.
+      text: The JSON text.
     """
 
     def __init__(self, path: pathlib.Path, text: bytes) -> None:
         self.path = path
-        wide = not text.isascii() or b"\\u" in text
-        if len(text) * (4 if wide else 1) > MOST_BYTES:
-            raise self._too_large(f"{MOST_BYTES // (4 if wide else 1)} bytes")
-        if sum(map(text.count, _BEGINNINGS)) > _MOST_ITEMS:
-            raise self._too_large(f"{_MOST_ITEMS} items")
+        items = sum(map(text.count, (b",", b"[", b"{")))
+        # Python stores four bytes a character if one is not ASCII.
+        wide = 1 if text.isascii() and b"\\u" not in text else 4
+        if wide * len(text) > MOST_BYTES or items > _MOST_ITEMS:
+            raise ValueError(
+                f"{str(path)!r} holds JSON of more than {MOST_BYTES // wide} bytes or"
+                f" {_MOST_ITEMS} items, which no model has."
+            )
         try:
-            entries = json.loads(text, object_pairs_hook=_each_once)
+            entries = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{str(path)!r} holds no JSON: {error}.") from error
         if not isinstance(entries, dict):
@@ -71,91 +47,44 @@ class Fields:
 
     @classmethod
     def of_file(cls, path: pathlib.Path) -> "Fields":
-        """Reads a whole file, if it is not too large."""
-        with opened(path) as file:
+        """Reads a regular file; a pipe or a device may never end."""
+        if not path.is_file():
+            raise ValueError(f"{str(path)!r} cannot be read: it is no file.")
+        with path.open("rb") as file:
             return cls(path, file.read(MOST_BYTES + 1))
 
-    def _too_large(self, bound: str) -> ValueError:
-        return ValueError(
-            f"{str(self.path)!r} holds JSON of more than {bound}, which no model has."
-        )
+    def shown(self, field: str, value: object) -> str:
+        """A field and its value, for messages."""
+        return f"{str(self.path)!r}: field {field!r:.200} is {value!r:.60}"
 
     def wrong(self, field: str, value: object, wanted: str) -> ValueError:
-        """The error of a field that is not as it must be."""
+        """Error for a field with an unusable value."""
         return ValueError(f"{self.shown(field, value)}, not {wanted}.")
 
-    def shown(self, field: str, value: object) -> str:
-        """A field and its value as a message names them."""
-        name, value = _short(field, 200), _short(value, 60)
-        return f"{str(self.path)!r}: field {name} is {value}"
-
     def mapping(self, field: str, value: object) -> dict[str, object]:
-        """A field that is an object itself."""
+        """Checks that a field is an object."""
         if not isinstance(value, dict):
             raise self.wrong(field, value, "an object")
         return value
 
-    def number(self, field: str, otherwise: int | None = None) -> int:
-        """A field that is a size: from 1 to 2^31."""
+    def number(self, field: str, default: int | None = None) -> int:
+        """Reads a size from 1 to 2^31."""
         value = self.entries.get(field)
-        if value is None and otherwise is not None:
-            return otherwise
+        if value is None and default is not None:
+            return default
         if type(value) is not int or not 0 < value <= 1 << 31:
             raise self.wrong(field, value, "a whole number from 1 to 2147483648")
         return value
 
-    def shape(self, field: str, value: object) -> tuple[int, ...]:
-        """A field that is the shape of a tensor."""
-        sizes = value if isinstance(value, list) and len(value) <= 32 else [-1]
-        valid = all(type(size) is int and size >= 0 for size in sizes)
-        if not valid or math.prod(sizes) > _MOST_VALUES:
-            raise self.wrong(field, value, "the shape of a tensor")
-        return tuple(sizes)
 
-    def ends(self, field: str, value: object) -> tuple[int, int]:
-        """A field that is where something begins in a file, and where it ends."""
-        ends = value if isinstance(value, list) and len(value) == 2 else [0, -1]
-        first, last = (x if type(x) is int else -1 for x in ends)
-        if not 0 <= first <= last:
-            raise self.wrong(field, value, "where it begins and where it ends")
-        return first, last
-
-
-def _short(value: object, most: int) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= most else f"{shown[: most - 3]}..."
-
-
-def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        counts = collections.Counter(name for name, _ in pairs)
-        ((twice, _),) = counts.most_common(1)
-        raise ValueError(f"field {twice!r} is there twice")
-    return fields
-
-
-_PARTS = ("text_config", "vision_config", "audio_config")
-_DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Defaults:
-    """What transformers' class of a `model_type` takes where `config.json` is silent.
-
-    Attributes:
-      tied: Whether the embedding is the output's matrix.
-      key_heads: Heads of keys and values; None: as many as of queries.
-      head: Values of a head; None: the width by the heads.
-      norms: Norms of a layer.
-      null_key_heads: Whether null is taken, for as many as of queries.
-    """
+class _Defaults(NamedTuple):
+    """Defaults of transformers' class for a `model_type`; None: as many as heads."""
 
     tied: bool = False
     key_heads: int | None = None
     head: int | None = None
     norms: int = 2
-    null_key_heads: bool = True
+    null_key_heads: bool = True  # null is accepted, and stands for as many as heads
 
 
 #: Decoders with gated feed-forward layers, as in transformers 5.24.
@@ -165,16 +94,18 @@ _DEFAULTS = {
     "qwen2": _Defaults(key_heads=32),
     "qwen3": _Defaults(key_heads=32, head=128),
     "gemma": _Defaults(True, 16, 256, null_key_heads=False),
-    "gemma2": _Defaults(True, 4, 256, norms=4, null_key_heads=False),
-    "gemma3_text": _Defaults(True, 4, 256, norms=4, null_key_heads=False),
+    "gemma2": _Defaults(True, 4, 256, 4, null_key_heads=False),
+    "gemma3_text": _Defaults(True, 4, 256, 4, null_key_heads=False),
 }
+_DTYPES = ("float32", "bfloat16", "float16")
+_PARTS = ("text_config", "vision_config", "audio_config")
 
 
 def decoder_fields(path: pathlib.Path) -> Fields | None:
-    """The decoder's fields by the `config.json` of a checkpoint; None if none is there.
+    """The decoder's fields in the `config.json` of a checkpoint; None without one.
 
-    The path is the file, another one beside it, or the folder of both. A model of
-    several parts has its decoder's fields in `text_config`.
+    The path is the file, another file of its folder, or the folder. A model of several
+    parts has the decoder's fields in `text_config`.
     """
     config = path
     if path.is_dir() or not path.name.endswith("config.json"):
@@ -188,7 +119,7 @@ def decoder_fields(path: pathlib.Path) -> Fields | None:
 
 
 def config_heads(path: pathlib.Path) -> int | None:
-    """Heads of queries by the `config.json` of a checkpoint; None if none says."""
+    """Attention heads in the `config.json` of a checkpoint; None without either."""
     fields = decoder_fields(path)
     if fields is None or fields.entries.get("num_attention_heads") is None:
         return None
@@ -198,9 +129,9 @@ def config_heads(path: pathlib.Path) -> int | None:
 def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]:
     """Shapes of the model that a `config.json` describes.
 
-    Layers are stacked under `"layers"`. Biases, and norms within heads, are left out:
-    under a thousandth of the parameters. What is said of quantized weights, or of
-    experts, which these models do not have, is left out too, with a warning.
+    Layers are stacked under `"layers"`. Biases and the norms within heads, under a
+    thousandth of the parameters, are left out. Warns of quantized weights and of
+    experts, which are left out too.
     """
     fields = Fields.of_file(path)
     kind = fields.entries.get("model_type")
@@ -213,11 +144,9 @@ def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]
     tied = fields.entries.get("tie_word_embeddings", default.tied)
     if not isinstance(tied, bool):
         raise fields.wrong("tie_word_embeddings", tied, "true or false")
-    query, key = _heads(fields, default)
     decoder = Decoder(
         fields.number("hidden_size"),
-        query,
-        key,
+        *_projections(fields, default),
         fields.number("intermediate_size"),
         fields.number("num_hidden_layers"),
         fields.number("vocab_size"),
@@ -230,7 +159,14 @@ def config_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]
             f"{str(path)!r} describes {decoder.size:.3g} parameters, more than any"
             " model has."
         )
-    _warn_of_what_is_left_out(fields)
+    for name, value in fields.entries.items():
+        if value and name == "quantization_config":
+            left_out = "weights are counted as they are before they are quantized"
+        elif value and "expert" in name:
+            left_out = f"a {kind} has no experts, none is counted"
+        else:
+            continue
+        warn_user(f"{fields.shown(name, value)}; {left_out}.")
     return decoder.shapes()
 
 
@@ -258,14 +194,14 @@ def _dtype(fields: Fields) -> str:
     return "float32"
 
 
-def _heads(fields: Fields, default: _Defaults) -> tuple[int, int]:
+def _projections(fields: Fields, default: _Defaults) -> tuple[int, int]:
+    """Values of a token's queries, and of its keys."""
     hidden, heads = fields.number("hidden_size"), fields.number("num_attention_heads")
-    key_heads, head = default.key_heads or heads, default.head
-    # To transformers, absent is not null.
-    if "num_key_value_heads" in fields.entries:
+    key_heads, head, entries = default.key_heads or heads, default.head, fields.entries
+    # transformers distinguishes an absent field from null.
+    if "num_key_value_heads" in entries:
         null = heads if default.null_key_heads else None
         key_heads = fields.number("num_key_value_heads", null)
-    entries = fields.entries
     if "head_dim" in entries and (head or entries["head_dim"] is not None):
         head = fields.number("head_dim")
     elif head is None:
@@ -277,51 +213,3 @@ def _heads(fields: Fields, default: _Defaults) -> tuple[int, int]:
         wanted = f"a divisor of num_attention_heads, {heads}"
         raise fields.wrong("num_key_value_heads", key_heads, wanted)
     return heads * head, key_heads * head
-
-
-def _warn_of_what_is_left_out(fields: Fields) -> None:
-    for name, value in fields.entries.items():
-        if not value:
-            continue
-        if name == "quantization_config":
-            left_out = "weights are counted as they are before they are quantized"
-        elif "expert" in name:
-            left_out = (
-                f"a {fields.entries['model_type']} has no experts, none is counted"
-            )
-        else:
-            continue
-        warn_user(f"{fields.shown(name, value)}; {left_out}.")
-
-
-def index_files(path: pathlib.Path) -> list[pathlib.Path]:
-    """The safetensors files that an index names, which may not be there."""
-    fields = Fields.of_file(path)
-    names = fields.mapping("weight_map", fields.entries.get("weight_map")).values()
-    for name in names:
-        # No other folder's: the index is not to say what is read.
-        plain = isinstance(name, str) and re.fullmatch(r"[\w.-]+\.safetensors", name)
-        if not plain:
-            raise fields.wrong("weight_map", name, "the name of a .safetensors file")
-    if not names:
-        raise fields.wrong("weight_map", {}, "a file for each tensor")
-    return [path.with_name(str(name)) for name in dict.fromkeys(names)]
-
-
-def index_shapes(path: pathlib.Path) -> dict[str, PyTree[jax.ShapeDtypeStruct]]:
-    """Shapes of the model of an index whose weights are not there, by `config.json`."""
-    config = path.with_name("config.json")
-    if not config.exists():
-        raise ValueError(
-            f"{str(path)!r} names tensors and no shapes: put config.json beside it, or"
-            " the .safetensors files, of which the header is enough."
-        )
-    shapes = config_shapes(config)
-    fields = Fields.of_file(path)
-    metadata = fields.mapping("metadata", fields.entries.get("metadata", {}))
-    counted = nbytes(shapes)
-    size = metadata.get("total_size", counted)
-    if not isinstance(size, int | float) or not 0.99 * counted < size < 1.01 * counted:
-        wanted = f"the {counted} bytes of {str(config)!r}, within 1%"
-        raise fields.wrong("metadata.total_size", size, wanted)
-    return shapes

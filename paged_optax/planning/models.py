@@ -1,4 +1,4 @@
-"""Shapes of a model: by its name, by its size, or of a function that makes it."""
+"""Shapes of a model: by name, by size, or of a function that makes it."""
 
 import dataclasses
 import difflib
@@ -24,16 +24,16 @@ class Decoder:
     """Sizes of a decoder with gated feed-forward layers: Llama, Qwen, Gemma.
 
     Attributes:
-      hidden: Values of a token between layers.
-      query: Values of its queries: heads times their size.
-      key: Values of its keys, and of its values: key-value heads times their size.
-      inner: Values inside a feed-forward layer.
+      hidden: Width between layers.
+      query: Values of a token's queries: heads times head size.
+      key: Values of a token's keys: key-value heads times head size.
+      inner: Width inside a feed-forward layer.
       layers: Number of layers.
       vocabulary: Rows of the embedding; 0 for the layers alone.
-      tied: Whether the embedding is the output's matrix too.
-      dtype: The parameters' dtype.
+      tied: True if the embedding is the output matrix.
+      dtype: Dtype of the parameters.
       norms: Norms of a layer, of `hidden` values each.
-      head: Values of one head.
+      head: Head size.
     """
 
     hidden: int
@@ -49,7 +49,7 @@ class Decoder:
 
     @property
     def heads(self) -> int:
-        """Heads of queries."""
+        """Number of attention heads."""
         return max(1, self.query // self.head)
 
     def shapes(self) -> dict[str, PyTree[jax.ShapeDtypeStruct]]:
@@ -84,12 +84,11 @@ class Decoder:
         return sum(math.prod(x.shape) for x in jax.tree.leaves(self.shapes()))
 
 
-# Gemma 2 and 3: a norm before attention and feed-forward layer, and one after.
+# Gemma 2 and 3 have norms before and after attention and feed-forward layers.
 _FOUR = functools.partial(Decoder, norms=4, head=256)
 
-#: From the models' published configurations, without the norms of queries and keys that
-#: Qwen3 and Gemma 3 have. Of Gemma 3, the larger ones are text decoders beside a vision
-#: tower: "text" says that this is left out.
+#: From the published configurations, without the norms of queries and keys of Qwen3 and
+#: Gemma 3. "text" marks the decoders of models with a vision tower.
 DECODERS = {
     "llama2-7b": Decoder(4096, 4096, 4096, 11008, 32, 32000, tied=False),
     "llama3.2-1b": Decoder(2048, 2048, 512, 8192, 16, 128256, head=64),
@@ -114,17 +113,16 @@ DECODERS = {
 }
 
 
-#: More parameters than any model has: a larger number is a slip of the keys.
+#: No model has more parameters.
 MOST_PARAMETERS = 1e14
 
 
 def of_size(parameters: int | float) -> Decoder:
     """A decoder of about this many parameters, in the proportions of Llama 3.
 
-    Feed-forward layers are 3.5 times as wide as the model, keys and values have 1024
-    values, the vocabulary has 128256 rows, twice from 4 billion parameters on. Of the
-    widths that are multiples of 256, the one whose layers number nearest to a 128th of
-    the width.
+    Feed-forward layers are 3.5 times the width, keys have 1024 values, the vocabulary
+    has 128256 rows, untied from 4 billion parameters on. The width is the multiple of
+    256 for which the number of layers is nearest to a 128th of it.
     """
     if parameters > MOST_PARAMETERS:
         raise ValueError(
@@ -133,21 +131,14 @@ def of_size(parameters: int | float) -> Decoder:
         )
     decoders, smallest = [], math.inf
     for hidden in range(256, 32769, 256):
-        decoder = Decoder(
-            hidden,
-            hidden,
-            min(1024, hidden),
-            7 * hidden // 2,
-            1,
-            128256,
-            tied=parameters < 4e9,
-        )
-        smallest = min(smallest, decoder.size)
+        inner, tied = 7 * hidden // 2, parameters < 4e9
+        sizes = hidden, hidden, min(1024, hidden), inner
+        none, one = (Decoder(*sizes, n, 128256, tied).size for n in (0, 1))
+        smallest = min(smallest, one)
         # A decoder's size is linear in its layers.
-        one = decoder.size - dataclasses.replace(decoder, layers=0).size
-        layers = round((parameters - decoder.size) / one) + 1
+        layers = round((parameters - one) / (one - none)) + 1
         if layers >= 1:
-            decoders.append(dataclasses.replace(decoder, layers=layers))
+            decoders.append(Decoder(*sizes, layers, 128256, tied))
     if not decoders:
         raise ValueError(
             f"{parameters:.3g} parameters are fewer than the {smallest:.3g} of the"
@@ -163,17 +154,16 @@ def model_shapes(
     """Shapes of a decoder's parameters, by its name or its size.
 
     Args:
-      name: `"llama3-8b"`, `"gemma2-9b"` and others that the message of a wrong name
-        lists, also as `"Llama-3-8B"` or `"meta-llama/Llama-3-8B"`; or a number of
-        parameters such as `"8B"`, `"350M"` or `"8e9"`, for a decoder in the proportions
-        of Llama 3 with about as many.
-      dtype: The parameters' dtype.
+      name: A name such as `"llama3-8b"`, `"Llama-3-8B"` or `"meta-llama/Llama-3-8B"`;
+        the error of a wrong name lists all. Or a number of parameters such as `"8B"`,
+        `"350M"` or `"8e9"`, for a decoder in the proportions of Llama 3.
+      dtype: Dtype of the parameters.
 
     Returns:
       `ShapeDtypeStruct`s, the layers stacked under `"layers"`.
 
     Raises:
-      ValueError: If there is no such model, or no such dtype.
+      ValueError: If the model or the dtype is unknown.
 
     Example:
       >>> import paged_optax as po
@@ -186,25 +176,20 @@ def model_shapes(
 
 
 def decoder_of(name: str) -> Decoder:
-    """The decoder of a name or a size, as `model_shapes` takes it."""
+    """The decoder of a name or a size, as in `model_shapes`."""
     if not isinstance(name, str):
         raise ValueError(f"model {name!r} is no text: pass one such as '8B'.")
-    return _named(name) or of_size(_count(name))
+    named = {_words(known): decoder for known, decoder in DECODERS.items()}
+    return named.get(_words(name)) or of_size(_count(name))
 
 
-def _named(name: str) -> Decoder | None:
-    return {_words(known): decoder for known, decoder in DECODERS.items()}.get(
-        _words(name)
-    )
-
-
-#: Words of a name that say who trained a model, or for what.
-_ASIDES = ("meta", "hf", "base", "instruct", "it", "pt")
+# Words of a name that state the training or its author.
+_IGNORED = ("meta", "hf", "base", "instruct", "it", "pt")
 
 
 def _words(name: str) -> tuple[str, ...]:
     words = re.findall(r"[a-z]+|\d+(?:\.\d+)?", name.lower().rpartition("/")[2])
-    return tuple(x for x in words if x not in _ASIDES)
+    return tuple(x for x in words if x not in _IGNORED)
 
 
 def _count(text: str) -> float:
@@ -220,7 +205,7 @@ def _count(text: str) -> float:
             f" '350M', nor one of {', '.join(DECODERS)}.{guess}"
         )
     count = float(match[1]) * {"": 1, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]]
-    # Nobody means a model of eight parameters.
+    # A forgotten unit: no model has eight parameters.
     if not match[2] and count < 1e4:
         way_out = f"Did you mean {match[1]}B?" if count else "Pass one such as '8B'."
         raise ValueError(f"model {text!r} would have {count:g} parameters. {way_out}")
@@ -231,33 +216,33 @@ _FORM = "--module names a function as package.module:function"
 
 
 def module_shapes(name: str) -> PyTree[jax.ShapeDtypeStruct]:
-    """Shapes of the parameters that a function makes; nothing is allocated.
+    """Shapes of the parameters that a function makes, without allocating them.
 
     Args:
       name: `"package.module:function"`. The function takes no arguments and returns a
-        Flax NNX module; or a Linen module and its example inputs, `(module, *inputs)`;
-        or the parameters themselves, as arrays or `ShapeDtypeStruct`s.
+        Flax NNX module; a Linen module and its inputs, `(module, *inputs)`; or the
+        parameters, as arrays or `ShapeDtypeStruct`s.
 
     Returns:
       A pytree of `ShapeDtypeStruct`s.
 
     Raises:
-      ValueError: If there is no such function, or it fails, or it returns none.
+      ValueError: If the function is not found, fails or returns no parameters.
     """
     if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", name):
         raise ValueError(f"{name!r}: {_FORM}, such as mymodel:make_model.")
-    place, _, attribute = name.partition(":")
+    module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # As `python -m` does, for a console script.
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
-        make = operator.attrgetter(attribute)(importlib.import_module(place))
+        make = operator.attrgetter(attribute)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{name!r}: {_FORM}, and {error}.") from error
-    except (Exception, SystemExit) as error:  # Whatever a module does at its import.
-        raise ValueError(f"{name!r}: importing {place} {_failed(error)}") from error
+    except (Exception, SystemExit) as error:  # from the module's code
+        raise ValueError(f"{name!r}: importing {module} {_failed(error)}") from error
     try:
         params = jax.eval_shape(lambda: _parameters(make()))
-    except (Exception, SystemExit) as error:  # Whatever the function does.
+    except (Exception, SystemExit) as error:  # from the function's code
         raise ValueError(
             f"{name!r}: calling it without arguments {_failed(error)}"
         ) from error
@@ -272,7 +257,7 @@ def _failed(error: BaseException) -> str:
 
 
 def _parameters(model: PyTree) -> PyTree[ArrayLike]:
-    if "flax" in sys.modules:  # Or it is no Flax module.
+    if "flax" in sys.modules:  # otherwise it is no Flax module
         from flax import linen, nnx
 
         if isinstance(model, nnx.Module):

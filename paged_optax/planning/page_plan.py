@@ -1,4 +1,4 @@
-"""What lives where, and what a step moves, known beforehand; on a mesh too."""
+"""`plan`: the placement of moments and the traffic of a step, without allocating."""
 
 import dataclasses
 from collections.abc import Hashable, Mapping
@@ -19,14 +19,13 @@ from paged_optax.backend.validation import (
     check_transformation,
 )
 from paged_optax.engine.shards import Shards, spec_of_axes
-from paged_optax.planning.card_rates import (
-    CARDS,
+from paged_optax.planning.activations import stacks_under
+from paged_optax.planning.cards import (
     DEFAULT_LINK,
-    card_name,
     free_from,
+    local_card,
     machine_rate,
 )
-from paged_optax.planning.layers import stacks_under
 from paged_optax.transform.codec_rules import SMALLEST_CODED
 from paged_optax.transform.parameter_shardings import refuse_uneven
 from paged_optax.transform.planned_moments import Moment, recorded
@@ -35,19 +34,17 @@ from paged_optax.transform.planned_moments import Moment, recorded
 def fully_sharded(
     params: PyTree[ArrayOrShape], mesh: Mesh | AbstractMesh, layers: str = "layers"
 ) -> PyTree[NamedSharding]:
-    """Divides every parameter over all devices of a mesh, as ZeRO and FSDP do.
+    """Shards every parameter over all devices of a mesh, as ZeRO and FSDP do.
 
-    Each axis of the mesh, one after the other, cuts the longest dimension that is left
-    of a parameter and that it divides evenly. Where there is none, it replicates. The
-    axis that layers are stacked on stays whole, for a scan or `layerwise_step` takes
-    one layer at a time, and would gather all of them.
+    Each mesh axis shards the longest remaining dimension that it divides evenly, and
+    replicates the parameter if there is none. Stacks keep their leading axis whole: a
+    scan or `layerwise_step` reads one layer at a time, and would gather all layers.
 
     Args:
       params: The parameters, or their `ShapeDtypeStruct`s.
       mesh: The devices.
-      layers: The key under which layers are stacked on the leading axis, as in
-        `layerwise_step` and `what_fits`. What is under it is taken for stacks if all of
-        it begins with one length, of at most 1000 layers. Another key: none are stacks.
+      layers: The key of the stacked layers, as in `layerwise_step`. Leaves under it are
+        stacks if all have the same leading length, of at most 1000 layers.
 
     Returns:
       A `NamedSharding` for each parameter.
@@ -59,8 +56,8 @@ def fully_sharded(
       >>> import jax, jax.numpy as jnp, paged_optax as po
       >>> mesh = jax.sharding.AbstractMesh((8,), ("data",))
       >>> params = {"w": jnp.ones((512, 2048)), "b": jnp.ones(3)}
-      >>> found = po.fully_sharded(params, mesh)
-      >>> found["w"].spec, found["b"].spec
+      >>> shardings = po.fully_sharded(params, mesh)
+      >>> shardings["w"].spec, shardings["b"].spec
       (P(None, 'data'), P())
       >>> stacked = {"layers": {"w": jnp.ones((64, 32, 16))}}
       >>> po.fully_sharded(stacked, mesh)["layers"]["w"].spec
@@ -74,11 +71,11 @@ def fully_sharded(
     if not isinstance(layers, str):
         raise TypeError(f"layers={brief(layers)} is not a key, such as 'layers'.")
 
-    def divide(x: ArrayOrShape, stacked: bool) -> NamedSharding:
+    def shard(x: ArrayOrShape, stacked: bool) -> NamedSharding:
         axes: list[tuple[str, ...]] = [()] * len(x.shape)
         left, first = list(x.shape), int(stacked)
         for name, size in mesh.shape.items():
-            # Of dimensions of one length the first.
+            # The first of equally long dimensions.
             longest = max(
                 ((n, -i) for i, n in enumerate(left) if i >= first and n % size == 0),
                 default=None,
@@ -90,20 +87,20 @@ def fully_sharded(
 
     leaves, structure = jax.tree.flatten(params)
     stacks = stacks_under(params, layers)
-    return structure.unflatten([divide(x, n in stacks) for n, x in enumerate(leaves)])
+    return structure.unflatten([shard(x, n in stacks) for n, x in enumerate(leaves)])
 
 
 @dataclasses.dataclass(frozen=True)
 class PagePlan:
-    """What lives where, and what a step moves. Prints as a table.
+    """Placement of all moments, and the traffic of a step. Prints as a table.
 
     Attributes:
-      moments: Every array of every paged state.
-      link_gigabytes_per_second: The stated rate of the link, each way, in 10^9 bytes.
-      devices: Devices of the mesh. All bytes are those of one of them.
+      moments: All arrays of all paged states.
+      link_gigabytes_per_second: Link rate in one direction, in 10^9 bytes.
+      devices: Devices of the mesh. All bytes are those of one device.
       devices_per_host: Devices that share a host's memory.
-      parameters: How many parameters a device multiplies a token with, all of them.
-      teraflops: The stated rate of products, in 10^12 operations a second, or None.
+      parameters: Number of parameters.
+      teraflops: Rate of products, in 10^12 operations a second; None if unknown.
     """
 
     moments: tuple[Moment, ...]
@@ -125,43 +122,41 @@ class PagePlan:
 
     @property
     def arrays_on_host(self) -> tuple[int, ...]:
-        """Bytes of each array of moments in host memory, as `init` makes them."""
+        """Bytes of each array of moments in host memory, in the order of `init`."""
         return tuple(x.bytes for x in self.moments if x.on_host)
 
     @property
     def bytes_per_host(self) -> int:
-        """Bytes of moments in the memory of one host, for all its devices."""
+        """Bytes of moments in the memory of one host, of all its devices."""
         return self.host_bytes * min(self.devices, self.devices_per_host)
 
     @property
     def scratch_bytes(self) -> int:
-        """Device bytes of pages in flight: each page read, and each written.
+        """Device bytes of pages in flight.
 
-        Where moments have several widths XLA may keep a page more of the widest.
-        The engine keeps to this bound. XLA takes up to 8 MiB more, for itself and for
-        scales; `memory_report` says what it assigned. What XLA takes to move
-        gradients that are divided otherwise than their parameters is not in it.
+        This bounds what the engine allocates. XLA adds up to 8 MiB for temporary arrays
+        and scales. Resharded gradients are not included. `memory_report` shows XLA's
+        own figures.
         """
-        # Moments with equal numbers travel together, others before or after them.
-        flying: dict[int, int] = {}
+        # Moments with equal numbers share a loop.
+        in_flight: dict[int, int] = {}
         for x in self.moments:
             if x.on_host:
                 size = x.in_flight * x.page_bytes + 2 * x.beside
-                flying[x.leaf] = flying.get(x.leaf, 0) + size
-        return max(flying.values(), default=0)
+                in_flight[x.leaf] = in_flight.get(x.leaf, 0) + size
+        return max(in_flight.values(), default=0)
 
     @property
     def link_bytes(self) -> int:
-        """Bytes a step moves over the link, both ways together."""
+        """Bytes over the link a step, both ways."""
         return 2 * self.host_bytes
 
     @property
     def link_seconds(self) -> float:
-        """Seconds those bytes take.
+        """Seconds of transfers a step.
 
-        Where pages travel both ways at once, a moment of n pages takes the time of
-        n + 1 pages. Elsewhere one direction waits for the other, and it takes the time
-        of 2n pages.
+        A moment of n pages takes the time of n + 1 pages if one page is read while
+        another is written, and of 2n pages otherwise.
         """
         bytes_moved = sum(
             x.bytes * (x.pages + 1 if x.both_ways else 2 * x.pages) / x.pages
@@ -172,10 +167,9 @@ class PagePlan:
 
     @property
     def free_from(self) -> int | None:
-        """The tokens a step from which paging takes no time in a `layerwise_step`.
+        """The tokens a step from which `layerwise_step` hides all transfers.
 
-        None where no rate of products was stated; see
-        `paged_optax.planning.card_rates`.
+        None without `teraflops`.
         """
         if self.teraflops is None or not self.parameters:
             return None
@@ -189,7 +183,7 @@ class PagePlan:
         )
 
     def __str__(self) -> str:
-        # Moments of which the table would say the same share a row.
+        # Moments with equal cells share a row.
         groups: dict[Hashable, list[Moment]] = {}
         for x in self.moments:
             key = (x.shape, x.dtype, x.on_host, x.pages, x.page_bytes, x.stays)
@@ -201,7 +195,7 @@ class PagePlan:
                 (
                     first.path + (f" +{len(group) - 1}" if len(group) > 1 else ""),
                     "x".join(map(str, first.shape)) or "scalar",
-                    first.dtype.partition("(")[0],  # of a codec, its name
+                    first.dtype.partition("(")[0],  # the codec's name
                     "host" if first.on_host else "device",
                     f"{first.pages} x {readable_bytes(first.page_bytes)}"
                     if first.on_host
@@ -237,7 +231,7 @@ class PagePlan:
 
     @property
     def uncoded(self) -> str:
-        """A note on moments too small for their codec; empty if there are none."""
+        """A note on moments too small for their codec; empty without such moments."""
         small = [x.bytes for x in self.moments if x.uncoded]
         if not small:
             return ""
@@ -258,34 +252,34 @@ def plan(
     extra_args: Mapping[str, PyTree] | None = None,
     teraflops: int | float | None = None,
 ) -> PagePlan:
-    """Says beforehand what lives where, without allocating anything.
+    """Plans the placement of a transformation's moments, without allocating them.
 
-    On a mesh all figures are those of one device, which pages its own shard over its
-    own link. Parameters that say how they are divided are taken at their word, others
-    are divided as `fully_sharded` does.
+    On a mesh all figures are those of one device, which pages its own shards over its
+    own link. Parameters keep their shardings; those without are sharded as in
+    `fully_sharded`.
 
     Args:
-      tx: A transformation with `paged(...)` somewhere inside.
+      tx: A transformation with `paged(...)` inside.
       params: The parameters, or their `ShapeDtypeStruct`s.
-      link_gigabytes_per_second: The rate of the link between host and device in one
-        direction, in 10^9 bytes a second (PCIe 3 x16: about 12; 4: 25; 5: 50). None:
-        what is stated of this machine's card if its name is known, or 25.
-      mesh: Devices to divide the parameters over. They need not be there:
+      link_gigabytes_per_second: Link rate between host and device in one direction, in
+        10^9 bytes a second (PCIe 3 x16: about 12; 4: 25; 5: 50). None: this machine's
+        card's, or 25.
+      mesh: Devices to shard the parameters over. They need not exist:
         `jax.sharding.AbstractMesh((64,), ("data",))`.
-      devices_per_host: Devices that share one host's memory.
-      extra_args: Arguments by name that the wrapped `update` cannot be traced without,
-        such as `{"value": 0.0}`.
-      teraflops: The rate of matrix products that training reaches, in 10^12 operations
-        a second. The plan then says from how many tokens a step `layerwise_step` hides
-        the transfers, at six operations a parameter and token.
+      devices_per_host: Devices that share a host's memory.
+      extra_args: Arguments that tracing the wrapped `update` needs, such as
+        `{"value": 0.0}`.
+      teraflops: Rate of matrix products in training, in 10^12 operations a second. The
+        plan then has the tokens a step from which `layerwise_step` hides all transfers,
+        at six operations a parameter and token.
 
     Returns:
-      The plan. It prints as a table.
+      The plan, which prints as a table.
 
     Raises:
-      ValueError: If the rate is not positive, if nothing in `tx` is paged, or if a
-        parameter's sharding does not divide it evenly.
-      TypeError: If `params` is no tree of arrays, or another argument of another type.
+      ValueError: If a rate is not positive, nothing in `tx` is paged, or a parameter's
+        sharding does not divide it evenly.
+      TypeError: If `params` is no tree of arrays, or another argument has a wrong type.
 
     Example:
       >>> import jax, jax.numpy as jnp, paged_optax as po
@@ -293,7 +287,7 @@ def plan(
       >>> po.plan(po.paged_adamw(1e-3), params).host_bytes // 2**20
       128
 
-      The same on eight devices, each with its own part of the moments:
+      The same on eight devices, each with its own shards:
 
       >>> mesh = jax.sharding.AbstractMesh((8,), ("data",))
       >>> po.plan(po.paged_adamw(1e-3), params, mesh=mesh).host_bytes // 2**20
@@ -302,15 +296,14 @@ def plan(
     check_transformation("tx", tx)
     check_arrays("params", params)
     if link_gigabytes_per_second is None:
-        name = card_name(jax.local_devices()[0].device_kind)
-        link_gigabytes_per_second = CARDS[name].link if name else DEFAULT_LINK
+        card = local_card()
+        link_gigabytes_per_second = card.link if card else DEFAULT_LINK
     link = machine_rate("link_gigabytes_per_second", link_gigabytes_per_second)
     products = None if teraflops is None else machine_rate("teraflops", teraflops)
     check_count("devices_per_host", devices_per_host, 1)
     if not isinstance(extra_args or {}, Mapping):
         raise TypeError(f"extra_args={brief(extra_args)} is not a mapping of names.")
     refuse_uneven(params)
-    # A parameter that says how it is divided is taken at its word.
     if mesh is not None:
         params = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(
@@ -322,7 +315,7 @@ def plan(
             fully_sharded(params, mesh),
         )
     shards = filter(None, map(Shards.of_array, jax.tree.leaves(params)))
-    devices = max((each.mesh.size for each in shards), default=1)
+    devices = max((x.mesh.size for x in shards), default=1)
     moments: list[Moment] = []
     for _, describe in recorded(tx, params):
         # Leaves are numbered through all that `tx` pages.
@@ -336,7 +329,7 @@ def plan(
         sum(x.size for x in jax.tree.leaves(params)),
         products,
     )
-    # Planning for a GPU is mostly done elsewhere; only a TPU has no such pool.
+    # Plans for a GPU are mostly made on a CPU; a TPU has no such pool.
     arrays = result.arrays_on_host * min(devices, devices_per_host)
     if jax.default_backend() != "tpu" and pinned_pool.pinned_bytes(arrays) is None:
         warn_user(

@@ -1,7 +1,6 @@
-"""A state, read and changed by the names of parameters.
+"""Optimizer states, read and edited by the paths of parameters.
 
-`leaves` says which leaf is whose, and which parameters a path names. `moments` takes
-one parameter's out and puts them back. `steps` counts, `residency` moves between
-memories, `restore` describes a state and puts it in place. `bitsandbytes_entries` reads
-those that bitsandbytes saved.
+`leaves` gives each leaf its parameter and finds parameters by path. `moments` reads and
+replaces one parameter's moments, `steps` its step count. `residency` moves moments
+between memories. `restore` describes a state for a restore, and places it.
 """

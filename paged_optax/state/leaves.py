@@ -1,16 +1,13 @@
-"""A state's leaves, each with its parameter and field, and parameters by path.
+"""Leaves of an optimizer state, with their parameters and fields.
 
-Everything is read off the state itself: its structure says which leaf is whose moment,
-its arrays' memory kinds say where each lives. Where the parameters are known,
-`paged_optax.transform.trees` says whose.
+Optax keeps moments in trees of the parameters' structure, in the fields of named tuples
+called `...State`. The structure alone therefore gives each leaf its parameter; where
+the parameters are at hand, `paged_optax.transform.trees` compares paths instead.
 
-A path is `"blocks/0/attn/q/kernel"`, or JAX's key path. A path that leads to a group of
-parameters names all of them; functions of one parameter take it where the group has one
-member (Flax's `.../kernel/value`).
-
-A string is the keys joined by `/`. Keys may have a `/` themselves, so that a string may
-name several parameters or groups: then it is refused, and only a key path tells them
-apart. A `/` at its ends is ignored if no key begins or ends so.
+A path is `"blocks/0/attn/q/kernel"`, the keys joined by `/`, or JAX's key path. It may
+lead to a group of parameters; functions of one parameter accept a group of one (Flax's
+`.../kernel/value`). A string that several groups match is refused: keys may contain
+`/`, and only key paths are unique.
 """
 
 import dataclasses
@@ -22,7 +19,7 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import on_host
-from paged_optax.backend.text import key_names, keystr, path_name
+from paged_optax.backend.text import key_names, path_name
 from paged_optax.backend.types import (
     ArrayOrShape,
     KeyPath,
@@ -33,14 +30,14 @@ from paged_optax.backend.types import (
 from paged_optax.backend.validation import check_arrays
 from paged_optax.codecs import Quantized
 
-#: What `optax.inject_hyperparams` keeps beside moments: trees of settings.
+#: Trees of settings that `optax.inject_hyperparams` keeps.
 SETTINGS = ("hyperparams", "hyperparams_states")
 
-#: Fields of the parameters' structure that no parameter's update reads and writes: the
-#: accumulators of `optax.MultiSteps` stay on the device.
+#: Fields of the parameters' structure without moments: the accumulators of
+#: `optax.MultiSteps` stay on the device.
 _NO_MOMENTS = (*SETTINGS, "acc_grads")
 
-#: Fields of Optax's states. A dict that has them, and no state, is a restored one.
+#: Fields of Optax's states, as keys of a restored dict.
 _FIELDS = frozenset(
     "count inner_state inner_states mu nu step sum_of_squares trace v_row".split()
 )
@@ -54,10 +51,10 @@ class StateLeaf:
     """One leaf of a state.
 
     Attributes:
-      node: The path of the Optax state it belongs to.
+      node: The path of its Optax state.
       field: The name of its field there: `"mu"`, `"count"`.
-      parameter: The path of its parameter; `()` where it is not in a tree of them.
-      value: The array, or what a codec stores in its place.
+      parameter: The path of its parameter; `()` outside the parameters' structure.
+      value: The array, or the arrays in which a codec stores it.
     """
 
     node: KeyPath
@@ -67,42 +64,38 @@ class StateLeaf:
 
     @property
     def key(self) -> LeafKey:
-        """What it is called in any state of its transformation."""
+        """The leaf's names, whatever containers the state has."""
         return key_names(self.node), self.field, key_names(self.parameter)
 
     @property
     def name(self) -> str:
-        """Its parameter, for messages."""
+        """The parameter's path, for messages."""
         return path_name(self.parameter)
 
     @property
     def is_moment(self) -> bool:
-        """Whether an update reads and writes it, beside its parameter."""
+        """True if an update reads and writes the leaf with its parameter."""
         if isinstance(self.value, Quantized):
             return True
-        if self.field in _NO_MOMENTS:
-            return False
-        if not holds_moments(self.value.dtype):
+        if self.field in _NO_MOMENTS or not holds_moments(self.value.dtype):
             return False
         return bool(self.parameter) or self.value.ndim > 0
 
     @property
     def is_count(self) -> bool:
-        """Whether it counts steps."""
+        """True if the leaf counts steps."""
         if isinstance(self.value, Quantized) or self.field in SETTINGS:
             return False
         return self.value.ndim == 0 and counts_steps(self.value.dtype)
 
-    @property
-    def place(self) -> tuple[KeyPath, str]:
-        """Its node and field, which the same moment of other parameters has too."""
-        return self.node, self.field
+
+def is_quantized(node: PyTree) -> bool:
+    """Returns whether a node is a moment that a codec stores in several arrays."""
+    return isinstance(node, Quantized)
 
 
 def _is_state(node: PyTree) -> bool:
-    """Whether a node is an Optax state, or a container of such."""
-    # Optax's states are named tuples called `...State`; what they hold in their fields
-    # is trees of the parameters' structure, which may be of any type.
+    """Returns whether a node is an Optax state, or a container of states."""
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return type(node).__name__.endswith("State")
     if isinstance(node, (tuple, list)):
@@ -111,182 +104,166 @@ def _is_state(node: PyTree) -> bool:
 
 
 def _holds_states(node: PyTree, path: KeyPath) -> bool:
-    """Whether a child of a state may be a state itself."""
-    # Optax says so in the field's name (`inner_state`, `fast_state`). All others are
-    # trees of parameters, which may have a name that ends in `State` too.
+    # Optax's fields of states have names such as `inner_state`. Other fields are trees
+    # of parameters, whose containers may be called `...State` too.
     by_optax = type(node).__module__.partition(".")[0] in ("optax", "paged_optax")
     return not (by_optax and hasattr(node, "_fields")) or "state" in path[0].name
 
 
-def is_quantized(node: PyTree) -> bool:
-    """Whether a node of a state is one moment, stored in several arrays."""
-    return isinstance(node, Quantized)
-
-
 def state_fields(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, PyTree]]:
-    """The fields of all Optax states inside: paths, and what they hold."""
+    """Yields the fields of all Optax states inside, with their paths."""
     if not _is_state(node):
         yield path, node
         return
-    for key_path, child in jax.tree_util.tree_flatten_with_path(
+    children, _ = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda x: x is not node
-    )[0]:
+    )
+    for key_path, child in children:
         if _holds_states(node, key_path):
             yield from state_fields(child, (*path, *key_path))
         else:
             yield (*path, *key_path), child
 
 
-def _names_of(state: PyTree) -> set[str]:
-    flat = jax.tree_util.tree_flatten_with_path(state)[0]
-    return {name for path, _ in flat for name in key_names(path)}
-
-
 def state_leaves_of(state: PyTree, *, shapes: bool = True) -> list[StateLeaf]:
-    """The leaves of a state, in order; `shapes`: `ShapeDtypeStruct`s will do."""
+    """Returns the leaves of a state in order; `shapes` admits `ShapeDtypeStruct`s."""
     check_arrays("state", state, shapes=shapes)
     fields = [*state_fields(state)]
-    bare = isinstance(state, (dict, list)) and not any(x for x, _ in fields)
-    if bare and not _FIELDS.isdisjoint(_names_of(state)):
-        raise ValueError(
-            f"state is a {type(state).__name__} without Optax's states inside, as a"
-            " restore without a target makes it: put it into their containers first,"
-            " by paged_optax.place_state(tx, state, params)."
-        )
+    if isinstance(state, (dict, list)) and not any(path for path, _ in fields):
+        flat, _ = jax.tree_util.tree_flatten_with_path(state)
+        if any(not _FIELDS.isdisjoint(key_names(path)) for path, _ in flat):
+            raise ValueError(
+                f"state is a {type(state).__name__} without Optax's states inside, as a"
+                " restore without a target makes it: put it into their containers"
+                " first, by paged_optax.place_state(tx, state, params)."
+            )
     return [
-        StateLeaf(path[:-1], path_name(path[-1:]), key_path, as_pure(value))
+        StateLeaf(path[:-1], path_name(path[-1:]), parameter, as_pure(value))
         for path, field in fields
-        for key_path, value in _flat(field)
+        for parameter, value in _moments_of(field)
     ]
 
 
-def _flat(field: PyTree) -> list[tuple[KeyPath, PyTree]]:
-    """A field's moments and arrays, each with its path, that of its variable."""
+def _moments_of(field: PyTree) -> list[tuple[KeyPath, PyTree]]:
     if jax.tree_util.all_leaves([as_pure(field)], is_leaf=is_quantized):
-        return [((), field)]  # a count, in a variable or not
-    flat = jax.tree_util.tree_flatten_with_path(field, is_leaf=is_quantized)[0]
+        return [((), field)]  # a count, in a Flax variable or not
+    flat, _ = jax.tree_util.tree_flatten_with_path(field, is_leaf=is_quantized)
+    # JAX's paths lead through a variable's `value`, except where codes are inside.
+    value = jax.tree_util.GetAttrKey("value")
     boxed = lambda x: (
         is_quantized(x) and jax.tree.structure(x) != jax.tree.structure(as_pure(x))
     )
-    value = jax.tree_util.GetAttrKey("value")
     return [((*path, value) if boxed(x) else path, x) for path, x in flat]
 
 
-def unpaged_places(state_leaves: Iterable[StateLeaf]) -> set[tuple[KeyPath, str]]:
-    """Fields that nothing pages, as that of an `optax.trace` beside `paged(...)`."""
-    # Moments of a parameter move together, so a field without a single moment on the
-    # host, although other moments of its parameters are there, is not paged.
-    moments = [leaf for leaf in state_leaves if leaf.is_moment]
-    paged = {leaf.place for leaf in moments if on_host(leaf.value)}
-    away = {leaf.parameter for leaf in moments if on_host(leaf.value)}
-    return {leaf.place for leaf in moments if leaf.parameter in away} - paged
+def pageable(state_leaves: Iterable[StateLeaf]) -> list[bool]:
+    """Returns for each leaf whether it is a moment that `paged` may move.
+
+    A field without any moment on the host, such as the trace of an `optax.trace`
+    outside `paged`, stays on the device although its parameters' other moments are
+    paged.
+    """
+    state_leaves = list(state_leaves)
+    moments = [x for x in state_leaves if x.is_moment]
+    paged = [x for x in moments if on_host(x.value)]
+    parameters, fields = (
+        {x.parameter for x in paged},
+        {(x.node, x.field) for x in paged},
+    )
+    stay = {(x.node, x.field) for x in moments if x.parameter in parameters} - fields
+    return [x.is_moment and (x.node, x.field) not in stay for x in state_leaves]
 
 
 class Parameters:
-    """Parameters, to be found by paths."""
+    """Parameters, indexed by the paths of their groups.
 
-    def __init__(self, paths: Iterable[KeyPath], where: str):
-        """Takes their paths; `where` is what has them, for messages."""
-        self.where = where
-        self.names: dict[KeyPath, str] = {}
-        self.groups: dict[tuple[str, ...], list[KeyPath]] = {}
-        self.joined: dict[str, set[tuple[str, ...]]] = {}
+    Args:
+      paths: Key paths of the parameters.
+      where: The tree that has them, for messages.
+    """
+
+    def __init__(self, paths: Iterable[KeyPath], where: str = "the state"):
+        self._where = where
+        self._groups: dict[tuple[str, ...], list[KeyPath]] = {}
         for path in dict.fromkeys(paths):
-            self.names[path] = path_name(path)
-            for n in range(len(path) + 1):
-                self.groups.setdefault(key_names(path[:n]), []).append(path)
-                self.joined.setdefault(path_name(path[:n]), set()).add(
-                    key_names(path[:n])
-                )
+            names = key_names(path)
+            for n in range(len(names) + 1):
+                self._groups.setdefault(names[:n], []).append(path)
 
-    def named_by(self, path: Path) -> list[KeyPath]:
-        """Those that a path names: one, or a group."""
-        if isinstance(path, tuple):
-            group = self.groups.get(key_names(path), [])
-        elif isinstance(path, str):
-            group = self._named_by_text(path)
-        else:
+    def group(self, path: Path) -> list[KeyPath]:
+        """Returns the parameters that a path leads to.
+
+        Raises:
+          ValueError: If there are none, or if a string matches several groups.
+        """
+        if not isinstance(path, str | tuple):
             raise TypeError(
                 f"path={path!r} is no path: pass one such as 'blocks/0/kernel', or"
                 " JAX's keys."
             )
+        if isinstance(path, tuple):
+            group = self._groups.get(key_names(path), [])
+        else:
+            group = self._matching(path)
         if group:
             return group
-        wanted, names = path_name(path), list(self.names.values())
-        close = difflib.get_close_matches(wanted, names, n=3, cutoff=0.3) or names[:3]
+        names = [path_name(x) for x in self._groups.get((), ())]
+        close = difflib.get_close_matches(path_name(path), names, n=3, cutoff=0.3)
+        close = ", ".join(map(repr, close or names[:3]))
         raise ValueError(
-            f"path={wanted!r}: {self.where} has no such parameter. Close names:"
-            f" {', '.join(map(repr, close)) or 'none, it has no parameters'}."
+            f"path={path_name(path)!r}: {self._where} has no such parameter. Close"
+            f" names: {close or 'none, it has no parameters'}."
         )
 
-    def _named_by_text(self, text: str) -> list[KeyPath]:
-        for each in (text, text.strip("/")):
-            groups = {
-                tuple(self.groups[keys]): str(self.groups[keys][0][: len(keys)])
-                for keys in self.joined.get(each, ())
-            }
-            if len(groups) > 1:
-                raise ValueError(
-                    f"path={text!r} names {len(groups)} parameters or groups, whose"
-                    " keys joined by '/' are equal: pass the keys of one as JAX has"
-                    f" them, {' or '.join(sorted(groups.values()))}, where DictKey"
-                    " and its like are those of jax.tree_util."
-                )
-            for group in groups:
-                return list(group)
-        # A group whose names were joined before, as by Flax's `flatten_dict`.
-        begins = tuple({f"{text}/", f"{text.strip('/')}/"})
-        return [path for path, name in self.names.items() if name.startswith(begins)]
+    def one(self, path: Path) -> KeyPath:
+        """Returns the parameter that a path leads to.
 
-
-def parameter_at(path: Path, state_leaves: Iterable[StateLeaf]) -> KeyPath:
-    """The one parameter that a path names."""
-    paths = [leaf.parameter for leaf in state_leaves if leaf.is_moment]
-    group = Parameters(paths, "the state").named_by(path)
-    if len(group) > 1:
-        names = [path_name(each) for each in group]
-        labels = [
-            repr(name) if names.count(name) == 1 else str(each)
-            for name, each in zip(names, group, strict=True)
+        Raises:
+          ValueError: If there is none, or several.
+        """
+        group = self.group(path)
+        if len(group) == 1:
+            return group[0]
+        names = [path_name(x) for x in group]
+        shown = [
+            repr(name) if names.count(name) == 1 else str(x)
+            for name, x in zip(names[:3], group, strict=False)
         ]
-        more = ["..."] if len(group) > 3 else []
+        shown += ["..."] * (len(group) > 3)
         raise ValueError(
             f"path={path_name(path).strip('/')!r} leads to {len(group)} parameters"
-            f" ({', '.join(labels[:3] + more)}): name one."
+            f" ({', '.join(shown)}): name one."
         )
-    return group[0]
+
+    def _matching(self, path: str) -> list[KeyPath]:
+        for text in (path, path.strip("/")):
+            matches = {
+                tuple(group): str(group[0][: len(names)])
+                for names, group in self._groups.items()
+                if "/".join(names) == text
+            }
+            if len(matches) > 1:
+                raise ValueError(
+                    f"path={path!r} names {len(matches)} parameters or groups, whose"
+                    " keys joined by '/' are equal: pass the keys of one as JAX has"
+                    f" them, {' or '.join(sorted(matches.values()))}, where DictKey"
+                    " and its like are those of jax.tree_util."
+                )
+            for group in matches:
+                return list(group)
+        # Groups in names joined before, as by Flax's `flatten_dict`.
+        begins = f"{path}/", f"{path.strip('/')}/"
+        every = self._groups.get((), ())
+        return [x for x in every if path_name(x).startswith(begins)]
 
 
-def moments_at(state: PyTree, path: Path) -> dict[str, tuple[int, StateLeaf]]:
-    """One parameter's moments by name, with their positions in the state."""
-    state_leaves = state_leaves_of(state)
-    parameter = parameter_at(path, state_leaves)
-    moments = [
-        (position, leaf)
-        for position, leaf in enumerate(state_leaves)
-        if leaf.is_moment and leaf.parameter == parameter
-    ]
-    names = [leaf.field for _, leaf in moments]
-    # Where two fields have one name, the path to the field comes before it.
-    for spelled in (path_name, keystr):
-        names = [
-            name if names.count(name) == 1 else f"{spelled(leaf.node)}/{leaf.field}"
-            for name, (_, leaf) in zip(names, moments, strict=True)
-        ]
-    return dict(zip(names, moments, strict=True))
+def parameters_of(state_leaves: Iterable[StateLeaf]) -> Parameters:
+    """Returns the parameters that have moments."""
+    return Parameters(x.parameter for x in state_leaves if x.is_moment)
 
 
 def moments_within(state: PyTree, path: Path) -> list[StateLeaf]:
-    """The moments of a parameter, or of a group."""
-    state_leaves = [leaf for leaf in state_leaves_of(state) if leaf.is_moment]
-    paths = [leaf.parameter for leaf in state_leaves]
-    inside = set(Parameters(paths, "the state").named_by(path))
-    return [leaf for leaf in state_leaves if leaf.parameter in inside]
-
-
-def arrays_at(state: PyTree, path: Path | None) -> list[ArrayOrShape]:
-    """The arrays of a parameter's moments, or of a group's; None: all arrays."""
-    check_arrays("state", state)
-    if path is None:
-        return jax.tree.leaves(state)
-    return jax.tree.leaves([leaf.value for leaf in moments_within(state, path)])
+    """Returns the moments of a parameter, or of a group."""
+    state_leaves = state_leaves_of(state)
+    inside = set(parameters_of(state_leaves).group(path))
+    return [x for x in state_leaves if x.is_moment and x.parameter in inside]

@@ -1,7 +1,7 @@
-"""The state that `init` would make: described for a restore, and put back in place."""
+"""States that are restored: described without allocating, and put in place."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax import Array
@@ -35,37 +35,38 @@ from paged_optax.backend.validation import brief, check_arrays, check_transforma
 from paged_optax.codecs import is_codes_field
 from paged_optax.engine.shards import Shards
 from paged_optax.state.leaves import is_quantized
-from paged_optax.transform.context import within
+from paged_optax.transform.context import Visitor, within
 from paged_optax.transform.parameter_shardings import refuse_uneven
 from paged_optax.transform.planned_moments import explicitly_typed
-from paged_optax.transform.trees import parameter_of
+from paged_optax.transform.trees import parameter_of, paths_of
+
+#: The arrays of a state by the names of their keys, whatever the containers.
+_ByName = Mapping[tuple[str, ...], ArrayOrShape]
 
 
 def abstract_state(
     tx: Transformation | Described, params: PyTree
 ) -> PyTree[jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and placements of the state that `tx.init(params)` would make.
+    """Returns shapes, dtypes and placements of the state that `tx.init` would create.
 
-    Allocates nothing. Given to Orbax as the target of a restore, it brings a checkpoint
-    into host memory without a detour over the device. A restore without a target, or
-    with that of `jax.eval_shape`, puts the whole state on the device.
+    Allocates nothing. An Orbax restore with this target reads a checkpoint directly
+    into host memory. Without a target, or with a target from `jax.eval_shape`, the
+    whole state is restored to the device.
 
-    Where the parameters say how they are divided over devices, `tx` remembers it in
-    place of what `tx.init` saw: in a `jax.jit` over automatic axes `update` needs to
-    know, and a function that is traced already still has what was there before. What is
-    made anew at each call, as by `optax.inject_hyperparams` around `paged`, remembers
-    nothing: `jit_step` tells its `update`, and a `jax.jit` warns. If the
-    parameters are Flax's variables with metadata `optimizer_sharding`, moments are
-    divided by that.
+    If the parameters have shardings, `tx` remembers them in place of the shardings that
+    `tx.init` saw: `update` needs them in a `jax.jit` over automatic axes. Functions
+    already traced keep the earlier ones. A transformation that is rebuilt at each call,
+    as `optax.inject_hyperparams` rebuilds its inner one, remembers nothing: `jit_step`
+    passes them to its `update`, and `jax.jit` warns. The metadata `optimizer_sharding`
+    of Flax's variables determines the sharding of their moments.
 
     Args:
-      tx: The transformation. Of a `GradientWorkspace`, or of its `ShapeDtypeStruct`s,
-        in its place, the workspace is described.
-      params: The parameters, or their `ShapeDtypeStruct`s, in Flax's variables or
-        without.
+      tx: The transformation; or a `GradientWorkspace`, or its `ShapeDtypeStruct`s, to
+        describe the workspace.
+      params: The parameters, or their `ShapeDtypeStruct`s.
 
     Returns:
-      The state's tree of `jax.ShapeDtypeStruct`, each with its memory kind stated.
+      The state with `jax.ShapeDtypeStruct` leaves, each with a memory kind.
 
     Raises:
       ValueError: If a sharding does not divide its parameter evenly.
@@ -77,7 +78,7 @@ def abstract_state(
       >>> target[0].mu["w"].sharding.memory_kind
       'pinned_host'
 
-      What `flax.serialization` reads is NumPy arrays; this puts them in place:
+      `flax.serialization` restores NumPy arrays, which are then put in place:
 
       >>> import flax
       >>> state = po.paged_adamw(1e-3).init(params)
@@ -93,22 +94,24 @@ def abstract_state(
     check_transformation("tx", tx)
     check_arrays("params", params)
     refuse_uneven(params)
-    of_moments = optimizer_shardings(params)
-    params = _on_meshes(params, of_moments)
-    # So `update` knows the parameters' shardings of a state that is restored.
-    types_only = within(types_only=True, mesh=_mesh_of(params))
-    with types_only, explicitly_typed(params) as shapes:
-        # A new function each time: JAX would not run one again that it has traced.
+    by_optimizer = optimizer_shardings(params)
+    params = _on_meshes(params, by_optimizer)
+    # A trace with the mesh, so that `update` knows the shardings of a restored state.
+    visitor = Visitor(mesh=_mesh_of(params))
+    with within(visitor=visitor), explicitly_typed(params) as shapes:
+        # A new function each time: JAX would not trace the same one twice.
         closed, shapes = jax.make_jaxpr(lambda p: tx.init(p), return_shape=True)(shapes)
-    stored = jax.tree_util.tree_flatten_with_path(
+    stored, _ = jax.tree_util.tree_flatten_with_path(
         as_pure(shapes), is_leaf=is_quantized
-    )[0]
-    parameters = jax.tree_util.tree_flatten_with_path(as_pure(params))[0]
-    owners = parameter_of([p for p, _ in stored], [p for p, _ in parameters])
-    # Committed to one device, a count could not meet parameters that are elsewhere.
-    default = replicated_sharding(x for _, x in parameters) or SingleDeviceSharding(
-        jax.devices()[0]
     )
+    paths, likes = paths_of(as_pure(params))
+    owners = parameter_of([path for path, _ in stored], paths)
+    # A count committed to one device could not meet parameters on others.
+    default = replicated_sharding(likes) or SingleDeviceSharding(jax.devices()[0])
+    likes = [
+        x if sharding is None else _with_sharding(x, sharding)
+        for x, sharding in zip(likes, by_optimizer, strict=True)
+    ]
     avals = iter(closed.out_avals)
 
     def place(
@@ -122,18 +125,12 @@ def abstract_state(
             sharding = getattr(parameter, "sharding", None) or default
             shards, traced = Shards.of(sharding, x.shape), Shards.of(typed, x.shape)
             if shards and traced and shards.axes != traced.axes:
-                sharding = traced.sharding  # as an `init` was told before
+                sharding = traced.sharding  # as an earlier `init` divided the moment
         elif typed is not None:
             sharding = typed
-        sharding = typed_by_memory(sharding.with_memory_kind(memory_kind(aval)))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        kind = memory_kind(aval)
+        return _with_sharding(x, typed_by_memory(sharding.with_memory_kind(kind)))
 
-    likes = [
-        x
-        if sharding is None
-        else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        for (_, x), sharding in zip(parameters, of_moments, strict=True)
-    ]
     placed = []
     for (_, x), owner in zip(stored, owners, strict=True):
         parameter = None if owner is None else likes[owner]
@@ -144,23 +141,19 @@ def abstract_state(
 def state_shardings(
     tx: Transformation, params: PyTree, shardings: PyTree[Sharding]
 ) -> PyTree[Sharding]:
-    """Where each array of the state belongs, by its parameter's sharding.
+    """Returns the sharding of each array of the state, from its parameter's sharding.
 
-    A trainer that compiles with `in_shardings` and `out_shardings` of its own names a
-    place for the whole state, and JAX reads the absence of a memory kind as device
-    memory. Put what this returns in such a tree, in the optimizer state's place. A
-    moment is divided as its parameter is. What a codec stores in its place, of other
-    shapes, is divided likewise.
+    For trainers that pass `in_shardings` and `out_shardings` for the whole state. JAX
+    takes a sharding without a memory kind as device memory, so that moments would be
+    moved to the device.
 
     Args:
-      tx: The transformation. It remembers the shardings, as in `abstract_state`.
-      params: The parameters, or their `ShapeDtypeStruct`s, in Flax's boxes or without.
-      shardings: The parameters' shardings, of the parameters' structure or a prefix of
-        it: one for all, or one for each box.
+      tx: The transformation.
+      params: The parameters, or their `ShapeDtypeStruct`s.
+      shardings: A sharding for each parameter, or for a prefix of their tree.
 
     Returns:
-      The shardings of `tx.init(params)`, of its structure, each with its memory kind
-      stated.
+      The shardings of `tx.init(params)`, in its structure, each with a memory kind.
 
     Raises:
       ValueError: If `shardings` has another structure, or a sharding does not divide
@@ -189,72 +182,65 @@ def state_shardings(
                 " NamedSharding(mesh, spec)."
             )
     try:
-        each = jax.tree.broadcast(shardings, params)
+        full = jax.tree.broadcast(shardings, params)
     except ValueError as error:
         raise ValueError(
             "shardings has neither the structure of params nor that of a prefix of it:"
             f" {error}"
         ) from error
-    divided = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        params,
-        each,
-    )
-    return jax.tree.map(lambda x: x.sharding, abstract_state(tx, divided))
+    sharded = jax.tree.map(_with_sharding, params, full)
+    return jax.tree.map(lambda x: x.sharding, abstract_state(tx, sharded))
+
+
+def _with_sharding(x: ArrayOrShape, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _mesh_of(params: PyTree) -> Mesh | None:
-    """The devices that all parameters are on; None if one of them does not say."""
-    said = [
+    """Returns the mesh that all parameters are on, or None."""
+    shardings = [
         getattr(x, "sharding", None)
         if is_committed(x) or isinstance(x, jax.ShapeDtypeStruct)
         else None
         for x in jax.tree.leaves(params)
     ]
-    meshes = {getattr(x and typed_by_memory(x), "mesh", None) for x in said}
+    meshes = {getattr(x and typed_by_memory(x), "mesh", None) for x in shardings}
     mesh = meshes.pop() if len(meshes) == 1 else None
     return mesh if isinstance(mesh, Mesh) else None
 
 
-def _on_meshes(params: PyTree, of_moments: Sequence[NamedSharding | None]) -> PyTree:
-    """Parameters of which each is on the mesh of its moments, where Flax tells one."""
+def _on_meshes(params: PyTree, by_optimizer: Sequence[NamedSharding | None]) -> PyTree:
+    """Replicates parameters without a sharding over the mesh of their moments."""
     leaves = [
-        jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec())
-        )
+        _with_sharding(x, NamedSharding(sharding.mesh, PartitionSpec()))
         if sharding is not None and Shards.of_array(x) is None
         else x
-        for x, sharding in zip(jax.tree.leaves(params), of_moments, strict=True)
+        for x, sharding in zip(jax.tree.leaves(params), by_optimizer, strict=True)
     ]
     return unflatten_like(params, leaves)
 
 
-# What follows the codec's name in the name of a field of codes.
-_ARRANGEMENT = re.compile(r"(_unsigned)?(_\d+x\d+)?(_less_\d+)?(_in_[\dx]+)?$")
-
-
 def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
-    """A state whose arrays are where `tx.init(params)` would put them.
+    """Places a state's arrays where `tx.init(params)` would create them.
 
-    A restore, pickle, `jax.device_put` or `out_shardings` without a memory kind bring
+    A restore, `pickle`, `jax.device_put` or `out_shardings` without a memory kind bring
     moments to the device. Orbax, restoring into concrete arrays, leaves them on the
-    host with the type of device memory, so that JAX takes them for what they are not.
-    This puts both right. Arrays that are right already are handed through. If the
-    parameters are on another mesh now, the state goes there.
+    host with the type of device memory. Both are corrected; arrays in place are
+    returned as they are. If the parameters are on another mesh, the state is moved to
+    that mesh.
 
     Args:
       tx: The transformation.
       state: Its state, wherever its arrays are: also NumPy arrays, the state of an
         `nnx.Optimizer`, or the nested dicts of a restore without a target. Shapes, as
-        of `nnx.eval_shape`, get the sharding that a restore into them needs. A
-        `GradientWorkspace` is put back likewise, but not the dict that a restore
-        without a target makes of one: give the restore a target, which is
-        `abstract_state(workspace, params)`.
+        of `nnx.eval_shape`, get the shardings to restore into. A `GradientWorkspace` is
+        placed too, but not the dict that a restore without a target makes of one: pass
+        `abstract_state(workspace, params)` as the target.
       params: The parameters, or their `ShapeDtypeStruct`s.
 
     Returns:
-      The state. It keeps its containers where they are those of `tx.init(params)`, or
-      Flax's variables in them; else it has those of `tx.init(params)`.
+      The state. It keeps its containers if `tx.init(params)` has the same, with or
+      without Flax's variables; otherwise it gets the containers of `tx.init(params)`.
 
     Raises:
       ValueError: If it is not a state of `tx` for these parameters.
@@ -272,62 +258,67 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
     target = abstract_state(state if isinstance(state, Described) else tx, params)
     check_arrays("state", state)
     places = _by_name(target)
-    arrays = _by_name(state, places)
+    # A restore without a target makes `{"value": array}` of one of Flax's variables.
+    arrays = {
+        name[:-1] if name[-1:] == ("value",) and name not in places else name: x
+        for name, x in _by_name(state).items()
+    }
     for name in places:
-        # Before containers named the codec, the field of codes was called so.
-        before = (*name[:-1], "codes")
+        before = (*name[:-1], "codes")  # as saved before containers named the codec
         if name not in arrays and before in arrays and is_codes_field(name[-1]):
             arrays[name] = arrays.pop(before)
     for name in [*places, *arrays]:
-        shape, wanted = (
-            dtype_and_shape(each[name]) if name in each else none
-            for each, none in ((arrays, "missing"), (places, "none"))
-        )
-        if shape != wanted:
-            _refuse_other_codec(name, arrays, places)
-            way_out = (
-                "pass the transformation, and the parameters, that the state was made"
-                " with"
-            )
-            if any(x[:-1] == name[:-1] and is_codes_field(x[-1]) for x in places):
-                way_out += (
-                    ", divided as they were, or into shards of whole blocks: a codec's"
-                    " blocks end with a shard"
-                )
-            for x in arrays if shape == "missing" else ():
-                if x[-len(name) :] == name:
-                    part = "/".join(x[: -len(name)])
-                    way_out = f"it is under {part!r}, so pass this part of the state"
-            raise ValueError(
-                f"state: {'/'.join(name)!r} is {shape}, and a state of tx for these"
-                f" parameters has {wanted}: {way_out}."
-            )
-    placed = [_placed(arrays[name], place) for name, place in places.items()]
+        _refuse_unlike(name, arrays, places)
+    placed = map(_placed, (arrays[name] for name in places), jax.tree.leaves(target))
     same = jax.tree.structure(as_pure(state)) == jax.tree.structure(as_pure(target))
-    return unflatten_like(state if same else target, placed)
+    return unflatten_like(state if same else target, [*placed])
 
 
-def _refuse_other_codec(
-    name: tuple[str, ...],
-    arrays: Mapping[tuple[str, ...], PyTree[ArrayOrShape]],
-    places: Mapping[tuple[str, ...], PyTree[ArrayOrShape]],
-) -> None:
-    """Refuses a moment that a state stores otherwise than `tx` does."""
+def _by_name(state: PyTree) -> dict[tuple[str, ...], ArrayOrShape]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(as_pure(state))
+    return {key_names(path): x for path, x in flat}
+
+
+def _refuse_unlike(name: tuple[str, ...], arrays: _ByName, places: _ByName) -> None:
+    array, place = (
+        dtype_and_shape(x[name]) if name in x else None for x in (arrays, places)
+    )
+    if array == place:
+        return
     moment = name[:-1] if is_codes_field(name[-1]) else name
-    stored, wanted = (_storage(each, moment) for each in (arrays, places))
+    stored, codec = _storage(arrays, moment), _storage(places, moment)
     plain = moment in arrays and moment in places
-    if stored and wanted and stored != wanted and not plain:
+    if stored and codec and stored != codec and not plain:
         raise ValueError(
             f"state: moment {'/'.join(moment)!r} is stored as {stored}, and tx stores"
-            f" it as {wanted}: pass the transformation with the codec that the state"
+            f" it as {codec}: pass the transformation with the codec that the state"
             " was made with; or begin with new moments, tx.init(params)."
         )
+    way_out = (
+        "pass the transformation, and the parameters, that the state was made with"
+    )
+    if any(x[:-1] == name[:-1] and is_codes_field(x[-1]) for x in places):
+        way_out += (
+            ", divided as they were, or into shards of whole blocks: a codec's blocks"
+            " end with a shard"
+        )
+    inside = [x[: -len(name)] for x in arrays if x[-len(name) :] == name]
+    if inside and array is None:
+        way_out = (
+            f"it is under {'/'.join(inside[-1])!r}, so pass this part of the state"
+        )
+    raise ValueError(
+        f"state: {'/'.join(name)!r} is {array or 'missing'}, and a state of tx for"
+        f" these parameters has {place or 'none'}: {way_out}."
+    )
 
 
-def _storage(
-    arrays: Mapping[tuple[str, ...], PyTree[ArrayOrShape]], moment: tuple[str, ...]
-) -> str:
-    """A moment's dtype, or the name of its codec; empty if it is not there."""
+#: Suffixes of a field of codes, after the codec's name.
+_ARRANGEMENT = re.compile(r"(_unsigned)?(_\d+x\d+)?(_less_\d+)?(_in_[\dx]+)?$")
+
+
+def _storage(arrays: _ByName, moment: tuple[str, ...]) -> str:
+    """Returns a moment's dtype, or the name of its codec; "" if it is missing."""
     if moment in arrays:
         return str(arrays[moment].dtype)
     names = (x[-1] for x in arrays if x[:-1] == moment)
@@ -335,39 +326,29 @@ def _storage(
     return _ARRANGEMENT.sub("", field).removeprefix("codes_")
 
 
-def _by_name(
-    state: PyTree, known: Collection[tuple[str, ...]] = ()
-) -> dict[tuple[str, ...], PyTree[ArrayOrShape]]:
-    """A state's arrays by the names of their keys, whatever the containers."""
-    flat = jax.tree_util.tree_flatten_with_path(as_pure(state))[0]
-    # A restore without a target makes `{"value": array}` of one of Flax's variables. If
-    # it is a parameter that is called so, its name is known.
-    arrays = ((key_names(path), x) for path, x in flat)
-    boxed = lambda name: name[-1:] == ("value",) and name not in known
-    return {name[:-1] if known and boxed(name) else name: x for name, x in arrays}
-
-
 def _placed(
     x: ArrayOrShape, place: jax.ShapeDtypeStruct
 ) -> Array | jax.ShapeDtypeStruct:
     if isinstance(x, jax.ShapeDtypeStruct):
         return place
-    kind, sharding = place.sharding.memory_kind, place.sharding
-    assert kind is not None
-    if is_committed(x) and x.sharding.memory_kind == kind:
-        same = x.sharding.is_equivalent_to(sharding, x.ndim)
-        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
-            # In a jit the type of an array names its mesh, and the update follows it.
-            same = same and getattr(x.sharding, "mesh", None) == sharding.mesh
-        if same and jax.typeof(x).memory_space == jax.typeof(place).memory_space:
-            return x
+    sharding, kind = place.sharding, memory_kind(place)
+    on_mesh = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
+    if (
+        is_committed(x)
+        and x.sharding.memory_kind == kind
+        and x.sharding.is_equivalent_to(sharding, x.ndim)
+        # Inside a `jit` an array's type names its mesh, which `update` reads.
+        and not (on_mesh and getattr(x.sharding, "mesh", None) != sharding.mesh)
+        and jax.typeof(x).memory_space == jax.typeof(place).memory_space
+    ):
+        return x
     if isinstance(x, Array) and x.sharding.device_set != sharding.device_set:
         # JAX moves no array to other devices and to another memory at once (0.12.0.1).
         x = jax.device_put(x, x.sharding.with_memory_kind(kind))
-    # The first move gives the array the type of its memory, the second its place.
+    # The first move gives the array the type of its memory, the second its sharding.
     moved = jax.device_put(x, sharding)
     if isinstance(sharding, NamedSharding) and not sharding.mesh.axis_names:
-        # What a step returns, beside parameters of one device.
+        # The sharding of a step's results if the parameters are on one device.
         (device,) = sharding.device_set
         moved = jax.device_put(moved, SingleDeviceSharding(device, memory_kind=kind))
     return moved

@@ -1,4 +1,4 @@
-"""How many steps a parameter has had."""
+"""Step counts of single parameters."""
 
 from collections.abc import Iterable
 from itertools import takewhile
@@ -11,18 +11,18 @@ from paged_optax.backend.flax_variables import unflatten_like
 from paged_optax.backend.memory import donate_within_memory
 from paged_optax.backend.text import path_name
 from paged_optax.backend.types import KeyPath, Path
-from paged_optax.state.leaves import StateLeaf, parameter_at, state_leaves_of
+from paged_optax.state.leaves import StateLeaf, parameters_of, state_leaves_of
 
 
 def get_step(state: PyTree, path: Path) -> Int[Array, ""]:
-    """How many steps one parameter has had.
+    """Returns the number of steps that one parameter has taken.
 
     Args:
-      state: A state.
+      state: An optimizer state.
       path: The parameter.
 
     Returns:
-      Its own count with `per_parameter_steps=True`, else the count it shares.
+      The parameter's count with `per_parameter_steps=True`, else the shared one.
 
     Raises:
       ValueError: If the state has no such parameter, or counts no steps.
@@ -38,7 +38,7 @@ def get_step(state: PyTree, path: Path) -> Int[Array, ""]:
       (1, 0)
     """
     state_leaves = state_leaves_of(state, shapes=False)
-    parameter = parameter_at(path, state_leaves)
+    parameter = parameters_of(state_leaves).one(path)
     count = step_of(state_leaves, parameter)
     if count is None:
         raise ValueError(
@@ -51,7 +51,7 @@ def get_step(state: PyTree, path: Path) -> Int[Array, ""]:
 def step_of(
     state_leaves: Iterable[StateLeaf], parameter: KeyPath
 ) -> Int[Array, ""] | None:
-    """The step count of a parameter: its own, or the one it shares, or None."""
+    """Returns the step count of a parameter, its own or a shared one, or None."""
     counts = [leaf for leaf in state_leaves if leaf.is_count]
     for leaf in counts:
         if leaf.parameter == parameter != ():
@@ -62,42 +62,39 @@ def step_of(
         for leaf in counts
         if not leaf.parameter and (leaf.node in nodes or leaf.field == "count")
     ]
-    if shared:
-        # The count beside its moments, or that of a schedule of the same chain: each
-        # label of optax.partition has its own.
-        best = lambda x: (x.node in nodes, _nearness(x.node, nodes))
-        return max(shared, key=best).value
-    return None
+    # The count in the moments' state, or a schedule's in the same chain: each label of
+    # `optax.partition` has one.
+    near = lambda leaf: (leaf.node in nodes, _nearness(leaf.node, nodes))
+    return max(shared, key=near).value if shared else None
 
 
-def served_by(state_leaves: Iterable[StateLeaf], count: StateLeaf) -> set[KeyPath]:
-    """The parameters whose steps a count counts: its own, or those of its label."""
+def counted_by(state_leaves: Iterable[StateLeaf], count: StateLeaf) -> set[KeyPath]:
+    """Returns the parameters whose steps a count counts."""
     if count.parameter:
         return {count.parameter}
     near = {
         parameter: _nearness(count.node, _nodes(state_leaves, parameter))
         for parameter in {leaf.parameter for leaf in state_leaves if leaf.is_moment}
     }
-    return {x for x, distance in near.items() if distance == max(near.values())}
+    return {x for x, common in near.items() if common == max(near.values())}
 
 
 def _nodes(state_leaves: Iterable[StateLeaf], parameter: KeyPath) -> set[KeyPath]:
-    """What holds a parameter's moments."""
     return {x.node for x in state_leaves if x.is_moment and x.parameter == parameter}
 
 
 def _nearness(node: KeyPath, nodes: Iterable[KeyPath]) -> int:
-    """How many keys a node's path has in common with the nearest of some nodes."""
+    """Returns the length of the longest prefix that a path shares with any other."""
     equal = lambda keys: keys[0] == keys[1]
     common = (takewhile(equal, zip(node, x, strict=False)) for x in nodes)
     return max(len([*keys]) for keys in common)
 
 
 def increment_step(state: PyTree, path: Path) -> PyTree:
-    """A state in which one parameter has had one step more.
+    """Adds one to the step count of one parameter.
 
     Args:
-      state: A state with `per_parameter_steps=True`; it stays as it is.
+      state: A state with `per_parameter_steps=True`, unchanged.
       path: The parameter.
 
     Returns:
@@ -114,13 +111,13 @@ def increment_step(state: PyTree, path: Path) -> PyTree:
       1
     """
     state_leaves = state_leaves_of(state, shapes=False)
-    parameter = parameter_at(path, state_leaves)
+    parameter = parameters_of(state_leaves).one(path)
     nodes = {leaf.node for leaf in state_leaves if leaf.is_moment}
     increments = [
         leaf.is_count
         and leaf.parameter == parameter
-        # If the parameters are a single array, every count is that of the array, except
-        # those of wrappers around the state that holds its moments.
+        # Where the parameters are a single array, all counts are that array's, except
+        # those of wrappers around the state with its moments.
         and (parameter or not any(_is_above(leaf.node, node) for node in nodes))
         for leaf in state_leaves
     ]
@@ -131,12 +128,11 @@ def increment_step(state: PyTree, path: Path) -> PyTree:
             " with per_parameter_steps=True."
         )
     values = [
-        optax.safe_increment(leaf.value) if yes else leaf.value
-        for leaf, yes in zip(state_leaves, increments, strict=True)
+        optax.safe_increment(leaf.value) if counts else leaf.value
+        for leaf, counts in zip(state_leaves, increments, strict=True)
     ]
     return unflatten_like(state, donate_within_memory(values))
 
 
 def _is_above(node: KeyPath, other: KeyPath) -> bool:
-    """Whether a state holds another inside."""
     return node != other and other[: len(node)] == node

@@ -1,4 +1,4 @@
-"""Checks of what `init` and `update` are given, and the errors that they raise."""
+"""Checks of the arguments of `init` and `update`."""
 
 from collections.abc import Callable, Sequence, Set
 from typing import NoReturn
@@ -27,7 +27,7 @@ from paged_optax.transform.trees import Value, paths_of
 
 
 def refuse_dtype(path: KeyPath, leaf: ArrayOrShape) -> None:
-    """Refuses a parameter that has no moments."""
+    """Raises if a parameter's dtype has no moments."""
     dtype = jax.typeof(leaf).dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(
@@ -38,7 +38,7 @@ def refuse_dtype(path: KeyPath, leaf: ArrayOrShape) -> None:
 
 
 def refuse_inside_paged() -> None:
-    """Refuses to page what another paged transformation pages."""
+    """Raises inside another paged transformation."""
     if current().paged:
         raise ValueError(
             "paged(inner) is given an inner with a paged transformation inside, and"
@@ -50,7 +50,7 @@ def refuse_inside_paged() -> None:
 def paged_by_one(
     inner: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """The same transformation, which refuses a paged one inside."""
+    """Returns a transformation that refuses paged ones inside."""
 
     def alone(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         def call(*args: PyTree, **kwargs: object) -> PyTree:
@@ -67,7 +67,7 @@ def refuse_devices(
     stays: Sequence[bool],
     shards: Sequence[Shards | None],
 ) -> None:
-    """Refuses to page by devices of a mesh that have no pinned host memory.
+    """Raises if a mesh has devices without pinned host memory.
 
     The mesh of a parameter may hold other devices than the default backend's.
     """
@@ -86,18 +86,26 @@ def refuse_devices(
 
 def check_arguments(updates: PyTree, state: PyTree, params: PyTree | None) -> None:
     """Raises unless an update's arguments are arrays, and only moments on the host."""
-    context = current()
-    only_looks = context.seen_through or context.on_update is not None
-    check_arrays("state", state, shapes=only_looks)
-    check_arrays("updates", updates, shapes=only_looks, numbers=True)
-    check_arrays("params", params, shapes=only_looks, numbers=True)
-    if not only_looks:
+    structure = jax.tree.structure(updates)
+    exchanged = params is not None and jax.tree.structure(params) != structure
+    if exchanged and jax.tree.structure(state) == structure:
+        raise ValueError(
+            "state has the structure of the gradients, as params should have, and"
+            " params has not: they are exchanged. Call"
+            " tx.update(gradients, state, params)."
+        )
+    visitor = current().visitor
+    visited = visitor is not None and visitor.update is not None
+    check_arrays("state", state, shapes=visited)
+    check_arrays("updates", updates, shapes=visited, numbers=True)
+    check_arrays("params", params, shapes=visited, numbers=True)
+    if not visited:
         refuse_host("gradient", updates)
         refuse_host("parameter", params)
 
 
 def refuse_host(what: str, tree: PyTree) -> None:
-    """Refuses parameters and gradients in host memory."""
+    """Raises if parameters or gradients are in host memory."""
     for path, leaf in zip(*paths_of(tree), strict=True):
         if on_host(leaf):
             raise ValueError(
@@ -111,7 +119,7 @@ def refuse_host(what: str, tree: PyTree) -> None:
 
 
 def refuse_derivatives(arrays: Sequence[Value]) -> tuple[Value, ...]:
-    """The same arrays, which refuse derivatives and `vmap`."""
+    """Returns arrays that refuse derivatives and `vmap`."""
     leaves, structure = jax.tree.flatten(tuple(arrays))
     # Codes and counts have no derivatives.
     inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
@@ -151,21 +159,8 @@ def _(*_: object) -> NoReturn:
     )
 
 
-def refuse_exchanged(updates: PyTree, state: PyTree, params: PyTree | None) -> None:
-    """Refuses the parameters in the state's place, and the state in theirs."""
-    structure = jax.tree.structure(updates)
-    if params is None or jax.tree.structure(params) == structure:
-        return
-    if jax.tree.structure(state) == structure:
-        raise ValueError(
-            "state has the structure of the gradients, as params should have, and"
-            " params has not: they are exchanged. Call"
-            " tx.update(gradients, state, params)."
-        )
-
-
 def note_elsewhere(error: ValueError) -> None:
-    """Notes what to do about a state where JAX says that devices are incompatible."""
+    """Adds the way out to JAX's error about incompatible devices."""
     if "incompatible devices" in str(error):
         error.add_note(
             "If a state is not on its parameters' devices, put it there by"
@@ -176,7 +171,7 @@ def note_elsewhere(error: ValueError) -> None:
 
 
 def refuse_different(updates: PyTree, params: PyTree) -> None:
-    """Refuses gradients that are not those of the parameters."""
+    """Raises if gradients and parameters differ in structure or shape."""
     update_paths, update_leaves = paths_of(updates)
     parameter_paths, parameter_leaves = paths_of(params)
     if jax.tree.structure(updates) != jax.tree.structure(params):
@@ -202,19 +197,19 @@ def refuse_state(
     state: PyTree,
     error: Exception,
 ) -> None:
-    """Names the leaf in which a state differs from what these gradients call for."""
+    """Raises with the leaf in which a state differs from `inner.init`'s."""
     try:
-        wanted = jax.eval_shape(inner.init, jax.tree.map(shape_dtype, updates))
+        shapes = jax.eval_shape(inner.init, jax.tree.map(shape_dtype, updates))
     except Exception:
-        return  # the gradients are no parameters: the first error says more
-    wanted = dict(zip(*paths_of(wanted), strict=True))
+        return  # the gradients are no parameters: the first error has more information
+    expected = dict(zip(*paths_of(shapes), strict=True))
     leaves = dict(zip(*paths_of(state), strict=True))
     differ = lambda paths: [
         keystr(path)
-        for path in (*paths, *wanted)
-        if (path in paths) != (path in wanted)
+        for path in (*paths, *expected)
+        if (path in paths) != (path in expected)
     ]
-    # What a codec stores is several arrays: they differ only where no moment does.
+    # A coded moment has several arrays, which are compared only if all moments match.
     moments, _ = jax.tree_util.tree_flatten_with_path(
         state, is_leaf=lambda x: isinstance(x, Quantized)
     )
@@ -226,22 +221,22 @@ def refuse_state(
             " transformation's init made for these parameters."
         ) from error
     for path, leaf in leaves.items():
-        if leaf.shape != wanted[path].shape:
+        if leaf.shape != expected[path].shape:
             raise ValueError(
                 f"state{keystr(path)} has shape {leaf.shape}, and these gradients call"
-                f" for {wanted[path].shape}: pass the state that this transformation's"
-                " init made for these parameters."
+                f" for {expected[path].shape}: pass the state that this"
+                " transformation's init made for these parameters."
             ) from error
 
 
 def refuse_shared_counts(
     analysis: Analysis, counts: Set[int], state: PyTree, gradients: int
 ) -> None:
-    """Refuses a value that all parameters share, computed from their step counts."""
+    """Raises if a value shared by all parameters depends on their step counts."""
     reached = analysis.reached_from(counts)
     shared = [p for p, x in analysis.direct if x in reached and p not in counts]
-    for leaf in analysis.leaf_updates:
-        if gradients > 1:  # what one parameter's gradient makes is not everyone's count
+    if gradients > 1:  # a count that depends on one parameter's gradient
+        for leaf in analysis.leaf_updates:
             shared += counts & {*leaf.outputs}
     for leaf in analysis.leaf_updates:
         if leaf.owner is None and reached.intersection(leaf.inputs):
@@ -256,7 +251,7 @@ def refuse_shared_counts(
 
 
 def refuse_joined(leaf: LeafUpdate) -> None:
-    """Refuses several gates for parameters laid end to end."""
+    """Raises if concatenated parameters have several gates."""
     if leaf.between:
         raise ValueError(
             "active=... differs between parameters that inner lays end to end: pass one"
@@ -267,7 +262,7 @@ def refuse_joined(leaf: LeafUpdate) -> None:
 def refuse_changes(
     shapes: tuple[PyTree, PyTree], updates: PyTree, state: PyTree
 ) -> None:
-    """Refuses an update that changes structures, shapes or dtypes."""
+    """Raises if an update changes structures, shapes or dtypes."""
     new_updates, new_state = shapes
     if jax.tree.structure(new_state) != jax.tree.structure(state):
         raise ValueError(

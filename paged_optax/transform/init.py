@@ -1,6 +1,5 @@
-"""The state that a paged transformation makes."""
+"""The init of a paged transformation."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +39,6 @@ from paged_optax.backend.types import (
     KeyPath,
     is_committed,
     is_traced,
-    shape_dtype,
     typed_automatic,
     varying_axes,
     with_automatic_axes,
@@ -59,7 +57,6 @@ from paged_optax.transform.checks import (
 )
 from paged_optax.transform.context import current, within
 from paged_optax.transform.paged_transformation import PagedTransformation
-from paged_optax.transform.planned_moments import planned_moments
 from paged_optax.transform.process_agreement import said_of
 from paged_optax.transform.state_layout import StateLayout, resident
 from paged_optax.transform.trees import (
@@ -76,15 +73,17 @@ def init(paged: PagedTransformation, params: optax.Params) -> optax.OptState:
     refuse_inside_paged()
     if current().plain:
         return paged.inner.init(params)
-    record = current().record
-    # JAX's caches keep what is traced for each context: who records is no part of it.
-    with contextlib.nullcontext() if record is None else within(record=None):
-        metadata = optimizer_shardings(params)
-        pairs = zip(jax.tree.leaves(params), parameter_shardings(params), strict=True)
-        shardings = {id(x): sharding for x, sharding in pairs if sharding is not None}
-        with within(shardings={**current().shardings, **shardings}):
-            bare = paged.in_variables_of(params), as_pure(params)
-            state = donate_within_memory(_new_state(*bare, metadata, record))
+    metadata = optimizer_shardings(params)
+    pairs = zip(jax.tree.leaves(params), parameter_shardings(params), strict=True)
+    shardings = {id(x): sharding for x, sharding in pairs if sharding is not None}
+    visitor = current().visitor
+    # JAX's caches keep traces for each context, and must not depend on who receives
+    # the new state.
+    quiet = visitor and dataclasses.replace(visitor, init=None)
+    with within(shardings={**current().shardings, **shardings}, visitor=quiet):
+        bare = paged.in_variables_of(params), as_pure(params)
+        visit = visitor and visitor.init
+        state = donate_within_memory(_new_state(*bare, metadata, visit))
     structure = jax.tree.structure(as_pure(params))
     if structure == jax.tree.structure(params):
         return state
@@ -100,34 +99,23 @@ def _new_state(
     paged: PagedTransformation,
     params: optax.Params,
     metadata: Sequence[NamedSharding | None],
-    record: Callable[..., None] | None,
+    visit: Callable[["NewState"], None] | None,
 ) -> optax.OptState:
     check_arrays("params", params, numbers=True)
     params = as_arrays(params)
     paths, leaves = paths_of(params)
     for path, leaf in zip(paths, leaves, strict=True):
         refuse_dtype(path, leaf)
-    told = paged.known.of_metadata(paths, leaves, metadata)
-    said = paged.known.of_arrays(paths, leaves, told)
-    # Over automatic axes a traced step cannot see how its arrays are divided: what
-    # `init` sees is remembered for it.
-    state = _NewState.of(paged, params, told)
-    state.tell_of_factors()
-    if record is not None:
-        abstract_params = jax.tree.map(shape_dtype, params)
-        record(
-            paged.configuration,
-            lambda extra: planned_moments(
-                paged,
-                abstract_params,
-                state.layout,
-                state.stays,
-                state.refused,
-                extra,
-            ),
-        )
+    moments_of = paged.known.of_metadata(paths, leaves, metadata)
+    seen = paged.known.of_arrays(paths, leaves, moments_of)
+    # Over automatic axes the types of a traced step's arrays have no sharding: `update`
+    # needs the ones that `init` sees.
+    state = NewState.of(paged, params, moments_of)
+    state.warn_of_factors()
+    if visit is not None:
+        visit(state)
     else:
-        paged.known.remember(paths, leaves, told)
+        paged.known.remember(paths, leaves, moments_of)
     if not is_traced(leaves):
         if spans_processes(leaves):
             # Before JAX itself waits for the others, where scalars are placed.
@@ -137,10 +125,10 @@ def _new_state(
             compare("init of a paged transformation", built, once=False)
         with without_explicit_axes():
             new = tied(state.leaves(leaves), leaves)
-        paged.known.learn(said)
+        paged.known.learn(seen)
         return state.layout.build(new)
-    if record is None:
-        paged.known.learn(said)
+    if visit is None:
+        paged.known.learn(seen)
     parameters = state.divided_parameters(leaves)
     types = [
         state.layout.types(i, None if owner is None else parameters[owner])
@@ -150,23 +138,26 @@ def _new_state(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _NewState:
-    """A new state: its leaves, the programs that make them, and where they go.
+class NewState:
+    """A new state: its leaves, their programs, and their placement.
 
     Attributes:
       paged: The paged transformation.
-      layout: How the state is stored.
-      told: For each parameter how Flax says so of them, or None.
+      params: The parameters.
+      layout: The state's layout.
+      moments_of: For each parameter the sharding of its moments by Flax's metadata, or
+        None.
       stays: For each leaf whether it is on the device.
-      refused: For each leaf that stays because it cannot be sliced in host memory the
-        reason, by its position.
-      analysis: The programs that make the leaves.
-      constants: What these close over, by number.
+      refused: For each leaf that cannot be sliced in host memory the reason, by its
+        position.
+      analysis: The programs of the leaves.
+      constants: Arrays that they close over, by number.
     """
 
     paged: PagedTransformation
+    params: optax.Params
     layout: StateLayout
-    told: tuple[NamedSharding | None, ...]
+    moments_of: tuple[NamedSharding | None, ...]
     stays: list[bool]
     refused: Mapping[int, str]
     analysis: Analysis
@@ -177,14 +168,14 @@ class _NewState:
         cls,
         paged: PagedTransformation,
         params: optax.Params,
-        told: tuple[NamedSharding | None, ...],
-    ) -> "_NewState":
-        """Traces `inner.init`, and decides what stays on the device."""
+        moments_of: tuple[NamedSharding | None, ...],
+    ) -> "NewState":
+        """Traces `inner.init`, and chooses the leaves that stay on the device."""
         paths, leaves = paths_of(params)
         shards = [
             Shards.of(sharding, x.shape) or known
             for sharding, x, known in zip(
-                told, leaves, map(paged.known.find, paths, leaves), strict=True
+                moments_of, leaves, map(paged.known.find, paths, leaves), strict=True
             )
         ]
         closed, shapes = trace(paged.inner.init, params)
@@ -194,17 +185,13 @@ class _NewState:
         configuration = paged.configuration
         budget = configuration.budget(parameters=nbytes(leaves))
         stack_of = dict(current().stacks)
-        # Moments of a parameter stay or go together, and those of a stack of them.
+        # Moments of a parameter stay or go as one, and so do moments of a stack.
         owner_of = lambda n: (
             ("stack", stack_of[paths[n]]) if paths[n] in stack_of else n
         )
         owners = [None if n is None else owner_of(n) for n in layout.owners]
-        stays = resident(
-            layout.sizes,
-            owners,
-            budget,
-            layout.small(configuration.min_paged_size),
-        )
+        small = layout.small(configuration.min_paged_size)
+        stays = resident(layout.sizes, owners, budget, small)
         refused: dict[int, str] = {}
         if not all(stays):
             kind = resolve_host_memory_kind(configuration.host_memory_kind)
@@ -216,45 +203,47 @@ class _NewState:
                     for i, stay in enumerate(stays)
                     if not stay and (reason := paged.refused(layout, i))
                 }
-                _tell_of_refused(state_paths, refused)
+                _warn_of_refused(state_paths, refused)
                 stays = [stay or i in refused for i, stay in enumerate(stays)]
             else:
                 stays = [True] * len(stays)
-        nothing = [None] * len(leaves), [None] * len(avals)
-        analysis, constants = analyse(closed, *nothing, str)
-        return cls(paged, layout, told, stays, refused, analysis, constants)
+        unowned = [None] * len(leaves), [None] * len(avals)
+        analysis, constants = analyse(closed, *unowned, str)
+        return cls(
+            paged, params, layout, moments_of, stays, refused, analysis, constants
+        )
 
     @functools.cached_property
     def mesh(self) -> Mesh | AbstractMesh | None:
-        """The mesh that parameters are divided over; None if none is."""
+        """The mesh of the first divided parameter, or None."""
         return next((x.mesh for x in self.layout.parameter_shards if x), None)
 
     def divided_parameters(
         self, parameters: Sequence[Parameter]
     ) -> Sequence[Parameter]:
-        """The parameters, or types divided as their moments are, if that is told."""
+        """Returns parameters, or types with the sharding of their moments."""
         return [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=told) if told else x
-            for x, told in zip(parameters, self.told, strict=True)
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) if place else x
+            for x, place in zip(parameters, self.moments_of, strict=True)
         ]
 
-    def tell_of_factors(self) -> None:
-        """Warns of what has other axes than those that Flax says how to divide."""
+    def warn_of_factors(self) -> None:
+        """Warns of moments with other axes than their parameter's metadata."""
         paths, avals = paths_of(self.layout.shapes)
         for path, x, owner in zip(paths, avals, self.layout.owners, strict=True):
-            told = None if owner is None else self.told[owner]
-            if told is None or x.size < 2 or len(x.shape) >= len(told.spec):
+            place = None if owner is None else self.moments_of[owner]
+            if place is None or x.size < 2 or len(x.shape) >= len(place.spec):
                 continue
-            if not current().types_only:
+            if current().visitor is None:
                 warn_user(
                     f"state{keystr(path)} of shape {x.shape} has other axes than its"
-                    f" parameter, whose optimizer_sharding divides by {told.spec}: it"
+                    f" parameter, whose optimizer_sharding divides by {place.spec}: it"
                     " is on all devices, whole."
                 )
             return
 
     def leaves(self, parameters: Sequence[Parameter]) -> list[StoredOrShape]:
-        """Makes the state's leaves, as they are stored, each in its memory."""
+        """Computes the state's leaves, as they are stored, each in its memory."""
         sizes = zip(self.layout.sizes, self.stays, strict=True)
         moving = sum(size or 0 for size, stay in sizes if not stay)
         traced = is_traced(parameters)
@@ -280,22 +269,23 @@ class _NewState:
             raise
 
     def _leaf(self, leaf: LeafUpdate, inputs: list[Value]) -> list[Value]:
-        """Runs the program of one leaf: page by page if it moves, or is coded."""
+        """Runs the program of one leaf, page by page if it is on the host or coded."""
         (position,) = leaf.outputs
         codec, divided = self.layout.codecs[position], self.layout.shards[position]
         stays, dtype = self.stays[position], self.layout.avals[position].dtype
         if stays and codec is None and divided is None:
             return leaf.program(inputs)
-        if current().types_only:
-            # Pages take long to trace, and only types are looked at.
+        if current().visitor is not None:
+            # Pages take long to trace, and only types matter.
             stored = self.layout.stored(position)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stored)
             return [zeros if stays else jax.device_put(zeros, HOST)]
         # Page by page: 8 bytes a parameter must never exist on the device, not even for
         # a moment.
         owner = self.layout.owners[position]
-        if owner is not None and self.told[owner] and not is_traced(inputs):
-            divide = lambda x: jax.device_put(x, self.told[owner])
+        place = None if owner is None else self.moments_of[owner]
+        if place is not None and not is_traced(inputs):
+            divide = lambda x: jax.device_put(x, place)
             inputs = [divide(x) if x.shape == leaf.shape else x for x in inputs]
         if divided is None and not is_traced(inputs):
             # Pages are written into a buffer whose type names no mesh.
@@ -317,9 +307,9 @@ class _NewState:
     def _placed(
         self, position: int, value: Value, parameters: Sequence[Parameter]
     ) -> StoredOrShape:
-        """Puts a leaf beside its parameter, in its own memory.
+        """Places a leaf as its parameter, in its own memory.
 
-        What is not put beside a parameter goes to all devices of the parameters' mesh.
+        Leaves of no parameter are replicated over the parameters' mesh.
         """
         layout, owner = self.layout, self.layout.owners[position]
         shards, host = layout.shards[position], not self.stays[position]
@@ -334,13 +324,13 @@ class _NewState:
         def placed(x: Array) -> Array:
             sharding = None
             if is_traced((x, like)):
-                pass  # its type says where it is
+                pass  # its type has its placement
             elif known and like is not None and like.shape == x.shape:
                 sharding = like.sharding
             elif shards is None and isinstance(self.mesh, Mesh):
                 sharding = NamedSharding(self.mesh, PartitionSpec())
             elif is_committed(like) and len(like.sharding.device_set) == 1:
-                # What a codec stores has shapes of its own.
+                # Coded moments have other shapes.
                 sharding = replicated_sharding([like])
             if sharding is not None:
                 # A parameter may be on the host, as an offloaded layer is.
@@ -348,7 +338,7 @@ class _NewState:
                     kind = PINNED_HOST if host else memory_kinds()[0]
                     sharding = sharding.with_memory_kind(kind)
                 return jax.device_put(x, sharding)
-            # Nothing says where: the default device, and the memory alone.
+            # The default device, and the memory alone.
             if on_host(x) != host:
                 return jax.device_put(x, HOST if host else DEVICE)
             return x
@@ -356,9 +346,9 @@ class _NewState:
         return jax.tree.map(placed, value)
 
 
-def _tell_of_refused(paths: Sequence[KeyPath], refused: Mapping[int, str]) -> None:
-    """Warns of moments that stay on the device; `plan` says so itself."""
-    if not refused or current().types_only:
+def _warn_of_refused(paths: Sequence[KeyPath], refused: Mapping[int, str]) -> None:
+    """Warns of moments that stay on the device; `plan` lists them itself."""
+    if not refused or current().visitor is not None:
         return
     first, reason = next(iter(refused.items()))
     others = f" and {len(refused) - 1} other moments" if len(refused) > 1 else ""
@@ -371,10 +361,10 @@ def _tell_of_refused(paths: Sequence[KeyPath], refused: Mapping[int, str]) -> No
 def tied(state: PyTree, parameters: Sequence[object]) -> PyTree:
     """Commits a new state to the devices of its host arrays, and of its parameters.
 
-    A program that uses host arrays, or any that are committed, returns committed
-    arrays. If a step count was not committed before, `jax.jit` would compile the next
-    step again. A traced state, as of parameters that a `jax.jit` closes over, is
-    committed by what runs it.
+    A program that uses host arrays, or committed ones, returns committed arrays. If a
+    step count was not committed before, `jax.jit` would compile the next step again. A
+    traced state, as of parameters that a `jax.jit` closes over, is committed when its
+    program runs.
     """
     leaves = jax.tree.leaves(state)
     if is_traced((leaves, parameters)):

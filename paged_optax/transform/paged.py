@@ -16,7 +16,7 @@ from paged_optax.backend.validation import (
     check_transformation,
     floating_dtype,
 )
-from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
+from paged_optax.engine.pages import DEFAULT_PAGE_SIZE
 from paged_optax.transform.checks import paged_by_one
 from paged_optax.transform.codec_rules import Rule, check, draws
 from paged_optax.transform.init import init

@@ -1,4 +1,4 @@
-"""A transformation, what `paged` was asked for, and what `init` and `update` share."""
+"""A paged transformation: its configuration, and steps common to init and update."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,6 +18,7 @@ from paged_optax.backend.flax_variables import with_variables_of
 from paged_optax.backend.memory import (
     PINNED_HOST,
     device_memory,
+    is_mistyped,
     on_host,
     resolve_host_memory_kind,
 )
@@ -25,10 +26,9 @@ from paged_optax.backend.text import keystr, parse_bytes, readable_bytes
 from paged_optax.backend.types import in_shard_map, shape_dtype
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.codecs import Codec
-from paged_optax.engine.geometry import Geometry, cut, uncut
-from paged_optax.engine.page_size import DEFAULT_PAGE_SIZE
-from paged_optax.engine.pages import MomentFormat
+from paged_optax.engine.pages import DEFAULT_PAGE_SIZE, MomentFormat
 from paged_optax.engine.shards import Shards
+from paged_optax.engine.sharing import Geometry, cut, uncut
 from paged_optax.transform.checks import refuse_changes, refuse_state
 from paged_optax.transform.codec_rules import Rule, choose
 from paged_optax.transform.context import current
@@ -46,12 +46,12 @@ from paged_optax.transform.trees import (
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """What `paged` was asked for, in bytes.
+    """Arguments of `paged`, in bytes.
 
     Attributes:
       page_size: Bytes of one page of one moment.
       device_budget: Bytes of moments that may stay on the device; None: all; `"auto"`:
-        what the device has left.
+        the free memory of the device.
       min_paged_size: Moments of fewer bytes stay on the device.
       host_memory_kind: `"pinned_host"` or `"auto"`.
     """
@@ -69,7 +69,7 @@ class Configuration:
         min_paged_size: int | str,
         host_memory_kind: str,
     ) -> "Configuration":
-        """Reads and checks the arguments of `paged`."""
+        """Parses the arguments of `paged`."""
         page_bytes = parse_bytes("page_size", page_size)
         if page_bytes == 0:
             raise ValueError(
@@ -77,7 +77,7 @@ class Configuration:
                 f" is {DEFAULT_PAGE_SIZE!r}."
             )
         if host_memory_kind not in ("auto", PINNED_HOST):
-            # This call starts JAX's backend, which only a call that raises may do.
+            # This starts JAX's backend, which is only acceptable if it raises.
             resolve_host_memory_kind(host_memory_kind)
         budget: int | Literal["auto"] | None = None
         if device_budget == "auto":
@@ -92,12 +92,12 @@ class Configuration:
         )
 
     def budget(self, parameters: int, moments: int = 0) -> int | None:
-        """The device budget in bytes.
+        """Returns the device budget in bytes.
 
-        `"auto"` takes what the device has free now, less a reserve for what a training
-        step will need: gradients (as many bytes as parameters) and, for activations and
-        pages, a quarter of the device's memory. If the backend keeps no statistics
-        (CPU), everything is paged.
+        `"auto"` takes the free memory of the device, less a reserve for a training
+        step: gradients (as many bytes as parameters) and, for activations and pages, a
+        quarter of the device's memory. If the backend keeps no statistics (CPU),
+        everything is paged.
 
         Args:
           parameters: Bytes of the parameters, which are on the device already.
@@ -128,15 +128,15 @@ _PAIRS = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PagedTransformation:
-    """A transformation, and how it is paged.
+    """A transformation, and its paging.
 
     Attributes:
       inner: The transformation.
-      configuration: What `paged` was asked for, in bytes.
-      rules: Which codec stores what; from `codec_rules.check`.
+      configuration: The arguments of `paged`, in bytes.
+      rules: The rules of codecs; from `codec_rules.check`.
       per_parameter_steps: Whether each parameter counts its own steps.
-      known: What is known of the parameters' shardings.
-      on_moved: What `tell` does: `"warn"` or `"raise"`.
+      known: The parameters' shardings.
+      on_moved: Action for moments that left the host: `"warn"` or `"raise"`.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -147,14 +147,14 @@ class PagedTransformation:
     on_moved: str
 
     def in_variables_of(self, tree: PyTree) -> "PagedTransformation":
-        """The same, whose `inner` is called with the variables of a tree, if any."""
+        """Returns a transformation that calls `inner` with a tree's variables."""
         inner = with_variables_of(tree, self.inner)
         return self if inner is self.inner else dataclasses.replace(self, inner=inner)
 
     def take_apart(
         self, updates: PyTree, state: PyTree, params: PyTree | None
     ) -> tuple[StateLayout, list[StoredOrShape]]:
-        """Reads how a state is stored, for an update to keep it, and its leaves.
+        """Returns a state's layout, and its leaves as they are stored.
 
         Raises:
           ValueError: If it is no state that `init` makes for these parameters.
@@ -167,8 +167,7 @@ class PagedTransformation:
             for i, x in zip(owners, leaves, strict=True)
             if i is not None and x.shape == gradients[i].shape
         }
-        # If a codec stores the moments, the parameter tells how they are divided;
-        # without parameters, the gradient.
+        # Coded moments are divided as the parameter is, or as the gradient.
         like = updates if params is None else params
         divided = jax.tree.leaves(like)
         moments = [moment_of.get(i, x) for i, x in enumerate(divided)]
@@ -195,20 +194,20 @@ class PagedTransformation:
         shards: Sequence[Shards | None],
         owners: Sequence[int | None] | None = None,
     ) -> StateLayout:
-        """The layout of a state of `inner`, or of one made by `init`.
+        """Returns the layout of a state of `inner`, or of a state that `init` made.
 
         Args:
           params: The parameters, or the gradients.
           state: The state.
-          shards: For each parameter how its moments are divided, or None.
+          shards: For each parameter the shards of its moments, or None.
           owners: For each of the state's arrays the parameter that it belongs to; None
-            if that is not known yet.
+            to compute them.
         """
         shapes = state
         if self.rules or self.per_parameter_steps:
-            # What a codec stores, and a count for each parameter, hide the shapes of
-            # the state of `inner`; those of the parameters tell them.
-            # JAX keeps what it traced, for each context anew, as long as the function.
+            # Coded moments, and a count for each parameter, hide the shapes of the
+            # state of `inner`. A new function each time: JAX caches traces as long as
+            # the function lives.
             init = lambda params: self.inner.init(params)
             shapes = jax.eval_shape(init, jax.tree.map(shape_dtype, params))
             owners = None
@@ -241,7 +240,7 @@ class PagedTransformation:
         shards: Shards | None = None,
         like_leaves: int = 1,
     ) -> Geometry:
-        """Chooses the page layout of leaves with identical programs."""
+        """Cuts leaves with identical programs into pages."""
         shape = shards.local(leaf.shape) if shards else leaf.shape
         if not leaf.program.elementwise or not moments:
             # A norm, a factored moment or a matrix product needs the whole leaf.
@@ -256,7 +255,7 @@ class PagedTransformation:
         )
 
     def refused(self, layout: StateLayout, position: int) -> str:
-        """Tells why a moment cannot be sliced in host memory; empty if it can."""
+        """Returns why a moment cannot be sliced in host memory, or ""."""
         aval, shards = layout.avals[position], layout.shards[position]
         shape = shards.local(aval.shape) if shards else aval.shape
         moment = MomentFormat(aval.dtype.itemsize, layout.codecs[position])
@@ -274,7 +273,7 @@ class PagedTransformation:
         arrays: Sequence[Traceable],
         static: Static,
     ) -> tuple[Analysis, dict[int, ArrayLike]]:
-        """Traces `inner.update` once and takes it apart.
+        """Traces `inner.update` once, as one program a leaf.
 
         Args:
           updates: The gradients.
@@ -285,7 +284,7 @@ class PagedTransformation:
           static: The rest of the extra arguments, and whether the state restarts.
 
         Returns:
-          The analysis, and what it closes over.
+          The analysis, and the arrays that it closes over.
         """
 
         def function(
@@ -295,7 +294,7 @@ class PagedTransformation:
             arrays: Sequence[Traceable],
         ) -> tuple[PyTree, PyTree]:
             others = static.merge(arrays)
-            # A restart is traced too, so that each page is new as it passes through.
+            # A restart is traced too, so that each page is reset as it is updated.
             new = self.inner.update(updates, state, params, **others["extra_args"])
             if (restart := others.get("restart", False)) is False:
                 return new
@@ -316,7 +315,7 @@ class PagedTransformation:
         refuse_effects(closed)
         refuse_changes(shapes, updates, state)
         parameters = range(len(jax.tree.leaves(params)))
-        # Whose a moment is shows in the computation: its gradient enters it.
+        # The computation shows the owner of a moment: its gradient enters it.
         unknown = [None] * len(owners)
         return analyse(
             closed,
@@ -327,13 +326,13 @@ class PagedTransformation:
         )
 
     def moved(self, layout: StateLayout, leaves: Sequence[StoredOrShape]) -> str:
-        """What to tell of moments on the device for which the budget has no room."""
+        """Returns the warning text for moments beyond `device_budget`, or ""."""
         budget = self.configuration.device_budget
         if not isinstance(budget, int):
             return ""
         kind = resolve_host_memory_kind(self.configuration.host_memory_kind)
         if kind != PINNED_HOST:
-            return ""  # with "auto", on a backend without: there they belong
+            return ""  # this backend has no pinned host memory
         small = layout.small(self.configuration.min_paged_size)
         every = zip(leaves, layout.sizes, small, strict=True)
         moved = [
@@ -357,16 +356,27 @@ class PagedTransformation:
             " they are to stay, pass device_budget=None; if not, put"
         )
 
+    def warn_of_mistyped(self, state: PyTree) -> None:
+        """Warns of host arrays with the type of device memory, or raises."""
+        for path, x in zip(*paths_of(state), strict=True):
+            if is_mistyped(x):
+                self.tell(
+                    f"state{keystr(path)} is in host memory, and has the type of"
+                    " device memory, where it is about to go: a restore made it with"
+                    " a SingleDeviceSharding. Put"
+                )
+                break
+
     def tell(self, what: str) -> None:
-        """Warns of moments that are not where they belong, or raises."""
+        """Warns of misplaced moments, or raises."""
         tell(what, "state", self.on_moved)
 
 
 def tell(what: str, name: str, on_moved: str) -> None:
-    """Warns of arrays that are not where they belong, or raises.
+    """Warns of misplaced arrays, or raises.
 
     Args:
-      what: What is where, and why it may be there; ends with "put".
+      what: The arrays, their place and its cause; ends with "put".
       name: The argument that they are in.
       on_moved: `"warn"` or `"raise"`.
     """

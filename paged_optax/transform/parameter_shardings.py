@@ -190,7 +190,8 @@ class ParameterShardings:
             of the same axes.
         """
         said: dict[PathAndShape, Shards | None] = {}
-        mesh = current().mesh
+        visitor = current().visitor
+        mesh = visitor and visitor.mesh
         for path, x, moments in zip(paths, leaves, told, strict=True):
             if self.argument or moments is not None:
                 continue  # these would win
@@ -209,7 +210,7 @@ class ParameterShardings:
             if _typed(shards) or _typed(before):
                 continue  # a type tells nearly every update
             same = before is None or shards is None or shards.axes == before.axes
-            if not (same or current().types_only):
+            if not same and visitor is None:
                 raise _otherwise(f"parameter {key[0]}", x.shape, shards, before)
         return said
 
@@ -289,7 +290,7 @@ class ParameterShardings:
                 if shards is None:
                     raise _uneven("optimizer_sharding", sharding, path, x.shape)
             same = before is None or (shards is not None and shards.axes == before.axes)
-            if not (same or current().types_only):
+            if not same and current().visitor is None:
                 what = f"what is kept of parameter {keystr(path)}"
                 raise _otherwise(what, x.shape, shards, before)
             told = sharding or (before and before.sharding)
@@ -303,13 +304,14 @@ class ParameterShardings:
         told: Sequence[NamedSharding | None],
     ) -> None:
         """Remembers how moments are divided by Flax's metadata."""
+        visitor = current().visitor
         for path, x, sharding in zip(paths, leaves, told, strict=True):
-            if sharding is not None and (mesh := current().mesh) is not None:
-                sharding = NamedSharding(mesh, sharding.spec)
+            if sharding is not None and visitor and visitor.mesh is not None:
+                sharding = NamedSharding(visitor.mesh, sharding.spec)
             if (shards := Shards.of(sharding, x.shape)) is None:
                 continue
             # Where types alone are looked at, an abstract mesh may be made up.
-            if isinstance(shards.mesh, Mesh) or not current().types_only:
+            if isinstance(shards.mesh, Mesh) or visitor is None:
                 self.metadata.keep((keystr(path), x.shape), shards)
 
     def find(self, path: KeyPath, *arrays: ArrayOrShape) -> Shards | None:

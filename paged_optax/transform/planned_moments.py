@@ -1,7 +1,8 @@
-"""Describes the moments of all paged transformations inside another, for `plan`."""
+"""Moments of all paged transformations inside another, described for `plan`."""
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 
 import jax
@@ -15,14 +16,15 @@ from paged_optax.analysis.program import LeafUpdate
 from paged_optax.backend import memory, tiling
 from paged_optax.backend.memory import layout_bytes
 from paged_optax.backend.text import keystr
-from paged_optax.backend.types import ArrayOrShape, Transformation
-from paged_optax.engine.geometry import sharing, uncut
+from paged_optax.backend.types import ArrayOrShape, Transformation, shape_dtype
 from paged_optax.engine.paged_array import PagedArray
 from paged_optax.engine.pages import MomentFormat, Pages
 from paged_optax.engine.shards import Shards
+from paged_optax.engine.sharing import sharing, uncut
 from paged_optax.transform.codec_rules import left_for_size
-from paged_optax.transform.context import within
-from paged_optax.transform.leaf_groups import divided_as, loop_key
+from paged_optax.transform.context import Visitor, within
+from paged_optax.transform.groups import divided_as, loop_key
+from paged_optax.transform.init import NewState
 from paged_optax.transform.paged_transformation import (
     Configuration,
     PagedTransformation,
@@ -33,29 +35,28 @@ from paged_optax.transform.trees import arrays_and_rest, paths_of
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """One leaf of a paged state, as the plan places it.
+    """One leaf of a paged state, as planned.
 
     Attributes:
       path: Its path in the state.
       shape: Its shape; on a mesh, that of one device's shard.
       dtype: Its dtype.
-      bytes: Its bytes, or those of one device's shard.
+      bytes: Its bytes, or the bytes of one device's shard.
       on_host: Whether it lives in host memory.
-      pages: Pages that a sweep cuts it into; 1 if it travels whole; 0 on the device.
-      page_bytes: Bytes of one of them.
-      leaf: Moments with equal numbers travel together.
-      in_flight: Pages of it that may be on the device at once. Two are read and
-        written; a third is computed in between if a codec stores the moment, or if the
-        page is a whole leaf. On a GPU the only moment of a parameter has three, or four
-        if it travels both ways. The widest has one more where narrower ones are
-        converted to what it holds.
-      beside: Bytes of its scales or codes, if these travel whole and not in pages.
-      refused: Why it cannot be paged on this backend although it is larger than a
-        page, and what to do; empty if it can.
+      pages: Its pages; 1 if it travels whole; 0 on the device.
+      page_bytes: Bytes of one page.
+      leaf: A number common to moments that share pages.
+      in_flight: Most of its pages on the device. Two are read and written; a third is
+        computed if the moment is coded, or if the page is a whole leaf. On a GPU the
+        only moment of a parameter has three, or four if it travels both ways. The
+        widest moment has one more if narrower ones are converted to its dtype.
+      beside: Bytes of its scales or codes, if they travel whole and not in pages.
+      refused: Reason why a moment larger than a page cannot be paged on this backend,
+        and the way out; empty if it can.
       both_ways: Whether one page of it is read while another is written.
       small: Whether it stays on the device because it is under `min_paged_size`.
-      elementwise: Whether its update is computed element by element.
-      uncoded: Whether no codec stores it, though one is asked for: it is too small.
+      elementwise: Whether its update is element-wise.
+      uncoded: Whether it is too small for the codec of its rule.
     """
 
     path: str
@@ -76,7 +77,7 @@ class Moment:
 
     @property
     def stays(self) -> str:
-        """Why it stays on the device, in a word; `"-"` if it does not have to."""
+        """Reason why it stays on the device, in a word; `"-"` if there is none."""
         return "cannot be paged" if self.refused else "small" if self.small else "-"
 
 
@@ -87,25 +88,30 @@ Describe = Callable[[Mapping[str, PyTree]], list[Moment]]
 def recorded(
     tx: Transformation, params: optax.Params
 ) -> list[tuple[Configuration, Describe]]:
-    """Finds every paged transformation inside `tx`: chained, masked, injected.
+    """Returns every paged transformation inside `tx`: chained, masked, injected.
 
     Args:
       tx: The transformation; it is initialised on shapes alone.
       params: The parameters, or their `ShapeDtypeStruct`s.
 
     Returns:
-      For each its configuration, and the function that describes its moments.
+      The configuration of each, and a function that describes its moments.
 
     Raises:
       ValueError: If nothing in `tx` is paged.
     """
     calls: list[tuple[Configuration, Describe]] = []
-    # New functions each time: JAX does not trace the same one twice in one context, and
-    # keeps what it traced, context and all, as long as the function.
-    record = lambda configuration, describe: calls.append((configuration, describe))
+
+    def record(state: NewState) -> None:
+        shapes = jax.tree.map(shape_dtype, state.params)
+        describe = functools.partial(planned_moments, state, shapes)
+        calls.append((state.paged.configuration, describe))
+
+    # A new function each time: JAX caches traces, context and all, as long as the
+    # function lives.
     init = lambda params: tx.init(params)
-    # Pages take long to trace, and only types are looked at.
-    with within(types_only=True, record=record), explicitly_typed(params) as shapes:
+    visitor = Visitor(init=record)
+    with within(visitor=visitor), explicitly_typed(params) as shapes:
         jax.eval_shape(init, shapes)
     if not calls:
         raise ValueError(
@@ -117,7 +123,7 @@ def recorded(
 
 @contextlib.contextmanager
 def explicitly_typed(params: PyTree) -> Generator[PyTree[jax.ShapeDtypeStruct]]:
-    """Shapes of parameters on explicit axes: a trace of them tells all shardings."""
+    """Yields shapes of parameters on explicit axes, whose types have shardings."""
     meshes = []
 
     def typed(x: ArrayOrShape) -> jax.ShapeDtypeStruct:
@@ -145,27 +151,19 @@ _WHOLE = (
 
 
 def planned_moments(
-    paged: PagedTransformation,
-    params: PyTree[jax.ShapeDtypeStruct],
-    layout: StateLayout,
-    stays: Sequence[bool],
-    refused: Mapping[int, str],
-    extra: Mapping[str, PyTree],
+    state: NewState, params: PyTree[jax.ShapeDtypeStruct], extra: Mapping[str, PyTree]
 ) -> list[Moment]:
-    """Describes where `init` places each moment, and how `update` will cut it.
+    """Describes the placement and the pages of each moment.
 
     Args:
-      paged: The paged transformation.
+      state: The new state.
       params: The shapes and dtypes of the parameters.
-      layout: How the state is stored.
-      stays: For each leaf of the state whether it stays on the device.
-      refused: For each leaf that stays because it cannot be paged the reason, by its
-        position.
-      extra: The extra arguments that `update` will get.
+      extra: Extra arguments of `update`.
 
     Returns:
       One description for each leaf of the state.
     """
+    paged, layout, stays = state.paged, state.layout, state.stays
     extras = arrays_and_rest({"extra_args": extra})
     analysis, _ = paged.analyse(params, layout.shapes, layout.owners, params, *extras)
     parameters = jax.tree.leaves(params)
@@ -215,7 +213,7 @@ def planned_moments(
                 leaf=number,
                 in_flight=flying if codec is None else 3,
                 beside=sum(map(layout_bytes, preloaded)),
-                refused=refused.get(i, "" if stays[i] else reason),
+                refused=state.refused.get(i, "" if stays[i] else reason),
                 both_ways=both and not stays[i],
                 small=size is not None and small[i],
                 elementwise=first + i in elementwise,
@@ -230,12 +228,12 @@ def _geometry(
     groups: Iterable[Sequence["_LeafMoments"]],
     platform: str,
 ) -> tuple[dict[int, tuple[int, Pages, bool, int]], int]:
-    """How moments are cut, by their numbers among the state's leaves.
+    """Returns the pages of moments, by their positions among the state's leaves.
 
     Returns:
-      For each moment the number of those that travel together, their pages, whether
-      these travel both ways at once, and how many of them may be on the device; and how
-      many numbers there are.
+      For each moment the number common to moments that share pages, its pages, whether
+      they travel both ways, and the most of them on the device; and the count of
+      numbers.
     """
     geometry: dict[int, tuple[int, Pages, bool, int]] = {}
     number = 0
@@ -246,13 +244,13 @@ def _geometry(
         for part in sharing(pages, len(group)):
             travelling = sum(x.on_host for each in group[part] for x in each.formats)
             both = pages.both_ways(travelling)
-            # If a leaf has one moment, XLA:GPU may keep a further page: the kernel of
-            # the moment computes it. With several moments it never did (jax 0.10.2).
+            # On a GPU the kernel of a single moment may keep a further page. With
+            # several moments XLA:GPU never did (jax 0.10.2).
             single = sum(x.on_host for x in one.formats) == 1 and platform != "tpu"
             flying = (4 if both else 3) if single or not pages.count else 2
             for each in group[part]:
-                way = (number, pages, both, flying)
-                geometry.update((i, way) for i in each.numbers)
+                planned = (number, pages, both, flying)
+                geometry.update((i, planned) for i in each.numbers)
                 if pages.leaf_count == 1 < pages.count and each.converts:
                     geometry[each.widest] = (number, pages, both, flying + 1)
             number += 1
@@ -265,9 +263,9 @@ class _LeafMoments:
 
     Attributes:
       leaf: The program.
-      numbers: Of its moments that are streamed, among the state's leaves.
-      formats: How each of these is kept.
-      divided: How they are divided, or None.
+      numbers: Positions of its streamed moments among the state's leaves.
+      formats: Their formats.
+      divided: Their shards, or None.
       dtype: Its parameter's dtype; None if it has none.
     """
 
@@ -287,7 +285,7 @@ class _LeafMoments:
         divided: Shards | None,
         dtype: np.dtype | None,
     ) -> "_LeafMoments":
-        """The moments of a leaf; the state's first is the argument `first`."""
+        """Collects a leaf's moments; the state's first is the argument `first`."""
         avals, codecs = layout.avals, layout.codecs
         numbers = {i - first for i in (*leaf.inputs, *leaf.outputs)}
         inside = sorted(i for i in numbers if 0 <= i < len(avals))
@@ -300,11 +298,11 @@ class _LeafMoments:
 
     @property
     def converts(self) -> bool:
-        """Whether XLA keeps a page more, of what narrower moments are converted to.
+        """Whether XLA keeps one more page, for conversions of narrower moments.
 
-        So it does of remainders, with the bits of the parameter beside them, and of
-        moments of fewer bits than the parameter (H200, jax 0.10.2 and 0.12.0.1; v5e).
-        It has pages of another size in which nothing else fits.
+        It does for remainders, which join the bits of the parameter, and for moments of
+        fewer bits than the parameter (H200, jax 0.10.2 and 0.12.0.1; v5e). The page has
+        a size in which nothing else fits.
         """
         sizes = {x.itemsize for x in self.formats if x.on_host}
         if len(sizes) < 2 or self.dtype is None or any(x.codec for x in self.formats):
@@ -314,13 +312,13 @@ class _LeafMoments:
 
     @property
     def widest(self) -> int:
-        """The number of its widest moment on the host."""
+        """The position of its widest moment on the host."""
         pairs = zip(self.numbers, self.formats, strict=True)
         return max((x.itemsize, i) for i, x in pairs if x.on_host)[1]
 
 
 def _page_bytes(pages: Pages, moment: ArrayOrShape) -> int:
-    """Bytes of a full page, as the transformation sees it."""
+    """Returns the bytes of a full page, as the transformation sees it."""
     if not pages.count:
         return layout_bytes(moment)
     order = tiling.view_layout(pages.leaf, len(pages.view), moment.dtype.itemsize)

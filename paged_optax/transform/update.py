@@ -1,40 +1,45 @@
-"""The update of a paged transformation: traced, streamed, put together again.
+"""The update of a paged transformation.
 
-`Update` checks its arguments, traces the transformation and takes it apart into one
-program a leaf. `paged_optax.transform.leaf_groups` runs these. What comes out takes the
-places of the gradients and of the state's arrays.
+`Update` checks its arguments, traces the transformation as one program a leaf, and
+streams groups of leaves (`paged_optax.transform.groups`). The results replace the
+gradients and the arrays of the state.
 """
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.analysis.program import Analysis
+from paged_optax.analysis.program import Analysis, Evaluation
 from paged_optax.backend.compiler_options import warn_of_options
 from paged_optax.backend.flax_variables import as_pure, unflatten_like
-from paged_optax.backend.memory import donate_within_memory, is_mistyped
+from paged_optax.backend.memory import donate_within_memory, on_host
 from paged_optax.backend.processes import compare, spans_processes
-from paged_optax.backend.text import keystr
 from paged_optax.backend.types import (
+    explicit_mesh,
     in_shard_map,
     is_traced,
+    with_automatic_axes,
 )
+from paged_optax.engine.backend_check import check_backend
+from paged_optax.engine.stream import stream
 from paged_optax.transform.checks import (
     check_arguments,
     note_elsewhere,
+    refuse_derivatives,
     refuse_different,
-    refuse_exchanged,
     refuse_inside_paged,
     refuse_shared_counts,
 )
-from paged_optax.transform.context import current
-from paged_optax.transform.gates import Gates, gates_of
-from paged_optax.transform.leaf_groups import Traced, stream_update
+from paged_optax.transform.context import current, without
+from paged_optax.transform.gates import Gates, any_gate, gates_of
+from paged_optax.transform.groups import LeafStreams
 from paged_optax.transform.moment_parts import as_results, with_rows
 from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.process_agreement import Said, said_of
@@ -45,15 +50,102 @@ from paged_optax.transform.trees import (
     Traceable,
     arrays_and_rest,
     as_arrays,
-    paths_of,
 )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PendingUpdate:
+    """Arguments of an update, without Flax's variables, and its state's layout.
+
+    Attributes:
+      paged: The transformation.
+      gradients: The gradients.
+      state: The state.
+      params: The parameters, or None.
+      extra_args: Extra arguments of the inner transformation.
+      layout: The state's layout.
+      leaves: The state's leaves as they are stored.
+    """
+
+    paged: PagedTransformation
+    gradients: PyTree
+    state: PyTree
+    params: PyTree | None
+    extra_args: Mapping[str, PyTree]
+    layout: StateLayout
+    leaves: list[StoredOrShape]
+
+    @classmethod
+    def of(
+        cls,
+        paged: PagedTransformation,
+        gradients: PyTree,
+        state: PyTree,
+        params: PyTree | None,
+        extra_args: Mapping[str, PyTree],
+    ) -> "PendingUpdate":
+        """Reads the layout of the state."""
+        layout, leaves = paged.take_apart(gradients, state, params)
+        return cls(paged, gradients, state, params, extra_args, layout, leaves)
+
+    def unpaged(self) -> tuple[PyTree, PyTree]:
+        """Updates as if nothing were paged, with zeros for coded moments."""
+        zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+        state = jax.tree.map(
+            lambda x: zeros(x) if isinstance(x, jax.ShapeDtypeStruct) else x,
+            self.layout.seen(self.leaves),
+        )
+        update = self.paged.inner.update
+        return update(self.gradients, state, self.params, **self.extra_args)
+
+    def moved(self) -> str:
+        """Returns the warning text for moments that left the host, or ""."""
+        return self.paged.moved(self.layout, self.leaves)
+
+    def agreement(self, analysis: Analysis | None = None) -> Said:
+        """Returns the facts on which all processes must agree."""
+        if analysis is None:
+            extra = {"restart": False, "extra_args": self.extra_args}
+            analysis, _ = self.trace(*arrays_and_rest(extra))
+        like = self.gradients if self.params is None else self.params
+        return said_of(self.paged, like, self.state, self.layout, analysis)
+
+    def trace(
+        self, extras: Sequence[Traceable], static: Static
+    ) -> tuple[Analysis, dict[int, ArrayLike]]:
+        """Traces the update; returns its programs, and the arrays they close over."""
+        layout = self.layout
+        seen = layout.seen(self.leaves)
+        analysis, constants = self.paged.analyse(
+            self.gradients, seen, layout.owners, self.params, extras, static
+        )
+        if layout.counts:
+            first = layout.parameters.num_leaves
+            counts = {first + position for position in layout.counts}
+            refuse_shared_counts(analysis, counts, seen, first)
+        return analysis, constants
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A traced update, compared by value.
+
+    Attributes:
+      analysis: Its programs.
+      gating: Its gates and its restart, without traced values.
+      layout: The state's layout.
+    """
+
+    analysis: Analysis
+    gating: Static
+    layout: StateLayout
 
 
 class Update:
     """The `update` of one paged transformation.
 
     Args:
-      paged: The transformation, and how it is paged.
+      paged: The transformation.
     """
 
     def __init__(self, paged: PagedTransformation):
@@ -84,120 +176,137 @@ class Update:
           as the gradients are; and the new state.
         """
         refuse_inside_paged()
-        if current().plain:
+        context = current()
+        if context.plain:
             return self.paged.inner.update(updates, state, params, **extra_args)
         # `nnx.Optimizer` makes the state in variables, and calls with bare arrays.
         paged = self.paged.in_variables_of(updates)
         if paged is self.paged:
             extra_args = as_pure(extra_args)
         gradients, moments, params = as_pure(updates), as_pure(state), as_pure(params)
-        refuse_exchanged(gradients, moments, params)
         check_arguments(gradients, moments, params)
-        context = current()
-        if context.seen_through:
-            # A trace that only looks at what is computed must meet no page loop.
-            layout, leaves = paged.take_apart(gradients, moments, params)
-            zeros = lambda x: jnp.zeros(x.shape, x.dtype)
-            plain = jax.tree.map(
-                lambda x: zeros(x) if isinstance(x, jax.ShapeDtypeStruct) else x,
-                layout.seen(leaves),
-            )
-            new = paged.inner.update(gradients, plain, params, **extra_args)
+        visit = context.visitor and context.visitor.update
+        if visit is not None:
+            new = visit(PendingUpdate.of(paged, gradients, moments, params, extra_args))
             return unflatten_like(updates, new[0]), new[1]
-        if context.on_update is not None:
-            layout, leaves = paged.take_apart(gradients, moments, params)
-            others = gradients, leaves, moments, params, extra_args
-            said = functools.partial(self._said, paged, layout, *others)
-            context.on_update(paged, paged.moved(layout, leaves), said)
-            return updates, state
-        self._check(gradients, moments, params)
+        paged.warn_of_mistyped(moments)
+        if params is not None:
+            refuse_different(gradients, params)
         gates, restart = gates_of(as_pure(active), gradients), context.restart
-        # Which gates are known is part of the program; the others are its arguments.
+        # Known gates are part of the program; the others are its arguments.
         gating = {"gates": gates and Gates.of(gates), "restart": restart}
         traced_gates, gating = arrays_and_rest(gating)
         # A restart decides which moments move, and is traced too: it is among both.
-        extras, static = arrays_and_rest({"restart": restart, "extra_args": extra_args})
-        gradients, params = as_arrays(gradients), as_arrays(params)
-        layout, leaves = paged.take_apart(gradients, moments, params)
-        # Traced anew at each call, for `inner` may read more than its arguments.
-        others = params, extras, static
-        analysis, constants = self._trace(paged, layout, gradients, leaves, *others)
-        # What varies in a moment's place may make others vary: again, until all do.
+        extra = {"restart": restart, "extra_args": extra_args}
+        extras, static = arrays_and_rest(extra)
+        pending = PendingUpdate.of(
+            paged, as_arrays(gradients), moments, as_arrays(params), extra_args
+        )
+        # Traced at each call, for `inner` may read more than its arguments.
+        analysis, constants = pending.trace(extras, static)
+        # Values that vary in a moment's place may make others vary: repeat.
         while in_shard_map() and (
-            new := as_results(analysis, gradients, leaves, gates or (), restart)
+            new := as_results(
+                analysis, pending.gradients, pending.leaves, gates or (), restart
+            )
         ):
-            gradients, leaves = new
-            analysis, constants = self._trace(paged, layout, gradients, leaves, *others)
+            pending = dataclasses.replace(pending, gradients=new[0], leaves=new[1])
+            analysis, constants = pending.trace(extras, static)
         if spans_processes((gradients, moments, params)):
             # A program that one process alone has would block the devices of all.
-            like = gradients if params is None else params
-            said = said_of(paged, like, moments, layout, analysis)
-            compare("update of a paged transformation", said)
-        buffers = [*jax.tree.leaves(gradients), *leaves]
-        arguments = buffers, params, extras, traced_gates, constants
+            agreement = pending.agreement(analysis)
+            compare("update of a paged transformation", agreement)
+        buffers = [*jax.tree.leaves(pending.gradients), *pending.leaves]
+        arguments = buffers, pending.params, extras, traced_gates, constants
         # Outside a `jax.jit` the update is a program of its own, compiled once for all
         # equal `Traced`.
         run = self._jitted
         if is_traced(arguments):
-            warn_of_options(leaves)
+            warn_of_options(pending.leaves)
             run = self._streamed
         try:
-            new = run(*arguments, traced=Traced(analysis, gating, layout))
+            new = run(*arguments, traced=Traced(analysis, gating, pending.layout))
         except ValueError as error:
             note_elsewhere(error)
             raise
-        # A `jax.jit` pairs what is donated by shape alone, across memories too.
+        # A `jax.jit` pairs donated buffers by shape alone, across memories too.
         new = donate_within_memory(new)
-        first = layout.parameters.num_leaves
+        first = pending.layout.parameters.num_leaves
         new_state = with_rows(new[first:], moments) if in_shard_map() else new[first:]
         return unflatten_like(updates, new[:first]), unflatten_like(state, new_state)
 
-    def _check(self, updates: PyTree, state: PyTree, params: PyTree | None) -> None:
-        for path, x in zip(*paths_of(state), strict=True):
-            if is_mistyped(x):
-                self.paged.tell(
-                    f"state{keystr(path)} is in host memory, and has the type of"
-                    " device memory, where it is about to go: a restore made it with"
-                    " a SingleDeviceSharding. Put"
-                )
-                break
-        if params is not None:
-            refuse_different(updates, params)
 
-    def _trace(
-        self,
-        paged: PagedTransformation,
-        layout: StateLayout,
-        updates: PyTree,
-        leaves: Sequence[StoredOrShape],
-        params: PyTree | None,
-        extras: Sequence[Traceable],
-        static: Static,
-    ) -> tuple[Analysis, dict[int, ArrayLike]]:
-        """Traces what an update computes, and the arrays that it closes over."""
-        seen = layout.seen(leaves)
-        analysis, constants = paged.analyse(
-            updates, seen, layout.owners, params, extras, static
-        )
-        if layout.counts:
-            first = layout.parameters.num_leaves
-            counts = {first + position for position in layout.counts}
-            refuse_shared_counts(analysis, counts, seen, first)
-        return analysis, constants
+def stream_update(
+    paged: PagedTransformation,
+    buffers: list[StoredOrShape],
+    params: optax.Params | None,
+    extras: Sequence[Traceable],
+    traced_gates: Sequence[Traceable],
+    constants: Mapping[int, ArrayLike],
+    *,
+    traced: Traced,
+) -> list[Array]:
+    """Computes the updates and the new state's arrays.
 
-    def _said(
-        self,
-        paged: PagedTransformation,
-        layout: StateLayout,
-        updates: PyTree,
-        leaves: Sequence[StoredOrShape],
-        state: PyTree,
-        params: PyTree | None,
-        extra_args: dict[str, PyTree],
-    ) -> Said:
-        """What all processes must have built alike."""
-        extras, static = arrays_and_rest({"restart": False, "extra_args": extra_args})
-        others = params, extras, static
-        analysis, _ = self._trace(paged, layout, updates, leaves, *others)
-        like = updates if params is None else params
-        return said_of(paged, like, state, layout, analysis)
+    Args:
+      paged: The transformation.
+      buffers: The gradients, and the state's leaves as they are stored, which the
+        results overwrite.
+      params: The parameters, or None.
+      extras: The arrays among the extra arguments.
+      traced_gates: The traced gates.
+      constants: Arrays that the programs close over, by number.
+      traced: The update.
+    """
+    layout, first = traced.layout, traced.layout.parameters.num_leaves
+    trees = buffers, params, extras, traced_gates, constants
+    if explicit_mesh(trees) is not None:
+        # The programs were traced without axes: on explicit axes their equations would
+        # return other types than their neighbours expect.
+        updates = buffers[:first] if params is None else params
+        like = jax.tree.leaves((updates, buffers[first:]))
+        run = functools.partial(stream_update, paged, traced=traced)
+        return with_automatic_axes(run, trees, like)
+    if not current().fetched and (moved := paged.moved(layout, buffers[first:])):
+        paged.tell(moved)
+    arguments = [*buffers, *jax.tree.leaves((params, extras))]
+    # A count of each parameter is traced as one; see `Evaluation`.
+    counts = {first + position: buffers[first + position] for position in layout.counts}
+    arguments = [counts[i][0] if i in counts else x for i, x in enumerate(arguments)]
+    if any(map(on_host, arguments)):
+        # Some versions of XLA:GPU read wrong pages without an error.
+        check_backend()
+    gating = traced.gating.merge(traced_gates)
+    gates = gating["gates"].each() if gating["gates"] else [True] * first
+    # On a restart a moment starts again even if its parameter's update is skipped.
+    moves = [any_gate([gate, gating["restart"]]) for gate in gates]
+    moves_of = {None: any_gate(moves) if moves else True, **dict(enumerate(moves))}
+    streams = LeafStreams(
+        paged, traced.analysis, layout, arguments, counts, gates, moves_of
+    )
+    evaluation = Evaluation(traced.analysis, arguments, constants, counts)
+    of_leaves, groups = streams.grouped(evaluation)
+    for leaf, members in groups:
+        one, *_ = members.values()
+        gate = moves_of[leaf.owner]
+        random_words = streams.random_words(leaf)
+        geometry = paged.geometry(leaf, one.moments, one.shards, len(members))
+        leaves = [
+            refuse_derivatives(x.arrays) if one.on_host else tuple(x.arrays)
+            for x in members.values()
+        ]
+        # The loops are independent of the context, so that leaves of equal programs are
+        # traced once.
+        with streams.scope(leaf, one), without():
+            new = stream(
+                tuple(leaves),
+                # A gate is the trip count of the loop around the pages.
+                gate.astype(jnp.int32) if isinstance(gate, Array) else None,
+                random_words,
+                program=one.program,
+                geometry=geometry,
+                shards=one.shards,
+            )
+        of_leaves.update(zip(members, new, strict=True))
+    results = evaluation.results([of_leaves[i] for i in range(len(of_leaves))])
+    return jax.tree.leaves(list(map(streams.result, range(len(results)), results)))

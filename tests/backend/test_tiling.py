@@ -11,7 +11,7 @@ import pytest
 from helpers import aot, models
 from paged_optax.backend import tiling
 from paged_optax.codecs import arranged, named
-from paged_optax.engine.geometry import MomentFormat, cut
+from paged_optax.engine.sharing import MomentFormat, cut
 
 EXTENTS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 31, 32, 33, 64, 77, 96, 127, 128, 129]
 EXTENTS += [192, 256, 257, 384, 512, 768, 1000, 1024, 1111, 2048, 4096, 4097]

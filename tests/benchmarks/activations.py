@@ -5,9 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from graphs import refuse_not_finite
 
 import paged_optax as po
-from paged_optax.cli.self_test import Difference, difference, refuse_not_finite
+from paged_optax.cli.self_test import Difference, difference
 
 STEPS = 3
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # for `hel
 from helpers import decoder, step_model
 from helpers.programs import ordinary_step
 from helpers.runtime_counts import RuntimeCounts
-from paged_optax.planning.card_rates import card_name
+from paged_optax.planning.cards import card_name
 
 SECTION = "decoder"
 LEARNING_RATE = 1e-5

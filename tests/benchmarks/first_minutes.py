@@ -5,8 +5,7 @@
 
 The most valuable check comes first:
 
-- graphs: 20 steps with CUDA graphs and without compute the same numbers, as `doctor`
-  has it;
+- graphs: 20 steps with CUDA graphs and without compute the same numbers;
 - half budget: 200 steps of AdamW with half of the moments on the device compute Optax's
   numbers, bit for bit where the compiler adds alike;
 - link: its rate in each direction alone and in both at once, with what arrives
@@ -56,7 +55,7 @@ _SAME_KERNELS, _OTHER_PROGRAM = 1e-5, 1e-4
 
 def graphs(small: bool) -> Row:
     """Steps with CUDA graphs and without."""
-    from paged_optax.cli.self_test import GRAPH_STEPS, compare_graphs
+    from graphs import GRAPH_STEPS, compare_graphs
 
     steps = 2 if small else GRAPH_STEPS
     found = compare_graphs(steps, limit=LIMITS["graphs"] / 2 - 5)

@@ -44,6 +44,7 @@ from tables import Row, show
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parents[1]))  # this checkout, installed or not
+sys.path.insert(1, str(FOLDER.parent))  # for `helpers`
 
 #: Seconds after which no further part is started, unless told.
 BUDGET = 480
@@ -55,9 +56,9 @@ BUDGET = 480
 def work(part: str, arguments: dict[str, Any]) -> Any:
     """Runs one part in this process."""
     if part == "machine":
-        from paged_optax.cli import machine
+        from helpers.machine import describe
 
-        return machine.describe()
+        return describe()
     if part == "first minutes":
         import first_minutes
 

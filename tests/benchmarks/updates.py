@@ -18,7 +18,6 @@ import optax
 from shapes import SIZES, Shapes, count, fill
 
 import paged_optax as po
-from paged_optax.backend.compiler_options import overlap_options
 from paged_optax.cli import machine
 
 SECTION = "update"
@@ -141,7 +140,7 @@ class Update:
         """Compiles, placements stated, gradients and state donated."""
         gradients, state, params = abstract_arguments(tx, shapes)
         # As `jit_step` compiles what has moments on the host.
-        options = overlap_options(jax.local_devices()[0]) if _host_bytes(state) else {}
+        options = machine.compiler_options() if _host_bytes(state) else {}
         jitted = jax.jit(
             tx.update,
             donate_argnums=(0, 1),

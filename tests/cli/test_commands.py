@@ -174,10 +174,14 @@ class Tesla:
     device_kind = "Tesla T4"
     compute_capability = "7.5"
 
+    memory_stats = staticmethod(lambda: {})
+
+    class client:  # noqa: N801
+        platform_version = "CUDA"
+
 
 def on_a_t4(monkeypatch):
     """This machine, as if it had one; what is slow is left out."""
-    found = machine.describe() | {"device_kind": "Tesla T4"}
     rates = [
         machine.Rate("host to device, in pages", (6.1,)),
         machine.Rate("both at once, in pages", (9.9,), 2),
@@ -185,7 +189,6 @@ def on_a_t4(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [Tesla])
     monkeypatch.setattr(jax, "local_devices", lambda: [Tesla])
     monkeypatch.setattr(machine, "measure", lambda size, repeats: iter(rates))
-    monkeypatch.setattr(machine, "describe", lambda: found)
     monkeypatch.setattr(doctor, "memory_kinds", lambda: ("device", "pinned_host"))
     monkeypatch.setattr(machine, "host_available", lambda: int(11.6 * 2**30))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -196,9 +199,6 @@ def on_a_t4(monkeypatch):
 def test_doctor_on_a_t4(monkeypatch, capsys):
     """What is stated of it stands beside what was measured; and how to train."""
     on_a_t4(monkeypatch)
-    monkeypatch.setattr(
-        self_test, "trained", lambda *run: {"w": np.ones(3, np.float32)}
-    )
     assert main(["doctor"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     for words in (
@@ -210,47 +210,11 @@ def test_doctor_on_a_t4(monkeypatch, capsys):
         "products TFLOP/s stated ",
         " float16 7.0 65 bfloat16 8.0 8.1 ",
         "know float16 alone: train in float16, clip in float32 (Optax's norm of",
-        "20 steps, ordinary and layerwise those without graphs bit for bit passed",
+        "xla_gpu_enable_command_buffer",
+        "xla_disable_hlo_passes",
     ):
         assert words in printed
     assert "export XLA_FLAGS" not in printed
-
-
-@pytest.mark.parametrize("what", ["numbers", "NaN", "crash", "time"])
-def test_doctor_where_graphs_are_wrong(what, monkeypatch, capsys):
-    """It says how to do without them."""
-    ones = {"numbers": np.ones(3, np.float32)}
-    if what == "numbers":
-        wrong = {"numbers": np.full(3, 1.01, np.float32)}
-        trained = lambda flag, steps, limit: (
-            ones if flag == self_test.NO_GRAPHS else wrong
-        )
-        monkeypatch.setattr(self_test, "trained", trained)
-    elif what == "NaN":
-        gone = {"numbers": np.full(3, np.nan, np.float32)}
-        monkeypatch.setattr(self_test, "trained", lambda *run: gone)
-    elif what == "crash":
-        monkeypatch.setattr(self_test, "NO_GRAPHS", "--xla_gpu_no_such_flag=")
-    else:
-        monkeypatch.setattr(self_test.compare_graphs, "__defaults__", (1, 0.01))
-    on_a_t4(monkeypatch)
-    assert main(["doctor"]) == 1
-    printed = " ".join(capsys.readouterr().out.split())
-    found = {
-        "numbers": "within 83886 ulp (3 of 3 values differ) FAILED",
-        "NaN": "values are not finite FAILED",
-        "crash": "no_such_flag",
-        "time": "over 0.01 s FAILED",
-    }
-    assert found[what] in printed
-    assert "export XLA_FLAGS=--xla_gpu_enable_command_buffer=" in printed
-
-
-@pytest.mark.slow
-def test_steps_with_graphs_and_without():
-    """In two processes; a CPU has no graphs, and computes the same twice."""
-    found = self_test.compare_graphs(steps=2)
-    assert found.values > 100_000 and found.differing == 0
 
 
 @pytest.mark.parametrize(("limit", "told"), [("64", True), ("10", False)])
@@ -326,7 +290,7 @@ def test_plan_takes_this_machine_as_a_card(monkeypatch, capsys):
 
 def test_a_link_that_loses_values_is_reported(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "an accelerator")
-    monkeypatch.setattr(machine, "whole", lambda source, target, to: target)
+    monkeypatch.setattr(machine, "whole", lambda to, *arrays: arrays[len(to) :])
     first = next(machine.measure(16 << 20, 1))
     assert "are not those that were sent" in first.reason
 

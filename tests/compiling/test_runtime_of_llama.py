@@ -13,7 +13,7 @@ from helpers.decoder import LLAMA3_8B
 from helpers.programs import placed, shardings, state_on
 from helpers.runtime_counts import RuntimeCounts
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
-from paged_optax.planning.card_rates import CARDS
+from paged_optax.planning.cards import CARDS
 
 pytestmark = [
     pytest.mark.compiler,

@@ -20,9 +20,9 @@ from paged_optax.backend.compiler_options import (
     SCHEDULED,
     overlap_options,
 )
-from paged_optax.compiling import memory_report
+from paged_optax.compiling import overlapping
 from paged_optax.compiling.donations import device_of
-from paged_optax.compiling.memory_report import compile_overlapping
+from paged_optax.compiling.overlapping import compile_overlapping
 
 GIB = 2**30
 
@@ -41,7 +41,7 @@ class Jit:
     def __init__(self, fails=""):
         self.fails, self.compiled = fails, []
 
-    def __call__(self, options):
+    def __call__(self, **options):
         if options and self.fails:
             raise jax.errors.JaxRuntimeError(f"{self.fails}\nmore")
         self.compiled.append(options)
@@ -51,7 +51,7 @@ class Jit:
 
 def options_of(jit, device):
     """The options of the program, which are those of the function that calls it."""
-    jitted, program = compile_overlapping(jit, (), device)
+    jitted, program = compile_overlapping(jit, (), {}, device)
     assert jitted.options is program
     return program
 
@@ -59,7 +59,7 @@ def options_of(jit, device):
 @pytest.fixture
 def needs(monkeypatch):
     """Each program takes 12 GiB."""
-    monkeypatch.setattr(memory_report, "device_total", lambda compiled: 12 * GIB)
+    monkeypatch.setattr(overlapping, "device_total", lambda compiled: 12 * GIB)
     monkeypatch.delenv("XLA_FLAGS")
 
 
@@ -138,7 +138,7 @@ def test_the_text_is_not_read_to_know_what_a_program_takes():
     compiled = jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((64, 64))).compile()
     without = types.SimpleNamespace(memory_analysis=compiled.memory_analysis)
     wanted = po.memory_report(compiled).device_total
-    assert memory_report.device_total(without) == wanted > 0
+    assert overlapping.device_total(without) == wanted > 0
 
 
 def test_unknown_options(needs):
@@ -156,7 +156,7 @@ def test_other_errors_are_the_users(needs):
 def test_jit_step_compiles_so(space, monkeypatch):
     """With the device's options if there are transfers."""
     asked = []
-    monkeypatch.setattr(memory_report, "overlap_options", asked.append)
+    monkeypatch.setattr(overlapping, "overlap_options", lambda x: asked.append(x) or {})
     x = jax.device_put(jnp.ones(3), jax.memory.Space[space])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -168,7 +168,7 @@ def test_jit_step_compiles_so(space, monkeypatch):
 def test_transfers_within_a_step_count(monkeypatch):
     """Those of what is neither an argument nor a result."""
     asked = []
-    monkeypatch.setattr(memory_report, "overlap_options", asked.append)
+    monkeypatch.setattr(overlapping, "overlap_options", lambda x: asked.append(x) or {})
 
     def turn(x, _):
         there = jax.device_put(x, jax.memory.Space.Host)

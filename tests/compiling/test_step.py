@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 import paged_optax as po
 from helpers.reference import SMALL_PAGES, assert_equal, kinds
 from helpers.small import ALL_PAGED, DEVICE, ORDERS, TX, small, step_of
-from paged_optax.compiling.hlo import aliases
+from paged_optax.compiling.donations import aliases
 
 
 def run(step, arguments, results, made, gradients):
@@ -156,17 +156,20 @@ def test_donation_error_comes_without_jax_warning():
         po.jit_step(forgetful, params, state, params, donate_argnums=(0, 1))
 
 
-@pytest.mark.parametrize("donated", [3, (0, 5), -1])
+@pytest.mark.parametrize("donated", [3, (0, 5), -4])
 def test_donated_argument_that_is_not_there(donated):
+    """By JAX's own words, as a decorator too."""
     order = ("params", "state")
-    params, state = small(), TX.init(small())
-    with pytest.raises(ValueError) as error:
-        po.jit_step(
-            step_of(order, order), params, state, params, donate_argnums=donated
-        )
-    assert "donate_argnums names argument" in str(error.value)
-    arguments = "3 arguments: 0 is 'first', 1 is 'second', 2 is 'gradients'."
-    assert arguments in str(error.value)
+    message = r"donate_argnums=.*, but only accepts 3 positional arguments"
+    with pytest.raises(ValueError, match=message):
+        po.jit_step(step_of(order, order), donate_argnums=donated)
+
+
+def test_donated_argument_from_the_last():
+    step = po.jit_step(lambda x, y: (x, y + 1), donate_argnums=-1)
+    x, y = jnp.ones(4), jnp.ones(5)
+    step(x, y=y)
+    assert y.is_deleted() and not x.is_deleted()
 
 
 def named_step(params, state, gradients, rate=1.0, *, scale, sign=1):
@@ -238,10 +241,11 @@ def test_static_arguments():
 
 
 def test_a_step_takes_its_own_arguments():
-    step = po.jit_step(named_step, donate_argnames=("params", "state", "moments"))
-    with pytest.raises(ValueError, match="donate_argnames names argument 'moments'"):
-        step(small(), TX.init(small()), small(1), scale=1.0)
-    with pytest.raises(TypeError, match="missing a required argument: 'state'"):
+    with pytest.raises(
+        ValueError, match=r"invalid argnames \{'moments'\} in donate_arg"
+    ):
+        po.jit_step(named_step, donate_argnames=("params", "state", "moments"))
+    with pytest.raises(TypeError, match="missing 2 required.* 'state' and 'gradients'"):
         po.jit_step(named_step)(small(), scale=1.0)
 
 
@@ -261,7 +265,7 @@ def test_a_second_attempt_is_traced_anew():
 
 
 def test_donation_of_arguments_without_a_position():
-    """A name after `*args` is no position; a name in `**kwargs` no positional one."""
+    """A name after `*args` is no position, nor is one in `**kwargs`."""
 
     @po.jit_step(donate_argnames="state")
     def step(*args, state):
@@ -271,12 +275,12 @@ def test_donation_of_arguments_without_a_position():
     step(one, other[:4], state=state)
     assert state.is_deleted() and not one.is_deleted() and not other.is_deleted()
 
-    @po.jit_step(donate_argnames="a")
+    @po.jit_step(donate_argnames="b")
     def step(a, /, **others):
-        return a, others["a"] + 1
+        return a, others["b"] + 1
 
     one, other = jnp.ones(4), jnp.ones(5)
-    step(one, a=other)
+    step(one, b=other)
     assert other.is_deleted() and not one.is_deleted()
 
 
@@ -285,7 +289,7 @@ def test_constants_are_told_apart():
     np.testing.assert_array_equal(scaled(jnp.ones(2), 1), [1, 1])
     for other, wanted in [(True, 10), (1.0, 1), (2, 2), (1, 1)]:
         np.testing.assert_array_equal(scaled(jnp.ones(2), other), [wanted] * 2)
-    with pytest.raises(TypeError, match="argument 1 is of type dict"):
+    with pytest.raises(ValueError, match="Non-hashable static arguments"):
         po.jit_step(lambda x, c: x, static_argnums=1)(jnp.ones(2), {})
     by_name = po.jit_step(
         lambda x, y=1.0, mode="a": x + (mode == "b"), static_argnums=2
@@ -339,7 +343,7 @@ def test_values_of_half_a_byte():
 
 
 def test_no_step():
-    with pytest.raises(TypeError, match="donate_argnum= would be an argument"):
+    with pytest.raises(TypeError, match="are arguments of the step: donate_argnum."):
         po.jit_step(donate_argnum=0)
 
 

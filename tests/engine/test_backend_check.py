@@ -8,10 +8,10 @@ import paged_optax as po
 from paged_optax.backend import memory
 from paged_optax.engine import backend_check
 from paged_optax.engine import pages as page_types
-from paged_optax.engine.geometry import MomentFormat, cut
+from paged_optax.engine.buffers import PagedBuffer
+from paged_optax.engine.exchange import Exchange
 from paged_optax.engine.loop import Loop
-from paged_optax.engine.page_io import PagedBuffer
-from paged_optax.engine.transfer_order import Exchange
+from paged_optax.engine.sharing import MomentFormat, cut
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ from helpers.programs import (
 )
 from paged_optax.backend import memory
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
-from paged_optax.engine.geometry import MomentFormat, cut
+from paged_optax.engine.sharing import MomentFormat, cut
 
 pytestmark = pytest.mark.compiler
 

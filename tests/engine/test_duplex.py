@@ -20,9 +20,9 @@ from helpers.programs import (
 )
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
 from paged_optax.engine import pages as page_types
-from paged_optax.engine.geometry import MomentFormat, cut
+from paged_optax.engine.exchange import Exchange
 from paged_optax.engine.loop import Loop
-from paged_optax.engine.transfer_order import Exchange
+from paged_optax.engine.sharing import MomentFormat, cut
 
 _ON_GPU = pytest.mark.skipif(
     GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"

@@ -15,8 +15,8 @@ from helpers import reference
 from helpers.programs import square
 from paged_optax.backend import tiling
 from paged_optax.codecs import Arranged, arranged, axis_of_blocks, named, unarranged
-from paged_optax.engine import loop, page_io, stream
-from paged_optax.engine.geometry import MomentFormat, cut
+from paged_optax.engine import buffers, loop, stream
+from paged_optax.engine.sharing import MomentFormat, cut
 
 # All of them: `in_one_page` keeps for one test what another compiled.
 pytestmark = pytest.mark.optimized
@@ -55,7 +55,7 @@ def on_tiles(monkeypatch):
 def _without_layouts(make):
     """XLA:CPU takes no layout but its own."""
 
-    class PagedBuffer(page_io.PagedBuffer):
+    class PagedBuffer(buffers.PagedBuffer):
         def _in_layout(self, page):
             return page
 

@@ -21,10 +21,10 @@ from paged_optax.backend.platforms import (
 from paged_optax.codecs import arranged, named
 from paged_optax.engine import pages as page_types
 from paged_optax.engine import stream
-from paged_optax.engine.geometry import cut
 from paged_optax.engine.loop import Loop
 from paged_optax.engine.paged_array import PagedArray, buffers_of
 from paged_optax.engine.pages import MomentFormat
+from paged_optax.engine.sharing import cut
 
 _ON_GPU = pytest.mark.skipif(
     GPU_NEEDS_RAW_INDEX, reason="before jax 0.11.2 XLA:GPU takes pages in turn"

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from paged_optax.planning.card_rates import CARDS
+from paged_optax.planning.cards import CARDS
 
 pytest.importorskip("eqx_zoo", reason='pip install ".[hf]", from Python 3.12 on')
 

@@ -142,11 +142,9 @@ def test_layerwise_example(flags, tmp_path, monkeypatch, capsys):
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "paged_optax").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = {
-    path: re.findall(r"```python\n(.*?)```", path.read_text(), re.S)
-    for path in PAGES
-    if path.name != "wrong_calls.md"  # tests/transform/test_wrong_calls.py runs it
+    path: re.findall(r"```python\n(.*?)```", path.read_text(), re.S) for path in PAGES
 }
 
 

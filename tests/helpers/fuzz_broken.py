@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from helpers import apart, fuzz
+from paged_optax.engine.buffers import PagedBuffer
 from paged_optax.engine.loop import Loop
-from paged_optax.engine.page_io import PagedBuffer
 from paged_optax.engine.paged_array import PagedArray
 from paged_optax.transform import precision
 

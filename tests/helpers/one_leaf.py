@@ -137,19 +137,19 @@ def compiled(case: Case, anew: bool = True) -> Outcome:
     from helpers import aot
     from helpers.programs import on_device, shardings, state_on, updating
     from paged_optax.backend import memory
-    from paged_optax.engine import geometry
+    from paged_optax.engine import sharing
     from paged_optax.transform import paged_transformation
 
-    cuts: list[geometry.Geometry] = []
-    alone: list[geometry.Geometry] = []
-    kept: list[geometry.MomentFormat] = []
+    cuts: list[sharing.Geometry] = []
+    alone: list[sharing.Geometry] = []
+    kept: list[sharing.MomentFormat] = []
 
     def cut(shape, moments, page_size, like_leaves=1, spare_bytes=0, isolate=False):
         cuts.append(
-            geometry.cut(shape, moments, page_size, like_leaves, spare_bytes, isolate)
+            sharing.cut(shape, moments, page_size, like_leaves, spare_bytes, isolate)
         )
         kept[:] = moments
-        alone[:] = [geometry.cut(shape, (x,), page_size) for x in moments]
+        alone[:] = [sharing.cut(shape, (x,), page_size) for x in moments]
         return cuts[-1]
 
     paged_transformation.cut = cut

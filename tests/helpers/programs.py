@@ -8,7 +8,7 @@ import pytest
 from helpers import aot
 from paged_optax.backend.memory import on_host
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
-from paged_optax.transform.context import within
+from paged_optax.transform.context import TYPES, within
 
 MIB = 2**20
 COMPILERS = pytest.mark.parametrize("compile_for", [aot.h200, aot.v5e])
@@ -71,7 +71,7 @@ def placed_by_type(tree, avals, mesh):
 
 def state_on(mesh, tx, params):
     """Abstract state, each leaf where `init` puts it."""
-    with within(types_only=True):
+    with within(visitor=TYPES):
         closed, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
     return placed_by_type(state, closed.out_avals, mesh)
 

@@ -29,7 +29,7 @@ from helpers.hlo import (
     Instruction,
     buffers,
 )
-from paged_optax.planning.card_rates import CARDS
+from paged_optax.planning.cards import CARDS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,12 @@ from helpers import aot, real_decoder
 from helpers.programs import ordinary_step, placed, shardings, state_on
 from helpers.real_decoder import Config
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
-from paged_optax.planning.layers import ActivationBytes, Workload, find_layers, sizes_of
+from paged_optax.planning.activations import (
+    ActivationBytes,
+    Workload,
+    find_layers,
+    sizes_of,
+)
 from paged_optax.planning.models import DECODERS
 
 MODELS = ("llama3.2-1b", "qwen3-0.6b", "qwen3-4b", "llama3-8b", "gemma-2b")

@@ -14,7 +14,7 @@ import pytest
 
 import paged_optax as po
 from paged_optax.cli import main
-from paged_optax.planning.card_rates import CARDS, Card, card_name, find_card
+from paged_optax.planning.cards import CARDS, Card, card_name, find_card
 from paged_optax.planning.footprints import training_code
 from paged_optax.planning.hugging_face import config_heads
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import paged_optax as po
-from paged_optax.planning.card_rates import free_from
+from paged_optax.planning.cards import free_from
 
 RATES = {"up_gigabytes_per_second": 50.0, "teraflops": 500.0}
 

@@ -9,7 +9,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import warnings
 
 import optax
 import pytest
@@ -18,17 +17,19 @@ from flax import nnx
 import paged_optax as po
 from helpers import step_model
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
-from paged_optax.planning.card_rates import find_card
+from paged_optax.planning.cards import find_card
 from paged_optax.planning.models import DECODERS
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-GUIDES = ROOT / "paged_optax" / "guides"
+GUIDES = ROOT / "docs"
 #: What is too deep for the README.
-DEEPER = sorted(GUIDES.glob("*.md"))
+DEEPER = sorted(set(GUIDES.glob("*.md")) - {GUIDES / "index.md"})
 TROUBLESHOOTING = GUIDES / "troubleshooting.md"
 CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"
 RELEASE = ROOT / ".ci" / "release.md"
+#: The interpreter's programs.
+BIN = pathlib.Path(sys.executable).parent
 #: Blocks that make an environment, which `.ci/run` runs.
 ENVIRONMENTS = {"test", "example", "tunix", "hf"}
 
@@ -58,61 +59,59 @@ def test_every_shell_block_is_run_somewhere():
 
 
 @pytest.mark.quick("plan")
-@pytest.mark.parametrize("name", ["plan", "doctor", "docs"])
+@pytest.mark.parametrize("name", ["plan", "doctor"])
 def test_shell_block(name, tmp_path):
     """As it is written, with the interpreter that is there."""
-    folder = pathlib.Path(sys.executable).parent
+    done = run_block(name, tmp_path)
+    assert "Warn" not in done.stderr
+    expected = {"plan": "Fits counts 18.0 GiB", "doctor": "Paging is right"}
+    assert expected[name] in done.stdout
+
+
+def run_block(name, folder, more=""):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment |= {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", shell_blocks()[name]],
-        cwd=tmp_path,
-        env=os.environ
-        | {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-        | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        ["bash", "-euo", "pipefail", "-c", shell_blocks()[name].strip() + more],
+        cwd=folder,
+        env=environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "Warn" not in done.stderr
-    expected = {"plan": "Fits counts 18.0 GiB", "doctor": "Paging is right", "docs": ""}
-    assert expected[name] in done.stdout
-    if name == "docs":
-        check_pages(tmp_path / "out" / "docs")
+    return done
 
 
-def check_pages(folder):
+@pytest.mark.skipif(not (BIN / "mkdocs").exists(), reason="mkdocs builds the reference")
+def test_reference(tmp_path):
     """Each public name has its place, and its docstring was understood."""
-    text = (folder / "paged_optax.html").read_text()
+    run_block("docs", ROOT, f" --site-dir {tmp_path}")
+    pages = {
+        path.parent.relative_to(tmp_path).as_posix(): path.read_text()
+        for path in tmp_path.rglob("index.html")
+    }
+    for guide in DEEPER:
+        title = guide.read_text().splitlines()[0].removeprefix("# ")
+        assert re.search(f"<h1[^>]*>{title.split('`')[0]}", pages[guide.stem]), guide
+    reference = "".join(text for name, text in pages.items() if name.startswith("api"))
     for name in po.__all__:
-        assert f'<section id="{name}">' in text, name
+        assert f'id="paged_optax.{name}"' in reference, name
     for room in (ROOT / "paged_optax").glob("[a-z]*"):
         if room.suffix in ("", ".py"):
-            assert (folder / "paged_optax" / f"{room.stem}.html").exists(), room
-            assert f'href="paged_optax/{room.stem}.html"' in text, room
-    assert "train_step" in text  # The README is its front page.
-    for guide in DEEPER:
-        page = (folder / "paged_optax" / "guides" / f"{guide.stem}.html").read_text()
-        title = guide.read_text().splitlines()[0].removeprefix("# ")
-        assert re.search(f"<h1[^>]*>{title.split('`')[0]}", page), guide
-        for target in re.findall(r'href="([a-z_]+\.(?:md|html))(?:#[^"]*)?"', page):
-            assert (folder / "paged_optax" / "guides" / target).exists(), target
-        assert f'href="paged_optax/guides/{guide.stem}.html"' in text
-    documented = re.findall(r'<div class="docstring">(.*?)</div>', text, re.S)
-    assert documented
-    for docstring in documented:
-        for sign in ("Args:\n", ".. math::", ":class:", "| --- |"):
-            assert sign not in docstring, docstring[:500]
+            assert f'id="paged_optax.{room.stem}"' in reference, room
+    for sign in ("Args:\n", ".. math::", ":math:", ":class:", "| --- |"):
+        assert sign not in reference
 
 
-@pytest.mark.slow
-def test_reference_of_our_own_annotations(tmp_path):
-    """Of the warnings that the command leaves out, none is of this package's making."""
-    pdoc = importlib.import_module("pdoc")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        pdoc.pdoc("paged_optax", "paged_optax.codecs", output_directory=tmp_path)
-    # chex's recursive type of pytrees, which Optax's annotations name.
-    ours = [str(x.message) for x in caught if "'ArrayTree'" not in str(x.message)]
-    assert ours == []
+def test_translated_docstrings(monkeypatch):
+    """Directives of reStructuredText become Markdown, at their indentation."""
+    pytest.importorskip("griffe")
+    monkeypatch.syspath_prepend(str(GUIDES))
+    translate = importlib.import_module("docstrings").markdown
+    text = "Sums.\n\n  .. math::\n    n = 1\n\nwith :math:`n`.\n\nExample:\n  >>> 1"
+    wanted = "Sums.\n\n  $$\n  n = 1\n  $$\nwith $n$.\n\nExamples:\n  >>> 1"
+    assert translate(text) == wanted
+    assert translate("`ZeRO <https://a.b>`_, 2020") == "[ZeRO](https://a.b), 2020"
 
 
 NAMES = {name: getattr(po, name) for name in po.__all__}
@@ -120,7 +119,7 @@ NAMES = {name: getattr(po, name) for name in po.__all__}
 
 def test_names_for_those_who_come_from_elsewhere():
     """Each right-hand side is Python that runs, and optimizers are transformations."""
-    table = rows(section("From bitsandbytes or Hugging Face"))
+    table = rows((GUIDES / "bitsandbytes.md").read_text())
     assert len(table) > 10
     scope = NAMES | {"nnx": nnx, "optax": optax}
     scope["model"] = nnx.LoRA(8, 2, 8, rngs=nnx.Rngs(0))
@@ -138,7 +137,7 @@ def test_names_for_those_who_come_from_elsewhere():
 
 def test_names_of_hugging_face_are_ours():
     """`optim="paged_..."` is found under the same name."""
-    text = section("From bitsandbytes or Hugging Face")
+    text = (GUIDES / "bitsandbytes.md").read_text()
     named = re.findall(r'`optim="(paged_\w+)"`.*\| `(\w+)` \|', text)
     assert len(named) == 6
     assert all(there == here and there in po.__all__ for there, here in named)
@@ -196,18 +195,14 @@ def test_links_lead_somewhere(path):
 
 @pytest.mark.parametrize("path", DEEPER, ids=lambda x: x.stem)
 def test_what_is_deeper_is_found(path):
-    """By a link, and as a page of the reference, which the guides' own page names."""
-    name = path.relative_to(ROOT).as_posix()
-    assert f"]({name})" in README
-    assert f".. include:: {path.name}\n" in path.with_suffix(".py").read_text()
-    assert (
-        f"| `paged_optax.guides.{path.stem}` |" in (GUIDES / "__init__.py").read_text()
-    )
+    """By a link of the README, and in the reference's navigation."""
+    assert f"](docs/{path.name})" in README
+    assert f"- {path.name}\n" in (ROOT / "mkdocs.yml").read_text()
 
 
 def test_length():
-    """Who reads it all needs ten minutes."""
-    assert len(README.splitlines()) <= 300
+    """Who reads it all needs five minutes."""
+    assert len(README.splitlines()) <= 120
 
 
 @pytest.fixture

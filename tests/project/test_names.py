@@ -66,9 +66,7 @@ def test_names_say_what_a_thing_is():
 def test_each_file_has_a_name_of_its_own():
     folders = collections.defaultdict(list)
     for file in FILES:
-        folder = str(file.parent.relative_to(PACKAGE))
-        if folder != "guides":  # pages to read, and no code
-            folders[file.name].append(folder)
+        folders[file.name].append(str(file.parent.relative_to(PACKAGE)))
     twice = {name: x for name, x in folders.items() if len(x) > 1}
     assert set(twice) <= {"__init__.py"}, twice
 

@@ -26,7 +26,8 @@ def program(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     # Where steps are compared, each process would compile them once more.
     made = {"w": np.ones(3, np.float32)}
-    monkeypatch.setattr(self_test, "trained", lambda flag, steps, limit: made)
+    graphs = importlib.import_module("graphs")
+    monkeypatch.setattr(graphs, "trained", lambda flag, steps, limit: made)
     return importlib.import_module("first_minutes")
 
 
@@ -38,10 +39,11 @@ def test_check(name, program):
 
 
 def break_graphs(monkeypatch):
+    graphs = importlib.import_module("graphs")
     trained = lambda flag, steps, limit: {
-        "w": np.full(3, 2.0 if flag == self_test.NO_GRAPHS else 1.9)
+        "w": np.full(3, 2.0 if flag == graphs.NO_GRAPHS else 1.9)
     }
-    monkeypatch.setattr(self_test, "trained", trained)
+    monkeypatch.setattr(graphs, "trained", trained)
 
 
 def break_half_budget(monkeypatch):
@@ -54,7 +56,7 @@ def break_half_budget(monkeypatch):
 def break_link(monkeypatch):
     """Nothing is sent."""
     monkeypatch.setattr(jax, "default_backend", lambda: "an accelerator")
-    monkeypatch.setattr(machine, "whole", lambda source, target, to: target)
+    monkeypatch.setattr(machine, "whole", lambda to, *arrays: arrays[len(to) :])
 
 
 def break_large_leaves(monkeypatch):
@@ -97,6 +99,47 @@ def test_check_can_fail(name, program, monkeypatch):
     BREAKING[name](monkeypatch)
     found = program.CHECKS[name](True)
     assert found["outcome"] == program.FAILED, found
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The module that compares steps in two processes."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("graphs")
+
+
+def test_graphs_that_compute_other_numbers(graphs, monkeypatch):
+    ones, wrong = np.ones(3, np.float32), np.full(3, 1.01, np.float32)
+    trained = lambda flag, *run: {"w": ones if flag == graphs.NO_GRAPHS else wrong}
+    monkeypatch.setattr(graphs, "trained", trained)
+    found = graphs.compare_graphs()
+    assert (found.ulps, found.differing, found.values) == (83886, 3, 3)
+
+
+def test_graphs_that_compute_nan(graphs, monkeypatch):
+    """Equal values prove nothing if they are not finite."""
+    gone = {"w": np.full(3, np.nan, np.float32)}
+    monkeypatch.setattr(graphs, "trained", lambda *run: gone)
+    with pytest.raises(ArithmeticError, match="values are not finite"):
+        graphs.compare_graphs()
+
+
+def test_graphs_where_a_process_crashes(graphs, monkeypatch):
+    monkeypatch.setattr(graphs, "NO_GRAPHS", "--xla_gpu_no_such_flag=")
+    with pytest.raises(RuntimeError, match="no_such_flag"):
+        graphs.compare_graphs()
+
+
+def test_graphs_take_too_long(graphs):
+    with pytest.raises(RuntimeError, match="over 0.01 s"):
+        graphs.compare_graphs(1, 0.01)
+
+
+@pytest.mark.slow
+def test_steps_with_graphs_and_without(graphs):
+    """In two processes; a CPU has no graphs, and computes the same twice."""
+    found = graphs.compare_graphs(steps=2)
+    assert found.values > 100_000 and found.differing == 0
 
 
 @pytest.fixture

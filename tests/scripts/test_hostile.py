@@ -99,23 +99,17 @@ def test_a_file_of_a_terabyte(length, tmp_path):
 
 
 SIZE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+TENSOR = "dtype, shape and data_offsets of a tensor"
 HEADERS = {
     "a list": ([], "no object with fields"),
-    "no dtype": ({"w": {"shape": [2], "data_offsets": [0, 8]}}, "'w.dtype' is None"),
-    "no shape": ({"w": SIZE | {"shape": None}}, "'w.shape' is None"),
-    "a text": ({"w": SIZE | {"shape": "12"}}, "'w.shape' is '12'"),
-    "negative": ({"w": SIZE | {"shape": [-5, 3]}}, r"'w.shape' is \[-5, 3\]"),
-    "a fraction": ({"w": SIZE | {"shape": [1.5]}}, r"'w.shape' is \[1.5\]"),
-    "too many": (
-        {"w": SIZE | {"shape": [2**40, 2**40]}},
-        "'w.shape' is .* of a tensor",
-    ),
-    "too few": ({"w": SIZE | {"shape": [1]}}, "'w.data_offsets' is .* ends of 4 bytes"),
-    "overlap": (
-        {"w": SIZE, "v": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
-        r"'v.data_offsets' is \[4, 8\], not from 8",
-    ),
-    "metadata": ({"__metadata__": {"a": 1}}, "'__metadata__.a' is 1, not a text"),
+    "no dtype": ({"w": {"shape": [2], "data_offsets": [0, 8]}}, TENSOR),
+    "no shape": ({"w": SIZE | {"shape": None}}, TENSOR),
+    "a text": ({"w": SIZE | {"shape": "12"}}, TENSOR),
+    "negative": ({"w": SIZE | {"shape": [-5, 3]}}, TENSOR),
+    "a fraction": ({"w": SIZE | {"shape": [1.5]}}, TENSOR),
+    "too many": ({"w": SIZE | {"shape": [2**40, 2**40]}}, TENSOR),
+    "no offsets": ({"w": SIZE | {"data_offsets": [0]}}, TENSOR),
+    "no number": ({"w": SIZE | {"data_offsets": [0, "8"]}}, TENSOR),
 }
 
 
@@ -129,7 +123,7 @@ def test_a_header_that_is_wrong(name, tmp_path):
 
 
 def test_only_module_runs_what_is_named():
-    """Nothing unpickles or evaluates, and `doctor` alone starts a program: Python."""
+    """Nothing unpickles, evaluates or starts a program."""
     package = pathlib.Path(po.__file__).parent
     dangerous = {"pickle", "marshal", "shelve", "subprocess", "ctypes", "runpy"}
     dangerous |= {"eval", "exec", "compile", "__import__", "import_module"}
@@ -145,7 +139,7 @@ def test_only_module_runs_what_is_named():
                 case ast.Call(func=ast.Attribute(ast.Name("importlib"), name)):
                     names.add(name)
             found |= {(path.name, x) for x in names & dangerous}
-    assert found == {("models.py", "import_module"), ("self_test.py", "subprocess")}
+    assert found == {("models.py", "import_module")}
 
 
 def test_what_has_no_end_is_not_read(tmp_path):

@@ -13,12 +13,11 @@ import jax
 import orbax.checkpoint as ocp
 import pytest
 
-import paged_optax as po
 from helpers.alone import alone
 from helpers.checkpoints import assert_same, bits, paged_adamw, target_of
 from helpers.reference import arrays
 
-PAGE = pathlib.Path(po.__file__).parent / "guides" / "save_and_restore.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "save_and_restore.md"
 #: Where a bit is changed, files in which arrays are.
 FLIPS = 6
 TX, SHAPES = paged_adamw(), {"w": (70, 32), "v": (40,)}

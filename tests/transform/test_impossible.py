@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import paged_optax as po
 
 ROOT = Path(__file__).parents[2]
-MESSAGES = (ROOT / "paged_optax" / "guides" / "troubleshooting.md").read_text()
+MESSAGES = (ROOT / "docs" / "troubleshooting.md").read_text()
 PARAMS = {"a": jnp.linspace(-1, 1, 32 * 32).reshape(32, 32)}
 
 

@@ -26,7 +26,7 @@ from helpers.programs import (
 from helpers.reference import SMALL_PAGES
 from helpers.small import counting
 from paged_optax.backend.platforms import GPU_NEEDS_RAW_INDEX
-from paged_optax.engine.geometry import MomentFormat, cut
+from paged_optax.engine.sharing import MomentFormat, cut
 
 EVERY_PATTERN = list(itertools.product((0, 1), repeat=3))
 

@@ -12,9 +12,7 @@ import paged_optax as po
 from paged_optax.backend import processes
 from paged_optax.engine import backend_check
 
-PAGE = (
-    pathlib.Path(__file__).parents[2] / "paged_optax" / "guides" / "wrong_calls.md"
-).read_text()
+PAGE = (pathlib.Path(__file__).parents[1] / "data" / "wrong_calls.md").read_text()
 ROWS = re.findall(r"^\| `(.+)` \| `(\w+)` \| (.+) \|$", PAGE, re.M)
 (SETUP,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 

@@ -1,0 +1,203 @@
+"""Order of transfers: isolated leaves, and the exchange of pages.
+
+**Isolation.** A leaf is updated separately from all other computations. Otherwise XLA
+hoists a leaf's first page, or its only one, and many leaves take memory at once: 16
+leaves of 64 MiB in one page each take 2176 MiB of scratch on H200 and v5e instead of
+256. Two constructs isolate a leaf:
+
+- **A loop of one turn**, or of none if the leaf's gate is closed. No compiler can count
+  its turns. With no turn no byte moves. On a GPU each turn waits for the host.
+- **A call that XLA:GPU does not inline**: the same bytes, and no wait. XLA fuses
+  nothing in it outside of loops, so every page must be computed in a loop.
+
+Neither orders the leaves: each is updated as soon as its gradient is computed, and its
+gradient is freed then.
+
+**Exchange.** One page is written to the host while another is read: half of the arrays
+in one direction and half in the other, then each half in the other direction.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Int, PyTree
+
+from paged_optax.backend.platforms import (
+    GPU_HAS_STREAMS_BY_DIRECTION,
+    HAS_UNINLINED_CALLS,
+    barrier,
+    uninlined_call,
+)
+from paged_optax.engine.paged_array import Fetched, LeafBuffers, PagedArray
+from paged_optax.engine.pages import Page
+
+Arguments = TypeVar("Arguments", bound=PyTree)
+Changing = TypeVar("Changing", bound=PyTree)
+Value = TypeVar("Value", bound=PyTree)
+
+# Most of all bytes by which the halves of an exchange may differ: while the larger half
+# ends, the link works in one direction.
+_UNEVEN = 1 / 50
+
+
+def isolated(
+    run: Callable[[Arguments, Changing], Changing],
+    trip_count: Int[Array, ""] | None,
+    in_loops: bool,
+) -> Callable[..., Any]:
+    """Returns a function that updates a leaf separately from all others.
+
+    Args:
+      run: Updates the leaf, given read-only arguments and the buffers that it changes.
+      trip_count: 1 to run, 0 to skip; None always runs.
+      in_loops: Whether a GPU computes all of it in loops.
+    """
+    if trip_count is not None or not in_loops or not HAS_UNINLINED_CALLS:
+        return functools.partial(_looped, run, trip_count)
+    run = jax.jit(run)  # traced once for two uses
+    looped = functools.partial(_looped, run, None)
+    called = uninlined_call(run)
+    return functools.partial(
+        lax.platform_dependent, cpu=looped, tpu=looped, default=called
+    )
+
+
+def _looped(
+    run: Callable[[Arguments, Changing], Changing],
+    trip_count: Int[Array, ""] | None,
+    arguments: Arguments,
+    changing: Changing,
+) -> Changing:
+    if trip_count is None:
+        # XLA:CPU sees that this is 1, which does no harm; others cannot see it.
+        trip_count = lax.platform_dependent(
+            cpu=lambda: jnp.int32(1),
+            default=lambda: lax.optimization_barrier(jnp.int32(1)),
+        )
+    return lax.while_loop(
+        lambda carry: carry[0] < trip_count,
+        lambda carry: (carry[0] + 1, run(arguments, carry[1])),
+        (jnp.int32(0), changing),
+    )[1]
+
+
+#: One array that travels: its position, and the number of its leaf.
+_Item = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exchange:
+    """Writes one page and reads another, some arrays in each direction at a time.
+
+    Attributes:
+      arrays: The arrays of a leaf.
+      exchanged: Positions of the arrays that travel both ways.
+      leaf_count: Number of leaves that share pages.
+    """
+
+    arrays: Sequence[PagedArray]
+    exchanged: tuple[int, ...]
+    leaf_count: int
+
+    def __call__(
+        self,
+        current: dict[int, LeafBuffers],
+        results: dict[int, LeafBuffers],
+        at: Page,
+        following: Page,
+        page: dict[int, tuple[Fetched, ...]],
+        more: Bool[Array, ""] | None,
+    ) -> tuple[dict[int, LeafBuffers], dict[int, tuple[Fetched, ...]]]:
+        """Writes the streamed buffers of one page, and fetches those of the next.
+
+        Args:
+          current: The buffers.
+          results: The page to write to the host.
+          at: The address of the page to write.
+          following: The address of the page to fetch.
+          page: The page to return if there is no page to fetch.
+          more: Whether there is a page to fetch; None: there is one.
+
+        Returns:
+          The buffers, and the fetched page.
+        """
+        leaves = range(self.leaf_count)
+        held = {(p, leaf): current[p][leaf] for p in self.exchanged for leaf in leaves}
+        fetched = {(p, leaf): page[p][leaf] for p, leaf in held}
+        # A GPU computes the results on the device while the first group travels. On a
+        # TPU that would take memory.
+        on_device = {p: x for p, x in current.items() if p not in page and p in results}
+        on_device = on_device if more is None else {}
+
+        def fetch(item: _Item) -> Fetched:
+            read = functools.partial(self.arrays[item[0]].fetch, at=following)
+            if more is None:
+                return read(held[item])
+            return lax.cond(more, read, lambda _: fetched[item], held[item])
+
+        turns = self._turns()
+        for (sources, targets), after in zip(turns, turns[1:] + turns[:1], strict=True):
+            new_pages = {item: fetch(item) for item in sources}
+            written = {
+                (p, leaf): self.arrays[p].write(
+                    held[p, leaf], results[p][leaf], at, travels=True
+                )
+                for p, leaf in targets
+            }
+            # The next turn waits, or XLA may begin all reads before the first write.
+            next_ones = {*sources, *after[0], *after[1]} - {*targets}
+            waiting = {x: held[x] for x in sorted(next_ones)}
+            # One barrier on all: the read of a buffer ends before a later write of it
+            # begins, or XLA copies the whole buffer.
+            new_pages, written, waiting, on_device = barrier(
+                (new_pages, written, waiting, on_device)
+            )
+            fetched |= new_pages
+            held |= written | waiting
+        by_array = lambda x: {
+            p: tuple([x[p, leaf] for leaf in leaves]) for p in self.exchanged
+        }
+        return current | on_device | by_array(held), by_array(fetched)
+
+    def _turns(self) -> list[tuple[list[_Item], list[_Item]]]:
+        """Returns the arrays that each turn reads, and the others that it writes.
+
+        XLA would copy an array that is read and written at the same time. Two turns of
+        half of the bytes wait for each other twice in a page. If there are no such
+        halves, or if XLA:GPU has no stream for each direction, a turn has one array in
+        each direction: the same moment of two leaves that share pages, or two moments
+        of one leaf.
+        """
+        size = lambda item: self.arrays[item[0]].page_bytes
+        count, exchanged = self.leaf_count, self.exchanged
+        every = [(p, leaf) for leaf in range(count) for p in exchanged]
+        halves: tuple[list[_Item], list[_Item]] = [], []
+        for item in sorted(every, key=size, reverse=True):
+            min(halves, key=lambda half: sum(map(size, half))).append(item)
+        first, second = (sum(map(size, half)) for half in halves)
+        if abs(first - second) <= _UNEVEN * (first + second) and (
+            GPU_HAS_STREAMS_BY_DIRECTION or count == 1
+        ):
+            return [halves, (halves[1], halves[0])]
+        if count == 1:
+            others = exchanged[1:] + exchanged[:1]
+            return [
+                ([(p, 0)], [(q, 0)]) for p, q in zip(exchanged, others, strict=True)
+            ]
+        return [
+            ([(p, leaf)], [(p, (leaf + count // 2) % count)])
+            for p in exchanged
+            for leaf in range(count)
+        ]
+
+
+def fenced(values: Sequence[Value], chosen: Sequence[bool]) -> list[Value]:
+    """Puts one barrier on the chosen values."""
+    positions = [i for i, yes in enumerate(chosen) if yes]
+    passed = iter(barrier([values[i] for i in positions]))
+    return [next(passed) if yes else x for x, yes in zip(values, chosen, strict=True)]

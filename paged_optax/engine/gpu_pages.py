@@ -1,0 +1,96 @@
+"""Pages on a GPU or a CPU: ranges of the flattened leaf, which one transfer copies.
+
+Leading axes collapse into rows. If the rows of a whole codec block exceed a page, the
+leaf is viewed flat. If blocks lie along columns, pages are strips of columns, which a
+kernel transfers.
+"""
+
+import dataclasses
+import math
+
+from paged_optax.codecs import Codec, axis_of_blocks, codes_of, codes_per_word
+from paged_optax.engine.pages import (
+    MOST_INDEX,
+    TOO_LONG,
+    MomentFormat,
+    Pages,
+    page_entries,
+    page_size_in,
+    single,
+)
+
+
+def in_rows(
+    shape: tuple[int, ...], moments: tuple[MomentFormat, ...], page_size: int
+) -> Pages:
+    """Cuts the flattened leaf, at rows if a page holds one.
+
+    Args:
+      shape: The leaf's shape.
+      moments: The moments that share its pages.
+      page_size: Most bytes of a page.
+    """
+    itemsize = max([x.itemsize for x in moments])
+    values = math.prod(shape)
+    if any(x.on_host for x in moments):
+        page_size = page_size_in(values * itemsize, page_size)
+    if values * itemsize <= page_size:
+        return single(shape)
+    columns = shape[-1] if len(shape) > 1 else 1
+    units = [_unit_of_rows(x.codec, columns) for x in moments]
+    unit = math.lcm(*units)
+    rows = values // columns
+    view: tuple[int, ...] = (rows, columns) if len(shape) > 1 else shape
+    flat = [_unit_of_values(x.codec, shape) for x in moments]
+    if max(view) >= MOST_INDEX:
+        unit = math.lcm(*flat)
+        if not (columns := _folded(values, unit, page_size // itemsize)):
+            return dataclasses.replace(single(shape), refused=TOO_LONG)
+        rows, units, unit = values // columns, [1], 1
+        view = rows, columns
+    axis, extent, bytes_each = 0, rows, columns * itemsize
+    if unit * bytes_each > page_size and values < MOST_INDEX:
+        if all(flat):
+            units, unit = flat, math.lcm(*flat)
+            view, extent, bytes_each = (values,), values, itemsize
+        elif all(axis_of_blocks(x.codec) == -2 or x.block == 1 for x in moments):
+            axis, extent, bytes_each = 1, columns, rows * itemsize
+            units = [codes_per_word(x.codec, -1) for x in moments]
+            unit = math.lcm(*units)
+    size, count = page_entries(extent, unit, bytes_each, page_size)
+    if count == 1:
+        return single(shape)  # too few rows for whole blocks
+    if len(set(units)) > 1:
+        unit = math.gcd(unit, extent)  # without blocks, a unit must divide the axis
+    return Pages(shape, view, axis, size, count, unit=unit)
+
+
+def _folded(values: int, unit: int, most: int) -> int:
+    """Returns columns for a vector of too many values to count; 0 if none fit.
+
+    They are a multiple of the unit. A unit of 0: the codec stores no flat vector.
+    """
+    columns = range(unit, most + 1, unit) if unit else ()
+    exact = (n for n in columns if values % n == 0 and values // n < MOST_INDEX)
+    return next(exact, 0)
+
+
+def _unit_of_rows(codec: Codec | None, columns: int) -> int:
+    """Returns the fewest rows of the flattened matrix in whole blocks and words."""
+    if codec is None:
+        return 1
+    blocks = codec.block // math.gcd(codec.block, columns)
+    if axis_of_blocks(codec) == -2:
+        blocks = codec.block
+    return math.lcm(blocks, codes_per_word(codec, -2))
+
+
+def _unit_of_values(codec: Codec | None, shape: tuple[int, ...]) -> int:
+    """Returns the fewest values of the flat moment in whole blocks; 0: never flat."""
+    if codec is None:
+        return 1
+    codes = codes_of(codec.stored(shape)).shape
+    joined, left = divmod(math.prod(shape), max(1, math.prod(codes)))
+    if left or axis_of_blocks(codec) == -2 or codes_per_word(codec, -2) > 1:
+        return 0
+    return math.lcm(codec.block, joined)

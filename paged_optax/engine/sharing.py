@@ -1,0 +1,227 @@
+"""Cuts of leaves for each backend, and groups of leaves that share pages.
+
+A page holds a part of one leaf. Leaves of one shape may share a page, which then holds
+the same part of each: they travel in one transfer order, and XLA compiles the codec's
+computation once for all.
+
+- Small leaves share a page, such as 16 adapters of (4096, 16).
+- Leaves of a single moment share pages in pairs if pages travel both ways, because no
+  moment is read and written at the same time. The same holds for leaves whose moments
+  differ in size, such as bfloat16 moments with float32 master weights.
+- On a GPU, seven leaves of a codec of blocks share pages. The 1,100 instructions of a
+  leaf take 0.3 CPU-seconds to compile for one leaf, and 0.11 if four leaves share pages
+  (H200, jax 0.12.0.1). Eight leaves would take 4 MiB more, and exceed 32 MiB in all.
+
+An update of several leaves waits for the gradients of all. Leaves of more than 256 MiB
+therefore share no pages: gradients of embeddings and output matrices come first and
+last.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+
+from paged_optax.backend.memory import nbytes
+from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
+from paged_optax.codecs import axis_of_blocks, codes_per_word
+from paged_optax.engine.gpu_pages import in_rows
+from paged_optax.engine.pages import (
+    SHARED_PAGE,
+    SMALL_PAGE,
+    MomentFormat,
+    Pages,
+    coded_page_size,
+    joined_along,
+    single,
+    whole_on_cpu,
+)
+from paged_optax.engine.tpu_pages import in_tiles
+
+# Most small leaves that share a page, and bytes of the largest leaf that shares one.
+_MOST_LEAVES = 32
+_LARGEST_LEAF = 256 * 2**20
+
+# Each program of a codec takes long to compile: as many leaves share one as leave pages
+# of 1 MiB.
+_CODED_LEAVES = 7
+
+# Norms and biases on the device are not isolated. XLA may compute all of them at once
+# in little memory, and on a GPU each isolated leaf waits for the host twice.
+_UNISOLATED = 64 * 2**10
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Pages of one leaf on each kind of backend.
+
+    Attributes:
+      gpu: On a GPU.
+      tpu: On a TPU.
+      cpu: On a CPU, which has no link: leaves that share pages would only be copied.
+    """
+
+    gpu: Pages
+    tpu: Pages
+    cpu: Pages
+
+    def on(self, platform: str) -> Pages:
+        """Returns the pages on `"gpu"` or `"tpu"`; a GPU's for `"cpu"`."""
+        # A plan on a CPU is a plan for a machine that has a link.
+        return self.tpu if platform == "tpu" else self.gpu
+
+
+def uncut(shape: tuple[int, ...]) -> Geometry:
+    """Returns a leaf that is updated whole on every backend."""
+    pages = Pages(shape, shape, 0, 1, 0)
+    return Geometry(pages, dataclasses.replace(pages, tiled=len(shape) > 1), pages)
+
+
+@functools.cache
+def cut(
+    shape: tuple[int, ...],
+    moments: tuple[MomentFormat, ...],
+    page_size: int,
+    like_leaves: int = 1,
+    spare_bytes: int = 0,
+    isolate: bool = False,
+) -> Geometry:
+    """Cuts leaves into pages of at most `page_size` bytes, if their layout allows it.
+
+    Pages hold whole blocks and whole words of every moment. If the smallest such page
+    exceeds `page_size`, it is the page. A page count that divides the leaf is
+    preferred, down to half the size. A leaf has at least 16 pages, unless they would be
+    smaller than 1 MiB.
+
+    Args:
+      shape: The leaf's shape.
+      moments: The moments that share the leaf's pages.
+      page_size: Most bytes of one moment's page, as the transformation sees it.
+      like_leaves: Number of leaves of this kind, this one included.
+      spare_bytes: Bytes of one moment's page for which the device has memory anyway.
+      isolate: Whether leaves are isolated even if there is memory.
+
+    Returns:
+      The geometry.
+    """
+    in_blocks = any(x.block > 1 for x in moments)
+    on_host = any(x.on_host for x in moments)
+    if isolate:
+        # Half of a moment in float32, so that a leaf has two pages at least. A leaf of
+        # one page is in no loop of pages, and isolated by a loop that the host awaits.
+        spare_bytes = min(spare_bytes, 2 * math.prod(shape))
+    spare_bytes = spare_bytes if spare_bytes >= page_size else 0
+    # No moment is read and written at the same time. If a leaf has a single one, or
+    # moments of several sizes, another leaf's moment travels the other way.
+    sizes = [_stored_bytes(x, shape) for x in moments if x.on_host]
+    alternate = 2 if len(sizes) == 1 or len({*sizes}) > 1 else 1
+    share = functools.partial(_shared, shape, moments, like_leaves)
+    at_least = lambda leaf_count: _even(like_leaves, max(1, like_leaves // leaf_count))
+    on_tpu = share(page_size, in_tiles, at_least(alternate))
+    if in_blocks:
+        least = _even(like_leaves, -(-like_leaves // _CODED_LEAVES))
+        on_gpu = share(coded_page_size(moments, page_size, spare_bytes), in_rows, least)
+        page_size = coded_page_size(moments, page_size, 0)
+    else:
+        # Serial pages need no other leaf.
+        least = at_least(alternate if GPU_FETCHES_AHEAD else 1)
+        on_gpu = share(page_size, in_rows, least)
+    # XLA may compute leaves that are not isolated at once: they are small, or there is
+    # memory.
+    little = in_blocks and on_gpu.count == 1 and 4 * math.prod(shape) <= _UNISOLATED
+    if not on_host and (little or (spare_bytes and not isolate)):
+        on_gpu = dataclasses.replace(on_gpu, isolated=False)
+    # A codec converts, and so do remainders, which have fewer bits than the moments.
+    converted = any(x.codec for x in moments) or len({x.itemsize for x in moments}) > 1
+    whole = whole_on_cpu(page_size, converted=converted)
+    one_page = whole and not in_blocks and not on_gpu.refused
+    on_cpu = single(shape) if one_page else in_rows(shape, moments, page_size)
+    return Geometry(on_gpu, on_tpu, on_cpu)
+
+
+def _stored_bytes(moment: MomentFormat, shape: tuple[int, ...]) -> int:
+    if moment.codec is None:
+        return math.prod(shape) * moment.itemsize
+    return nbytes(moment.codec.stored(shape))
+
+
+def _shared(
+    shape: tuple[int, ...],
+    moments: tuple[MomentFormat, ...],
+    like_leaves: int,
+    page_size: int,
+    in_pages: Callable[[tuple[int, ...], tuple[MomentFormat, ...], int], Pages],
+    least: int,
+) -> Pages:
+    """Cuts leaves of which at least `least` share pages, or more if they are small."""
+    unshared = in_pages(shape, moments, page_size)
+    itemsize = max([x.itemsize for x in moments])
+    size_of_leaf = math.prod(shape) * itemsize
+    if like_leaves == 1 or not shape or not 0 < size_of_leaf <= _LARGEST_LEAF:
+        return unshared
+    page_size = min(page_size, SHARED_PAGE)
+    pages = in_pages(shape, moments, max(1, page_size // least))
+    page_bytes = pages.entries * itemsize
+    most = 1
+    if pages.count == 1:
+        most = min(_MOST_LEAVES, min(page_size, SMALL_PAGE) // page_bytes)
+    leaf_count = _even(like_leaves, -(-like_leaves // max(least, most)))
+    too_large = page_bytes * leaf_count > 2 * page_size
+    joins = all(_joins(x, pages, leaf_count) for x in moments)
+    if leaf_count == 1 or too_large or not joins:
+        return unshared
+    return dataclasses.replace(pages, leaf_count=leaf_count)
+
+
+def _even(like_leaves: int, groups: int) -> int:
+    """Returns the leaves of the largest of several even groups."""
+    return -(-like_leaves // groups)
+
+
+def sharing(pages: Pages, like_leaves: int) -> list[slice]:
+    """Returns the groups of leaves that share pages."""
+    return [
+        slice(i, i + pages.leaf_count) for i in range(0, like_leaves, pages.leaf_count)
+    ]
+
+
+def _joins(moment: MomentFormat, pages: Pages, leaf_count: int) -> bool:
+    """Returns whether joined pages of several leaves are stored as each page is."""
+    codec = moment.codec
+    if pages.refused:
+        return False
+    if codec is None:
+        return True
+    return not codec.draws and all(
+        _is_whole(moment, pages, size)
+        and all(
+            joined_along(one, many, leaf_count) is not None
+            for one, many in zip(
+                jax.tree.leaves(codec.stored(pages.page(size))),
+                jax.tree.leaves(codec.stored(pages.page(size, leaf_count))),
+                strict=True,
+            )
+        )
+        for size in pages.sizes
+    )
+
+
+def _is_whole(moment: MomentFormat, pages: Pages, size: int) -> bool:
+    """Returns whether a page of this size ends with a word and with a block.
+
+    Else the next leaf would begin within the page's last word or block.
+    """
+    packed = math.lcm(*(codes_per_word(moment.codec, axis) for axis in (-1, -2)))
+    blocks, along = moment.block, axis_of_blocks(moment.codec)
+    if blocks > 1 and along is None:
+        # Scales of several ranges of the flattened leaf would be in another order.
+        ends = not pages.axis and math.prod(pages.page(size)) % blocks == 0
+    else:
+        # A codec drops axes of one entry, and renumbers the others.
+        in_pages = (
+            along is None or 1 in pages.view or pages.axis == len(pages.view) + along
+        )
+        ends = not in_pages or size % blocks == 0
+    return ends and size % packed == 0

@@ -1,0 +1,177 @@
+"""Pages on a TPU: whole tiles.
+
+In host memory a reshape may only join axes that are adjacent there
+(`paged_optax.backend.tiling`). A page is a range along the most major axis, along
+several leading axes viewed as one, or along the lanes.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from paged_optax.backend import tiling
+from paged_optax.codecs import axis_of_blocks, codes_of, values_per_entry
+from paged_optax.engine.pages import (
+    CODEC_PAGE,
+    MOST_INDEX,
+    TOO_LONG,
+    MomentFormat,
+    Pages,
+    page_entries,
+    page_size_in,
+    single,
+)
+
+# Scales of a moment that has at least this many travel in pages on a TPU too, even if
+# that makes pages larger.
+_MANY_SCALES = 2**18
+
+
+def in_tiles(
+    shape: tuple[int, ...], moments: tuple[MomentFormat, ...], page_size: int
+) -> Pages:
+    """Cuts along the most major axes that make pages small enough, or the lanes.
+
+    Args:
+      shape: The leaf's shape.
+      moments: The moments that share its pages.
+      page_size: Most bytes of a page.
+    """
+    itemsize = max([x.itemsize for x in moments])
+    asked, size_of_leaf = page_size, math.prod(shape) * itemsize
+    if any(x.block > 1 for x in moments):
+        page_size = min(page_size, CODEC_PAGE)
+    page_size = page_size_in(size_of_leaf, page_size)
+    if size_of_leaf <= page_size:
+        return single(shape, tiled=True)
+    larger: list[Pages] = []
+    views = list(_views(shape))
+    if any(x.block > 1 and axis_of_blocks(x.codec) is None for x in moments):
+        # If blocks run through rows, cuts into whole rows come first: (1024, 16, 64)
+        # takes 3 s to compile then, and 9 s in parts of each row (libtpu 0.0.52).
+        views.sort(key=lambda candidate: candidate[1] != 0)
+    for view, axis in views:
+        unit = math.lcm(*[_unit(x, shape, view, axis) for x in moments])
+        if not 0 < unit < view[axis] or view[axis] >= MOST_INDEX:
+            continue
+        bytes_each = math.prod(view) // view[axis] * itemsize
+        size, count = _smallest_remainder(view[axis], unit, bytes_each, page_size)
+        pages = Pages(shape, view, axis, size, count, tiled=True)
+        if count == 1 or not all(_has_last(x, pages) for x in moments):
+            continue
+        if pages.entries * itemsize <= page_size:
+            return pages
+        larger.append(pages)
+    if larger:
+        return min(larger, key=lambda pages: pages.entries)
+    one_page = single(shape, tiled=True)
+    if size_of_leaf <= max(asked, 2 * CODEC_PAGE):
+        return one_page
+    return dataclasses.replace(one_page, refused=_reason(moments, shape))
+
+
+def _reason(moments: tuple[MomentFormat, ...], shape: tuple[int, ...]) -> str:
+    """Returns why a TPU cannot cut a leaf, and the way out."""
+    if max(shape) >= MOST_INDEX:
+        return TOO_LONG
+    block = math.lcm(*[x.block for x in moments])
+    smallest = min(_codes(x, shape)[1] for x in moments)
+    tile = tiling.LANES
+    if len(shape) < 2:
+        tile *= tiling.SUBLANES * max(1, 4 // smallest)
+    elif block > 1:
+        tile *= 8  # so many codes may share a word
+    pad = f"pad its longest axis to a multiple of {math.lcm(tile, block)}"
+    if any(x.on_host and _codes(x, shape)[1] < 2 for x in moments):
+        if len(shape) < 2:
+            pad = "make it a matrix, or store it without a codec"
+        return f"a TPU slices no bytes in host memory, and its codes are bytes: {pad}"
+    ends = "a tile and with a block" if block > 1 else "a tile"
+    return f"a TPU slices whole tiles, and no page of it ends with {ends}: {pad}"
+
+
+def _views(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yields views, and the axis of each that may be sliced."""
+    order = tiling.minor_to_major(shape)
+    lanes, major = order[0], order[-1]
+    yield shape, major
+    if lanes != major:
+        yield shape, lanes
+    for axes in range(len(shape) - 1, 1, -1):
+        if tiling.view_layout(shape, axes) is not None:
+            joined = len(shape) - axes + 1
+            yield (math.prod(shape[:joined]), *shape[joined:]), 0
+
+
+def _unit(
+    moment: MomentFormat, shape: tuple[int, ...], view: tuple[int, ...], axis: int
+) -> int:
+    """Returns the fewest entries in whole blocks, words and tiles; 0: none fit."""
+    blocks, along = 1, axis_of_blocks(moment.codec)
+    if along is not None:
+        blocks = moment.block if axis == len(view) + along else 1
+    elif moment.codec is not None:
+        after = math.prod(view[axis + 1 :])
+        blocks = moment.block // math.gcd(moment.block, after)
+    codes, itemsize, packed = _codes(moment, shape)
+    per_entry = packed[axis - len(view)] if len(view) > 1 else packed[-1]
+    if not moment.on_host:
+        return math.lcm(blocks, per_entry)
+    order = tiling.view_layout(codes, len(view), itemsize)
+    if order is None or itemsize < 2:
+        return 0
+    rows = tiling.SUBLANES * max(1, 4 // itemsize)
+    tile = rows * tiling.LANES
+    if len(view) > 1:
+        tiles = {"lanes": tiling.LANES, "sublanes": rows, "major": 1}
+        tile = tiles[tiling.role(order, axis)]
+    if along == -1 and axis == len(view) - 2:
+        # Many scales travel in pages too. Their lanes are the moment's rows.
+        scales = (*shape[:-1], shape[-1] // moment.block)
+        in_pages = math.prod(scales) >= _MANY_SCALES
+        if in_pages and tiling.view_layout(scales, len(view)) is not None:
+            blocks = math.lcm(blocks, tiling.LANES)
+    return math.lcm(blocks, tile * per_entry)
+
+
+def _codes(
+    moment: MomentFormat, shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+    """Returns the shape, itemsize and values an entry of a moment's codes."""
+    if moment.codec is None:
+        return shape, moment.itemsize, (1,) * len(shape)
+    codes = codes_of(moment.codec.stored(shape))
+    return codes.shape, codes.dtype.itemsize, values_per_entry(moment.codec, shape)
+
+
+def _has_last(moment: MomentFormat, pages: Pages) -> bool:
+    """Returns whether all pages, the last too, are whole blocks and tiles."""
+    axis, left = pages.axis, pages.extent % pages.size
+    if axis_of_blocks(moment.codec) is None and left and axis:
+        after = math.prod(pages.view[axis + 1 :])
+        if left * after % moment.block:
+            return False
+    if not moment.on_host:
+        return True
+    codes, itemsize, packed = _codes(moment, pages.leaf)
+    order = tiling.view_layout(codes, len(pages.view), itemsize)
+    assert order is not None
+    joined = len(codes) - len(order) + 1
+    view = (math.prod(codes[:joined]), *codes[joined:])
+    per_entry = packed[axis - len(view)] if len(view) > 1 else packed[-1]
+    return tiling.can_slice(view, order, axis, pages.size // per_entry, itemsize)
+
+
+def _smallest_remainder(
+    extent: int, unit: int, bytes_each: int, page_size: int
+) -> tuple[int, int]:
+    """Returns `page_entries`, with the smallest last page.
+
+    XLA:TPU compiles the last page separately. A smaller one compiles sooner.
+    """
+    size, count = page_entries(extent, unit, bytes_each, page_size)
+    if extent % size:
+        sizes = range(size // unit * unit, size // 2, -unit)
+        size = min(sizes, key=lambda n: extent % n)
+        count = -(-extent // size)
+    return size, count

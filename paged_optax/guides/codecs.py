@@ -1,4 +1,0 @@
-"""Moments in fewer bits: losses and updates.
-
-.. include:: codecs.md
-"""

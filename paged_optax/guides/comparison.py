@@ -1,4 +1,0 @@
-"""Other libraries that offload.
-
-.. include:: comparison.md
-"""

@@ -1,4 +1,0 @@
-"""One layer's gradients at a time.
-
-.. include:: layerwise.md
-"""

@@ -1,4 +1,0 @@
-"""Meshes, processes, shardings.
-
-.. include:: many_devices.md
-"""

@@ -1,4 +1,0 @@
-"""Checkpoints, skipped steps, one parameter's state.
-
-.. include:: save_and_restore.md
-"""

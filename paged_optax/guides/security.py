@@ -1,4 +1,0 @@
-"""What is trusted.
-
-.. include:: security.md
-"""

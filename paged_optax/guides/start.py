@@ -1,4 +1,0 @@
-"""Install, train, Flax and others, a `jax.jit` of your own.
-
-.. include:: start.md
-"""

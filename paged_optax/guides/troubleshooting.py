@@ -1,4 +1,0 @@
-"""Messages that are met first.
-
-.. include:: troubleshooting.md
-"""

@@ -1,4 +1,0 @@
-"""Every wrong call and its error.
-
-.. include:: wrong_calls.md
-"""

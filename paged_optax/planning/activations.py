@@ -1,0 +1,325 @@
+r"""A model's layers by the shapes of its parameters, and the activations of a batch.
+
+Layers are stacked, or numbered by name. The constants count buffers that XLA:GPU holds
+at the same time, read off its buffer assignment for an H200 of decoders whose layers
+are each a `jax.checkpoint` (jax 0.12.0.1). `tests/planning/test_activations.py` bounds
+the difference to XLA's bytes.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Hashable, Sequence
+
+import jax
+from jaxtyping import PyTree
+
+from paged_optax.backend.memory import nbytes
+from paged_optax.backend.text import path_name, readable_bytes
+from paged_optax.losses.chunks import Chunks
+
+NamedShape = tuple[str, jax.ShapeDtypeStruct]
+
+# More entries of a leading axis are a width, not layers.
+_MOST_LAYERS = 1000
+_FLOAT32 = 4  # bytes
+# The matrix of queries, as decoders name it: `q`, `q_proj`, `wq`, `query/kernel`.
+_QUERY = re.compile(r"(^|[/._])(q|wq|q_einsum|query)([/._]|$)")
+_HEAD = 128  # values of a head of Llama 3 and Qwen 3, where shapes do not show it
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """Equal layers of a model.
+
+    Attributes:
+      count: Number of layers.
+      one: Arrays of one layer, by path.
+      others: Arrays outside the layers, by path.
+      numbered: Name of the first layer, such as `"model.layers.0"`; empty for stacks.
+    """
+
+    count: int
+    one: tuple[NamedShape, ...]
+    others: tuple[NamedShape, ...]
+    numbered: str = ""
+
+    @property
+    def largest(self) -> int:
+        """Bytes of one layer's parameters."""
+        return nbytes([x for _, x in self.one])
+
+    @property
+    def rest(self) -> int:
+        """Bytes of the parameters outside the layers."""
+        return nbytes([x for _, x in self.others])
+
+    @property
+    def largest_of_rest(self) -> int:
+        """Bytes of the largest of them."""
+        return max((nbytes(x) for _, x in self.others), default=0)
+
+
+def find_layers(params: PyTree, key: str) -> Layers | None:
+    """Finds the layers: stacks under a key, or the most bytes of numbered layers."""
+    leaves = _by_path(params)
+    inside = _under(leaves, key)
+    others = lambda layers: tuple(x for n, x in enumerate(leaves) if n not in layers)
+    if length := _stack_length([leaves[n] for n in inside], key):
+        cut = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+        one = tuple((path, cut(x)) for path, x in (leaves[n] for n in inside))
+        return Layers(length, one, others({*inside}))
+    # Any number in a path may be a layer's. The text before it names the list, the text
+    # after it the array within the layer.
+    numbered: dict[tuple[str, int], dict[str, int]] = {}
+    for n, (path, _) in enumerate(leaves):
+        for match in re.finditer(r"\d+(?=[^\d])", path):
+            layer = numbered.setdefault((path[: match.start()], int(match[0])), {})
+            layer[path[match.end() :]] = n
+    families: dict[Hashable, list[tuple[str, int]]] = collections.defaultdict(list)
+    for (prefix, number), layer in numbered.items():
+        kinds = ((name, leaves[n][1]) for name, n in layer.items())
+        arrays = frozenset((name, x.shape, x.dtype) for name, x in kinds)
+        families[prefix, arrays].append((prefix, number))
+    of = lambda family: {n for layer in family for n in numbered[layer].values()}
+    several = (family for family in families.values() if len(family) > 1)
+    size = lambda family: nbytes([leaves[n][1] for n in of(family)])
+    most = max(several, key=size, default=None)
+    if most is None:
+        return None
+    prefix, number = first = min(most)
+    one = tuple(leaves[n] for n in numbered[first].values())
+    return Layers(len(most), one, others(of(most)), f"{prefix}{number}")
+
+
+def stacks_under(params: PyTree, key: str) -> frozenset[int]:
+    """Leaf positions of the stacks under a key; empty without stacks."""
+    leaves = _by_path(params)
+    inside = _under(leaves, key)
+    length = _stack_length([leaves[n] for n in inside], key)
+    return frozenset(inside if length and length <= _MOST_LAYERS else ())
+
+
+def _by_path(params: PyTree) -> list[NamedShape]:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return [
+        (path_name(path), jax.ShapeDtypeStruct(x.shape, x.dtype)) for path, x in leaves
+    ]
+
+
+def _under(leaves: Sequence[NamedShape], key: str) -> list[int]:
+    return [n for n, (path, _) in enumerate(leaves) if key in path.split("/")]
+
+
+def _stack_length(inside: Sequence[NamedShape], key: str) -> int | None:
+    lengths = {x.shape[:1] for _, x in inside}
+    if len(lengths) != 1 or lengths == {()}:
+        return None
+    # Matrices and vectors of a list of layers may begin with one width.
+    number = re.compile(rf"(^|/){re.escape(key)}/[^/\d]*\d+(/|$)")
+    listed = any(number.search(path) for path, _ in inside)
+    if listed and max(len(x.shape) for _, x in inside) < 3:
+        return None
+    return lengths.pop()[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """The batch of a step, and the form of its loss.
+
+    Attributes:
+      batch: Sequences of a step.
+      length: Tokens of a sequence.
+      heads: Attention heads; None: read off the matrix of queries, of 128 values each
+        if it has two axes.
+      score_blocks: Blocks of queries whose scores are computed sequentially.
+      fused_head: True if the loss uses `linear_cross_entropy`.
+    """
+
+    batch: int
+    length: int
+    heads: int | None = None
+    score_blocks: int = 1
+    fused_head: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch * self.length
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model that its activations depend on.
+
+    Attributes:
+      layers: Number of layers.
+      width: Values of a token between two layers.
+      projected: Values of a token on the other sides of a layer's matrices, summed.
+      widest: Values of a token on the largest of these sides.
+      query: Values of a token's queries; 0 without a known matrix of queries.
+      heads: Attention heads; 0 if unknown.
+      vocabulary: Entries of the output; 0 without an output matrix.
+      tied: True if the output matrix is the embedding.
+      itemsize: Bytes of a value in the products' dtype.
+      experts: Experts of a layer; 0 without experts.
+    """
+
+    layers: int
+    width: int
+    projected: int
+    widest: int
+    query: int
+    heads: int
+    vocabulary: int
+    tied: bool
+    itemsize: int
+    experts: int = 0
+
+    def operations(self, parameters: int, workload: Workload) -> int:
+        r"""Operations of a step's products.
+
+        .. math::
+            8 P n + 16 L n t q
+
+        with :math:`P` parameters, :math:`n` tokens, :math:`L` layers, :math:`q` values
+        of a query and :math:`t` tokens of a sequence. Each layer's forward pass runs
+        twice: eight operations a parameter and token, and four times four operations a
+        pair of tokens and value of a query.
+        """
+        attention = 16 * self.layers * workload.length * self.query
+        return workload.tokens * (8 * parameters + attention)
+
+    def expert_note(self, workload: Workload) -> str:
+        """A note on products of experts that are not counted; empty without experts."""
+        if not self.experts:
+            return ""
+        # Inputs and outputs, gathered for each expert.
+        rows = 4 * self.experts * workload.tokens * self.width * self.itemsize
+        return (
+            f"{self.experts} experts: activations are those of a layer in which all of"
+            " them compute each token. jax.lax.ragged_dot takes more on a GPU, where"
+            " JAX makes it a product of every row with every expert: up to"
+            f" {readable_bytes(rows)} for each expert that a token is sent to."
+        )
+
+
+def sizes_of(layers: Layers, heads: int | None) -> tuple[Sizes, str]:
+    """The sizes of a model, and a note on assumed heads.
+
+    All experts of a mixture are counted, as if each token went to each expert.
+    """
+    matrices = [(path, x) for path, x in layers.one if len(x.shape) > 1]
+    shapes = [x.shape for _, x in matrices]
+    counts = collections.Counter(n for shape in shapes for n in {*shape})
+    width = max(counts, key=lambda n: (counts[n], n), default=1)
+    projected = [max(1, math.prod(shape) // width) for shape in shapes]
+    queries = [x.shape for path, x in matrices if _QUERY.search(path)]
+    query = counted = 0
+    if queries:
+        query = math.prod(queries[0]) // width
+        # [width, heads, head] in Flax; [heads, width, head] in Gemma.
+        axes = [n for n in queries[0] if n != width]
+        counted = axes[0] if len(queries[0]) == 3 and axes else query // _HEAD
+    outside = [x.shape for _, x in layers.others if width in x.shape]
+    outputs = [n for shape in outside if (n := math.prod(shape) // width) > 1]
+    sizes = Sizes(
+        layers.count,
+        width,
+        sum(projected),
+        max(projected, default=0),
+        query,
+        counted if heads is None else heads,
+        max(outputs, default=0),
+        outputs.count(max(outputs, default=0)) < 2,
+        max((x for _, x in layers.one), key=lambda x: x.size).dtype.itemsize,
+        _experts(shapes, width),
+    )
+    if heads is not None or any(len(shape) == 3 for shape in queries):
+        return sizes, ""
+    if not sizes.heads:
+        return sizes, (
+            "No matrix of queries is known by its name, so that no attention scores are"
+            " counted: heads= states how many heads there are."
+        )
+    return sizes, (
+        f"{sizes.heads} heads of {_HEAD} values are assumed: heads= states another"
+        " number."
+    )
+
+
+def _experts(shapes: Collection[tuple[int, ...]], width: int) -> int:
+    stacks = [shape[0] for shape in shapes if len(shape) == 3 and width in shape]
+    routers = [shape for shape in shapes if len(shape) == 2 and width in shape]
+    scores = {n for shape in routers for n in shape}
+    routed = [n for n in stacks if n in scores and n != width]
+    return max(routed, default=0) if len(routed) > 1 else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationBytes:
+    """Bytes that are live at the same time in the parts of a step.
+
+    Attributes:
+      saved: The layers' inputs, from the forward to the backward pass.
+      layer: One layer's backward pass, without attention scores.
+      forward: The part of `layer` from the forward pass.
+      scores: Attention scores of one layer.
+      head: The loss of the last layer's output.
+      waiting: Gradient of the output matrix, or its source, until the end of the
+        layers' backward pass.
+    """
+
+    saved: int
+    layer: int
+    forward: int
+    scores: int
+    head: int
+    waiting: int
+
+    @staticmethod
+    def of(sizes: Sizes, workload: Workload) -> "ActivationBytes":
+        r"""The sums, for :math:`n` tokens of :math:`d` values of :math:`b` bytes.
+
+        .. math::
+            \begin{aligned}
+            \text{saved} &= L n d b \\
+            \text{layer} &= n b \Bigl(\sum_i m_i + \max_i m_i + 8 d\Bigr), \qquad
+            \text{forward} = n b \sum_i m_i \\
+            \text{scores} &= B h t^2 (4 + 3 b) / k \\
+            \text{head} &= n V (4 + b) + 4 n d b \\
+            \text{waiting} &= d V b, \text{ or } n V b \text{ if tied}
+            \end{aligned}
+
+        with :math:`L` layers, :math:`m_i` values of a token on the other side of a
+        layer's i-th matrix, :math:`B` sequences of :math:`t` tokens, :math:`h` heads,
+        :math:`k` blocks of queries and :math:`V` entries of the vocabulary. With a
+        fused head, :math:`V` in "head" is one chunk of the vocabulary, "head" has
+        :math:`4 n d` more, and "waiting" does not depend on tied embeddings.
+        """
+        n, b, width = workload.tokens, sizes.itemsize, sizes.width
+        # Inputs and outputs of all products, for the gradients of weights; the gradient
+        # of the widest; and eight arrays of the stream's width: the input, two norms,
+        # the sum in the middle, and gradients.
+        forward = n * b * sizes.projected
+        layer = forward + n * b * (sizes.widest + 8 * width)
+        # The softmax's gradient in float32, and scores, shares and the gradient of the
+        # scores in the products' dtype.
+        scores = workload.batch * sizes.heads * workload.length**2 * (_FLOAT32 + 3 * b)
+        stream = 4 * n * width * b  # the output, its norm, and their gradients
+        waiting = width * sizes.vocabulary * b
+        if workload.fused_head:
+            # A chunk of logits in float32, its gradient, and the gradient of x.
+            chunks = Chunks.of(sizes.vocabulary, 0, n, width, None)
+            chunk = n * chunks.blocks * chunks.size
+            head = chunk * (_FLOAT32 + b) + _FLOAT32 * n * width + stream
+        else:
+            # Logits in float32, which their gradient overwrites, and its cast.
+            head = n * sizes.vocabulary * (_FLOAT32 + b) + stream
+            if sizes.tied:
+                # XLA keeps the gradient of the logits until the embedding's gradient.
+                waiting = n * sizes.vocabulary * b
+        saved = sizes.layers * n * width * b
+        scores //= workload.score_blocks
+        return ActivationBytes(saved, layer, forward, scores, head, waiting)

@@ -1,0 +1,259 @@
+"""Cards by name, and the seconds of a step on them."""
+
+import dataclasses
+import difflib
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from paged_optax.backend.validation import brief, check_rate
+
+#: Link rate if none is stated, in 10^9 bytes a second: PCI Express 4.
+DEFAULT_LINK = 25.0
+
+
+def machine_rate(name: str, value: object) -> float:
+    """Checks the rate of a link, in GB/s, or of products, in TFLOP/s."""
+    check_rate(name, value)
+    number: Any = value.item() if isinstance(value, np.generic) else value
+    # Outside these bounds, sums of bytes and seconds overflow.
+    if not 1e-9 <= number <= 1e9:
+        raise ValueError(f"{name}={brief(value)} is no machine's: pass 1e-9 to 1e9.")
+    return float(number)
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """Memory and rates of an accelerator.
+
+    Attributes:
+      memory: Device memory in bytes.
+      link: Rate between host and device in one direction, in 10^9 bytes a second.
+      both_ways: Rate of both directions together.
+      teraflops: Rate of dense bfloat16 products, in 10^12 operations a second; float16
+        if `bfloat16` is set.
+      gpu: True for a GPU, False for a TPU.
+      bfloat16: Rate of bfloat16 and float32 products of a card whose tensor cores
+        support float16 only; None for other cards.
+      host_memory: Free host memory in bytes; None if unknown.
+    """
+
+    memory: int
+    link: float
+    both_ways: float
+    teraflops: float
+    gpu: bool = True
+    bfloat16: float | None = None
+    host_memory: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("link", "both_ways", "teraflops"):
+            machine_rate(name, getattr(self, name))
+
+    def products(self, dtype: DTypeLike) -> float:
+        """The rate of products in a dtype, in 10^12 operations a second."""
+        if self.bfloat16 is None or np.dtype(dtype) == np.float16:
+            return self.teraflops
+        return self.bfloat16
+
+    @property
+    def advice(self) -> str:
+        """The dtype to train in without bfloat16 tensor cores; empty with them."""
+        if self.bfloat16 is None:
+            return ""
+        return (
+            f"This card computes bfloat16 at {self.bfloat16:.2g} instead of"
+            f" {self.teraflops:.2g} TFLOP/s, as its tensor cores know float16 alone:"
+            " train in float16, clip in float32 (Optax's norm of float16 is infinite"
+            ' above 256), with master_dtype="float32" and a scaled loss.'
+        )
+
+
+# Sixteen lanes of PCI Express 3, 4 and 5, one way and both, as data sheets state them.
+_PCIE3, _PCIE4, _PCIE5 = (16.0, 32.0), (32.0, 64.0), (64.0, 128.0)
+
+
+def _gib(number: float) -> int:
+    return int(number * (1 << 30))
+
+
+#: Memory is the least that public PyTorch logs report; `nvidia-smi` shows up to 0.9 GiB
+#: more. Dense products are half of the sparse ones if a data sheet states only these.
+CARDS = {
+    # "NVIDIA T4 Tensor Core GPU", data sheet. Tensor cores support bfloat16 from
+    # compute capability 8.0 on ("CUDA C++ Programming Guide"); single precision: 8.1.
+    "t4": Card(_gib(14.56), *_PCIE3, 65.0, bfloat16=8.1),
+    # "NVIDIA Ada GPU Architecture", whitepaper: 121 dense; 165.2 of the RTX 4090.
+    "l4": Card(_gib(22.03), *_PCIE4, 121.0),
+    # "NVIDIA Ampere GA102 GPU Architecture", whitepaper.
+    "rtx3090": Card(_gib(23.56), *_PCIE4, 71.0),
+    "rtx4090": Card(_gib(23.51), *_PCIE4, 165.2),
+    # "NVIDIA RTX Blackwell GPU Architecture", whitepaper.
+    "rtx5090": Card(_gib(31.34), *_PCIE5, 209.5),
+    # "NVIDIA A100 Tensor Core GPU", data sheet.
+    "a100-40": Card(_gib(39.38), *_PCIE4, 312.0),
+    "a100-80": Card(_gib(79.15), *_PCIE4, 312.0),
+    # "NVIDIA H100 Tensor Core GPU" and "NVIDIA H200 ...", data sheets, SXM.
+    "h100": Card(_gib(79.09), *_PCIE5, 989.5),
+    "h200": Card(_gib(139.7), *_PCIE5, 989.5),
+    # "TPU v5e", Google Cloud's documentation. PCI Express 3 is assumed: "How to Scale
+    # Your Model" (Austin et al., 2025) states 15 GB/s.
+    "v5e": Card(_gib(15.75), *_PCIE3, 197.0, gpu=False),
+}
+
+# `device_kind` of cards that JAX names otherwise. "NVIDIA H100 PCIe" is another card.
+_DEVICE_KINDS = {
+    "Tesla T4": "t4",
+    "NVIDIA A100-SXM4-40GB": "a100-40",
+    "NVIDIA A100-PCIE-40GB": "a100-40",
+    "NVIDIA A100-SXM4-80GB": "a100-80",
+    "NVIDIA A100 80GB PCIe": "a100-80",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+}
+
+
+def _letters(name: str) -> str:
+    plain = "".join(x for x in name.lower() if x.isalnum())
+    return plain.removeprefix("nvidia").removeprefix("geforce").removesuffix("gb")
+
+
+_NAMES = {_letters(x): x for x in CARDS} | {
+    _letters(x): card for x, card in _DEVICE_KINDS.items()
+}
+
+
+def card_name(name: str) -> str | None:
+    """The key in `CARDS` of any spelling, such as JAX's `device_kind`; or None."""
+    return _NAMES.get(_letters(name))
+
+
+def local_card() -> Card | None:
+    """The card of this machine; None if it is not in `CARDS`."""
+    name = card_name(jax.local_devices()[0].device_kind)
+    return CARDS[name] if name else None
+
+
+def find_card(name: str | Card, argument: str = "card") -> Card:
+    """The card of a name in any spelling, or a card itself.
+
+    Args:
+      name: `"RTX 4090"`, `"nvidia-l4"`, `"Tesla T4"`.
+      argument: The argument that has the name, for messages.
+    """
+    if isinstance(name, Card):
+        return name
+    if isinstance(name, str) and (key := card_name(name)):
+        return CARDS[key]
+    known = {_letters(x): x for x in CARDS}
+    written = _letters(name) if isinstance(name, str) else ""
+    close = difflib.get_close_matches(written, known, n=2, cutoff=0.5)
+    guess = f" Did you mean {' or '.join(known[x] for x in close)}?" if close else ""
+    raise ValueError(
+        f"{argument}={brief(name)} is none of {', '.join(CARDS)}.{guess} For another"
+        " card state its memory, link and TFLOP/s."
+    )
+
+
+def free_from(
+    parameters: int,
+    bytes_up: int,
+    bytes_down: int,
+    *,
+    up_gigabytes_per_second: float,
+    down_gigabytes_per_second: float | None = None,
+    teraflops: float,
+    flops_per_parameter: float = 6.0,
+    both_ways: bool = True,
+) -> int:
+    r"""The tokens a step from which products hide all transfers.
+
+    .. math::
+        n = \left\lceil \frac{t F}{k P} \right\rceil, \qquad
+        t = \max(b_\uparrow / r_\uparrow, b_\downarrow / r_\downarrow)
+
+    where :math:`P` parameters take :math:`k` operations a token at :math:`F` a second.
+    On a link that works in one direction at a time, :math:`t` is the sum.
+
+    Args:
+      parameters: Parameters that a token is multiplied with.
+      bytes_up: Bytes a step to the device.
+      bytes_down: Bytes a step to the host.
+      up_gigabytes_per_second: Link rate to the device, in 10^9 bytes.
+      down_gigabytes_per_second: Link rate to the host; None: the same.
+      teraflops: Rate of products in training, in 10^12 operations a second.
+      flops_per_parameter: Operations a parameter and token that overlap with transfers.
+        6: a backward pass with rematerialization, as in `layerwise_step`; 8: a whole
+        step.
+      both_ways: Whether both directions transfer at the same time.
+
+    Returns:
+      Tokens of all sequences of a step, on one device.
+    """
+    down = down_gigabytes_per_second
+    down = up_gigabytes_per_second if down is None else down
+    up_rate = machine_rate("up_gigabytes_per_second", up_gigabytes_per_second)
+    down_rate = machine_rate("down_gigabytes_per_second", down)
+    products = machine_rate("teraflops", teraflops)
+    check_rate("flops_per_parameter", flops_per_parameter)
+    seconds = bytes_up / (up_rate * 1e9), bytes_down / (down_rate * 1e9)
+    hidden = max(seconds) if both_ways else sum(seconds)
+    return math.ceil(hidden * products * 1e12 / (flops_per_parameter * parameters))
+
+
+# Shares of a data sheet's TFLOP/s in training. Large models on many GPUs: 40 to 57%
+# (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+# 2022; Touvron et al., "Llama", 2023); small models reach less.
+_LEAST, _MOST = 0.3, 0.6
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Rates of transfers and products.
+
+    Attributes:
+      link: Link rate in one direction, in 10^9 bytes a second.
+      both_ways: Link rate of both directions together.
+      teraflops: Least and most rate of products in training, in 10^12 operations a
+        second; None if unknown.
+    """
+
+    link: float
+    both_ways: float
+    teraflops: tuple[float, float] | None = None
+
+    @staticmethod
+    def of(
+        link: float | None, teraflops: float | None, card: Card | None, dtype: DTypeLike
+    ) -> "Rates":
+        """Stated rates, else those of a card for products of `dtype`."""
+        both = card.both_ways if card and link is None else None
+        link = (card.link if card else DEFAULT_LINK) if link is None else link
+        link = machine_rate("link_gigabytes_per_second", link)
+        reached = None
+        if teraflops is not None:
+            teraflops = machine_rate("teraflops", teraflops)
+            reached = teraflops, teraflops
+        elif card is not None:
+            products = card.products(dtype)
+            reached = _LEAST * products, _MOST * products
+        return Rates(link, both or 2 * link, reached)
+
+    def seconds(
+        self, operations: int, moved: int, overlap: bool
+    ) -> tuple[float, float] | None:
+        """Seconds of a step, at best and at worst; None without a rate of products.
+
+        At best both directions transfer at the same time, and with `overlap` beside
+        products. At worst nothing overlaps.
+        """
+        if self.teraflops is None:
+            return None
+        worst, best = (operations / 1e12 / x for x in self.teraflops)
+        apart, together = (moved / 1e9 / x for x in (self.link, self.both_ways))
+        least = max(best, together) if overlap else best + together
+        return least, worst + apart
