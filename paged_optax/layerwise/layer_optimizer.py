@@ -66,7 +66,7 @@ class LayerOptimizer:
         gradients: PyTree[Array],
         happens: Gate,
         tree: LayerTree | None,
-        own_state: PyTree,
+        tree_state: PyTree,
     ) -> "LayerOptimizer":
         """Traces the update.
 
@@ -76,7 +76,7 @@ class LayerOptimizer:
           gradients: One layer's gradients.
           happens: If false, nothing is updated.
           tree: The loss's own tree; None if the stacks are that tree.
-          own_state: The types of the state of the own tree.
+          tree_state: The types of the state of the own tree.
         """
         dtypes, extended = (
             _dtypes(layered, gradients),
@@ -85,7 +85,7 @@ class LayerOptimizer:
         if tree is None:
             update = TreeUpdate.of_stacks(extended, layered, dtypes)
         else:
-            update = TreeUpdate.of(extended, tree, layered, own_state, dtypes)
+            update = TreeUpdate.of(extended, tree, layered, tree_state, dtypes)
         return cls(layered, update, happens)
 
     def in_chunks(

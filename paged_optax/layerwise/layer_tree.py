@@ -191,7 +191,7 @@ def _is_entry(x: PyTree) -> bool:
     return leaf or jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
 
 
-def own_leaves(
+def tree_leaves(
     members: Sequence[Members],
     leaves: Sequence[PyTree],
     of_layer: Callable[[PyTree, int], PyTree],

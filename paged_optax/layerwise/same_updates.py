@@ -19,7 +19,7 @@ from paged_optax.analysis.per_leaf import CrossLeafError, analyse
 from paged_optax.analysis.program import FILLS, Analysis, Constant, Program
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import KeyPath, is_traced
-from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree, own_leaves
+from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree, tree_leaves
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.transform.context import within
 from paged_optax.transform.trees import parameter_of, paths_of
@@ -57,7 +57,7 @@ def tree_shapes(
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stacked]
-    return tree.structure.unflatten(own_leaves(tree.stacked[0], shapes, of_layer))
+    return tree.structure.unflatten(tree_leaves(tree.stacked[0], shapes, of_layer))
 
 
 #: A leaf's kind, its node, and its parameter: the same in all layers.
@@ -88,7 +88,7 @@ class Signatures(NamedTuple):
         odd = {
             _owner(name)
             for name, x in self.rest.items()
-            if isinstance(x, _Made) and not x.elementwise
+            if isinstance(x, _Computation) and not x.elementwise
         }
         return [x for x in owners if x in odd]
 
@@ -100,7 +100,7 @@ class Signatures(NamedTuple):
         return [x for x in owners if x in differ]
 
 
-class _Made(NamedTuple):
+class _Computation(NamedTuple):
     """The computation of one result.
 
     Attributes:
@@ -239,9 +239,11 @@ class TracedUpdates:
             # Such a program reads all parameters, concatenated.
             inputs = None if leaf.between else [described(x) for x in leaf.inputs]
             program = leaf.program
-            made = _Made(program.elementwise, _equations(program), inputs, 0)
+            computation = _Computation(
+                program.elementwise, _equations(program), inputs, 0
+            )
             for k, output in enumerate(leaf.outputs):
-                add(output, made._replace(result=k))
+                add(output, computation._replace(result=k))
         for output in analysis.tail_outputs:
             add(output, "cut from what is laid end to end")
         return signatures
@@ -314,8 +316,8 @@ class SameUpdates:
             for n, m in enumerate(members)
             if n in chunks and isinstance(m, int)
         }
-        made = [x for (*_, owner), x in self.whole.rest.items() if owner in names]
-        by_rows = all(x.elementwise for x in made if isinstance(x, _Made))
+        results = [x for (*_, owner), x in self.whole.rest.items() if owner in names]
+        by_rows = all(x.elementwise for x in results if isinstance(x, _Computation))
         if not by_rows or self.traced.update(*trees).rest != self.whole.rest:
             raise ValueError("a parameter outside the layers is not updated row by row")
 

@@ -381,8 +381,8 @@ class LayerwiseStep:
             )
         layered = LayeredState(params, partition, guard.state)
         happens = True if workspace.pending is None else workspace.pending.waits
-        own_state = None if fresh is None else guard.inside(fresh)
+        tree_state = None if fresh is None else guard.inside(fresh)
         optimizer = LayerOptimizer.of(
-            guard.tx, layered, workspace.gradients, happens, tree, own_state
+            guard.tx, layered, workspace.gradients, happens, tree, tree_state
         )
         return partition, guard, clipping, optimizer

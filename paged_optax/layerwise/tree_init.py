@@ -19,8 +19,8 @@ from paged_optax.layerwise.layer_tree import (
     Members,
     SomeLayers,
     is_stored,
-    own_leaves,
     stacked_shape,
+    tree_leaves,
 )
 from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
 from paged_optax.state.leaves import is_quantized
@@ -45,7 +45,7 @@ def init_stacked(
     leaves: list[Array] = jax.tree.leaves(params)
     members, _ = tree.stacked
     shapes = [_layer_shape(m, x) for m, x in zip(members, leaves, strict=True)]
-    shapes = own_leaves(members, shapes, lambda x, i: x)
+    shapes = tree_leaves(members, shapes, lambda x, i: x)
     shapes = tree.structure.unflatten(shapes)
     paths, _ = paths_of(as_pure(shapes))
     stacks = [(n, x) for n, x in enumerate(members) if isinstance(x, LayerNumbers)]
@@ -67,7 +67,7 @@ def _filled(
     """Fills a state: first outside the layers, then each layer."""
     members, _ = tree.stacked
 
-    def made(layer: int | None) -> tuple[list[PyTree], list[Members]]:
+    def leaves_of(layer: int | None) -> tuple[list[PyTree], list[Members]]:
         # Arrays of size zero stand for the other leaves: masks and labels read the
         # whole tree, and no moment of these leaves takes memory.
         blanks = [_blank(m, x) for m, x in zip(members, params, strict=True)]
@@ -75,17 +75,17 @@ def _filled(
         pairs = zip(members, params, blanks, outside, strict=True)
         entries = [y if isinstance(m, int) else (x, blank) for m, x, blank, y in pairs]
         at = lambda pair, i: _read(pair[0], i) if i == layer else pair[1]
-        leaves = own_leaves(members, entries, at)
+        leaves = tree_leaves(members, entries, at)
         state = as_pure(tx.init(tree.structure.unflatten(leaves)))
         numbered, structure = jax.tree.flatten(state, is_leaf=is_quantized)
         return numbered, tree.members_of(structure)
 
-    numbered, of_state = made(None)
+    numbered, of_state = leaves_of(None)
     wanted, structure = jax.tree.flatten(shapes, is_leaf=is_stored)
     state = [numbered[m] if isinstance(m, int) else None for m in of_state]
     write = jax.jit(write_slice, donate_argnums=0)
     for i in range(tree.length):
-        numbered, _ = made(i)
+        numbered, _ = leaves_of(i)
         for n, m in enumerate(of_state):
             if isinstance(m, int) or (number := m[i]) < 0:
                 continue

@@ -25,7 +25,7 @@ from paged_optax.layerwise.layer_tree import (
     LayerNumbers,
     LayerTree,
     Members,
-    own_leaves,
+    tree_leaves,
 )
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.programs import Programs, layer_programs
@@ -100,7 +100,7 @@ class TreeUpdate:
         tx: optax.GradientTransformationExtraArgs,
         tree: LayerTree,
         layered: LayeredState,
-        own_state: PyTree,
+        tree_state: PyTree,
         dtypes: Sequence[np.dtype],
     ) -> "TreeUpdate":
         """Traces the update.
@@ -109,10 +109,10 @@ class TreeUpdate:
           tx: The transformation.
           tree: The loss's own tree.
           layered: The parameters and the state, stacked.
-          own_state: The types of the state of the own tree.
+          tree_state: The types of the state of the own tree.
           dtypes: For each parameter, the dtype of its gradient.
         """
-        structure = jax.tree.structure(own_state, is_leaf=is_quantized)
+        structure = jax.tree.structure(tree_state, is_leaf=is_quantized)
         members = tree.members_of(structure)
         same = SameUpdates.of(tx, tree, layered.params, _with_dtypes(layered, dtypes))
         return cls(tx, tree, layered, structure, members, same)
@@ -354,7 +354,7 @@ def _placed(
         return jax.tree.map(lambda x: x[0], x) if there else blank, blank
 
     entries = list(map(entry, members, leaves, like))
-    return own_leaves(members, entries, lambda pair, i: pair[i != place])
+    return tree_leaves(members, entries, lambda pair, i: pair[i != place])
 
 
 def one_layer(tree: LayerTree, stacked: PyTree) -> PyTree:
