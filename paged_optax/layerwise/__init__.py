@@ -8,11 +8,11 @@
   the parts of `overlap`.
 - `layer_optimizer`: applies the transformation to one layer. `tree_update` runs it on
   the loss's own tree (`layer_tree`), `same_updates` finds layers of one kind,
-  `programs` updates slices of stacks, `tree_init` initializes the state, and
-  `layered_state` lists its leaves.
+  `programs` updates slices of stacks (`slice_checks`: which of them), `tree_init`
+  initializes the state, and `layered_state` lists its leaves.
 - `layerwise_model`, `forward`: the model's functions; `explicit_axes`: their meshes;
   `dependencies`: the leaves that have gradients; `loss`: the loss.
-- `parameters`, `weights`, `slices`: stacked parameters, and reads and writes of slices.
+- `parameters`, `weights`, `slices`: stacked parameters, and access to their slices.
 - `workspace`, `clipping`: buffers and statistics of gradients.
 """
 

@@ -44,8 +44,8 @@ class Overlapped:
 
     optimizer: LayerOptimizer
 
-    @classmethod
-    def possible(cls, optimizer: LayerOptimizer) -> bool:
+    @staticmethod
+    def possible(optimizer: LayerOptimizer) -> bool:
         """True if XLA overlaps the transfers of such an update.
 
         On several devices gradients are reduced during transfers. A schedule for meshes
@@ -61,8 +61,8 @@ class Overlapped:
         """Computes each layer's gradients while the layer after it is updated.
 
         Returns:
-          The last carry, the layers' parameters and the chunked ones,
-          and the gradients by the prologue's output.
+          The last carry, the layers' parameters and the chunked ones, and the gradients
+          by the prologue's output.
         """
         layered = self.optimizer.layered
         others = [layered.params[n] for n in layered.chunked]
