@@ -45,7 +45,7 @@ _Equations = tuple[core.JaxprEqn, ...]
 def _equations(
     jaxpr: _Jaxpr, around: _Equations, visited: set[int]
 ) -> Iterator[tuple[core.JaxprEqn, _Equations, bool]]:
-    """Yields each equation, the equations around it, and whether it branches by platform.
+    """Yields equations, the ones around each, and if it branches by platform.
 
     Compilation for a platform leaves one branch of `platform_dependent`.
     """

@@ -62,7 +62,7 @@ def compile_overlapping(
 
 
 def _memory_limit(device: Any) -> int | None:
-    """The bytes that JAX takes of a device; None of a device that does not report them."""
+    """The bytes that JAX takes of a device; None if it does not report them."""
     try:
         return (device.memory_stats() or {}).get("bytes_limit")
     except jax.errors.JaxRuntimeError:
