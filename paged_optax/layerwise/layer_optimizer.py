@@ -113,7 +113,9 @@ class LayerOptimizer:
     @functools.cached_property
     def groups(self) -> list[Group]:
         """What is updated in slabs, in groups that travel one after the other."""
-        shared = self.programs is not None and self.programs.analysis.tail.equations
+        shared = (
+            self.programs is not None and self.programs.analysis.tail.program.equations
+        )
         return self.layered.grouped(1 if shared else None)
 
     @property
