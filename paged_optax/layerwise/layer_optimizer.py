@@ -111,7 +111,7 @@ class LayerOptimizer:
     def groups(self) -> list[Group]:
         """The leaves that are updated layer by layer, in groups of equal travel."""
         programs = self.tree.programs
-        shared = programs is not None and programs.analysis.tail.equations
+        shared = programs and programs.analysis.tail.program.equations
         return self.layered.grouped(1 if shared else None)
 
     def update_layer(

@@ -217,14 +217,14 @@ class TracedUpdates:
                 else id(value)
             )
         described = lambda x: x if isinstance(x, Constant) else known[x]
-        shared = analysis.shared
-        inside = dict(enumerate(known[n] for n in analysis.shared_inputs))
+        shared = analysis.shared.program
+        inside = dict(enumerate(known[n] for n in analysis.shared.inputs))
         inner = lambda x: x if isinstance(x, Constant) else inside[x]
         for e in shared.equations:
             key = e.primitive, e.params, tuple(map(inner, e.inputs))
             number = self.numbers.setdefault(key, len(self.numbers))
             inside |= {x: (number, k) for k, x in enumerate(e.outputs)}
-        pairs = zip(analysis.shared_outputs, shared.outputs, strict=True)
+        pairs = zip(analysis.shared.outputs, shared.outputs, strict=True)
         known |= {number: inner(x) for number, x in pairs}
         signatures = Signatures({}, [{} for _ in range(self.tree.length)])
 
@@ -244,7 +244,7 @@ class TracedUpdates:
             )
             for k, output in enumerate(leaf.outputs):
                 add(output, computation._replace(result=k))
-        for output in analysis.tail_outputs:
+        for output in analysis.tail.outputs:
             add(output, "cut from what is laid end to end")
         return signatures
 
