@@ -1,17 +1,19 @@
-"""One layer's gradients at a time: the workspace, and the step that uses it.
+"""Training steps that hold one layer's gradients at a time.
 
-`step` is the whole. `backward_update` updates each layer as its gradients are computed,
-`host_gradients` when all of them are on the host, `deferred_update` in the next step.
-`layerwise_model` is what users write. `forward` runs it and differentiates it, `kept`
-stores what is kept of each layer; `backward` goes through all layers, `dependencies`
-finds what has gradients.
-`layer_optimizer` applies the transformation to one layer: in the loss's `layer_tree` by
-`tree_update`, where `same_updates` finds the layers that are updated alike; in stacks
-that are the model's own by the `programs` of the whole tree. `tree_init` makes the
-state, `layered_state` finds a layer's moments. `overlapped_update` updates a layer
-while another one is computed, in the segments of `overlap`. `weights` and `slabs` fetch
-a layer and put it back. `loss` and `clipping` are what a step measures.
-`step_arguments` checks what it gets, `parameters` how layers are stacked.
+- `step`: the step; `step_arguments` checks its arguments.
+- `updates`: when layers are updated, at once or after the norm; `deferred_update`: in
+  the next step.
+- `sweep`: the backward pass over the layers; `sinks` receive its gradients.
+- `in_turn`, `overlap`: the schedules of updates. `group_transfers` and `segments` are
+  the parts of `overlap`.
+- `layer_optimizer`: applies the transformation to one layer. `tree_update` runs it on
+  the loss's own tree (`layer_tree`), `same_updates` finds layers of one kind,
+  `programs` updates slices of stacks (`slice_checks`: which of them), `tree_init`
+  initializes the state, and `layered_state` lists its leaves.
+- `layerwise_model`, `forward`: the model's functions; `explicit_axes`: their meshes;
+  `dependencies`: the leaves that have gradients; `loss`: the loss.
+- `parameters`, `weights`, `slices`: stacked parameters, and access to their slices.
+- `workspace`, `clipping`: buffers and statistics of gradients.
 """
 
 from paged_optax.layerwise.layerwise_model import LayerwiseModel

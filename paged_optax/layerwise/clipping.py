@@ -1,4 +1,4 @@
-"""Gradients are measured and clipped; a step that is not finite is skipped whole."""
+"""Gradient statistics, clipping, and the guard against non-finite gradients."""
 
 import dataclasses
 import functools
@@ -19,12 +19,11 @@ from paged_optax.transform.context import Gate
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradientStats:
-    """What is measured of gradients; stacked if it is that of several micro-batches.
+    """Gradient statistics; stacked over micro-batches when accumulating.
 
     Attributes:
-      square: The square of their norm.
-      finite: Whether each of their values is finite, of which the square may overflow;
-        None if nobody asks.
+      square: The square of the norm. It may overflow though all values are finite.
+      finite: True if all values are finite; None if not computed.
     """
 
     square: Float[Array, "..."]
@@ -43,14 +42,14 @@ class GradientStats:
 
 @dataclasses.dataclass(frozen=True)
 class Clipping:
-    """How gradients are measured and clipped.
+    """Measures and clips gradients.
 
     Attributes:
-      max_norm: The norm they are scaled down to, or None.
-      clip: The norm of what.
-      dtype: The dtype in which squares are added up. They overflow float32 at a norm
-        of 2e19, and float16 at a norm of 256.
-      tests_finite: Whether it is asked if all gradients are finite.
+      max_norm: The largest norm after clipping, or None.
+      clip: `"global"` or `"layer"`; see `layerwise_step`.
+      dtype: The dtype of the sum of squares. Squares overflow float32 at a norm of
+        2e19, and float16 at a norm of 256.
+      tests_finite: If true, statistics include `finite`.
     """
 
     max_norm: float | int | None
@@ -60,17 +59,17 @@ class Clipping:
 
     @property
     def needed_first(self) -> bool:
-        """Whether all gradients are needed before the first may be used."""
+        """True if the norm of all gradients is needed before the first update."""
         return self.max_norm is not None and self.clip == "global"
 
     @property
     def by_layer(self) -> bool:
-        """Whether each layer is clipped by its own norm, and the rest by its own."""
+        """True if each layer is clipped by its own norm."""
         return self.max_norm is not None and self.clip == "layer"
 
     @property
     def zero(self) -> GradientStats:
-        """What is measured of no gradient."""
+        """The statistics of an empty tree."""
         finite = jnp.ones((), jnp.bool_) if self.tests_finite else None
         return GradientStats(jnp.zeros((), self.dtype), finite)
 
@@ -87,7 +86,7 @@ class Clipping:
     def clipped(
         self, gradients: PyTree[Array], norm: Float[Array, ""]
     ) -> PyTree[Array]:
-        """Gradients clipped by their norm."""
+        """Scales gradients down to `max_norm`, given their norm."""
         limit = self.max_norm
         if limit is None:
             return gradients
@@ -103,7 +102,7 @@ class Clipping:
 
 
 def sum_dtype(dtype: DTypeLike) -> np.dtype:
-    """The dtype that micro-batches are added up in."""
+    """The dtype of sums over micro-batches."""
     return np.promote_types(dtype, np.float32)
 
 
@@ -115,13 +114,13 @@ def widest(*trees: PyTree[ArrayOrShape]) -> np.dtype:
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """What an `apply_if_finite` around the whole transformation decides.
+    """Skips a step whose gradients are not finite, for `apply_if_finite`.
 
-    It tests all gradients, and one layer's are there at a time. So the step tests them,
-    and Optax's own code counts the errors.
+    The wrapper needs all gradients, and one layer's gradients exist at a time. The step
+    tests them instead, and Optax's own code counts the errors.
 
     Attributes:
-      tx: The transformation inside; without the wrapper, the whole.
+      tx: The transformation without the wrapper.
       state: The state of `tx`.
       outer: The wrapper's state, or None.
       wrapper: The wrapper, or None.
@@ -134,7 +133,7 @@ class Guard:
 
     @classmethod
     def of(cls, tx: optax.GradientTransformation, state: PyTree) -> "Guard":
-        """Takes the wrapper off a transformation and its state.
+        """Removes the wrapper from a transformation and its state.
 
         Raises:
           ValueError: If the state is not the wrapper's.
@@ -144,8 +143,12 @@ class Guard:
             return cls(tx, state)
         return cls(wrapper.inner, wrapper.inside(state), state, wrapper)
 
+    def inside(self, state: PyTree) -> PyTree:
+        """The inner state of a state of the wrapper."""
+        return state if self.wrapper is None else self.wrapper.inside(state)
+
     def refuse_unknown(self, known: bool) -> None:
-        """Refuses to update layers before all gradients are known."""
+        """Raises if layers are updated before all gradients exist."""
         if self.wrapper is not None and not known:
             raise ValueError(
                 "tx is an apply_if_finite, whose `reduce_and` combines all gradients,"
@@ -157,15 +160,15 @@ class Guard:
             )
 
     def passes(self, measure: GradientStats) -> Gate:
-        """Whether the update happens."""
+        """True if the update happens."""
         return True if self.wrapper is None else self._decided(measure)[0]
 
     def around(self, state: PyTree, measure: GradientStats | None) -> PyTree:
-        """The whole state.
+        """Builds the wrapper's state.
 
         Args:
-          state: That of `tx`.
-          measure: What is measured of the gradients; None if there are none.
+          state: The state of `tx`.
+          measure: The statistics of the gradients; None if there are none.
         """
         if self.wrapper is None:
             return state
@@ -178,6 +181,6 @@ class Guard:
 
 
 def wrapper_of(tx: optax.GradientTransformation) -> IfFinite | None:
-    """The `apply_if_finite` that a transformation is; None if it is none."""
+    """The transformation as an `apply_if_finite`, or None."""
     wrapper = getattr(tx.update, "__self__", None)
     return wrapper if isinstance(wrapper, IfFinite) else None

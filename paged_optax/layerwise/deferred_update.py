@@ -1,13 +1,12 @@
-"""A step that begins with the update that the step before left.
+"""The update that applies the previous step's gradients.
 
-The norm to clip by is known when all gradients are computed. Their update then goes
-beside the next forward pass, in its order: Yue, Yin and Qian, `GreedySnake
+The norm is known after the backward pass. The update then overlaps the next forward
+pass, layer by layer: Yue, Yin and Qian, `GreedySnake
 <https://arxiv.org/abs/2512.17570>`_, 2025.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,161 +14,137 @@ from jax import Array
 from jaxtyping import PyTree
 
 from paged_optax.engine.paged_array import Stored
-from paged_optax.layerwise.backward import BackwardPass
-from paged_optax.layerwise.forward import Forward
-from paged_optax.layerwise.host_gradients import (
-    HostGradients,
-    first_carry,
-    store_totals,
-)
+from paged_optax.layerwise.forward import Rest
 from paged_optax.layerwise.loss import LayerwiseOutput, mean_of
-from paged_optax.layerwise.overlapped_update import ForwardOverlap
+from paged_optax.layerwise.overlap import Overlapped
 from paged_optax.layerwise.parameters import Partition
+from paged_optax.layerwise.sinks import BatchCarry, HostGradients, gradient_dtypes
+from paged_optax.layerwise.sweep import BackwardPass
+from paged_optax.layerwise.updates import StepResult, TracedStep, UpdateAfterNorm
 from paged_optax.layerwise.weights import Weights
 from paged_optax.layerwise.workspace import GradientWorkspace, Pending
 
 
-class UpdatedRest(NamedTuple):
-    """A model of which all but the large parameters of the layers are updated.
+@dataclasses.dataclass(frozen=True)
+class UpdateNextStep:
+    """Applies the previous step's gradients first, and leaves its own to the next step.
 
     Attributes:
-      weights: The layers'.
-      others: The others.
-      state: The leaves of the state; see `LayerOptimizer.update_rest`.
+      step: The parts of the step.
     """
 
-    weights: Weights
-    others: list[Array]
-    state: list[Stored]
+    step: TracedStep
 
-
-class DeferredUpdate(HostGradients):
-    """One step, being traced, that leaves its update for the next one."""
-
-    def __call__(
-        self, workspace: GradientWorkspace, batch: PyTree
-    ) -> tuple[PyTree, PyTree, GradientWorkspace, LayerwiseOutput]:
-        """Applies what is pending, and runs the step but for its update."""
-        # First, for the prologue needs the rest before any layer runs.
-        updated = self._update_rest(workspace)
-        if self.optimizer.overlaps:
-            forward, slots, others = self._forward(updated, batch, workspace)
-            rest = self._rest(forward.stacks, others)
-            zero = self.clipping.zero.square
-            backward = BackwardPass(
-                self.model,
-                updated.weights,
-                rest,
-                batch,
-                workspace,
-                False,
-                zero,
-                forward,
+    def __call__(self, workspace: GradientWorkspace, batch: PyTree) -> StepResult:
+        """Applies the pending update, then computes this step's gradients."""
+        step, host = self.step, UpdateAfterNorm(self.step)
+        # The prologue needs the updated rest.
+        weights, others, leaves = self._update_rest(workspace)
+        if isinstance(step.schedule, Overlapped):
+            start = step.model.start(
+                *(weights, self._rest(weights.stacks, others), batch),
+                lambda function, *arguments: function(*arguments),
             )
-            start = first_carry(backward.stacks, workspace, None, zero)
-            totals, metrics = self._send(backward, 1, start, jnp.int32(0))
+            layered = step.schedule.optimizer.layered
+            pending, partition = _pending(workspace), step.partition
+            by = partition.combine(weights.stacks, partition.others(pending.rest))
+            params = partition.combine(weights.stacks, others)
+            forward, slots, new = step.schedule.forward(
+                start,
+                weights,
+                self._host_gradients(workspace, [by[n] for n in layered.chunked]),
+                [params[n] for n in layered.chunked],
+            )
+            others = layered.others_with(params, new)
+            rest = self._rest(forward.stacks, others)
+            zero = step.clipping.zero.square
+            layers = BackwardPass.of(
+                *(step.model, weights, rest, batch, gradient_dtypes(workspace), zero),
+                forward=forward,
+            )
+            first = BatchCarry.first(layers.stacks, workspace, None, zero)
+            totals, metrics = host.send(layers, 1, first, jnp.int32(0))
         else:
-            weights, others, slots = self._update_layers(updated, workspace)
+            weights.stacks, slots, _ = self._update_layers(weights, workspace)
             rest = self._rest(weights.stacks, others)
-            totals, metrics = self._gradients(weights, rest, workspace, batch)
-        drest = totals.drest
-        measure = metrics.layers + self.clipping.measure(drest)
-        norm, waits = measure.norm, jnp.asarray(self.guard.passes(measure))
-        pending = Pending(waits, norm, self.clipping.clipped(drest, norm))
+            totals, metrics = host.gradients(weights, rest, workspace, batch)
+        measure = metrics.layers + step.clipping.measure(totals.by_rest)
+        norm, waits = measure.norm, jnp.asarray(step.guard.passes(measure))
+        pending = Pending(waits, norm, step.clipping.clipped(totals.by_rest, norm))
         workspace = dataclasses.replace(
-            store_totals(workspace, totals),
+            totals.stored_in(workspace),
             pending=jax.tree.map(
                 lambda new, old: new.astype(old.dtype), pending, workspace.pending
             ),
         )
-        state = self.optimizer.layered.new_state(slots, updated.state)
-        state = self.guard.around(state, measure)
+        state = step.schedule.optimizer.layered.new_state(slots, leaves)
+        state = step.guard.around(state, measure)
         output = LayerwiseOutput(mean_of(metrics.loss), metrics.metrics, norm)
-        return self._params(totals.stacks, others), state, workspace, output
+        return step.params(totals.stacks, others), state, workspace, output
 
     def finish(
         self, workspace: GradientWorkspace
     ) -> tuple[PyTree, PyTree, GradientWorkspace]:
-        """Applies what is pending."""
-        updated, pending = self._update_rest(workspace), _pending(workspace)
-        weights, others, slots = self._update_layers(updated, workspace)
-        state = self.optimizer.layered.new_state(slots, updated.state)
-        state = self.guard.around(state, None)
-        pending = pending._replace(waits=jnp.zeros((), jnp.bool_))
+        """Applies the pending update."""
+        step = self.step
+        weights, others, leaves = self._update_rest(workspace)
+        stacks, slots, _ = self._update_layers(weights, workspace)
+        state = step.schedule.optimizer.layered.new_state(slots, leaves)
+        state = step.guard.around(state, None)
+        pending = _pending(workspace)._replace(waits=jnp.zeros((), jnp.bool_))
         workspace = dataclasses.replace(workspace, pending=pending)
-        return self._params(weights.stacks, others), state, workspace
+        return step.params(stacks, others), state, workspace
 
-    def _update_rest(self, workspace: GradientWorkspace) -> UpdatedRest:
-        """Updates all but the large parameters of the layers."""
-        weights, pending = self._weights(), _pending(workspace)
-        partition, layered = self.partition, self.optimizer.layered
+    def _update_rest(
+        self, workspace: GradientWorkspace
+    ) -> tuple[Weights, list[Array], list[Stored]]:
+        """Updates all but the layers' matrices.
+
+        Returns:
+          The layers' parameters, the others, and the leaves of the state.
+        """
+        step, weights, pending = self.step, self.step.weights(), _pending(workspace)
+        partition, layered = step.partition, step.schedule.optimizer.layered
         small = [
-            None if slabbed else self.clipping.clipped(g.astype(x.dtype), pending.norm)
-            for g, x, slabbed in zip(
+            None if sliced else step.clipping.clipped(g.astype(x.dtype), pending.norm)
+            for g, x, sliced in zip(
                 jax.tree.leaves(workspace.host),
                 jax.tree.leaves(workspace.gradients),
-                layered.of_layers(layered.slabbed),
+                layered.of_layers(layered.sliced),
                 strict=True,
             )
         ]
-        weights.stacks, others, state = self.optimizer.update_rest(
+        weights.stacks, others, leaves = step.schedule.optimizer.update_rest(
             weights.stacks,
             small,
             partition.others(partition.rest),
             partition.others(pending.rest),
         )
-        return UpdatedRest(weights, others, state)
-
-    def _rest(self, stacks: Sequence[Array], others: Sequence[Array]) -> PyTree:
-        """The other parameters, by name."""
-        leaves = self.partition.combine(stacks, others)
-        params = jax.tree.unflatten(self.partition.structure, leaves)
-        return Partition.of(params, self.partition.key).rest
+        return weights, others, leaves
 
     def _update_layers(
-        self, updated: UpdatedRest, workspace: GradientWorkspace
-    ) -> tuple[Weights, list[Array], list[Stored]]:
-        """Updates the layers while nothing else is computed."""
-        weights, host = updated.weights, jax.tree.leaves(workspace.host)
+        self, weights: Weights, workspace: GradientWorkspace
+    ) -> tuple[list[Array], list[Stored], list[Array | None]]:
+        layered = self.step.schedule.optimizer.layered
+        small = layered.small_gradients(workspace.gradients)
+        gradients = self._host_gradients(workspace)
+        return self.step.in_turn.update(weights, gradients, small)
+
+    def _host_gradients(
+        self, workspace: GradientWorkspace, chunked: Sequence[Array] = ()
+    ) -> HostGradients:
+        stacks = [*jax.tree.leaves(workspace.host), *chunked]
         norm = _pending(workspace).norm
-        weights.stacks, slots, _ = self._update_in_turn(
-            self.optimizer, weights, host, workspace, norm
+        return HostGradients(
+            stacks, gradient_dtypes(workspace), self.step.clipping, norm
         )
-        return weights, updated.others, slots
 
-    def _forward(
-        self, updated: UpdatedRest, batch: PyTree, workspace: GradientWorkspace
-    ) -> tuple[Forward, list[Stored], list[Array]]:
-        """Updates each layer while the layer before runs forward."""
-        weights, others, _ = updated
-        pending, partition = _pending(workspace), self.partition
-        host = jax.tree.leaves(workspace.host)
-        start = self.model.start(
-            weights,
-            self._rest(weights.stacks, others),
-            batch,
-            lambda function, *arguments: function(*arguments),
-        )
-        dtypes = [x.dtype for x in jax.tree.leaves(workspace.gradients)]
-
-        def clipped(n: int, g: Array) -> Array:
-            if n >= len(dtypes):  # of another parameter, and clipped already
-                return g
-            return self.clipping.clipped(g.astype(dtypes[n]), pending.norm)
-
-        layered = self.optimizer.layered
-        gradients = partition.combine(weights.stacks, partition.others(pending.rest))
-        params = partition.combine(weights.stacks, others)
-        overlap = ForwardOverlap(
-            self.optimizer,
-            weights.frozen,
-            [*host, *(gradients[n] for n in layered.chunked)],
-            clipped,
-        )
-        forward, slots, new = overlap.forward(
-            start, weights.stacks, [params[n] for n in layered.chunked]
-        )
-        return forward, slots, layered.others_with(params, new)
+    def _rest(self, stacks: Sequence[Array], others: Sequence[Array]) -> Rest:
+        """The parameters outside the layers, by name."""
+        partition = self.step.partition
+        leaves = partition.combine(stacks, others)
+        params = jax.tree.unflatten(partition.structure, leaves)
+        return Partition.of(params, partition.key).rest
 
 
 def _pending(workspace: GradientWorkspace) -> Pending:

@@ -1,8 +1,8 @@
-"""Which leaves of a model depend on which parameters.
+"""Finds the leaves of a model that depend on given parameters.
 
-Gradients are computed of what follows from trained parameters. And the gradient of an
-output matrix, on which the prologue does not depend, is known before those of the
-layers: its moments need not wait, and a chunk of them travels with each layer's.
+Gradients are computed for leaves that depend on trained parameters. A parameter that
+the prologue does not read, such as an output matrix, has its gradient before the layers
+have theirs. A chunk of its moments then travels with each layer's.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -28,7 +28,7 @@ from paged_optax.transform.codec_rules import SMALLEST_CODED
 def learned(
     model: ModelFunctions, weights: Weights, rest: Rest, batch: PyTree
 ) -> Learned:
-    """Which leaves of the layers' input, and of the context, have gradients.
+    """Finds the leaves of the layers' input, and of the context, that have gradients.
 
     Args:
       model: The model.
@@ -43,8 +43,8 @@ def learned(
         return Learned(every, seen)
 
     def layer(stacks: list[Array], x: PyTree, context: PyTree) -> PyTree:
-        slabs = weights.of(weights.slabs(stacks, 0))
-        return model.run_layer(*slabs, x, context, jnp.int32(0))[0]
+        slices = weights.of(weights.slices(stacks, 0))
+        return model.run_layer(*slices, x, context, jnp.int32(0))[0]
 
     flat = Flat(jax.make_jaxpr(layer)(weights.stacks, x, context))
     first = len(weights.stacks)
@@ -64,7 +64,7 @@ def learned(
 def _entering(
     model: ModelFunctions, rest: Rest, batch: PyTree
 ) -> tuple[list[bool], tuple[PyTree, PyTree]]:
-    """Which leaves the prologue returns have gradients, and the shapes of all."""
+    """Finds the leaves of the prologue's output with gradients, and all shapes."""
     perturbed: list[bool] = []
     shapes: list[tuple[PyTree, PyTree]] = []
 
@@ -94,7 +94,7 @@ def _entering(
 def used(
     function: Callable[..., PyTree], rest: Rest, *others: PyTree
 ) -> Mapping[Hashable, PyTree[bool]]:
-    """Which leaves of `rest` the results of a function of it depend on."""
+    """Marks the leaves of `rest` that a function's results depend on."""
     flat = Flat(jax.make_jaxpr(function)(rest, *others))
     outputs = {x for x in flat.outputs if not isinstance(x, Constant)}
     leaves, structure = jax.tree.flatten(rest)
@@ -103,14 +103,14 @@ def used(
     )
 
 
-# Rows of a chunk of a parameter: whole tiles of a TPU, of words of four codes each too.
+# Rows of a chunk are a multiple of this: whole tiles of a TPU, also of four-code words.
 _ROWS = 32
 
 
 def chunked_leaves(
     prologue: Callable[[Rest, PyTree], PyTree], layered: LayeredState, batch: PyTree
 ) -> list[int]:
-    """Numbers of the parameters outside the layers that can be updated in chunks.
+    """Returns the parameters outside the layers that can be updated in chunks.
 
     Args:
       prologue: The model's.
@@ -135,7 +135,7 @@ def chunked_leaves(
 
 
 def _divides(x: Array, moments: list[Stored], chunks: int) -> bool:
-    """Whether a parameter and its moments divide into chunks of whole rows."""
+    """True if a parameter and its moments divide into chunks of whole rows."""
     arrays = [y for moment in moments for y in jax.tree.leaves(moment)]
     if not any(map(on_host, arrays)) or on_host(x) or x.ndim < 2:
         return False

@@ -1,4 +1,4 @@
-"""The user's three functions: run forward, and pulled back through."""
+"""The model's three functions: their forward pass, and their gradients."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -10,14 +10,15 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
+from paged_optax.backend.memory import HOST
 from paged_optax.backend.text import dtype_and_shape
 from paged_optax.backend.validation import brief
-from paged_optax.layerwise.kept import Activations, RunLayer
 from paged_optax.layerwise.loss import WeightedLoss, loss_and_metrics, over
-from paged_optax.layerwise.slabs import LayerIndex, upwards, written_back
+from paged_optax.layerwise.slices import LayerIndex, upwards, write_slice, written_back
 from paged_optax.layerwise.weights import (
     Dependency,
     Frozen,
+    LayerSlices,
     Prefetched,
     Weights,
     fetch_after,
@@ -27,20 +28,68 @@ from paged_optax.layerwise.weights import (
 #: The parameters without the layers', by name.
 Rest = Mapping[Hashable, PyTree]
 
-#: Puts others in the place of a tree's chosen leaves.
+#: Replaces a tree's chosen leaves.
 Merge = Callable[[Sequence[Array]], PyTree]
 
 
-# The activations, the stacks, and what of the next layer is fetched.
+#: `run(i, slices, x)` returns layer i's output, and its kept outputs.
+RunLayer = Callable[[LayerIndex, LayerSlices, PyTree], tuple[PyTree, PyTree]]
+
+
+class Activations(NamedTuple):
+    """Activations of a forward pass over the layers.
+
+    Attributes:
+      x: The next layer's input; finally the last layer's output.
+      inputs: The inputs of all layers, stacked, for the backward pass.
+      kept: The layers' kept outputs for the epilogue, stacked.
+    """
+
+    x: PyTree[Array]
+    inputs: PyTree[Array]
+    kept: PyTree[Array]
+
+    @classmethod
+    def before(
+        cls,
+        x: PyTree[Array],
+        kept: PyTree[jax.ShapeDtypeStruct],
+        length: int,
+        on_host: bool,
+    ) -> "Activations":
+        """The activations before the first layer.
+
+        Args:
+          x: The first layer's input.
+          kept: Shapes of one layer's kept outputs.
+          length: The number of layers.
+          on_host: If true, `inputs` are in host memory.
+        """
+        # Empty: each layer writes its slice before anything reads it.
+        blank = lambda x: lax.empty((length, *x.shape), x.dtype)
+        inputs = jax.tree.map(blank, x)
+        if on_host:
+            inputs = jax.device_put(inputs, HOST)
+        return cls(x, inputs, jax.tree.map(blank, kept))
+
+    def after(self, i: LayerIndex, slices: LayerSlices, run: RunLayer) -> "Activations":
+        """Runs layer i."""
+        store = lambda to, x: write_slice(to, x[None], i)
+        inputs = jax.tree.map(store, self.inputs, self.x)
+        x, kept = run(i, slices, self.x)
+        return Activations(x, inputs, jax.tree.map(store, self.kept, kept))
+
+
+# The activations, the stacks, and the prefetched slices of the next layer.
 _ForwardCarry = tuple[Activations, list[Array], Prefetched]
 
 
 class ForwardStart(NamedTuple):
-    """What a forward pass begins with.
+    """The prologue's results.
 
     Attributes:
-      activations: Those before the first layer.
-      context: What all layers see.
+      activations: The activations before the first layer.
+      context: The context of all layers.
       run: Runs a layer.
     """
 
@@ -50,12 +99,12 @@ class ForwardStart(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What a forward pass makes.
+    """The results of a forward pass.
 
     Attributes:
-      activations: Those after the last layer.
-      context: What all layers see.
-      stacks: Their parameters.
+      activations: The activations after the last layer.
+      context: The context of all layers.
+      stacks: The layers' parameters.
     """
 
     activations: Activations
@@ -64,14 +113,14 @@ class Forward(NamedTuple):
 
 
 class EpilogueGradients(NamedTuple):
-    """The loss of one micro-batch, its metrics, and the gradients.
+    """The loss of one micro-batch, its metrics, and its gradients.
 
     Attributes:
-      loss: The loss, whose weight is in the dtype that was asked for.
-      metrics: What `epilogue` returned beside it, or None.
-      by_rest: The gradients by `rest`.
-      by_output: Those by what is differentiable of the last layer's output.
-      by_kept: Those by what is differentiable of what the layers kept.
+      loss: The loss.
+      metrics: The epilogue's metrics, or None.
+      by_rest: The gradients of the parameters outside the layers.
+      by_output: The gradients by the last layer's floating-point output.
+      by_kept: The gradients by the floating-point kept outputs.
     """
 
     loss: Float[Array, ""] | WeightedLoss
@@ -82,15 +131,15 @@ class EpilogueGradients(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """Which leaves follow from parameters that are trained.
+    """Marks the leaves that depend on trained parameters.
 
-    Nobody takes the gradients of the others: those of a table would be one more buffer
-    of its size, added to by each layer, and those of a frozen teacher's activations a
+    No other leaf has a gradient. The gradient of a table would be one more buffer,
+    which each layer adds to. Gradients by a frozen teacher's activations would need a
     backward pass through all of its layers.
 
     Attributes:
-      x: Those of the layers' input.
-      context: Those of what all layers see.
+      x: Marks of the leaves of the layers' input.
+      context: Marks of the leaves of the context.
     """
 
     x: list[bool]
@@ -98,12 +147,12 @@ class Learned(NamedTuple):
 
 
 class PrologueGradients(NamedTuple):
-    """The gradients by what the prologue returned, as far as it can be learned.
+    """The gradients by the learned leaves of the prologue's output.
 
     Attributes:
-      x: Those by the learned leaves of the first layer's input; on the way to it, by
-        those of a later layer's.
-      context: Those by the learned leaves of the context.
+      x: The gradients by the first layer's input. During the backward pass they are
+        the gradients by a later layer's input.
+      context: The gradients by the context.
     """
 
     x: list[Array]
@@ -112,14 +161,14 @@ class PrologueGradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ModelFunctions:
-    """The user's three functions.
+    """The model's three functions.
 
     Attributes:
-      prologue: See `layerwise_step`, as for the next two.
-      layer: As above.
-      epilogue: As above.
-      activations_on_host: Whether the layers' inputs wait in host memory.
-      frozen: The frozen parameters. None: the functions do not take any.
+      prologue: See `LayerwiseModel`.
+      layer: See `LayerwiseModel`.
+      epilogue: See `LayerwiseModel`.
+      activations_on_host: If true, the layers' inputs are in host memory.
+      frozen: The frozen parameters. If None, the functions do not take any.
     """
 
     prologue: Callable[..., PyTree]
@@ -129,14 +178,14 @@ class ModelFunctions:
     frozen: Frozen | None = None
 
     def _all(self, rest: Rest) -> tuple[Rest, ...]:
-        """What prologue and epilogue get of parameters."""
+        """The prologue's and epilogue's parameters, on the device."""
         every = (rest,) if self.frozen is None else (rest, self.frozen.rest)
         return jax.tree.map(on_device, every)
 
     def fetch_rest(
         self, rest: Rest, dependency: Dependency
     ) -> tuple["ModelFunctions", Rest, Dependency]:
-        """Fetches what is outside the layers once `dependency` has been computed."""
+        """Fetches parameters outside the layers after `dependency` is computed."""
         if self.frozen is None:
             return self, *fetch_after(rest, dependency)
         both = rest, self.frozen.rest
@@ -145,7 +194,7 @@ class ModelFunctions:
         return dataclasses.replace(self, frozen=frozen), rest, dependency
 
     def run_prologue(self, rest: Rest, batch: PyTree) -> tuple[PyTree[Array], PyTree]:
-        """The first layer's input, and the context."""
+        """Returns the first layer's input, and the context."""
         output = self.prologue(*self._all(rest), batch)
         x, context = _pair("prologue", "x, context", output)
         return jax.tree.map(jnp.asarray, x), context
@@ -158,7 +207,7 @@ class ModelFunctions:
         context: PyTree,
         i: LayerIndex,
     ) -> tuple[PyTree[Array], PyTree[Array]]:
-        """One layer's output, and what it keeps."""
+        """Returns one layer's output, and its kept outputs."""
         every = (weights,) if self.frozen is None else (weights, frozen)
         output = self.layer(*every, x, context, i)
         return jax.tree.map(jnp.asarray, _pair("layer", "x, kept", output))
@@ -166,7 +215,7 @@ class ModelFunctions:
     def run_epilogue(
         self, rest: Rest, x: PyTree[Array], kept: PyTree[Array], batch: PyTree
     ) -> PyTree:
-        """What `epilogue` returns."""
+        """Returns the loss, or the loss and metrics."""
         return self.epilogue(*self._all(rest), x, kept, batch)
 
     def start(
@@ -179,11 +228,11 @@ class ModelFunctions:
         """Runs the prologue; `each` calls a function for each micro-batch."""
         rest = jax.tree.map(on_device, rest)  # once for all micro-batches
         x, context = each(lambda b: self.run_prologue(rest, b), batch)
-        run = lambda i, slabs, x: each(
-            lambda x, c: self.run_layer(*weights.of(slabs), x, c, i), x, context
+        run = lambda i, slices, x: each(
+            lambda x, c: self.run_layer(*weights.of(slices), x, c, i), x, context
         )
         shapes = jax.eval_shape(
-            lambda stacks, x: run(jnp.int32(0), weights.slabs(stacks, 0), x),
+            lambda stacks, x: run(jnp.int32(0), weights.slices(stacks, 0), x),
             weights.stacks,
             x,
         )
@@ -200,10 +249,10 @@ class ModelFunctions:
             i: LayerIndex, following: LayerIndex | None, carry: _ForwardCarry
         ) -> _ForwardCarry:
             activations, stacks, prefetched = carry
-            slabs, frozen = weights.slabs(stacks, i, prefetched, vectors)
-            stacks, slabs = written_back(stacks, slabs, i)
+            slices, frozen = weights.slices(stacks, i, prefetched, vectors)
+            stacks, slices = written_back(stacks, slices, i)
             prefetched = weights.prefetch(stacks, following)
-            activations = activations.after(i, (slabs, frozen), start.run)
+            activations = activations.after(i, (slices, frozen), start.run)
             return activations, stacks, prefetched
 
         vectors = weights.vectors(weights.stacks)
@@ -226,17 +275,17 @@ class ModelFunctions:
         before: Float[Array, ""] | None = None,
         last: Bool[Array, ""] | bool = True,
     ) -> EpilogueGradients:
-        """The loss of one micro-batch, its metrics, and the gradients.
+        """Computes the loss of one micro-batch, its metrics, and its gradients.
 
         Args:
-          rest: The parameters without the layers'.
+          rest: The parameters outside the layers.
           x: The last layer's output.
-          kept: What the layers kept.
+          kept: The layers' kept outputs.
           batch: The micro-batch.
-          dtype: The dtype of weights.
-          before: The weight of the micro-batches before. The gradients are of a total
-            by the weight so far; None: of the total.
-          last: Whether no micro-batch comes after.
+          dtype: The dtype of the loss's weight.
+          before: The weight of the preceding micro-batches. The gradients are then
+            divided by the weight so far; None leaves them undivided.
+          last: If true, no micro-batch follows.
         """
         inputs, merge_x = _inexact(x)
         floats, merge_kept = _inexact(kept)
@@ -270,7 +319,7 @@ class ModelFunctions:
         dx: list[Array],
         dkept: list[Array],
     ) -> tuple[PyTree[Array], list[Array], list[Array]]:
-        """One layer's gradients by its weights, and what is learned beside them."""
+        """Computes a layer's gradients by its parameters, its input and the context."""
         inputs, merge_x = select(x, learned.x)
         seen, merge_context = select(context, learned.context)
 
@@ -297,18 +346,18 @@ class ModelFunctions:
 
 
 def is_inexact(x: object) -> bool:
-    """Whether a leaf is an array that can have a gradient."""
+    """True if a leaf is an array that can have a gradient."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _inexact(tree: PyTree) -> tuple[list[Array], Merge]:
-    """What is differentiable of a tree, and what puts it back."""
+    """Selects the floating-point leaves of a tree."""
     return select(tree, [is_inexact(x) for x in jax.tree.leaves(tree)])
 
 
 def select(tree: PyTree, chosen: Sequence[bool]) -> tuple[list[Array], Merge]:
-    """The chosen leaves of a tree, and what puts others in their place."""
+    """Returns the chosen leaves of a tree, and a function that replaces them."""
     leaves, structure = jax.tree.flatten(tree)
 
     def merge(values: Sequence[Array]) -> PyTree:
@@ -322,7 +371,6 @@ def select(tree: PyTree, chosen: Sequence[bool]) -> tuple[list[Array], Merge]:
 
 
 def _pair(function: str, names: str, output: PyTree) -> tuple[PyTree, PyTree]:
-    """What one of the user's functions returns, which must be two things."""
     if not isinstance(output, (tuple, list)) or len(output) != 2:
         raise TypeError(
             f"{function} returns {brief(output)}: it returns ({names}), of which the"
@@ -335,7 +383,7 @@ def _pair(function: str, names: str, output: PyTree) -> tuple[PyTree, PyTree]:
 def refuse_other_input(
     x: PyTree[Array], output: PyTree[Array] | PyTree[jax.ShapeDtypeStruct]
 ) -> None:
-    """Refuses a layer's output that cannot be the next layer's input."""
+    """Raises if a layer's output cannot be the next layer's input."""
     describe = lambda tree: jax.tree.map(dtype_and_shape, tree)
     if describe(x) != describe(output):
         raise ValueError(

@@ -1,32 +1,27 @@
-"""One transformation of a whole tree, applied to one layer after the other.
-
-What `tx.update` computes of a stack is run on one layer's slab of it. At the end
-`tx.update` runs on the whole tree, for what is not updated in slabs; its other results
-are dead code.
-"""
+"""Applies one transformation to a layer at a time, and to the other parameters."""
 
 import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
-from itertools import accumulate, compress
+from itertools import compress
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import HOST, nbytes, on_host
-from paged_optax.backend.platforms import GPU_FETCHES_AHEAD, barrier_on_cpu
+from paged_optax.backend.platforms import barrier_on_cpu
 from paged_optax.backend.types import on_one_device
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree
 from paged_optax.layerwise.layered_state import LayeredState
-from paged_optax.layerwise.overlap import Group
-from paged_optax.layerwise.programs import Programs, layer_programs
-from paged_optax.layerwise.slabs import LayerIndex, put, slab
+from paged_optax.layerwise.segments import Group
+from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
 from paged_optax.layerwise.tree_update import TreeUpdate
 from paged_optax.layerwise.weights import (
     add_in_place,
@@ -34,18 +29,17 @@ from paged_optax.layerwise.weights import (
     host_like,
     on_device,
 )
-from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import Gate, current, within
 from paged_optax.transform.gates import only_if
 
 Tree = TypeVar("Tree", bound=PyTree)
 
-# For each fetch the whole update is traced. An embedding, a position's, a matrix of
-# outputs: what else is large belongs to layers.
+# The update of the rest is traced once for each fetch. A model has few large parameters
+# outside its layers: embeddings of tokens and positions, and an output matrix.
 _FETCHED_SINGLY = 3
 
-# A page of one moment may be so large a part of the layers that are on the device. Of
-# layers on the host these are one that is used, the next one, and one of gradients.
+# The largest page, as a part of the layers that are on the device. If the layers are on
+# the host, the device holds the current layer, the next one and a layer's gradients.
 _PAGE_PART = 1 / 32
 _LAYERS_ON_DEVICE = 3
 
@@ -55,20 +49,13 @@ class LayerOptimizer:
     """Updates layers, and the rest.
 
     Attributes:
-      tx: The transformation.
       layered: The parameters and its state.
-      programs: What an update computes of each leaf. None: moments are coded, and
-        `tx.update` runs on stacks of one layer; or `tree` updates.
-      tree: The update in the loss's own tree; None: stacks are that tree.
-      overlaps: Whether a layer is updated while another one is computed.
-      happens: Whether anything is updated at all.
+      tree: The update in the loss's own tree.
+      happens: If false, nothing is updated.
     """
 
-    tx: optax.GradientTransformationExtraArgs
     layered: LayeredState
-    programs: Programs | None
-    tree: TreeUpdate | None = None
-    overlaps: bool = False
+    tree: TreeUpdate
     happens: Gate = True
 
     @classmethod
@@ -79,6 +66,7 @@ class LayerOptimizer:
         gradients: PyTree[Array],
         happens: Gate,
         tree: LayerTree | None,
+        tree_state: PyTree,
     ) -> "LayerOptimizer":
         """Traces the update.
 
@@ -86,45 +74,45 @@ class LayerOptimizer:
           tx: The transformation.
           layered: The parameters and its state.
           gradients: One layer's gradients.
-          happens: Whether anything is updated at all.
-          tree: The loss's own tree; None: stacks are that tree.
+          happens: If false, nothing is updated.
+          tree: The loss's own tree; None if the stacks are that tree.
+          tree_state: The types of the state of the own tree.
         """
-        partition = layered.partition
-        others = [None] * partition.in_layers.count(False)
-        dtypes = [x.dtype for x in jax.tree.leaves(gradients)]
-        shapes = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype if dtype is None else dtype)
-            for x, dtype in zip(
-                layered.params, partition.combine(dtypes, others), strict=True
-            )
-        ]
-        extended = optax.with_extra_args_support(tx)
-        if tree is not None:
-            types = [x.dtype for x in shapes]
-            update = TreeUpdate.of(extended, tree, layered, types)
-            return cls(extended, layered, None, update, happens=happens)
-        programs = layer_programs(extended, layered, shapes)
-        return cls(extended, layered, programs, happens=happens)
+        dtypes, extended = (
+            _dtypes(layered, gradients),
+            optax.with_extra_args_support(tx),
+        )
+        if tree is None:
+            update = TreeUpdate.of_stacks(extended, layered, dtypes)
+        else:
+            update = TreeUpdate.of(extended, tree, layered, tree_state, dtypes)
+        return cls(layered, update, happens)
+
+    def in_chunks(
+        self, layered: LayeredState, gradients: PyTree[Array]
+    ) -> "LayerOptimizer":
+        """Updates large parameters outside the layers in chunks, one with each layer.
+
+        Args:
+          layered: The parameters and the state, and the chunked parameters.
+          gradients: One layer's gradients.
+
+        Raises:
+          ValueError: If their rows cannot be updated alone.
+        """
+        tree = self.tree.in_chunks(layered, _dtypes(layered, gradients))
+        return LayerOptimizer(layered, tree, self.happens)
 
     def only_if(self, happens: Gate) -> "LayerOptimizer":
-        """The same, whose updates happen or do not."""
+        """The same optimizer, with updates that depend on `happens`."""
         return dataclasses.replace(self, happens=happens)
 
     @functools.cached_property
     def groups(self) -> list[Group]:
-        """What is updated in slabs, in groups that travel one after the other."""
-        shared = self.programs is not None and self.programs.analysis.tail.equations
+        """The leaves that are updated layer by layer, in groups of equal travel."""
+        programs = self.tree.programs
+        shared = programs is not None and programs.analysis.tail.equations
         return self.layered.grouped(1 if shared else None)
-
-    @property
-    def can_overlap(self) -> bool:
-        """Whether a layer can be updated while another one is computed.
-
-        Not yet on many devices, where gradients are reduced beside transfers.
-        """
-        layered = self.layered
-        several = layered.length > 1 and len(self.groups) > 1
-        return GPU_FETCHES_AHEAD and several and on_one_device(layered.slots)
 
     def update_layer(
         self,
@@ -142,16 +130,19 @@ class LayerOptimizer:
           i: Its number.
 
         Returns:
-          The state's stacks, and the layer's parameters; those that are not updated
-          layer by layer are the objects that were passed.
+          The state's stacks, and the layer's parameters. Small leaves are returned as
+          they were passed.
         """
         (every,), length = self.layered.grouped(1), self.layered.length
-        state = [slab(x, i, length) for x in slots]
-        # All leaves are one group, and each is isolated: the moments of one go while
-        # those of another come.
+        state = [read_slice(x, i, length) for x in slots]
+        # All leaves are one group of isolated leaves: one leaf's moments are written
+        # back while the next leaf's are fetched.
         with within(isolate=True):
             moments, leaves = self.update_group(every, state, weights, gradients, i)
-        slots = [put(x, new, i, length) for x, new in zip(slots, moments, strict=True)]
+        slots = [
+            write_slice(x, new, i, length)
+            for x, new in zip(slots, moments, strict=True)
+        ]
         new = dict(zip(every.positions, leaves, strict=True))
         return slots, [new.get(n, x) for n, x in enumerate(weights)]
 
@@ -166,13 +157,12 @@ class LayerOptimizer:
         """Updates some leaves of layer i.
 
         Args:
-          group: Which.
+          group: The leaves.
           state: Their moments, with a leading axis of 1.
-          weights: All parameters of the layer, with a leading axis of 1, and the
-            layer's chunk of those that are updated in chunks. What is of other leaves
-            is not read.
+          weights: All parameters of the layer, with a leading axis of 1, and a chunk of
+            each chunked parameter. Other leaves are not read.
           gradients: Their gradients.
-          i: The layer's number.
+          i: The layer.
 
         Returns:
           The leaves' new moments, and the leaves.
@@ -183,44 +173,19 @@ class LayerOptimizer:
             for values in (weights, gradients)
         )
         moments = dict(zip(group.slot_positions, state, strict=True))
-        # Of other groups the whole stacks are passed: nothing reads them.
+        # Nothing reads the stacks of other groups.
         positions = iter(range(len(layered.slots)))
         state_leaves = [
             moments.get(next(positions), x) if stacked else x
             for x, stacked in zip(layered.state, layered.stacked, strict=True)
         ]
-        run = self._one_layer if self.programs is None else self._one_slab
         old = [x for n in group.positions if (x := weights[n]) is not None]
 
         def update() -> tuple[list[Stored], list[Array]]:
-            leaves, moments = run(updates, state_leaves, params, i, group)
+            leaves, moments = self._one_layer(updates, state_leaves, params, i, group)
             return self._if_it_happens((moments, leaves), (list(state), old))
 
         return barrier_on_cpu(update)
-
-    def _one_slab(
-        self,
-        updates: Sequence[Array | None],
-        state: Sequence[Stored],
-        params: Sequence[Array | None],
-        i: LayerIndex,
-        group: Group,
-    ) -> tuple[list[Array], list[Stored]]:
-        """Updates some leaves of one layer by the whole tree's programs."""
-        assert self.programs is not None
-        chosen = [self.layered.numbers[n] for n in group.positions]
-        sizes = [len(jax.tree.leaves(x)) for x in state]
-        outputs = accumulate(sizes, initial=len(params))
-        slots = list(compress(outputs, self.layered.stacked))
-        results = self.programs.run(
-            [*updates, *jax.tree.leaves(state), *params],
-            i,
-            [*chosen, *(slots[n] for n in group.slot_positions)],
-            self.layered.length,
-        )
-        weights = [x for n in chosen if (x := params[n]) is not None]
-        new = jax.tree.leaves(optax.apply_updates(weights, results[: len(chosen)]))
-        return new, list[Stored](results[len(chosen) :])
 
     def _one_layer(
         self,
@@ -230,7 +195,6 @@ class LayerOptimizer:
         i: LayerIndex,
         group: Group,
     ) -> tuple[list[Array], list[Stored]]:
-        """Updates a tree with some leaves of one layer in it."""
         layered = self.layered
         numbers = [layered.numbers[n] for n in group.positions]
         moments = [
@@ -244,12 +208,14 @@ class LayerOptimizer:
         only = lambda leaves: [
             x if n in numbers else None for n, x in enumerate(leaves)
         ]
+        # JAX would trace again for the weak type of a Python integer.
+        i = np.int32(i) if isinstance(i, int) else i
         leaves, new = self._jitted(only(updates), read, only(params), i)
         return [leaves[n] for n in numbers], list(compress(new, moments))
 
     @functools.cached_property
     def _jitted(self) -> Callable[..., tuple[list[Array], list[Stored]]]:
-        """`_update` with blanks for what is None: each group's is traced only once."""
+        """The update of a layer, traced once for each group."""
 
         def update(
             updates: Sequence[Array | None],
@@ -257,10 +223,8 @@ class LayerOptimizer:
             params: Sequence[Array | None],
             i: LayerIndex,
         ) -> tuple[list[Array], list[Stored]]:
-            if self.tree is not None:
-                with self._context():
-                    return self.tree.layer(i, updates, state, params)
-            return self._update(updates, state, params, i)
+            with self._context():
+                return self.tree.layer(i, updates, state, params)
 
         return jax.jit(update, inline=True)
 
@@ -271,38 +235,38 @@ class LayerOptimizer:
         others: Sequence[Array],
         gradients: Sequence[Array],
     ) -> tuple[list[Array], list[Array], list[Stored]]:
-        """Updates what is not updated layer by layer.
+        """Updates parameters outside the layers, and the layers' small leaves.
 
         Args:
           stacks: The layers' parameters.
-          small: The gradients of the small ones.
+          small: The gradients of the small leaves.
           others: The other parameters.
           gradients: Their gradients.
 
         Returns:
-          The layers' parameters, the others, and the leaves of the state, blank where
-          they are stacks; see `LayeredState.new_state`.
+          The layers' parameters, the others, and the leaves of the state. Stacks in the
+          state are unchanged; see `LayeredState.new_state`.
         """
         layered, partition = self.layered, self.layered.partition
         params = partition.combine(stacks, others)
         updates: list[Array | None] = partition.combine(small, gradients)
-        rest = {n for n, slabbed in enumerate(layered.slabbed) if not slabbed}
+        rest = {n for n, sliced in enumerate(layered.sliced) if not sliced}
         hosted = [n for n in rest if on_host(params[n])]
         new, state = self._update_all_but(hosted, params, updates)
-        # Of what is divided, rows are on other devices.
+        # The rows of a divided parameter are on other devices.
         undivided = on_one_device([params[n] for n in hosted])
         add = (
             functools.partial(jax.tree.map, add_in_place)
             if undivided
             else optax.apply_updates
         )
-        # The device holds the largest ones one at a time.
+        # The device holds one of the largest at a time.
         large = sorted(hosted, key=lambda n: -nbytes(params[n]))
         fetches = [[n] for n in large[:_FETCHED_SINGLY]] + [large[_FETCHED_SINGLY:]]
         last: PyTree[Array] = new
         for numbers in filter(None, fetches):
             pairs = {n: (params[n], updates[n]) for n in numbers}
-            # One after the other, or the device would hold all of them at once.
+            # Each fetch follows the previous update, which limits device memory.
             pairs, last = fetch_after(pairs, last)
             for n, pair in pairs.items():
                 params[n], updates[n] = pair
@@ -325,14 +289,10 @@ class LayerOptimizer:
         updates: Sequence[Array | None],
         add: Callable[[PyTree, PyTree], PyTree] = optax.apply_updates,
     ) -> tuple[list[Array], list[Stored]]:
-        """Updates what is not updated layer by layer, but for some parameters.
-
-        Returns:
-          All parameters, and the leaves of the state, blank of those.
-        """
+        """Updates what `update_rest` updates, except the parameters in `left`."""
         layered = self.layered
         taken = [
-            not slabbed and n not in left for n, slabbed in enumerate(layered.slabbed)
+            not sliced and n not in left for n, sliced in enumerate(layered.sliced)
         ]
         only = lambda leaves: [
             x if yes else None for x, yes in zip(leaves, taken, strict=True)
@@ -345,11 +305,7 @@ class LayerOptimizer:
             x if yes else None for x, yes in zip(layered.state, moments, strict=True)
         ]
         with only_if(self.happens):
-            if self.tree is None:
-                update = self._update
-            else:
-                update = self._update_tree
-            leaves, new_state = update(only(updates), state, only(params), add=add)
+            leaves, new_state = self._update(only(updates), state, only(params), add)
         new = [
             self._if_it_happens(x, old) if yes else old
             for old, x, yes in zip(params, leaves, taken, strict=True)
@@ -361,20 +317,18 @@ class LayerOptimizer:
         ]
 
     def _if_it_happens(self, new: Tree, old: Tree) -> Tree:
-        """What is new where the update happens; else what is old."""
         if self.happens is True:
             return new
         return jax.tree.map(lambda x, y: jnp.where(self.happens, x, y), new, old)
 
-    def _update_tree(
+    def _update(
         self,
         updates: Sequence[Array | None],
         state: Sequence[Stored | None],
         params: Sequence[Array | None],
         add: Callable[[PyTree, PyTree], PyTree] = optax.apply_updates,
     ) -> tuple[list[Array], list[Stored]]:
-        """The leaves of new parameters and of a new state; stacks of the small ones."""
-        assert self.tree is not None
+        """Updates the leaves that are not None, in the loss's own tree."""
         stacks = [isinstance(x, LayerNumbers) for x in self.tree.state_members]
         fetched = [
             x if x is None or not stacked else jax.tree.map(on_device, x)
@@ -389,31 +343,8 @@ class LayerOptimizer:
             for x, old, at, stacked in zip(new, state, fetched, stacks, strict=True)
         ]
 
-    def _update(
-        self,
-        updates: Sequence[Array | None],
-        state: Sequence[Stored | None],
-        params: Sequence[Array | None],
-        layer: LayerIndex | None = None,
-        add: Callable[[PyTree, PyTree], PyTree] = optax.apply_updates,
-    ) -> tuple[list[Array], list[Stored]]:
-        """The leaves of new parameters and of a new state; blanks for what is None."""
-        layered = self.layered
-        filled = lambda leaves, like: [
-            _blank(old) if x is None else x for x, old in zip(leaves, like, strict=True)
-        ]
-        tree = layered.params_tree(filled(params, layered.params))
-        with self._context(), within(layer=layer):
-            changes, new_state = self.tx.update(
-                layered.params_tree(filled(updates, layered.params)),
-                layered.state_tree(filled(state, layered.state)),
-                tree,
-            )
-        new_params = jax.tree.leaves(add(tree, changes))
-        return new_params, jax.tree.leaves(new_state, is_leaf=is_quantized)
-
     def _context(self) -> contextlib.AbstractContextManager[None]:
-        """Around an update of what has been fetched."""
+        """The context of an update whose arrays are on the device."""
         layered = self.layered
         layers = layered.of_layers(layered.params)
         hosted = any(map(on_host, layers))
@@ -425,11 +356,8 @@ class LayerOptimizer:
         return within(fetched=True, spare_bytes=int(spare), isolate=isolate)
 
 
-def _blank(x: Tree) -> Tree:
-    """What stands for an array whose update nobody takes: zeros, which nobody makes.
-
-    A count remains what it is.
-    """
-    return jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype) if x.ndim else on_device(x), x
-    )
+def _dtypes(layered: LayeredState, gradients: PyTree[Array]) -> list[np.dtype]:
+    """The dtypes of the gradients of all parameters."""
+    partition = layered.partition
+    others = [x.dtype for x in partition.others(partition.rest)]
+    return partition.combine([x.dtype for x in jax.tree.leaves(gradients)], others)

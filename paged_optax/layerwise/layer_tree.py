@@ -1,4 +1,4 @@
-"""The loss's own tree of parameters, beside the stacks that a step trains."""
+"""Maps the loss's own tree of parameters to the stacks that a step trains."""
 
 import dataclasses
 import functools
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from paged_optax.backend.flax_variables import as_pure, fixed_variables
@@ -14,22 +15,22 @@ from paged_optax.state.leaves import is_quantized
 
 
 class LayerNumbers(tuple[int, ...]):
-    """The number of a leaf in each layer, or -1; to JAX a leaf, and no container."""
+    """The number of a leaf in each layer, or -1. A pytree leaf, not a container."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, numbers: Sequence[int | None]) -> "LayerNumbers":
-        """The numbers, with -1 for None."""
+        """Replaces None by -1."""
         return cls(-1 if n is None else n for n in numbers)
 
 
-#: The leaves of an own tree that are one leaf of the stacked tree, by number: those of
-#: all layers for a stack, else one.
+#: The own tree's leaves that form one leaf of the stacked tree, by number: one leaf of
+#: each layer for a stack, a single leaf for any other parameter.
 Members = LayerNumbers | int
 
 
-#: Combines the leaves of all layers; None stands for that of a layer that has none.
+#: Combines the leaves of all layers; None stands for a layer without the leaf.
 Together = Callable[[Sequence[PyTree | None]], PyTree]
 
 
@@ -38,11 +39,11 @@ Together = Callable[[Sequence[PyTree | None]], PyTree]
 )
 @dataclasses.dataclass(frozen=True)
 class SomeLayers:
-    """A stack of moments that only some layers have, as where others are frozen.
+    """A stack of moments that only some layers have, for example unfrozen layers.
 
     Attributes:
       stack: The stack, with zeros for the other layers.
-      present: For each layer whether it has the moment.
+      present: For each layer, true if it has the moment.
     """
 
     stack: PyTree
@@ -50,13 +51,13 @@ class SomeLayers:
 
 
 def is_stored(node: PyTree) -> bool:
-    """Whether a node of a stacked state is one leaf of it, maybe of several arrays."""
+    """True if a node of a stacked state is one leaf, possibly of several arrays."""
     return is_quantized(node) or isinstance(node, SomeLayers)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerTree:
-    """How the leaves of a tree of layers correspond to a tree of stacks.
+    """The correspondence between a tree of layers and a tree of stacks.
 
     Attributes:
       structure: The structure of the own tree.
@@ -65,6 +66,11 @@ class LayerTree:
 
     structure: PyTreeDef
     members: PyTree
+
+    @classmethod
+    def of_stacks(cls, structure: PyTreeDef) -> "LayerTree":
+        """The tree of a model whose own leaves are stacks."""
+        return cls(structure, list(range(structure.num_leaves)))
 
     @functools.cached_property
     def stacked(self) -> tuple[list[Members], PyTreeDef]:
@@ -78,20 +84,19 @@ class LayerTree:
 
     @property
     def length(self) -> int:
-        """The number of layers."""
+        """The number of layers; 0 if the own leaves are stacks."""
         members, _ = self.stacked
-        return next(len(x) for x in members if isinstance(x, LayerNumbers))
+        return next((len(x) for x in members if isinstance(x, LayerNumbers)), 0)
 
     def stack(self, tree: PyTree, together: Together) -> PyTree:
-        """Stacks the trees of the own structure within a tree, as a state's moments.
+        """Stacks all subtrees of the own structure, such as the moments of a state.
 
         Args:
           tree: The tree.
-          together: Combines the leaves of all layers into one; None where a layer has
-            none.
+          together: A function that combines the leaves of all layers into one.
 
         Returns:
-          The tree, in which stacked trees replace these.
+          The tree with stacked subtrees.
         """
 
         def combine(entries: Sequence[PyTree]) -> PyTree:
@@ -101,11 +106,11 @@ class LayerTree:
                 for x in members
             )
 
-        # A state may have variables of its own, unlike the parameters'.
+        # A state may have Flax variables where the parameters have none.
         return _replace(as_pure(tree), self._pure, combine)
 
     def members_of(self, structure: PyTreeDef) -> list[Members]:
-        """For each leaf of a stacked state the leaves of the own state.
+        """Returns, for each leaf of a stacked state, the leaves of the own state.
 
         Args:
           structure: The structure of the own state.
@@ -119,7 +124,7 @@ class LayerTree:
     def unstack(
         self, tree: PyTree, apart: Callable[[PyTree], Sequence[PyTree]]
     ) -> PyTree:
-        """Undoes `stack`; `apart` gives the leaves of all layers of one stack."""
+        """Undoes `stack`; `apart` returns the leaves of all layers of one stack."""
 
         def combine(entries: Sequence[PyTree]) -> PyTree:
             members, _ = self.stacked
@@ -138,7 +143,7 @@ class LayerTree:
                     leaves[n] = x if there else optax.MaskedNode()
             return self.structure.unflatten(leaves)
 
-        # Flax's variables hold what a codec stores one by one.
+        # Flax's variables hold each array of an encoded moment separately.
         return fixed_variables(_replace(tree, self.stacked[1], combine))
 
     def _joined(
@@ -165,7 +170,7 @@ def _replace(
     structure: PyTreeDef,
     combine: Callable[[Sequence[PyTree]], PyTree],
 ) -> PyTree:
-    """Replaces each subtree of a structure by what `combine` makes of its leaves."""
+    """Replaces each subtree of a structure by the combination of its leaves."""
     if is_stored(tree):
         return tree
     try:
@@ -181,6 +186,40 @@ def _replace(
 
 
 def _is_entry(x: PyTree) -> bool:
-    """Whether a node may be what a tree of moments has of one parameter."""
+    """True if a node can be one parameter's entry in a tree of moments."""
     leaf = isinstance(x, optax.MaskedNode) or is_stored(x)
     return leaf or jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
+
+
+def tree_leaves(
+    members: Sequence[Members],
+    leaves: Sequence[PyTree],
+    of_layer: Callable[[PyTree, int], PyTree],
+) -> list[PyTree]:
+    """Lists the leaves of an own tree.
+
+    Args:
+      members: The own tree's leaves for each leaf of the stacked tree.
+      leaves: The leaves of the stacked tree.
+      of_layer: Returns one layer of a leaf that is a stack.
+    """
+    by_number: dict[int, PyTree] = {}
+    for member, x in zip(members, leaves, strict=True):
+        if isinstance(member, int):
+            by_number[member] = x
+        else:
+            layers = enumerate(member)
+            by_number |= {n: of_layer(x, i) for i, n in layers if n >= 0}
+    return [by_number[n] for n in range(len(by_number))]
+
+
+def stacked_shape(
+    layers: Sequence[jax.ShapeDtypeStruct | None],
+) -> jax.ShapeDtypeStruct:
+    """The shape of a stack of these leaves. Its leading axis is not divided."""
+    first = next(x for x in layers if x is not None)
+    sharding = first.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = sharding.update(spec=PartitionSpec(None, *sharding.spec))
+    shape = len(layers), *first.shape
+    return jax.ShapeDtypeStruct(shape, first.dtype, sharding=sharding)

@@ -1,4 +1,4 @@
-"""Parameters and an optimizer's state: which leaves are updated layer by layer."""
+"""The leaves of parameters and state, and the order of their updates."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -15,32 +15,33 @@ from paged_optax.backend.types import KeyPath
 from paged_optax.codecs import Quantized
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layer_tree import SomeLayers, is_stored
-from paged_optax.layerwise.overlap import Group, grouped
 from paged_optax.layerwise.parameters import Partition, length_of
-from paged_optax.layerwise.slabs import LayerIndex, goes_in_slabs, put
+from paged_optax.layerwise.segments import Group, grouped
+from paged_optax.layerwise.slices import LayerIndex, is_sliced, write_slice
 from paged_optax.transform.trees import parameter_of
 
 Value = TypeVar("Value")
 
 
 class LayeredState:
-    """Parameters and an optimizer's state, leaf by leaf.
+    """The leaves of parameters and state.
 
     Attributes:
       partition: The parameters, partitioned.
-      length: How many layers there are.
-      chunked: The numbers of the parameters outside the layers that are updated with
-        them, in as many chunks as there are layers.
+      length: The number of layers.
+      chunked: The numbers of the parameters outside the layers that are updated in
+        chunks, one chunk with each layer.
       paths: The paths of all parameters.
       params: All parameters.
-      slabbed: For each of them whether it is updated in slabs.
-      numbers: The numbers of the layers' parameters, and then of those in chunks. A
-        leaf of a layer is known by its position among these.
+      sliced: For each parameter, true if it is updated in slices or chunks.
+      numbers: The numbers of the layers' parameters, then of the chunked ones. A leaf's
+        position is its index in this list.
+      state_structure: The structure of the state.
       state_paths: The paths of the state.
       state: Its leaves.
-      owners: For each of these the number of its parameter; None: of none.
-      stacked: For each of these whether it is updated in slabs.
-      slots: Those that are.
+      owners: For each leaf of the state, the number of its parameter, or None.
+      stacked: For each leaf of the state, true if it is updated in slices or chunks.
+      slots: The leaves of the state that are.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class LayeredState:
         flat, _ = jax.tree_util.tree_flatten_with_path(as_pure(params))
         self.paths = [path for path, _ in flat]
         self.params: list[Array] = [x for _, x in flat]
-        self.slabbed = [
-            n in chunked or (inside and goes_in_slabs(x))
+        self.sliced = [
+            n in chunked or (inside and is_sliced(x))
             for n, (inside, x) in enumerate(
                 zip(partition.in_layers, self.params, strict=True)
             )
@@ -64,7 +65,7 @@ class LayeredState:
         self.numbers = [n for n, inside in enumerate(partition.in_layers) if inside]
         self.numbers += self.chunked
         self._like = state
-        self._structure = jax.tree.structure(state, is_leaf=is_stored)
+        self.state_structure = jax.tree.structure(state, is_leaf=is_stored)
         flat, _ = jax.tree_util.tree_flatten_with_path(
             as_pure(state), is_leaf=is_stored
         )
@@ -76,11 +77,11 @@ class LayeredState:
         self.owners = parameter_of(self.state_paths, self.paths)
         self.stacked = [
             owner is not None
-            and self.slabbed[owner]
+            and self.sliced[owner]
             and bool(jax.tree.leaves(x)[0].ndim)
             for x, owner in zip(self.state, self.owners, strict=True)
         ]
-        # Scales are few, and on a TPU a part of a vector is no whole tile.
+        # Scales stay on the device: on a TPU a slice of a vector is no whole tile.
         self.slots = [
             _scales_to(x, host=False)
             for x, stacked in zip(self.state, self.stacked, strict=True)
@@ -88,9 +89,9 @@ class LayeredState:
         ]
 
     def grouped(self, most: int | None = None) -> list[Group]:
-        """The leaves that are updated in slabs, in groups of about equal travel."""
+        """Groups the leaves that are updated in slices, with about equal transfers."""
         by_number = {number: position for position, number in enumerate(self.numbers)}
-        positions = [by_number[n] for n in self.numbers if self.slabbed[n]]
+        positions = [by_number[n] for n in self.numbers if self.sliced[n]]
         owners = [
             by_number[owner]
             for owner, stacked in zip(self.owners, self.stacked, strict=True)
@@ -105,47 +106,47 @@ class LayeredState:
         return grouped(positions, owners, travel, most)
 
     def of_layers(self, values: Sequence[Value]) -> list[Value]:
-        """Those of a value for each parameter that belong to the layers."""
+        """Selects the layers' values from one value for each parameter."""
         inside = self.partition.in_layers
         return [x for x, yes in zip(values, inside, strict=True) if yes]
 
     def small_gradients(self, gradients: PyTree[Array]) -> list[Array | None]:
-        """Room for the gradients of small leaves, of all layers: norms, biases."""
+        """Zeros for the gradients of all layers' small leaves, such as norms."""
         return [
-            None if slabbed else jnp.zeros((self.length, *g.shape), g.dtype)
-            for g, slabbed in zip(
-                jax.tree.leaves(gradients), self.of_layers(self.slabbed), strict=True
+            None if sliced else jnp.zeros((self.length, *g.shape), g.dtype)
+            for g, sliced in zip(
+                jax.tree.leaves(gradients), self.of_layers(self.sliced), strict=True
             )
         ]
 
     def name(self, number: int) -> str:
-        """What messages call a parameter."""
+        """The parameter's name in messages."""
         return f"parameter {keystr(self.paths[number])}"
 
     def others_with(
         self, params: Sequence[Array], chunked: Sequence[Array]
     ) -> list[Array]:
-        """The parameters outside the layers, with others for those in chunks."""
+        """The parameters outside the layers, with new chunked ones."""
         new = dict(zip(self.chunked, chunked, strict=True))
         inside = enumerate(self.partition.in_layers)
         return [new.get(n, params[n]) for n, yes in inside if not yes]
 
     def params_tree(self, leaves: Sequence[object]) -> PyTree:
-        """A tree of all parameters' structure."""
+        """Builds a tree with the structure of the parameters."""
         return jax.tree.unflatten(self.partition.structure, leaves)
 
     def state_tree(self, leaves: Sequence[object]) -> PyTree:
-        """A tree of the state's structure."""
-        return jax.tree.unflatten(self._structure, leaves)
+        """Builds a tree with the structure of the state."""
+        return jax.tree.unflatten(self.state_structure, leaves)
 
     def new_state(
         self, slots: Sequence[Stored], leaves: Sequence[Stored]
     ) -> PyTree[Array]:
-        """The whole state.
+        """Builds the new state.
 
         Args:
           slots: Its stacks.
-          leaves: All its leaves, of which those that are stacks are not used.
+          leaves: All its leaves. The stacks among them are ignored.
         """
         stacks = iter(slots)
         new = [
@@ -164,17 +165,17 @@ class LayeredState:
 def store_small(
     small: Sequence[Array | None], gradients: Sequence[Array], i: LayerIndex
 ) -> list[Array | None]:
-    """Keeps the gradients of layer i's small leaves."""
+    """Stores the gradients of layer i's small leaves."""
     return [
-        None if stack is None else put(stack, g, i)
+        None if stack is None else write_slice(stack, g, i)
         for stack, g in zip(small, gradients, strict=True)
     ]
 
 
 def _scales_to(x: Stored, *, host: bool) -> Stored:
-    """Moves a stack's scales, which are few, to the device or back.
+    """Moves a stack's scales to the device, or back to the host.
 
-    The container names no codec, as those of single layers do not.
+    The container names no codec, like the containers of single layers.
     """
     if not isinstance(x, Quantized):
         return x

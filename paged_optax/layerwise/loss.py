@@ -1,4 +1,4 @@
-"""The loss, a mean or a sum and a weight, and the metrics of a layerwise step."""
+"""Losses with and without a weight, and the metrics of a layerwise step."""
 
 from typing import NamedTuple
 
@@ -10,12 +10,12 @@ from jaxtyping import Float, PyTree
 
 
 class WeightedLoss(NamedTuple):
-    """A loss as a sum and its weight, such as the number of tokens that count.
+    """The sum of a loss, and its weight, such as the number of unmasked tokens.
 
-    An epilogue returns it in the place of a mean. With `accumulate=True` the step is
-    then that of all micro-batches' totals by all their weights, which is the step of
-    the whole batch. A mean of means is another step if the weights differ, as with
-    padded or masked batches.
+    An epilogue returns it in place of a mean. With `accumulate=True` the step divides
+    the sum of all totals by the sum of all weights, which is the step of the whole
+    batch. A mean of means differs if the weights differ, for example in padded or
+    masked batches.
 
     If all weights are zero, the loss is zero, and so are its gradients. The weight is
     data: no gradient goes through it.
@@ -51,7 +51,7 @@ class WeightedLoss(NamedTuple):
 
 
 def loss_and_metrics(output: PyTree) -> tuple[ArrayLike | WeightedLoss, PyTree]:
-    """The loss that an epilogue returned, and its metrics or None.
+    """Splits an epilogue's output into the loss, and its metrics or None.
 
     Raises:
       ValueError: If the loss, or its weight, is not one number.
@@ -63,15 +63,15 @@ def loss_and_metrics(output: PyTree) -> tuple[ArrayLike | WeightedLoss, PyTree]:
 
 
 def has_metrics(output: PyTree) -> bool:
-    """Whether a function returned metrics beside the loss; a `WeightedLoss` is one."""
+    """True if an output has metrics; a `WeightedLoss` is a loss without metrics."""
     return isinstance(output, tuple) and not isinstance(output, WeightedLoss)
 
 
 def refuse_no_loss(function: str, output: PyTree) -> None:
-    """Refuses what is no loss.
+    """Raises if an output has no scalar loss.
 
     Args:
-      function: What users call the function that returned it.
+      function: The name of the function in messages.
       output: The loss, or the loss and metrics, or their shapes.
 
     Raises:
@@ -114,13 +114,12 @@ def refuse_no_loss(function: str, output: PyTree) -> None:
 
 
 def over(total: Array, weight: Array, last: ArrayLike = True) -> Array:
-    """A sum by its weight; zero by no weight, and so are its gradients.
+    """Divides a sum by its weight; without weight, value and gradients are zero.
 
     Args:
       total: The sum.
       weight: The weight, in the dtype to divide in, or a wider one.
-      last: Whether this is all of the weight. If more may come, a sum of no weight
-        yet stays a sum.
+      last: If false, more weight may follow, and a sum without weight stays a sum.
     """
     wide = total.astype(np.promote_types(total.dtype, weight.dtype))
     mean = wide / weight_divisor(weight)
@@ -128,12 +127,12 @@ def over(total: Array, weight: Array, last: ArrayLike = True) -> Array:
 
 
 def weight_divisor(weight: Array) -> Array:
-    """What a sum has been divided by: its weight, or 1 if it has none yet."""
+    """The divisor of a sum: its weight, or 1 if it has none yet."""
     return jnp.where(weight == 0, jnp.ones_like(weight), weight)
 
 
 def mean_of(losses: Array | WeightedLoss) -> Array:
-    """The loss of several micro-batches, or of one, whose losses these are."""
+    """Averages the losses of micro-batches."""
     if isinstance(losses, WeightedLoss):
         total, weight = losses
         wide = np.promote_types(total.dtype, weight.dtype)  # a sum may exceed float16
@@ -146,7 +145,7 @@ class LayerwiseOutput(NamedTuple):
 
     Attributes:
       loss: The loss, averaged over micro-batches, by their weights if it has any.
-      metrics: What `epilogue` returned beside it, or None; of each micro-batch.
+      metrics: The epilogue's metrics of each micro-batch, or None.
       gradient_norm: The global norm of the gradients, before any clipping.
     """
 

@@ -1,265 +1,382 @@
-"""Transfers between host and device, overlapped with a computation in segments.
+"""The schedule that updates one layer while another one is computed."""
 
-XLA begins a transfer where its operand is there, and waits for it where its result is
-used. So what is to travel beside a segment is bound to the segment's ends: what has
-been computed there passes an optimization barrier together with what has been
-transferred. A layer's leaves are in as many groups, of which one travels beside each
-segment.
-"""
-
-import contextlib
 import dataclasses
 import functools
-import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
 
-import jax
-from jax import Array, lax
-from jax.extend import core
+import jax.numpy as jnp
+from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from paged_optax.analysis.flat import Flat
-from paged_optax.analysis.program import Constant, Equation, Opaque
 from paged_optax.backend.memory import nbytes, on_host
-from paged_optax.layerwise.slabs import LayerIndex, slab
-
-#: What happens between two segments: `between(k, computed)` is called after segment k
-#: and returns what has been computed.
-Between = Callable[[int, list[ArrayLike]], list[ArrayLike]]
-
-Result = TypeVar("Result", bound=PyTree[Array])
-
-# Products that an H200 computes in the time in which it writes an entry to its memory.
-_AN_ENTRY = 300
-
-# An equation of this part of a segment's work has results that segments are bound to.
-# To bind whatever lives there would tear apart what XLA fuses.
-_PRODUCT = 1 / 32
-
-# The result of these is their operand, in another shape or dtype.
-_SAME = frozenset({"convert_element_type", "reshape", "squeeze", "transpose"})
-
-
-def in_segments(
-    function: Callable[..., Result],
-    arguments: Sequence[PyTree[ArrayLike]],
-    ends: Sequence[float],
-    between: Between,
-) -> Result:
-    """Calls a function in segments.
-
-    Args:
-      function: The function.
-      arguments: Its arguments.
-      ends: Where each segment but the last one ends, as a part of the work.
-      between: What happens there.
-    """
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    flat = Flat(closed, checkpoints=False)
-    work = [_work(flat, equation) for equation in flat.equations]
-    cuts = _cuts(work, ends)
-    bound = _results(flat)
-    for equation, size in zip(flat.equations, work, strict=True):
-        if size > _PRODUCT * sum(work) / (len(ends) + 1):
-            bound.update(equation.outputs)
-    last_use = {
-        x: index
-        for index, operands in enumerate(
-            [*(equation.inputs for equation in flat.equations), flat.outputs]
-        )
-        for x in operands
-        if not isinstance(x, Constant)
-    }
-    values = dict(flat.constants) | dict(enumerate(jax.tree.leaves(arguments)))
-    read = lambda x: x.value if isinstance(x, Constant) else values[x]
-    for index, equation in enumerate(flat.equations):
-        with _traced_mesh(equation):
-            outputs = equation.bind([read(x) for x in equation.inputs], None)
-        values.update(zip(equation.outputs, outputs, strict=True))
-        for k in (k for k, cut in enumerate(cuts) if cut == index):
-            computed = [x for x in values if x in bound and last_use.get(x, -1) > index]
-            new = between(k, [values[x] for x in computed])
-            values.update(zip(computed, new, strict=True))
-    return jax.tree.unflatten(jax.tree.structure(shapes), map(read, flat.outputs))
-
-
-def _traced_mesh(equation: Equation) -> contextlib.AbstractContextManager[None]:
-    """Around an equation: the mesh that it was traced on, of explicit axes or not."""
-    mesh = equation.traced and equation.traced.ctx.cur_abstract_mesh
-    if not mesh or mesh == jax.sharding.get_abstract_mesh():
-        return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(mesh)
-
-
-def _cuts(work: Sequence[float], ends: Sequence[float]) -> list[int]:
-    """The equations after which segments end: those that end nearest."""
-    done = list(itertools.accumulate(work))
-    nearest = lambda end: min(
-        range(len(done)), key=lambda index: abs(done[index] - end * done[-1])
-    )
-    return [nearest(end) for end in ends]
-
-
-def _results(flat: Flat) -> set[int]:
-    """The results, and what is a result in another shape or dtype."""
-    results = {x for x in flat.outputs if not isinstance(x, Constant)}
-    for equation in reversed(flat.equations):
-        if equation.primitive.name in _SAME and not results.isdisjoint(
-            equation.outputs
-        ):
-            results.update(x for x in equation.inputs if not isinstance(x, Constant))
-    return results
-
-
-def _work(flat: Flat, equation: Equation) -> float:
-    return _operations(
-        equation.primitive.name,
-        {k: x.value if isinstance(x, Opaque) else x for k, x in equation.params},
-        [tuple(flat.shape(x)) for x in equation.inputs],
-        [tuple(flat.shape(x)) for x in equation.outputs],
-    )
-
-
-def _operations(
-    primitive: str,
-    params: Mapping[str, object],
-    operands: Sequence[tuple[int, ...]],
-    results: Sequence[tuple[int, ...]],
-) -> float:
-    """Operations of a primitive, given the shapes of its operands and results."""
-    entries = sum(map(math.prod, results))
-    match primitive, params:
-        case "dot_general", {"dimension_numbers": (((*summed,), _), _)}:
-            return 2.0 * entries * math.prod(operands[0][i] for i in summed)
-        case _, {"dimension_numbers": lax.ConvDimensionNumbers() as numbers}:
-            features = operands[1][numbers.rhs_spec[0]]
-            return 2.0 * entries * math.prod(operands[1]) / features
-        case _:
-            pass
-    inside = sum(
-        _operations(
-            eqn.primitive.name,
-            eqn.params,
-            [getattr(x.aval, "shape", ()) for x in eqn.invars],
-            [getattr(x.aval, "shape", ()) for x in eqn.outvars],
-        )
-        for jaxpr in core.jaxprs_in_params(dict(params))
-        for eqn in jaxpr.eqns
-    )
-    turns = params.get("length", 1)
-    return (turns if isinstance(turns, int) else 1) * inside + _AN_ENTRY * entries
-
-
-# A transfer is hidden by what is computed beside it. Of more groups fewer bytes wait
-# on the device; of four, each is about one large matrix of a transformer.
-_GROUPS = 4
-
-
-class Group(NamedTuple):
-    """Some leaves of a layer, which are updated together.
-
-    Attributes:
-      positions: Their positions among the layer's leaves.
-      slot_positions: The positions of their moments among the state's stacks.
-    """
-
-    positions: tuple[int, ...]
-    slot_positions: tuple[int, ...]
-
-
-def grouped(
-    positions: Sequence[int],
-    owners: Sequence[int],
-    travel: Sequence[int],
-    most: int | None = None,
-) -> list[Group]:
-    """Divides a layer's leaves into groups of about equal travel.
-
-    Args:
-      positions: The positions of those that are updated layer by layer.
-      owners: For each of the state's stacks the position of its leaf.
-      travel: For each of `positions` the bytes that travel.
-      most: How many groups at most; None: as many as are worth it.
-
-    Returns:
-      The groups.
-    """
-    count = min(most or _GROUPS, sum(map(bool, travel)))
-    groups: list[list[int]] = [[] for _ in range(max(1, count))]
-    sizes = [0] * len(groups)
-    for size, position in sorted(zip(travel, positions, strict=True), reverse=True):
-        least = sizes.index(min(sizes))
-        groups[least].append(position)
-        sizes[least] += size
-    # The smallest first: it is fetched beside the last segment, where XLA:GPU begins to
-    # fetch late (jax 0.12.0.1).
-    return [
-        Group(
-            tuple(sorted(group)),
-            tuple(n for n, owner in enumerate(owners) if owner in group),
-        )
-        for _, group in sorted(zip(sizes, groups, strict=True))
-    ]
+from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
+from paged_optax.backend.types import on_one_device
+from paged_optax.engine.paged_array import Stored
+from paged_optax.layerwise.forward import (
+    Activations,
+    Forward,
+    ForwardStart,
+    PrologueGradients,
+)
+from paged_optax.layerwise.group_transfers import (
+    GroupInputs,
+    GroupTransfers,
+    InFlight,
+    Values,
+    after_all,
+)
+from paged_optax.layerwise.layer_optimizer import LayerOptimizer
+from paged_optax.layerwise.segments import ends_of, in_segments
+from paged_optax.layerwise.sinks import HostGradients, WorkspaceCarry, WorkspaceSink
+from paged_optax.layerwise.slices import LayerIndex, downwards, read_slice, upwards
+from paged_optax.layerwise.sweep import BackwardPass
+from paged_optax.layerwise.weights import LayerSlices, Prefetched, Vectors, Weights
 
 
 @dataclasses.dataclass(frozen=True)
-class FrozenPortions:
-    """Frozen stacks, of which a share is fetched beside each segment of a computation.
+class Overlapped:
+    """Updates a layer while the layer before it is computed.
 
     Attributes:
-      stacks: The stacks.
-      count: How many shares, of about equal travel.
+      optimizer: The transformation.
     """
 
-    stacks: Sequence[Array]
+    optimizer: LayerOptimizer
+
+    @staticmethod
+    def possible(optimizer: LayerOptimizer) -> bool:
+        """True if XLA overlaps the transfers of such an update.
+
+        On several devices gradients are reduced during transfers. A schedule for meshes
+        would belong to this class.
+        """
+        layered = optimizer.layered
+        several = layered.length > 1 and len(optimizer.groups) > 1
+        return GPU_FETCHES_AHEAD and several and on_one_device(layered.slots)
+
+    def backward(
+        self, layers: BackwardPass, sink: WorkspaceSink, start: WorkspaceCarry
+    ) -> tuple[WorkspaceCarry, list[Array], PrologueGradients]:
+        """Computes each layer's gradients while the layer after it is updated.
+
+        Returns:
+          The last carry, the layers' parameters and the chunked ones, and the gradients
+          by the prologue's output.
+        """
+        layered = self.optimizer.layered
+        others = [layered.params[n] for n in layered.chunked]
+        transfers = GroupTransfers(self.optimizer, layers.weights.frozen, True)
+        overlap = _BackwardOverlap(transfers, layers, sink)
+        carry, flight, back = overlap.run(start, others)
+        return carry._replace(slots=flight.slots), flight.stacks, back
+
+    def forward(
+        self,
+        start: ForwardStart,
+        weights: Weights,
+        gradients: HostGradients,
+        others: Sequence[Array],
+    ) -> tuple[Forward, list[Stored], list[Array]]:
+        """Runs each layer forward while the layer after it is updated.
+
+        Args:
+          start: The prologue's results.
+          weights: The layers' parameters.
+          gradients: The gradients, with the `others` last.
+          others: The parameters that are updated in chunks.
+
+        Returns:
+          The result of the forward pass, the state's stacks, and the new `others`.
+        """
+        transfers = GroupTransfers(self.optimizer, weights.frozen, False)
+        overlap = _ForwardOverlap(transfers, start, gradients, len(weights.stacks))
+        return overlap.run([*weights.stacks, *others])
+
+
+# The sink's carry, the gradients by the prologue's output, the transfers, and the
+# fetched parameters of the layer that is updated next.
+_BackwardCarry = tuple[WorkspaceCarry, PrologueGradients, InFlight, dict[int, Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _BackwardOverlap:
+    """Updates a layer during the backward pass of the layer before it.
+
+    Attributes:
+      transfers: The groups of leaves.
+      layers: The backward pass.
+      sink: Receives the gradients.
+    """
+
+    transfers: GroupTransfers
+    layers: BackwardPass
+    sink: WorkspaceSink
+
+    def run(
+        self, start: WorkspaceCarry, others: Sequence[Array]
+    ) -> tuple[WorkspaceCarry, InFlight, PrologueGradients]:
+        """Runs the pass, and updates a chunk of each of `others` with each layer."""
+        layers, frozen = self.layers, self.transfers.frozen
+        last = layers.weights.length - 1
+        vectors = layers.weights.vectors(layers.stacks)
+        # XLA would fetch the last layer before the loss is computed.
+        stacks, dx = after_all((layers.stacks, layers.epilogue.by_output))
+        slices = layers.weights.slices(stacks, last)
+        hosted = {n: x for n, x in enumerate(slices[0]) if on_host(layers.stacks[n])}
+        # The same holds of the first moments.
+        slots, stacks, dx = after_all(
+            (self.transfers.optimizer.layered.slots, [*stacks, *others], dx)
+        )
+        inputs = self._inputs(slots, 0, last)
+        weights = {
+            n: read_slice(x, last - 1) for n, x in enumerate(stacks) if on_host(x)
+        }
+        fixed = {n: read_slice(x, last - 1) for n, x in enumerate(frozen) if on_host(x)}
+        flight = InFlight(slots, stacks, inputs, weights, fixed)
+        x, dkept = layers.read(last)
+        back = layers.first_gradients(dx)
+        gradients, back = layers.pull_with(slices, x, back, dkept, jnp.int32(last))
+        flight, (gradients, back) = self.transfers.wait(-1, flight, (gradients, back))
+        carry = self.sink.store(start, last, gradients), back, flight, hosted
+        carry, back, flight, hosted = downwards(
+            last,
+            functools.partial(self._turn, vectors),
+            carry,
+            prefetches=layers.weights.prefetches,
+            makes_room=True,
+        )
+        update = functools.partial(
+            self._update, 0, None, None, hosted, self.sink.read(carry, 0)
+        )
+        for k in range(len(self.transfers.groups)):
+            flight, _ = update(k, flight, ())
+            flight, _ = self.transfers.wait(k, flight, ())
+        return carry, flight, back
+
+    def _turn(
+        self,
+        vectors: Vectors,
+        i: LayerIndex,
+        following: LayerIndex | None,
+        carry: _BackwardCarry,
+    ) -> _BackwardCarry:
+        """Differentiates layer i, and updates layer i + 1."""
+        (inner, back, flight, hosted), layers = carry, self.layers
+        transfers, count = self.transfers, len(layers.stacks)
+        fetched = flight.weights
+        frozen = transfers.portions.slices(flight.frozen, i)
+        prefetched = Prefetched(fetched, dict(enumerate(frozen)))
+        slices, frozen = layers.weights.slices(
+            flight.stacks[:count], i, prefetched, vectors
+        )
+        flight, slices = flight.read_first(slices, count)
+        update = functools.partial(
+            *(self._update, i + 1, i, following, hosted),
+            self.sink.read(inner, i + 1),
+        )
+
+        def between(k: int, computed: list[ArrayLike]) -> list[ArrayLike]:
+            nonlocal flight
+            flight, computed = transfers.wait(k, flight, computed)
+            flight, computed = update(k + 1, flight, computed)
+            return computed
+
+        x, dkept = layers.read(i)
+        arguments = (slices, frozen), x, back, dkept, i
+        flight, arguments = update(0, flight, arguments)
+        sizes = transfers.moment_bytes
+        ends = ends_of(sizes, sizes, transfers.portions.sizes)
+        results = in_segments(layers.pull_with, arguments, ends, between)
+        flight, (gradients, back) = transfers.wait(-1, flight, results)
+        # Parameters that were fetched for a layer's gradients stay for its update.
+        return self.sink.store(inner, i, gradients), back, flight, fetched
+
+    def _inputs(
+        self, slots: Sequence[Stored], k: int, i: LayerIndex | None
+    ) -> GroupInputs:
+        if i is None:
+            return GroupInputs([], [], {})
+        return GroupInputs(self.transfers.fetch_moments(slots, k, i), [], {})
+
+    def _update(
+        self,
+        i: LayerIndex,
+        differentiated: LayerIndex | None,
+        following: LayerIndex | None,
+        hosted: dict[int, Array],
+        by: Sequence[Array],
+        k: int,
+        flight: InFlight,
+        computed: Values,
+    ) -> tuple[InFlight, Values]:
+        """Updates group k of a layer, and begins to fetch the next group.
+
+        Args:
+          i: The layer that is updated.
+          differentiated: The layer that is differentiated meanwhile, if any.
+          following: The layer that is differentiated next, if any.
+          hosted: The parameters of layer i that came from the host, by position.
+          by: The gradients of layer i.
+          k: The group.
+          flight: The transfers.
+          computed: The values of the other computation at this point.
+        """
+        transfers = self.transfers
+        weights = [
+            hosted[n] if n in hosted else read_slice(x, i, transfers.parts)
+            for n, x in enumerate(flight.stacks)
+        ]
+        flight, _, computed = transfers.update(k, flight, weights, by, i, computed)
+        last = k + 1 == len(transfers.groups)
+        after = 0 if last else k + 1
+        inputs = self._inputs(flight.slots, after, differentiated if last else i)
+        flight = flight._replace(inputs=inputs)
+        if following is None:
+            return flight, computed
+        weights = {
+            n: read_slice(flight.stacks[n], following)
+            for n in transfers.groups[after].positions
+            if on_host(flight.stacks[n])
+        }
+        frozen = transfers.portions.fetch(k, following)
+        return flight._replace(
+            weights=flight.weights | weights, frozen=flight.frozen | frozen
+        ), computed
+
+
+@dataclasses.dataclass(frozen=True)
+class _ForwardOverlap:
+    """Updates a layer during the forward pass of the layer before it.
+
+    Attributes:
+      transfers: The groups of leaves.
+      start: The prologue's results.
+      gradients: The gradients. A group's are fetched with its moments.
+      count: The number of the layers' stacks.
+    """
+
+    transfers: GroupTransfers
+    start: ForwardStart
+    gradients: HostGradients
     count: int
 
-    @functools.cached_property
-    def positions(self) -> list[tuple[int, ...]]:
-        """For each share the positions of its stacks, all of which are on the host."""
-        hosted = [n for n, x in enumerate(self.stacks) if on_host(x)]
-        travel = [nbytes(self.stacks[n]) for n in hosted]
-        groups = grouped(hosted, (), travel, self.count)
-        return [group.positions for group in groups] + [()] * (self.count - len(groups))
+    def run(self, stacks: list[Array]) -> tuple[Forward, list[Stored], list[Array]]:
+        """Runs the layers forward. `stacks` has the chunked parameters last."""
+        transfers, count = self.transfers, self.count
+        layered = transfers.optimizer.layered
+        flight = InFlight(layered.slots, stacks, None, {}, {})
+        flight = flight._replace(inputs=self._inputs(flight, 0, 0))
+        # The first layer is updated before any layer runs forward.
+        for k in range(len(transfers.groups)):
+            flight, _ = self._update(k, flight, 0, 1, ())
+            flight, _ = transfers.wait(k, flight, ())
+        last, carry = layered.length - 1, (self.start.activations, flight)
+        carry = upwards(last, self._turn, carry, prefetches=True, makes_room=True)
+        activations, flight = carry
+        # Nothing is left to update during the forward pass of the last layer.
+        i = jnp.int32(last)
+        flight, slices = self._slices(i, flight)
+        activations, stacks = (
+            activations.after(i, slices, self.start.run),
+            flight.stacks,
+        )
+        forward = Forward(activations, self.start.context, stacks[:count])
+        return forward, flight.slots, stacks[count:]
+
+    def _turn(
+        self,
+        i: LayerIndex,
+        following: LayerIndex | None,
+        carry: tuple[Activations, InFlight],
+    ) -> tuple[Activations, InFlight]:
+        """Runs layer i forward, and updates layer i + 1."""
+        (activations, flight), transfers = carry, self.transfers
+        flight, slices = self._slices(i, flight)
+
+        def run(i: LayerIndex, slices: LayerSlices, x: PyTree) -> tuple[PyTree, PyTree]:
+            nonlocal flight
+            after = None if following is None else following + 1
+
+            def between(k: int, values: list[ArrayLike]) -> list[ArrayLike]:
+                nonlocal flight
+                flight, values = transfers.wait(k, flight, values)
+                flight, values = self._update(k + 1, flight, i + 1, after, values)
+                return values
+
+            arguments = i, slices, x
+            flight, arguments = self._update(0, flight, i + 1, after, arguments)
+            results = in_segments(self.start.run, arguments, self._ends, between)
+            flight, results = transfers.wait(-1, flight, results)
+            return results
+
+        return activations.after(i, slices, run), flight
 
     @property
-    def sizes(self) -> list[int]:
-        """Bytes of each share, of all layers."""
-        return [sum(nbytes(self.stacks[n]) for n in share) for share in self.positions]
+    def _ends(self) -> list[float]:
+        leaving, groups = self.transfers.moment_bytes, self.transfers.groups
+        stacks = self.gradients.stacks
+        gradients = [sum(nbytes(stacks[n]) for n in x.positions) for x in groups]
+        coming = [x + y for x, y in zip(leaving, gradients, strict=True)]
+        return ends_of(leaving, coming, self.transfers.portions.sizes)
 
-    def fetch(self, k: int, i: LayerIndex) -> dict[int, Array]:
-        """Begins to fetch share k of layer i; by the positions of the stacks."""
-        return {n: slab(self.stacks[n], i) for n in self.positions[k]}
+    def _slices(self, i: LayerIndex, flight: InFlight) -> tuple[InFlight, LayerSlices]:
+        """Layer i's parameters, read before the next layer's are written."""
+        # The previous turn updated some of them, which it fetched for that.
+        new, frozen = flight.weights, self.transfers.portions.slices(flight.frozen, i)
+        layers = enumerate(flight.stacks[: self.count])
+        slices = [new[n] if n in new else read_slice(x, i) for n, x in layers]
+        flight, slices = flight.read_first(slices, self.count)
+        return flight._replace(weights={}), (slices, frozen)
 
-    def slabs(self, fetched: Mapping[int, Array], i: LayerIndex) -> list[Array]:
-        """Layer i, all shares of which have been fetched."""
-        return [
-            fetched[n] if n in fetched else slab(x, i)
-            for n, x in enumerate(self.stacks)
+    def _inputs(self, flight: InFlight, k: int, i: LayerIndex) -> GroupInputs:
+        """Begins to fetch the inputs of the update of group k of layer i."""
+        group, parts = self.transfers.groups[k], self.transfers.parts
+        return GroupInputs(
+            self.transfers.fetch_moments(flight.slots, k, i),
+            [read_slice(self.gradients.stacks[n], i, parts) for n in group.positions],
+            {
+                n: read_slice(flight.stacks[n], i, parts)
+                for n in group.positions
+                if on_host(flight.stacks[n])
+            },
+        )
+
+    def _update(
+        self,
+        k: int,
+        flight: InFlight,
+        i: LayerIndex,
+        after: LayerIndex | None,
+        computed: Values,
+    ) -> tuple[InFlight, Values]:
+        """Updates group k of layer i, and begins to fetch the next group.
+
+        After the last group that is the first group of layer `after`, if there is one.
+        """
+        assert flight.inputs is not None  # every turn fetches what the next one updates
+        group, parts = self.transfers.groups[k], self.transfers.parts
+        _, gradients, fetched = flight.inputs
+        weights = [
+            fetched.get(n, read_slice(x, i, parts)) if n in group.positions else None
+            for n, x in enumerate(flight.stacks)
         ]
-
-
-def ends_of(
-    leaving: Sequence[int], coming: Sequence[int], shares: Sequence[int]
-) -> list[float]:
-    """Where segments end, as parts of the work: as long as what travels in them.
-
-    Beside segment k group k leaves, and the group after it comes, and share k.
-
-    Args:
-      leaving: Bytes of each group that travel to the host.
-      coming: Those that travel from it.
-      shares: Bytes of each share of what is frozen.
-
-    Returns:
-      The ends. Segments are equally long if nothing of all this travels, as of weights
-      on the host that are updated without moments.
-    """
-    after = map(sum, zip([*coming[1:], *coming[:1]], shares, strict=True))
-    done = list(itertools.accumulate(map(max, zip(leaving, after, strict=True))))
-    if not done[-1]:
-        return [k / len(done) for k in range(1, len(done))]
-    return [x / done[-1] for x in done[:-1]]
+        pairs = zip(group.positions, gradients, strict=True)
+        clipped = {n: self.gradients.clip_leaf(n, g) for n, g in pairs}
+        by = [clipped.get(n) for n in range(len(weights))]
+        flight, new, computed = self.transfers.update(
+            k, flight, weights, by, i, computed
+        )
+        pairs = zip(group.positions, new, strict=True)
+        updated = {n: x for n, x in pairs if n in fetched}
+        flight = flight._replace(
+            inputs=None,
+            weights=flight.weights | updated,
+            frozen=flight.frozen | self.transfers.portions.fetch(k, i),
+        )
+        last = k + 1 == len(self.transfers.groups)
+        layer = after if last else i
+        if layer is None:
+            return flight, computed
+        inputs = self._inputs(flight, 0 if last else k + 1, layer)
+        return flight._replace(inputs=inputs), computed

@@ -1,4 +1,4 @@
-"""Parameters: the layers' on a leading axis of their own, and the rest by name."""
+"""Partitions parameters into stacked layers and the rest."""
 
 import dataclasses
 import re
@@ -26,7 +26,7 @@ from paged_optax.backend.text import keystr, parse_bytes, path_name
 from paged_optax.backend.types import PyTreeDef, is_committed
 from paged_optax.backend.validation import check_arrays
 from paged_optax.engine.shards import Shards
-from paged_optax.layerwise.slabs import goes_in_slabs
+from paged_optax.layerwise.slices import is_sliced
 
 #: An array, or what says its shape and dtype.
 Shaped = Array | np.ndarray | jax.ShapeDtypeStruct
@@ -36,15 +36,15 @@ Value = TypeVar("Value")
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """The parameters of a model, the layers' apart from the rest.
+    """A model's parameters, partitioned into layers and the rest.
 
     Attributes:
       key: The key of the layers' parameters.
       layers: The layers' parameters, stacked.
-      rest: All others, by name.
+      rest: The other parameters, by name.
       names: The mapping's keys, in the order of its leaves.
       structure: The structure of all parameters.
-      in_layers: For each leaf of all parameters whether it is of the layers.
+      in_layers: For each parameter, true if it belongs to the layers.
     """
 
     key: str
@@ -83,7 +83,7 @@ class Partition:
         return cls(key, layers, children, names, structure, in_layers)
 
     def others(self, rest: Mapping[Hashable, PyTree[Array]]) -> list[Array]:
-        """Leaves of a tree like `rest`, in the order that they have among all."""
+        """Flattens a tree like `rest`, in the order of all parameters."""
         return [
             x
             for name in self.names
@@ -92,19 +92,19 @@ class Partition:
         ]
 
     def combine(self, layers: Sequence[Value], others: Sequence[Value]) -> list[Value]:
-        """Values of the layers' leaves and of others, in the order of all leaves."""
+        """Merges the layers' and the other values, in the order of all parameters."""
         of_layers, of_others = iter(layers), iter(others)
         return [next(of_layers if inside else of_others) for inside in self.in_layers]
 
 
 def by_name(tree: PyTree) -> dict[Hashable, PyTree] | None:
-    """What a mapping holds, in the order of its leaves; None of what is no mapping.
+    """Returns a mapping's children in the order of its leaves; None if it is none.
 
     Args:
-      tree: The mapping: any that JAX knows as a pytree.
+      tree: A mapping that is registered as a pytree.
     """
     children, outer = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
-    # A mapping's leaves may come in any order: JAX itself says in which.
+    # The order of a mapping's leaves is read off its pytree.
     numbers = jax.tree.unflatten(outer, range(len(children)))
     if not isinstance(numbers, Mapping):
         return None
@@ -113,19 +113,19 @@ def by_name(tree: PyTree) -> dict[Hashable, PyTree] | None:
 
 
 def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
-    """Puts stacked layers in host memory, from which each layer's weights are fetched.
+    """Moves stacked layers to host memory, from which a step fetches each layer.
 
     Args:
       layers: The layers' parameters, stacked on the leading axis of each leaf, or their
-        `ShapeDtypeStruct`s. NumPy arrays go to the host without a detour.
-      min_size: Leaves of fewer bytes a layer stay on the device; so do those of which
-        a layer has a vector or a number.
+        `ShapeDtypeStruct`s. NumPy arrays are copied to host memory directly.
+      min_size: Leaves of fewer bytes for each layer stay on the device. Vectors and
+        scalars of a layer stay there too.
 
     Returns:
-      The layers; the larger leaves in host memory.
+      The layers, with the larger leaves in host memory.
 
     Raises:
-      ValueError: If layers are given one by one, and not stacked.
+      ValueError: If layers are not stacked.
 
     Example:
       >>> import jax.numpy as jnp, paged_optax as po
@@ -139,7 +139,7 @@ def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
 
     def place(x: Shaped) -> Array | jax.ShapeDtypeStruct:
         kind = jax.typeof(x)  # of NumPy's float64, what JAX makes of it
-        small = not goes_in_slabs(x) or nbytes(kind) // kind.shape[0] < smallest
+        small = not is_sliced(x) or nbytes(kind) // kind.shape[0] < smallest
         if not small:
             return place_on_host(x)
         return jnp.asarray(x) if isinstance(x, np.ndarray) else x
@@ -148,11 +148,11 @@ def offload(layers: PyTree, min_size: int | str = "256KiB") -> PyTree:
 
 
 def place_on_host(x: Shaped) -> Array | jax.ShapeDtypeStruct:
-    """An array in host memory, or its shape; NumPy's goes there without a detour."""
+    """Moves an array, or the placement of its shape, to host memory."""
     if not isinstance(x, np.ndarray) and on_host(x):
         return x
     if not isinstance(x, jax.ShapeDtypeStruct) and not is_committed(x):
-        return jax.device_put(x, HOST)  # of the mesh around, if there is one
+        return jax.device_put(x, HOST)  # on the current mesh, if there is one
     sharding = typed_by_memory(
         x.sharding or SingleDeviceSharding(jax.devices()[0])
     ).with_memory_kind(PINNED_HOST)
@@ -162,13 +162,13 @@ def place_on_host(x: Shaped) -> Array | jax.ShapeDtypeStruct:
 
 
 def from_numpy(params: PyTree) -> PyTree:
-    """The parameters, with JAX arrays for NumPy's."""
+    """Converts NumPy arrays to JAX arrays."""
     array = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
     return jax.tree.map(array, params)
 
 
 def length_of(layers: PyTree) -> int:
-    """The number of layers: the length of every leaf's leading axis."""
+    """Returns the number of layers: the length of every leaf's leading axis."""
     refuse_one_by_one(layers)
     lengths: dict[int, str] = {}
     for path, x in jax.tree_util.tree_flatten_with_path(layers)[0]:
@@ -188,10 +188,10 @@ def length_of(layers: PyTree) -> int:
 
 
 def refuse_one_by_one(layers: PyTree) -> None:
-    """Refuses a list of layers, or a mapping whose keys number them.
+    """Raises if layers are a list, or a mapping whose keys number them.
 
-    A layer may itself be such a list, of parts whose parameters are stacked. Then some
-    parameter is a stack of matrices, and all are of one length.
+    A layer may be a list of parts whose parameters are stacked. Some parameter is then
+    a stack of matrices, and all have one length.
     """
     flat = jax.tree_util.tree_flatten_with_path(layers)[0]
     names = {path_name(path[:1]): path[0] for path, _ in flat if path}
@@ -225,7 +225,7 @@ def refuse_one_by_one(layers: PyTree) -> None:
 
 
 def placed_shape(x: Shaped) -> jax.ShapeDtypeStruct:
-    """Where a parameter is, or where it would be if it does not say."""
+    """The shape of a parameter, with its sharding or the default one."""
     sharding = getattr(x, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
     dtype, sharding = jax.typeof(x).dtype, typed_by_memory(sharding)
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
@@ -234,7 +234,7 @@ def placed_shape(x: Shaped) -> jax.ShapeDtypeStruct:
 def zeros(
     like: Shaped, shape: tuple[int, ...], dtype: DTypeLike, host: bool = False
 ) -> Array | jax.ShapeDtypeStruct:
-    """Zeros beside an array, or what stands for them beside a `ShapeDtypeStruct`."""
+    """Zeros on the devices of `like`; a `ShapeDtypeStruct` if `like` is one."""
     sharding = getattr(like, "sharding", None)
     kind = PINNED_HOST if host else memory_kinds()[0]
     shards = Shards.of_array(like)

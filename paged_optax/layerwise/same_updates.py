@@ -1,6 +1,6 @@
-"""Which layers are updated alike, read off a trace of the tree of all layers.
+"""Finds layers with the same update, in a trace of the tree of all layers.
 
-A layer's signature has the program of each of its leaves, and what that is given.
+A layer's signature has the program of each of its leaves, and the program's inputs.
 """
 
 import dataclasses
@@ -19,15 +19,23 @@ from paged_optax.analysis.per_leaf import CrossLeafError, analyse
 from paged_optax.analysis.program import FILLS, Analysis, Constant, Program
 from paged_optax.backend.text import keystr
 from paged_optax.backend.types import KeyPath, is_traced
-from paged_optax.engine.paged_array import Stored
-from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree
+from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree, tree_leaves
 from paged_optax.layerwise.layered_state import LayeredState
-from paged_optax.layerwise.programs import CrossLayerError
 from paged_optax.transform.context import within
 from paged_optax.transform.trees import parameter_of, paths_of
 
-#: Leaves by the numbers of the stacked tree; None: zeros, whose update nobody takes.
-Leaves = Sequence[Stored | None]
+
+class CrossLayerError(CrossLeafError):
+    """Raised if `tx` mixes several parameters."""
+
+    def __str__(self) -> str:
+        return (
+            f"layerwise_step updates each layer alone, and in tx {self.args[0]}: leave"
+            " that out of tx. max_norm= clips by the global norm, and accumulate=True"
+            " adds up micro-batches. Wrappers that skip steps, as MultiSteps and"
+            " apply_if_finite do, need all gradients first; paged_optax.apply_if_finite"
+            " may be around the whole of tx."
+        )
 
 
 def tree_shapes(
@@ -35,64 +43,81 @@ def tree_shapes(
     stacked: Sequence[Array | jax.ShapeDtypeStruct],
     layers: Sequence[int | None] | None = None,
 ) -> PyTree:
-    """The own tree of the shapes of stacked leaves.
+    """Returns the shapes of the own tree.
 
     Args:
       tree: The own tree.
-      stacked: The leaves.
-      layers: The layers that the tree has; None: all.
+      stacked: The stacked leaves.
+      layers: The layers to keep; None keeps all.
     """
-    members, _ = tree.stacked
-    leaves: dict[int, PyTree] = {}
-    for member, x in zip(members, stacked, strict=True):
-        if isinstance(member, int):
-            leaves[member] = jax.ShapeDtypeStruct(x.shape, x.dtype)
-            continue
-        shape = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-        for i, n in enumerate(member):
-            there = layers is None or i in layers
-            leaves[n] = shape if there else optax.MaskedNode()
-    return tree.structure.unflatten([leaves[n] for n in range(len(leaves))])
+
+    def of_layer(x: jax.ShapeDtypeStruct, i: int) -> PyTree:
+        if layers is not None and i not in layers:
+            return optax.MaskedNode()
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stacked]
+    return tree.structure.unflatten(tree_leaves(tree.stacked[0], shapes, of_layer))
 
 
-#: What a leaf is: its kind, its node, and its parameter.
+#: A leaf's kind, its node, and its parameter: the same in all layers.
 _Name = tuple[str, str, Hashable]
 
-#: A name that is the same in all layers, and the layer; None: no layer.
+#: A leaf's name and layer; None outside the layers.
 _Role = tuple[_Name, int | None]
 
 
-class _Signatures(NamedTuple):
-    """What makes the results of a traced function, by the results' roles.
+class Signatures(NamedTuple):
+    """The computations of a traced function's results, by name.
 
     Attributes:
-      rest: Those of no layer.
-      layers: Those of each layer.
+      rest: The results outside the layers.
+      layers: The results of each layer.
     """
 
     rest: dict[_Name, object]
     layers: list[dict[_Name, object]]
 
-    def agrees(self, other: "_Signatures", layer: int | None) -> bool:
-        """Whether another has the same of one layer, and of what is in no layer."""
+    def agrees(self, other: "Signatures", layer: int | None) -> bool:
+        """True if one layer's computations, and the rest's, equal another's."""
         one = layer is None or self.layers[layer] == other.layers[layer]
         return one and self.rest == other.rest
 
+    def not_elementwise(self, owners: Sequence[str]) -> list[str]:
+        """Selects the parameters that are not updated element by element."""
+        odd = {
+            _owner(name)
+            for name, x in self.rest.items()
+            if isinstance(x, _Computation) and not x.elementwise
+        }
+        return [x for x in owners if x in odd]
 
-class _Made(NamedTuple):
-    """What makes a leaf.
+    def differences(self, other: "Signatures", owners: Sequence[str]) -> list[str]:
+        """Selects the parameters whose updates are computed differently."""
+        differ = {
+            _owner(name) for name, x in self.rest.items() if other.rest.get(name) != x
+        }
+        return [x for x in owners if x in differ]
+
+
+class _Computation(NamedTuple):
+    """The computation of one result.
 
     Attributes:
-      elementwise: Whether each element is made of the same element of the inputs.
-      equations: What is computed. Shapes that arrays are filled to do not count.
-      inputs: What it is given.
-      result: Which of the results the leaf is.
+      elementwise: True if each element depends on the same element of the inputs.
+      equations: The equations, without the shapes of filled arrays.
+      inputs: The program's inputs.
+      result: The position among the program's results.
     """
 
     elementwise: bool
     equations: object
     inputs: object
     result: int
+
+
+def _owner(name: _Name) -> str:
+    return f"parameter {name[2]}"
 
 
 def _equations(program: Program) -> tuple[object, ...]:
@@ -102,11 +127,11 @@ def _equations(program: Program) -> tuple[object, ...]:
 
 
 class _Roles:
-    """Whose each leaf is of a tree of parameters, and of a state of theirs.
+    """Names and layers of the leaves of parameters and of a state.
 
     Attributes:
       paths: The parameters' paths.
-      owners: For each leaf of the state the number of its parameter, or None.
+      owners: For each leaf of the state, the number of its parameter, or None.
       of_state: The roles of the leaves of the state.
     """
 
@@ -137,23 +162,23 @@ class _Roles:
 
 @dataclasses.dataclass(frozen=True)
 class TracedUpdates:
-    """Traces a transformation in an own tree, as if nothing was paged.
+    """Traces a transformation in an own tree, without paging.
 
     Attributes:
       tx: The transformation.
       tree: The own tree.
-      numbers: What is computed for all leaves, numbered.
+      numbers: Numbers of the computations that all leaves share.
     """
 
     tx: optax.GradientTransformationExtraArgs
     tree: LayerTree
     numbers: dict[Hashable, int]
 
-    def update(self, gradients: PyTree, params: PyTree) -> _Signatures:
-        """What makes the results of an update.
+    def update(self, gradients: PyTree, params: PyTree) -> Signatures:
+        """Traces an update, and returns its signatures.
 
         Raises:
-          ValueError: If the update of a leaf depends on the gradients of another one.
+          ValueError: If the update of a leaf depends on another leaf's gradient.
         """
         with within(plain=True):
             state = jax.eval_shape(lambda params: self.tx.init(params), params)
@@ -182,7 +207,7 @@ class TracedUpdates:
         constants: Mapping[int, ArrayLike],
         arguments: Sequence[_Role],
         results: Sequence[_Role],
-    ) -> _Signatures:
+    ) -> Signatures:
         known: dict[int, object] = {n: role for n, (role, _) in enumerate(arguments)}
         for number, value in constants.items():
             concrete = not is_traced(value)
@@ -201,7 +226,7 @@ class TracedUpdates:
             inside |= {x: (number, k) for k, x in enumerate(e.outputs)}
         pairs = zip(analysis.shared_outputs, shared.outputs, strict=True)
         known |= {number: inner(x) for number, x in pairs}
-        signatures = _Signatures({}, [{} for _ in range(self.tree.length)])
+        signatures = Signatures({}, [{} for _ in range(self.tree.length)])
 
         def add(output: int, what: object) -> None:
             key, layer = results[output]
@@ -211,49 +236,94 @@ class TracedUpdates:
         for output, operand in analysis.direct:
             add(output, described(operand))
         for leaf in analysis.leaf_updates:
-            # What is between is computed of all parameters, laid end to end.
+            # Such a program reads all parameters, concatenated.
             inputs = None if leaf.between else [described(x) for x in leaf.inputs]
             program = leaf.program
-            made = _Made(program.elementwise, _equations(program), inputs, 0)
+            computation = _Computation(
+                program.elementwise, _equations(program), inputs, 0
+            )
             for k, output in enumerate(leaf.outputs):
-                add(output, made._replace(result=k))
+                add(output, computation._replace(result=k))
         for output in analysis.tail_outputs:
             add(output, "cut from what is laid end to end")
         return signatures
 
 
-def refuse_chunks(
-    traced: TracedUpdates,
-    whole: _Signatures,
-    layered: LayeredState,
-    gradients: Sequence[jax.ShapeDtypeStruct],
-) -> None:
-    """Refuses parameters outside the layers whose rows do not update alone."""
-    tree, chunks = traced.tree, set(layered.chunked)
-    chunk = lambda n, x: (
-        jax.ShapeDtypeStruct((x.shape[0] // layered.length, *x.shape[1:]), x.dtype)
-        if n in chunks
-        else x
-    )
-    trees = [
-        tree_shapes(tree, [chunk(n, x) for n, x in enumerate(leaves)])
-        for leaves in (gradients, layered.params)
-    ]
-    members, _ = tree.stacked
-    paths, _ = paths_of(tree_shapes(tree, layered.params))
-    names = {
-        keystr(paths[m])
-        for n, m in enumerate(members)
-        if n in chunks and isinstance(m, int)
-    }
-    made = [x for (*_, owner), x in whole.rest.items() if owner in names]
-    by_rows = all(x.elementwise for x in made if isinstance(x, _Made))
-    if not by_rows or traced.update(*trees).rest != whole.rest:
-        raise ValueError("a parameter outside the layers is not updated row by row")
+@dataclasses.dataclass(frozen=True)
+class SameUpdates:
+    """Kinds of layers with the same update.
+
+    Attributes:
+      traced: Traces the transformation.
+      whole: The signatures of an update of the whole own tree.
+      kinds: For each layer, the number of its kind.
+      pruned: True if a layer has the same update in a tree without the other layers.
+        `optax.MaskedNode`s then replace them, which take no time to trace.
+    """
+
+    traced: TracedUpdates
+    whole: Signatures
+    kinds: tuple[int, ...]
+    pruned: bool
+
+    @classmethod
+    def of(
+        cls,
+        tx: optax.GradientTransformationExtraArgs,
+        tree: LayerTree,
+        params: Sequence[Array],
+        gradients: Sequence[jax.ShapeDtypeStruct],
+    ) -> "SameUpdates":
+        """Traces the update of the whole own tree, then of one layer of each kind.
+
+        Args:
+          tx: The transformation.
+          tree: The own tree.
+          params: The stacked parameters.
+          gradients: The shapes of their gradients.
+        """
+        traced = TracedUpdates(tx, tree, {})
+        update = lambda *layers: traced.update(
+            tree_shapes(tree, gradients, *layers), tree_shapes(tree, params, *layers)
+        )
+        whole = update()
+        kinds = _numbered(whole.layers)
+        firsts = [None, *map(kinds.index, range(max(kinds) + 1))]
+        try:
+            pruned = all(whole.agrees(update((k,)), k) for k in firsts)
+        except Exception:  # `tx` captures a tree of all layers
+            pruned = False
+        return cls(traced, whole, kinds, pruned)
+
+    def refuse_chunks(
+        self, layered: LayeredState, gradients: Sequence[jax.ShapeDtypeStruct]
+    ) -> None:
+        """Raises if the rows of a chunked parameter are not updated alone."""
+        tree, chunks = self.traced.tree, set(layered.chunked)
+        chunk = lambda n, x: (
+            jax.ShapeDtypeStruct((x.shape[0] // layered.length, *x.shape[1:]), x.dtype)
+            if n in chunks
+            else x
+        )
+        trees = [
+            tree_shapes(tree, [chunk(n, x) for n, x in enumerate(leaves)])
+            for leaves in (gradients, layered.params)
+        ]
+        members, _ = tree.stacked
+        paths, _ = paths_of(tree_shapes(tree, layered.params))
+        names = {
+            keystr(paths[m])
+            for n, m in enumerate(members)
+            if n in chunks and isinstance(m, int)
+        }
+        results = [x for (*_, owner), x in self.whole.rest.items() if owner in names]
+        by_rows = all(x.elementwise for x in results if isinstance(x, _Computation))
+        if not by_rows or self.traced.update(*trees).rest != self.whole.rest:
+            raise ValueError("a parameter outside the layers is not updated row by row")
 
 
-def alike(signatures: Sequence[object]) -> tuple[int, ...]:
-    """Numbers that are equal where signatures are."""
+def _numbered(signatures: Sequence[object]) -> tuple[int, ...]:
+    """Numbers signatures; equal signatures have one number."""
     numbers: list[int] = []
     for i, signature in enumerate(signatures):
         same = (numbers[k] for k in range(i) if signatures[k] == signature)

@@ -1,4 +1,4 @@
-"""A training step whose backward pass handles one layer at a time."""
+"""A training step with the gradients of one layer at a time."""
 
 import contextlib
 import dataclasses
@@ -13,20 +13,17 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.compiler_options import warn_of_options
 from paged_optax.backend.validation import brief, check_rate, check_transformation
-from paged_optax.layerwise.backward_update import BackwardUpdate
 from paged_optax.layerwise.clipping import Clipping, Guard, widest
-from paged_optax.layerwise.deferred_update import DeferredUpdate
+from paged_optax.layerwise.deferred_update import UpdateNextStep
 from paged_optax.layerwise.dependencies import chunked_leaves
-from paged_optax.layerwise.host_gradients import HostGradients
+from paged_optax.layerwise.explicit_axes import on_automatic_axes, on_explicit_axes
+from paged_optax.layerwise.in_turn import InTurn
 from paged_optax.layerwise.layer_optimizer import LayerOptimizer
 from paged_optax.layerwise.layer_tree import LayerTree
 from paged_optax.layerwise.layered_state import LayeredState
-from paged_optax.layerwise.layerwise_model import (
-    LayerwiseModel,
-    on_automatic_axes,
-    on_explicit_axes,
-)
+from paged_optax.layerwise.layerwise_model import LayerwiseModel
 from paged_optax.layerwise.loss import LayerwiseOutput
+from paged_optax.layerwise.overlap import Overlapped
 from paged_optax.layerwise.parameters import (
     Partition,
     from_numpy,
@@ -37,12 +34,14 @@ from paged_optax.layerwise.step_arguments import (
     Answer,
     ask,
     compare_processes,
+    new_state_types,
     refuse_integers,
     refuse_other_counts,
     refuse_other_state,
     warn_of_divided_layers,
     warn_of_moved,
 )
+from paged_optax.layerwise.updates import TracedStep, UpdateAfterNorm, UpdateAtOnce
 from paged_optax.layerwise.weights import Frozen
 from paged_optax.layerwise.workspace import GradientWorkspace
 
@@ -61,44 +60,46 @@ def layerwise_step(
     activations_on_host: bool = False,
     layers: str = "layers",
 ) -> "LayerwiseStep":
-    r"""A training step with the gradients of one layer alive, instead of all.
+    r"""Returns a training step that holds the gradients of one layer at a time.
 
-    Forward over the layers, which saves each one's input; then, from the last layer to
-    the first, the layer's VJP into the workspace and its update:
+    The forward pass saves each layer's input. From the last layer to the first, the
+    step then computes the layer's VJP into the workspace and updates the layer:
 
     .. math::
         g_i, \bar x_{i} = \mathrm{vjp}_i(\bar x_{i+1}), \qquad
         \theta_i, s_i \leftarrow \mathrm{tx}(g_i, s_i, \theta_i),
         \qquad i = L-1, \ldots, 0.
 
-    On one GPU, from jax 0.11.2 on, a layer is updated while the gradients of the one
-    before it are made: its moments travel both ways beside the products. The device
-    then holds the gradients of two layers, and half of a layer's moments. Elsewhere,
-    and if the global norm is clipped, moments come while the layer's gradients are
-    made, and leave after. Parameters and state are those of an ordinary step; so are
-    the numbers, to the rounding of sums in another order.
+    On one GPU, from jax 0.11.2 on, a layer is updated while the gradients of the layer
+    before it are computed: moments travel in both directions during the products. The
+    device then holds the gradients of two layers, and half of a layer's moments. On
+    other devices, and if the global norm is clipped, moments are fetched while the
+    layer's gradients are computed, and written back afterwards. Parameters and state
+    have the form of an ordinary step. The numbers are the same, up to the rounding of
+    sums in another order.
 
-    The parameters are a mapping with the key `layers`, the layers' parameters stacked
+    The parameters are a mapping. Its key `layers` has the layers' parameters, stacked
     on the leading axis of each leaf (as `nnx.vmap`, `nnx.scan`, Linen's `nn.scan` and
-    `jax.vmap` of an initialiser give them), and whatever else the model has. What else
-    there is goes to prologue and epilogue alike, so that embeddings may be tied.
-    Stacks in host memory stay there. Each layer's weights are fetched for its forward
-    pass, and again for its backward pass. They travel while the layer before computes.
-    Before jax 0.11.2 they travel while other parts of the same layer compute. Other
-    parameters may be in host memory too: they are fetched for the prologue, the
-    epilogue and their update, and their gradients wait on the host in between.
+    `jax.vmap` of an initializer return them). Prologue and epilogue both receive the
+    other entries, which allows tied embeddings. Stacks in host memory stay there. Each
+    layer's weights are fetched for its forward pass, and again for its backward pass,
+    while the previous layer is computed. Before jax 0.11.2 they are fetched while other
+    parts of the same layer are computed. Other parameters may be in host memory too:
+    they are fetched for the prologue, the epilogue and their update, and their
+    gradients stay on the host in between.
 
-    A model of `split_layers` is updated as `tx` updates the loss's own tree, by any
-    transformation that combines no parameters. Of stacks that are the model's own, what
-    one layer needs of `tx` must be element by element: `paged_adamw` and its like,
-    chained, masked, scheduled. Clip by `max_norm` here, not in `tx`.
+    `tx` updates the parameters of a `split_layers` model as it updates the loss's own
+    tree. It may be any transformation that combines no parameters. If the stacks are
+    the model's own parameters, the update of a stack must be element by element:
+    `paged_adamw` and similar optimizers, chained, masked, scheduled. Clip with
+    `max_norm`, not in `tx`.
 
-    `paged_optax.apply_if_finite` may be around the whole of `tx`, where all gradients
-    are known before the first update: with a workspace on the host, deferred or not, or
-    with `max_norm` and two passes. A step of which a gradient is not finite then
-    changes no parameter and no moment, and the counts are Optax's. A finite value
-    counts as finite though the square of the norm may overflow. If updates are
-    deferred, a step counts its own gradients, and leaves nothing if they are rejected.
+    `paged_optax.apply_if_finite` may wrap the whole of `tx` if all gradients exist
+    before the first update: with a workspace on the host, deferred or not, or with
+    `max_norm` and two passes. A step with a gradient that is not finite then changes no
+    parameter and no moment, and the counts are Optax's. A finite value counts as finite
+    even if the square of the norm overflows. If updates are deferred, a step counts its
+    own gradients, and defers nothing if they are rejected.
 
     | clipping by the global norm | device bytes | over the link | passes | time |
     | --- | --- | --- | --- | --- |
@@ -106,17 +107,17 @@ def layerwise_step(
     | the same with `rest` | and the rest's | gradients, twice | 1 | 1.1 |
     | workspace without | one layer's gradients | nothing more | 2 | 1.5 |
 
-    Passes are backward passes. Times are to an ordinary step that clips, on a CPU:
-    jax 0.10.2, 8 layers of 1024 (`tests/benchmarks/run.py`, section "layerwise"); on a
-    GPU, not measured.
+    Passes are backward passes. Times are relative to an ordinary step that clips, on a
+    CPU: jax 0.10.2, 8 layers of 1024 (`tests/benchmarks/run.py`, section "layerwise");
+    on a GPU, not measured.
 
-    With a workspace that is allocated with `rest` a step leaves its gradients to the
-    next step, which applies them before anything else: each layer's, on one GPU from
-    jax 0.11.2 on, while the layer before computes its forward pass. So moments and
-    gradients travel beside products although the norm is known last. `finish` applies
-    the last ones. A state that changes between two steps, by an injected learning rate
-    for example, changes the update by the gradients of the step before; a schedule has
-    the rates of an ordinary step. Save after `finish`, or the workspace too:
+    With a workspace that is allocated with `rest`, a step leaves its gradients to the
+    next step, which applies them first. On one GPU, from jax 0.11.2 on, it updates each
+    layer while the layer before it computes its forward pass. Moments and gradients
+    then travel during products although the norm is computed last. `finish` applies the
+    last gradients. A state that changes between two steps, for example by an injected
+    learning rate, changes the update by the previous step's gradients. A schedule has
+    the rates of an ordinary step. Save after `finish`, or save the workspace too:
 
     ```python
     rest = {name: x for name, x in params.items() if name != "layers"}
@@ -129,32 +130,31 @@ def layerwise_step(
     ```
 
     Args:
-      model: The model: what `split_layers` makes of an ordinary loss, or
-        `LayerwiseModel(prologue, layer, epilogue)` by hand.
+      model: The model: the result of `split_layers` for an ordinary loss, or
+        `LayerwiseModel(prologue, layer, epilogue)`.
       tx: The transformation of the whole tree of parameters, with `paged(...)` inside
-        or without. If it was built with `on_moved="raise"`, moments or a workspace that
-        have left the host are an error; otherwise a warning.
-      max_norm: The norm that gradients are scaled down to; None: no clipping.
-      clip: The norm of what: `"global"` is `optax.clip_by_global_norm`, exactly;
-        `"layer"` clips each layer, and the rest, by its own norm, which costs nothing.
-      accumulate: Whether `batch` is several micro-batches, stacked on the leading axis
-        of its leaves; the step is that of the mean of their losses, or with a
-        `WeightedLoss` that of their totals by their weights. Layer by layer, all
-        micro-batches' inputs are kept and each layer's gradients add up in the
-        workspace; with a workspace's `host_dtype` they add up on the host, one
-        micro-batch after the other.
-      activations_on_host: Whether the layers' inputs wait in host memory.
+        or without. Moments or a workspace that left the host raise an error if `tx` was
+        built with `on_moved="raise"`, and a warning if not.
+      max_norm: The largest norm of the gradients; None disables clipping.
+      clip: `"global"` clips like `optax.clip_by_global_norm`, exactly. `"layer"` clips
+        each layer, and the rest, by its own norm, at no cost.
+      accumulate: If true, `batch` has several micro-batches, stacked on the leading
+        axis of its leaves. The step uses the mean of their losses, or with a
+        `WeightedLoss` their totals divided by their weights. The inputs of all
+        micro-batches are kept, and each layer's gradients add up in the workspace. With
+        a workspace's `host_dtype` they add up on the host, one micro-batch at a time.
+      activations_on_host: If true, the layers' inputs are in host memory.
       layers: The key of the layers' parameters, as in `what_fits`.
 
     Returns:
-      `step(params, state, workspace, batch)`, which returns the new parameters, state
-      and workspace, and a `LayerwiseOutput`. Compile it with `jit_step`, or `jax.jit`,
-      and donate the first three.
+      `step(params, state, workspace, batch)`. It returns the new parameters, state and
+      workspace, and a `LayerwiseOutput`. Compile it with `jit_step` or `jax.jit`, and
+      donate the first three arguments.
 
     Raises:
       ValueError: When traced, if `tx` needs all gradients first, or several elements of
-        a stack that is the model's own, if the state is another transformation's, if
-        the workspace is of another model, or if the layers are not stacked alike.
+        a stack that is the model's own; if the state is another transformation's; if
+        the workspace is of another model; or if the layers' stacks differ in length.
 
     Example:
       >>> import jax.numpy as jnp, paged_optax as po
@@ -196,7 +196,7 @@ def layerwise_step(
 
 @dataclasses.dataclass(eq=False)
 class LayerwiseStep:
-    """What `layerwise_step` returns: call it, or `finish` what it leaves."""
+    """The step that `layerwise_step` returns; `finish` applies deferred gradients."""
 
     _model: LayerwiseModel
     _tx: optax.GradientTransformation
@@ -206,10 +206,10 @@ class LayerwiseStep:
     _activations_on_host: bool
     _layers: str
     _layer_tree: LayerTree | None
-    # Whether it has warned of divided layers. No program depends on it.
+    # True after the warning about divided layers. No program depends on it.
     _warned: bool = False
 
-    # By this name JAX calls what it compiles.
+    # The name of the compiled function.
     __name__ = "layerwise_step"
 
     def __call__(
@@ -226,18 +226,18 @@ class LayerwiseStep:
           params: All parameters.
           state: The state that `model.init(tx, params)` makes.
           workspace: The workspace.
-          batch: What prologue and epilogue get.
-          frozen: Parameters that are used and not trained, a mapping like `params`; see
-            `layerwise_step`.
+          batch: The batch for prologue and epilogue.
+          frozen: Parameters that are not trained, a mapping like `params`; see
+            `LayerwiseModel`.
 
         Returns:
-          The new parameters, state and workspace, and a `LayerwiseOutput`. If updates
-          are deferred, parameters and state are those before this step's own update.
+          The new parameters, state and workspace, and a `LayerwiseOutput`. Deferred
+          updates of this step are not in the parameters and the state.
         """
         params, frozen = from_numpy((params, frozen))
         warn_of_options((params, state, workspace, frozen))
         answers = ask(self._tx, params, state, self._layer_tree)
-        # While types still say how arrays are divided.
+        # Explicit types still have shardings.
         if not self._warned:
             self._warned = warn_of_divided_layers(answers, params, frozen, self._layers)
         names = "max_norm", "clip", "accumulate"
@@ -250,23 +250,22 @@ class LayerwiseStep:
     def finish(
         self, params: PyTree, state: PyTree, workspace: GradientWorkspace
     ) -> tuple[PyTree, PyTree, GradientWorkspace]:
-        """Applies the update that the last step deferred; nothing if there is none.
+        """Applies the update that the last step deferred, if there is one.
 
-        Call it before parameters or state are used for anything but the next step: to
-        evaluate, to save, to end. Training goes on with what it returns.
+        Call it before parameters or state are used for anything except the next step,
+        for example before an evaluation or a checkpoint. Training continues with its
+        results. Compile it with `jit_step` or `jax.jit`, and donate all arguments.
 
         Args:
-          params: The parameters that the step returned.
-          state: The state that it returned.
-          workspace: The workspace that it returned, of which `rest` was given to
-            `GradientWorkspace.allocate`.
+          params: The parameters of the last step.
+          state: The state of the last step.
+          workspace: The workspace of the last step, which was allocated with `rest`.
 
         Returns:
-          The new parameters, state and workspace. Compile it with `jit_step`, or
-          `jax.jit`, and donate all three.
+          The new parameters, state and workspace.
 
         Raises:
-          ValueError: When traced, if the workspace is none of deferred updates, or of
+          ValueError: When traced, if the workspace was allocated without `rest`, or for
             another model; if the state is another transformation's.
 
         Example:
@@ -308,57 +307,55 @@ class LayerwiseStep:
         accumulate = self._accumulate
         if accumulate:
             refuse_other_counts(batch)
-        partition, guard, clipping = self._partitioned(params, state, workspace)
-        kind = BackwardUpdate if workspace.host is None else HostGradients
+        partition, guard, clipping, optimizer = self._parts(params, state, workspace)
+        kind = UpdateAtOnce if workspace.host is None else UpdateAfterNorm
         if deferred := workspace.pending is not None:
-            kind = DeferredUpdate
+            kind = UpdateNextStep
         if frozen is not None:
             frozen = Frozen.of(frozen, self._layers, length_of(partition.layers))
         model = self._model.functions(partition, frozen, self._activations_on_host)
         model = on_explicit_axes(model, partition, batch, accumulate)
-        run = lambda optimizer: kind(
-            model, partition, optimizer, clipping, accumulate, guard
+        run = lambda schedule: kind(
+            TracedStep(model, partition, schedule, clipping, guard, accumulate)
         )(workspace, batch)
-        in_turn = _optimizer(params, partition, guard, workspace, self._layer_tree)
+        in_turn = functools.partial(run, InTurn(optimizer))
         warn_of_moved(answers, workspace)
-        # If a separate backward pass finds the norm, nothing overlaps. The gradients of
-        # two layers would take more memory than that first pass.
+        # Nothing overlaps if a separate backward pass computes the norm. The gradients
+        # of two layers would take more memory than that first pass.
         waits = workspace.host is not None or clipping.needed_first
         guard.refuse_unknown(waits)
-        if (accumulate if deferred else waits) or not in_turn.can_overlap:
-            return run(in_turn)
-        overlapped = in_turn
+        waits = accumulate if deferred else waits
+        if waits or not Overlapped.possible(optimizer):
+            return in_turn()
         if not accumulate and not clipping.by_layer:
-            chunked = chunked_leaves(model.run_prologue, in_turn.layered, batch)
-            with contextlib.suppress(ValueError):  # a choice by shape, of no layer
-                overlapped = _optimizer(
-                    params, partition, guard, workspace, self._layer_tree, chunked
-                )
-        overlapped = dataclasses.replace(overlapped, overlaps=True)
+            chunked = chunked_leaves(model.run_prologue, optimizer.layered, batch)
+            layered = LayeredState(params, partition, guard.state, chunked)
+            with contextlib.suppress(ValueError):  # a choice by shape, for one of them
+                optimizer = optimizer.in_chunks(layered, workspace.gradients)
         # Traced once for both names of a GPU.
-        on_gpu = jax.jit(functools.partial(run, overlapped), inline=True)
+        on_gpu = jax.jit(functools.partial(run, Overlapped(optimizer)), inline=True)
         ways = {name: on_gpu for name in _OVERLAPPED}
-        return lax.platform_dependent(default=functools.partial(run, in_turn), **ways)
+        return lax.platform_dependent(default=in_turn, **ways)
 
     def _finish(
         self, params: PyTree, state: PyTree, workspace: GradientWorkspace
     ) -> tuple[PyTree, PyTree, GradientWorkspace]:
-        partition, guard, clipping = self._partitioned(params, state, workspace)
+        partition, guard, clipping, optimizer = self._parts(params, state, workspace)
         if workspace.pending is None:
             raise ValueError(
                 "workspace has nothing to finish: only updates by a workspace that is"
                 " allocated with rest= and host_dtype= are deferred."
             )
-        optimizer = _optimizer(params, partition, guard, workspace, self._layer_tree)
         model = self._model.functions(partition, None, self._activations_on_host)
-        step = DeferredUpdate(model, partition, optimizer, clipping, False, guard)
+        schedule = InTurn(optimizer)
+        step = TracedStep(model, partition, schedule, clipping, guard, False)
         warn_of_moved(ask(guard.tx, params, guard.state, self._layer_tree), workspace)
-        return step.finish(workspace)
+        return UpdateNextStep(step).finish(workspace)
 
-    def _partitioned(
+    def _parts(
         self, params: PyTree, state: PyTree, workspace: GradientWorkspace
-    ) -> tuple[Partition, Guard, Clipping]:
-        """The model's parameters, what guards a step, and how gradients are clipped."""
+    ) -> tuple[Partition, Guard, Clipping, LayerOptimizer]:
+        """Checks the arguments, and traces the update."""
         partition = Partition.of(params, self._layers)
         refuse_integers(params)
         if not isinstance(workspace, GradientWorkspace):
@@ -369,7 +366,9 @@ class LayerwiseStep:
             )
         refuse_one_by_one(partition.layers)
         workspace.check(partition.layers, partition.rest)
-        refuse_other_state(self._tx, params, state, self._layer_tree)
+        tree = self._layer_tree
+        fresh = new_state_types(self._tx, params, tree)
+        refuse_other_state(fresh, params, state, tree)
         guard = Guard.of(self._tx, state)
         tests_finite = guard.wrapper is not None
         dtype = widest(partition.rest, workspace.gradients)
@@ -380,18 +379,10 @@ class LayerwiseStep:
                 " is known with the layer's gradients, and nothing need be deferred."
                 " Allocate the workspace without rest=."
             )
-        return partition, guard, clipping
-
-
-def _optimizer(
-    params: PyTree,
-    partition: Partition,
-    guard: Guard,
-    workspace: GradientWorkspace,
-    tree: LayerTree | None,
-    chunked: Sequence[int] = (),
-) -> LayerOptimizer:
-    layered = LayeredState(params, partition, guard.state, chunked)
-    pending = workspace.pending
-    happens = True if pending is None else pending.waits
-    return LayerOptimizer.of(guard.tx, layered, workspace.gradients, happens, tree)
+        layered = LayeredState(params, partition, guard.state)
+        happens = True if workspace.pending is None else workspace.pending.waits
+        tree_state = None if fresh is None else guard.inside(fresh)
+        optimizer = LayerOptimizer.of(
+            guard.tx, layered, workspace.gradients, happens, tree, tree_state
+        )
+        return partition, guard, clipping, optimizer

@@ -1,4 +1,4 @@
-"""Arguments of a layerwise step, checked before it runs."""
+"""Checks of a layerwise step's arguments."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ from paged_optax.backend.types import KeyPath, is_explicit, shape_dtype
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.backend.validation import nondifferentiable
 from paged_optax.engine.shards import Shards
-from paged_optax.layerwise.layer_tree import LayerTree
+from paged_optax.layerwise.layer_tree import LayerTree, stacked_shape
 from paged_optax.layerwise.parameters import Partition, by_name
 from paged_optax.layerwise.same_updates import tree_shapes
-from paged_optax.layerwise.slabs import goes_in_slabs
-from paged_optax.layerwise.tree_update import one_layer, stacked_shape
+from paged_optax.layerwise.slices import is_sliced
+from paged_optax.layerwise.tree_update import one_layer
 from paged_optax.layerwise.workspace import GradientWorkspace
 from paged_optax.state.leaves import is_quantized
 from paged_optax.transform.context import (
@@ -39,12 +39,12 @@ from paged_optax.transform.update import PendingUpdate
 
 
 class Answer(NamedTuple):
-    """What a paged transformation inside another one answers when it is asked.
+    """State of a paged transformation inside `tx`.
 
     Attributes:
       pager: The transformation.
-      moved: What it would tell of moments that are not where they belong.
-      said: What all processes must have built alike, if there are several.
+      moved: Its warning about moments in the wrong memory, or an empty text.
+      said: The settings that must be equal in all processes.
     """
 
     pager: PagedTransformation
@@ -58,7 +58,7 @@ def ask(
     state: PyTree,
     tree: LayerTree | None,
 ) -> list[Answer]:
-    """Asks the paged transformations inside, each once."""
+    """Collects one answer from each paged transformation inside `tx`."""
     answers: list[Answer] = []
     several = spans_processes((params, state))
 
@@ -68,15 +68,15 @@ def ask(
         return pending.gradients, pending.state
 
     def update(updates: PyTree, state: PyTree, shapes: PyTree) -> object:
-        # On explicit axes a moment that a codec stores is divided as its parameter's
-        # type says, which the shapes that are traced do not have.
+        # On explicit axes an encoded moment has its parameter's sharding, which is not
+        # in the traced shapes.
         places = [jax.typeof(x).sharding for x in jax.tree.leaves(params)]
         places = places if tree is None else [None] * len(jax.tree.leaves(shapes))
         with known_shardings(jax.tree.leaves(shapes), places):
             return tx.update(updates, state, shapes)
 
-    # What is not paged may fail here, with a state on the host: its layers need not.
-    # What is wrong fails in the step, in its own words.
+    # A transformation that is not paged may fail here, with a state on the host, though
+    # a layer's update does not. Real errors are raised again in the step.
     with contextlib.suppress(Exception), within(visitor=Visitor(update=answer)):
         plain = jax.tree.map(shape_dtype, params)
         if tree is not None:
@@ -86,7 +86,7 @@ def ask(
 
 
 def warn_of_moved(answers: Sequence[Answer], workspace: GradientWorkspace) -> None:
-    """Warns of what has left the host, or raises if a paged transformation says so."""
+    """Warns about arrays that left the host; raises if `on_moved` is `"raise"`."""
     for pager, moved, _ in answers:
         if moved:
             pager.tell(moved)
@@ -102,10 +102,10 @@ def compare_processes(
     workspace: PyTree,
     settings: Mapping[str, object],
 ) -> None:
-    """Compares what several processes have built, before they compute together.
+    """Compares the arguments of all processes.
 
     Args:
-      answers: Those of the paged transformations.
+      answers: The answers of the paged transformations.
       params: The parameters.
       state: The transformation's state.
       workspace: The workspace.
@@ -131,16 +131,17 @@ def compare_processes(
 def warn_of_divided_layers(
     answers: Sequence[Answer], params: PyTree, frozen: PyTree, key: str
 ) -> bool:
-    """Warns of the first stack that is divided along its layers, if there is one.
+    """Warns about the first stack that is divided along its layers.
 
     Args:
-      answers: Those of the paged transformations, which know how `init` saw parameters.
-      params: The parameters, whose types or places may say how they are divided.
+      answers: The answers of the paged transformations, which hold the parameters'
+        shardings from `init`.
+      params: The parameters.
       frozen: Parameters that are not trained, or None.
       key: The key of the layers' parameters.
 
     Returns:
-      Whether it warned.
+      True if it warned.
     """
     known = [ParameterShardings(), *(pager.known for pager, *_ in answers)]
     for name, tree, sources in (
@@ -173,30 +174,40 @@ def _stacks(tree: PyTree, key: str) -> list[tuple[KeyPath, Array]]:
 
 
 def _shards(known: ParameterShardings, path: KeyPath, x: Array) -> Shards | None:
-    """How a stack is divided; None if a source has nothing of this parameter."""
+    """A stack's sharding, or None if it is not found."""
     with contextlib.suppress(ValueError):
         return known.find(path, x)
     return None
 
 
-def refuse_other_state(
-    tx: optax.GradientTransformation,
-    params: PyTree,
-    state: PyTree,
-    tree: LayerTree | None,
-) -> None:
-    """Refuses a state whose leaves have other names than those of `tx.init(params)`.
+def new_state_types(
+    tx: optax.GradientTransformation, params: PyTree, tree: LayerTree | None
+) -> PyTree | None:
+    """The types of the state that `tx.init` makes for the loss's own tree.
 
-    What a codec stores in several arrays counts as one leaf.
+    Returns None if stacks are that tree, and `tx.init` reads more than types.
     """
     shapes = jax.tree.map(shape_dtype, params)
     if tree is not None:
         shapes = tree_shapes(tree, jax.tree.leaves(shapes))
     try:
         with within(visitor=TYPES):
-            fresh = jax.eval_shape(lambda p: tx.init(p), shapes)
+            return jax.eval_shape(lambda p: tx.init(p), shapes)
     except (AttributeError, TypeError, ValueError):
-        return  # an `init` may look at arrays, as at their places
+        if tree is not None:
+            raise
+        return None
+
+
+def refuse_other_state(
+    fresh: PyTree, params: PyTree, state: PyTree, tree: LayerTree | None
+) -> None:
+    """Raises if the leaves of a state and of a new state have different names.
+
+    The arrays of an encoded moment count as one leaf.
+    """
+    if fresh is None:
+        return
     if tree is not None:
         fresh = tree.stack(fresh, stacked_shape)
     flat = jax.tree_util.tree_flatten_with_path
@@ -204,7 +215,7 @@ def refuse_other_state(
     there = {key_names(path): (path, x) for path, x in leaves}
     coded = {key_names(path) for path, x in leaves if is_quantized(x)}
     odd, missing = list[KeyPath](), set(there)
-    # Of what is divided on explicit axes a codec stores arrays of other shapes.
+    # Encoded moments have other shapes if they are divided on explicit axes.
     divided = any(is_explicit(sharding_in_type(x)) for x in jax.tree.leaves(params))
     for path, x in flat(as_pure(state))[0]:
         name, outer = key_names(path), (key_names(path[:n]) for n in range(len(path)))
@@ -229,17 +240,17 @@ def refuse_other_state(
 
 
 def _fits(x: Array, stored: PyTree) -> bool:
-    """Whether an array is one of those that store a leaf."""
+    """True if an array is one of a leaf's arrays."""
     arrays = jax.tree.leaves(stored)
     return any((x.shape, x.dtype) == (y.shape, y.dtype) for y in arrays)
 
 
 def _moved(workspace: GradientWorkspace) -> str:
-    """What to tell of gradients of all layers that are on the device."""
+    """Warning text for gradients of all layers in device memory."""
     moved = [
         (path, x)
         for path, x in jax.tree_util.tree_flatten_with_path(workspace.host)[0]
-        if goes_in_slabs(x) and not on_host(x)
+        if is_sliced(x) and not on_host(x)
     ]
     if not moved:
         return ""
@@ -252,7 +263,7 @@ def _moved(workspace: GradientWorkspace) -> str:
 
 
 def refuse_integers(params: PyTree) -> None:
-    """Refuses what has no gradient."""
+    """Raises if a parameter has no gradient."""
     for path, x in nondifferentiable(params):
         raise ValueError(
             f"params{keystr(path)} is {jax.typeof(x)} and has no"
@@ -262,7 +273,7 @@ def refuse_integers(params: PyTree) -> None:
 
 
 def refuse_other_counts(batch: PyTree) -> None:
-    """Refuses what is not the same number of micro-batches, stacked."""
+    """Raises if a batch does not stack the same number of micro-batches."""
     flat = jax.tree_util.tree_flatten_with_path(batch)[0]
     counts = {jnp.shape(x)[:1] for _, x in flat}
     if len(counts) != 1 or counts & {(), (0,)}:

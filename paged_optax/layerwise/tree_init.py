@@ -1,4 +1,4 @@
-"""The state of a transformation for stacked parameters, made layer by layer."""
+"""Initializes the state of a transformation for stacked parameters."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from paged_optax.backend.flax_variables import as_pure
@@ -19,8 +19,10 @@ from paged_optax.layerwise.layer_tree import (
     Members,
     SomeLayers,
     is_stored,
+    stacked_shape,
+    tree_leaves,
 )
-from paged_optax.layerwise.slabs import LayerIndex, put, slab
+from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
 from paged_optax.state.leaves import is_quantized
 from paged_optax.state.restore import abstract_state
 from paged_optax.transform.context import within
@@ -30,10 +32,10 @@ from paged_optax.transform.trees import paths_of
 def init_stacked(
     tx: optax.GradientTransformation, tree: LayerTree, params: PyTree
 ) -> optax.OptState:
-    """Makes the state of `tx` for stacked parameters.
+    """Initializes the state of `tx` for stacked parameters, layer by layer.
 
     Args:
-      tx: The transformation, of the own tree.
+      tx: The transformation of the own tree.
       tree: The own tree.
       params: The stacked parameters, or their shapes.
 
@@ -43,13 +45,14 @@ def init_stacked(
     leaves: list[Array] = jax.tree.leaves(params)
     members, _ = tree.stacked
     shapes = [_layer_shape(m, x) for m, x in zip(members, leaves, strict=True)]
-    shapes = tree.structure.unflatten(_tree_leaves(members, shapes, shapes))
+    shapes = tree_leaves(members, shapes, lambda x, i: x)
+    shapes = tree.structure.unflatten(shapes)
     paths, _ = paths_of(as_pure(shapes))
     stacks = [(n, x) for n, x in enumerate(members) if isinstance(x, LayerNumbers)]
-    # The moments of all layers stay on the device together, or none.
+    # The moments of a stack are all on the device, or all on the host.
     together = tuple((paths[number], n) for n, x in stacks for number in x)
     with within(stacks=together):
-        state = tree.stack(abstract_state(tx, shapes), _stacked_shape)
+        state = tree.stack(abstract_state(tx, shapes), stacked_shape)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
             return state
     return _filled(tx, tree, leaves, state)
@@ -61,24 +64,28 @@ def _filled(
     params: Sequence[Array],
     shapes: PyTree[jax.ShapeDtypeStruct],
 ) -> optax.OptState:
-    """The state of these shapes: what is outside the layers, then each layer."""
+    """Fills a state: first outside the layers, then each layer."""
     members, _ = tree.stacked
 
-    def made(layer: int | None) -> tuple[list[PyTree], list[Members]]:
-        # Arrays of no size stand for the other leaves. So masks and labels see the
-        # whole tree, and nothing is made of them.
+    def leaves_of(layer: int | None) -> tuple[list[PyTree], list[Members]]:
+        # Arrays of size zero stand for the other leaves: masks and labels read the
+        # whole tree, and no moment of these leaves takes memory.
         blanks = [_blank(m, x) for m, x in zip(members, params, strict=True)]
-        tree_params = _tree_leaves(members, params, blanks, layer)
-        state = as_pure(tx.init(tree.structure.unflatten(tree_params)))
+        outside = params if layer is None else blanks
+        pairs = zip(members, params, blanks, outside, strict=True)
+        entries = [y if isinstance(m, int) else (x, blank) for m, x, blank, y in pairs]
+        at = lambda pair, i: _read(pair[0], i) if i == layer else pair[1]
+        leaves = tree_leaves(members, entries, at)
+        state = as_pure(tx.init(tree.structure.unflatten(leaves)))
         numbered, structure = jax.tree.flatten(state, is_leaf=is_quantized)
         return numbered, tree.members_of(structure)
 
-    numbered, of_state = made(None)
+    numbered, of_state = leaves_of(None)
     wanted, structure = jax.tree.flatten(shapes, is_leaf=is_stored)
     state = [numbered[m] if isinstance(m, int) else None for m in of_state]
-    write = jax.jit(put, donate_argnums=0)
+    write = jax.jit(write_slice, donate_argnums=0)
     for i in range(tree.length):
-        numbered, _ = made(i)
+        numbered, _ = leaves_of(i)
         for n, m in enumerate(of_state):
             if isinstance(m, int) or (number := m[i]) < 0:
                 continue
@@ -112,63 +119,29 @@ def _layer_shape(members: Members, x: ArrayOrShape) -> PyTree:
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
 
-def _stacked_shape(
-    layers: Sequence[jax.ShapeDtypeStruct | None],
-) -> jax.ShapeDtypeStruct:
-    """The shape of a stack of these leaves."""
-    first = next(x for x in layers if x is not None)
-    return jax.ShapeDtypeStruct(
-        (len(layers), *first.shape), first.dtype, sharding=_stacked(first.sharding)
-    )
-
-
-def _stacked(sharding: Sharding | None) -> Sharding | None:
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    return sharding.update(spec=PartitionSpec(None, *sharding.spec))
-
-
 def _blank(members: Members, x: Array) -> Array:
     shape = x.shape if isinstance(members, int) else x.shape[1:]
     return jnp.zeros((0, *shape[1:]) if shape else (), x.dtype)
 
 
-def _tree_leaves(
-    members: Sequence[Members],
-    leaves: Sequence[PyTree],
-    blanks: Sequence[PyTree],
-    layer: int | None = None,
-) -> list[PyTree]:
-    """The own tree's leaves: one layer's, or those outside the layers, and blanks."""
-    by_number: dict[int, PyTree] = {}
-    for m, x, blank in zip(members, leaves, blanks, strict=True):
-        if isinstance(m, int):
-            by_number[m] = x if layer is None else blank
-            continue
-        by_number |= dict.fromkeys(m, blank)
-        if layer is not None:
-            by_number[m[layer]] = _read(x, layer)
-    return [by_number[n] for n in range(len(by_number))]
-
-
 def _read(x: Array, layer: int) -> Array:
-    """One layer of a stack, on the device."""
+    """Reads one layer of a stack to the device."""
     sharding = x.sharding
     if not is_traced(x) and isinstance(sharding, NamedSharding):
         sharding = sharding.update(spec=PartitionSpec(*sharding.spec[1:]))
         sharding = sharding.with_memory_kind(memory_kinds()[0])
     else:
         sharding = None
-    # One function, so that JAX compiles it once for all layers.
+    # JAX compiles one function once for all layers.
     return jax.jit(_layer_of, out_shardings=sharding)(x, layer)
 
 
 def _layer_of(x: Array, i: LayerIndex) -> Array:
-    return slab(x, i)[0]
+    return read_slice(x, i)[0]
 
 
 def _zeros(like: jax.ShapeDtypeStruct, layer: Array) -> Array:
-    """A stack of zeros, where the stack is to be."""
+    """A stack of zeros with the placement of `like`."""
     if is_traced(layer):
         zeros = jnp.zeros(like.shape, like.dtype)
         return jax.device_put(zeros, HOST) if on_host(like) else zeros

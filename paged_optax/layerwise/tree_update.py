@@ -1,11 +1,8 @@
-"""One layer's update, as `tx.update` computes it in the loss's own tree.
+"""Updates one layer by running `tx.update` on the loss's own tree.
 
-`tx.update` runs on the own tree with one layer's parameters, gradients and moments in
-the place of a layer that is updated alike. All other leaves are zeros, whose updates
-are dead code. Masks, labels, norms and factors are then those of Optax on that tree.
-
-Which layers are updated alike is read off a trace of the whole own tree: each leaf's
-program, and what it is given.
+The own tree has one layer's parameters, gradients and moments in place of a layer of
+the same kind. All other leaves are zeros, and their updates are dead code. Masks,
+labels, norms and factors are then the same as Optax's on that tree.
 """
 
 import dataclasses
@@ -22,27 +19,28 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import PINNED_HOST, on_host, typed_by_memory
-from paged_optax.backend.types import ArrayOrShape, PyTreeDef
+from paged_optax.backend.types import PyTreeDef
 from paged_optax.engine.paged_array import Stored
-from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree, Members
-from paged_optax.layerwise.layered_state import LayeredState
-from paged_optax.layerwise.same_updates import (
-    TracedUpdates,
-    alike,
-    refuse_chunks,
-    tree_shapes,
+from paged_optax.layerwise.layer_tree import (
+    LayerNumbers,
+    LayerTree,
+    Members,
+    tree_leaves,
 )
-from paged_optax.layerwise.slabs import LayerIndex
+from paged_optax.layerwise.layered_state import LayeredState
+from paged_optax.layerwise.programs import Programs, layer_programs
+from paged_optax.layerwise.same_updates import SameUpdates
+from paged_optax.layerwise.slices import LayerIndex
 from paged_optax.state.leaves import is_quantized
-from paged_optax.transform.context import TYPES, within
+from paged_optax.transform.context import within
 
-#: Leaves by the numbers of the stacked tree; None: zeros, whose update nobody takes.
+#: Leaves by the numbers of the stacked tree. Zeros replace None, and are not updated.
 Leaves = Sequence[Stored | None]
 
 Value = TypeVar("Value")
 
-#: New parameters, and new leaves of the state, None where they were not given. Those
-#: that were given are arrays: a caller reads no others.
+#: New parameters, and new leaves of the state. Callers read only the leaves that they
+#: passed.
 Updated = tuple[list[Any], list[Any]]
 
 #: Applies updates to parameters.
@@ -51,17 +49,16 @@ Add = Callable[[PyTree, PyTree], PyTree]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TreeUpdate:
-    """The update of one layer, and of what is outside the layers.
+    """Updates one layer, or the parameters outside the layers.
 
     Attributes:
       tx: The transformation.
       tree: The loss's own tree.
       layered: The parameters and the state, stacked.
       state_structure: The structure of the own state.
-      state_members: For each leaf of the stacked state those of the own state.
-      kinds: For each layer the number of its kind, of layers that are updated alike.
-      pruned: Whether a layer is updated alike in a tree that has no other layers: they
-        are `optax.MaskedNode`s, and take no time to trace.
+      state_members: For each leaf of the stacked state, its leaves in the own state.
+      same: The kinds of layers; None if the stacks are the own tree.
+      programs: The programs of whole stacks, run on slices; None if `tx` itself runs.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -69,8 +66,33 @@ class TreeUpdate:
     layered: LayeredState
     state_structure: PyTreeDef
     state_members: Sequence[Members]
-    kinds: tuple[int, ...]
-    pruned: bool
+    same: SameUpdates | None = None
+    programs: Programs | None = None
+
+    @classmethod
+    def of_stacks(
+        cls,
+        tx: optax.GradientTransformationExtraArgs,
+        layered: LayeredState,
+        dtypes: Sequence[np.dtype],
+    ) -> "TreeUpdate":
+        """Traces the update of a model whose stacks are its own tree.
+
+        An element-wise update of a stack is the update of each slice. `tx` reads the
+        shapes of whole stacks, or of slices of length 1 if moments are encoded.
+
+        Args:
+          tx: The transformation.
+          layered: The parameters and the state.
+          dtypes: For each parameter, the dtype of its gradient.
+
+        Raises:
+          ValueError: If `tx` mixes parameters, or several elements of a stack.
+        """
+        programs = layer_programs(tx, layered, _with_dtypes(layered, dtypes))
+        tree = LayerTree.of_stacks(layered.partition.structure)
+        members, structure = range(len(layered.state)), layered.state_structure
+        return cls(tx, tree, layered, structure, members, programs=programs)
 
     @classmethod
     def of(
@@ -78,6 +100,7 @@ class TreeUpdate:
         tx: optax.GradientTransformationExtraArgs,
         tree: LayerTree,
         layered: LayeredState,
+        tree_state: PyTree,
         dtypes: Sequence[np.dtype],
     ) -> "TreeUpdate":
         """Traces the update.
@@ -86,35 +109,39 @@ class TreeUpdate:
           tx: The transformation.
           tree: The loss's own tree.
           layered: The parameters and the state, stacked.
-          dtypes: For each parameter the dtype of its gradient.
+          tree_state: The types of the state of the own tree.
+          dtypes: For each parameter, the dtype of its gradient.
         """
-        params = tree_shapes(tree, layered.params)
-        members, structure = tree_state(tx, tree, params)
-        gradients = [
-            jax.ShapeDtypeStruct(x.shape, dtype)
-            for x, dtype in zip(layered.params, dtypes, strict=True)
-        ]
-        traced = TracedUpdates(tx, tree, {})
-        whole = traced.update(tree_shapes(tree, gradients), params)
-        kinds = alike(whole.layers)
-        firsts = [None, *map(kinds.index, range(max(kinds) + 1))]
-        # Zeros of other layers take time to trace.
-        try:
-            pruned = all(
-                whole.agrees(
-                    traced.update(
-                        tree_shapes(tree, gradients, (k,)),
-                        tree_shapes(tree, layered.params, (k,)),
-                    ),
-                    k,
-                )
-                for k in firsts
-            )
-        except Exception:  # `tx` has a tree of its own, of all layers
-            pruned = False
-        if layered.chunked:
-            refuse_chunks(traced, whole, layered, gradients)
-        return cls(tx, tree, layered, structure, members, kinds, pruned)
+        structure = jax.tree.structure(tree_state, is_leaf=is_quantized)
+        members = tree.members_of(structure)
+        same = SameUpdates.of(tx, tree, layered.params, _with_dtypes(layered, dtypes))
+        return cls(tx, tree, layered, structure, members, same)
+
+    def in_chunks(
+        self, layered: LayeredState, dtypes: Sequence[np.dtype]
+    ) -> "TreeUpdate":
+        """The same update, with parameters outside the layers updated in chunks.
+
+        Args:
+          layered: The parameters and the state, and the chunked parameters.
+          dtypes: For each parameter, the dtype of its gradient.
+
+        Raises:
+          ValueError: If the rows of a chunked parameter are not updated alone.
+        """
+        if self.same is None:
+            return TreeUpdate.of_stacks(self.tx, layered, dtypes)
+        self.same.refuse_chunks(layered, _with_dtypes(layered, dtypes))
+        return dataclasses.replace(self, layered=layered)
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """For each layer, the number of its kind."""
+        return (0,) * self.layered.length if self.same is None else self.same.kinds
+
+    @property
+    def _pruned(self) -> bool:
+        return self.same is not None and self.same.pruned
 
     @functools.cached_property
     def by_kind(self) -> list[list[int]]:
@@ -135,13 +162,15 @@ class TreeUpdate:
 
         Args:
           i: The layer.
-          updates: The gradients, those of the layer with a leading axis of 1.
-          state: The leaves of the state, those of the layer likewise.
-          params: The parameters, likewise.
+          updates: The gradients, with a leading axis of 1.
+          state: The leaves of the state, with a leading axis of 1; and counts.
+          params: The parameters, with a leading axis of 1.
 
         Returns:
-          The parameters, and the leaves of the state; None where they were not given.
+          The parameters, and the leaves of the state.
         """
+        if self.programs is not None:
+            return self.programs.run(i, updates, state, params, self.layered)
         runs = [functools.partial(self._as_layer, layers[0]) for layers in self.by_kind]
         if len(runs) == 1:
             return runs[0](i, updates, state, params)
@@ -157,16 +186,16 @@ class TreeUpdate:
         params: Leaves,
         add: Add = optax.apply_updates,
     ) -> Updated:
-        """Updates what is outside the layers, and whole stacks of small leaves.
+        """Updates parameters outside the layers, and whole stacks of small leaves.
 
         Args:
-          updates: The gradients, those of stacks with all layers.
-          state: The leaves of the state, those of stacks likewise.
-          params: The parameters, likewise.
+          updates: The gradients.
+          state: The leaves of the state.
+          params: The parameters.
           add: Applies updates outside the layers.
 
         Returns:
-          As `layer` does.
+          The parameters, and the leaves of the state.
         """
         members, _ = self.tree.stacked
         apart = lambda stacks: (
@@ -186,16 +215,15 @@ class TreeUpdate:
         return _merged(new_params, joined[0]), _merged(new_state, joined[1])
 
     def _shared(self, state: Leaves) -> list[Stored | None]:
-        """The leaves of a state that belong to no parameter."""
+        """Selects counts and rates, which belong to no parameter."""
         owners = zip(state, self.layered.owners, strict=True)
         return [x if owner is None else None for x, owner in owners]
 
     def _of_kind(
         self, layers: Sequence[int], updates: Leaves, state: Leaves, params: Leaves
     ) -> Updated:
-        """Updates layers of one kind, all at once."""
+        """Updates all layers of one kind with `jax.vmap`."""
         numbers = np.asarray(layers, np.int32)
-        # Counts and rates belong to no layer.
         shared = self._shared(self.layered.state)
         trees = list(updates), list(state), list(params)
         if len(layers) < self.layered.length:
@@ -205,7 +233,7 @@ class TreeUpdate:
         def one(i: Array, trees: PyTree) -> PyTree:
             updates, state, params = jax.tree.map(lambda x: x[None], trees)
             new_params, new_state = run(i, updates, _merged(state, shared), params)
-            # Nobody takes what becomes of what is shared.
+            # The updates of shared leaves are not used.
             new = new_params, only(new_state, self.state_members, True)
             return jax.tree.map(lambda x: x[0], new)
 
@@ -233,7 +261,7 @@ class TreeUpdate:
     ) -> Updated:
         members, _ = self.tree.stacked
         zeros = _Zeros()
-        fill = functools.partial(_placed, place, zeros, self.pruned)
+        fill = functools.partial(_placed, place, zeros, self._pruned)
         layered, structure = self.layered, self.tree.structure
         tree_params = fill(members, params, layered.params)
         arguments = (
@@ -246,7 +274,10 @@ class TreeUpdate:
         with within(layer=i):
             changes, new_state = self.tx.update(*arguments)
         tree_changes = structure.flatten_up_to(changes)
-        new_leaves = self.state_structure.flatten_up_to(new_state)
+        if self._pruned:
+            new_leaves = self.state_structure.flatten_up_to(new_state)
+        else:  # a state may come in containers that `tx` does not return
+            new_leaves = jax.tree.leaves(new_state, is_leaf=is_quantized)
         in_place = lambda m: m if isinstance(m, int) else m[place or 0]
         of_state = lambda m, x: (
             # A layer of this kind has no such moment.
@@ -271,6 +302,14 @@ class TreeUpdate:
         )
 
 
+def _with_dtypes(
+    layered: LayeredState, dtypes: Sequence[np.dtype]
+) -> list[jax.ShapeDtypeStruct]:
+    """The shapes of the gradients of all parameters, stacked."""
+    pairs = zip(layered.params, dtypes, strict=True)
+    return [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in pairs]
+
+
 def only(
     leaves: Leaves, members: Sequence[Members], stacks: bool
 ) -> list[Stored | None]:
@@ -287,7 +326,7 @@ def _merged(
 
 
 class _Zeros(dict[Hashable, Array]):
-    """Zeros by shape and dtype: each are made once."""
+    """Zeros by shape and dtype, created on first use."""
 
     def __missing__(self, key: tuple[tuple[int, ...], np.dtype]) -> Array:
         self[key] = jnp.zeros(*key)
@@ -303,25 +342,19 @@ def _placed(
     like: Sequence[Stored],
 ) -> list[Stored]:
     """The own tree's leaves, one layer's in the place of layer `place`."""
-    by_number: dict[int, Stored] = {}
-    for member, x, old in zip(members, leaves, like, strict=True):
+
+    def entry(member: Members, x: Stored | None, old: Stored) -> PyTree:
         if isinstance(member, int):
             blank = jax.tree.map(lambda x: zeros[x.shape, x.dtype], old)
-            by_number[member] = blank if x is None else x
-            continue
+            return blank if x is None else x
         blank: PyTree = optax.MaskedNode()
         if not pruned:
             blank = jax.tree.map(lambda x: zeros[x.shape[1:], x.dtype], old)
-        by_number |= {n: blank for n in member if n >= 0}
-        if x is not None and place is not None and member[place] >= 0:
-            by_number[member[place]] = jax.tree.map(lambda x: x[0], x)
-    return [by_number[n] for n in range(len(by_number))]
+        there = x is not None and place is not None and member[place] >= 0
+        return jax.tree.map(lambda x: x[0], x) if there else blank, blank
 
-
-def stacked_shape(layers: Sequence[ArrayOrShape | None]) -> jax.ShapeDtypeStruct:
-    """The shape of a stack of these leaves."""
-    first = next(x for x in layers if x is not None)
-    return jax.ShapeDtypeStruct((len(layers), *first.shape), first.dtype)
+    entries = list(map(entry, members, leaves, like))
+    return tree_leaves(members, entries, lambda pair, i: pair[i != place])
 
 
 def one_layer(tree: LayerTree, stacked: PyTree) -> PyTree:
@@ -338,13 +371,3 @@ def one_layer(tree: LayerTree, stacked: PyTree) -> PyTree:
         return [layer] * tree.length
 
     return tree.unstack(stacked, apart)
-
-
-def tree_state(
-    tx: optax.GradientTransformation, tree: LayerTree, params: PyTree
-) -> tuple[list[Members], PyTreeDef]:
-    """For each leaf of a stacked state those of the own state, and its structure."""
-    with within(visitor=TYPES):
-        state = jax.eval_shape(lambda params: tx.init(params), params)
-    structure = jax.tree.structure(state, is_leaf=is_quantized)
-    return tree.members_of(structure), structure

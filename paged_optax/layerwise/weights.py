@@ -1,9 +1,8 @@
-"""Weights that are on the device, or fetched from the host: trained and frozen.
+"""Trained and frozen parameters, and their transfers from the host.
 
-Prologue, epilogue, the prologue's gradients and the update each fetch the parameters
-outside the layers, and give them up. The gradients of these wait on the host too, while
-those of the layers are computed. Nothing writes frozen parameters, so that loops close
-over their stacks, and fetch each layer of those on the host when there is time.
+The prologue, the epilogue, the prologue's gradients and the update each fetch the
+parameters outside the layers and free them. Their gradients stay on the host during the
+backward pass. Nothing writes frozen parameters: loops close over their stacks.
 """
 
 import copy
@@ -25,13 +24,13 @@ from paged_optax.backend.types import on_one_device
 from paged_optax.backend.validation import check_arrays
 from paged_optax.engine.transfers import to_device, to_host
 from paged_optax.layerwise.parameters import by_name, length_of, refuse_one_by_one
-from paged_optax.layerwise.slabs import LayerIndex, slab
+from paged_optax.layerwise.slices import LayerIndex, read_slice
 
-#: One layer of the stacks, and of the frozen stacks.
-Slabs = tuple[list[Array], list[Array]]
+#: Slices of one layer: of the trained stacks, and of the frozen ones.
+LayerSlices = tuple[list[Array], list[Array]]
 
-#: Where the vectors of all layers are read, by their stacks' positions: an array of
-#: several stacks, [layers, stacks, width], and the stack's number in it.
+#: The vectors of all layers, by their stacks' positions: an array of several stacks,
+#: [layers, stacks, width], and the stack's number in it.
 Vectors = Mapping[int, tuple[Array, int]]
 
 Tree = TypeVar("Tree", bound=PyTree)
@@ -39,32 +38,32 @@ Dependency = TypeVar("Dependency", bound=PyTree)
 
 
 class Prefetched(NamedTuple):
-    """What of a layer is fetched before its turn, by the positions of the stacks.
+    """Prefetched weights of the next layer, keyed by leaf index.
 
     Attributes:
-      trained: Slabs of what is trained.
-      frozen: Slabs of what is frozen.
+      trained: Slices of trained stacks.
+      frozen: Slices of frozen stacks.
     """
 
     trained: dict[int, Array]
     frozen: dict[int, Array]
 
 
-# Bytes of an array of several stacks, which are held twice. Two norms of 80 layers that
-# are 8192 wide have 2.5 MiB.
+# The largest array of several stacks, in bytes; its stacks are held twice. Two norms of
+# 80 layers with 8192 values have 2.5 MiB.
 _LARGEST_VECTORS = 4 * 2**20
 
-# Parts of a parameter that is changed in place.
+# Parts of a parameter that is updated in place.
 _PARTS_IN_PLACE = 16
 
 
 def on_device(x: Array) -> Array:
-    """An array, fetched if it is on the host."""
+    """Fetches an array that is on the host."""
     return to_device(x, on_host(x))
 
 
 def fetch_after(tree: Tree, dependency: Dependency) -> tuple[Tree, Dependency]:
-    """Fetches the leaves on the host once `dependency` has been computed.
+    """Fetches the leaves on the host after `dependency` is computed.
 
     Returns:
       The tree on the device, and `dependency`.
@@ -73,8 +72,7 @@ def fetch_after(tree: Tree, dependency: Dependency) -> tuple[Tree, Dependency]:
     hosted = [x for x in leaves if on_host(x)]
     if not hosted:
         return tree, dependency
-    # Without the barrier XLA takes all fetches of one array for one, and keeps what it
-    # fetched.
+    # Without the barrier XLA merges all fetches of one array, and keeps the result.
     hosted, dependency = lax.optimization_barrier((hosted, dependency))
     fetched = iter([on_device(x) for x in hosted])
     leaves = [next(fetched) if on_host(x) else x for x in leaves]
@@ -91,7 +89,7 @@ def host_like(tree: Tree, like: PyTree) -> Tree:
 
 
 def add_in_place(x: Array, update: Array) -> Array:
-    """`x + update` in the update's place: XLA:GPU takes a third buffer for the sum.
+    """Adds in the update's buffer. XLA:GPU would allocate a third one for the sum.
 
     Args:
       x: A parameter that was fetched.
@@ -113,11 +111,11 @@ def add_in_place(x: Array, update: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """Parameters that are used and not trained.
+    """Parameters that are not trained.
 
     Attributes:
-      layers: Those of the layers, stacked; None: there are none.
-      rest: All others, by name.
+      layers: The frozen parameters of the layers, stacked, or None.
+      rest: The other frozen parameters, by name.
     """
 
     layers: PyTree[Array]
@@ -130,11 +128,11 @@ class Frozen:
         Args:
           frozen: The frozen parameters.
           key: The key of the layers' parameters.
-          length: How many layers are trained.
+          length: The number of trained layers.
 
         Raises:
           TypeError: If they are no mapping of arrays.
-          ValueError: If those of the layers are not so many layers, stacked.
+          ValueError: If the layers are not stacked, or if their number differs.
         """
         rest = by_name(frozen)
         if rest is None:
@@ -162,10 +160,10 @@ class Weights:
     """The layers' parameters, stacked.
 
     Attributes:
-      stacks: Those that are trained. Loops carry them, and write them.
-      frozen: The others. Loops close over them.
-      structure: The structure of what is trained.
-      length: How many layers there are.
+      stacks: The trained stacks. Loops carry and write them.
+      frozen: The frozen stacks. Loops close over them.
+      structure: The structure of the trained parameters.
+      length: The number of layers.
     """
 
     def __init__(self, layers: PyTree[Array], frozen: PyTree[Array] = None):
@@ -176,35 +174,35 @@ class Weights:
         self.length = length_of(layers)
 
     def with_stacks(self, stacks: Sequence[Array]) -> "Weights":
-        """The same layers with other values of what is trained."""
+        """The same layers with other trained stacks."""
         weights = copy.copy(self)
         weights.stacks = [*stacks]
         return weights
 
     @property
     def prefetches(self) -> bool:
-        """Whether weights are fetched while the layer before is computed."""
+        """True if weights are prefetched while the previous layer is computed."""
         hosted = any(map(on_host, [*self.stacks, *self.frozen]))
         return GPU_FETCHES_AHEAD and self.length > 1 and hosted
 
     def prefetch(self, stacks: Sequence[Array], i: LayerIndex | None) -> Prefetched:
-        """Fetches what is fetched before layer i's turn; nothing for None."""
+        """Prefetches layer i; nothing for None."""
         if i is None or not self.prefetches:
             return Prefetched({}, {})
         return Prefetched(
-            {n: slab(x, i) for n, x in enumerate(stacks) if on_host(x)},
-            {n: slab(x, i) for n, x in enumerate(self.frozen) if on_host(x)},
+            {n: read_slice(x, i) for n, x in enumerate(stacks) if on_host(x)},
+            {n: read_slice(x, i) for n, x in enumerate(self.frozen) if on_host(x)},
         )
 
     @staticmethod
     def vectors(stacks: Sequence[Array]) -> Vectors:
-        """The trained vectors, norms and biases, those of one shape in one array.
+        """Joins trained vectors (norms, biases) of one shape in one array.
 
-        A loop that reads them there has one small copy a layer, not one for each. It
-        may write the stacks meanwhile, as each layer is read before it is written.
+        A loop then reads one small slice for each layer and shape. The loop may write
+        the stacks, because each layer is read before it is written.
         """
         if any(map(on_host, stacks)):
-            return {}  # XLA:GPU packs what is held less well: 32 MiB more on an L4
+            return {}  # XLA:GPU packs buffers less well: 32 MiB more on an L4
         by_kind = defaultdict[tuple[tuple[int, ...], DTypeLike], list[int]](list)
         for n, x in enumerate(stacks):
             if x.ndim == 2 and not on_host(x):
@@ -218,20 +216,20 @@ class Weights:
                 vectors |= {n: (joined, k) for k, n in enumerate(positions)}
         return vectors
 
-    def slabs(
+    def slices(
         self,
         stacks: Sequence[Array],
         i: LayerIndex,
         prefetched: Prefetched | None = None,
         vectors: Vectors | None = None,
-    ) -> Slabs:
-        """Layer i.
+    ) -> LayerSlices:
+        """Reads layer i.
 
         Args:
-          stacks: What is trained.
-          i: The layer's number.
-          prefetched: What of it has been fetched; None: nothing.
-          vectors: Where its vectors are read; None: in `stacks`.
+          stacks: The trained stacks.
+          i: The layer.
+          prefetched: Its prefetched slices, if any.
+          vectors: The joined vectors; see `vectors`.
         """
         trained, frozen = prefetched or Prefetched({}, {})
         vectors = vectors or {}
@@ -239,20 +237,20 @@ class Weights:
         def each(n: int, x: Array) -> Array:
             if n in vectors:
                 joined, k = vectors[n]
-                return slab(joined, i)[:, k]
-            return trained[n] if n in trained else slab(x, i)
+                return read_slice(joined, i)[:, k]
+            return trained[n] if n in trained else read_slice(x, i)
 
         return (
             [each(n, x) for n, x in enumerate(stacks)],
             [
-                frozen[n] if n in frozen else slab(x, i)
+                frozen[n] if n in frozen else read_slice(x, i)
                 for n, x in enumerate(self.frozen)
             ],
         )
 
-    def of(self, slabs: Slabs) -> tuple[PyTree[Array], PyTree[Array]]:
-        """One layer's parameters, trained and frozen, as the model sees them."""
-        trained, frozen = ([x[0] for x in part] for part in slabs)
+    def of(self, slices: LayerSlices) -> tuple[PyTree[Array], PyTree[Array]]:
+        """The model's arguments: one layer's trained and frozen parameters."""
+        trained, frozen = ([x[0] for x in part] for part in slices)
         return (
             jax.tree.unflatten(self.structure, trained),
             jax.tree.unflatten(self._frozen_structure, frozen),

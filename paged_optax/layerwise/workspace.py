@@ -1,4 +1,4 @@
-"""The buffers that hold one layer's gradients, for all layers in turn."""
+"""Buffers for one layer's gradients, which all layers use."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ from paged_optax.layerwise.parameters import (
     placed_shape,
     zeros,
 )
-from paged_optax.layerwise.slabs import goes_in_slabs
+from paged_optax.layerwise.slices import is_sliced
 
 _PASS_REST = (
     "pass the model's parameters without the layers' to GradientWorkspace.allocate as"
@@ -36,12 +36,12 @@ _PASS_REST = (
 
 
 class Pending(NamedTuple):
-    """Gradients that the next step begins with.
+    """Gradients that the next step applies.
 
     Attributes:
-      waits: Whether there are any.
-      norm: The global norm of all gradients, by which the layers' are to be clipped.
-      rest: The gradients by all parameters but the layers', clipped.
+      waits: True if there are any.
+      norm: The global norm of all gradients. The layers' gradients are not clipped yet.
+      rest: The clipped gradients of the parameters outside the layers.
     """
 
     waits: Bool[Array, ""]
@@ -56,22 +56,22 @@ class Pending(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class GradientWorkspace:
-    """The gradients of one layer, in buffers that serve all layers.
+    """The gradients of one layer, in buffers that all layers share.
 
-    A plain backward pass holds the gradients of all L layers. Here layer after layer
-    writes its own into the same buffers, which saves (L - 1) times a layer's bytes:
+    A plain backward pass holds the gradients of all L layers. Here each layer writes
+    its gradients into the same buffers, which saves (L - 1) times a layer's bytes:
 
-    - allocated once, before training, and donated to every step, which gives the same
-      memory back;
-    - after a step it holds the gradients of the layer handled last, the first one;
-    - leaves that overwrite hold a layer's gradients as soon as they are made; leaves
-      that accumulate add up until `zero_accumulators`.
+    - it is allocated once, before training, and donated to every step, which returns
+      the same memory;
+    - after a step it holds the gradients of the first layer, which is computed last;
+    - a leaf that overwrites holds the current layer's gradient; a leaf that accumulates
+      adds up gradients until `zero_accumulators`.
 
     Attributes:
       gradients: One layer's gradients: the tree of a layer, without the leading axis.
       host: Gradients of all layers in host memory, or None; see `allocate`.
-      accumulates: For each leaf of `gradients` whether it accumulates.
-      pending: What else a deferred update needs of the gradients, or None; see
+      accumulates: For each leaf of `gradients`, true if it accumulates.
+      pending: Gradients of a deferred update outside the layers, or None; see
         `allocate`.
 
     Example:
@@ -106,26 +106,24 @@ class GradientWorkspace:
         Args:
           layers: The layers' parameters, stacked on the leading axis of each leaf, or
             their `ShapeDtypeStruct`s.
-          accumulate: Paths of leaves that accumulate, or patterns of paths, as of
-            `fnmatch`.
-          dtype: The gradients' dtype; None: that of each parameter. `"float32"` adds
-            micro-batches up in full precision.
+          accumulate: Paths of leaves that accumulate, or `fnmatch` patterns of paths.
+          dtype: The gradients' dtype; None uses each parameter's dtype. `"float32"`
+            sums micro-batches in full precision.
           host_dtype: Keeps the gradients of all layers in host memory in this dtype
             too. A step then clips by the exact global norm with one backward pass, and
-            accumulates micro-batches one after the other.
-          rest: The other parameters, as the prologue gets them, or their
-            `ShapeDtypeStruct`s. With them and `host_dtype` updates are deferred: a step
-            leaves its gradients here, and the next step applies them. `finish` of the
-            step applies the last ones.
+            accumulates micro-batches in sequence.
+          rest: The prologue's parameters, or their `ShapeDtypeStruct`s. With `rest` and
+            `host_dtype` updates are deferred: a step stores its gradients in the
+            workspace, and the next step applies them. The step's `finish` applies the
+            last gradients.
 
         Returns:
           The workspace, all zeros.
 
         Raises:
           ValueError: If a leaf has no leading axis, or another length than the others;
-            or if layers are given one by one; if a leaf is complex and a dtype that is
-            asked for is not; if `rest` is given without `host_dtype`, or has a leaf
-            without a gradient.
+            if layers are not stacked; if a leaf is complex and a dtype is real; if
+            `rest` is given without `host_dtype`, or has a leaf without a gradient.
         """
         check_arrays("layers", layers)
         if rest is not None and host_dtype is None:
@@ -155,7 +153,7 @@ class GradientWorkspace:
         if host_dtype is not None:
             host = jax.tree.unflatten(
                 structure,
-                [zeros(x, x.shape, host_dtype, host=goes_in_slabs(x)) for x in stacks],
+                [zeros(x, x.shape, host_dtype, host=is_sliced(x)) for x in stacks],
             )
         gradients = [
             zeros(x, x.shape[1:], jax.typeof(x).dtype if dtype is None else dtype)
@@ -169,7 +167,7 @@ class GradientWorkspace:
         )
 
     def write(self, gradients: PyTree[Array]) -> "GradientWorkspace":
-        """The workspace with one more layer's gradients: overwritten, or added.
+        """Writes or adds one layer's gradients.
 
         Args:
           gradients: One layer's gradients, of the structure of `self.gradients`.
@@ -200,9 +198,9 @@ class GradientWorkspace:
         )
 
     def zero_accumulators(self) -> "GradientWorkspace":
-        """The workspace with zeros in the leaves that accumulate.
+        """Sets the leaves that accumulate to zero.
 
-        Called before each layer; otherwise their gradients grow from layer to layer.
+        Call it before each layer, or gradients add up over the layers.
 
         Returns:
           The workspace.
@@ -217,9 +215,9 @@ class GradientWorkspace:
         )
 
     def abstract(self, params: PyTree) -> "GradientWorkspace":
-        """Shapes, dtypes and placements of this workspace, beside its parameters.
+        """Returns shapes, dtypes and placements of this workspace.
 
-        `abstract_state(workspace, params)` is the same: the target of a restore.
+        `abstract_state(workspace, params)` returns the same: the target of a restore.
 
         Args:
           params: All parameters, or their `ShapeDtypeStruct`s.
@@ -228,12 +226,12 @@ class GradientWorkspace:
           The workspace of `jax.ShapeDtypeStruct`s, each with its memory kind stated.
 
         Raises:
-          ValueError: If the workspace is allocated for none of the parameters.
+          ValueError: If the workspace is allocated for other parameters.
         """
         layers, rest = self._allocated_for(params)
         placed = jax.tree.map(placed_shape, layers)
         blank = lambda like, x, host=False: zeros(like, x.shape, x.dtype, host)
-        stored = lambda like, x: blank(like, x, goes_in_slabs(x))
+        stored = lambda like, x: blank(like, x, is_sliced(x))
         gradients = jax.tree.map(blank, placed, self.gradients)
         host, pending = self.host, self.pending
         if host is not None:
@@ -245,7 +243,7 @@ class GradientWorkspace:
         return GradientWorkspace(gradients, host, self.accumulates, pending)
 
     def _allocated_for(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """The layers' parameters among all, and the others."""
+        """Returns the layers' parameters, and the others."""
         children = by_name(params)
         if not children:
             raise ValueError(
@@ -264,11 +262,11 @@ class GradientWorkspace:
         raise errors[0]
 
     def check(self, layers: PyTree, rest: PyTree = None) -> None:
-        """Refuses a model of other sizes than those allocated for.
+        """Raises if the workspace is allocated for a model of other sizes.
 
         Args:
           layers: The layers' parameters, stacked.
-          rest: The others, if updates may be deferred.
+          rest: The other parameters, for deferred updates.
 
         Raises:
           ValueError: If the sizes differ; the message names the leaf.
@@ -346,7 +344,7 @@ def _refuse_other_rest(allocated: PyTree, rest: PyTree) -> None:
 def _nothing_pending(
     rest: PyTree, gradients: Sequence[Shaped], stack: Shaped
 ) -> Pending:
-    """Room for the gradients of the other parameters, and a norm beside the layers."""
+    """Zeros for the gradients of the other parameters, and for the norm."""
     check_arrays("rest", rest)
     for path, x in nondifferentiable(rest):
         raise ValueError(

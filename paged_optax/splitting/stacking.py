@@ -23,7 +23,7 @@ from paged_optax.backend.types import (
 from paged_optax.backend.validation import brief, check_arrays
 from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree
 from paged_optax.layerwise.parameters import Shaped, offload, place_on_host
-from paged_optax.layerwise.slabs import put
+from paged_optax.layerwise.slices import write_slice
 from paged_optax.splitting.numbered import Names
 
 
@@ -186,7 +186,7 @@ def _away(leaves: Sequence[Shaped], axis: int | None, min_size: int | str) -> Sh
         return offload([stack_leaves(leaves, axis)], min_size)[0]
     # Arrays that NumPy reads go there layer by layer: NumPy holds no second stack.
     stack = place_on_host(np.zeros(like.shape, like.dtype))
-    write = jax.jit(put, donate_argnums=0)
+    write = jax.jit(write_slice, donate_argnums=0)
     for n, x in enumerate(leaves):
         stack = jax.block_until_ready(write(stack, np.asarray(x)[None], n))
     return stack

@@ -13,7 +13,7 @@ from helpers import aot, decoder, step_model
 from helpers.layered import far
 from helpers.stacked import SETTINGS, both, same
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
-from paged_optax.layerwise.overlap import ends_of
+from paged_optax.layerwise.segments import ends_of
 
 step_module = importlib.import_module("paged_optax.layerwise.step")
 

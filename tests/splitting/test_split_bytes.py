@@ -13,7 +13,7 @@ import paged_optax as po
 from helpers import aot, decoder, real_decoder
 from helpers.real_decoder import Config
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
-from paged_optax.layerwise.slabs import put
+from paged_optax.layerwise.slices import write_slice
 
 #: Real proportions, as narrow as compiles in seconds.
 SMALL = Config(width=1024, inner=2816, heads=8, grouped=2, layers=8, vocabulary=8192)
@@ -137,7 +137,7 @@ def test_a_stack_is_written_where_it_is(compiler):
         given = (shape, jnp.bfloat16, host), (layer, jnp.bfloat16, device)
         args = [jax.ShapeDtypeStruct(s, d, sharding=p) for s, d, p in given]
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=device)
-        return jax.jit(put, donate_argnums=0), (*args, number)
+        return jax.jit(write_slice, donate_argnums=0), (*args, number)
 
     report = compiler(build)
     one = math.prod(layer) * 2

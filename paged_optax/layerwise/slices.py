@@ -1,6 +1,6 @@
-"""Slabs of stacked layers: fetched, and put back."""
+"""Reads and writes slices of stacked layers, and loops over layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar, overload
 
 import jax
@@ -17,75 +17,98 @@ from paged_optax.engine.paged_array import Stored
 from paged_optax.engine.transfers import StackPage
 from paged_optax.transform.codec_rules import SMALLEST_CODED
 
-#: A layer's number: known when traced, or on the device.
+#: A layer's number, static or traced.
 LayerIndex = Int[Array, ""] | np.int32 | int
 
 Carry = TypeVar("Carry")
 
-#: One layer's turn: `body(i, following, carry)` returns the next carry.
+#: Loop body of one layer: `body(i, following, carry)` returns the next carry.
 Turn = Callable[[LayerIndex, LayerIndex | None, Carry], Carry]
 
 
-def goes_in_slabs(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
-    """Whether a stack of layers is handled layer by layer.
+def is_sliced(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
+    """True if a stack of layers is sliced layer by layer.
 
-    Vectors (norms, biases) are few, and on a TPU a row of a matrix is no whole tile.
+    Stacks of vectors (norms, biases) are small, and on a TPU a row is no whole tile.
     """
     return len(x.shape) >= 3 and x.size // max(1, x.shape[0]) >= SMALLEST_CODED
 
 
 @overload
-def slab(x: Array | np.ndarray, i: LayerIndex, parts: int | None = None) -> Array: ...
+def read_slice(
+    x: Array | np.ndarray, i: LayerIndex, parts: int | None = None
+) -> Array: ...
 @overload
-def slab(x: Stored, i: LayerIndex, parts: int | None = None) -> Stored: ...
-def slab(x: Stored | np.ndarray, i: LayerIndex, parts: int | None = None) -> Stored:
-    """Part i of a leading axis, on the device.
+def read_slice(x: Stored, i: LayerIndex, parts: int | None = None) -> Stored: ...
+def read_slice(
+    x: Stored | np.ndarray, i: LayerIndex, parts: int | None = None
+) -> Stored:
+    """Reads part i of the leading axis to the device.
 
     Args:
-      x: The array. A stack of layers has one part a layer.
-      i: The part's number.
-      parts: How many there are; None: as many as the axis has entries.
+      x: The array. A stack has one part for each layer.
+      i: The part.
+      parts: The number of parts; None is the length of the axis.
     """
     if isinstance(x, Quantized):
         parts = x.codes.shape[0] if parts is None else parts
         scales = _scales(i, x.scales.shape[0] // parts).read(x.scales)
-        return Quantized(slab(x.codes, i, parts), scales)
+        return Quantized(read_slice(x.codes, i, parts), scales)
     size = 1 if parts is None else x.shape[0] // parts
     return _page(x, i, size, parts).read(x)
 
 
 @overload
-def put(x: Array, new: Array, i: LayerIndex, parts: int | None = None) -> Array: ...
+def write_slice(
+    x: Array, new: Array, i: LayerIndex, parts: int | None = None
+) -> Array: ...
 @overload
-def put(x: Stored, new: Stored, i: LayerIndex, parts: int | None = None) -> Stored: ...
-def put(x: Stored, new: Stored, i: LayerIndex, parts: int | None = None) -> Stored:
-    """An array with part i of its leading axis replaced, as `slab` gives it.
+def write_slice(
+    x: Stored, new: Stored, i: LayerIndex, parts: int | None = None
+) -> Stored: ...
+def write_slice(
+    x: Stored, new: Stored, i: LayerIndex, parts: int | None = None
+) -> Stored:
+    """Replaces part i of the leading axis.
 
     Args:
       x: The array.
-      new: The part.
-      i: Its number.
-      parts: As for `slab`; None: of weights, which travel beside products.
+      new: The new part.
+      i: The part.
+      parts: The number of parts; None for weights, which travel during products.
     """
     if isinstance(x, Quantized):
         assert isinstance(new, Quantized)
         scales = _scales(i, new.scales.shape[0]).write(x.scales, new.scales)
-        return Quantized(put(x.codes, new.codes, i, parts), scales)
+        return Quantized(write_slice(x.codes, new.codes, i, parts), scales)
     assert not isinstance(new, Quantized)
     return _page(x, i, new.shape[0], parts).write(x, new)
+
+
+def write_slices(
+    stacks: Sequence[Array],
+    slices: Sequence[Array],
+    new: Sequence[Array],
+    i: LayerIndex,
+) -> list[Array]:
+    """Writes the slices of layer i that changed."""
+    return [
+        x if update is old else write_slice(x, update, i)
+        for x, old, update in zip(stacks, slices, new, strict=True)
+    ]
 
 
 def _page(
     x: Array | np.ndarray, i: LayerIndex, size: int, parts: int | None
 ) -> StackPage:
-    # Weights are fetched ahead of their layer. In a loop XLA may do it long before,
-    # beside an embedding: 0.9 GiB more for Llama-3-8B on an L4 (jax 0.12.0.1).
+    # Weights are prefetched. In a loop XLA may fetch them long before, during an
+    # embedding: 0.9 GiB more for Llama-3-8B on an L4 (jax 0.12.0.1).
     at_once = parts is None or is_traced(i) or not GPU_FETCHES_AHEAD
     return StackPage.of(x, i, size, at_once)
 
 
 def _scales(i: LayerIndex, size: int) -> StackPage:
-    # They are on the device while layers are updated, see `LayeredState`.
+    # Scales are on the device while layers are updated; see `LayeredState`.
     return StackPage(i, size, on_host=False, pieces=1)
 
 
@@ -100,14 +123,14 @@ def upwards(
     """Runs `body(i, following, carry)` for the layers from the first to the last.
 
     Args:
-      length: How many layers.
-      body: Returns the next carry. `following` is the layer whose turn is next, or None
-        where no turn is known to come.
+      length: The number of layers.
+      body: Returns the next carry. `following` is the next layer, or None if there is
+        none or the loop cannot prefetch it.
       carry: The first carry.
-      prefetches: Whether `body` fetches from the following layer, and puts that in the
-        carry. A trip then has two turns, for the current layer is still used.
-      makes_room: Whether `body` makes room for what it fetches. A trip then has one
-        turn.
+      prefetches: If true, `body` prefetches from the following layer into the carry. An
+        iteration then runs two layers, because the current slice is still used.
+      makes_room: If true, `body` frees the buffers that it fetches into. An iteration
+        then runs one layer.
 
     Returns:
       The last carry.
@@ -126,11 +149,11 @@ def downwards(
     """Runs `body(i, following, carry)` for the layers from the last to the first.
 
     Args:
-      length: As for `upwards`.
-      body: As for `upwards`.
-      carry: As for `upwards`.
-      prefetches: As for `upwards`.
-      makes_room: As for `upwards`.
+      length: See `upwards`.
+      body: See `upwards`.
+      carry: See `upwards`.
+      prefetches: See `upwards`.
+      makes_room: See `upwards`.
     """
     # An older XLA:GPU follows only the loop's own variable, so that the loop counts
     # down. A newer one follows `length - 1 - k`, but finds no transfer in such a loop.
@@ -152,16 +175,15 @@ def _visited(
     prefetches: bool,
     makes_room: bool,
 ) -> Carry:
-    """Runs the k-th turn for `layer(k)`."""
     turn = lambda k, c: body(layer(k), layer(k + 1), c)
     if not prefetches:
         trips, trip, left = length, lambda k, c: body(layer(k), None, c), range(0)
     elif makes_room:
         trips, trip, left = length - 1, turn, range(length - 1, length)
     else:
-        # A trip has two turns. A loop's carry has one buffer: with one turn a trip, the
-        # next layer could be fetched only after this layer is used. The last layers
-        # come after the loop: XLA:GPU follows linear indices, but no clamped ones.
+        # A loop's carry has one buffer. With one layer an iteration, the next layer
+        # could be fetched only after this layer is used. The last layers follow the
+        # loop: XLA:GPU follows linear indices, and no clamped ones.
         trips = (length - 1) // 2
         trip = lambda k, c: turn(2 * k + 1, turn(2 * k, c))
         left = range(2 * trips, length)
@@ -175,27 +197,27 @@ def _visited(
 
 
 def written_back(
-    stacks: list[Array], slabs: list[Array], i: LayerIndex
+    stacks: list[Array], slices: list[Array], i: LayerIndex
 ) -> tuple[list[Array], list[Array]]:
-    """Stacks on the device and their slabs, so that XLA:TPU casts a slab at a time.
+    """Writes slices back over themselves, so that XLA:TPU casts one slice at a time.
 
-    Its matrix units take bfloat16. Of float32 stacks that a loop only reads it would
-    make a copy in bfloat16, all layers at once, before the loop (libtpu 0.0.52: half
-    the bytes of the weights again). A slab written back over itself prevents that.
+    TPU matrix units read bfloat16. XLA copies float32 stacks that a loop only reads to
+    bfloat16 before the loop, for all layers (libtpu 0.0.52: half the bytes of the
+    weights).
     """
 
     def write(
         pair: tuple[list[Array], list[Array]],
     ) -> tuple[list[Array], list[Array]]:
-        stacks, slabs = pair
-        # Each by itself: what is fetched from the host may come when it is needed.
-        slabs = [
+        stacks, slices = pair
+        # One barrier for each slice: a fetch need not wait for the others.
+        slices = [
             new if on_host(x) else lax.optimization_barrier(new)
-            for x, new in zip(stacks, slabs, strict=True)
+            for x, new in zip(stacks, slices, strict=True)
         ]
         return [
-            x if on_host(x) else put(x, new, i)
-            for x, new in zip(stacks, slabs, strict=True)
-        ], slabs
+            x if on_host(x) else write_slice(x, new, i)
+            for x, new in zip(stacks, slices, strict=True)
+        ], slices
 
-    return on_tpu(write, (stacks, slabs))
+    return on_tpu(write, (stacks, slices))

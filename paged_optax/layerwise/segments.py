@@ -1,0 +1,262 @@
+"""Splits a computation into segments that transfers overlap.
+
+XLA starts a transfer when its operand is ready, and waits for it where its result is
+used. Optimization barriers bind the transfers of a segment to its start and its end: a
+barrier has the values computed so far, and the transferred arrays. A layer's leaves are
+in as many groups as there are segments.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import jax
+from jax import Array, lax
+from jax.extend import core
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
+
+from paged_optax.analysis.flat import Flat
+from paged_optax.analysis.program import Constant, Equation, Opaque
+from paged_optax.backend.memory import nbytes, on_host
+from paged_optax.layerwise.slices import LayerIndex, read_slice
+
+#: `between(k, computed)` is called after segment k, and returns the computed values.
+Between = Callable[[int, list[ArrayLike]], list[ArrayLike]]
+
+Result = TypeVar("Result", bound=PyTree[Array])
+
+# Multiplications of an H200 in the time in which it writes one entry to its memory.
+_AN_ENTRY = 300
+
+# Barriers have the results of equations with at least this part of a segment's work.
+# Barriers on all live values would break XLA's fusions.
+_PRODUCT = 1 / 32
+
+# Primitives that only change shape or dtype.
+_SAME = frozenset({"convert_element_type", "reshape", "squeeze", "transpose"})
+
+
+def in_segments(
+    function: Callable[..., Result],
+    arguments: Sequence[PyTree[ArrayLike]],
+    ends: Sequence[float],
+    between: Between,
+) -> Result:
+    """Calls a function in segments.
+
+    Args:
+      function: The function.
+      arguments: Its arguments.
+      ends: The end of each segment except the last, as a part of the work.
+      between: Is called at these ends.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    flat = Flat(closed, checkpoints=False)
+    work = [_work(flat, equation) for equation in flat.equations]
+    cuts = _cuts(work, ends)
+    bound = _results(flat)
+    for equation, size in zip(flat.equations, work, strict=True):
+        if size > _PRODUCT * sum(work) / (len(ends) + 1):
+            bound.update(equation.outputs)
+    last_use = {
+        x: index
+        for index, operands in enumerate(
+            [*(equation.inputs for equation in flat.equations), flat.outputs]
+        )
+        for x in operands
+        if not isinstance(x, Constant)
+    }
+    values = dict(flat.constants) | dict(enumerate(jax.tree.leaves(arguments)))
+    read = lambda x: x.value if isinstance(x, Constant) else values[x]
+    for index, equation in enumerate(flat.equations):
+        with _traced_mesh(equation):
+            outputs = equation.bind([read(x) for x in equation.inputs], None)
+        values.update(zip(equation.outputs, outputs, strict=True))
+        for k in (k for k, cut in enumerate(cuts) if cut == index):
+            computed = [x for x in values if x in bound and last_use.get(x, -1) > index]
+            new = between(k, [values[x] for x in computed])
+            values.update(zip(computed, new, strict=True))
+    return jax.tree.unflatten(jax.tree.structure(shapes), map(read, flat.outputs))
+
+
+def _traced_mesh(equation: Equation) -> contextlib.AbstractContextManager[None]:
+    """Around an equation: the mesh that it was traced on, of explicit axes or not."""
+    mesh = equation.traced and equation.traced.ctx.cur_abstract_mesh
+    if not mesh or mesh == jax.sharding.get_abstract_mesh():
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def _cuts(work: Sequence[float], ends: Sequence[float]) -> list[int]:
+    """The equations nearest to the ends of segments."""
+    done = list(itertools.accumulate(work))
+    nearest = lambda end: min(
+        range(len(done)), key=lambda index: abs(done[index] - end * done[-1])
+    )
+    return [nearest(end) for end in ends]
+
+
+def _results(flat: Flat) -> set[int]:
+    """The results, and results before a change of shape or dtype."""
+    results = {x for x in flat.outputs if not isinstance(x, Constant)}
+    for equation in reversed(flat.equations):
+        if equation.primitive.name in _SAME and not results.isdisjoint(
+            equation.outputs
+        ):
+            results.update(x for x in equation.inputs if not isinstance(x, Constant))
+    return results
+
+
+def _work(flat: Flat, equation: Equation) -> float:
+    return _operations(
+        equation.primitive.name,
+        {k: x.value if isinstance(x, Opaque) else x for k, x in equation.params},
+        [tuple(flat.shape(x)) for x in equation.inputs],
+        [tuple(flat.shape(x)) for x in equation.outputs],
+    )
+
+
+def _operations(
+    primitive: str,
+    params: Mapping[str, object],
+    operands: Sequence[tuple[int, ...]],
+    results: Sequence[tuple[int, ...]],
+) -> float:
+    """Counts a primitive's operations, given its operands' and results' shapes."""
+    entries = sum(map(math.prod, results))
+    match primitive, params:
+        case "dot_general", {"dimension_numbers": (((*summed,), _), _)}:
+            return 2.0 * entries * math.prod(operands[0][i] for i in summed)
+        case _, {"dimension_numbers": lax.ConvDimensionNumbers() as numbers}:
+            features = operands[1][numbers.rhs_spec[0]]
+            return 2.0 * entries * math.prod(operands[1]) / features
+        case _:
+            pass
+    inside = sum(
+        _operations(
+            eqn.primitive.name,
+            eqn.params,
+            [getattr(x.aval, "shape", ()) for x in eqn.invars],
+            [getattr(x.aval, "shape", ()) for x in eqn.outvars],
+        )
+        for jaxpr in core.jaxprs_in_params(dict(params))
+        for eqn in jaxpr.eqns
+    )
+    turns = params.get("length", 1)
+    return (turns if isinstance(turns, int) else 1) * inside + _AN_ENTRY * entries
+
+
+# More groups hold fewer bytes on the device. With four, a group is about one large
+# matrix of a transformer's layer.
+_GROUPS = 4
+
+
+class Group(NamedTuple):
+    """Leaves of a layer with a common update.
+
+    Attributes:
+      positions: Their positions among the layer's leaves.
+      slot_positions: The positions of their moments among the state's stacks.
+    """
+
+    positions: tuple[int, ...]
+    slot_positions: tuple[int, ...]
+
+
+def grouped(
+    positions: Sequence[int],
+    owners: Sequence[int],
+    travel: Sequence[int],
+    most: int | None = None,
+) -> list[Group]:
+    """Divides a layer's leaves into groups of about equal travel.
+
+    Args:
+      positions: The positions of the leaves.
+      owners: For each of the state's stacks, the position of its leaf.
+      travel: For each of `positions`, the bytes that travel.
+      most: The largest number of groups; None uses the default.
+
+    Returns:
+      The groups.
+    """
+    count = min(most or _GROUPS, sum(map(bool, travel)))
+    groups: list[list[int]] = [[] for _ in range(max(1, count))]
+    sizes = [0] * len(groups)
+    for size, position in sorted(zip(travel, positions, strict=True), reverse=True):
+        least = sizes.index(min(sizes))
+        groups[least].append(position)
+        sizes[least] += size
+    # The smallest comes first. It is fetched during the last segment, where XLA:GPU
+    # starts transfers late (jax 0.12.0.1).
+    return [
+        Group(
+            tuple(sorted(group)),
+            tuple(n for n, owner in enumerate(owners) if owner in group),
+        )
+        for _, group in sorted(zip(sizes, groups, strict=True))
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenPortions:
+    """Frozen stacks in portions, one of which is fetched during each segment.
+
+    Attributes:
+      stacks: The stacks.
+      count: The number of portions.
+    """
+
+    stacks: Sequence[Array]
+    count: int
+
+    @functools.cached_property
+    def positions(self) -> list[tuple[int, ...]]:
+        """For each portion, the positions of its stacks in host memory."""
+        hosted = [n for n, x in enumerate(self.stacks) if on_host(x)]
+        travel = [nbytes(self.stacks[n]) for n in hosted]
+        groups = grouped(hosted, (), travel, self.count)
+        return [group.positions for group in groups] + [()] * (self.count - len(groups))
+
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of each portion, for all layers."""
+        return [sum(nbytes(self.stacks[n]) for n in share) for share in self.positions]
+
+    def fetch(self, k: int, i: LayerIndex) -> dict[int, Array]:
+        """Begins to fetch portion k of layer i; keyed by position."""
+        return {n: read_slice(self.stacks[n], i) for n in self.positions[k]}
+
+    def slices(self, fetched: Mapping[int, Array], i: LayerIndex) -> list[Array]:
+        """Layer i, with its fetched portions."""
+        return [
+            fetched[n] if n in fetched else read_slice(x, i)
+            for n, x in enumerate(self.stacks)
+        ]
+
+
+def ends_of(
+    leaving: Sequence[int], coming: Sequence[int], shares: Sequence[int]
+) -> list[float]:
+    """Returns the ends of segments as parts of the work, in proportion to transfers.
+
+    During segment k group k is written back, and group k + 1 and portion k are fetched.
+
+    Args:
+      leaving: The bytes of each group that travel to the host.
+      coming: The bytes of each group that travel to the device.
+      shares: The bytes of each frozen portion.
+
+    Returns:
+      The ends. Segments have equal lengths if none of these arrays travels.
+    """
+    after = map(sum, zip([*coming[1:], *coming[:1]], shares, strict=True))
+    done = list(itertools.accumulate(map(max, zip(leaving, after, strict=True))))
+    if not done[-1]:
+        return [k / len(done) for k in range(1, len(done))]
+    return [x / done[-1] for x in done[:-1]]

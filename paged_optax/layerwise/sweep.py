@@ -1,0 +1,361 @@
+"""The backward pass over the layers, for one micro-batch or for all of them."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import DTypeLike
+from jaxtyping import Bool, Float, PyTree
+
+from paged_optax.backend.platforms import on_cpu
+from paged_optax.layerwise.clipping import sum_dtype
+from paged_optax.layerwise.dependencies import learned, used
+from paged_optax.layerwise.forward import (
+    EpilogueGradients,
+    Forward,
+    Learned,
+    ModelFunctions,
+    PrologueGradients,
+    Rest,
+    is_inexact,
+    select,
+)
+from paged_optax.layerwise.loss import WeightedLoss, over
+from paged_optax.layerwise.slices import (
+    Carry,
+    LayerIndex,
+    downwards,
+    read_slice,
+    write_slices,
+    written_back,
+)
+from paged_optax.layerwise.weights import (
+    LayerSlices,
+    Prefetched,
+    Weights,
+    fetch_after,
+    host_like,
+)
+
+#: `visit(carry, i, slices, gradients)` receives one layer's gradients. It returns the
+#: next carry, and the layer's parameters, updated or as they were.
+Visit = Callable[
+    [Carry, LayerIndex, list[Array], PyTree[Array]], tuple[Carry, list[Array]]
+]
+
+# The visitor's carry, the gradients by the layer's input and the context, the stacks,
+# and the prefetched slices of the next layer.
+_PassCarry = tuple[Carry, PrologueGradients, list[Array], Prefetched]
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPass:
+    """The layers after their forward pass, ready for the backward pass.
+
+    Attributes:
+      model: The model.
+      weights: The layers' parameters before the forward pass.
+      rest: The other parameters.
+      batch: The micro-batch, or all micro-batches.
+      several: If true, `batch` stacks several micro-batches.
+      dtypes: The dtypes of the layers' gradients.
+      stacks: The layers' parameters after the forward pass.
+      inputs: The inputs of all layers, stacked.
+      context: The prologue's context.
+      learned: The leaves of `inputs` and `context` that have gradients.
+      epilogue: The loss, and its gradients by the epilogue's arguments.
+    """
+
+    model: ModelFunctions
+    weights: Weights
+    rest: Rest
+    batch: PyTree
+    several: bool
+    dtypes: Sequence[np.dtype]
+    stacks: list[Array]
+    inputs: PyTree[Array]
+    context: PyTree
+    learned: Learned
+    epilogue: EpilogueGradients
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelFunctions,
+        weights: Weights,
+        rest: Rest,
+        batch: PyTree,
+        dtypes: Sequence[np.dtype],
+        before: Float[Array, ""],
+        *,
+        several: bool = False,
+        last: Bool[Array, ""] | bool = True,
+        forward: Forward | None = None,
+    ) -> "BackwardPass":
+        """Runs the forward pass and the epilogue.
+
+        Args:
+          model: The model.
+          weights: The layers' parameters.
+          rest: The other parameters.
+          batch: The micro-batch, or all micro-batches.
+          dtypes: The dtypes of the layers' gradients.
+          before: The total weight of the preceding micro-batches.
+          several: If true, `batch` stacks several micro-batches.
+          last: If true, no micro-batch follows.
+          forward: The result of the forward pass, if it ran already.
+        """
+        if forward is None:
+            each = _for_each if several else _for_one
+            forward = model.forward(weights, model.start(weights, rest, batch, each))
+        activations, context, stacks = forward
+        one = jax.tree.map(lambda x: x[0], batch) if several else batch
+        follows = learned(model, weights, rest, one)
+        model_then, fetched, x = model.fetch_rest(rest, activations.x)
+        arguments = fetched, x, activations.kept, batch, before.dtype
+        if several:
+            epilogue = _all_epilogues(model_then, *arguments)
+        else:
+            epilogue = model_then.pull_epilogue(*arguments, before, last)
+        chosen = [
+            yes
+            for yes, leaf in zip(follows.x, jax.tree.leaves(x), strict=True)
+            if is_inexact(leaf)
+        ]
+        by_output, _ = select(epilogue.by_output, chosen)
+        epilogue = epilogue._replace(by_output=by_output)
+        if fetched is not rest:
+            kept = activations.kept
+            if several:
+                x = jax.tree.map(lambda x: x[0], x)
+                kept = jax.tree.map(lambda x: x[:, 0], kept)
+            reads = used(model_then.run_epilogue, fetched, x, kept, one)
+            epilogue, stacks = _give_up_rest(epilogue, stacks, rest, reads)
+        return cls(
+            *(model, weights, rest, batch, several, dtypes, stacks),
+            *(activations.inputs, context, follows, epilogue),
+        )
+
+    def run(
+        self, visit: Visit[Carry], start: Carry
+    ) -> tuple[Carry, list[Array], PrologueGradients]:
+        """Calls `visit(carry, i, slices, gradients)` for each layer, the last first.
+
+        Returns:
+          The last carry, the stacks with the slices that `visit` returned, and the
+          gradients by the prologue's output.
+        """
+        weights = self.weights
+
+        def body(
+            i: LayerIndex, following: LayerIndex | None, carry: _PassCarry[Carry]
+        ) -> _PassCarry[Carry]:
+            inner, back, stacks, prefetched = carry
+            slices, frozen = weights.slices(stacks, i, prefetched, vectors)
+            prefetched = weights.prefetch(stacks, following)
+            gradients, back = self.pull((slices, frozen), back, i)
+            # Or XLA:CPU fuses the products into the update, and copies the stacks.
+            values = gradients, slices, back
+            gradients, slices, back = on_cpu(lax.optimization_barrier, values)
+            gradients, back, prefetched = _with_prefetched(gradients, back, prefetched)
+            inner, new = visit(inner, i, slices, gradients)
+            if all(a is b for a, b in zip(new, slices, strict=True)):
+                stacks, _ = written_back(stacks, slices, i)
+            else:
+                stacks = write_slices(stacks, slices, new, i)
+            if weights.prefetches:
+                # Of two layers a trip, the second's moments wait for the first's.
+                inner, back = lax.optimization_barrier((inner, back))
+            return inner, back, stacks, prefetched
+
+        vectors = weights.vectors(self.stacks)
+        prefetched = weights.prefetch(self.stacks, weights.length - 1)
+        back = self.first_gradients(self.epilogue.by_output)
+        carry, back, stacks, _ = downwards(
+            weights.length,
+            body,
+            (
+                start,
+                self.first_gradients(self.epilogue.by_output),
+                self.stacks,
+                prefetched,
+            ),
+            prefetches=weights.prefetches,
+        )
+        return carry, stacks, back
+
+    def first_gradients(self, by_output: list[Array]) -> PrologueGradients:
+        """The gradients before the last layer's: zeros for the context."""
+        context, _ = select(self.context, self.learned.context)
+        return PrologueGradients(by_output, list(map(jnp.zeros_like, context)))
+
+    def pull(
+        self, slices: LayerSlices, back: PrologueGradients, i: LayerIndex
+    ) -> tuple[PyTree[Array], PrologueGradients]:
+        """Computes the gradients of layer i, by its parameters and by its input.
+
+        Args:
+          slices: The layer's parameters, trained and frozen.
+          back: The gradients by the layer's output, and those by the context so far.
+          i: The layer.
+        """
+        x, dkept = self.read(i)
+        return self.pull_with(slices, x, back, dkept, i)
+
+    def read(self, i: LayerIndex) -> tuple[PyTree[Array], list[Array]]:
+        """Reads layer i's input, and the gradients by its kept outputs."""
+        cut = lambda stack: read_slice(stack, i)[0]
+        by_kept = self.epilogue.by_kept
+        return jax.tree.map(cut, self.inputs), jax.tree.map(cut, by_kept)
+
+    def pull_with(
+        self,
+        slices: LayerSlices,
+        x: PyTree[Array],
+        back: PrologueGradients,
+        dkept: list[Array],
+        i: LayerIndex,
+    ) -> tuple[PyTree[Array], PrologueGradients]:
+        """Does the same with the results of `read`."""
+        weights, frozen = self.weights.of(slices)
+        dx, dcontext = back
+        pull = lambda x, context, dx, dkept: self.model.pull_layer(
+            weights, frozen, x, context, self.learned, i, dx, dkept
+        )
+        add = lambda new: jax.tree.map(jnp.add, dcontext, new)
+        narrow = lambda g: jax.tree.unflatten(
+            self.weights.structure,
+            [
+                x.astype(dtype)
+                for x, dtype in zip(jax.tree.leaves(g), self.dtypes, strict=True)
+            ],
+        )
+        if not self.several:
+            gradients, dx, new = pull(x, self.context, dx, dkept)
+            return narrow(gradients), PrologueGradients(dx, add(new))
+
+        def one(
+            total: PyTree[Array],
+            arguments: tuple[PyTree, PyTree, list[Array], list[Array]],
+        ) -> tuple[PyTree[Array], PrologueGradients]:
+            gradients, dx, new = pull(*arguments)
+            total = jax.tree.map(jnp.add, total, narrow(gradients))
+            return total, PrologueGradients(dx, new)
+
+        zeros = jax.tree.map(jnp.zeros_like, narrow(weights))
+        gradients, (dx, new) = lax.scan(one, zeros, (x, self.context, dx, dkept))
+        return gradients, PrologueGradients(dx, add(new))
+
+    def rest_gradients(self, back: PrologueGradients) -> Rest:
+        """Adds the prologue's gradients to the epilogue's, for the other parameters.
+
+        They have the parameters' dtypes, unless the workspace's dtype is wider.
+        """
+        by_rest, back = fetch_after(self.epilogue.by_rest, back)
+        model, rest, back = self.model.fetch_rest(self.rest, back)
+        pull = lambda batch, back: model.pull_prologue(rest, batch, self.learned, back)
+        if not self.several:
+            return jax.tree.map(jnp.add, by_rest, pull(self.batch, back))
+
+        def one(
+            total: Rest, arguments: tuple[PyTree, PrologueGradients]
+        ) -> tuple[Rest, None]:
+            add = lambda s, g: s + g.astype(s.dtype)
+            return jax.tree.map(add, total, pull(*arguments)), None
+
+        total = lax.scan(one, by_rest, (self.batch, back))[0]
+        if self.dtypes != [x.dtype for x in self.weights.stacks]:
+            return total
+        return jax.tree.map(lambda g, x: g.astype(x.dtype), total, rest)
+
+
+def _for_one(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
+    return function(*arguments)
+
+
+def _for_each(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
+    return lax.map(lambda xs: function(*xs), arguments)
+
+
+def _all_epilogues(
+    model: ModelFunctions,
+    rest: Rest,
+    x: PyTree[Array],
+    kept: PyTree[Array],
+    batch: PyTree,
+    dtype: DTypeLike,
+) -> EpilogueGradients:
+    """The losses of all micro-batches, and the gradients of their mean."""
+    count = len(jax.tree.leaves(batch)[0])
+
+    def epilogue(
+        total: Rest, arguments: tuple[PyTree, PyTree, PyTree]
+    ) -> tuple[Rest, EpilogueGradients]:
+        one = model.pull_epilogue(rest, *arguments, dtype)
+        divisor = 1 if isinstance(one.loss, WeightedLoss) else count
+        mean = lambda tree: jax.tree.map(lambda g: g / divisor, tree)
+        total = jax.tree.map(
+            lambda s, g: s + g.astype(s.dtype) / divisor, total, one.by_rest
+        )
+        by = mean(one.by_output), mean(one.by_kept)
+        return total, EpilogueGradients(one.loss, one.metrics, {}, *by)
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), rest)
+    swapped = lambda tree: jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), tree)
+    total, every = lax.scan(epilogue, zeros, (x, swapped(kept), batch))
+    every = every._replace(by_rest=total, by_kept=swapped(every.by_kept))
+    if not isinstance(every.loss, WeightedLoss):
+        return every
+    weight = jnp.sum(every.loss.weight)
+    mean = lambda tree: jax.tree.map(lambda g: over(g, weight).astype(g.dtype), tree)
+    return every._replace(
+        by_rest=mean(every.by_rest),
+        by_output=mean(every.by_output),
+        by_kept=mean(every.by_kept),
+    )
+
+
+def _give_up_rest(
+    epilogue: EpilogueGradients,
+    stacks: list[Array],
+    rest: Rest,
+    reads: PyTree[bool],
+) -> tuple[EpilogueGradients, list[Array]]:
+    """Moves the epilogue's gradients to the host, where their parameters are.
+
+    The barrier puts the backward pass after the epilogue, so that the fetched
+    parameters are freed first. `reads` has the parameters that the epilogue reads; the
+    gradients by the others are zeros, and are computed where they are added.
+    """
+    reading = jax.tree.leaves(reads)
+    gradients, structure = jax.tree.flatten(epilogue.by_rest)
+    known, merge = select(gradients, reading)
+    known = host_like(known, select(jax.tree.leaves(rest), reading)[0])
+    known, by_output, by_kept, stacks = lax.optimization_barrier(
+        (known, epilogue.by_output, epilogue.by_kept, stacks)
+    )
+    by_rest = structure.unflatten(merge(known))
+    by = {"by_rest": by_rest, "by_output": by_output, "by_kept": by_kept}
+    return epilogue._replace(**by), stacks
+
+
+def _with_prefetched(
+    gradients: PyTree[Array], back: PrologueGradients, prefetched: Prefetched
+) -> tuple[PyTree[Array], PrologueGradients, Prefetched]:
+    """Binds each prefetched matrix to the same matrix's gradient of this layer.
+
+    The transfer then overlaps the computation of the gradients. Frozen matrices are
+    bound to the gradients by the layer's input.
+    """
+    flat, structure = jax.tree.flatten(gradients)
+    trained, frozen = dict(prefetched.trained), prefetched.frozen
+    for n, x in trained.items():
+        # The next layer's matrix is read from the stack before this layer's is written
+        # there. Otherwise XLA would copy the stack.
+        flat[n], trained[n] = lax.optimization_barrier((flat[n], x))
+    if frozen:
+        back, frozen = lax.optimization_barrier((back, frozen))
+    return structure.unflatten(flat), back, Prefetched(trained, frozen)
