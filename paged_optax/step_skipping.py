@@ -1,19 +1,18 @@
-"""Optax's wrappers that skip steps, for moments that live on the host.
+"""Optax's wrappers that skip steps, for moments in host memory.
 
-Optax selects between the old state and the new with `jnp.where` or `lax.cond`. If the
-states are host arrays, XLA copies them whole (`MultiSteps` on GPUs; `lax.cond` on GPUs,
-jax 0.10.2) or fails to compile (`MultiSteps` on TPUs), and every micro-step moves every
-byte. Here a skipped step runs its page loops zero times:
+Optax selects between the old state and the new with `jnp.where` or `lax.cond`. With
+states in host memory XLA copies both whole (`MultiSteps` on GPUs; `lax.cond` on GPUs,
+jax 0.10.2) or fails to compile (`MultiSteps` on TPUs), and every micro-step transfers
+the whole state. Here a skipped step runs its page loops zero times:
 
-- The wrapper closes the gate of the updates within (`paged_optax.transform.gates`). In
-  a layerwise step `layerwise.layer_optimizer` does, as `layerwise.clipping.Guard` says.
+- The wrapper closes the gate of the updates inside (`paged_optax.transform.gates`), or
+  in a layerwise step `layerwise.clipping.Guard` does.
 - The gate is the trip count of the loop around each leaf
-  (`paged_optax.engine.exchange`). What has no loop keeps its old value
+  (`paged_optax.engine.exchange`). Leaves without a loop keep their old values
   (`paged_optax.transform.groups`).
 
-The semantics are Optax's by construction: Optax's own wrapper runs around a
-transformation whose state is a single bool, and that bool tells afterwards whether the
-wrapper would have updated.
+Optax's own wrapper decides: it runs around a transformation whose state is a single
+bool, which is True afterwards if the wrapper would have updated.
 """
 
 from collections.abc import Callable
@@ -28,16 +27,12 @@ from jaxtyping import Bool, PyTree
 
 from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import on_host
-from paged_optax.backend.validation import (
-    check_count,
-    check_function,
-    check_transformation,
-)
+from paged_optax.backend.validation import check_count, check_transformation
 from paged_optax.transform.checks import check_arguments, refuse_host
 from paged_optax.transform.gates import only_if, restart_if
 from paged_optax.transform.init import tied
 
-#: Returns updates as they are; its state tells whether the wrapper took its update.
+#: The identity, whose state is True after an update.
 _PROBE = optax.GradientTransformationExtraArgs(
     lambda params: jnp.asarray(False),
     lambda updates, state, params=None, **extra_args: (updates, jnp.asarray(True)),
@@ -45,14 +40,14 @@ _PROBE = optax.GradientTransformationExtraArgs(
 
 
 class _Wrapped(NamedTuple):
-    """An Optax wrapper, apart from the transformation that it wraps.
+    """An Optax wrapper around a transformation.
 
     Attributes:
-      init, update: The wrapper's, around `_PROBE`.
+      init, update: The wrapper's functions, around `_PROBE`.
       inner: The wrapped transformation.
-      field: The field of the wrapper's state that holds the state of `inner`.
-      zero: Whether the updates of a skipped step are zero; else they are its gradients.
-      accumulates: Whether `inner` gets other gradients than the wrapper.
+      field: The field of the wrapper's state with the state of `inner`.
+      zero: If True, the updates of a skipped step are zero, else its gradients.
+      accumulates: If True, `inner` gets other gradients than the wrapper.
     """
 
     init: Callable[[optax.Params], PyTree]
@@ -77,22 +72,17 @@ class _Wrapped(NamedTuple):
     ) -> tuple[optax.Updates, PyTree]:
         old = self.inside(state)
         check_arguments(*map(as_pure, (updates, state, params)))
-        # Optax's own wrapper runs around a bool: it selects between no host arrays.
-        blank = state._replace(**{self.field: jnp.asarray(False)})
-        gradients, outer = self.update(updates, blank, params, **extra_args)
+        probing = state._replace(**{self.field: jnp.asarray(False)})
+        gradients, outer = self.update(updates, probing, params, **extra_args)
         happens = getattr(outer, self.field)
         if not self.accumulates:
             # Optax's conditional returns the same gradients, but copies them.
             gradients = updates
-        # A skipped step runs the page loops zero times, and moves no byte.
         with only_if(happens):
             updates, new = self.inner.update(gradients, old, params, **extra_args)
-        # The loops of paged moments have selected already.
-        new = jax.tree.map(
-            lambda new, old: new if on_host(new) else jnp.where(happens, new, old),
-            new,
-            old,
-        )
+        # The page loops have selected already.
+        select = lambda new, old: new if on_host(new) else jnp.where(happens, new, old)
+        new = jax.tree.map(select, new, old)
         skipped = lambda x, gradient: (
             jnp.zeros_like(x) if self.zero else gradient.astype(x.dtype)
         )
@@ -104,7 +94,7 @@ class _Wrapped(NamedTuple):
         return updates, outer._replace(**{self.field: new})
 
     def inside(self, state: PyTree) -> PyTree:
-        """The wrapped transformation's part of a state."""
+        """Returns the wrapped transformation's part of a state."""
         if not hasattr(state, self.field):
             raise ValueError(
                 f"state, of type {type(state).__name__}, has no {self.field}: pass the"
@@ -114,14 +104,14 @@ class _Wrapped(NamedTuple):
 
 
 class IfFinite(_Wrapped):
-    """`apply_if_finite`, for what has tested the gradients already."""
+    """`apply_if_finite`, for callers that test the gradients themselves."""
 
     def decided(
         self, finite: Bool[Array, ""], state: PyTree
     ) -> tuple[Bool[Array, ""], PyTree]:
-        """Whether an update happens, and the next state but for what is wrapped."""
-        blank = state._replace(**{self.field: jnp.asarray(False)})
-        _, outer = self.update(jnp.where(finite, 0.0, jnp.nan), blank)
+        """Returns whether an update happens, and the wrapper's next state."""
+        probing = state._replace(**{self.field: jnp.asarray(False)})
+        _, outer = self.update(jnp.where(finite, 0.0, jnp.nan), probing)
         return getattr(outer, self.field), outer
 
 
@@ -141,28 +131,26 @@ def _around(
 
 
 class MultiSteps(optax.MultiSteps):
-    """`optax.MultiSteps` whose micro-steps move no byte of a paged state.
+    """`optax.MultiSteps` whose micro-steps transfer nothing of a paged state.
 
-    Gradients accumulate over `every_k_schedule` calls of `update`; on the last of them
-    the wrapped transformation updates, and on the others its page loops run zero times
-    and the updates are zero. The state is an `optax.MultiStepsState` of the wrapped
-    transformation's state.
+    Gradients accumulate over `every_k_schedule` calls of `update`. The last call
+    updates with the wrapped transformation; the others run its page loops zero times,
+    and their updates are zero.
 
     Args:
-      opt: The wrapped transformation, with `paged(...)` anywhere inside, or nowhere.
+      opt: The wrapped transformation, with or without `paged(...)` inside.
       every_k_schedule: Micro-steps a step: an int, or a function of the step count.
-      use_grad_mean: Whether to average the gradients; otherwise they are summed.
-      should_skip_update_fn: Decides whether a micro-step is left out. Without
-        `optax.skip_not_finite` a NaN that is once accumulated stays: Optax multiplies
-        the accumulators by zero to empty them.
-      accumulator_dtype: The dtype that gradients accumulate in.
+      use_grad_mean: If True, gradients are averaged, otherwise summed.
+      should_skip_update_fn: Decides whether a micro-step is skipped. Use
+        `optax.skip_not_finite` against NaN, which Optax's accumulators would keep.
+      accumulator_dtype: The dtype of the accumulators.
 
     Returns:
-      An object with `init`, `update`, `has_updated` and `gradient_transformation`.
+      An object with `init`, `update`, `has_updated` and `gradient_transformation`,
+      whose state is an `optax.MultiStepsState`.
 
     Raises:
-      ValueError: As `optax.MultiSteps`; and if `opt` is no transformation, or there are
-        no micro-steps in a step.
+      ValueError: If `opt` is no transformation, or `every_k_schedule` is below 1.
       TypeError: If `every_k_schedule` is neither an int nor a function.
 
     Example:
@@ -176,9 +164,6 @@ class MultiSteps(optax.MultiSteps):
       >>> updates, state = tx.update(params, state, params)
       >>> bool(jnp.abs(updates["w"]).max() > 0), bool(tx.has_updated(state))
       (True, True)
-
-    References:
-      `optax.MultiSteps`, whose own code keeps the accumulators and the counts.
     """
 
     def __init__(
@@ -199,13 +184,9 @@ class MultiSteps(optax.MultiSteps):
             should_skip_update_fn,
             accumulator_dtype,
         )
+        inner, field = optax.with_extra_args_support(opt), "inner_opt_state"
         self._wrapped = _Wrapped(
-            super().init,
-            super().update,
-            optax.with_extra_args_support(opt),
-            "inner_opt_state",
-            zero=True,
-            accumulates=True,
+            super().init, super().update, inner, field, zero=True, accumulates=True
         )
 
     @property
@@ -214,7 +195,7 @@ class MultiSteps(optax.MultiSteps):
         return self._wrapped.inner
 
     def init(self, params: optax.Params) -> optax.MultiStepsState:
-        """The state: zero accumulators and counts around the wrapped state."""
+        """Returns zero accumulators and counts around the wrapped state."""
         return self._wrapped.init_around(params)
 
     def update(
@@ -224,22 +205,22 @@ class MultiSteps(optax.MultiSteps):
         params: optax.Params | None = None,
         **extra_args: object,
     ) -> tuple[optax.Updates, optax.MultiStepsState]:
-        """Accumulates gradients, and on the last micro-step updates with them."""
+        """Accumulates gradients, and updates with them on the last micro-step."""
         return self._wrapped.update_around(updates, state, params, **extra_args)
 
 
 def apply_if_finite(
     inner: optax.GradientTransformation, max_consecutive_errors: int
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.apply_if_finite` whose rejected steps move no byte of a paged state.
+    """`optax.apply_if_finite` whose rejected steps transfer nothing of a paged state.
 
-    A step whose gradients hold an infinity or a NaN leaves the state as it is and gives
-    zero updates, up to `max_consecutive_errors` times in a row. In `layerwise_step` it
-    may be around the whole transformation, if all gradients are known first.
+    A step with NaN or infinite gradients keeps the state and returns zero updates. In
+    `layerwise_step` this may wrap the whole transformation, if all gradients are
+    computed before the update.
 
     Args:
-      inner: The wrapped transformation, with `paged(...)` anywhere inside, or nowhere.
-      max_consecutive_errors: Rejections in a row after which an update is let through.
+      inner: The wrapped transformation, with or without `paged(...)` inside.
+      max_consecutive_errors: Consecutive rejections after which an update is applied.
 
     Returns:
       A transformation whose state is an `optax.ApplyIfFiniteState`.
@@ -252,9 +233,6 @@ def apply_if_finite(
       >>> updates, state = tx.update({"w": params["w"] * jnp.nan}, state, params)
       >>> float(jnp.abs(updates["w"]).max()), int(state.notfinite_count)
       (0.0, 1)
-
-    References:
-      `optax.apply_if_finite`, whose own code counts the errors.
     """
     check_count("max_consecutive_errors", max_consecutive_errors, 0)
     wrapper = optax.apply_if_finite(_PROBE, max_consecutive_errors)
@@ -266,15 +244,14 @@ def conditionally_transform(
     should_transform_fn: Callable[..., ArrayLike],
     forward_extra_args: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.conditionally_transform` that moves no byte if it does not transform.
+    """`optax.conditionally_transform` that transfers nothing if the condition is false.
 
-    If the condition does not hold, updates are returned as they are and the state
-    stays.
+    It then returns the gradients, and the state as it was.
 
     Args:
-      inner: The wrapped transformation, with `paged(...)` anywhere inside, or nowhere.
+      inner: The wrapped transformation, with or without `paged(...)` inside.
       should_transform_fn: The condition, a function of the count of calls.
-      forward_extra_args: Whether the condition gets `update`'s extra arguments too.
+      forward_extra_args: If True, the condition gets `update`'s extra arguments too.
 
     Returns:
       A transformation whose state is an `optax.ConditionallyTransformState`.
@@ -287,11 +264,7 @@ def conditionally_transform(
       >>> updates, state = tx.update(params, tx.init(params), params)
       >>> float(updates["w"][0, 0])
       1.0
-
-    References:
-      `optax.conditionally_transform`, whose own code asks the condition.
     """
-    check_function("should_transform_fn", should_transform_fn)
     wrapper = optax.conditionally_transform(
         _PROBE, should_transform_fn, forward_extra_args
     )
@@ -303,14 +276,14 @@ def conditionally_mask(
     should_transform_fn: Callable[..., ArrayLike],
     forward_extra_args: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.conditionally_mask` that moves no byte if it does not transform.
+    """`optax.conditionally_mask` that transfers nothing if the condition is false.
 
-    If the condition does not hold, updates are zero and the state stays.
+    It then returns zero updates, and the state as it was.
 
     Args:
-      inner: The wrapped transformation, with `paged(...)` anywhere inside, or nowhere.
+      inner: The wrapped transformation, with or without `paged(...)` inside.
       should_transform_fn: The condition, a function of the count of calls.
-      forward_extra_args: Whether the condition gets `update`'s extra arguments too.
+      forward_extra_args: If True, the condition gets `update`'s extra arguments too.
 
     Returns:
       A transformation whose state is an `optax.ConditionallyMaskState`.
@@ -323,11 +296,7 @@ def conditionally_mask(
       >>> updates, state = tx.update(params, tx.init(params), params)
       >>> float(updates["w"][0, 0])
       0.0
-
-    References:
-      `optax.conditionally_mask`, whose own code asks the condition.
     """
-    check_function("should_transform_fn", should_transform_fn)
     wrapper = optax.conditionally_mask(_PROBE, should_transform_fn, forward_extra_args)
     return _around(wrapper, inner, zero=True)
 
@@ -338,17 +307,16 @@ def lookahead(
     slow_step_size: float,
     reset_state: bool = False,
 ) -> optax.GradientTransformation:
-    """`optax.lookahead` that can start a paged state again.
+    """`optax.lookahead` that can reset a paged state.
 
-    `optax.lookahead` itself can be put around `paged(...)` if `reset_state=False`. With
-    `reset_state=True` it multiplies host arrays. Here each page is made anew as it
-    passes through the device.
+    With `reset_state=True` Optax's own multiplies host arrays by zero; here each page
+    is initialized again as it passes through the device.
 
     Args:
       fast_optimizer: The wrapped transformation, with `paged(...)` anywhere inside.
-      sync_period: Steps from one synchronisation to the next.
+      sync_period: Steps between synchronizations.
       slow_step_size: The step size of the slow parameters.
-      reset_state: Whether the wrapped state starts again at a synchronisation.
+      reset_state: If True, a synchronization resets the wrapped state.
 
     Returns:
       A transformation of `optax.LookaheadParams`; its state is an
@@ -365,8 +333,8 @@ def lookahead(
       (0, 0.0)
 
     References:
-      `optax.lookahead`; Zhang et al., `Lookahead Optimizer: k steps forward, 1 step
-      back <https://arxiv.org/abs/1907.08610>`_, 2019.
+      Zhang et al., `Lookahead Optimizer: k steps forward, 1 step back
+      <https://arxiv.org/abs/1907.08610>`_, 2019.
     """
     check_transformation("fast_optimizer", fast_optimizer)
     check_count("sync_period", sync_period, 1)
@@ -384,14 +352,13 @@ def lookahead(
         if not reset_state:
             return wrapper.update(updates, state, params)
         syncs = state.steps_since_sync == sync_period - 1
-        # Optax would multiply host arrays: each page is made anew as it passes instead.
         with restart_if(syncs):
             updates, state = wrapper.update(updates, state, params)
-        fast = jax.tree.map(
-            lambda new, first: new if on_host(new) else jnp.where(syncs, first, new),
-            state.fast_state,
-            fast_optimizer.init(params.fast),
+        first = fast_optimizer.init(params.fast)
+        select = lambda new, first: (
+            new if on_host(new) else jnp.where(syncs, first, new)
         )
+        fast = jax.tree.map(select, state.fast_state, first)
         return updates, state._replace(fast_state=fast)
 
     return optax.GradientTransformation(

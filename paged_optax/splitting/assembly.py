@@ -1,4 +1,4 @@
-"""The stages of a loss, put together as `Pieces`: before, in each layer, and after."""
+"""Assembles the pieces of a loss from the equations of its layers."""
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
@@ -28,13 +28,13 @@ _PASSING = 2
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Dataflow:
-    """The values that go from layer to layer, and to the end.
+    """Values between layers, and values for the epilogue.
 
     Attributes:
       subprograms: Each layer's equations.
       layer_of: The layer that computes each value.
-      last_use: The last later layer that needs each of these values, or -1.
-      needed_after: Those that are needed after the layers.
+      last_use: The last later layer that uses each of these values, or -1.
+      needed_after: The values that are needed after the layers.
       slots: For each layer the slot of each value from an earlier one.
       avals: Shapes and dtypes of the slots.
     """
@@ -48,7 +48,6 @@ class _Dataflow:
 
     @classmethod
     def of(cls, stages: Stages) -> "_Dataflow":
-        """Follows the values that layers compute."""
         depends = stages.cuts.depends
         flat, count = depends.flat, depends.count
         positions: list[list[int]] = [[] for _ in range(count)]
@@ -103,7 +102,7 @@ class _Dataflow:
         return handed
 
     def _refuse_kept_weights(self, stages: Stages) -> None:
-        """Refuses later uses of values of parameters and nothing else, if as large."""
+        """Raises if values of parameters only, as large as these, are used later."""
         depends = stages.cuts.depends
         flat = depends.flat
         later = {x: turn for x, turn in self.last_use.items() if turn >= 0}
@@ -145,11 +144,11 @@ class _Dataflow:
 def _in_order(
     equations: Sequence[Equation], chosen: Sequence[int], place: Mapping[int, int]
 ) -> list[int]:
-    """Equations of one layer, each after those that it needs, depth first.
+    """Returns the equations of a layer in topological order, depth first.
 
-    The order depends only on what is computed, so that alike layers are equal. The
-    order of the trace would not do: an equation that depends on parameters in other
-    layers may depend on none in the first one, and is then sorted before the layers.
+    The order depends only on the computation, unlike the trace's: an equation that
+    depends on parameters in other layers may depend on none in the first one, and is
+    then sorted before the layers.
     """
     producer = {x: n for n in chosen for x in equations[n].outputs}
     needs = {
@@ -172,14 +171,15 @@ def _in_order(
 
 @dataclasses.dataclass(eq=False)
 class _AlikeLayers:
-    """Layers that are alike.
+    """Equal layers.
 
     Attributes:
       layers: Their numbers.
-      key: What they compute.
+      key: Their computation.
       roles: The role of each argument; None for values from before the layers.
-      handed: For each slot the place of its next value among the layer's values, None
-        where the slot keeps its value; None as a whole where no layer follows.
+      handed: For each slot the index of its next value among the layer's values, or
+        None if it
+        keeps its value; None for a last layer.
     """
 
     layers: list[int]
@@ -188,7 +188,7 @@ class _AlikeLayers:
     handed: tuple[int | None, ...] | None
 
     def takes(self, other: "_AlikeLayers") -> bool:
-        """Whether another layer is like these."""
+        """Returns whether another layer belongs to this group."""
         # The first layer takes from before the layers what others take from a layer.
         first = other.layers == [0]
         return (
@@ -203,7 +203,7 @@ class _AlikeLayers:
 
 
 class Assembly:
-    """Groups of layers that are alike, and the tables and values that they share."""
+    """Groups equal layers, with the tables and values that they share."""
 
     def __init__(self, stages: Stages):
         self.stages, self.dataflow = stages, _Dataflow.of(stages)
@@ -214,7 +214,7 @@ class Assembly:
         self.after: dict[int, FromCarry | FromKept] = {}
 
     def groups(self) -> list[_AlikeLayers]:
-        """Layers that are alike. The first one comes last: it joins any that fits."""
+        """Returns the groups; the first layer joins last, as it fits several."""
         groups: list[_AlikeLayers] = []
         for n in (*range(1, self.count), 0):
             group = self._single(n)
@@ -228,7 +228,6 @@ class Assembly:
         return groups
 
     def _single(self, n: int) -> _AlikeLayers:
-        """The group of one layer."""
         subprogram, slots = self.dataflow.subprograms[n], self.dataflow.slots
         members = self.stages.members
 
@@ -251,7 +250,7 @@ class Assembly:
         )
 
     def kind(self, group: _AlikeLayers) -> LayerKind:
-        """The program of a group's layers, and the roles of its arguments."""
+        """Returns the program of a group, and the roles of its arguments."""
         arguments = [self.dataflow.subprograms[n].arguments for n in group.layers]
         subprogram = self.dataflow.subprograms[group.layers[0]]
         roles = tuple(
@@ -279,9 +278,10 @@ class Assembly:
     def _before_layers(
         self, layers: Sequence[int], operands: Sequence[Operand]
     ) -> Role:
-        """The role of an argument from before the layers.
+        """Returns the role of an argument from before the layers.
 
-        If it differs between layers, it goes to a table. Tables that agree are one.
+        Arguments that differ between layers go to a table; tables that agree are
+        merged.
         """
         first = operands[0]
         if all(x == first for x in operands):
@@ -305,7 +305,7 @@ class Assembly:
         return next(aval_of(self.flat, x) for x in row if x is not None)
 
     def _last(self, group: _AlikeLayers) -> tuple[int | None, ...]:
-        """The carry of a last layer that is like no other one, by shapes and dtypes."""
+        """Returns the carry of a last layer without an equal, by shapes and dtypes."""
         values = self.dataflow.subprograms[group.layers[0]].values
         free = [k for k, x in enumerate(values) if x in self.dataflow.needed_after]
         handed: list[int | None] = []
@@ -321,7 +321,7 @@ class Assembly:
     def _kept(
         self, group: _AlikeLayers, handed: Sequence[int | None]
     ) -> tuple[int | None, ...]:
-        """The values that a group's layers keep for the end, by number."""
+        """Returns the results that a group's layers keep for the epilogue."""
         places: list[int | None] = [None] * len(self.kept)
         for n in group.layers:
             for place, x in enumerate(self.dataflow.subprograms[n].values):
@@ -344,7 +344,7 @@ class Assembly:
         return tuple(places)
 
     def pieces(self) -> Pieces:
-        """The loss in pieces."""
+        """Returns the loss in pieces."""
         groups = self.groups()
         kinds = [self.kind(group) for group in groups]
         kind_of = [0] * self.count

@@ -1,4 +1,4 @@
-"""Where a loss is cut: between layers, where the fewest bytes are alive."""
+"""Cuts a loss between layers, where the fewest bytes are alive."""
 
 import bisect
 import dataclasses
@@ -14,16 +14,18 @@ class Cuts:
     """The learned equations in an order that can be cut, and the cuts.
 
     Attributes:
-      depends: What they depend on.
-      order: Positions of the equations: those that depend on no layer, then those that
-        depend on the first one, and so on. An equation that prepares weights, such as
-        a cast at the beginning of the model, thus stands with its layer.
-      regions: For each layer the places in that order of the equations that depend on
-        it and on no later one. Region -1 depends on no layer. The region behind the
-        last layer depends only on parameters, of several layers.
+      depends: The dependencies of the equations.
+      order: Positions of the equations, by the last layer that they depend on.
+        Equations that
+        prepare weights, such as a cast of the whole model, are thus next to their
+          layer.
+      regions: For each layer the range in that order that depends on it and on no later
+        one.
+        Region -1 depends on no layer; the region after the last layer depends only on
+        parameters of several layers.
       cuts: The places in that order where the next layer begins.
       end: The place after the last use of the last layer's parameters.
-      uses: For each value the places where it is used.
+      uses: For each value the places of its uses.
     """
 
     depends: Depends
@@ -38,11 +40,13 @@ class Cuts:
         """Orders the equations, and cuts between the layers.
 
         Args:
-          depends: What the equations depend on.
-          latest: Whether to cut at the last of several places that are as good; it
-            differs where a layer ends or begins with what keeps the size.
-          interleaved: Whether the ends of a layer's towers, such as those of two
-            inputs, are ordered step by step together instead of one after the other.
+          depends: The dependencies of the equations.
+          latest: If True, cuts at the last of several equally good places, which differ
+            if a
+            layer ends or begins with equations that keep the size.
+          interleaved: If True, the ends of a layer's towers (for several inputs) are
+            interleaved
+            instead of sequential.
         """
         order = _ordered(depends)
         order = _interleaved(depends, order) if interleaved else order
@@ -75,7 +79,7 @@ class Cuts:
         return dataclasses.replace(uncut, cuts=tuple(cuts))
 
     def used_until(self, turn: int) -> int:
-        """The place after the last use of a layer's parameters, in its region."""
+        """Returns the place after the last use of a layer's parameters."""
         depends = self.depends
         users = depends.users[turn]
         places = [place for place in self.regions[turn] if self.order[place] in users]
@@ -89,19 +93,19 @@ class Cuts:
         return 1 + max(places)
 
     def results_at(self, places: Iterable[int]) -> list[int]:
-        """The results of the equations at these places."""
+        """Returns the results of the equations at these places."""
         equations = self.depends.flat.equations
         return [x for place in places for x in equations[self.order[place]].outputs]
 
     def until(self, value: int) -> int:
-        """The last place where the layers use a value; -1: none."""
+        """Returns the last place where the layers use a value, or -1."""
         # A value that is only used after the layers is kept, wherever they are cut.
         return max(
             (place for place in self.uses[value] if place < self.end), default=-1
         )
 
     def _refuse_used_again(self) -> None:
-        """Refuses a layer that is used after another one, but before the last."""
+        """Raises if a later layer precedes a use of a layer."""
         depends = self.depends
         for turn in range(depends.count - 1):
             for place in self.regions[turn]:
@@ -126,7 +130,7 @@ class Cuts:
                 )
 
     def _last(self, before: int, latest: bool) -> int:
-        """The cut before the last layer, as far behind parameters as the one before."""
+        """Returns the cut before the last layer, at the previous cut's distance."""
         # The end of the last layer is not known yet, and so neither is what is alive
         # before it. Layers of another kind may end otherwise: then bytes decide.
         turn, equations = self.depends.count - 2, self.depends.flat.equations
@@ -141,7 +145,7 @@ class Cuts:
         return self._cheapest(turn, latest)
 
     def _cheapest(self, turn: int, latest: bool) -> int:
-        """The place in a layer's region where the fewest bytes are alive."""
+        """Returns the place in a layer's region with the fewest live bytes."""
         flat, region = self.depends.flat, self.regions[turn]
         first, count = self.used_until(turn), self.depends.count
         # Values that only the last layer or the end needs are kept, whatever the cut.
@@ -180,7 +184,6 @@ class Cuts:
 
 
 def _ordered(depends: Depends) -> tuple[int, ...]:
-    """The learned equations, by the layer that they depend on last."""
     # A layer's term of a sum that is traced after all layers, such as a penalty, comes
     # as early as it can: otherwise the next layer would have to add it.
     live = [n for n in depends.live if depends.is_learned(n)]
@@ -213,7 +216,7 @@ def _ordered(depends: Depends) -> tuple[int, ...]:
 
 
 def _interleaved(depends: Depends, order: Sequence[int]) -> tuple[int, ...]:
-    """The same, with the ends of a layer's towers ordered step by step together."""
+    """Interleaves the ends of a layer's towers."""
     # In the order of the trace, the first tower begins its next layer before the second
     # one has ended this one, and more is alive between the two layers.
     equations = depends.flat.equations

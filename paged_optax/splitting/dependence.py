@@ -1,4 +1,4 @@
-"""Which layer's parameters each value of a loss depends on, and the line it is from."""
+"""Dependencies of the values of a loss on layers, and the lines of equations."""
 
 import dataclasses
 import functools
@@ -10,18 +10,17 @@ from jax.extend import core
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Operand
 
-# Installed packages that models are built of: a line of theirs tells a user little.
+# Packages whose lines are not the user's.
 _LIBRARIES = re.compile(
     r"[/\\](site|dist)-packages[/\\](jax|flax|haiku|equinox|optax|qwix|paged_optax)[/\\]"
 )
 
 
 def line_of(equation: Equation, nearby: Iterable[Equation] = ()) -> str:
-    """The line of the model that an equation was traced from.
+    """Returns the line of the model that an equation was traced from.
 
-    If a library's module computes it, the line is the model's call of the module. If it
-    is not known, as within `jnp.clip`, it is that of an equation nearby, such as one
-    that takes its values.
+    For equations inside a library's module this is the model's call of the module.
+    Without a line, as within `jnp.clip`, a nearby equation's line is returned.
     """
     equation = next((e for e in (equation, *nearby) if e.line), equation)
     where, traced = equation.where, equation.traced
@@ -40,7 +39,7 @@ def line_of(equation: Equation, nearby: Iterable[Equation] = ()) -> str:
 
 
 class SplitError(ValueError):
-    """A loss is not computed layer by layer."""
+    """Raised if a loss is not computed layer by layer."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,16 +48,17 @@ class Depends:
 
     Attributes:
       flat: The loss.
-      live: The equations that the loss needs, by their positions.
+      live: The positions of the equations that the loss needs.
       producer: The position of the equation that computes each value.
-      layer: The layer of each parameter, in the order in which layers are computed.
-      count: How many layers there are.
+      layer: The layer of each parameter, in the order of computation.
+      count: The number of layers.
       learned: The values that depend on parameters.
-      after: The last layer that each learned value depends on; -1: none. A value that
-        depends only on parameters, of several layers, is computed after all of them.
-      pure: The layers of each value that depends only on parameters of layers. Such
-        values may be computed early, as casts of a whole model to bfloat16 are, and
-        count to their layer.
+      after: The last layer that each learned value depends on, or -1. A value of
+        parameters
+        of several layers only is computed after all of them.
+      pure: The layers of each value of layers' parameters only. Such values may be
+        computed
+        early, such as casts of a whole model to bfloat16, and belong to their layer.
     """
 
     flat: Flat
@@ -74,7 +74,7 @@ class Depends:
     def of(
         cls, flat: Flat, weights: Sequence[int], members: Sequence[Sequence[int]]
     ) -> "Depends":
-        """Follows the parameters, `weights`; `members` are those of each layer."""
+        """Follows the parameters `weights`; `members` has those by layer."""
         producer = producers_of(flat)
         live = live_of(flat, producer)
         owner = {leaf: n for n, leaves in enumerate(members) for leaf in leaves}
@@ -98,8 +98,7 @@ class Depends:
             if not taken:
                 continue
             learned.update(equation.outputs)
-            # What is computed of several layers' parameters alone belongs to none of
-            # them.
+            # Values of several layers' parameters only belong to no layer.
             several = [pure[x] for x in equation.outputs if len(pure.get(x, ())) > 1]
             turn = len(members) if several else max(last[x] for x in taken)
             last.update(dict.fromkeys(equation.outputs, turn))
@@ -119,28 +118,28 @@ class Depends:
         return {turn: frozenset(equations) for turn, equations in users.items()}
 
     def is_learned(self, n: int) -> bool:
-        """Whether an equation depends on parameters."""
+        """Returns whether an equation depends on parameters."""
         return any(x in self.learned for x in self.flat.equations[n].outputs)
 
     def is_pure(self, n: int) -> bool:
-        """Whether an equation depends only on parameters of layers."""
+        """Returns whether an equation depends on layers' parameters only."""
         return bool(self.pure.get(self.flat.equations[n].outputs[0]))
 
     def turn(self, n: int) -> int:
-        """The last layer that an equation depends on; -1: none."""
+        """Returns the last layer that an equation depends on, or -1."""
         return self.after.get(self.flat.equations[n].outputs[0], -1)
 
     def uses(self, n: int) -> set[int]:
-        """The layers whose parameters an equation takes, as they are or prepared."""
+        """Returns the layers whose parameters an equation takes, prepared or not."""
         taken = values_in(self.flat.equations[n])
         return set().union(*(self.pure.get(x, ()) for x in taken))
 
     def line(self, n: int) -> str:
-        """The line of the model that an equation is from, or that of one nearby."""
+        """Returns the line of an equation, or of a nearby one."""
         return line_of(self.flat.equations[n], self._near(n))
 
     def _near(self, n: int) -> Iterator[Equation]:
-        """Equations after this one, then before it, then of the same layers."""
+        """Yields later equations, then earlier ones, then equations of its layers."""
         equations = self.flat.equations
         reached, later = (
             set(equations[n].outputs),
@@ -160,24 +159,24 @@ class Depends:
 
 
 def values_in(equation: Equation) -> list[int]:
-    """The values among an equation's operands."""
+    """Returns the values among an equation's operands."""
     return values_of(equation.inputs)
 
 
 def values_of(operands: Sequence[Operand]) -> list[int]:
-    """The values among operands."""
+    """Returns the values among operands."""
     return [x for x in operands if not isinstance(x, Constant)]
 
 
 def producers_of(flat: Flat) -> dict[int, int]:
-    """The position of the equation that computes each value."""
+    """Returns the position of the equation that computes each value."""
     return {x: n for n, e in enumerate(flat.equations) for x in e.outputs}
 
 
 def _refuse_together(
     flat: Flat, live: Sequence[int], pure: Mapping[int, frozenset[int]], layer: int
 ) -> None:
-    """Refuses a layer whose parameters are only used together with those of others."""
+    """Raises if a layer's parameters are only used combined with others'."""
     for n in live:
         layers = pure.get(flat.equations[n].outputs[0], frozenset())
         if layer in layers and len(layers) > 1:
@@ -190,7 +189,7 @@ def _refuse_together(
 
 
 def live_of(flat: Flat, producer: Mapping[int, int]) -> tuple[int, ...]:
-    """The equations that the outputs need."""
+    """Returns the equations that the outputs need."""
     needed: set[int] = set()
     stack = values_of(flat.outputs)
     while stack:
@@ -204,11 +203,11 @@ def live_of(flat: Flat, producer: Mapping[int, int]) -> tuple[int, ...]:
 def repeated_keys(
     jaxpr: core.Jaxpr, given: Sequence[Set[int | None]]
 ) -> set[int | None]:
-    """The sources of random numbers that nothing else goes into.
+    """Returns the sources of random numbers that depend on nothing else.
 
     Args:
       jaxpr: A function.
-      given: The sources of each argument; None stands for what may change.
+      given: The sources of each argument; None for arguments that may change.
     """
     repeated = set[int | None]()
     sources = dict(zip(jaxpr.invars, given, strict=True))
@@ -221,7 +220,7 @@ def repeated_keys(
         if eqn.primitive.name in ("random_bits", "random_gamma") and None not in union:
             repeated |= union
         for inner in core.jaxprs_in_params(eqn.params):
-            # Calls, branches and turns of loops take the last operands.
+            # Calls, branches and loop bodies take the last operands.
             count = len(inner.invars)
             last = each[-count:] if 0 < count <= len(each) else [union] * count
             repeated |= repeated_keys(inner, last)
@@ -236,9 +235,9 @@ def _pure(
     constants: set[int],
     rest: set[int],
 ) -> tuple[dict[int, frozenset[int]], dict[int, int]]:
-    """Values that depend only on layers' parameters, and each layer's first use."""
-    # A scalar of other parameters counts as a constant if a layer's scalar is added to
-    # it: a sum of all norms may begin with an embedding's.
+    """Returns the values of layers' parameters only, and each layer's first use."""
+    # Scalars of other parameters are constants where a layer's scalar is added: a sum
+    # of norms may begin with the embedding's.
     others, single = set(rest), lambda x: flat.size(x) == 1
     pure: dict[int, frozenset[int]] = dict.fromkeys(constants, frozenset())
     pure |= {leaf: frozenset([n]) for leaf, n in owner.items()}
@@ -271,13 +270,12 @@ def _sink(
     last: dict[int, int],
     count: int,
 ) -> None:
-    """Moves scalars of a layer's parameters, such as norms, behind all layers."""
+    """Moves scalars of a layer's parameters, such as norms, after all layers."""
     # Otherwise the first layer, where such a sum begins, would be unlike the others.
     users: dict[int, list[int]] = {}
     for n in reversed(live):
         equation = flat.equations[n]
         taken, results = values_in(equation), equation.outputs
-        # It may come after all layers only if all that needs it does.
         late = [last.get(x) == count for y in results for x in users.get(y, ())]
         small = all(flat.size(x) == 1 and x not in layer for x in (*taken, *results))
         if pure.get(results[0]) and small and late and all(late):

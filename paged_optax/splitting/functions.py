@@ -1,4 +1,4 @@
-"""Prologue, layer and epilogue of a loss in pieces, as a layerwise step calls them."""
+"""Prologue, layer and epilogue of a loss in pieces, for a layerwise step."""
 
 import dataclasses
 import weakref
@@ -33,7 +33,7 @@ from paged_optax.splitting.stacking import Stack, Stacking, unnested
 
 
 class _Part(NamedTuple):
-    """Equations of the loss outside the layers, and their arguments."""
+    """Equations outside the layers, and their arguments."""
 
     program: Program
     arguments: tuple[int, ...]
@@ -56,7 +56,7 @@ class Functions:
 
     @classmethod
     def of(cls, pieces: Pieces) -> "Functions":
-        """The three functions of a loss in pieces."""
+        """Returns the three functions of a loss in pieces."""
         flat = pieces.flat
         producer = producers_of(flat)
         # In the order in which `prologue` reads the results.
@@ -72,14 +72,13 @@ class Functions:
         return cls(pieces, before, after)
 
     def prologue(self, numbered: Mapping[int, ArrayLike]) -> tuple[list[Array], PyTree]:
-        """The first layer's input, and the values that all layers see.
+        """Returns the first layer's input, and the values that all layers see.
 
-        The parameters outside the layers, and the batch, are given by their numbers.
+        `numbered` has the parameters outside the layers, and the batch.
         """
         pieces = self.pieces
         results = iter(_run(self.before, {**numbered, **pieces.flat.constants}))
         x = [
-            # A slot that no value fills before the first layer.
             jnp.zeros(aval.shape, aval.dtype)
             if operand is None
             else _array(next(results), aval.dtype)
@@ -92,7 +91,7 @@ class Functions:
                 tables.append(jnp.asarray(next(results)))
                 continue
             rows = [None if x is None else next(results) for x in table]
-            # Layers that need no row get any: rows of a table are stacked.
+            # Layers without a row get any row.
             blank = next(row for row in rows if row is not None)
             dtype = next(_dtype(pieces, x) for x in table if x is not None)
             each = [blank if row is None else row for row in rows]
@@ -106,7 +105,7 @@ class Functions:
         context: PyTree,
         i: Int[Array, ""],
     ) -> tuple[list[Array], list[Array]]:
-        """The next layer's input, and the values to keep for the epilogue."""
+        """Returns the next layer's input, and the values for the epilogue."""
         pieces = self.pieces
 
         def run(kind: LayerKind) -> Callable[..., tuple[list[Array], list[Array]]]:
@@ -114,7 +113,6 @@ class Functions:
 
         if len(pieces.kinds) == 1:
             return run(pieces.kinds[0])(x, context)
-        # Of layers of several kinds only the layer's branch is computed.
         which = jnp.asarray(np.asarray(pieces.kind_of, np.int32))[i]
         return lax.switch(which, list(map(run, pieces.kinds)), list(x), context)
 
@@ -150,7 +148,7 @@ class Functions:
             for old, n in zip(x, kind.carried, strict=True)
         ]
         kept = [
-            # What all layers keep is stacked, so that each layer has a row.
+            # Each layer has a row of the stacked values.
             jnp.zeros(aval.shape, aval.dtype) if n is None else jnp.asarray(results[n])
             for aval, n in zip(self.pieces.kept, kind.kept, strict=True)
         ]
@@ -162,7 +160,7 @@ class Functions:
         x: Sequence[Array],
         kept: Sequence[Array],
     ) -> list[ArrayLike]:
-        """The results of the loss, leaf by leaf; `kept` has all layers' values."""
+        """Returns the leaves of the loss's results; `kept` has all layers' values."""
         from_layers: dict[int, ArrayLike] = {}
         for value, where in self.pieces.after.items():
             if isinstance(where, FromCarry):
@@ -177,10 +175,7 @@ class Functions:
 
 
 def _other_axes(batch: PyTree, first: PyTree) -> str:
-    """What to tell if each array has one axis more, or less, than the first batch.
-
-    It is empty if they have not.
-    """
+    """Returns an error text if all arrays have one axis more, or less; else empty."""
     if jax.tree.structure(batch) != jax.tree.structure(first):
         return ""
     flat, _ = jax.tree_util.tree_flatten_with_path(batch)
@@ -190,14 +185,14 @@ def _other_axes(batch: PyTree, first: PyTree) -> str:
     if more not in ({1}, {-1}):
         return ""
     path, shape, like = shapes[0]
-    told = f"batch{keystr(path)} has shape {shape}, and split_layers got {like}"
+    text = f"batch{keystr(path)} has shape {shape}, and split_layers got {like}"
     if more == {1}:
         return (
-            f"{told}: it has an axis more. For micro-batches, stacked, pass"
+            f"{text}: it has an axis more. For micro-batches, stacked, pass"
             " accumulate=True to layerwise_step; or pass a batch without the axis."
         )
     return (
-        f"{told}: it has an axis less. With accumulate=True a step takes"
+        f"{text}: it has an axis less. With accumulate=True a step takes"
         " micro-batches from the leading axis of each leaf: stack them, as by"
         " x.reshape(count, -1, *x.shape[1:]), or leave accumulate=True out."
     )
@@ -208,11 +203,12 @@ class SplitFunctions:
     """Prologue, layer and epilogue of a loss, for batches of any types.
 
     Attributes:
-      loss: The user's loss, and the types of its parameters.
+      loss: The loss, and the types of its parameters.
       batch: The types of the first batch.
-      split: The loss, split for the first batch. Its stacks are those of all others.
-      known: The loss, split, by its jaxpr. JAX keeps these by all that a trace depends
-        on, such as weak types, the mesh around, and the precision.
+      split: The loss, split for the first batch, with the stacks of all batches.
+      known: Split losses by jaxpr, which JAX caches by all that a trace depends on,
+        such as
+        weak types, the mesh, and the precision.
     """
 
     loss: Loss
@@ -222,7 +218,7 @@ class SplitFunctions:
 
     @classmethod
     def of(cls, loss: Loss, batch: PyTree) -> "SplitFunctions":
-        """Splits a loss for a first batch, whose layers are those of all others."""
+        """Splits a loss for a first batch, which determines the layers."""
         batch = jax.tree.map(shape_dtype, batch)
         jaxpr, split = loss.jaxpr(batch), loss.split(batch)
         results = split, Functions.of(split.pieces)
@@ -231,9 +227,9 @@ class SplitFunctions:
     def given(
         self, params: Mapping[str, PyTree], frozen: Mapping[str, PyTree] | None
     ) -> "SplitFunctions":
-        """The functions for parameters of these types, stacked.
+        """Returns the functions for stacked parameters of these types.
 
-        They need not have the dtypes that the loss was split with.
+        Their dtypes may differ from the first parameters'.
         """
         typed = lambda tree, frozen: self.stacking(frozen=frozen).unstacked(
             jax.tree.map(shape_dtype, tree)
@@ -244,7 +240,7 @@ class SplitFunctions:
         return dataclasses.replace(self, loss=loss)
 
     def stacking(self, *, frozen: bool) -> Stacking:
-        """How the trained parameters are stacked, or the frozen ones."""
+        """Returns the stacking of the trained, or the frozen, parameters."""
         loss = self.loss
         tree = loss.frozen if frozen else loss.params
         flat, structure = jax.tree_util.tree_flatten_with_path(tree)
@@ -269,16 +265,16 @@ class SplitFunctions:
         )
 
     def prologue(self, rest: PyTree, *others: PyTree) -> tuple[list[Array], PyTree]:
-        """The first layer's input, and the values that all layers see."""
+        """Returns the first layer's input, and the values that all layers see."""
         _, functions = self._of(others[-1])
         x, context = functions.prologue(self._numbered(rest, others))
-        # A layer is not given the batch, by whose shapes its functions are chosen.
+        # The functions depend on the batch's shapes, which a layer does not get.
         return x, (functions, context)
 
     def layer(
         self, weights: PyTree, *others: PyTree
     ) -> tuple[list[Array], list[Array]]:
-        """The next layer's input, and the values to keep for the epilogue."""
+        """Returns the next layer's input, and the values for the epilogue."""
         *frozen, x, (functions, context), i = others
         trees = weights, *frozen
 
@@ -290,7 +286,7 @@ class SplitFunctions:
         return functions.layer(weight, x, context, i)
 
     def epilogue(self, rest: PyTree, *others: PyTree) -> PyTree:
-        """What the loss returns."""
+        """Returns the results of the loss."""
         *frozen, x, kept, batch = others
         numbers = self._numbered(rest, (*frozen, batch))
         split, functions = self._of(batch)
@@ -298,7 +294,6 @@ class SplitFunctions:
         return jax.tree.unflatten(split.output, results)
 
     def _of(self, batch: PyTree) -> tuple[SplitLoss, Functions]:
-        """The loss, split for parameters and a batch of these types."""
         batch = jax.tree.map(shape_dtype, batch)
         try:
             jaxpr = self.loss.jaxpr(batch)
@@ -309,7 +304,7 @@ class SplitFunctions:
                 self.known[jaxpr] = split, Functions.of(split.pieces)
             return self.known[jaxpr]
         except Exception as error:
-            # A loss may take any number of axes: only one that fails is told.
+            # A loss may accept any number of axes.
             if words := _other_axes(batch, self.batch):
                 first_line = str(error).partition("\n")[0]
                 raise ValueError(
@@ -319,7 +314,7 @@ class SplitFunctions:
             raise
 
     def _numbered(self, rest: PyTree, others: Sequence[PyTree]) -> dict[int, ArrayLike]:
-        """The parameters outside the layers, and the batch, by number."""
+        """Returns parameters outside the layers, and the batch, by number."""
         *frozen, batch = others
         if bool(frozen) != (self.loss.frozen is not None):
             raise TypeError(
@@ -348,7 +343,7 @@ def _run(part: _Part, values: Mapping[int, ArrayLike]) -> list[ArrayLike]:
 
 
 def _array(x: ArrayLike, dtype: np.dtype) -> Array:
-    """An array; a literal gets the dtype that it was traced with."""
+    """Returns an array; a literal gets the dtype of its trace."""
     return x if isinstance(x, Array) else jnp.asarray(x, dtype)
 
 

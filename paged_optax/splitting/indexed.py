@@ -1,4 +1,4 @@
-"""Layers whose stacked parameters are indexed, one layer after the other."""
+"""Layers that a loss indexes in stacked parameters."""
 
 import copy
 import dataclasses
@@ -36,7 +36,7 @@ class Whole:
 
     Attributes:
       leaf: The stack.
-      axes: For each axis of the prepared stack that of the stack.
+      axes: For each axis of the prepared stack the axis of the stack.
       steps: The steps that prepare it.
     """
 
@@ -45,7 +45,7 @@ class Whole:
     steps: tuple[_Preparation, ...]
 
     def one(self, x: ArrayLike, axis: int) -> ArrayLike:
-        """Prepares one layer of the stack, which lacks the stack's `axis`."""
+        """Prepares one layer of the stack, without the stack's `axis`."""
         for step in self.steps:
             if isinstance(step, tuple):
                 x = lax.transpose(x, [k - (k > axis) for k in step if k != axis])
@@ -57,7 +57,7 @@ class Whole:
 
 
 class Wholes:
-    """Whole stacks, followed through a loss up to where they are indexed."""
+    """Whole stacks, followed through a loss to where they are indexed."""
 
     def __init__(self, flat: Flat, leaves: Sequence[int]):
         self.flat = flat
@@ -70,7 +70,7 @@ class Wholes:
         self.whole = {n: Whole(n, axes(n), ()) for n in leaves}
 
     def follow(self, equation: Equation) -> bool:
-        """Whether an equation only prepares a whole stack; its result then is one."""
+        """Returns whether an equation only prepares a whole stack."""
         taken = values_in(equation)
         if len(taken) != 1 or taken[0] not in self.whole:
             return False
@@ -92,9 +92,9 @@ class Wholes:
         return True
 
     def slices(self, equation: Equation) -> dict[int, list[int]]:
-        """The axes of a stack along which an equation takes one layer, or each one.
+        """Returns the axes of a stack along which an equation takes layers.
 
-        For each axis: the numbers of the layers that are the equation's results.
+        For each axis the numbers of the layers in the equation's results.
         """
         x, *others = equation.inputs
         if isinstance(x, Constant) or x not in self.whole:
@@ -106,12 +106,12 @@ class Wholes:
         return {axes[axis]: layers for axis, layers in taken}
 
     def _number(self, x: Operand) -> int | None:
-        """The value of an index that is known when the loss is traced."""
+        """Returns the value of an index that is constant in the trace, or None."""
         value = x.value if isinstance(x, Constant) else self.known.get(x)
         return None if value is None else int(np.asarray(value).reshape(()))
 
     def compute_index(self, equation: Equation) -> None:
-        """Computes a value that an index may depend on, if it is known."""
+        """Evaluates an equation of an index, if its operands are constant."""
         if equation.primitive.name not in ELEMENTWISE | FILLS:
             return
         if not all(_is_index(self.flat.avals[x]) for x in equation.outputs):
@@ -129,14 +129,13 @@ class Wholes:
 
 
 def _is_index(aval: ShapedArray) -> bool:
-    """Whether a value may be an index, or a step towards one."""
     return getattr(aval.dtype, "kind", "") in ("i", "u", "b") and aval.size == 1
 
 
 def _taken(
     equation: Equation, shape: Sequence[int], number: Callable[[Operand], int | None]
 ) -> Iterator[tuple[int, list[int]]]:
-    """The axes along which an equation takes single indices, and these indices."""
+    """Yields the axes along which an equation takes single indices, with these."""
     params = dict(equation.params)
     read = lambda name: tuple(params[name])  # pyright: ignore[reportArgumentType]
     match equation.primitive.name:
@@ -172,21 +171,20 @@ def _taken(
 
 
 def _only(shape: Sequence[int], axis: int) -> tuple[int, ...]:
-    """The shape with one index along an axis."""
     return (*shape[:axis], 1, *shape[axis + 1 :])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sliced:
-    """Layers that a loss takes from stacks, as `stack[n]` in a loop of Python.
+    """Layers that a loss takes from stacks, as `stack[n]` in a Python loop.
 
     Attributes:
-      name: The common beginning of the stacks' paths.
+      name: The common prefix of the stacks' paths.
       stacks: The parameters, by their names within a layer.
       axes: The layers' axis of each stack.
-      length: How many layers there are.
+      length: The number of layers.
       nbytes: The bytes of the stacks.
-      guess: Whether all stacks are in one list, whose layers may have stacks.
+      guess: If True, all stacks are in one list, whose layers may have stacks.
     """
 
     name: str
@@ -198,7 +196,7 @@ class Sliced:
 
     @property
     def shown(self) -> str:
-        """The beginning of the stacks' paths, for tables and messages."""
+        """The prefix of the stacks' paths, for tables and messages."""
         return f"{self.name or first_names(self.stacks)}, by their numbers"
 
     @property
@@ -207,9 +205,9 @@ class Sliced:
         return set(self.axes)
 
     def per_layer(self, flat: Flat) -> tuple[Flat, tuple[dict[Member, int], ...]]:
-        """The loss with a parameter for each layer in the place of each slice.
+        """Returns the loss with a parameter for each layer instead of each slice.
 
-        It is without checkpoints around layers. Each layer's parameters come besides.
+        Also returns each layer's parameters.
         """
         split = _PerLayer(flat, self)
         members = tuple(
@@ -222,7 +220,7 @@ class Sliced:
         return split.flat, members
 
     def refuse_other_order(self, turns: Sequence[int]) -> None:
-        """Refuses layers that are computed in another order than that of the stacks."""
+        """Raises if the loss computes the layers in another order."""
         if list(turns) != sorted(turns):
             order = sorted(range(len(turns)), key=lambda n: turns[n])
             raise SplitError(
@@ -233,7 +231,7 @@ class Sliced:
 
 
 class _PerLayer:
-    """A loss that is rewritten with a parameter for each layer."""
+    """A loss rewritten with a parameter for each layer."""
 
     def __init__(self, flat: Flat, sliced: Sliced):
         self.flat = copy.copy(flat)
@@ -276,7 +274,6 @@ class _PerLayer:
         return len(self.flat.avals) - 1
 
     def _parts(self, leaf: int, axis: int) -> list[int]:
-        """Parameters for each layer of a stack."""
         aval = self.flat.avals[leaf]
         shape = (*aval.shape[:axis], *aval.shape[axis + 1 :])
         one = aval.update(shape=shape)
@@ -288,7 +285,7 @@ class _PerLayer:
     def _put(
         self, equation: Equation, whole: Whole, axis: int, layer: int, output: int
     ) -> None:
-        """Computes from a layer's parameter the value that was a slice of the stack."""
+        """Computes a slice of a stack from a layer's parameter."""
         part = self.parts[whole.leaf][layer]
         shape = self.flat.avals[output].shape
 
@@ -333,10 +330,12 @@ def slices(
     leaves: Sequence[tuple[bool, Names]],
     lists: Sequence[NumberedLayers],
 ) -> list[Sliced]:
-    """All layers that are taken from stacks by their numbers, the largest first.
+    """Returns all layers that are indexed in stacks, the largest first.
 
-    An array that is indexed within one of the numbered `lists` has parts, not layers.
-    Of each parameter, `leaves` say whether it is frozen, and its names.
+    Args:
+      closed: The loss.
+      leaves: For each parameter whether it is frozen, and its names.
+      lists: Numbered layers. An array that is indexed within one has parts, not layers.
     """
     flat = Flat(closed, derivatives=False)
     axes = _axes(flat, range(len(leaves)))
@@ -365,7 +364,6 @@ def slices(
 
 
 def _axes(flat: Flat, leaves: Sequence[int]) -> dict[int, int]:
-    """The parameters that are stacks, and the layers' axis of each."""
     wholes = Wholes(flat, leaves)
     taken: dict[int, list[dict[int, list[int]]]] = defaultdict(list)
     for equation in flat.equations:
@@ -382,7 +380,7 @@ def _axes(flat: Flat, leaves: Sequence[int]) -> dict[int, int]:
 def _axis(
     shape: Sequence[int], taken: Sequence[Mapping[int, Sequence[int]]]
 ) -> int | None:
-    """The axis along which most layers are taken of a stack, or None."""
+    """Returns the axis along which most layers are taken, or None."""
     best, most = None, 1
     for axis in range(len(shape)):
         if all(axis in each for each in taken):

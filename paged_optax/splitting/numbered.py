@@ -1,4 +1,4 @@
-"""Layers that are alike subtrees of the parameters, numbered by name."""
+"""Layers that are equal subtrees of the parameters, numbered by name."""
 
 import collections
 import dataclasses
@@ -28,10 +28,10 @@ class NumberedLayers:
     """Layers whose parameters are subtrees of the parameters.
 
     Attributes:
-      name: The common beginning of all paths; "*" if there is none.
+      name: The common prefix of all paths, or "*".
       members: The numbers of each layer's leaves.
       nbytes: The bytes of all layers.
-      guess: Whether each layer has parameters in several lists, which may be lists of
+      guess: If True, each layer has parameters in several lists, which may be lists of
         different layers.
     """
 
@@ -42,12 +42,12 @@ class NumberedLayers:
 
     @property
     def length(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return len(self.members)
 
     @property
     def shown(self) -> str:
-        """The beginning of each layer's paths, for tables and messages."""
+        """The prefix of each layer's paths, for tables and messages."""
         several = self.guess and self.name == "*"
         return "all lists" if several else f"{self.name.removesuffix('*')}*"
 
@@ -57,9 +57,9 @@ class NumberedLayers:
         return {n for each in self.members for n in each.values()}
 
     def parts(self, nbytes: Callable[[int], int]) -> tuple["NumberedLayers", ...]:
-        """The trained and the frozen parameters of layers that have both, else none.
+        """Splits layers with trained and frozen parameters by these; else empty.
 
-        `nbytes` gives the bytes of a parameter by its number.
+        `nbytes` returns the bytes of a parameter by its number.
         """
         parts: list[NumberedLayers] = []
         for frozen in (False, True):
@@ -73,10 +73,10 @@ class NumberedLayers:
 
 
 def split_names(paths: Sequence[KeyPath]) -> list[Names]:
-    """The names of a tree's paths; slashes and dots within a key separate names too.
+    """Returns the names of a tree's paths, split at slashes and dots within keys too.
 
-    A key stays whole if two paths would be the same, or one the beginning of another:
-    no leaf is lost in nested dicts of these names.
+    A key stays whole if two paths would be equal, or one a prefix of another, so that
+    nested dicts of these names have all leaves.
 
     Example:
       >>> import jax
@@ -104,9 +104,9 @@ def _parts(name: str) -> list[str]:
 def numbered(
     leaves: Sequence[tuple[bool, Names]], avals: Sequence[ShapedArray]
 ) -> list[NumberedLayers]:
-    """All lists of alike subtrees, the largest first.
+    """Returns all lists of equal subtrees, the largest first.
 
-    Of each leaf, `leaves` say whether it is frozen, and its names.
+    `leaves` has for each parameter whether it is frozen, and its names.
     """
     groups: dict[tuple[Names, str], dict[int, dict[Member, int]]] = defaultdict(
         lambda: defaultdict(dict)
@@ -141,11 +141,11 @@ def _by_kind(
     avals: Sequence[ShapedArray],
     known: Sequence[set[int]],
 ) -> list[NumberedLayers]:
-    """Layers whose parameters are in several lists, such as `params["mlp"][n]`.
+    """Returns layers with parameters in several lists, such as `params["mlp"][n]`.
 
-    Lists of arrays, such as `params["up"][n]`, are among them. If several candidates
-    have the same parameters, the one with the longest common path is taken. The
-    parameters of other lists are `known`.
+    This includes lists of arrays, such as `params["up"][n]`. If several candidates have
+    the same parameters, the one with the longest common path is returned. Candidates in
+    `known` are left out.
     """
     groups: dict[Names, dict[Names, dict[int, dict[Member, int]]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(dict))
@@ -186,7 +186,7 @@ def _by_kind(
 
 
 def _numbered(name: str) -> tuple[str, int] | None:
-    """A name without its number, and the number; None if it has none."""
+    """Splits a name into a stem and a number, or returns None."""
     match = re.fullmatch(r"(.*?)_?(\d+)", name)
     return match and (match[1], int(match[2]))
 
@@ -194,11 +194,11 @@ def _numbered(name: str) -> tuple[str, int] | None:
 def relabeled(
     members: Mapping[Member, Item], ndim: Callable[[Item], int]
 ) -> dict[Member, Item]:
-    """A layer whose parts, if they are numbered, are not mistaken for layers.
+    """Renames a layer's numbered parts, which could be mistaken for layers.
 
-    Matrices tell a tree of stacks from a list of layers. If there are only vectors, or
-    if a layer is one array, the names of the parts get a first name that has no number.
-    `ndim` counts the axes that a part has in one layer.
+    A tree with matrices has stacks. With vectors only, or if a layer is one array, the
+    parts' names get a first name without a number. `ndim` returns a part's axes in one
+    layer.
     """
     renamed: dict[Member, Item] = {}
     for frozen in (False, True):
@@ -215,16 +215,15 @@ def relabeled(
 
 
 def first_names(members: Iterable[Member]) -> str:
-    """The beginnings of the paths of parameters that have none in common."""
+    """Returns the prefixes of paths that have none in common."""
     first = sorted({names[0] if names else "" for _, names in members})
     return ", ".join([*first[:3], *(["..."] if len(first) > 3 else [])])
 
 
 def matching_lists(layers: str, names: Sequence[str]) -> list[str]:
-    """The lists that a user names, as `"layers"` or `"model/h_*"`.
+    """Returns the lists that a pattern matches, such as `"layers"` or `"model/h_*"`.
 
-    The beginning of a path will do. If it is the whole name of one list, it does not
-    name other ones too, such as a list within one of its layers.
+    A prefix of the path suffices. A list's whole name matches that list only.
     """
     plain = lambda name: "/".join(_parts(name.removesuffix("*"))).rstrip("/_")
     wanted = plain(layers)
@@ -235,9 +234,9 @@ def matching_lists(layers: str, names: Sequence[str]) -> list[str]:
 def _alike(
     members: Sequence[Mapping[Member, int]], avals: Sequence[ShapedArray]
 ) -> list[dict[Member, int]]:
-    """The longest run of subtrees, or of blocks of subtrees, that are alike.
+    """Returns the longest run of equal subtrees, or of equal blocks of subtrees.
 
-    The first or the last subtrees may differ, as dense layers before experts do.
+    The first or the last subtrees may differ, such as dense layers before experts.
     """
     described = [
         frozenset((member, avals[n].shape, avals[n].dtype) for member, n in x.items())

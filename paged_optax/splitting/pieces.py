@@ -1,4 +1,4 @@
-"""Pieces of a loss: equations, compared and matched, and the roles of arguments."""
+"""Equations that are compared and matched, and the pieces of a split loss."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -16,10 +16,10 @@ Fits = Callable[[Operand, Operand], bool]
 
 
 class Subprogram(NamedTuple):
-    """Equations whose values are renumbered, so that alike ones are equal.
+    """Equations with renumbered values, so that equal layers compare equal.
 
     Attributes:
-      equations: The equations. Constants are arguments too.
+      equations: The equations, with constants as arguments.
       arguments: The arguments' operands in the loss.
       avals: The arguments' shapes and dtypes.
       values: The numbers in the loss of the values after the arguments.
@@ -32,23 +32,21 @@ class Subprogram(NamedTuple):
 
     @classmethod
     def of(cls, flat: Flat, positions: Sequence[int]) -> "Subprogram":
-        """The equations at these positions."""
+        """Returns the equations at these positions."""
         chosen = [flat.equations[n] for n in positions]
         results = [x for e in chosen for x in e.outputs]
         inside, names = set(results), dict[int, int]()
         arguments: list[Operand] = []
         for equation in chosen:
             for x in equation.inputs:
-                # Constants are arguments too: layers that differ by a literal alone are
-                # alike.
+                # Layers that differ by literals only are equal.
                 if isinstance(x, Constant):
                     arguments.append(x)
                 elif x not in inside and x not in names:
                     names[x] = len(arguments)
                     arguments.append(x)
         count = len(arguments)
-        # Values are numbered by their places, so that it does not matter where in the
-        # loss a layer stands.
+        # Numbers do not depend on the layer's position in the loss.
         names |= {x: count + k for k, x in enumerate(results)}
         constants = iter(k for k, x in enumerate(arguments) if isinstance(x, Constant))
         rename = lambda x: next(constants) if isinstance(x, Constant) else names[x]
@@ -66,22 +64,20 @@ class Subprogram(NamedTuple):
 
 
 def aval_of(flat: Flat, x: Operand) -> Hashable:
-    """An operand's shape and dtype."""
+    """Returns an operand's shape and dtype."""
     if isinstance(x, Constant):
         return x.key[1:3]
     return flat.avals[x].shape, str(flat.avals[x].dtype)
 
 
 class Match(NamedTuple):
-    """The equations and values of one piece, each with that of another piece."""
+    """Equations and values of one piece, mapped to another piece."""
 
     equations: dict[int, int]
     values: dict[int, int]
 
 
 class _Matching:
-    """Equations of a template, matched one after the other."""
-
     def __init__(self, flat: Flat, template: Sequence[int], fits: Fits):
         self.flat, self.fits = flat, fits
         self.inside = {x for n in template for x in flat.equations[n].outputs}
@@ -89,13 +85,12 @@ class _Matching:
         self.values: dict[int, int] = {}
 
     def alike(self, n: int, m: int) -> bool:
-        """Whether two equations compute the same, given those matched so far."""
+        """Returns whether two equations compute the same."""
         one, other = self.flat.equations[n], self.flat.equations[m]
         if one.primitive is not other.primitive or len(one.inputs) != len(other.inputs):
             return False
         shape = lambda e: [aval_of(self.flat, x) for x in (*e.inputs, *e.outputs)]
-        # A constant and a value may match: the first layer may take a number of the
-        # program where others take a value.
+        # The first layer may take a literal where others take a value.
         if shape(one) != shape(other) or one.params != other.params:
             return False
         return all(map(self._may_be, one.inputs, other.inputs))
@@ -105,7 +100,7 @@ class _Matching:
             return isinstance(y, Constant)
         if isinstance(y, Constant):
             return x not in self.inside and self.fits(x, y)
-        # A value keeps its counterpart; one from outside the template may get any.
+        # A value keeps its match; values from outside the template may get any.
         if x in self.values:
             return self.values[x] == y
         return x not in self.inside and self.fits(x, y)
@@ -127,12 +122,12 @@ def match_backward(
     results: Sequence[tuple[int, int]],
     fits: Fits,
 ) -> Match | None:
-    """The equations that compute values as a template does, from its results backward.
+    """Matches the equations of values with a template, from its results backward.
 
-    `results` pair the template's results with the values in their places.
+    `results` pairs the template's results with the values.
     """
-    # Equations are paired by the places of their results among operands. Whether they
-    # compute the same is asked then, in the order of the trace.
+    # Equations are paired by the positions of operands, then compared in the order of
+    # the trace.
     inside = {x: n for n in template for x in flat.equations[n].outputs}
     pairs: dict[int, int] = {}
     stack = list(results)
@@ -155,7 +150,7 @@ def match_backward(
         if not matched.alike(n, pairs[n]):
             return None
         matched.put(n, pairs[n])
-    # By way of another operand, a result may have been matched with another value.
+    # Another operand may have matched a result with another value.
     if any(matched.values.get(x, y) != y for x, y in results):
         return None
     return Match(matched.equations, matched.values)
@@ -164,9 +159,9 @@ def match_backward(
 def match_forward(
     flat: Flat, template: Sequence[int], candidates: Sequence[int], fits: Fits
 ) -> Match | None:
-    """The equations that compute the same as a template, from its inputs forward.
+    """Matches equations with a template, from its inputs forward.
 
-    The template and the candidates are in an order in which they can be computed.
+    Template and candidates are in an executable order.
     """
     matched = _Matching(flat, template, fits)
     left = list(candidates)
@@ -179,31 +174,31 @@ def match_forward(
 
 
 class Weight(NamedTuple):
-    """An argument of a layer that is one of its parameters."""
+    """A parameter of the layer, as an argument."""
 
     member: Member
 
 
 class Carried(NamedTuple):
-    """An argument of a layer that comes from the layer before."""
+    """A value from the previous layer, as an argument."""
 
     slot: int
 
 
 class Seen(NamedTuple):
-    """An argument of a layer that is the same for all."""
+    """A value that is the same for all layers, as an argument."""
 
     value: int
 
 
 class FromTable(NamedTuple):
-    """An argument of a layer that differs between layers."""
+    """A value that differs between layers, as an argument."""
 
     table: int
 
 
 class Fixed(NamedTuple):
-    """An argument of a layer that is a constant of the program."""
+    """A constant of the program, as an argument."""
 
     value: ArrayLike
 
@@ -214,15 +209,15 @@ Role = Weight | Carried | Seen | FromTable | Fixed
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerKind:
-    """Layers that are alike.
+    """Equal layers.
 
     Attributes:
       program: Computes the results from the arguments.
       roles: The role of each argument.
-      carried: The number of the result that is the next value of each slot; None where
-        the slot keeps its value.
-      kept: The number of the result of each value that is kept; None where layers of
-        this kind keep nothing.
+      carried: For each slot the number of the result that is its next value, or None if
+        it
+        keeps its value.
+      kept: For each kept value the number of the result, or None if this kind has none.
     """
 
     program: Callable[[Sequence[ArrayLike]], Sequence[ArrayLike]]
@@ -232,13 +227,13 @@ class LayerKind:
 
 
 class FromCarry(NamedTuple):
-    """A value in the last layer's output, needed after the layers."""
+    """A value in the last layer's output that the epilogue needs."""
 
     slot: int
 
 
 class FromKept(NamedTuple):
-    """A value that a layer kept, needed after the layers; of all layers if None."""
+    """A value kept by a layer, or by all if None, that the epilogue needs."""
 
     number: int
     layer: int | None
@@ -249,16 +244,17 @@ class Pieces:
     """A loss in pieces: before the layers, of each kind of layer, and after them.
 
     Attributes:
-      flat: Its equations.
+      flat: The equations.
       kinds: The kinds of layers.
       kind_of: The kind of each layer.
-      initial: The first value of each slot that goes from layer to layer; None: zeros.
+      initial: The first value of each carried slot; None: zeros.
       carried: The slots' shapes and dtypes.
-      tables: Arguments that differ between layers: an operand for each layer (None
-        where it needs none), or one operand that has all on its leading axis.
+      tables: Arguments that differ between layers: an operand for each layer, or None,
+        or one
+        operand with all on its leading axis.
       kept: Shapes and dtypes of the values that each layer keeps.
-      after: The values of layers that are needed after them, by number.
-      inside: The values that are computed in layers.
+      after: Values of layers that the epilogue needs, by number.
+      inside: The values that layers compute.
     """
 
     flat: Flat
@@ -273,7 +269,7 @@ class Pieces:
 
     @property
     def seen(self) -> tuple[int, ...]:
-        """The values that all layers see, without the constants of the loss."""
+        """The values that all layers see, except constants of the loss."""
         roles = (role for kind in self.kinds for role in kind.roles)
         values = dict.fromkeys(role.value for role in roles if isinstance(role, Seen))
         return tuple(x for x in values if x not in self.flat.constants)

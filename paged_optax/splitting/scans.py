@@ -1,4 +1,4 @@
-"""Layers that are a scan over stacked parameters."""
+"""Layers that a `jax.lax.scan` over stacked parameters computes."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -42,11 +42,11 @@ from paged_optax.splitting.stacking import Stack
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Body:
-    """One turn of a scan, given parameters before what the model prepares of them.
+    """One iteration of a scan, of unprepared parameters.
 
     Attributes:
-      program: Computes the turn.
-      prepared: For each of its arguments the stack that it is a layer of, or None.
+      program: Computes the iteration.
+      prepared: For each argument the stack that it is a layer of, or None.
     """
 
     program: Program
@@ -66,11 +66,11 @@ class Scan:
     Attributes:
       flat: The loss.
       equation: The scan.
-      over: For each array that is scanned over the stack that it is made of, or None.
-      name: The common beginning of the parameters' paths.
+      over: For each scanned array the stack that it is made of, or None.
+      name: The common prefix of the parameters' paths.
       stacks: The parameters, by their names within a layer.
       nbytes: The bytes of the parameters.
-      guess: Whether other layers are more likely to be meant: never.
+      guess: Always False: a scan is over layers.
     """
 
     guess: ClassVar[bool] = False
@@ -84,12 +84,12 @@ class Scan:
 
     @property
     def length(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return self._traced["length"]
 
     @property
     def shown(self) -> str:
-        """The beginning of the stacks' paths, for tables and messages."""
+        """The prefix of the stacks' paths, for tables and messages."""
         return f"{self.name or first_names(self.stacks)}, a scan"
 
     @property
@@ -103,7 +103,7 @@ class Scan:
         return self.equation.traced.params
 
     def _refuse_elsewhere(self) -> None:
-        """Refuses stacks that something besides the scan uses."""
+        """Raises if anything but the scan uses its stacks."""
         reached = {stack.leaves[0] for stack in self.stacks.values()}
         returned = reached.intersection(values_of(self.flat.outputs))
         for e in self.flat.equations:
@@ -140,7 +140,7 @@ class Scan:
         return between
 
     def pieces(self) -> Pieces:
-        """The loss in pieces: a layer is a turn of the scan."""
+        """Returns the loss in pieces: a layer is an iteration of the scan."""
         params = self._traced
         self._refuse_elsewhere()
         if params["reverse"]:
@@ -205,7 +205,7 @@ class Scan:
 
 
 def _counts(eqn: core.JaxprEqn | None) -> tuple[int, int]:
-    """How many values a scan closes over, and how many it carries."""
+    """Returns the numbers of a scan's constants and carried values."""
     # What it scans over, or stacks, has one axis more outside than within. The scan's
     # parameters that count them have other names in other versions of JAX.
     assert eqn is not None
@@ -222,10 +222,10 @@ def _seen(x: Operand) -> Role:
 
 
 def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
-    """All scans over parameters, the largest first.
+    """Returns all scans over parameters, the largest first.
 
-    The loss's first values are the parameters. Of each, `leaves` say whether it is
-    frozen, and its names.
+    The loss's first values are the parameters, of which `leaves` has for each whether
+    it is frozen, and its names.
     """
     wholes = Wholes(flat, range(len(leaves)))
     for equation in flat.equations:
@@ -258,7 +258,7 @@ def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
 
 
 def _common(names: Sequence[Names]) -> Names:
-    """The common beginning of all names; of one name, all but its last part."""
+    """Returns the common prefix of all names; of one name, all but its last part."""
     first, shortest = names[0], min(len(each) - 1 for each in names)
     same = (k for k in range(shortest) if any(x[k] != first[k] for x in names))
     return first[: next(same, shortest)]

@@ -37,46 +37,48 @@ def split_layers(
     layers: str | None = None,
     frozen: PyTree | None = None,
 ) -> "SplitModel":
-    r"""Takes an ordinary loss apart, to train the model layer by layer.
+    r"""Splits a loss into prologue, layer and epilogue, for layerwise training.
 
-    The loss is traced, and nobody rewrites the model. Its equations are cut between one
-    layer's parameters and the next one's, where the fewest bytes are alive:
+    The loss is traced; the model's code stays as it is. Its equations are cut between
+    one layer's parameters and the next one's, where the fewest bytes are alive:
 
     .. math::
         x_0, c = \mathrm{prologue}(\theta, b), \quad
         x_{i+1} = \mathrm{layer}(\theta_i, x_i, c, i), \quad
         \mathrm{loss} = \mathrm{epilogue}(\theta, x_L, b).
 
-    Layers are subtrees of the parameters that are numbered and alike (a list of
-    modules, Linen's `Block_0`, Haiku's `h_0`, flat names such as `"layers.0.up"`);
-    lists by kind, such as `params["mlp"][n]`; or stacked parameters that a
-    `jax.lax.scan` goes over (`nn.scan`, `nnx.scan`), or that a loop of Python indexes
-    by the layers' numbers (`stack[n]`). Layers of several kinds become the branches of
-    a `jax.lax.switch`. What differs between layers of one kind (literals, keys, masks)
-    is looked up in a table. The first or last ones that are unlike stay outside.
-    `print(model)` is a table of what was found.
+    Layers are numbered subtrees of the parameters with equal shapes (a list of modules,
+    Linen's `Block_0`, Haiku's `h_0`, flat names such as `"layers.0.up"`); lists by
+    kind, such as `params["mlp"][n]`; or stacked parameters that a `jax.lax.scan`
+    iterates over (`nn.scan`, `nnx.scan`), or that a Python loop indexes (`stack[n]`).
+    Layers of several kinds become branches of a `jax.lax.switch`. Literals, keys and
+    masks that differ between layers are read from a table. First or last layers that
+    differ stay outside. `print(model)` is a table of the result.
 
-    A `jax.checkpoint` around a whole layer is left out: the step computes each layer
-    again anyway. Those within a layer stay.
+    A `jax.checkpoint` around a whole layer is removed, because the step recomputes each
+    layer anyway. Checkpoints within a layer stay.
 
     Args:
       loss: `loss(params, batch)`, or `loss(params, frozen, batch)`, as for `jax.grad`.
-        It returns the loss, or the loss and metrics; the loss is a number or a
-        `WeightedLoss`.
+        It
+        returns the loss, a number or a `WeightedLoss`, or a pair of loss and metrics.
       params: The parameters, or their `jax.ShapeDtypeStruct`s.
-      batch: A batch, or its shapes; with `accumulate=True` a micro-batch. For other
-        shapes and dtypes, and parameters of others, it is traced again, as by `jit`.
+      batch: A batch, or its shapes; with `accumulate=True` a micro-batch. The loss is
+        traced
+        again for other shapes and dtypes, as under `jit`.
       layers: The path or prefix of the layers, such as `"layers"` or `"model/h_*"`;
-        None: the largest ones that are found.
+        None: the
+        largest.
       frozen: Parameters that are not trained, or their shapes.
 
     Returns:
-      The model: what `layerwise_step` takes, and `stack`, `unstack` and `workspace`.
+      The model for `layerwise_step`, with `stack`, `unstack` and `workspace`.
 
     Raises:
-      ValueError: If no layers are found, or if they are not computed one after the
-        other. The message names the line of the model, and the way out.
-      TypeError: If `loss` cannot be called so, or if a parameter has no gradient.
+      ValueError: If there are no layers, or if they are not computed sequentially. The
+        message
+        has the line of the model, and the way out.
+      TypeError: If `loss` has another signature, or if a parameter has no gradient.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, paged_optax as po
@@ -105,9 +107,8 @@ def split_layers(
     _refuse_integers(params)
     if layers is not None and not isinstance(layers, str):
         raise TypeError(f"layers={layers!r} is not a path: pass one, as 'layers'.")
-    # Types are kept, and no arrays: for other types the loss is traced again.
     params, frozen = jax.tree.map(shape_dtype, (params, frozen))
-    # A function of its own: what `loss` reads besides its arguments may have changed.
+    # A new function, as globals that `loss` reads may have changed.
     function = jax.jit(lambda *arguments: loss(*arguments))
     functions = SplitFunctions.of(Loss(function, layers, params, frozen), batch)
     return SplitModel(
@@ -117,7 +118,7 @@ def split_layers(
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SplitModel(LayerwiseModel):
-    """A loss that is taken apart; what `split_layers` returns."""
+    """The model that `split_layers` returns."""
 
     _functions: SplitFunctions
 
@@ -128,28 +129,32 @@ class SplitModel(LayerwiseModel):
         on_host: bool | Literal["all"] = False,
         min_size: int | str = "256KiB",
     ) -> dict[str, PyTree]:
-        """The parameters with those of the layers stacked, leaf by leaf.
+        """Stacks the layers' parameters along a new leading axis.
 
-        What is outside the layers is not copied: a step that donates what it is given
-        deletes these arrays of `params` too.
+        Other parameters are not copied: a step that donates its arguments deletes them
+        in `params` too.
 
         Args:
-          params: The parameters, as the loss takes them, or their shapes. NumPy arrays
-            go to the host without a detour, a stack at a time; so does what NumPy makes
-            an array of (`shape`, `dtype` and `__array__`), which is read only then.
-          on_host: Whether the layers' parameters go to host memory; see `offload`.
-            `"all"`: the others too, such as embeddings. They are then fetched for the
-            prologue, the epilogue and their update, and their gradients wait on the
-            host in between.
-          min_size: Leaves of fewer bytes, those of layers of fewer a layer, stay on the
-            device; so do a layer's vectors.
+          params: The parameters of the loss, or their shapes. NumPy arrays, and objects
+            with
+            `shape`, `dtype` and `__array__`, are copied to the host directly, a stack
+              at a time.
+          on_host: If True, the layers' parameters are placed in host memory; see
+            `offload`.
+            `"all"`: all parameters, such as embeddings, which are then fetched for the
+              prologue,
+            the epilogue and their update; their gradients are on the host in between.
+          min_size: Smaller leaves, and layers' vectors, stay on the device. It is the
+            size of one
+            layer's leaf.
 
         Returns:
-          `{"layers": ..., "rest": ...}`: nested dicts of the paths' names. Each leaf of
-          the layers has a leading axis for them.
+          `{"layers": ..., "rest": ...}`: nested dicts of the paths' names, with a
+            leading axis for
+          the layers.
 
         Raises:
-          ValueError: If the tree is not the one that was split.
+          ValueError: If the tree differs from the split one.
         """
         stacking = self._functions.stacking(frozen=False)
         return stacking.stacked(params, on_host=on_host, min_size=min_size)
@@ -161,46 +166,44 @@ class SplitModel(LayerwiseModel):
         on_host: bool | Literal["all"] = False,
         min_size: int | str = "256KiB",
     ) -> dict[str, PyTree]:
-        """The frozen parameters, stacked as `stack` does: a step takes them last.
+        """Stacks the frozen parameters, which a step takes last.
 
         Args:
-          frozen: The frozen parameters, as the loss takes them, or their shapes.
-          on_host: As for `stack`.
-          min_size: As for `stack`.
+          frozen: The frozen parameters of the loss, or their shapes.
+          on_host: See `stack`.
+          min_size: See `stack`.
 
         Returns:
-          As of `stack`.
+          See `stack`.
 
         Raises:
-          ValueError: If the tree is not the one that was split.
+          ValueError: If the tree differs from the split one.
         """
         stacking = self._functions.stacking(frozen=True)
         return stacking.stacked(frozen, on_host=on_host, min_size=min_size)
 
     @property
     def layer_tree(self) -> LayerTree | None:
-        """The loss's own tree beside the stacks; None: the loss has the stacks."""
+        """The loss's own tree with its stacks; None if the loss has stacks."""
         return self._functions.stacking(frozen=False).layer_tree
 
     def functions(
         self, params: Partition, frozen: Frozen | None, activations_on_host: bool
     ) -> ModelFunctions:
-        """As for `LayerwiseModel`; the loss is traced again for types that are new."""
+        """Returns the model's functions, traced again for new types."""
         whole = lambda x: x and {**x.rest, "layers": x.layers}
         x = self._functions.given(whole(params), whole(frozen))
         calls = x.prologue, x.layer, x.epilogue
         return ModelFunctions(*calls, activations_on_host, frozen)
 
     def init(self, tx: optax.GradientTransformation, params: PyTree) -> optax.OptState:
-        """Makes the state of `tx` for stacked parameters.
+        """Initializes the state of `tx` for stacked parameters, layer by layer.
 
-        The state is that of `tx.init` for the parameters as the loss takes them, in
-        which the moments of all layers are stacked as `stack` does. It is made layer by
-        layer.
+        It is `tx.init` of the loss's own parameters, with the layers' moments stacked.
 
         Args:
           tx: The transformation.
-          params: What `stack` returned, or their shapes.
+          params: The result of `stack`, or its shapes.
 
         Returns:
           The state, or its shapes.
@@ -209,26 +212,26 @@ class SplitModel(LayerwiseModel):
         return tx.init(params) if tree is None else init_stacked(tx, tree, params)
 
     def stack_state(self, state: PyTree) -> PyTree:
-        """Stacks the state of an ordinary step, for a layerwise one to go on with.
+        """Stacks the state of an ordinary step for a layerwise step.
 
         Args:
-          state: What `tx.init` made for the parameters as the loss takes them, or an
-            ordinary step returned.
+          state: The state of `tx.init` for the loss's own parameters, or of an ordinary
+            step.
 
         Returns:
-          What `init` would have made. What was on the host is there.
+          A state like that of `init`, in the same memories.
         """
         tree = self.layer_tree
         return state if tree is None else tree.stack(state, stack_moments)
 
     def unstack_state(self, state: PyTree) -> PyTree:
-        """The state of an ordinary step; undoes `stack_state`.
+        """Undoes `stack_state`.
 
         Args:
-          state: What `init` or `stack_state` made, or a layerwise step returned.
+          state: The state of `init`, `stack_state` or a layerwise step.
 
         Returns:
-          The state that `tx.init` makes for the parameters as the loss takes them.
+          A state like that of `tx.init` for the loss's own parameters.
         """
         tree = self.layer_tree
         if tree is None:
@@ -236,13 +239,13 @@ class SplitModel(LayerwiseModel):
         return tree.unstack(state, lambda x: unstack_leaf(x, tree.length))
 
     def unstack(self, params: PyTree) -> PyTree:
-        """The parameters as the loss takes them.
+        """Undoes `stack`.
 
         Args:
-          params: What `stack` returned, or a step.
+          params: The result of `stack`, or of a step.
 
         Returns:
-          The tree. What was on the host is there.
+          The tree of the loss, in the same memories.
         """
         return self._functions.stacking(frozen=False).unstacked(params)
 
@@ -255,7 +258,6 @@ class SplitModel(LayerwiseModel):
 
 
 def _refuse_arguments(loss: Callable[..., PyTree], frozen: PyTree | None) -> None:
-    """Refuses a loss that cannot be called with these trees of parameters."""
     names = ("params", "batch") if frozen is None else ("params", "frozen", "batch")
     try:
         inspect.signature(loss).bind(*names)
@@ -266,11 +268,10 @@ def _refuse_arguments(loss: Callable[..., PyTree], frozen: PyTree | None) -> Non
             " it is loss(params, frozen, batch), and split_layers is given frozen=."
         ) from None
     except ValueError:
-        pass  # a function that does not say what it takes
+        pass  # a function without a signature
 
 
 def _refuse_integers(params: PyTree) -> None:
-    """Refuses parameters that have no gradient."""
     for path, x in nondifferentiable(params):
         random = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or x.dtype == jnp.uint32
         raise TypeError(

@@ -1,4 +1,4 @@
-"""A user's loss, traced and split between its layers."""
+"""Traces a loss, and splits it between its layers."""
 
 import contextlib
 import dataclasses
@@ -60,12 +60,12 @@ class SplitLoss:
     """A loss that is split between its layers.
 
     Attributes:
-      layers: The layers, as their parameters in the tree.
-      pieces: The loss in pieces.
+      layers: The candidate layers that were accepted.
+      pieces: The pieces of the loss.
       stacks: The stack of each parameter of a layer.
-      output: The structure of what the loss returns.
+      output: The structure of the loss's results.
       others: Other layers, which stay whole.
-      refused: Larger layers that the loss cannot be split between, and why.
+      refused: Larger candidates that were refused, with their errors.
     """
 
     layers: Candidate
@@ -78,13 +78,13 @@ class SplitLoss:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loss:
-    """A user's loss, and the types of its parameters.
+    """A loss, and the types of its parameters.
 
     Attributes:
-      function: The loss, by `jax.jit`.
+      function: The loss, under `jax.jit`.
       layers: The path or prefix of the layers; None: the largest.
       params: Types of the parameters.
-      frozen: Types of those that are not trained; None: the loss takes none.
+      frozen: Types of the frozen parameters, or None.
     """
 
     function: jax.stages.Wrapped
@@ -107,7 +107,7 @@ class Loss:
         return self.params, *frozen, batch
 
     def jaxpr(self, batch: PyTree[jax.ShapeDtypeStruct]) -> core.ClosedJaxpr:
-        """The loss as JAX keeps it: the same for the same types, mesh, and settings."""
+        """Returns the cached jaxpr, identical for equal types, mesh and settings."""
         try:
             with without(), without_explicit_axes():
                 return self.function.trace(*self._arguments(batch)).jaxpr
@@ -128,7 +128,7 @@ class Loss:
 
         Args:
           batch: The types of a batch.
-          first: The loss, split for another batch, whose stacks are taken; None: any.
+          first: The loss split for another batch, whose stacks are required; None: any.
         """
         with without():
             closed, shapes = trace(self.function, *self._arguments(batch))
@@ -144,7 +144,7 @@ class Loss:
             *slices(closed, leaves, lists),
             *lists,
         ]
-        # The first that the loss can be split between are taken: the largest.
+        # The first candidate that is not refused is taken, the largest.
         all_layers.sort(key=lambda x: -x.nbytes)
         candidates = all_layers
         if first is not None and not isinstance(first.layers, Scan):
@@ -182,8 +182,6 @@ class Loss:
                 refused.append((candidate, error))
                 continue
             taken = {n for stack in stacks.values() for n in stack.leaves}
-            # Layers that share parameters with none of these are other ones, and stay
-            # whole.
             others: list[Candidate] = []
             for other in (*all_layers, *_parts(flat, candidate)):
                 if taken.isdisjoint(other.leaves):
@@ -197,12 +195,11 @@ class Loss:
                 tuple(others),
                 tuple(x for x in refused if not x[0].guess),
             )
-        # Where layers are only guessed, others are more likely to be meant.
+        # Guessed candidates are less likely to be meant.
         meant = (error for x, error in refused if not x.guess)
         raise next(meant, refused[0][1])
 
     def _warn_of_repeated(self, jaxpr: core.Jaxpr) -> None:
-        """Warns of random numbers that are the same in each step."""
         before, fixed = jax.tree.leaves(self.params), jax.tree.leaves(self.frozen)
         given: list[int | None] = [None] * len(jaxpr.invars)
         given[len(before) : len(before) + len(fixed)] = range(len(fixed))
@@ -220,9 +217,8 @@ class Loss:
 def _cut_with(
     closed: core.ClosedJaxpr, flat: Flat, count: int, layers: NumberedLayers | Sliced
 ) -> tuple[Pieces, Mapping[Member, Stack]]:
-    """A loss, cut between layers; or without the frozen parameters of these layers."""
-    # A frozen model of the same structure, whose output a loss takes, has layers of the
-    # same names that run elsewhere.
+    # A frozen model of the same structure has layers of the same names that run
+    # elsewhere.
     try:
         return _cut(closed, flat, count, layers)
     except SplitError:
@@ -233,13 +229,12 @@ def _cut_with(
 
 
 def _parts(flat: Flat, layers: Candidate) -> tuple[NumberedLayers, ...]:
-    """The trained and the frozen parameters of layers that have both."""
+    """Splits layers with trained and frozen parameters by these."""
     size = lambda n: nbytes(flat.avals[n])
     return layers.parts(size) if isinstance(layers, NumberedLayers) else ()
 
 
 def _refuse_untrained(layers: Candidate, stacks: Mapping[Member, Stack]) -> None:
-    """Refuses layers all of whose parameters are frozen."""
     if all(frozen for frozen, _ in stacks):
         raise SplitError(
             f"the layers of {layers.shown} have no parameters that are trained, so that"
@@ -250,7 +245,6 @@ def _refuse_untrained(layers: Candidate, stacks: Mapping[Member, Stack]) -> None
 
 
 def _refuse_other_stacks(first: SplitLoss, stacks: Mapping[Member, Stack]) -> None:
-    """Refuses layers that are not those of the stacks, in their order."""
     if stacks == first.stacks:
         return
     known, each = (next(iter(x.values())).leaves for x in (first.stacks, stacks))
@@ -266,10 +260,9 @@ def _refuse_other_stacks(first: SplitLoss, stacks: Mapping[Member, Stack]) -> No
 
 
 def _constants_first(flat: Flat) -> Flat:
-    """The same, where sums and products have their constants first."""
-    # `total + loss` adds to a number of the program in the first layer, and to a value
-    # in the others. JAX writes the operands down in another order then, and the first
-    # layer would be unlike the others.
+    """Moves constants of sums and products to the first operand."""
+    # `total + loss` adds to a literal in the first layer, and to a value in the others,
+    # for which JAX orders the operands differently.
     flat.equations = [
         dataclasses.replace(e, inputs=e.inputs[::-1])
         if e.primitive.name in ("add", "mul") and isinstance(e.inputs[1], Constant)
@@ -280,7 +273,7 @@ def _constants_first(flat: Flat) -> Flat:
 
 
 class _WithoutCheckpoints(Flat):
-    """A loss without checkpoints around layers, which a step computes again anyway."""
+    """A loss without checkpoints around layers, which a step recomputes anyway."""
 
     def _inlines(self, eqn: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
         if eqn.primitive.name != "remat2" or eqn.params["policy"] is not None:
@@ -288,13 +281,11 @@ class _WithoutCheckpoints(Flat):
         return self._is_layer(values_of(operands))
 
     def _is_layer(self, values: Sequence[int]) -> bool:
-        """Whether these are most of the parameters of a layer."""
+        """Returns whether values are most of a layer's parameters."""
         raise NotImplementedError
 
 
 class _NumberedWithoutCheckpoints(_WithoutCheckpoints):
-    """The same, of layers that are numbered."""
-
     def __init__(self, closed: core.ClosedJaxpr, layers: NumberedLayers):
         self.members = [set(each.values()) for each in layers.members]
         super().__init__(closed, checkpoints=False, derivatives=False)
@@ -305,8 +296,6 @@ class _NumberedWithoutCheckpoints(_WithoutCheckpoints):
 
 
 class _SlicedWithoutCheckpoints(_WithoutCheckpoints):
-    """The same, of layers that are taken from stacks."""
-
     def __init__(self, closed: core.ClosedJaxpr, layers: Sliced):
         self.leaves = layers.leaves
         self.producer: dict[int, Equation] = {}
@@ -314,20 +303,19 @@ class _SlicedWithoutCheckpoints(_WithoutCheckpoints):
         super().__init__(closed, checkpoints=False, derivatives=False)
 
     def _is_layer(self, values: Sequence[int]) -> bool:
-        # Equations are still being added: those since the last call are new.
+        # Equations are still being added.
         new, self.known = self.equations[self.known :], len(self.equations)
         for equation in new:
             self.producer.update(dict.fromkeys(equation.outputs, equation))
         stacks = {self._stack_of(x) for x in values} - {None}
-        # A checkpoint of whole stacks is left out too: within it nothing would be known
-        # of the slices that it takes of them.
+        # A checkpoint of whole stacks is removed too, to find the slices inside.
         whole = any(x is not None and x[1] for x in stacks)
         return whole or 2 * len(stacks) > len(self.leaves)
 
     def _stack_of(self, x: int) -> tuple[int, bool] | None:
-        """The stack that a value depends on, and whether on the whole of it.
+        """Returns the stack of a value, and whether it is the whole stack.
 
-        None if it depends on something else too.
+        None if the value depends on anything else.
         """
         whole = True
         while x not in self.leaves:
@@ -343,7 +331,6 @@ class _SlicedWithoutCheckpoints(_WithoutCheckpoints):
 def _cut(
     closed: core.ClosedJaxpr, flat: Flat, count: int, layers: NumberedLayers | Sliced
 ) -> tuple[Pieces, Mapping[Member, Stack]]:
-    """A loss, cut between layers."""
     if isinstance(layers, Sliced):
         flat, each = layers.per_layer(_SlicedWithoutCheckpoints(closed, layers))
         flat = _constants_first(flat)
@@ -357,10 +344,10 @@ def _cut(
     member = {n: name for x in each for name, n in x.items()}
     stages = lambda **how: Stages.from_cuts(Cuts.of(depends, **how), member)
     cut = lambda **how: Assembly(stages(**how)).pieces()
-    # If a layer ends or begins with equations that keep the size of the carry, several
-    # cuts are as good. The one that leaves the fewest kinds of layers is taken.
+    # Several cuts are equally good if a layer ends or begins with equations that keep
+    # the size of the carry. The cut with the fewest kinds of layers is taken.
     cuts = [cut(latest=latest) for latest in (True, False)]
-    # Several values between layers may be due to towers, such as those of two inputs.
+    # Several values between layers may belong to towers, such as for two inputs.
     if all(len(pieces.carried) > 1 for pieces in cuts):
         for latest in (True, False):
             with contextlib.suppress(SplitError):
@@ -376,10 +363,9 @@ def _cut(
 
 
 def _refuse_effects(jaxpr: core.Jaxpr) -> None:
-    """Refuses effects of a loss: it would have them twice for each layer, or never."""
     for eqn in jaxpr.eqns:
         if {type(x).__name__ for x in eqn.effects} - {"NamedAxisEffect"}:
-            # The message is to name the equation within a scan or a call.
+            # The message names the equation inside a scan or a call.
             for inner in core.jaxprs_in_params(eqn.params):
                 _refuse_effects(inner)
             where = line_of(Equation(eqn.primitive, (), (), (), eqn))

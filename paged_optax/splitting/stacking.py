@@ -32,8 +32,8 @@ class Stack:
     """The leaves of a tree that are one parameter of all layers.
 
     Attributes:
-      leaves: The number of each layer's leaf; of one leaf if that is a stack.
-      axis: The layers' axis of that one leaf; None: each layer has a leaf.
+      leaves: The number of each layer's leaf, or of one stacked leaf.
+      axis: The layers' axis of a stacked leaf; None: each layer has a leaf.
     """
 
     leaves: tuple[int, ...]
@@ -42,7 +42,7 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stacking:
-    """How a tree of parameters is stacked and unstacked.
+    """Stacks and unstacks a tree of parameters.
 
     Attributes:
       argument: The user's name for the tree.
@@ -63,7 +63,7 @@ class Stacking:
     def stacked(
         self, tree: PyTree, *, on_host: bool | Literal["all"], min_size: int | str
     ) -> dict[str, PyTree]:
-        """The tree with the layers' leaves stacked; see `SplitModel.stack`."""
+        """Stacks the layers' leaves; see `SplitModel.stack`."""
         if on_host not in (False, True, "all"):
             raise ValueError(
                 f"on_host={brief(on_host)}: True puts the layers on the host, 'all' the"
@@ -87,7 +87,7 @@ class Stacking:
         return {"layers": nested(layers), "rest": nested(rest)}
 
     def unstacked(self, stacked: PyTree) -> PyTree:
-        """The tree before it was stacked."""
+        """Undoes `stacked`."""
         leaves: list[Shaped | None] = [None] * len(self.paths)
         layers = unnested(stacked, [("layers", *names) for names in self.layers])
         for (names, stack), x in zip(self.layers.items(), layers, strict=True):
@@ -108,7 +108,7 @@ class Stacking:
 
     @property
     def layer_tree(self) -> LayerTree | None:
-        """The tree beside its stacks; None if one of its leaves is a stack."""
+        """The unstacked tree with its stacks; None if one of its leaves is a stack."""
         if any(stack.axis is not None for stack in self.layers.values()):
             return None
         layers = {
@@ -134,7 +134,6 @@ class Stacking:
 def _refuse_other_tree(
     argument: str, tree: PyTree, known: Sequence[KeyPath]
 ) -> NoReturn:
-    """Refuses a tree of another structure; names a leaf that only one of both has."""
     names = lambda paths: dict.fromkeys(map(keystr, paths))
     names_of_tree = names(path for path, _ in jax.tree_util.tree_leaves_with_path(tree))
     wanted = names(known)
@@ -152,7 +151,7 @@ def _refuse_other_tree(
 
 
 def nested(leaves: Mapping[Names, object]) -> dict[str, PyTree]:
-    """Nested dicts of the names' parts."""
+    """Returns nested dicts of leaves by names."""
     tree: dict[str, PyTree] = {}
     for names, x in leaves.items():
         at = tree
@@ -163,7 +162,7 @@ def nested(leaves: Mapping[Names, object]) -> dict[str, PyTree]:
 
 
 def unnested(tree: PyTree, names: Iterable[Names]) -> list[PyTree]:
-    """The leaves of nested dicts, by their names."""
+    """Returns the leaves of nested dicts by names."""
     leaves = []
     for parts in names:
         at = tree
@@ -179,7 +178,7 @@ def unnested(tree: PyTree, names: Iterable[Names]) -> list[PyTree]:
 
 
 def _away(leaves: Sequence[Shaped], axis: int | None, min_size: int | str) -> Shaped:
-    """Leaves of all layers on one leading axis, in host memory if they are large."""
+    """Stacks leaves on a leading axis, in host memory if they are large."""
     first = leaves[0]
     like = jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
     in_jax = any(isinstance(x, Array | jax.ShapeDtypeStruct) for x in leaves)
@@ -194,13 +193,12 @@ def _away(leaves: Sequence[Shaped], axis: int | None, min_size: int | str) -> Sh
 
 
 def _read(x: Shaped) -> Shaped:
-    """An array, also from anything that NumPy can read as one."""
     known = Array, np.ndarray, jax.ShapeDtypeStruct
     return x if isinstance(x, known) else np.asarray(x)
 
 
 def stack_moments(leaves: Sequence[Shaped | None]) -> Shaped:
-    """The moments of all layers on one leading axis; zeros where a layer has none."""
+    """Stacks moments on a leading axis, with zeros for layers without one."""
     first = next(x for x in leaves if x is not None)
     blank = first
     if is_traced(first):
@@ -211,7 +209,7 @@ def stack_moments(leaves: Sequence[Shaped | None]) -> Shaped:
 
 
 def stack_leaves(leaves: Sequence[Shaped], axis: int | None = None) -> Shaped:
-    """Leaves of all layers on one leading axis."""
+    """Stacks leaves on a leading axis."""
     first = leaves[0]
     if isinstance(first, jax.ShapeDtypeStruct):
         make = lambda *xs: (
@@ -240,7 +238,7 @@ def stack_leaves(leaves: Sequence[Shaped], axis: int | None = None) -> Shaped:
 
 
 def _sharding(x: Shaped, axis: int | None) -> jax.sharding.Sharding | None:
-    """The sharding of a stack whose layers are divided like this leaf."""
+    """Returns the sharding of a stack of leaves with this leaf's sharding."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -252,7 +250,7 @@ def _sharding(x: Shaped, axis: int | None) -> jax.sharding.Sharding | None:
 
 
 def unstack_leaf(x: Shaped, count: int, axis: int | None = None) -> list[Shaped]:
-    """The leaves of a stack."""
+    """Returns the leaves of a stack."""
     if isinstance(x, jax.ShapeDtypeStruct):
         make = lambda x: x[0] if axis is None else jnp.moveaxis(x, 0, axis)
         return [shape_dtype(jax.eval_shape(make, x))] * count

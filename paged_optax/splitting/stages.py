@@ -1,4 +1,4 @@
-"""Which layer each equation of a loss belongs to."""
+"""Assigns the equations of a loss to layers."""
 
 import dataclasses
 import itertools
@@ -24,10 +24,10 @@ _SMALL = 4096
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stages:
-    """The equations of each layer.
+    """The layer of each equation.
 
     Attributes:
-      cuts: Where the loss is cut.
+      cuts: The cuts of the loss.
       members: The name of each layer's parameters within it.
       of: The layer of each equation; -1 before all layers, their number after all.
     """
@@ -38,7 +38,7 @@ class Stages:
 
     @classmethod
     def from_cuts(cls, cuts: Cuts, members: Mapping[int, Member]) -> "Stages":
-        """Finds the first and the last layer, which no cut ends, and all others."""
+        """Finds the pieces of all layers, also of the first and the last."""
         search = _Search(cuts, members)
         pieces = search.pieces()
         depends = cuts.depends
@@ -58,10 +58,9 @@ class _Search:
         self.count = cuts.depends.count
 
     def pieces(self) -> list[list[int]]:
-        """The equations of each layer."""
-        # Inner layers lie between two cuts. No cut begins the first layer or ends the
-        # last one: each is matched with another layer. If it is like none, it begins or
-        # ends where values of the carry's types are alive.
+        # Inner layers are between two cuts. The first and the last layer are matched
+        # with another layer; without a match they begin or end where values of the
+        # carry's types are alive.
         cuts, order, count = self.cuts.cuts, self.cuts.order, self.count
         inner = [
             list(order[start:stop]) for start, stop in zip(cuts, cuts[1:], strict=False)
@@ -86,18 +85,17 @@ class _Search:
         return [first, *inner, last]
 
     def _from(self, start: int) -> list[int]:
-        """The first layer, if it begins at this place."""
+        """Returns the first layer if it begins at this place."""
         chosen = self.cuts.order[start : self.cuts.cuts[0]]
         producer = {x: n for n in chosen for x in self.flat.equations[n].outputs}
         needed = {n for n in chosen if self.depends.turn(n) == 0}
-        # And the equations that these need, as far back as the layer may begin.
         stack = list(needed)
         while stack:
             taken = values_in(self.flat.equations[stack.pop()])
             more = {producer[x] for x in taken if x in producer} - needed
             needed |= more
             stack += more
-        # Equations that others need too stay before the layers.
+        # Equations that others need stay before the layers.
         for n in reversed(chosen):
             early = n in needed and self.depends.turn(n) < 0
             if early and not self._of_one(n, needed):
@@ -105,13 +103,13 @@ class _Search:
         return [n for n in chosen if n in needed]
 
     def _of_one(self, n: int, piece: Container[int]) -> bool:
-        """Whether an equation's values are only used in a piece."""
+        """Returns whether only a piece uses an equation's results."""
         order, uses = self.cuts.order, self.cuts.uses
         places = (x for y in self.flat.equations[n].outputs for x in uses[y])
         return all(place < len(order) and order[place] in piece for place in places)
 
     def _leaves(self, turn: int) -> Callable[[Operand, Operand], bool]:
-        """Whether a parameter may be in the place of another layer's."""
+        """Returns a test for parameters in the place of another layer's."""
         layer, members = self.depends.layer, self.members
 
         def fits(x: Operand, y: Operand) -> bool:
@@ -124,41 +122,38 @@ class _Search:
         return fits
 
     def _results(self, turn: int) -> list[int]:
-        """The values that an inner layer, or the first one, hands on."""
+        """Returns the results of an inner layer, or of the first one."""
         cuts = self.cuts
         start = cuts.cuts[turn - 1] if turn else cuts.regions[0].start
         stop = cuts.cuts[turn]
         return [x for x in cuts.results_at(range(start, stop)) if cuts.until(x) >= stop]
 
     def _first(self, inner: Sequence[Sequence[int]]) -> list[int] | None:
-        """The first layer, as another one; None if it is like no other one."""
+        """Returns the first layer by comparison with another, or None."""
         depends, cuts = self.depends, self.cuts
         fits = self._leaves(0)
         before = lambda x: isinstance(x, Constant) or depends.after.get(x, -1) < 0
-        # Operands are parameters of the first layer, or come from before all layers.
         fit = lambda x, y: fits(x, y) and (y in depends.layer or before(y))
         results = self._results(0)
         needed = [n for n in cuts.order[: cuts.cuts[0]] if depends.turn(n) == 0]
         for turn, template in enumerate(inner, 1):
             theirs = self._results(turn)
             avals = [[aval_of(self.flat, x) for x in xs] for xs in (theirs, results)]
-            # A layer that hands on other types is another kind of layer.
             if avals[0] != avals[1]:
                 continue
-            # The first cut tells what the first layer hands on, not where it begins: it
-            # is matched from its results backward.
+            # The first cut gives the first layer's results, not its beginning.
             pairs = list(zip(theirs, results, strict=True))
             match = match_backward(self.flat, depends.producer, template, pairs, fit)
             if match is None or self._shared(match.equations.values()):
                 continue
-            # The layer is unlike the other one if it has equations that match none.
+            # All equations with the first layer's parameters must match.
             piece = {*match.equations.values(), *needed}
             if len(piece) <= len(template):
                 return [n for n in cuts.order if n in piece]
         return None
 
     def _shared(self, piece: Iterable[int]) -> bool:
-        """Whether others need equations of a piece that stand before the layers."""
+        """Returns whether other equations use early equations of a piece."""
         chosen = set(piece)
         early = {n for n in chosen if self.depends.turn(n) < 0}
         results = {x for n in early for x in self.flat.equations[n].outputs}
@@ -170,9 +165,9 @@ class _Search:
         )
 
     def _starts(self) -> list[int]:
-        """Places where the first layer may begin, the last first."""
-        # A layer keeps the types of the carry: it may begin wherever just such values
-        # are alive that no later layer uses.
+        """Returns the places where the first layer may begin, the last first."""
+        # A layer may begin where the live values, without those that later layers use,
+        # have the types of the carry.
         cuts, flat = self.cuts, self.flat
         stop = cuts.cuts[0] if cuts.cuts else cuts.end
         goes_on = lambda x: any(stop <= place < cuts.end for place in cuts.uses[x])
@@ -199,7 +194,7 @@ class _Search:
         return [x for x in results if any(place >= cuts.end for place in cuts.uses[x])]
 
     def _last(self, templates: Sequence[Sequence[int]]) -> list[int] | None:
-        """The last layer, as another one; None if it is like no other one."""
+        """Returns the last layer by comparison with another, or None."""
         depends, cuts = self.depends, self.cuts
         candidates = cuts.order[cuts.cuts[-1] :]
         fits = self._leaves(self.count - 1)
@@ -208,11 +203,11 @@ class _Search:
             for n in candidates
             if self.count - 1 in depends.uses(n) and len(depends.uses(n)) == 1
         }
-        # The last cut tells what the last layer takes: it is matched forward.
+        # The last cut gives the last layer's inputs.
         for template in reversed(templates):
             match = match_forward(self.flat, template, candidates, fits)
-            # The match must have all equations that take the last layer's parameters as
-            # they are. Others may follow it.
+            # The match must have all equations that take the last layer's parameters
+            # directly.
             piece = set(match.equations.values()) if match else set()
             missing = {n for n in needed - piece if not self._may_follow(n)}
             if match and not missing and self._whole(piece, candidates):
@@ -220,19 +215,19 @@ class _Search:
         return None
 
     def _whole(self, piece: set[int], candidates: Sequence[int]) -> bool:
-        """Whether a piece needs none of the other candidates."""
+        """Returns whether a piece needs no other candidate."""
         others = set(candidates) - piece
         results = {x for n in others for x in self.flat.equations[n].outputs}
         return all(results.isdisjoint(values_in(self.flat.equations[n])) for n in piece)
 
     def _may_follow(self, n: int) -> bool:
-        """Whether an equation takes no parameter of a layer as it is."""
+        """Returns whether an equation takes no parameter of a layer directly."""
         return not any(
             x in self.depends.layer for x in values_in(self.flat.equations[n])
         )
 
     def _ends_at(self) -> int:
-        """The place where a last layer that is like no other one ends."""
+        """Returns the end of a last layer that is like no other layer."""
         cuts, flat = self.cuts, self.flat
         if not cuts.cuts:
             return cuts.end
@@ -248,9 +243,8 @@ class _Search:
         places = range(cuts.end, min(cuts.end + 64, len(cuts.order)) + 1)
         takes = lambda place: values_in(flat.equations[cuts.order[place - 1]])
         of_it = lambda place: place == cuts.end or earlier.isdisjoint(takes(place))
-        # The first choice counts values that are kept for the end, such as all layers'
-        # means. Values computed from these may have the type of the carry: then the
-        # second choice leaves them out.
+        # The first choice includes values kept for the end, such as all layers' means,
+        # and the second excludes them.
         for wanted in (alive(begins, last), types(self._results(self.count - 2))):
             for place in itertools.takewhile(of_it, places):
                 if alive(last, place) == wanted:
@@ -259,7 +253,6 @@ class _Search:
 
 
 def _refuse_elsewhere(cuts: Cuts, of: Mapping[int, int]) -> None:
-    """Refuses parameters of a layer that are used outside of it."""
     depends = cuts.depends
     for n in cuts.order:
         equation = depends.flat.equations[n]
@@ -286,11 +279,11 @@ def _refuse_elsewhere(cuts: Cuts, of: Mapping[int, int]) -> None:
 
 
 def _with_early_equations(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
-    """The stages, with equations before the layers that belong to one of them.
+    """Moves equations before the layers into the only layer that uses them.
 
-    An equation that several layers repeat, of the same operands, stays in each of them:
-    a transpose of an encoder's output, a mask that is broadcast. So does one whose
-    result is larger than its operands: a dropout mask, but not its key.
+    These are equations that several layers repeat with the same operands (a transpose
+    of an encoder's output, a broadcast mask), and equations whose result is larger than
+    the operands (a dropout mask, but not its key).
     """
     depends = cuts.depends
     flat, equations = depends.flat, depends.flat.equations
@@ -298,7 +291,6 @@ def _with_early_equations(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
     for x in values_of(flat.outputs):
         users.setdefault(x, set()).add(depends.count)
     only: dict[int, int] = {}
-    # Backward: the layers that need each equation, and the only one if there is one.
     for n in reversed(depends.live):
         wanted = set().union(*(users.get(x, ()) for x in equations[n].outputs))
         if of.get(n, -1) >= 0:
@@ -310,7 +302,7 @@ def _with_early_equations(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
     repeated = _repeated(cuts, only)
     stages, inside = dict(of), set[int]()
     size = lambda xs: nbytes([flat.avals[x] for x in xs])
-    # Forward, for an equation follows one that was put into its layer.
+    # Forward: equations follow their operands into a layer.
     for n in depends.live:
         if of.get(n, -1) >= 0:
             continue
@@ -325,7 +317,7 @@ def _with_early_equations(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
 
 
 def _repeated(cuts: Cuts, only: Mapping[int, int]) -> set[int]:
-    """The equations that several layers have, of the same operands."""
+    """Returns equations that several layers have, with the same operands."""
     same: dict[int, Hashable] = {}
     groups: dict[Hashable, list[int]] = {}
     for n in cuts.depends.live:

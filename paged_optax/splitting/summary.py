@@ -26,7 +26,7 @@ _LOGITS = (
 
 
 def summary(loss: Loss, split: SplitLoss) -> str:
-    """The table of `print(model)`, and advice."""
+    """Returns the table of `print(model)`, and advice."""
     pieces, flat = split.pieces, split.pieces.flat
     count = len(pieces.kind_of)
     rows = [("layers", split.layers.shown, f"{count}")]
@@ -62,7 +62,6 @@ def summary(loss: Loss, split: SplitLoss) -> str:
 
 
 def _parameters(loss: Loss, split: SplitLoss) -> Iterator[tuple[str, str, str]]:
-    """Rows of the layers' parameters and of all others, trained and frozen."""
     avals, leaves = split.pieces.flat.avals, loss.leaves
     taken = {n for stack in split.stacks.values() for n in stack.leaves}
     count = len(split.pieces.kind_of)
@@ -84,7 +83,7 @@ def _parameters(loss: Loss, split: SplitLoss) -> Iterator[tuple[str, str, str]]:
 
 
 def _order(kind_of: Sequence[int]) -> str:
-    """A letter for each layer's kind; a pattern that repeats is shown once."""
+    """Returns a letter for each layer's kind; a repeated pattern is shown once."""
     first = {kind: k for k, kind in enumerate(dict.fromkeys(kind_of))}
     order = "".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[first[k] % 26] for k in kind_of)
     # The shortest pattern that repeats, such as of layers that alternate.
@@ -95,7 +94,6 @@ def _order(kind_of: Sequence[int]) -> str:
 
 
 def _row(flat: Flat, table: Sequence[Operand | None] | Operand) -> tuple[str, str]:
-    """The type of an argument that differs between layers, and the bytes of all."""
     operands = [table] if isinstance(table, (int, Constant)) else table
     avals = [flat.avals[x] for x in operands if isinstance(x, int)]
     if not avals:
@@ -104,7 +102,7 @@ def _row(flat: Flat, table: Sequence[Operand | None] | Operand) -> tuple[str, st
 
 
 def _largest(pieces: Pieces, parameters: int) -> tuple[Equation, ShapedArray] | None:
-    """The largest value outside the layers that follows from the batch."""
+    """Returns the largest value outside the layers that depends on the batch."""
     flat = pieces.flat
     live = live_of(flat, producers_of(flat))
     # Only what the results need is ever held.
@@ -121,7 +119,7 @@ def _largest(pieces: Pieces, parameters: int) -> tuple[Equation, ShapedArray] | 
 
 
 def _of_the_batch(flat: Flat, parameters: int) -> Iterator[tuple[Equation, set[int]]]:
-    """Equations that follow from the batch, and their operands that do not."""
+    """Yields equations that depend on the batch, with their other operands."""
     fixed = {*range(parameters), *flat.constants}
     for equation in flat.equations:
         from_parameters = fixed.intersection(values_in(equation))
@@ -132,7 +130,7 @@ def _of_the_batch(flat: Flat, parameters: int) -> Iterator[tuple[Equation, set[i
 
 
 def _are_logits(pieces: Pieces, aval: ShapedArray, parameters: int) -> bool:
-    """Whether a product with parameters, and its softmax, have this shape."""
+    """Returns whether a product with parameters, and its softmax, have this shape."""
     # Values computed from logits, such as their exponentials, are as large as these.
     flat, shape = pieces.flat, sorted(aval.shape)
     product, softmax = False, False
