@@ -167,51 +167,36 @@ class LayerOptimizer:
         Returns:
           The leaves' new moments, and the leaves.
         """
-        layered, count = self.layered, len(self.layered.params)
-        params, updates = (
-            list(map(dict(zip(layered.numbers, values, strict=True)).get, range(count)))
-            for values in (weights, gradients)
-        )
-        moments = dict(zip(group.slot_positions, state, strict=True))
-        # Nothing reads the stacks of other groups.
-        positions = iter(range(len(layered.slots)))
-        state_leaves = [
-            moments.get(next(positions), x) if stacked else x
-            for x, stacked in zip(layered.state, layered.stacked, strict=True)
+        layered = self.layered
+        numbers = [layered.numbers[n] for n in group.positions]
+
+        def chosen(values: Sequence[Array | None]) -> list[Array | None]:
+            selected = (values[n] for n in group.positions)
+            by_number = dict(zip(numbers, selected, strict=True))
+            return [by_number.get(n) for n in range(len(layered.params))]
+
+        pairs = zip(layered.stacked, layered.owners, strict=True)
+        in_group = [stacked and owner in numbers for stacked, owner in pairs]
+        shared = [
+            owner is None or not jax.tree.leaves(x)[0].ndim
+            for x, owner in zip(layered.state, layered.owners, strict=True)
+        ]
+        moments = iter(state)
+        read = [
+            next(moments) if moment else x if count else None
+            for x, moment, count in zip(layered.state, in_group, shared, strict=True)
         ]
         old = [x for n in group.positions if (x := weights[n]) is not None]
 
         def update() -> tuple[list[Stored], list[Array]]:
-            leaves, moments = self._one_layer(updates, state_leaves, params, i, group)
-            return self._if_it_happens((moments, leaves), (list(state), old))
+            # JAX would trace again for the weak type of a Python integer.
+            layer = np.int32(i) if isinstance(i, int) else i
+            arguments = chosen(gradients), read, chosen(weights), layer
+            leaves, new = self._jitted(*arguments)
+            result = list(compress(new, in_group)), [leaves[n] for n in numbers]
+            return self._if_it_happens(result, (list(state), old))
 
         return barrier_on_cpu(update)
-
-    def _one_layer(
-        self,
-        updates: Sequence[Array | None],
-        state: Sequence[Stored],
-        params: Sequence[Array | None],
-        i: LayerIndex,
-        group: Group,
-    ) -> tuple[list[Array], list[Stored]]:
-        layered = self.layered
-        numbers = [layered.numbers[n] for n in group.positions]
-        moments = [
-            stacked and owner in numbers
-            for stacked, owner in zip(layered.stacked, layered.owners, strict=True)
-        ]
-        read = [
-            x if yes or owner is None or not jax.tree.leaves(x)[0].ndim else None
-            for x, yes, owner in zip(state, moments, layered.owners, strict=True)
-        ]
-        only = lambda leaves: [
-            x if n in numbers else None for n, x in enumerate(leaves)
-        ]
-        # JAX would trace again for the weak type of a Python integer.
-        i = np.int32(i) if isinstance(i, int) else i
-        leaves, new = self._jitted(only(updates), read, only(params), i)
-        return [leaves[n] for n in numbers], list(compress(new, moments))
 
     @functools.cached_property
     def _jitted(self) -> Callable[..., tuple[list[Array], list[Stored]]]:
