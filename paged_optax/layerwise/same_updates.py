@@ -305,8 +305,9 @@ class SameUpdates:
             if n in chunks
             else x
         )
+        layers = (None,) if self.pruned else None
         trees = [
-            tree_shapes(tree, [chunk(n, x) for n, x in enumerate(leaves)])
+            tree_shapes(tree, [chunk(n, x) for n, x in enumerate(leaves)], layers)
             for leaves in (gradients, layered.params)
         ]
         members, _ = tree.stacked
