@@ -157,7 +157,7 @@ class BackwardPass:
             slices, frozen = weights.slices(stacks, i, prefetched, vectors)
             prefetched = weights.prefetch(stacks, following)
             gradients, back = self.pull((slices, frozen), back, i)
-            # Or XLA:CPU fuses the products into the update, and copies the stacks.
+            # XLA:CPU would fuse the products into the update, and copy the stacks.
             values = gradients, slices, back
             gradients, slices, back = on_cpu(lax.optimization_barrier, values)
             gradients, back, prefetched = _with_prefetched(gradients, back, prefetched)
@@ -167,7 +167,8 @@ class BackwardPass:
             else:
                 stacks = write_slices(stacks, slices, new, i)
             if weights.prefetches:
-                # Of two layers a trip, the second's moments wait for the first's.
+                # An iteration has two layers. The second one's moments wait for the
+                # first one's.
                 inner, back = lax.optimization_barrier((inner, back))
             return inner, back, stacks, prefetched
 

@@ -174,8 +174,6 @@ class TreeUpdate:
         runs = [functools.partial(self._as_layer, layers[0]) for layers in self.by_kind]
         if len(runs) == 1:
             return runs[0](i, updates, state, params)
-        if isinstance(i, int | np.integer):
-            return runs[self.kinds[i]](i, updates, state, params)
         which = jnp.asarray(np.asarray(self.kinds, np.int32))[i]
         return lax.switch(which, runs, i, updates, state, params)
 
