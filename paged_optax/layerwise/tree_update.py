@@ -171,7 +171,7 @@ class TreeUpdate:
         """
         if self.programs is not None:
             return self.programs.run(i, updates, state, params, self.layered)
-        runs = [functools.partial(self._as_layer, layers[0]) for layers in self.by_kind]
+        runs = [functools.partial(self._updated, layers[0]) for layers in self.by_kind]
         if len(runs) == 1:
             return runs[0](i, updates, state, params)
         which = jnp.asarray(np.asarray(self.kinds, np.int32))[i]
@@ -226,7 +226,7 @@ class TreeUpdate:
         trees = list(updates), list(state), list(params)
         if len(layers) < self.layered.length:
             trees = jax.tree.map(lambda x: x[numbers], trees)
-        run = functools.partial(self._as_layer, layers[0])
+        run = functools.partial(self._updated, layers[0])
 
         def one(i: Array, trees: PyTree) -> PyTree:
             updates, state, params = jax.tree.map(lambda x: x[None], trees)
@@ -237,17 +237,6 @@ class TreeUpdate:
 
         return jax.vmap(one)(jnp.asarray(numbers), trees)
 
-    def _as_layer(
-        self,
-        place: int,
-        i: LayerIndex,
-        updates: Leaves,
-        state: Leaves,
-        params: Leaves,
-    ) -> Updated:
-        """Updates layer i in the place of layer `place`."""
-        return self._updated(place, i, updates, state, params)
-
     def _updated(
         self,
         place: int | None,
@@ -257,6 +246,7 @@ class TreeUpdate:
         params: Leaves,
         add: Add = optax.apply_updates,
     ) -> Updated:
+        """Updates layer i in place of layer `place`, or the rest if that is None."""
         members, _ = self.tree.stacked
         zeros = _Zeros()
         fill = functools.partial(_placed, place, zeros, self._pruned)
