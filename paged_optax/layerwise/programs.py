@@ -30,7 +30,7 @@ from paged_optax.backend.types import is_explicit
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.same_updates import CrossLayerError
-from paged_optax.layerwise.slice_checks import refuse_dependence, refuse_state
+from paged_optax.layerwise.slice_checks import refuse_dependence, refuse_unsliced_state
 from paged_optax.layerwise.slices import LayerIndex, read_slice
 from paged_optax.transform.context import (
     known_shardings,
@@ -83,9 +83,9 @@ class Programs:
             layered.state_tree(layered.state),
             layered.params_tree(layered.params),
         )
-        closed, _ = trace(update, jnp.int32(0), *trees)
         count, states = len(layered.params), len(jax.tree.leaves(trees[1]))
         try:
+            closed, _ = trace(update, jnp.int32(0), *trees)
             analysis, constants = analyse(
                 closed,
                 [None, *range(count), *[None] * states, *range(count)],
@@ -186,7 +186,7 @@ def layer_programs(
     # This also finds wrappers that skip steps, or that read codes and scales.
     programs = Programs.of(tx, layered, gradients)
     if programs.elementwise:
-        refuse_state(layered, programs.analysis)
+        refuse_unsliced_state(layered, programs.analysis)
         return programs
     refuse_dependence(tx, layered, gradients)
     return None
