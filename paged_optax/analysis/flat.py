@@ -144,11 +144,11 @@ class Flat:
 
     Args:
       closed: The jaxpr.
-      both: Whether a conditional that skips nothing is inlined too: both its branches,
+      both: True if a conditional that skips nothing is inlined too: both its branches,
         and a choice between their results.
-      checkpoints: Whether checkpoints are inlined too. XLA then reuses the values that
+      checkpoints: True if checkpoints are inlined too. XLA then reuses the values that
         they would recompute.
-      derivatives: Whether functions with custom derivatives are inlined too, which
+      derivatives: True if functions with custom derivatives are inlined too, which
         drops these derivatives.
     """
 
@@ -250,21 +250,21 @@ class Flat:
 
     def program(
         self,
-        wanted: Sequence[Operand],
+        results: Sequence[Operand],
         within: Callable[[int], bool],
         producer: dict[int, int],
         shape: tuple[int, ...],
     ) -> tuple[Program, tuple[int, ...]]:
-        """Extracts the equations that some values need, and the program's arguments.
+        """Extracts the equations of some results, and the program's arguments.
 
         Args:
-          wanted: The values.
-          within: Whether the equation of a value belongs to the program.
+          results: The values to compute.
+          within: True if the equation of a value belongs to the program.
           producer: For each computed value the position of its equation.
           shape: The leaf's shape.
         """
         needed: set[int] = set()
-        stack = [x for x in wanted if not isinstance(x, Constant)]
+        stack = [x for x in results if not isinstance(x, Constant)]
         while stack:
             index = producer.get(value := stack.pop())
             if index is None or index in needed or not within(value):
@@ -274,7 +274,7 @@ class Flat:
         equations = [self.equations[i] for i in sorted(needed)]
         computed = {x for equation in equations for x in equation.outputs}
         arguments: dict[int, int] = {}
-        for operand in (*[x for e in equations for x in e.inputs], *wanted):
+        for operand in (*[x for e in equations for x in e.inputs], *results):
             if not isinstance(operand, Constant) and operand not in computed:
                 arguments.setdefault(operand, len(arguments))
         # Renumbered, leaves of equal shape have equal programs, which JAX traces and
@@ -293,17 +293,17 @@ class Flat:
         program = Program(
             inputs=len(arguments),
             equations=tuple(map(renamed, equations)),
-            outputs=tuple(map(rename, wanted)),
+            outputs=tuple(map(rename, results)),
             elementwise=self.fit(arguments, shape)
             and all(self.is_elementwise(e, shape) for e in equations)
             # A constant result takes the shape of a page.
-            and all(isinstance(x, Constant) or self.shape(x) == shape for x in wanted),
+            and all(isinstance(x, Constant) or self.shape(x) == shape for x in results),
         )
         return program, tuple(arguments)
 
 
 def refuse_effects(closed: core.ClosedJaxpr | core.Jaxpr) -> None:
-    """Raises if a traced function has effects besides its results.
+    """Raises if a traced function has effects other than its results.
 
     Programs compute results alone, and run once a page, or not at all.
 

@@ -161,7 +161,7 @@ class _Followed:
     def grouped(
         self, by_places: Sequence[int | None], replaced: Sequence[int]
     ) -> tuple[dict[Hashable, list[int]], list[tuple[int, Operand]], list[int | None]]:
-        """Groups the outputs by leaf; the arguments are those of `analyse`.
+        """Groups the outputs by leaf; for the arguments see `analyse`.
 
         Returns:
           Positions of the outputs of each leaf, positions and operands of the direct
@@ -238,8 +238,8 @@ def analyse(
         for position in groups.get(_JOINED, ())
         if flat.shape(flat.outputs[position]) != followed.full
     ]
-    wanted = [flat.outputs[p] for p in cut_apart]
-    tail, tail_inputs = flat.program(wanted, followed.ends_joined, producer, ())
+    results = [flat.outputs[p] for p in cut_apart]
+    tail, tail_inputs = flat.program(results, followed.ends_joined, producer, ())
     computed = [x for x in tail_inputs if x in producer]
     shared |= dict.fromkeys(filter(followed.is_shared, computed))
     of_joined = [x for x in computed if x not in shared]
@@ -247,10 +247,10 @@ def analyse(
     for key, positions in groups.items():
         places = [p for p in positions if p not in cut_apart]
         between = of_joined if key == _JOINED else []
-        wanted = [*[flat.outputs[p] for p in places], *between]
-        shape = flat.shape(wanted[0])
+        results = [*[flat.outputs[p] for p in places], *between]
+        shape = flat.shape(results[0])
         program, inputs = flat.program(
-            wanted, lambda x: not followed.is_shared(x), producer, shape
+            results, lambda x: not followed.is_shared(x), producer, shape
         )
         computed = [x for x in inputs if x in producer]
         shared |= dict.fromkeys(filter(followed.is_shared, computed))

@@ -133,13 +133,8 @@ class Program:
     ) -> list[PyTree[ArrayLike]]:
         """Runs the equations.
 
-        Args:
-          arguments: One array for each input.
-          shape: The shape of a page, if the arguments are pages of a leaf (element-wise
-            programs only); None if they are whole leaves.
-
-        Returns:
-          One array for each output.
+        `shape` is a page's, if the arguments are pages of a leaf (element-wise programs
+        only); None if they are whole leaves.
         """
         values: dict[int, ArrayLike] = dict(enumerate(arguments))
         read = lambda operand: (

@@ -156,20 +156,12 @@ def programs() -> dict[str, tuple[Callable[..., PyTree[Array]], str, str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """The rate of one program.
-
-    Attributes:
-      name: The direction, and whether in pages.
-      gigabytes_per_second: Rates of all repeats, both directions together.
-      directions: 1 or 2.
-      page_bytes: Bytes of one transfer.
-      reason: The reason why nothing was measured; empty if something was.
-    """
+    """The rate of one program, or the reason why there is none."""
 
     name: str
-    gigabytes_per_second: tuple[float, ...] = ()
+    gigabytes_per_second: tuple[float, ...] = ()  # of all repeats, all directions
     directions: int = 1
-    page_bytes: int = 0
+    page_bytes: int = 0  # of one transfer
     reason: str = ""
 
     @property
@@ -276,11 +268,7 @@ def teraflops(
 
 
 def measured_card() -> Card:
-    """This machine's card with measured rates, those of pages for the link.
-
-    Raises:
-      ValueError: If there is no accelerator, or too little free memory.
-    """
+    """This machine's card with measured rates; the link's are the rates of pages."""
     rates = {rate.name: rate for rate in measure(SIZE, 3)}
     for rate in rates.values():
         if rate.reason:

@@ -8,7 +8,6 @@ import pathlib
 import re
 import shlex
 import warnings
-from collections.abc import Callable
 
 import jax
 import optax
@@ -39,21 +38,9 @@ _TRAINED = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 #: Command line after the program's name.
 EXAMPLE = "plan --params 8B --device-memory 24GiB"
 
-_OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
-    "adamw": optax.adamw,
-    "adam": optax.adam,
-    "nadamw": optax.nadamw,
-    "ademamix": optax.contrib.ademamix,
-    "lion": optax.lion,
-    "sgd": functools.partial(optax.sgd, momentum=0.9),
-    "rmsprop": optax.rmsprop,
-    "adagrad": optax.adagrad,
-    "lamb": optax.lamb,
-    "lars": optax.lars,
-    "adafactor": optax.adafactor,
-    "muon": optax.contrib.muon,
-}
-
+_OPTIMIZERS = (
+    "adamw adam nadamw ademamix lion sgd rmsprop adagrad lamb lars adafactor muon"
+).split()
 
 # Options with a value: the value's name, and the help.
 _OPTIONS = {
@@ -159,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         footprints = what_fits(
             params,
-            _OPTIMIZERS[optimizer](float(RATE)),
+            _transformation(optimizer),
             device_memory=memory,
             card=card,
             batch=options.batch,
@@ -263,13 +250,16 @@ def _heads(options: argparse.Namespace) -> int | None:
     return None
 
 
+def _transformation(optimizer: str) -> optax.GradientTransformation:
+    module = optax if hasattr(optax, optimizer) else optax.contrib
+    momentum = {"momentum": 0.9} if optimizer == "sgd" else {}
+    return getattr(module, optimizer)(float(RATE), **momentum)
+
+
 def _code(optimizer: str) -> str:
-    """An optimizer's transformation, as code."""
-    make = _OPTIMIZERS[optimizer]
-    if isinstance(make, functools.partial):
-        return f"optax.sgd({RATE}, momentum=0.9)"
-    module = "optax.contrib" if ".contrib." in make.__module__ else "optax"
-    return f"{module}.{make.__name__}({RATE})"
+    """The same as code."""
+    module = "optax" if hasattr(optax, optimizer) else "optax.contrib"
+    return f"{module}.{optimizer}({RATE}{', momentum=0.9' * (optimizer == 'sgd')})"
 
 
 def _optimizer(name: str) -> tuple[str, str | None]:

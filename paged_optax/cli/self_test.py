@@ -30,32 +30,19 @@ _SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Distance between two pytrees.
-
-    Attributes:
-      values: Number of values.
-      differing: Number of values with different bits.
-      ulps: Largest number of floats between two values.
-      error: Largest error relative to the largest value of the leaf.
-    """
+    """Distance between two pytrees."""
 
     values: int
-    differing: int
-    ulps: int
-    error: float
+    differing: int  # values with different bits
+    ulps: int  # largest number of floats between two values
+    error: float  # largest error relative to the largest value of the leaf
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A paged optimizer and its Optax counterpart.
+    """Distance of a paged optimizer from its Optax counterpart."""
 
-    Attributes:
-      moments: The paged moments, as in `plan`.
-      state: Distance of the states.
-      parameters: Distance of the parameters.
-    """
-
-    moments: tuple[Moment, ...]
+    moments: tuple[Moment, ...]  # as in `plan`
     state: Difference
     parameters: Difference
 

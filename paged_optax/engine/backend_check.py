@@ -18,9 +18,10 @@ from jax import Array
 from paged_optax.analysis.flat import trace
 from paged_optax.analysis.per_leaf import analyse
 from paged_optax.analysis.program import LeafUpdate
+from paged_optax.engine.loop import LeafProgram
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.sharing import cut
-from paged_optax.engine.stream import PageProgram, fill, stream
+from paged_optax.engine.stream import fill, stream
 
 
 class BackendError(RuntimeError):
@@ -68,7 +69,7 @@ def run_check(backend: str) -> None:
         arrays = (array, *on_host)
         (results,) = stream(
             (tuple(arrays[i] for i in leaf.inputs),),
-            program=PageProgram(
+            leaf=LeafProgram(
                 leaf.program,
                 tuple(leaf.inputs.index(i) for i in leaf.outputs),
                 (None,) * len(arrays),

@@ -35,11 +35,11 @@ class PagedBuffer:
       pages: The cut of the leaf.
       shape: The array's own shape.
       dtype: Its dtype.
-      on_host: Whether it lives in host memory.
+      on_host: True if it lives in host memory.
       view: The shape that pages are cut from. None: every page needs the whole array.
       ratios: For each axis of the view a pair (a, b): a entries of the array stand for
         b of the leaf. Empty if every page needs the whole array.
-      streamed: Whether its pages come from host memory.
+      streamed: True if its pages come from host memory.
       unit_view: The view whose first index is the loop's own variable, if its pages
         come from host memory and such a view exists; else None. See `_by_unit`.
       stacked_leaves: Number of leaves stacked on a new leading axis; 0: none.
@@ -88,7 +88,7 @@ class PagedBuffer:
 
     @property
     def preloaded(self) -> bool:
-        """Whether all of it travels before the first page and after the last."""
+        """True if all of it travels before the first page and after the last."""
         return self.on_host and not self.streamed
 
     @property
@@ -98,17 +98,6 @@ class PagedBuffer:
             return 1
         number, of = self.ratios[self.pages.axis]
         return of // math.gcd(number, of)
-
-    def preload(self, x: Array) -> Array:
-        """Copies an array that does not travel in pages to the device."""
-        if self.preloaded:
-            x = to_device(x, True)
-            return x if self.view is None else x.reshape(self.view)
-        return x
-
-    def unload(self, x: Array) -> Array:
-        """Undoes `preload`."""
-        return to_host(x.reshape(self.shape), True) if self.preloaded else x
 
     def read(self, x: Array, at: Page) -> Array:
         """Reads a page into device memory."""

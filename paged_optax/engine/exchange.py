@@ -1,9 +1,9 @@
 """Order of transfers: isolated leaves, and the exchange of pages.
 
 **Isolation.** A leaf is updated separately from all other computations. Otherwise XLA
-hoists a leaf's first page, or its only one, and many leaves take memory at once: 16
-leaves of 64 MiB in one page each take 2176 MiB of scratch on H200 and v5e instead of
-256. Two constructs isolate a leaf:
+hoists the first pages of many leaves, or their only ones: 16 leaves of 64 MiB in one
+page each take 2176 MiB of scratch on H200 and v5e instead of 256. Two constructs
+isolate a leaf:
 
 - **A loop of one turn**, or of none if the leaf's gate is closed. No compiler can count
   its turns. With no turn no byte moves. On a GPU each turn waits for the host.
@@ -19,6 +19,7 @@ in one direction and half in the other, then each half in the other direction.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -52,10 +53,8 @@ def isolated(
 ) -> Callable[..., Any]:
     """Returns a function that updates a leaf separately from all others.
 
-    Args:
-      run: Updates the leaf, given read-only arguments and the buffers that it changes.
-      trip_count: 1 to run, 0 to skip; None always runs.
-      in_loops: Whether a GPU computes all of it in loops.
+    Its arguments are read-only ones, and buffers that `run` changes. A trip count of 0
+    skips it; None always runs. `in_loops`: a GPU computes all of it in loops.
     """
     if trip_count is not None or not in_loops or not HAS_UNINLINED_CALLS:
         return functools.partial(_looped, run, trip_count)
@@ -113,7 +112,7 @@ class Exchange:
         page: dict[int, tuple[Fetched, ...]],
         more: Bool[Array, ""] | None,
     ) -> tuple[dict[int, LeafBuffers], dict[int, tuple[Fetched, ...]]]:
-        """Writes the streamed buffers of one page, and fetches those of the next.
+        """Writes the streamed buffers of one page, and fetches the next page's.
 
         Args:
           current: The buffers.
@@ -121,7 +120,7 @@ class Exchange:
           at: The address of the page to write.
           following: The address of the page to fetch.
           page: The page to return if there is no page to fetch.
-          more: Whether there is a page to fetch; None: there is one.
+          more: True if there is a page to fetch; None: there is one.
 
         Returns:
           The buffers, and the fetched page.
@@ -198,6 +197,6 @@ class Exchange:
 
 def fenced(values: Sequence[Value], chosen: Sequence[bool]) -> list[Value]:
     """Puts one barrier on the chosen values."""
-    positions = [i for i, yes in enumerate(chosen) if yes]
-    passed = iter(barrier([values[i] for i in positions]))
-    return [next(passed) if yes else x for x, yes in zip(values, chosen, strict=True)]
+    passed = iter(barrier(list(itertools.compress(values, chosen))))
+    pairs = zip(values, chosen, strict=True)
+    return [next(passed) if is_chosen else x for x, is_chosen in pairs]

@@ -23,13 +23,7 @@ from paged_optax.engine.pages import (
 def in_rows(
     shape: tuple[int, ...], moments: tuple[MomentFormat, ...], page_size: int
 ) -> Pages:
-    """Cuts the flattened leaf, at rows if a page holds one.
-
-    Args:
-      shape: The leaf's shape.
-      moments: The moments that share its pages.
-      page_size: Most bytes of a page.
-    """
+    """Cuts the flattened leaf, at rows if a page holds one."""
     itemsize = max([x.itemsize for x in moments])
     values = math.prod(shape)
     if any(x.on_host for x in moments):

@@ -11,10 +11,10 @@ Two schedules give the same numbers:
   direction.
 
 The last page has no successor to read. On a TPU a branch skips that read while the last
-page is written. On a GPU the last page is computed after the loop: a transfer's address
-is known there only if it is linear in a loop's variable, and a branch would wait for
-the host (`paged_optax.engine.transfers`). XLA:GPU before openxla/xla#46308 does not
-know the address of the next page either, and gets the serial schedule. A CPU has no
+page is written. On a GPU the last page is computed after the loop: the host
+computes a transfer's address only if it is linear in a loop's variable, and would wait
+for a branch (`paged_optax.engine.transfers`). XLA:GPU before openxla/xla#46308 gets
+even the next page's address wrong, and runs the serial schedule. A CPU has no
 link.
 """
 
@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +39,11 @@ from paged_optax.backend.platforms import (
     unfused_on_cpu,
 )
 from paged_optax.backend.types import varying, varying_axes
-from paged_optax.codecs import Codec, Noise, Quantized
+from paged_optax.codecs import Codec, Noise
 from paged_optax.codecs.codec import strides_of
 from paged_optax.engine.exchange import Exchange, fenced, isolated
 from paged_optax.engine.paged_array import (
+    Buffers,
     Fetched,
     LeafBuffers,
     PagedArray,
@@ -59,50 +61,64 @@ ByPosition = dict[int, LeafBuffers]
 FetchedByPosition = dict[int, tuple[Fetched, ...]]
 
 
+class LeafProgram(NamedTuple):
+    """A leaf's program, and the storage of its arrays.
+
+    Attributes:
+      program: The computation of a page.
+      overwrites: For each of its results the position of the array it replaces, of the
+        same shape and dtype.
+      codecs: For each array of a leaf its codec, or None: the program's arguments, then
+        further arrays to overwrite.
+      shapes: For each array of a leaf the shape that the program sees, if leaves of
+        several shapes travel whole.
+    """
+
+    program: Program
+    overwrites: tuple[int, ...]
+    codecs: tuple[Codec | None, ...]
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loop:
     """A program's loop over the pages of one leaf, or of leaves that share pages.
 
     Attributes:
-      program: The computation of a page.
-      overwrites: For each of its results the position of the array it replaces.
+      leaf: A leaf's program.
       pages: The cut of the leaf.
-      arrays: The program's arguments, then further arrays to overwrite.
+      arrays: The arrays of a leaf.
       random_words: For each result the random words of stochastic rounding, or None.
       start: Offset in the flattened leaf of this shard's first value; None: 0.
-      shapes: Shape of each array as the program sees it, if leaves of several shapes
-        travel whole; else empty.
       leaf_count: Number of leaves that share pages.
     """
 
-    program: Program
-    overwrites: tuple[int, ...]
+    leaf: LeafProgram
     pages: Pages
     arrays: Sequence[PagedArray]
     random_words: Sequence[UInt32[Array, "2"] | None]
     start: UInt32[Array, ""] | None
-    shapes: Sequence[tuple[int, ...]] = ()
     leaf_count: int = 1
 
     @functools.cached_property
     def targets(self) -> tuple[int, ...]:
         """Positions of the arrays that are overwritten, each once."""
-        return tuple(dict.fromkeys(self.overwrites))
+        return tuple(dict.fromkeys(self.leaf.overwrites))
 
     @functools.cached_property
     def coded(self) -> bool:
-        """Whether any array has a codec."""
-        return any(array.codec is not None for array in self.arrays)
+        """True if any array has a codec."""
+        return any(codec is not None for codec in self.leaf.codecs)
 
     @functools.cached_property
     def exchanged(self) -> tuple[int, ...]:
         """Positions of the arrays whose pages travel both ways."""
-        inputs = [p for p in self.targets if p < self.program.inputs]
+        inputs = [p for p in self.targets if p < self.leaf.program.inputs]
         return tuple([p for p in inputs if self.arrays[p].streamed])
 
     @functools.cached_property
     def duplex(self) -> bool:
-        """Whether pages travel both ways at the same time."""
+        """True if pages travel both ways at the same time."""
         written = sum([self.arrays[p].streamed for p in self.targets])
         alike = len(self.exchanged) == written
         return alike and self.pages.both_ways(written * self.leaf_count)
@@ -276,7 +292,7 @@ class Loop:
         # A fence separates fetched pages from the computation. On a TPU the results
         # then take over the pages that were read (16 leaves of 4096x4096, 8 MiB pages,
         # v5e: 19 MiB of scratch instead of 27). XLA:CPU would copy.
-        inputs = range(self.program.inputs)
+        inputs = range(self.leaf.program.inputs)
         page = page | self._fetch(at, current, [p for p in inputs if p not in page])
         page = except_on_cpu(barrier, page)
         stored = [
@@ -299,7 +315,7 @@ class Loop:
         # A result of constants varies along no axis, and its buffer may.
         return {
             p: varying(x, varying_axes(current[p]))
-            for p, x in zip(self.overwrites, results, strict=True)
+            for p, x in zip(self.leaf.overwrites, results, strict=True)
         }
 
     def _results(
@@ -311,17 +327,21 @@ class Loop:
     ) -> Sequence[LeafBuffers]:
         """Computes the encoded results of a page of one leaf, or of several joined."""
         shape = self.pages.page(at.size)
-        shapes = self.shapes or [shape] * len(stored)
+        program, overwrites, _, shapes = self.leaf
+        # The program sees the shapes of leaves that travel whole.
+        if self.pages.count or not shapes:
+            shapes = [shape] * len(stored)
+        inputs: list[Array] = []
         # Arrays after the program's inputs are only overwritten, and not `stored`.
-        inputs = [
-            self._decoded(array, x, seen)
-            for array, x, seen in zip(self.arrays, stored, shapes, strict=False)
-        ]
+        for array, x, seen in zip(self.arrays, stored, shapes, strict=False):
+            if (parts := self._codec_pages(array, seen)) is None:
+                inputs.append(array.decode(x, seen))
+            else:
+                inputs += _by_pages(parts, array, array.as_stored(x[0], seen), False)
         if self.coded:
             inputs = on_cpu(barrier, inputs)
-        elementwise = self.program.elementwise
-        joined_shape = self.pages.page(at.size, leaf_count) if elementwise else None
-        results = self.program(inputs, joined_shape)
+        joined = self.pages.page(at.size, leaf_count) if program.elementwise else None
+        results = program(inputs, joined)
         if self.coded:
             # A fence around the update makes the codes of a page equal to those of the
             # whole leaf: XLA:CPU contracts products and sums as they are fused. A TPU
@@ -329,65 +349,45 @@ class Loop:
             # when the loop wrote the update as it computed the codes (libtpu 0.0.52).
             # On a GPU it would be one more kernel for a page.
             results = except_on_gpu(barrier, results)
-            coded = [self.arrays[p].codec is not None for p in self.overwrites]
+            coded = [self.arrays[p].codec is not None for p in overwrites]
             results = fenced(results, coded)
-        every = zip(self.overwrites, results, noise, strict=True)
-        return [
-            self._encoded(self.arrays[p], result, drawn, shape, leaf_count)
-            for p, result, drawn in every
-        ]
+        encoded: list[LeafBuffers] = []
+        for p, result, drawn in zip(overwrites, results, noise, strict=True):
+            array = self.arrays[p]
+            if (parts := self._codec_pages(array, result.shape)) is None:
+                encoded.append(array.encode(result, drawn, shape, leaf_count))
+            else:
+                encoded.append((_by_pages(parts, array, result, True),))
+        return encoded
 
-    def _decoded(
-        self, array: PagedArray, page: LeafBuffers, shape: tuple[int, ...]
-    ) -> Array:
-        """Decodes a page, in parts if it is large."""
-        codec = array.codec
-        if codec is None or (pages := self._codec_pages(codec, shape)) is None:
-            return array.decode(page, shape)
-        stored = array.as_stored(page[0], shape)
-        decoded = _by_pages(pages, codec, stored, encode=False)
-        assert not isinstance(decoded, Quantized)
-        return decoded
-
-    def _encoded(
-        self,
-        array: PagedArray,
-        result: Array,
-        noise: Noise | None,
-        shape: tuple[int, ...],
-        leaf_count: int,
-    ) -> LeafBuffers:
-        """Encodes a result, in parts if it is large."""
-        codec = array.codec
-        if codec is None or (pages := self._codec_pages(codec, result.shape)) is None:
-            return array.encode(result, noise, shape, leaf_count)
-        return (buffers_of(_by_pages(pages, codec, result, encode=True)),)
-
-    def _codec_pages(self, codec: Codec, shape: tuple[int, ...]) -> Pages | None:
+    def _codec_pages(self, array: PagedArray, shape: tuple[int, ...]) -> Pages | None:
         """Returns parts in which a TPU computes a codec on a leaf of one page, or None.
 
         XLA:TPU takes longer to compile larger arrays: Adafactor with a momentum of
         (6144, 50432) in eight bits takes more than 150 s (libtpu 0.0.52).
         """
+        codec = array.codec
         one_page = self.pages.tiled and self.pages.count <= 1 and self.leaf_count == 1
-        if not one_page or codec.block == 1 or codec.draws:
+        if not one_page or codec is None or codec.block == 1 or codec.draws:
             return None
         pages = in_tiles(shape, (MomentFormat(4, codec, on_host=False),), CODEC_PAGE)
         return pages if pages.count > 1 else None
 
 
-def _by_pages(pages: Pages, codec: Codec, x: Stored, *, encode: bool) -> Stored:
-    """Encodes or decodes an array on the device, page by page."""
+def _by_pages(pages: Pages, array: PagedArray, x: Stored, encode: bool) -> Buffers:
+    """Encodes or decodes a moment on the device, page by page."""
+    assert array.codec is not None
     plain = jax.ShapeDtypeStruct(pages.leaf, jnp.float32)
-    stored = codec.stored(pages.leaf)
+    stored = array.codec.stored(pages.leaf)
     arrays = (
         PagedArray.of(plain, pages, None, False),
-        PagedArray.of(stored, pages, codec, False),
+        PagedArray.of(stored, pages, array.codec, False),
     )
     source, target = arrays if encode else arrays[::-1]
     same = Program(1, (), (0,), elementwise=True)
-    loop = Loop(same, (1,), pages, (source, target), (None,), None)
+    leaf = LeafProgram(same, (1,), (source.codec, target.codec))
+    loop = Loop(leaf, pages, (source, target), (None,), None)
     buffers = source.open(x)
     empty = varying(target.empty(), varying_axes(buffers))
     ((new,),) = loop(((buffers,), (empty,)), None)
-    return target.close(new)
+    return buffers_of(target.close(new))

@@ -18,6 +18,7 @@ from paged_optax.backend.types import ArrayOrShape
 from paged_optax.codecs import Codec, Noise, Quantized, axis_of_blocks, values_per_entry
 from paged_optax.engine.buffers import PagedBuffer
 from paged_optax.engine.pages import Page, Pages, joined_along
+from paged_optax.engine.transfers import to_device, to_host
 
 #: An array, or its encoded form.
 Stored = Array | Quantized[Array]
@@ -59,15 +60,7 @@ class PagedArray:
         on_host: bool,
         leaf_count: int = 1,
     ) -> "PagedArray":
-        """Describes an array, or its shape and dtype.
-
-        Args:
-          x: The array, or its encoded form.
-          pages: The cut of the leaf.
-          codec: Its codec, or None.
-          on_host: Whether it lives in host memory.
-          leaf_count: Number of leaves that share pages.
-        """
+        """Describes an array, or its encoded form, of leaves that share pages."""
         codes, scales = x if isinstance(x, Quantized) else (x, None)
         # A whole array may have fewer axes than the leaf: a single value.
         cut = pages.count > 1 and (codec is not None or codes.shape == pages.leaf)
@@ -85,7 +78,7 @@ class PagedArray:
 
     @property
     def streamed(self) -> bool:
-        """Whether its pages come from host memory."""
+        """True if its pages come from host memory."""
         return self.parts[0].streamed
 
     @functools.cached_property
@@ -102,7 +95,7 @@ class PagedArray:
 
     @property
     def paged(self) -> bool:
-        """Whether each leaf has its own array; else all share one."""
+        """True if each leaf has its own array; else all share one."""
         codes = self.parts[0]
         return self.codec is not None or codes.shape == codes.pages.leaf
 
@@ -136,17 +129,28 @@ class PagedArray:
 
     def preload(self, leaves: LeafBuffers) -> LeafBuffers:
         """Copies buffers that do not travel in pages to the device."""
-        loaded = [
-            tuple([part.preload(x) for x, part in zip(each, self.parts, strict=True)])
-            for each in leaves
-        ]
-        return self._stacked(loaded)
+        return self._stacked(
+            [
+                tuple(
+                    [
+                        to_device(x, True).reshape(part.view or part.shape)
+                        if part.preloaded
+                        else x
+                        for x, part in zip(buffers, self.parts, strict=True)
+                    ]
+                )
+                for buffers in leaves
+            ]
+        )
 
     def unload(self, leaves: LeafBuffers) -> LeafBuffers:
         """Undoes `preload`."""
         unloaded = [
-            [part.unload(x) for x, part in zip(each, self.parts, strict=True)]
-            for each in self._by_leaf(leaves)
+            [
+                to_host(x.reshape(part.shape), True) if part.preloaded else x
+                for x, part in zip(buffers, self.parts, strict=True)
+            ]
+            for buffers in self._by_leaf(leaves)
         ]
         return tuple(map(tuple, unloaded))
 
@@ -179,13 +183,9 @@ class PagedArray:
     def write(
         self, buffers: Buffers, page: Buffers, at: Page, travels: bool | None = None
     ) -> Buffers:
-        """Returns the buffers with a page replaced.
+        """Returns the buffers with an encoded page written.
 
-        Args:
-          buffers: The buffers.
-          page: The encoded page.
-          at: Its address.
-          travels: True: only in streamed buffers; False: only in the others.
+        `travels`: True writes streamed buffers alone; False writes the others.
         """
         every = zip(buffers, page, self.parts, strict=False)
         return tuple(
@@ -196,12 +196,7 @@ class PagedArray:
         )
 
     def decode(self, page: LeafBuffers, shape: tuple[int, ...]) -> Array:
-        """Decodes a page.
-
-        Args:
-          page: The encoded page, of each leaf that shares it.
-          shape: The shape of each leaf's part.
-        """
+        """Decodes a page, joined of the leaves that share it; `shape`: of one leaf."""
         axis, leaf_count = self.parts[0].pages.axis, len(page)
         if self.codec is None:
             codes = [codes for (codes,) in page]
@@ -223,14 +218,7 @@ class PagedArray:
         shape: tuple[int, ...],
         leaf_count: int,
     ) -> LeafBuffers:
-        """Encodes a result, and splits it by leaf.
-
-        Args:
-          result: The result.
-          noise: Noise for stochastic rounding, or None.
-          shape: The shape of each leaf's part.
-          leaf_count: Number of leaves that share the page.
-        """
+        """Encodes a joined page, and splits it by leaf; `shape`: of one leaf."""
         if self.codec is None:
             if leaf_count == 1:
                 return ((result,),)

@@ -75,7 +75,7 @@ class MomentFormat(NamedTuple):
     Attributes:
       itemsize: Bytes of a value as the transformation sees it.
       codec: The moment's codec, or None.
-      on_host: Whether it is in host memory.
+      on_host: True if it is in host memory.
     """
 
     itemsize: int
@@ -107,7 +107,7 @@ class Page(NamedTuple):
 
     @property
     def single(self) -> bool:
-        """Whether it is one page, which needs no loop."""
+        """True if it is one page, which needs no loop."""
         return self.stop == self.step
 
 
@@ -124,11 +124,11 @@ class Pages:
       axis: The axis to slice.
       size: Entries of a page along it.
       count: Number of pages, smaller last ones included. 0: leaves of several shapes
-        are updated at once, and travel whole.
+        are updated in one program, and travel whole.
       unit: Entries along `axis` that a loop's variable counts as one. A page is a
         multiple of them.
-      tiled: Whether arrays lie in a TPU's tiles.
-      isolated: Whether XLA must compute the leaf separately, see
+      tiled: True if arrays lie in a TPU's tiles.
+      isolated: True if XLA must compute the leaf separately, see
         `paged_optax.engine.exchange`.
       leaf_count: Number of leaves that share pages. The last group may have fewer.
       refused: Reason why a leaf larger than a page cannot be cut; else empty.
@@ -198,8 +198,7 @@ class Pages:
     def both_ways(self, travelling: int) -> bool:
         """Returns whether one page is read while another is written.
 
-        Args:
-          travelling: Number of moments on the host, over all leaves that share pages.
+        `travelling` counts the moments on the host, over all leaves that share pages.
         """
         if travelling < 2 or self.count < 2:
             return False
@@ -259,8 +258,6 @@ def coded_page_size(
 def whole_on_cpu(page_size: int, *, converted: bool) -> bool:
     """Returns whether a CPU updates a leaf whole.
 
-    Args:
-      page_size: The page size asked for.
-      converted: Whether the update makes temporary arrays of the leaf's size.
+    `converted`: the update makes temporary arrays of the leaf's size.
     """
     return page_size >= (_WHOLE_ON_CPU_IF_CONVERTED if converted else _WHOLE_ON_CPU)

@@ -1,6 +1,6 @@
 """Leaves divided over a mesh: each device pages its own shard.
 
-A moment is divided over a mesh as its parameter is, or as Flax's metadata say. The page
+A moment is divided over a mesh as its parameter is, or by Flax's metadata. The page
 loop runs inside `jax.shard_map`, on the shard alone: each device pages over its own
 link, pages are cut from the shard, and no collective appears. Under automatic
 partitioning XLA would gather every page (4 devices, H200: 96 MiB of scratch and 128 MiB
@@ -9,7 +9,7 @@ of host scratch; `shard_map` takes 8 and 0).
 `paged_optax.transform.groups.divided_as` chooses the leaves that are paged by shards.
 Within a user's own `jax.shard_map`, see `paged_optax.transform.moment_parts`.
 
-The numbers equal those of one device, bit for bit, with the exceptions in
+The numbers equal one device's, bit for bit, with the exceptions in
 `paged_optax.guides.many_devices`. If one is wrong, look here first: JAX does not check
 that replicated values are equal (`check_vma=False` in `on_shards`).
 """
@@ -99,7 +99,7 @@ class Shards:
 
     @property
     def has_rows(self) -> bool:
-        """Whether shards are no ranges of the flattened leaf."""
+        """True if shards are no ranges of the flattened leaf."""
         return math.prod(self.divisions[1:]) > 1
 
     @property
@@ -269,7 +269,7 @@ def on_shards(
 def constrained(x: Array, shards: Shards | None) -> Array:
     """Constrains an array to a leaf's sharding, if it has its dimensions.
 
-    XLA would replicate what it can compute anywhere, such as a constant.
+    XLA would replicate values that it can compute anywhere, such as constants.
     """
     if shards is None or jnp.ndim(x) != len(shards.axes):
         return x

@@ -101,7 +101,7 @@ def cut(
       page_size: Most bytes of one moment's page, as the transformation sees it.
       like_leaves: Number of leaves of this kind, this one included.
       spare_bytes: Bytes of one moment's page for which the device has memory anyway.
-      isolate: Whether leaves are isolated even if there is memory.
+      isolate: True if leaves are isolated even if there is memory.
 
     Returns:
       The geometry.

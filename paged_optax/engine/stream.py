@@ -17,8 +17,9 @@ This module is independent of Optax.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from paged_optax.analysis.program import Program
 from paged_optax.backend.memory import HOST, on_host
 from paged_optax.backend.types import varying
 from paged_optax.codecs import Codec
-from paged_optax.engine.loop import Loop
+from paged_optax.engine.loop import LeafProgram, Loop
 from paged_optax.engine.paged_array import PagedArray, Stored
 from paged_optax.engine.pages import Pages
 from paged_optax.engine.shards import ShardOffset, Shards, on_shards
@@ -41,29 +42,12 @@ Results = TypeVar("Results")
 Arrays = tuple[Stored, ...]
 
 
-class PageProgram(NamedTuple):
-    """A leaf's program, and the storage of its arrays.
-
-    Attributes:
-      program: The computation of a page.
-      overwrites: For each of its results the position of the array it replaces, of the
-        same shape and dtype.
-      codecs: For each array of a leaf its codec, or None.
-      shapes: For each array of a leaf the shape that the program sees.
-    """
-
-    program: Program
-    overwrites: tuple[int, ...]
-    codecs: tuple[Codec | None, ...]
-    shapes: tuple[tuple[int, ...], ...] = ()
-
-
 def stream(
     leaves: tuple[Arrays, ...],
     trip_count: Int[Array, ""] | None = None,
     random_words: tuple[UInt32[Array, "2"] | None, ...] | None = None,
     *,
-    program: PageProgram,
+    leaf: LeafProgram,
     geometry: Geometry,
     shards: Shards | None = None,
 ) -> list[Arrays]:
@@ -76,7 +60,7 @@ def stream(
       trip_count: 1 to update the leaves; 0 to skip them, moving nothing. None always
         updates.
       random_words: For each result the random words of stochastic rounding, or None.
-      program: The program, and the storage of the arrays.
+      leaf: The program, and the storage of a leaf's arrays.
       geometry: The cut of a leaf, or of one shard of it.
       shards: The division of a leaf over a mesh: each device pages its own shard.
 
@@ -90,10 +74,10 @@ def stream(
 
     def run(pages: Pages, leaves: tuple[Arrays, ...], *others: PyTree) -> list[Arrays]:
         new = [
-            update(leaves[group], *others, page_program=program, pages=pages)
+            update(leaves[group], *others, leaf=leaf, pages=pages)
             for group in sharing(pages, len(leaves))
         ]
-        return [arrays for group in new for arrays in group]
+        return list(itertools.chain(*new))
 
     return _by_backend(run, geometry)(leaves, trip_count, random_words)
 
@@ -119,47 +103,43 @@ def _stream(
     random_words: tuple[UInt32[Array, "2"] | None, ...] | None,
     start: UInt32[Array, ""] | None = None,
     *,
-    page_program: PageProgram,
+    leaf: LeafProgram,
     pages: Pages,
 ) -> list[Arrays]:
     """Updates leaves that share pages; `start`: see `Loop`."""
-    program, overwrites, codecs, shapes = page_program
     arrays = [
         PagedArray.of(x, pages, codec, on_host(x), len(leaves))
-        for x, codec in zip(leaves[0], codecs, strict=True)
+        for x, codec in zip(leaves[0], leaf.codecs, strict=True)
     ]
     buffers = [
         tuple(map(array.open, of_leaves if array.paged else of_leaves[:1]))
         for array, of_leaves in zip(arrays, zip(*leaves, strict=True), strict=True)
     ]
-    words = random_words or (None,) * len(overwrites)
-    # The program sees the shapes of leaves that travel whole.
-    seen = () if pages.count else shapes
-    loop = Loop(program, overwrites, pages, arrays, words, start, seen, len(leaves))
+    words = random_words or (None,) * len(leaf.overwrites)
+    loop = Loop(leaf, pages, arrays, words, start, len(leaves))
     new = dict(zip(loop.targets, loop(buffers, trip_count), strict=True))
     return [
-        tuple([arrays[p].close(new[p][leaf]) for p in overwrites])
-        for leaf in range(len(leaves))
+        tuple([arrays[p].close(new[p][number]) for p in leaf.overwrites])
+        for number in range(len(leaves))
     ]
 
 
 # Traced and compiled once for all groups of leaves of one shape.
-_stream_jitted = jax.jit(_stream, static_argnames=("page_program", "pages"))
+_stream_jitted = jax.jit(_stream, static_argnames=("leaf", "pages"))
 
 
-@functools.partial(jax.jit, static_argnames=("page_program", "pages", "shards"))
+@functools.partial(jax.jit, static_argnames=("leaf", "pages", "shards"))
 def _stream_on_mesh(
     leaves: tuple[Arrays, ...],
     trip_count: Int[Array, ""] | None,
     random_words: tuple[UInt32[Array, "2"] | None, ...] | None,
     *,
-    page_program: PageProgram,
+    leaf: LeafProgram,
     pages: Pages,
     shards: Shards,
 ) -> list[Arrays]:
     """Updates the shards of leaves on every device."""
-    overwrites, codecs = page_program.overwrites, page_program.codecs
-    count, size = len(codecs), len(overwrites)
+    count, size = len(leaf.codecs), len(leaf.overwrites)
 
     def on_shard(
         offset: ShardOffset, arrays: Arrays, scalars: PyTree[Array]
@@ -170,19 +150,19 @@ def _stream_on_mesh(
             trip_count,
             words,
             offset.start,
-            page_program=page_program,
+            leaf=leaf,
             pages=pages,
         )
-        return tuple(x for leaf in new for x in leaf)
+        return tuple(itertools.chain(*new))
 
-    arrays = tuple(x for leaf in leaves for x in leaf)
+    arrays = tuple(itertools.chain(*leaves))
     new = on_shards(
         on_shard,
         shards,
         arrays,
-        codecs * len(leaves),
+        leaf.codecs * len(leaves),
         pages.leaf,
-        [i + p for i in range(0, len(arrays), count) for p in overwrites],
+        [i + p for i in range(0, len(arrays), count) for p in leaf.overwrites],
         (trip_count, random_words),
     )
     return [new[i : i + size] for i in range(0, len(new), size)]
@@ -213,7 +193,7 @@ def fill(
       geometry: The cut of the leaf, or of one shard of it.
       dtype: The leaf's dtype, as the program computes it.
       codec: Its codec, or None.
-      host: Whether it is allocated in host memory.
+      host: True if it is allocated in host memory.
       shards: The division of the leaf over a mesh: each device makes its own shard.
       axes: The axes along which the leaf varies, within a `jax.shard_map`.
 
@@ -234,7 +214,9 @@ def fill(
         buffers = [(one.open(x),) for one, x in zip(inputs, arrays, strict=True)]
         target = PagedArray.of(stored, pages, codec, host).staged()
         every = [*inputs, target]
-        loop = Loop(program, (len(arrays),), pages, every, [random_words], start)
+        codecs = *[None] * len(inputs), codec
+        filled = LeafProgram(program, (len(arrays),), codecs)
+        loop = Loop(filled, pages, every, [random_words], start)
         empty = varying(target.empty(), axes)
         ((new,),) = loop([*buffers, (empty,)], None)
         leaf = target.close(new)

@@ -30,13 +30,7 @@ _MANY_SCALES = 2**18
 def in_tiles(
     shape: tuple[int, ...], moments: tuple[MomentFormat, ...], page_size: int
 ) -> Pages:
-    """Cuts along the most major axes that make pages small enough, or the lanes.
-
-    Args:
-      shape: The leaf's shape.
-      moments: The moments that share its pages.
-      page_size: Most bytes of a page.
-    """
+    """Cuts along the most major axes that make pages small enough, or the lanes."""
     itemsize = max([x.itemsize for x in moments])
     asked, size_of_leaf = page_size, math.prod(shape) * itemsize
     if any(x.block > 1 for x in moments):

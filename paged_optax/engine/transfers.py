@@ -31,40 +31,21 @@ Target = TypeVar("Target", bound=PyTree)
 _PIECES = (2, 3, 5, 7)
 
 
-def to_device(
-    page: Array, travels: bool, layout: Callable[[Array], Array] | None = None
-) -> Array:
-    """Copies a slice of an array to device memory.
-
-    Args:
-      page: The slice.
-      travels: Whether the array is in host memory.
-      layout: Constrains the slice to its layout in host memory.
-    """
-    if not travels:
-        return page
-    return jax.device_put(layout(page) if layout else page, DEVICE)
+def to_device(page: Array, travels: bool) -> Array:
+    """Copies a slice of a host array, which `travels`, to device memory."""
+    return jax.device_put(page, DEVICE) if travels else page
 
 
-def to_host(
-    page: Array, travels: bool, layout: Callable[[Array], Array] | None = None
-) -> Array:
+def to_host(page: Array, travels: bool) -> Array:
     """Undoes `to_device`."""
-    if not travels:
-        return page
-    page = jax.device_put(page, HOST)
-    return layout(page) if layout else page
+    return jax.device_put(page, HOST) if travels else page
 
 
 def in_layout(page: Array, order: tuple[int, ...]) -> Array:
-    """Constrains a page to the layout of its array.
+    """Constrains a page to the layout of its array: its axes, minor to major.
 
     Otherwise XLA:TPU gives the whole array the layout that the page's neighbours
     prefer, and copies the array (libtpu 0.0.52).
-
-    Args:
-      page: The page.
-      order: The array's axes, the most minor one first.
     """
     return with_layout_constraint(page, Layout(order[::-1]))
 
@@ -76,7 +57,7 @@ class StackPage:
     Attributes:
       number: Its number, among parts of this size.
       size: Its entries along the axis.
-      on_host: Whether the array is in host memory.
+      on_host: True if the array is in host memory.
       pieces: Number of pieces in which a GPU moves it; 1: no loop.
     """
 
@@ -102,7 +83,7 @@ class StackPage:
 
         def at_once(x: Array | np.ndarray) -> Array:
             page = lax.dynamic_slice_in_dim(x, self._first, self.size)
-            return to_device(page, self.on_host, _in_stacks_layout)
+            return to_device(self._in_layout(page), self.on_host)
 
         def in_pieces(x: Array) -> Array:
             rows, (first, size) = _by_rows(x), self._piece(x)
@@ -119,7 +100,7 @@ class StackPage:
         """Returns the array with the part replaced."""
 
         def at_once(x: Array, page: Array) -> Array:
-            page = to_host(page, self.on_host, _in_stacks_layout)
+            page = self._in_layout(to_host(page, self.on_host))
             return lax.dynamic_update_slice_in_dim(x, page, self._first, 0)
 
         def in_pieces(x: Array, page: Array) -> Array:
@@ -139,6 +120,13 @@ class StackPage:
     @property
     def _first(self) -> Index | int:
         return self.number if self.size == 1 else self.number * self.size
+
+    def _in_layout(self, page: Array) -> Array:
+        """Constrains a part of a host stack to the stack's layout on a TPU."""
+        if not self.on_host or page.ndim < 2:
+            return page
+        order = minor_to_major(page.shape, page.dtype.itemsize)
+        return on_tpu(lambda page: in_layout(page, order), page)
 
     def _piece(self, x: Array | np.ndarray) -> tuple[Callable[[Index], Index], int]:
         """Returns the first row of each piece, and the rows of a piece."""
@@ -165,31 +153,13 @@ def _by_rows(x: Array) -> Array:
     return x.reshape(-1, *x.shape[2:])
 
 
-def _in_stacks_layout(page: Array) -> Array:
-    """Constrains a part of a host stack to the stack's layout on a TPU."""
-    if page.ndim < 2:
-        return page
-    order = minor_to_major(page.shape, page.dtype.itemsize)
-    return on_tpu(lambda page: in_layout(page, order), page)
-
-
 def pieces_of(size: int, block: int = 1) -> int:
-    """Returns the number of pieces of a slice; 1 if no small number divides it.
-
-    Args:
-      size: Its entries.
-      block: Entries of which a piece is a multiple.
-    """
-    return next(iter([n for n in _PIECES if size % (n * block) == 0]), 1)
+    """Returns the fewest pieces, of whole blocks, that divide a slice; else 1."""
+    return next((n for n in _PIECES if size % (n * block) == 0), 1)
 
 
 def read_in_pieces(pieces: int, read: Callable[[Index], Pieces]) -> Pieces:
-    """Reads pieces, and joins them along the first axis of each array.
-
-    Args:
-      pieces: Number of pieces; 1: it is read without a loop.
-      read: Reads the piece of a number.
-    """
+    """Reads numbered pieces, and joins them along the first axis of each array."""
     if pieces == 1:
         return read(np.int32(0))
     shapes = jax.eval_shape(read, jnp.int32(0))
@@ -216,14 +186,7 @@ def write_in_pieces(
     buffers: Target,
     page: Pieces,
 ) -> Target:
-    """Splits a page along the first axis of each array, and writes the pieces.
-
-    Args:
-      pieces: Number of pieces; 1: it is written without a loop.
-      write: Writes the piece of a number into the buffers.
-      buffers: The buffers.
-      page: The page.
-    """
+    """Splits a page along the first axis of each array, and writes the pieces."""
     if pieces == 1:
         return write(np.int32(0), buffers, page)
 

@@ -31,19 +31,12 @@ _HEAD = 128  # values of a head of Llama 3 and Qwen 3, where shapes do not show 
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """Equal layers of a model.
-
-    Attributes:
-      count: Number of layers.
-      one: Arrays of one layer, by path.
-      others: Arrays outside the layers, by path.
-      numbered: Name of the first layer, such as `"model.layers.0"`; empty for stacks.
-    """
+    """Equal layers of a model: the arrays of one layer, and all others."""
 
     count: int
     one: tuple[NamedShape, ...]
     others: tuple[NamedShape, ...]
-    numbered: str = ""
+    numbered: str = ""  # the first layer, such as "model.layers.0"; empty for stacks
 
     @property
     def largest(self) -> int:
@@ -126,19 +119,10 @@ def _stack_length(inside: Sequence[NamedShape], key: str) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The batch of a step, and the form of its loss.
+    """The batch of a step, and the form of its loss, as in `what_fits`."""
 
-    Attributes:
-      batch: Sequences of a step.
-      length: Tokens of a sequence.
-      heads: Attention heads; None: read off the matrix of queries, of 128 values each
-        if it has two axes.
-      score_blocks: Blocks of queries whose scores are computed sequentially.
-      fused_head: True if the loss uses `linear_cross_entropy`.
-    """
-
-    batch: int
-    length: int
+    batch: int  # sequences
+    length: int  # tokens of a sequence
     heads: int | None = None
     score_blocks: int = 1
     fused_head: bool = False
@@ -151,30 +135,17 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of a model that its activations depend on.
+    """Sizes of a model that its activations depend on; 0 if unknown."""
 
-    Attributes:
-      layers: Number of layers.
-      width: Values of a token between two layers.
-      projected: Values of a token on the other sides of a layer's matrices, summed.
-      widest: Values of a token on the largest of these sides.
-      query: Values of a token's queries; 0 without a known matrix of queries.
-      heads: Attention heads; 0 if unknown.
-      vocabulary: Entries of the output; 0 without an output matrix.
-      tied: True if the output matrix is the embedding.
-      itemsize: Bytes of a value in the products' dtype.
-      experts: Experts of a layer; 0 without experts.
-    """
-
-    layers: int
-    width: int
-    projected: int
-    widest: int
-    query: int
+    layers: int  # number of layers
+    width: int  # values of a token between two layers
+    projected: int  # sum of a token's values on the other sides of a layer's matrices
+    widest: int  # the largest of these sides
+    query: int  # values of a token's queries
     heads: int
-    vocabulary: int
-    tied: bool
-    itemsize: int
+    vocabulary: int  # entries of the output
+    tied: bool  # the output matrix is the embedding
+    itemsize: int  # bytes of a value in the products' dtype
     experts: int = 0
 
     def operations(self, parameters: int, workload: Workload) -> int:
@@ -259,24 +230,14 @@ def _experts(shapes: Collection[tuple[int, ...]], width: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes that are live at the same time in the parts of a step.
+    """Bytes that are live at the same time in the parts of a step."""
 
-    Attributes:
-      saved: The layers' inputs, from the forward to the backward pass.
-      layer: One layer's backward pass, without attention scores.
-      forward: The part of `layer` from the forward pass.
-      scores: Attention scores of one layer.
-      head: The loss of the last layer's output.
-      waiting: Gradient of the output matrix, or its source, until the end of the
-        layers' backward pass.
-    """
-
-    saved: int
-    layer: int
-    forward: int
-    scores: int
-    head: int
-    waiting: int
+    saved: int  # the layers' inputs, from the forward to the backward pass
+    layer: int  # one layer's backward pass, without attention scores
+    forward: int  # the part of it from the forward pass
+    scores: int  # attention scores of one layer
+    head: int  # the loss of the last layer's output
+    waiting: int  # the output matrix's gradient, until the layers' backward pass ends
 
     @staticmethod
     def of(sizes: Sizes, workload: Workload) -> "ActivationBytes":
@@ -295,8 +256,8 @@ class ActivationBytes:
         with :math:`L` layers, :math:`m_i` values of a token on the other side of a
         layer's i-th matrix, :math:`B` sequences of :math:`t` tokens, :math:`h` heads,
         :math:`k` blocks of queries and :math:`V` entries of the vocabulary. With a
-        fused head, :math:`V` in "head" is one chunk of the vocabulary, "head" has
-        :math:`4 n d` more, and "waiting" does not depend on tied embeddings.
+        fused head, "head" has one chunk of :math:`V` and :math:`4 n d` more, and
+        "waiting" does not depend on tied embeddings.
         """
         n, b, width = workload.tokens, sizes.itemsize, sizes.width
         # Inputs and outputs of all products, for the gradients of weights; the gradient

@@ -27,27 +27,15 @@ def machine_rate(name: str, value: object) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """Memory and rates of an accelerator.
-
-    Attributes:
-      memory: Device memory in bytes.
-      link: Rate between host and device in one direction, in 10^9 bytes a second.
-      both_ways: Rate of both directions together.
-      teraflops: Rate of dense bfloat16 products, in 10^12 operations a second; float16
-        if `bfloat16` is set.
-      gpu: True for a GPU, False for a TPU.
-      bfloat16: Rate of bfloat16 and float32 products of a card whose tensor cores
-        support float16 only; None for other cards.
-      host_memory: Free host memory in bytes; None if unknown.
-    """
+    """Bytes of memory, GB/s of the link and TFLOP/s of dense products of a card."""
 
     memory: int
-    link: float
-    both_ways: float
-    teraflops: float
-    gpu: bool = True
-    bfloat16: float | None = None
-    host_memory: int | None = None
+    link: float  # in one direction
+    both_ways: float  # both directions together
+    teraflops: float  # in bfloat16; in float16 if `bfloat16` is set
+    gpu: bool = True  # False: a TPU
+    bfloat16: float | None = None  # of tensor cores that support float16 only
+    host_memory: int | None = None  # bytes that are free, if known
 
     def __post_init__(self) -> None:
         for name in ("link", "both_ways", "teraflops"):
@@ -139,12 +127,7 @@ def local_card() -> Card | None:
 
 
 def find_card(name: str | Card, argument: str = "card") -> Card:
-    """The card of a name in any spelling, or a card itself.
-
-    Args:
-      name: `"RTX 4090"`, `"nvidia-l4"`, `"Tesla T4"`.
-      argument: The argument that has the name, for messages.
-    """
+    """The card of a name in any spelling: `"RTX 4090"`, `"nvidia-l4"`, `"Tesla T4"`."""
     if isinstance(name, Card):
         return name
     if isinstance(name, str) and (key := card_name(name)):
@@ -176,23 +159,9 @@ def free_from(
         n = \left\lceil \frac{t F}{k P} \right\rceil, \qquad
         t = \max(b_\uparrow / r_\uparrow, b_\downarrow / r_\downarrow)
 
-    where :math:`P` parameters take :math:`k` operations a token at :math:`F` a second.
-    On a link that works in one direction at a time, :math:`t` is the sum.
-
-    Args:
-      parameters: Parameters that a token is multiplied with.
-      bytes_up: Bytes a step to the device.
-      bytes_down: Bytes a step to the host.
-      up_gigabytes_per_second: Link rate to the device, in 10^9 bytes.
-      down_gigabytes_per_second: Link rate to the host; None: the same.
-      teraflops: Rate of products in training, in 10^12 operations a second.
-      flops_per_parameter: Operations a parameter and token that overlap with transfers.
-        6: a backward pass with rematerialization, as in `layerwise_step`; 8: a whole
-        step.
-      both_ways: Whether both directions transfer at the same time.
-
-    Returns:
-      Tokens of all sequences of a step, on one device.
+    where :math:`P` parameters take :math:`k` operations a token at :math:`F` a second:
+    6 in a backward pass with rematerialization, as in `layerwise_step`, 8 in a whole
+    step. On a link that is not full duplex, :math:`t` is the sum.
     """
     down = down_gigabytes_per_second
     down = up_gigabytes_per_second if down is None else down
@@ -213,18 +182,11 @@ _LEAST, _MOST = 0.3, 0.6
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Rates of transfers and products.
+    """Rates of transfers, in GB/s, and of products in training, in TFLOP/s."""
 
-    Attributes:
-      link: Link rate in one direction, in 10^9 bytes a second.
-      both_ways: Link rate of both directions together.
-      teraflops: Least and most rate of products in training, in 10^12 operations a
-        second; None if unknown.
-    """
-
-    link: float
-    both_ways: float
-    teraflops: tuple[float, float] | None = None
+    link: float  # in one direction
+    both_ways: float  # both directions together
+    teraflops: tuple[float, float] | None = None  # at worst and at best, if known
 
     @staticmethod
     def of(

@@ -40,20 +40,11 @@ MOST_TENSORS = 100_000
 def checkpoint_shapes(path: str | pathlib.Path) -> PyTree[jax.ShapeDtypeStruct]:
     """Shapes of the floating point arrays in a checkpoint.
 
-    The files are untrusted: they are read within bounds, and nothing in them runs.
-
-    Args:
-      path: A `.safetensors` file, of which the header is enough; Hugging Face's
-        `model.safetensors.index.json` or `config.json`, with or without weights; a
-        folder with any of these; or an Orbax checkpoint, of which `"params"` is read
-        if it exists.
-
-    Returns:
-      `ShapeDtypeStruct`s: by name for safetensors, layers stacked under `"layers"` for
-      `config.json`, a pytree for Orbax.
-
-    Raises:
-      ValueError: If nothing can be read. The message names the file and the field.
+    Reads a `.safetensors` file, of which the header is enough; Hugging Face's
+    `model.safetensors.index.json` or `config.json`, with or without weights; a folder
+    with any of these; or an Orbax checkpoint, and its `"params"` if it has them. The
+    files are untrusted: they are read within bounds, and nothing in them runs. Raises
+    `ValueError` with the file and the field.
     """
     name, path = str(path), pathlib.Path(path)
     if not name or not path.exists():

@@ -21,31 +21,18 @@ from paged_optax.backend.validation import floating_dtype
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """Sizes of a decoder with gated feed-forward layers: Llama, Qwen, Gemma.
+    """Sizes of a decoder with gated feed-forward layers: Llama, Qwen, Gemma."""
 
-    Attributes:
-      hidden: Width between layers.
-      query: Values of a token's queries: heads times head size.
-      key: Values of a token's keys: key-value heads times head size.
-      inner: Width inside a feed-forward layer.
-      layers: Number of layers.
-      vocabulary: Rows of the embedding; 0 for the layers alone.
-      tied: True if the embedding is the output matrix.
-      dtype: Dtype of the parameters.
-      norms: Norms of a layer, of `hidden` values each.
-      head: Head size.
-    """
-
-    hidden: int
-    query: int
-    key: int
-    inner: int
+    hidden: int  # width between layers
+    query: int  # values of a token's queries: heads times head size
+    key: int  # values of a token's keys: key-value heads times head size
+    inner: int  # width inside a feed-forward layer
     layers: int
-    vocabulary: int = 0
-    tied: bool = True
+    vocabulary: int = 0  # 0: the layers alone
+    tied: bool = True  # the embedding is the output matrix
     dtype: DTypeLike = jnp.bfloat16
-    norms: int = 2
-    head: int = 128
+    norms: int = 2  # of a layer, of `hidden` values each
+    head: int = 128  # head size
 
     @property
     def heads(self) -> int:
@@ -216,18 +203,11 @@ _FORM = "--module names a function as package.module:function"
 
 
 def module_shapes(name: str) -> PyTree[jax.ShapeDtypeStruct]:
-    """Shapes of the parameters that a function makes, without allocating them.
+    """Shapes of the parameters that `"package.module:function"` makes.
 
-    Args:
-      name: `"package.module:function"`. The function takes no arguments and returns a
-        Flax NNX module; a Linen module and its inputs, `(module, *inputs)`; or the
-        parameters, as arrays or `ShapeDtypeStruct`s.
-
-    Returns:
-      A pytree of `ShapeDtypeStruct`s.
-
-    Raises:
-      ValueError: If the function is not found, fails or returns no parameters.
+    Nothing is allocated. The function takes no arguments and returns a Flax NNX module;
+    a Linen module and its inputs, `(module, *inputs)`; or the parameters, as arrays or
+    `ShapeDtypeStruct`s.
     """
     if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", name):
         raise ValueError(f"{name!r}: {_FORM}, such as mymodel:make_model.")

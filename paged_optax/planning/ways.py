@@ -11,27 +11,16 @@ from paged_optax.planning.page_plan import PagePlan
 
 @dataclasses.dataclass(frozen=True)
 class Ways:
-    """A model and the plans of its moments.
+    """A model and the plans of its moments."""
 
-    Attributes:
-      parameters: Bytes of all parameters.
-      resident: Plan with all moments on the device.
-      exact: Plan with moments on the host, without a codec.
-      coded_plan: Plan with moments on the host, in the codec if there is one.
-      codec: Name of the codec after a comma; empty without a codec.
-      rate: Bytes a second over the link, in one direction.
-      layers: The layers; None without layers, or if no step can be layerwise.
-      activations: Activations of a batch; None if not counted.
-    """
-
-    parameters: int
-    resident: PagePlan
-    exact: PagePlan
-    coded_plan: PagePlan
-    codec: str
-    rate: float
-    layers: Layers | None
-    activations: ActivationBytes | None
+    parameters: int  # bytes
+    resident: PagePlan  # all moments on the device
+    exact: PagePlan  # moments on the host, without a codec
+    coded_plan: PagePlan  # in the codec, if there is one
+    codec: str  # after a comma; empty without a codec
+    rate: float  # bytes a second over the link, in one direction
+    layers: Layers | None  # None: no step can be layerwise
+    activations: ActivationBytes | None  # None: not counted
 
     def rows(self) -> Iterator[Footprint]:
         """All ways, the most ordinary first."""

@@ -5,6 +5,7 @@ import functools
 import json
 import warnings
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,20 +73,17 @@ def what_fits(
     `model.stack(params, on_host="all")`. With `codec`, paged has a row without it and
     one with it, and all layerwise rows have it.
 
-    The sums are bounds. XLA's buffer assignment for an H200 is at most 3% above those
-    of paged and layerwise, 5% above the resident one, and up to a quarter above that of
-    the whole tree (`tests/planning/test_fit.py`).
+    XLA's buffer assignment for an H200 is at most 3% above the sums of paged and
+    layerwise, 5% above the resident one, and up to a quarter above the whole tree's
+    (`tests/planning/test_fit.py`).
 
     With `batch` and `length` activations are counted, for decoders whose layers are
-    each a `jax.checkpoint` (`paged_optax.planning.activations` has the formulas). For
-    42 programs of five models on an H200 the sum is within 7.1% of XLA's bytes; for two
-    layers of Qwen3-30B-A3B, with all experts counted for each token, within 9%. The
-    last lines are the fastest way that fits, and its code. Seconds are a range: at best
-    products reach 60% of a card's TFLOP/s and overlap with transfers in both
-    directions, at worst 30% without overlap. The update's computation is not counted.
-
-    On a GPU the last note is the host memory that XLA's pool allocates for this way,
-    and the limit that reduces it.
+    each a `jax.checkpoint` (formulas in `paged_optax.planning.activations`): within
+    7.1% of XLA's bytes for 42 programs of five models on an H200, and within 9% for
+    layers of experts. The last lines are the fastest way that fits, and its code.
+    Seconds are a range: at best products reach 60% of a card's TFLOP/s and overlap with
+    transfers in both directions, at worst 30% without overlap. The update's computation
+    is not counted. On a GPU the last note is the host memory that XLA's pool allocates.
 
     Args:
       params: The parameters, or their `ShapeDtypeStruct`s: `model_shapes("8B")`.
@@ -144,11 +142,16 @@ def what_fits(
     dtype = max(leaves, key=lambda x: x.size).dtype if leaves else jnp.float32
     rates = Rates.of(link_gigabytes_per_second, teraflops, stated, dtype)
     workload = _workload(batch, length, heads, score_blocks, fused_head)
-    transformation = optax.adamw(float(RATE)) if inner is None else inner
-    paging = _Paging(
-        transformation, page_size, master_dtype, master_remainders, rates.link
+    planned = functools.partial(
+        _planned,
+        params,
+        optax.adamw(float(RATE)) if inner is None else inner,
+        rates.link,
+        page_size=page_size,
+        master_dtype=master_dtype,
+        master_remainders=master_remainders,
     )
-    exact, equal = paging.planned(params), find_layers(params, layers)
+    exact, equal = planned(), find_layers(params, layers)
     elementwise = all(x.elementwise for x in exact.moments if x.shape)
     remarks = [*_remarks(codec is not None, equal, elementwise, layers)]
     if stated is not None and stated.advice and dtype == jnp.bfloat16:
@@ -160,12 +163,12 @@ def what_fits(
         held = ActivationBytes.of(sizes, workload)
         operations = sizes.operations(values, workload)
         remarks += filter(None, (assumed, sizes.expert_note(workload)))
-    coded = exact if codec is None else paging.planned(params, codec)
+    coded = exact if codec is None else planned(codec)
     if coded.host_bytes == exact.host_bytes and coded.uncoded:
         remarks += [coded.uncoded]
     ways = Ways(
         nbytes(params),
-        paging.planned(params, device_budget=None),
+        planned(device_budget=None),
         exact,
         coded,
         "" if codec is None else f", {_name(codec)}",
@@ -187,55 +190,44 @@ def what_fits(
         workload,
         held,
         f"optax.adamw({RATE})" if inner is None else "inner",
-        paging.arguments(codec),
+        _code(codec, page_size, master_dtype, master_remainders),
         gpu=platform() != "tpu" if stated is None else stated.gpu,
         host_memory=None if stated is None else stated.host_memory,
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Paging:
-    """Arguments of `paged` of all ways, and the rate of the link in GB/s."""
+def _planned(
+    params: PyTree,
+    inner: optax.GradientTransformation,
+    link: float,
+    codec: CodecRules = None,
+    **settings: Any,
+) -> PagePlan:
+    tx = paged(inner, codec=codec, **settings)
+    with warnings.catch_warnings():
+        # The notes of the tables have the same on the host's pool.
+        warnings.filterwarnings("ignore", "the moments need", UserWarning)
+        return plan(tx, params, link_gigabytes_per_second=link)
 
-    inner: optax.GradientTransformation
-    page_size: int | str
-    master_dtype: DTypeLike | None
-    master_remainders: bool
-    link: float
 
-    def planned(
-        self, params: PyTree, codec: CodecRules = None, device_budget: str | None = "0B"
-    ) -> PagePlan:
-        tx = paged(
-            self.inner,
-            page_size=self.page_size,
-            master_dtype=self.master_dtype,
-            master_remainders=self.master_remainders,
-            codec=codec,
-            device_budget=device_budget,
-        )
-        with warnings.catch_warnings():
-            # The notes of the tables have the same on the host's pool.
-            warnings.filterwarnings("ignore", "the moments need", UserWarning)
-            return plan(tx, params, link_gigabytes_per_second=self.link)
-
-    def arguments(self, codec: CodecRules) -> str:
-        """The arguments of `paged` after the transformation, as code.
-
-        A codec without a name is the variable `codec`.
-        """
-        texts = []
-        size, read = self.page_size, functools.partial(parse_bytes, "page_size")
-        if read(size) != read(DEFAULT_PAGE_SIZE):
-            size = json.dumps(size) if isinstance(size, str) else int(size)
-            texts += [f"page_size={size}"]
-        if self.master_dtype is not None:
-            texts += [f'master_dtype="{np.dtype(self.master_dtype)}"']
-        if self.master_remainders:
-            texts += ["master_remainders=True"]
-        if codec is not None:
-            texts += [f'codec="{codec}"' if isinstance(codec, str) else "codec=codec"]
-        return ", ".join(texts)
+def _code(
+    codec: CodecRules,
+    page_size: int | str,
+    master_dtype: DTypeLike | None,
+    master_remainders: bool,
+) -> str:
+    """Arguments of `paged` as code. A codec without a name is the variable `codec`."""
+    texts, read = [], functools.partial(parse_bytes, "page_size")
+    if read(page_size) != read(DEFAULT_PAGE_SIZE):
+        size = json.dumps(page_size) if isinstance(page_size, str) else int(page_size)
+        texts += [f"page_size={size}"]
+    if master_dtype is not None:
+        texts += [f'master_dtype="{np.dtype(master_dtype)}"']
+    if master_remainders:
+        texts += ["master_remainders=True"]
+    if codec is not None:
+        texts += [f'codec="{codec}"' if isinstance(codec, str) else "codec=codec"]
+    return ", ".join(texts)
 
 
 def _limit(device_memory: int | str | None, card: Card | None) -> int:

@@ -1,5 +1,6 @@
 """Checks of the arguments of `init` and `update`."""
 
+import itertools
 from collections.abc import Callable, Sequence, Set
 from typing import NoReturn
 
@@ -123,9 +124,10 @@ def refuse_derivatives(arrays: Sequence[Value]) -> tuple[Value, ...]:
     leaves, structure = jax.tree.flatten(tuple(arrays))
     # Codes and counts have no derivatives.
     inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
-    numbers = [x for x, yes in zip(leaves, inexact, strict=True) if yes]
+    numbers = itertools.compress(leaves, inexact)
     same = iter(_refuse_derivatives(*numbers))
-    leaves = [next(same) if yes else x for x, yes in zip(leaves, inexact, strict=True)]
+    pairs = zip(leaves, inexact, strict=True)
+    leaves = [next(same) if is_inexact else x for x, is_inexact in pairs]
     return jax.tree.unflatten(structure, leaves)
 
 

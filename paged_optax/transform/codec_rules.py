@@ -1,41 +1,43 @@
-"""Which codec stores which moment."""
+"""Rules that choose the codec of each moment."""
 
 import math
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from paged_optax.backend.text import matching_names, path_name
-from paged_optax.backend.types import ArrayOrShape, KeyPath
+from paged_optax.backend.types import ArrayOrShape
 from paged_optax.codecs import Codec, named
+from paged_optax.transform.trees import paths_of
 
-#: What `paged(codec=...)` takes for one moment.
+#: A value of `paged(codec=...)` for one moment.
 CodecLike = str | Codec | None
 
-#: What it takes under one key: for all moments, or for each moment by its name.
+#: A value under one key: for all moments, or for each moment by its name.
 Rule = CodecLike | Mapping[str, CodecLike]
 
-#: Moments of fewer values are stored as they are (bitsandbytes' `min_8bit_size`).
+#: Moments of fewer values are not coded (bitsandbytes' `min_8bit_size`).
 SMALLEST_CODED = 4096
 
-#: Names of Optax's moments that are means or sums of squares, which need no sign.
+#: Names of Optax's moments that are means or sums of squares, without a sign.
 _SQUARES = frozenset("nu v v_row v_col sum_of_squares".split())
 
-#: Names of Optax's moments that have negative values, whatever a rule says.
+#: Names of Optax's moments with negative values.
 _SIGNED = frozenset("m m1 m2 mu trace".split())
 
-#: The names of master weights (see `precision`), which are no moments.
+#: Names of master weights (see `precision`), which are no moments.
 _MASTERS = frozenset(["master", "remainder"])
 
 
 def check(codec: Rule | Mapping[str, Rule]) -> dict[str, Rule]:
-    """Reads the `codec` argument of `paged`.
+    """Parses the `codec` argument of `paged`.
 
     Returns:
-      Its rules, by moment or by pattern of parameter paths; none if all moments are
-      stored in float32.
+      Its rules, by moment or by pattern of parameter paths; empty if all moments are
+      in float32.
 
     Raises:
       ValueError: If a codec is unknown.
@@ -54,121 +56,153 @@ def check(codec: Rule | Mapping[str, Rule]) -> dict[str, Rule]:
 
 
 def draws(rules: Mapping[str, Rule]) -> bool:
-    """Whether any codec needs random words."""
-    each = [_codec(x, True) for rule in rules.values() for x in _codecs_of(rule)]
-    return any(codec is not None and codec.draws for codec in each)
+    """Returns whether any codec needs random words."""
+    codecs = [_codec(x, True) for rule in rules.values() for x in _codecs_of(rule)]
+    return any(codec is not None and codec.draws for codec in codecs)
 
 
 def _codecs_of(rule: Rule) -> Collection[CodecLike]:
     return rule.values() if isinstance(rule, Mapping) else (rule,)
 
 
-def choose(
-    rules: Mapping[str, Rule],
-    state_paths: Sequence[KeyPath],
-    avals: Sequence[ArrayOrShape],
-    parameter_paths: Sequence[KeyPath],
-    owners: Sequence[int | None],
-    dtypes: Sequence[np.dtype],
-    parts: Container[int] = (),
-) -> list[Codec | None]:
-    """Finds the codec of each leaf of a state.
-
-    Args:
-      rules: From `check`. If several apply to a moment, the last one wins. A key that
-        names a moment names no parameter. A key that is a parameter's path names it
-        alone, and is no pattern.
-      state_paths: The paths of the state's leaves.
-      avals: Their shapes and dtypes.
-      parameter_paths: The paths of the parameters.
-      owners: For each leaf the parameter that it belongs to, or None.
-      dtypes: The dtypes of the parameters.
-      parts: The positions of leaves that are parts of larger ones: these are coded
-        though they have few values.
-
-    Returns:
-      For each leaf its codec; None if it is stored as it is, as are step counts and
-      moments of fewer than `SMALLEST_CODED` values.
-
-    Raises:
-      ValueError: If a rule names nothing, or a codec does not fit its moment.
-    """
-    every = _asked(rules, state_paths, avals, parameter_paths, owners, dtypes)
-    codecs: list[Codec | None] = []
-    for position, asked in enumerate(every):
-        if asked is None or (_is_small(asked[2]) and position not in parts):
-            codecs.append(None)
-        else:
-            codecs.append(_fitting(*asked))
-    return codecs
-
-
-def left_for_size(
-    rules: Mapping[str, Rule],
-    state_paths: Sequence[KeyPath],
-    avals: Sequence[ArrayOrShape],
-    parameter_paths: Sequence[KeyPath],
-    owners: Sequence[int | None],
-    dtypes: Sequence[np.dtype],
-) -> list[bool]:
-    """For each leaf whether a rule names a codec that `choose` leaves out: it is small.
-
-    The arguments are those of `choose`.
-    """
-    every = _asked(rules, state_paths, avals, parameter_paths, owners, dtypes)
-    return [asked is not None and _is_small(asked[2]) for asked in every]
-
-
-def _asked(
-    rules: Mapping[str, Rule],
-    state_paths: Sequence[KeyPath],
-    avals: Sequence[ArrayOrShape],
-    parameter_paths: Sequence[KeyPath],
-    owners: Sequence[int | None],
-    dtypes: Sequence[np.dtype],
-) -> Iterator["tuple[CodecLike, bool, _Moment] | None"]:
-    """For each leaf the codec by its rule, whether that names the moment, and which."""
-    parameters = [path_name(path) for path in parameter_paths]
-    moments = [
-        None
-        if owner is None
-        else path_name(path[: len(path) - len(parameter_paths[owner])][-1:])
-        for path, owner in zip(state_paths, owners, strict=True)
-    ]
-    named_by = _parameters_named(rules, moments, parameters)
-    masters = {
-        x.dtype for x, name in zip(avals, moments, strict=True) if name == "master"
-    }
-    for moment, owner, aval in zip(moments, owners, avals, strict=True):
-        if owner is None or moment is None:
-            yield None
-            continue
-        dtype = dtypes[owner]
-        which = _Moment(moment, parameters[owner], aval, dtype, aval.dtype in masters)
-        rule, by_name = _last_match(rules, named_by, which)
-        yield None if rule in (None, "float32") else (rule, by_name, which)
-
-
-def _is_small(moment: "_Moment") -> bool:
-    return math.prod(moment.aval.shape) < SMALLEST_CODED
-
-
-class _Moment(NamedTuple):
-    """One moment of one parameter.
+class CodedMoment(NamedTuple):
+    """One moment of one parameter, and the rule that names its codec.
 
     Attributes:
+      rule: The codec of the rule.
+      by_name: True if the rule names the moment.
       name: The name of the moment, such as `mu`.
       parameter: The path of the parameter.
-      aval: What has the shape and dtype of the moment.
+      aval: Its shape and dtype.
       of: The dtype of the parameter.
-      as_masters: Whether it has the dtype of master weights.
+      as_masters: True if it has the dtype of master weights.
     """
 
+    rule: CodecLike
+    by_name: bool
     name: str
     parameter: str
     aval: ArrayOrShape
     of: np.dtype
     as_masters: bool
+
+    @property
+    def small(self) -> bool:
+        """True if it has too few values for a codec, unless it is part of a whole."""
+        return math.prod(self.aval.shape) < SMALLEST_CODED
+
+    @property
+    def codec(self) -> Codec:
+        """Its codec.
+
+        Raises:
+          ValueError: If the codec cannot store the moment.
+        """
+        name, dtype = self.name, self.aval.dtype
+        signed = name not in _SQUARES
+        codec = _codec(self.rule, signed)
+        assert codec is not None
+        # A rule may name a moment that is not Optax's as unsigned.
+        if signed and not codec.signed and (name in _SIGNED or not self.by_name):
+            way_out = "use a signed one"
+            if name not in _SIGNED:
+                way_out += f", or, if it has none, name it: codec={{{name!r}: ...}}"
+            raise ValueError(
+                f"codec {codec!r} cannot store moment {name!r}, which may have"
+                f" negative values: {way_out}."
+            )
+        if dtype != jnp.float32:
+            raise ValueError(
+                f"codec {codec!r} stores float32, and moment {name!r} of parameter"
+                f" {self.parameter!r} is {dtype}{self._way_to_float32()}"
+            )
+        return codec
+
+    def _way_to_float32(self) -> str:
+        # `inner` computes with parameters of fewer bits in float32.
+        if self.aval.dtype == self.of and self.of.itemsize > 4:
+            way_out = f"store no codes of it, codec={{..., {self.parameter!r}: None}}"
+            if jnp.issubdtype(self.of, jnp.floating):
+                way_out = f"make the parameter float32, or {way_out}"
+            return f", as the parameter is: {way_out}."
+        if self.as_masters:
+            return ", as master_dtype says: pass master_dtype='float32'."
+        return (
+            ": leave mu_dtype and its like out, the codec says how moments are stored."
+        )
+
+
+def coded_moments(
+    rules: Mapping[str, Rule],
+    state: PyTree[ArrayOrShape],
+    params: PyTree[ArrayOrShape],
+    owners: Sequence[int | None],
+) -> list[CodedMoment | None]:
+    """Returns the moments of a state that rules name a codec for.
+
+    Args:
+      rules: From `check`. If several apply to a moment, the last one wins. A key that
+        names a moment names no parameter. A key that is a parameter's path is no
+        pattern.
+      state: The transformation's own state.
+      params: The parameters.
+      owners: For each leaf of the state the parameter that it belongs to, or None.
+
+    Returns:
+      For each leaf the moment, or None.
+
+    Raises:
+      ValueError: If a rule names nothing.
+    """
+    parameter_paths, leaves = paths_of(params)
+    parameters = [path_name(path) for path in parameter_paths]
+    state_paths, avals = paths_of(state)
+    names = [
+        None
+        if owner is None
+        else path_name(path[: len(path) - len(parameter_paths[owner])][-1:])
+        for path, owner in zip(state_paths, owners, strict=True)
+    ]
+    named_by = _parameters_named(rules, names, parameters)
+    masters = {
+        x.dtype for x, name in zip(avals, names, strict=True) if name == "master"
+    }
+
+    def moment_of(
+        name: str | None, owner: int | None, aval: ArrayOrShape
+    ) -> CodedMoment | None:
+        if owner is None or name is None:
+            return None
+        rule, by_name = _last_match(rules, named_by, name, parameters[owner])
+        if rule in (None, "float32"):
+            return None
+        of, as_masters = leaves[owner].dtype, aval.dtype in masters
+        return CodedMoment(rule, by_name, name, parameters[owner], aval, of, as_masters)
+
+    return list(map(moment_of, names, owners, avals))
+
+
+def choose(
+    moments: Sequence[CodedMoment | None], parts: Container[int] = ()
+) -> list[Codec | None]:
+    """Returns the codec of each leaf of a state.
+
+    Args:
+      moments: From `coded_moments`.
+      parts: The positions of leaves that are parts of larger ones: these are coded
+        even if they have few values.
+
+    Returns:
+      For each leaf its codec; None for step counts and for moments of fewer than
+      `SMALLEST_CODED` values.
+
+    Raises:
+      ValueError: If a codec does not fit its moment.
+    """
+    return [
+        None if x is None or (x.small and position not in parts) else x.codec
+        for position, x in enumerate(moments)
+    ]
 
 
 def _parameters_named(
@@ -176,11 +210,10 @@ def _parameters_named(
     moments: Sequence[str | None],
     parameters: Sequence[str],
 ) -> dict[str, set[str] | None]:
-    """For each key the parameters that it names; None if it names moments."""
+    """Returns for each key the parameters that it names; None if it names moments."""
     named_by: dict[str, set[str] | None] = {}
     for key, rule in rules.items():
-        # Under a parameter's path there may be rules by moment, under a moment's name
-        # not.
+        # Rules by moment may be under a parameter's path, not under a moment's name.
         by_moment = key in moments and not isinstance(rule, Mapping)
         named_by[key] = None if by_moment else matching_names(key, parameters)
         if not by_moment and not named_by[key] and parameters:
@@ -195,57 +228,24 @@ def _parameters_named(
 
 
 def _last_match(
-    rules: Mapping[str, Rule], named_by: Mapping[str, set[str] | None], moment: _Moment
+    rules: Mapping[str, Rule],
+    named_by: Mapping[str, set[str] | None],
+    moment: str,
+    parameter: str,
 ) -> tuple[CodecLike, bool]:
-    """Finds the last rule that applies to a moment, and whether it names the moment."""
+    """Returns the last rule that applies to a moment, and whether it names it."""
     rule, by_name = None, False
     for key, candidate in rules.items():
         parameters = named_by[key]
         if parameters is None:
-            applies = moment.name == key
+            applies = moment == key
         else:
-            applies = moment.parameter in parameters and moment.name not in _MASTERS
+            applies = parameter in parameters and moment not in _MASTERS
         if applies:
             rule, by_name = candidate, parameters is None
     if isinstance(rule, Mapping):
-        return rule.get(moment.name), True
+        return rule.get(moment), True
     return rule, by_name
-
-
-def _fitting(rule: CodecLike, by_name: bool, moment: _Moment) -> Codec:
-    """The codec of a rule; raises if it cannot store the moment."""
-    name, dtype = moment.name, moment.aval.dtype
-    signed = name not in _SQUARES
-    codec = _codec(rule, signed)
-    assert codec is not None
-    # A user who names a moment that Optax does not know may say that it has no signs.
-    if signed and not codec.signed and (name in _SIGNED or not by_name):
-        way_out = "use a signed one"
-        if name not in _SIGNED:
-            way_out += f", or, if it has none, name it: codec={{{name!r}: ...}}"
-        raise ValueError(
-            f"codec {codec!r} cannot store moment {name!r}, which may have"
-            f" negative values: {way_out}."
-        )
-    if dtype != jnp.float32:
-        raise ValueError(
-            f"codec {codec!r} stores float32, and moment {name!r} of parameter"
-            f" {moment.parameter!r} is {dtype}{_way_to_float32(moment)}"
-        )
-    return codec
-
-
-def _way_to_float32(moment: _Moment) -> str:
-    """Why a moment is not of float32, and what to do."""
-    # Parameters of fewer bits are seen in float32.
-    if moment.aval.dtype == moment.of and moment.of.itemsize > 4:
-        way_out = f"store no codes of it, codec={{..., {moment.parameter!r}: None}}"
-        if jnp.issubdtype(moment.of, jnp.floating):
-            way_out = f"make the parameter float32, or {way_out}"
-        return f", as the parameter is: {way_out}."
-    if moment.as_masters:
-        return ", as master_dtype says: pass master_dtype='float32'."
-    return ": leave mu_dtype and its like out, the codec says how moments are stored."
 
 
 def _codec(codec: CodecLike, signed: bool) -> Codec | None:

@@ -57,20 +57,19 @@ class TraceContext:
     """Options of the paged transformations inside a call.
 
     Attributes:
-      gate: Whether updates happen.
-      restart: Whether an update ends with the state that `init` makes.
-      fetched: Whether the moments of an update are on the device on purpose.
+      gate: True if updates happen.
+      restart: True if an update ends with the state that `init` makes.
+      fetched: True if the moments of an update are on the device on purpose.
       spare_bytes: Bytes that a page may have without raising the peak of memory.
-      isolate: Whether leaves are isolated even if there is memory for them. A leaf's
+      isolate: True if leaves are isolated even if there is memory for them. A leaf's
         moments are then written while another leaf's are read, and XLA:GPU does not
         hold two more layers of weights from the host (jax 0.12.0.1, Llama-3-8B on a T4:
         0.85 GiB).
       layer: The layer of the moments; None outside of a stack of layers.
-      plain: Whether `init` and `update` are those of the inner transformation, on its
-        own state.
+      plain: True if `init` and `update` call the inner transformation alone.
       stacks: Paths of parameters and the numbers of their stacks. The moments of a
         stack stay on the device, or none of them.
-      paged: Whether the caller is a paged transformation, which pages its inner state.
+      paged: True if the caller is a paged transformation, which pages its inner state.
       visitor: A visitor of all paged transformations, or None.
       places: The shardings of the leaves of a step's arguments, for its trace; None for
         a leaf on one device. Empty if all are.
@@ -118,12 +117,7 @@ def without() -> contextlib.AbstractContextManager[None]:
 def known_shardings(
     tracers: Sequence[object], places: Sequence[Sharding | None]
 ) -> contextlib.AbstractContextManager[None]:
-    """Adds shardings of arrays whose types do not have them.
-
-    Args:
-      tracers: The arrays, as they are within.
-      places: Their shardings, or None.
-    """
+    """Adds shardings of arrays whose types do not have them; None: unknown."""
     pairs = zip(tracers, places, strict=True)
     known = {id(tracer): place for tracer, place in pairs if place is not None}
     return within(shardings={**current().shardings, **known})

@@ -1,8 +1,8 @@
-"""Gates: which parameters an update may touch.
+"""Gates: the parameters that an update may change.
 
 A parameter's gate is a bool. True updates the parameter; False moves no byte and leaves
-its moments where and as they are. A gate that is False when traced costs nothing at
-all. A gate that only the device knows is the trip count of the leaf's loop.
+its moments unchanged. A gate that is False when traced costs nothing. A traced gate is
+the trip count of the leaf's loop.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ from paged_optax.transform.context import Gate, current, within
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gates:
-    """The gates of all gradients, each once.
+    """The distinct gates of all gradients.
 
     One tracer may be the gate of all gradients. If it were passed once for each
-    gradient, it would become many tracers, and nothing would tell that they are equal.
+    gradient, `jax.jit` would make distinct tracers of it.
 
     Attributes:
       distinct: The gates.
@@ -41,46 +41,39 @@ class Gates:
 
     @classmethod
     def of(cls, gates: Sequence[Gate]) -> "Gates":
-        """Takes the gates of all gradients."""
+        """Numbers the distinct gates of all gradients."""
         distinct = {id(gate): gate for gate in gates}
         positions = list(distinct)
         numbers = tuple(positions.index(id(gate)) for gate in gates)
         return cls(list(distinct.values()), numbers)
 
     def each(self) -> list[Gate]:
-        """The gate of each gradient."""
+        """Returns the gate of each gradient."""
         return [self.distinct[i] for i in self.number]
 
 
 def only_if(gate: Gate) -> AbstractContextManager[None]:
     """Gates every paged update called within.
 
-    An argument to `update` would not do: wrappers that do not forward extra arguments
-    would lose it, and moments would change on a step that is skipped.
-
-    Args:
-      gate: Whether the updates happen.
+    Wrappers that do not forward extra arguments would drop an argument of `update`, and
+    moments would change on a skipped step.
     """
     return within(gate=_known(and_gates(current().gate, gate)))
 
 
 def restart_if(restart: Gate | np.bool_) -> AbstractContextManager[None]:
-    """Lets every paged update called within end with a new state.
-
-    Args:
-      restart: Whether the state becomes what `init` makes.
-    """
+    """Resets the state after every paged update called within."""
     return within(restart=_known(restart))
 
 
 def _known(gate: Gate | np.bool_) -> Gate:
-    """Turns a concrete gate into a bool, so that equal gates share what is compiled."""
+    """Converts a concrete gate to a bool, so that equal gates share a program."""
     return gate if isinstance(gate, Array) and is_traced(gate) else bool(gate)
 
 
 def and_gates(first: Gate, second: Gate) -> Gate:
-    """Whether both gates are open."""
-    # What is known when traced adds no operation to the program.
+    """Returns whether both gates are open."""
+    # Known gates add no operation to the program.
     if isinstance(first, bool):
         return second if first else False
     if isinstance(second, bool):
@@ -89,7 +82,7 @@ def and_gates(first: Gate, second: Gate) -> Gate:
 
 
 def any_gate(gates: Sequence[Gate]) -> Gate:
-    """Whether any gate is open."""
+    """Returns whether any gate is open."""
     # One tracer may be the gate of many parameters.
     traced = {id(gate): gate for gate in gates if not isinstance(gate, bool)}
     is_open = any(gate is True for gate in gates)
@@ -99,7 +92,7 @@ def any_gate(gates: Sequence[Gate]) -> Gate:
 
 
 def gates_of(active: PyTree, updates: PyTree) -> list[Gate] | None:
-    """Finds the gate of each gradient.
+    """Returns the gate of each gradient.
 
     Args:
       active: A pytree of bools, static or traced, of the gradients' structure or a
@@ -114,7 +107,7 @@ def gates_of(active: PyTree, updates: PyTree) -> list[Gate] | None:
       ValueError: If `active` is no prefix of the gradients' structure.
       TypeError: If one of its leaves is not a bool.
     """
-    # Set by wrappers around, which do not forward `active` from one to the other.
+    # Set by wrappers around, which do not forward `active`.
     ambient = current().gate
     if active is None and ambient is True:
         return None
@@ -148,11 +141,11 @@ def _gate(path: KeyPath, gate: object) -> Gate:
 
 
 def choose_by(gate: Gate, new: ArrayLike, old: ArrayLike | None) -> ArrayLike:
-    """The new value if the gate is open; else the old one, or zero if there is none."""
+    """Returns the new value if the gate is open; else the old value, or zero."""
     if gate is True:
         return new
     old = jnp.zeros_like(new) if old is None else old
     if gate is False:
         return old
-    # Selected in host memory, the two would be copied, or fail to compile.
+    # A selection in host memory would copy both, or fail to compile.
     return jnp.where(gate, new, jax.device_put(old, DEVICE) if on_host(old) else old)

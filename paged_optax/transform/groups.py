@@ -19,9 +19,9 @@ from paged_optax.analysis.program import Analysis, Evaluation, LeafUpdate
 from paged_optax.backend.memory import HOST, on_host
 from paged_optax.backend.types import ArrayOrShape, varying, varying_axes
 from paged_optax.codecs import Codec, draw
+from paged_optax.engine.loop import LeafProgram
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.shards import UNSHARDED, Shards, constrained
-from paged_optax.engine.stream import PageProgram
 from paged_optax.transform.checks import refuse_joined
 from paged_optax.transform.context import current
 from paged_optax.transform.gates import Gate, choose_by
@@ -33,7 +33,7 @@ from paged_optax.transform.trees import Value
 def divided_as(
     leaf: LeafUpdate, like: Sequence[ArrayOrShape], shards: Sequence[Shards | None]
 ) -> Shards | None:
-    """Returns the shards of an element-wise leaf: those of its parameter."""
+    """Returns the shards of an element-wise leaf's parameter, or None."""
     if leaf.owner is None or not leaf.program.elementwise:
         return None
     return shards[leaf.owner] if leaf.shape == like[leaf.owner].shape else None
@@ -56,7 +56,7 @@ def loop_key(
       moments: Its moments that travel or are coded.
       divided: Its shards, or None.
       shared: Numbers of its inputs of other shapes.
-      singly: Whether no two parameters share a loop, as with step counts of their own.
+      singly: True if no two parameters share a loop, as with step counts of their own.
     """
     # A loop has one set of random words, and one of each scalar: leaves with stochastic
     # rounding, or with step counts of their own, have a loop each.
@@ -68,7 +68,7 @@ def loop_key(
 
 @dataclasses.dataclass(frozen=True)
 class StreamedLeaf:
-    """The arrays of a leaf, and what a loop does with them.
+    """The arrays of a leaf, and their loop's program.
 
     Attributes:
       arrays: The inputs of its program, and further buffers for its results.
@@ -78,13 +78,13 @@ class StreamedLeaf:
     """
 
     arrays: list[Value]
-    program: PageProgram
+    program: LeafProgram
     moments: list[MomentFormat]
     shards: Shards | None
 
     @property
     def on_host(self) -> bool:
-        """Whether any of the arrays is in host memory."""
+        """True if any of the arrays is in host memory."""
         return any(x.on_host for x in self.moments)
 
 
@@ -108,8 +108,8 @@ class LeafStreams:
         of the results that replace them.
       counts: Step counts of each parameter, by the number of the argument.
       gates: For each parameter whether its update is taken.
-      moves: For each parameter whether its moments change; under None whether those of
-        any parameter do.
+      moves: For each parameter whether its moments change; under None whether any
+        parameter's do.
     """
 
     paged: PagedTransformation
@@ -212,7 +212,7 @@ class LeafStreams:
         ]
         shards = divided_as(leaf, self.arguments[:first], layout.parameter_shards)
         storage = tuple(overwrites), tuple(codecs), tuple(shapes)
-        program = PageProgram(leaf.program, *storage)
+        program = LeafProgram(leaf.program, *storage)
         return StreamedLeaf(arrays, program, moments, shards)
 
     def scope(

@@ -1,8 +1,8 @@
-"""An update of parts: within a `jax.shard_map`, or of one layer of a stack.
+"""Updates of parts of moments: within a `jax.shard_map`, or of one layer of a stack.
 
-There a moment may be a part of a larger one, of a shape that nothing tells. What a
-codec stores of the part depends on the whole: whether it is coded at all, and how its
-codes and scales are arranged. So the arrays that are held tell.
+Such a part does not have the shape of the whole moment, on which its encoding depends:
+whether it is coded at all, and the layout of codes and scales. The arrays of the state
+show the encoding.
 """
 
 import dataclasses
@@ -25,19 +25,11 @@ from paged_optax.transform.trees import StoredOrShape
 
 
 def held_parts(shapes: PyTree, state: PyTree) -> dict[int, StoredOrShape]:
-    """What a state holds of parts of moments that a codec stores.
-
-    Args:
-      shapes: The transformation's own state.
-      state: The state.
-
-    Returns:
-      What is held, by the leaf's position; nothing where every moment is a whole.
-    """
+    """Returns the encoded parts of moments in a state, by the leaf's position."""
     leaves, structure = jax.tree.flatten(shapes)
     parts = in_shard_map() or current().layer is not None
     held = (parts and _held(structure, state)) or leaves
-    # A moment that no codec stores has its own dtype, whatever part of it is held.
+    # A part without a codec has the moment's dtype.
     plain = lambda x, aval: getattr(x, "dtype", None) == aval.dtype
     pairs = enumerate(zip(held, leaves, strict=True))
     return {i: x for i, (x, aval) in pairs if not plain(x, aval)}
@@ -48,15 +40,9 @@ def arranged_as(
     codecs: Sequence[Codec | None],
     parts: Mapping[int, StoredOrShape],
 ) -> StateLayout:
-    """A layout in which parts of moments are arranged as they were stored.
+    """Returns a layout with the arrangement of encoded parts.
 
-    Args:
-      layout: The layout, in which they are arranged as if each were a whole.
-      codecs: For each leaf the codec, or None.
-      parts: What is held of parts, by the leaf's position.
-
-    Returns:
-      The layout. It is unchanged where no arrangement fits, for its own message.
+    Parts of no known arrangement are unchanged, and `StateLayout` refuses them.
     """
     new_codecs = list(layout.codecs)
     for position, held in parts.items():
@@ -69,18 +55,17 @@ def arranged_as(
 
 
 def _held(structure: PyTreeDef, state: PyTree) -> list[StoredOrShape] | None:
-    """What a state holds in each leaf's place."""
     try:
         return structure.flatten_up_to(state)
     except ValueError:
-        return None  # of another structure: what reads it says so
+        return None  # of another structure, which `StateLayout` refuses
 
 
 def _wholes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The shapes of which this may be a part, itself first."""
+    """Yields the shapes of which this may be a part, itself first."""
     if current().layer is not None and len(shape) > 2 and shape[0] == 1:
         yield shape
-        shape = 2, *shape[1:]  # all stacks of several layers are arranged alike
+        shape = 2, *shape[1:]  # all stacks of several layers have one arrangement
     mesh = jax.sharding.get_abstract_mesh()
     manual = [
         size
@@ -95,9 +80,9 @@ def _wholes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _kinds(stored: StoredOrShape) -> list[tuple[tuple[int, ...], DTypeLike]]:
-    """The shapes and dtypes of codes and scales, of a row of scales without its axis.
+    """Returns the shapes and dtypes of codes and scales; a row of scales is a vector.
 
-    Where shards are no ranges of the flattened moment, its scales have a row for each.
+    If shards are no ranges of the flattened moment, its scales have a row for each.
     """
     codes, *scales = jax.tree.leaves(stored)
     flat = lambda shape: shape[1:] if len(shape) == 2 and shape[0] == 1 else shape
@@ -105,23 +90,23 @@ def _kinds(stored: StoredOrShape) -> list[tuple[tuple[int, ...], DTypeLike]]:
 
 
 def without_rows(layout: StateLayout, state: PyTree) -> PyTree:
-    """A state in which each coded part has the shapes of a moment of its own."""
+    """Returns a state whose coded parts have the shapes of whole moments."""
     held = _held(layout.structure, state) if in_shard_map() else None
     if held is None:
         return state
     for position, codec in enumerate(layout.codecs):
         if codec is None:
             continue
-        wanted = layout.stored(position)
-        if _kinds(held[position]) == _kinds(wanted):
-            arrays = zip(*map(jax.tree.leaves, (held[position], wanted)), strict=True)
+        stored = layout.stored(position)
+        if _kinds(held[position]) == _kinds(stored):
+            arrays = zip(*map(jax.tree.leaves, (held[position], stored)), strict=True)
             arrays = [x.reshape(like.shape) for x, like in arrays]
             held[position] = jax.tree.structure(held[position]).unflatten(arrays)
     return layout.structure.unflatten(held)
 
 
 def with_rows(new: Sequence[Array], old: PyTree) -> list[Array]:
-    """The arrays of a new state in the old one's shapes: undoes `without_rows`."""
+    """Undoes `without_rows`: reshapes new arrays to the shapes of the old state."""
     pairs = zip(new, jax.tree.leaves(old), strict=True)
     return [x if x.shape == np.shape(y) else x.reshape(y.shape) for x, y in pairs]
 
@@ -133,20 +118,13 @@ def as_results(
     gates: Sequence[Gate],
     restart: Gate,
 ) -> tuple[PyTree, list[StoredOrShape]] | None:
-    """Gradients and moments that vary along the axes of what takes their places.
+    """Casts gradients and moments to vary along the axes of their results.
 
-    A moment that is the same on all devices takes a gradient in that is not. Its buffer
-    is overwritten page by page, and has one type from the first page to the last.
-
-    Args:
-      analysis: What computes the results.
-      updates: The gradients.
-      leaves: The state's leaves as they are stored.
-      gates: For each gradient its gate; empty if all are open.
-      restart: Whether the state restarts.
+    A replicated moment may be updated with a gradient that varies. Its buffer is
+    overwritten page by page, and has one type from the first page to the last.
 
     Returns:
-      The gradients and the leaves; None if they vary so already.
+      The gradients and the leaves; None if they vary already.
     """
     gate_of = lambda owner: gates[owner] if gates and owner is not None else gates
     axes = {
@@ -159,8 +137,8 @@ def as_results(
     # A page loop's carry keeps its type, so that buffers must vary before it begins.
     lacks = [
         p
-        for p, wanted in axes.items()
-        if any(wanted - varying_axes(x) for x in jax.tree.leaves(buffers[p]))
+        for p, names in axes.items()
+        if any(names - varying_axes(x) for x in jax.tree.leaves(buffers[p]))
     ]
     for p in lacks:
         buffers[p] = varying(buffers[p], axes[p])

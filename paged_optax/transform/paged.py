@@ -1,4 +1,4 @@
-"""`paged`: any Optax transformation, its state in host memory."""
+"""`paged`: any Optax transformation, with its state in host memory."""
 
 import functools
 import inspect
@@ -54,12 +54,12 @@ def paged(
 
     Updates overwrite the gradients' buffers, and new moments overwrite the old ones: if
     gradients and state are donated, a step allocates a few pages and nothing else.
-    `paged` traces `inner.update` to decide how moments may be cut: into blocks of rows
-    if it works element by element, not at all if it works within a leaf.
+    `paged` traces `inner.update` to choose the pages: blocks of rows if it is
+    element-wise, whole leaves if it computes within a leaf.
 
-    The state is Optax's own: the tree, shapes and dtypes of `inner.init(params)`, its
-    larger arrays in host memory. A checkpoint of `inner` loads into `paged(inner)`.
-    The types of the arrays tell `update` where each lives: it streams host leaves, and
+    The state is Optax's own: the tree, shapes and dtypes of `inner.init(params)`, with
+    its larger arrays in host memory. A checkpoint of `inner` loads into `paged(inner)`.
+    `update` reads the memory of each array off its type: it streams host leaves, and
     updates device leaves in place.
 
     `update(..., active=...)` updates some parameters only (mixtures of experts,
@@ -73,67 +73,64 @@ def paged(
       inner: The transformation. It may not combine several parameters: chain
         `optax.clip_by_global_norm` and its like outside.
       page_size: The most bytes of one page of one moment, an int or a string such as
-        `"16MiB"`; with a codec, bytes of the float32 that it decodes to. A leaf has at
-        least 16 pages, unless they would be smaller than 1 MiB, or a page has to be a
-        whole leaf. On a CPU nothing travels. There a leaf is one page if `page_size` is
-        1 MiB or more; with remainders or a codec, if it is 16 MiB or more. With a codec
-        of blocks, leaves are cut on a CPU too.
+        `"16MiB"`; with a codec, bytes of the decoded float32. A leaf has at least 16
+        pages, unless they would be smaller than 1 MiB, or a page has to be a whole
+        leaf. A CPU has no link: a leaf is one page if `page_size` is 1 MiB or more;
+        with remainders or a codec, if it is 16 MiB or more. With a codec of blocks,
+        leaves are cut on a CPU too.
       device_budget: Bytes of moments that may stay on the device: 0 pages all but small
-        moments, None pages nothing. `"auto"` takes what the device has free at `init`
-        less a reserve: as many bytes as the parameters have, for gradients, and a
-        quarter of the device.
+        moments, None pages nothing. `"auto"` takes the free memory at `init` less a
+        reserve: the bytes of the parameters, for gradients, and a quarter of the
+        device.
       min_paged_size: Moments of fewer bytes stay on the device, because small transfers
-        are bound by latency. Moments of one shape and dtype count together if each has
-        an eighth of these bytes or more, as adapters have. With a codec, bytes are
-        those that it stores: 256 KiB are 65,536 values in float32, 258,000 in eight
-        bits.
+        are bound by latency. Moments of one shape and dtype count as one if each has an
+        eighth of these bytes or more, such as adapters. With a codec these are encoded
+        bytes: 256 KiB are 65,536 values in float32, 258,000 in eight bits.
       host_memory_kind: `"pinned_host"`, or `"auto"` to keep the moments on the device
         if a backend has no pinned host memory.
-      shardings: The parameters' shardings over a mesh, if the arrays do not tell them:
+      shardings: The parameters' shardings over a mesh, if the arrays do not have them:
         a pytree of `NamedSharding` or `PartitionSpec`, of the parameters' structure or
         a prefix of it. See `paged_optax.engine.shards`.
-      per_parameter_steps: Whether each parameter counts its own steps, for its bias
+      per_parameter_steps: True if each parameter counts its own steps, for its bias
         corrections and schedules. Each integer scalar of the state is then a tree of
         the parameters' structure.
-      codec: How moments are stored: the name of a codec (`"dynamic_int8"`,
+      codec: Storage of moments: the name of a codec (`"dynamic_int8"`,
         `"dynamic_int4"`, `"float8_e4m3"`, `"bfloat16"`, `"bfloat16_stochastic"`), an
-        object like those of `paged_optax.codecs`, or a dictionary of them, whose keys
-        are names of moments and patterns of parameter paths: `{"mu": "bfloat16", "nu":
-        "dynamic_int8", "*/embedding": "float32"}`. A key that is a parameter's path
-        names it alone: `"w[0]"` is a pattern, which matches `w0`, only if no parameter
-        is called so. If several keys match, the last one wins. `inner` computes in
-        float32. Moments of fewer than 4096 values are stored in float32. A codec that
-        is given by name spends no bit on the sign of Optax's moments of squares, such
-        as `nu`. For a moment of your own, give the codec: `{"*": "dynamic_int8",
-        "energy": DynamicInt8(signed=False)}`. If a block of a moment holds NaN or an
-        infinity, each of its values decodes to NaN or an infinity: put
-        `apply_if_finite` around.
+        object of `paged_optax.codecs` or with its methods, or a dictionary of them,
+        whose keys are names of moments and patterns of parameter paths: `{"mu":
+        "bfloat16", "nu": "dynamic_int8", "*/embedding": "float32"}`. A key that is a
+        parameter's path is no pattern: `"w[0]"` matches `w0` only if no parameter has
+        that path. If several keys match, the last one wins. `inner` computes in
+        float32. Moments of fewer than 4096 values are stored in float32. A codec by
+        name spends no bit on the sign of Optax's moments of squares, such as `nu`. For
+        a moment of your own, pass the codec: `{"*": "dynamic_int8", "energy":
+        DynamicInt8(signed=False)}`. If a block of a moment holds NaN or an infinity,
+        all its values decode to NaN or an infinity: use `apply_if_finite`.
       master_dtype: Keeps a copy of the parameters in this dtype, paged like a moment,
         for parameters in fewer bits: `"float32"`. The moments have this dtype too.
-        Masters of either kind follow their parameters: if something else changes a
-        parameter, its master moves as far. That may be a transformation chained after
-        this one, a wrapper such as `lookahead` around it, or a restore of weights
-        alone. So does the difference where no update in the parameter's dtype leads to
-        the rounded master, as where a sign changes: of bfloat16 at most 1/128 of the
-        step. So masters are not bit for bit those of a training in float32. Steps below
-        a unit of the parameter leave as whole units. So what makes steps smaller, such
-        as `optax.scale(0.1)`, belongs inside `paged`: after it, a tenth of a unit moves
-        neither parameter nor master.
-      master_remainders: Whether a master copy in float32 of a bfloat16 parameter is
-        kept as the 16 bits that the parameter lacks: half the bytes, and half the
-        traffic. The masters are those of `master_dtype="float32"`, but for a rounding
-        now and then.
-      on_moved: What `update` does if it finds moments on the device that belong on the
-        host: `"warn"`, or `"raise"` before XLA sees them. `place_state` puts them back.
-        `layerwise_step` does the same, also of its workspace.
+        Masters of either kind follow their parameters: if anything else changes a
+        parameter, its master moves by the same amount. Examples are a transformation
+        chained after this one, a wrapper such as `lookahead` around it, or a restore of
+        weights alone. If no update in the parameter's dtype reaches the rounded master,
+        as at a change of sign, the master absorbs the difference: in bfloat16 at most
+        1/128 of the step. Masters are therefore not bit for bit equal to a training in
+        float32. Steps below a unit of the parameter are returned as whole units: put
+        `optax.scale(0.1)`, which shrinks steps, inside `paged`. After it, a tenth of a
+        unit would move neither parameter nor master.
+      master_remainders: True if the float32 master copy of a bfloat16 parameter is
+        stored as the 16 bits that complete it: half the bytes, and half the traffic.
+        The masters equal `master_dtype="float32"`, except for rare roundings.
+      on_moved: Action of `update` if moments have left the host: `"warn"`, or `"raise"`
+        before XLA compiles them. `place_state` moves them back. `layerwise_step` checks
+        its workspace in the same way.
 
     Returns:
-      A transformation to use wherever `inner` was used.
+      A transformation that replaces `inner`.
 
     Raises:
-      ValueError: If an argument is not usable. The transformation raises it at
-        `update` if `inner` combines parameters, if it has effects such as
-        `jax.debug.print`, or if parameters or gradients are in host memory.
+      ValueError: If an argument is invalid. `update` raises it if `inner` combines
+        parameters, if it has effects such as `jax.debug.print`, or if parameters or
+        gradients are in host memory.
       TypeError: At `init`, if a parameter has no floating point or complex dtype.
 
     Example:
@@ -149,7 +146,7 @@ def paged(
 
     References:
       Dettmers et al., `QLoRA <https://arxiv.org/abs/2305.14314>`_, 2023, for paged
-      optimizers; the streaming itself is described in `paged_optax.engine.stream`.
+      optimizers; `paged_optax.engine.stream` describes the streaming.
     """
     check_transformation("inner", inner)
     configuration = Configuration.of(
@@ -173,8 +170,7 @@ def paged(
         # Codecs store float32, of parameters in fewer bits too.
         inner = in_float32(inner)
     if draws(rules):
-        # Outermost, so that the count is the state's first leaf: each step's noise is
-        # drawn by it.
+        # Outermost: the count is the state's first leaf, and seeds each step's noise.
         inner = counted(inner)
     if on_moved not in ("warn", "raise"):
         raise ValueError(f"on_moved={on_moved!r}: pass 'warn' or 'raise'.")
@@ -203,7 +199,7 @@ def _alias(
     source: str,
     codec: str | None = None,
 ) -> Callable[..., optax.GradientTransformationExtraArgs]:
-    """Builds `paged(optimizer(...))` as a function with one signature for both."""
+    """Builds `paged(optimizer(...))` as one function with one signature."""
     original = inspect.signature(optimizer)
     paging = [
         parameter.replace(default=codec) if parameter.name == "codec" else parameter
@@ -227,8 +223,8 @@ def _alias(
     `paged({source}(...))`: {promise}.
 
     Args:
-      ...: `{source}`'s own, under their names and with their defaults; then
-        `page_size`, `device_budget`, `codec` and the others of `paged`.
+      ...: The arguments of `{source}`, then `page_size`, `device_budget`, `codec` and
+        the others of `paged`.
 
     Returns:
       A transformation whose state has the structure of `{source}`'s.

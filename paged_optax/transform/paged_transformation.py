@@ -30,7 +30,7 @@ from paged_optax.engine.pages import DEFAULT_PAGE_SIZE, MomentFormat
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.sharing import Geometry, cut, uncut
 from paged_optax.transform.checks import refuse_changes, refuse_state
-from paged_optax.transform.codec_rules import Rule, choose
+from paged_optax.transform.codec_rules import Rule, choose, coded_moments
 from paged_optax.transform.context import current
 from paged_optax.transform.moment_parts import arranged_as, held_parts, without_rows
 from paged_optax.transform.parameter_shardings import ParameterShardings
@@ -134,7 +134,7 @@ class PagedTransformation:
       inner: The transformation.
       configuration: The arguments of `paged`, in bytes.
       rules: The rules of codecs; from `codec_rules.check`.
-      per_parameter_steps: Whether each parameter counts its own steps.
+      per_parameter_steps: True if each parameter counts its own steps.
       known: The parameters' shardings.
       on_moved: Action for moments that left the host: `"warn"` or `"raise"`.
     """
@@ -196,12 +196,8 @@ class PagedTransformation:
     ) -> StateLayout:
         """Returns the layout of a state of `inner`, or of a state that `init` made.
 
-        Args:
-          params: The parameters, or the gradients.
-          state: The state.
-          shards: For each parameter the shards of its moments, or None.
-          owners: For each of the state's arrays the parameter that it belongs to; None
-            to compute them.
+        `shards` has the shards of each parameter's moments, and `owners` the parameter
+        of each of the state's arrays; None to compute them.
         """
         shapes = state
         if self.rules or self.per_parameter_steps:
@@ -212,17 +208,13 @@ class PagedTransformation:
             shapes = jax.eval_shape(init, jax.tree.map(shape_dtype, params))
             owners = None
         paths, avals = paths_of(shapes)
-        parameter_paths, parameters = paths_of(params)
         if owners is None:
-            owners = parameter_of(paths, parameter_paths)
+            owners = parameter_of(paths, paths_of(params)[0])
         codecs: list[Codec | None] = [None] * len(avals)
         parts = {}
         if self.rules:
             parts = held_parts(shapes, state)
-            dtypes = [x.dtype for x in parameters]
-            codecs = choose(
-                self.rules, paths, avals, parameter_paths, owners, dtypes, parts
-            )
+            codecs = choose(coded_moments(self.rules, shapes, params, owners), parts)
         layout = StateLayout.of(
             shapes,
             codecs,
@@ -277,14 +269,11 @@ class PagedTransformation:
 
         Args:
           updates: The gradients.
-          state: The state as `inner` sees it.
+          state: The state of `inner`.
           owners: For each of its leaves the parameter that it belongs to, or None.
           params: The parameters, or None.
           arrays: The arrays among the extra arguments.
           static: The rest of the extra arguments, and whether the state restarts.
-
-        Returns:
-          The analysis, and the arrays that it closes over.
         """
 
         def function(
@@ -373,12 +362,9 @@ class PagedTransformation:
 
 
 def tell(what: str, name: str, on_moved: str) -> None:
-    """Warns of misplaced arrays, or raises.
+    """Warns of misplaced arrays in the argument `name`, or raises.
 
-    Args:
-      what: The arrays, their place and its cause; ends with "put".
-      name: The argument that they are in.
-      on_moved: `"warn"` or `"raise"`.
+    `what` names the arrays, their place and its cause, and ends with "put".
     """
     message = (
         f"{what} the {name} back by paged_optax.place_state(tx, {name}, params)."

@@ -1,4 +1,4 @@
-"""How the parameters are divided over a mesh, from all sources that tell."""
+"""Shardings of the parameters, from all sources."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -17,56 +17,52 @@ from paged_optax.transform.trees import Parameter
 #: A parameter: its path and its shape.
 PathAndShape = tuple[str, tuple[int, ...]]
 
-#: The axes of a mesh, and their sizes. The types of traced arrays name no more of it.
+#: The axes of a mesh, and their sizes: all that types of traced arrays name of it.
 Axes = tuple[tuple[str, int], ...]
 
-#: What the last `init` or `abstract_state` saw divided, of any transformation: each
-#: parameter, and the mesh's axes. One that forgets has nowhere else to keep it.
-#: A warning alone depends on it, and no program.
+#: Divided parameters of the last `init` or `abstract_state` of any transformation, and
+#: the mesh's axes, for transformations that each call rebuilds. Only a warning depends
+#: on it, and no program.
 _divided: set[tuple[PathAndShape, Axes]] = set()
 
 
 def axes_of(mesh: Mesh | AbstractMesh | None) -> Axes:
-    """The axes of a mesh, and their sizes; none without a mesh."""
+    """Returns the axes of a mesh, and their sizes; none without a mesh."""
     return () if mesh is None else tuple(mesh.shape.items())
 
 
 class Divisions:
-    """How parameters were divided, when they were last seen on each mesh.
+    """The most recent sharding of parameters on each mesh.
 
-    Over automatic axes the type of a traced array names its mesh, by its axes and their
-    sizes, and does not say how the array is divided. So what was seen on a mesh is
-    followed on a mesh of these axes alone, whichever its devices: no state goes back to
-    a mesh that it has left.
+    Over automatic axes the type of a traced array has the axes and sizes of its mesh,
+    but no sharding. A sharding seen on a mesh applies to meshes of the same axes and
+    sizes, on any devices: no state returns to a mesh that it has left.
     """
 
     def __init__(self) -> None:
         self._seen: dict[PathAndShape, dict[Axes, Shards | None]] = {}
 
     def keep(self, key: PathAndShape, shards: Shards | None) -> None:
-        """Keeps how a parameter is divided over a mesh, in place of what was there."""
+        """Replaces the sharding of a parameter on a mesh."""
         seen = self._seen.setdefault(key, {})
         before = seen.pop(axes_of(shards and shards.mesh), None)
-        # A mesh that names its devices says more than one that does not.
+        # A mesh with devices has more information than an abstract one.
         if before and shards and before.axes == shards.axes:
             shards = shards if isinstance(shards.mesh, Mesh) else before
         seen[axes_of(shards and shards.mesh)] = shards
 
     def recall(self, key: PathAndShape, mesh: Mesh | AbstractMesh) -> Shards | None:
-        """What was kept of a mesh of these axes, on the mesh that it was seen on."""
+        """Returns the sharding on a mesh of these axes, on the mesh it was seen on."""
         return self._seen.get(key, {}).get(axes_of(mesh))
 
     def on(self, key: PathAndShape, mesh: Mesh | AbstractMesh | None) -> Shards | None:
-        """How a parameter was divided over this mesh.
+        """Returns the sharding of a parameter on a mesh.
 
-        Args:
-          key: The parameter.
-          mesh: The mesh that the parameter, or what is like it, is on. None if that is
-            not known: then it is where it was seen last.
+        Without a mesh, it is the sharding seen last.
         """
         around = jax.sharding.get_abstract_mesh()
         if AxisType.Manual in around.axis_types:
-            return None  # what is seen is a part
+            return None  # the arrays are parts
         if mesh is not None:
             shards = self.recall(key, mesh)
             if shards is None or {*mesh.axis_types} != {AxisType.Auto}:
@@ -80,7 +76,7 @@ class Divisions:
     def assumed(
         self, key: PathAndShape, mesh: Mesh | AbstractMesh | None
     ) -> Shards | None:
-        """How it is divided over a mesh of the same axes in other sizes: likewise."""
+        """Returns the sharding by a mesh of the same axes in other sizes."""
         for before in reversed(self._seen.get(key, {}).values()):
             if mesh and before and {*before.mesh.axis_names} == {*mesh.axis_names}:
                 return Shards.of(NamedSharding(mesh, before.spec), key[1])
@@ -89,7 +85,7 @@ class Divisions:
     def elsewhere(
         self, key: PathAndShape, mesh: Mesh | AbstractMesh
     ) -> Mesh | AbstractMesh | None:
-        """Another mesh that a parameter was divided over, if it was not on this one."""
+        """Returns another mesh that divided a parameter, if it was not on this one."""
         seen = self._seen.get(key, {})
         if axes_of(mesh) in seen:
             return None
@@ -103,7 +99,7 @@ class Divisions:
 
 
 def refuse_uneven(params: PyTree) -> None:
-    """Refuses parameters whose shardings no array could have.
+    """Raises if parameters have shardings that no array could have.
 
     Raises:
       ValueError: If the sharding of a parameter does not divide it evenly.
@@ -128,7 +124,7 @@ def _uneven(
     )
 
 
-def _otherwise(
+def _conflict(
     what: str, shape: tuple[int, ...], now: Shards | None, before: Shards | None
 ) -> ValueError:
     divided = lambda x: (
@@ -143,16 +139,20 @@ def _otherwise(
 
 
 class ParameterShardings:
-    """What a paged transformation knows of its parameters' shardings.
+    """Shardings of a paged transformation's parameters.
 
-    The first of these sources that knows wins: what Flax's variables told `init` of
-    moments that are divided otherwise than their parameters; the type of an array on a
-    mesh of explicit axes; the argument `shardings`; the sharding of a
-    concrete array; the sharding that `init` or `abstract_state` saw of a parameter of
-    this path and shape on a mesh of these axes; that of an argument of `jit_step`, or
-    what Flax's variables tell `init` of traced parameters; what was seen on a mesh of
-    these axes in other sizes. In a `jit` over automatic axes the type names the mesh,
-    and the array says nothing.
+    The first source wins:
+
+    1. Flax's metadata of moments, if these are not divided as their parameters.
+    2. The type of an array on a mesh of explicit axes.
+    3. The argument `shardings`.
+    4. The sharding of a concrete array: of the update, or of an earlier `init` or
+       `abstract_state` for a parameter of this path and shape on a mesh of these axes.
+    5. The sharding of an argument of `jit_step`, or Flax's metadata of a traced
+       parameter.
+    6. A concrete array seen on a mesh of these axes in other sizes.
+
+    In a `jit` over automatic axes the type of an array has its mesh, but no sharding.
 
     Args:
       shardings: A pytree of `NamedSharding` or `PartitionSpec` of the parameters'
@@ -171,52 +171,51 @@ class ParameterShardings:
                 )
         self.seen = Divisions()
         self.metadata = Divisions()
-        self._told_of: set[Axes] = set()
+        self._warned: set[Axes] = set()
 
     def of_arrays(
         self,
         paths: Sequence[KeyPath],
         leaves: Sequence[Parameter],
-        told: Sequence[NamedSharding | None],
+        moments_of: Sequence[NamedSharding | None],
     ) -> dict[PathAndShape, Shards | None]:
-        """The shardings of concrete parameters, for `init` to remember.
+        """Returns the shardings of concrete parameters, for `init` to remember.
 
-        Also those of traced parameters, as far as they are given. And those of
-        parameters whose types alone `abstract_state` looks at: they are what a state is
-        restored for, and replace what was there before.
+        Includes traced parameters with known shardings, and the types of parameters in
+        `abstract_state`: a state is restored for them, and they replace earlier ones.
 
         Raises:
-          ValueError: If a parameter of `init` was divided otherwise before, over a mesh
-            of the same axes.
+          ValueError: If a parameter of `init` had another sharding before, on a mesh of
+            the same axes.
         """
-        said: dict[PathAndShape, Shards | None] = {}
+        seen: dict[PathAndShape, Shards | None] = {}
         visitor = current().visitor
         mesh = visitor and visitor.mesh
-        for path, x, moments in zip(paths, leaves, told, strict=True):
+        for path, x, moments in zip(paths, leaves, moments_of, strict=True):
             if self.argument or moments is not None:
-                continue  # these would win
+                continue  # these win
             if not is_traced(x):
                 sharding = x.sharding
             elif mesh is not None:
                 sharding = NamedSharding(mesh, jax.typeof(x).sharding.spec)
             elif (sharding := current().shardings.get(id(x))) is None:
-                continue  # a tracer tells nothing
+                continue  # a tracer has no sharding
             key = keystr(path), x.shape
             shards = Shards.of(sharding, x.shape)
             if is_traced(x) and shards is None and key not in self.seen:
                 continue
-            said[key] = shards
+            seen[key] = shards
             before = self.seen.recall(key, shards.mesh) if shards else None
             if _typed(shards) or _typed(before):
-                continue  # a type tells nearly every update
+                continue  # types have the shardings in nearly every update
             same = before is None or shards is None or shards.axes == before.axes
             if not same and visitor is None:
-                raise _otherwise(f"parameter {key[0]}", x.shape, shards, before)
-        return said
+                raise _conflict(f"parameter {key[0]}", x.shape, shards, before)
+        return seen
 
-    def learn(self, said: Mapping[PathAndShape, Shards | None]) -> None:
+    def learn(self, seen: Mapping[PathAndShape, Shards | None]) -> None:
         """Remembers the shardings of parameters."""
-        for key, shards in said.items():
+        for key, shards in seen.items():
             self.seen.keep(key, shards)
             if shards is not None:
                 one = key, axes_of(shards.mesh)
@@ -225,18 +224,13 @@ class ParameterShardings:
                     _divided.add(one)
 
     def warn_of_unknown(self, path: KeyPath, x: ArrayOrShape) -> None:
-        """Warns, once, of a parameter that was divided, which an update cannot know.
-
-        Args:
-          path: The parameter's path.
-          x: The parameter, or its gradient.
-        """
+        """Warns, once, of a divided parameter whose sharding an update cannot read."""
         mesh, key = jax.typeof(x).sharding.mesh, (keystr(path), x.shape)
         if mesh.size == 1 or mesh.empty or AxisType.Manual in mesh.axis_types:
             return
         if (other := self.seen.elsewhere(key, mesh)) is not None:
-            if axes_of(mesh) not in self._told_of:
-                self._told_of.add(axes_of(mesh))
+            if axes_of(mesh) not in self._warned:
+                self._warned.add(axes_of(mesh))
                 warn_user(
                     f"nothing in this jax.jit says how {key[0]} of shape {x.shape} is"
                     f" divided over the mesh {dict(mesh.shape)}, so that XLA gathers"
@@ -265,11 +259,11 @@ class ParameterShardings:
         leaves: Sequence[Parameter],
         metadata: Sequence[NamedSharding | None],
     ) -> tuple[NamedSharding | None, ...]:
-        """How moments are divided by Flax's metadata; None: as their parameters.
+        """Returns the shardings of moments by Flax's metadata; None: as parameters.
 
         Raises:
-          ValueError: If such a sharding does not fit its parameter, or `init` was told
-            another before.
+          ValueError: If such a sharding does not fit its parameter, or an earlier
+            `init` had another one.
         """
         shardings = []
         for path, x, sharding in zip(paths, leaves, metadata, strict=True):
@@ -279,7 +273,7 @@ class ParameterShardings:
             before = self.metadata.on(key, mesh)
             if sharding is None or sharding.mesh.size == 1:
                 sharding = None
-                # A tracer tells nothing; an array's moments are divided as it is.
+                # A tracer has no sharding; an array's moments are divided as it is.
                 before = before or (
                     self.metadata.assumed(key, mesh) if is_traced(x) else None
                 )
@@ -292,52 +286,50 @@ class ParameterShardings:
             same = before is None or (shards is not None and shards.axes == before.axes)
             if not same and current().visitor is None:
                 what = f"what is kept of parameter {keystr(path)}"
-                raise _otherwise(what, x.shape, shards, before)
-            told = sharding or (before and before.sharding)
-            shardings.append(told and _on_axes_of(x, told))
+                raise _conflict(what, x.shape, shards, before)
+            known = sharding or (before and before.sharding)
+            shardings.append(known and _on_axes_of(x, known))
         return tuple(shardings)
 
     def remember(
         self,
         paths: Sequence[KeyPath],
         leaves: Sequence[Parameter],
-        told: Sequence[NamedSharding | None],
+        moments_of: Sequence[NamedSharding | None],
     ) -> None:
-        """Remembers how moments are divided by Flax's metadata."""
+        """Remembers the shardings of moments by Flax's metadata."""
         visitor = current().visitor
-        for path, x, sharding in zip(paths, leaves, told, strict=True):
+        for path, x, sharding in zip(paths, leaves, moments_of, strict=True):
             if sharding is not None and visitor and visitor.mesh is not None:
                 sharding = NamedSharding(visitor.mesh, sharding.spec)
             if (shards := Shards.of(sharding, x.shape)) is None:
                 continue
-            # Where types alone are looked at, an abstract mesh may be made up.
+            # A visitor may run on a fictitious abstract mesh.
             if isinstance(shards.mesh, Mesh) or visitor is None:
                 self.metadata.keep((keystr(path), x.shape), shards)
 
     def find(self, path: KeyPath, *arrays: ArrayOrShape) -> Shards | None:
-        """How a parameter is divided, by arrays of its shape, of which the first wins.
+        """Returns the shards of a parameter, by arrays of its shape; the first wins.
 
         Raises:
           ValueError: If the argument's sharding does not fit its parameter.
         """
         shape, mesh = arrays[0].shape, _mesh_of(arrays)
         key = keystr(path), shape
-        told = self.metadata.on(key, mesh) or self.metadata.assumed(key, mesh)
-        if told is not None:
-            return told
+        known = self.metadata.on(key, mesh) or self.metadata.assumed(key, mesh)
+        if known is not None:
+            return known
         for x in arrays:
             sharding = sharding_in_type(x)
             types = axis_types(sharding)
             if AxisType.Manual in types:
                 return None
-            # Of axes of several types, another source may know more.
+            # For axes of several types, another source may have more.
             if types == {AxisType.Explicit}:
                 mesh = getattr(getattr(x, "sharding", None), "mesh", sharding.mesh)
                 return Shards.of(NamedSharding(mesh, sharding.spec), shape)
         if self.argument:
             return self._of_argument(path, shape)
-        # Over automatic axes a tracer names its mesh alone: what was seen of concrete
-        # arrays on such a mesh then tells.
         concrete = [x for x in arrays if not is_traced(x)]
         of_arrays = map(Shards.of_array, concrete)
         if concrete:
@@ -372,12 +364,12 @@ class ParameterShardings:
 
 
 def _typed(shards: Shards | None) -> bool:
-    """Whether arrays that are divided so have types that tell it."""
+    """Returns whether the types of such arrays have their shardings."""
     return shards is not None and set(shards.mesh.axis_types) == {AxisType.Explicit}
 
 
 def _mesh_of(arrays: Sequence[ArrayOrShape]) -> Mesh | AbstractMesh | None:
-    """The mesh that the first of some arrays which names one is on; None: not known."""
+    """Returns the mesh of the first array that has one, or None."""
     for x in arrays:
         for sharding in (getattr(x, "sharding", None), jax.typeof(x).sharding):
             if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names:
@@ -386,7 +378,7 @@ def _mesh_of(arrays: Sequence[ArrayOrShape]) -> Mesh | AbstractMesh | None:
 
 
 def _on_axes_of(x: Parameter, sharding: NamedSharding) -> NamedSharding:
-    """The sharding, on the explicit axes that a traced parameter's type names."""
+    """Returns the sharding on the explicit axes of a traced parameter's type."""
     mesh = jax.typeof(x).sharding.mesh if is_traced(x) else sharding.mesh
     explicit = AxisType.Explicit in getattr(mesh, "axis_types", ())
     return NamedSharding(mesh, sharding.spec) if explicit else sharding

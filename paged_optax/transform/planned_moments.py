@@ -21,7 +21,7 @@ from paged_optax.engine.paged_array import PagedArray
 from paged_optax.engine.pages import MomentFormat, Pages
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.sharing import sharing, uncut
-from paged_optax.transform.codec_rules import left_for_size
+from paged_optax.transform.codec_rules import coded_moments
 from paged_optax.transform.context import Visitor, within
 from paged_optax.transform.groups import divided_as, loop_key
 from paged_optax.transform.init import NewState
@@ -39,10 +39,10 @@ class Moment:
 
     Attributes:
       path: Its path in the state.
-      shape: Its shape; on a mesh, that of one device's shard.
+      shape: Its shape; on a mesh, the shape of one device's shard.
       dtype: Its dtype.
       bytes: Its bytes, or the bytes of one device's shard.
-      on_host: Whether it lives in host memory.
+      on_host: True if it lives in host memory.
       pages: Its pages; 1 if it travels whole; 0 on the device.
       page_bytes: Bytes of one page.
       leaf: A number common to moments that share pages.
@@ -53,10 +53,10 @@ class Moment:
       beside: Bytes of its scales or codes, if they travel whole and not in pages.
       refused: Reason why a moment larger than a page cannot be paged on this backend,
         and the way out; empty if it can.
-      both_ways: Whether one page of it is read while another is written.
-      small: Whether it stays on the device because it is under `min_paged_size`.
-      elementwise: Whether its update is element-wise.
-      uncoded: Whether it is too small for the codec of its rule.
+      both_ways: True if one page of it is read while another is written.
+      small: True if it stays on the device because it is under `min_paged_size`.
+      elementwise: True if its update is element-wise.
+      uncoded: True if it is too small for the codec of its rule.
     """
 
     path: str
@@ -183,14 +183,7 @@ def planned_moments(
     elementwise = analysis.elementwise
     moments = []
     small = layout.small(paged.configuration.min_paged_size)
-    uncoded = left_for_size(
-        paged.rules,
-        state_paths,
-        avals,
-        paths_of(params)[0],
-        layout.owners,
-        [x.dtype for x in parameters],
-    )
+    coded = coded_moments(paged.rules, layout.shapes, params, layout.owners)
     every = zip(state_paths, avals, layout.sizes, strict=True)
     for i, (path, x, size) in enumerate(every):
         unstreamed = number + i, uncut(x.shape).gpu, False, 3
@@ -217,7 +210,7 @@ def planned_moments(
                 both_ways=both and not stays[i],
                 small=size is not None and small[i],
                 elementwise=first + i in elementwise,
-                uncoded=uncoded[i] and codec is None,
+                uncoded=codec is None and (y := coded[i]) is not None and y.small,
             )
         )
     return moments
@@ -298,7 +291,7 @@ class _LeafMoments:
 
     @property
     def converts(self) -> bool:
-        """Whether XLA keeps one more page, for conversions of narrower moments.
+        """True if XLA keeps one more page, for conversions of narrower moments.
 
         It does for remainders, which join the bits of the parameter, and for moments of
         fewer bits than the parameter (H200, jax 0.10.2 and 0.12.0.1; v5e). The page has

@@ -1,6 +1,6 @@
 """Moments and master weights in float32 for parameters in fewer bits.
 
-Each wrapper is an Optax transformation around another, and knows nothing of paging.
+Each wrapper is an Optax transformation around another, independent of paging.
 """
 
 from typing import NamedTuple
@@ -14,9 +14,9 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.validation import check_enabled_bits
 
-#: An update is large if so much of it still moves its parameter. At 1 small steps do
-#: not add up if what follows makes them smaller. At 1/2 what follows would round whole
-#: units.
+#: An update is large if this fraction of it still moves its parameter. At 1, small
+#: steps would not add up if a later transformation shrinks them. At 1/2 it would round
+#: whole units.
 _LARGE = 0.8
 
 
@@ -37,11 +37,7 @@ def in_float32(
 ) -> optax.GradientTransformationExtraArgs:
     """Computes in float32, whatever the dtypes of parameters and gradients.
 
-    Args:
-      inner: The transformation. It sees parameters and gradients in float32.
-
-    Returns:
-      The transformation; its updates have the gradients' dtype.
+    The updates have the gradients' dtype.
     """
 
     def init(params: optax.Params) -> optax.OptState:
@@ -73,15 +69,15 @@ def with_master_weights(
         m' = m + \mathrm{inner}(g, s, m), \qquad
         u \approx \mathrm{round}(m') - \theta,
 
-    so that :math:`\theta + u` is the master copy rounded to the parameters' dtype. What
-    else changes the parameter moves the master copy as far, when the next step begins:
-    a transformation chained after this one, a wrapper around it, a restore of weights
-    alone. So does the difference where no update in the parameters' dtype leads to the
-    rounded master copy, as where a sign changes: it is at most 1/128 of the step, of
-    parameters in bfloat16.
+    so that :math:`\theta + u` is the master copy rounded to the parameters' dtype. If
+    anything else changes the parameter, the next step first moves the master copy by
+    the same amount: a transformation chained after this one, a wrapper around it, a
+    restore of weights alone. If no update in the parameters' dtype reaches the rounded
+    master copy, as at a change of sign, the master absorbs the difference: at most
+    1/128 of the step, for parameters in bfloat16.
 
     Args:
-      inner: The transformation. It sees the master copy as its parameters.
+      inner: The transformation. The master copy is its `params`.
       dtype: The dtype of the master copy, of the moments, and of the computation.
 
     Returns:
@@ -94,7 +90,7 @@ def with_master_weights(
 
     def init(params: optax.Params) -> MasterWeightsState:
         check_enabled_bits("master_dtype", dtype)
-        # A step donates both: they may not be one array where the dtypes are equal.
+        # A step donates both: they may not be one array if the dtypes are equal.
         master = jax.tree.map(jnp.copy, wider(params, dtype))
         return MasterWeightsState(master, inner.init(master))
 
@@ -115,7 +111,9 @@ def with_master_weights(
         )
         master = jax.tree.map(lambda m, u: m + u.astype(m.dtype), master, changed)
         moved = jax.tree.map(
-            lambda p, m: way(widened(p, m.dtype), m, p.dtype).astype(p.dtype),
+            lambda p, m: update_towards(widened(p, m.dtype), m, p.dtype).astype(
+                p.dtype
+            ),
             params,
             master,
         )
@@ -125,20 +123,20 @@ def with_master_weights(
 
 
 def current_master(parameter: Array, master: Array) -> Array:
-    """The master copy of a parameter as it is, whatever has changed the parameter.
+    """Returns the master copy of a parameter that may have changed since.
 
     Args:
       parameter: The parameter.
-      master: The copy that a state keeps, which rounds to the parameter as it was.
+      master: The copy in the state, which rounds to the former parameter.
 
     Returns:
-      The copy, moved as far as the parameter has been since; the parameter itself if
-      that would not round to it, as after a replacement by a much smaller number.
+      The copy, moved by the parameter's change; the parameter itself if the moved copy
+      does not round to it, as after a replacement by a much smaller number.
     """
     if master.dtype == parameter.dtype:
         return parameter
     before = rounded(master, parameter.dtype)
-    # Compared as numbers of more bits, XLA would leave out the rounding.
+    # XLA would drop the rounding in a comparison of numbers of more bits.
     unsigned = jnp.dtype(f"uint{8 * parameter.dtype.itemsize}")
     bits, bits_before = (
         lax.bitcast_convert_type(x.astype(parameter.dtype), unsigned)
@@ -151,15 +149,14 @@ def current_master(parameter: Array, master: Array) -> Array:
     return jnp.where((bits == bits_before) | zeros, master, moved)
 
 
-def way(x: Array, master: Array, dtype: DTypeLike) -> Array:
-    """The update from a parameter to its master copy, rounded to a dtype.
+def update_towards(x: Array, master: Array, dtype: DTypeLike) -> Array:
+    """Returns the update from a parameter to its master copy, rounded to a dtype.
 
-    It leads to the rounded master copy, where any update does. One that just moves the
-    parameter goes a whole unit in its last place: what is chained after then counts
-    each unit once, and steps below a unit add up to what they are. If it halves them,
-    none moves the parameter. A larger one is as near to the difference as the dtype
-    allows, so that what is chained after rounds it no worse than an update of
-    parameters without a master copy.
+    It reaches the rounded master copy if any update does. The smallest updates move the
+    parameter by a whole unit in its last place: a later transformation then counts each
+    unit once, and smaller steps accumulate exactly. If it halves them, none moves the
+    parameter. Larger updates are as near to the difference as the dtype allows, so that
+    a later transformation rounds them no worse than updates without a master copy.
 
     Args:
       x: The parameter, in the master's dtype.
@@ -174,16 +171,16 @@ def way(x: Array, master: Array, dtype: DTypeLike) -> Array:
 
 
 def widened(parameter: Array, dtype: DTypeLike) -> Array:
-    """A number in a dtype of more bits, also where XLA has kept more bits of it."""
+    """Converts to a dtype of more bits, without excess bits that XLA may have kept."""
     return rounded(parameter.astype(dtype), parameter.dtype)
 
 
 def rounded(x: Array, dtype: DTypeLike) -> Array:
-    """Rounds to a dtype of fewer bits, and stays in the dtype of more.
+    """Rounds to the values of a dtype of fewer bits, without a change of dtype.
 
-    XLA drops a conversion to fewer bits and back, where it may compute more precisely
-    than it is told (`xla_allow_excess_precision`), but no `lax.reduce_precision`. That
-    one makes denormal numbers zero. It has no largest number of eight-bit floats.
+    XLA may drop a conversion to fewer bits and back (`xla_allow_excess_precision`), but
+    not `lax.reduce_precision`, which flushes denormal numbers to zero and has no
+    largest number of eight-bit floats.
     """
     if x.dtype == dtype:
         return x
@@ -200,7 +197,7 @@ class CountedState(NamedTuple):
     """The state of `counted`.
 
     Attributes:
-      step: How many updates there have been.
+      step: The number of updates.
       inner_state: The state of the wrapped transformation.
     """
 
@@ -211,14 +208,7 @@ class CountedState(NamedTuple):
 def counted(
     inner: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """Counts updates, so that stochastic rounding draws other bits at each.
-
-    Args:
-      inner: The transformation.
-
-    Returns:
-      The transformation, its state inside a `CountedState`.
-    """
+    """Counts updates, so that stochastic rounding draws new bits at each."""
 
     def init(params: optax.Params) -> CountedState:
         return CountedState(jnp.zeros((), jnp.int32), inner.init(params))

@@ -1,4 +1,4 @@
-"""What all processes that train together must have built alike."""
+"""Facts on which all processes of a training must agree."""
 
 import re
 import zlib
@@ -15,7 +15,7 @@ from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.state_layout import StateLayout
 from paged_optax.transform.trees import paths_of
 
-#: What is said, by name and path; see `backend.processes.compare`.
+#: Facts by name and path; see `backend.processes.compare`.
 Said = Mapping[str, Mapping[str, str]]
 
 
@@ -26,15 +26,7 @@ def said_of(
     layout: StateLayout,
     analysis: Analysis,
 ) -> Said:
-    """Says what a program of a paged update depends on.
-
-    Args:
-      paged: The transformation.
-      params: The parameters, or the gradients.
-      state: The state.
-      layout: How the state is stored.
-      analysis: What the update computes.
-    """
+    """Returns the facts on which the program of a paged update depends."""
     configuration, (paths, leaves) = paged.configuration, paths_of(params)
     settings = {
         "page_size": configuration.page_size,
@@ -44,11 +36,11 @@ def said_of(
         "per_parameter_steps": paged.per_parameter_steps,
     }
     programs = analysis.shared, *(leaf.program for leaf in analysis.leaf_updates)
-    # Like leaves have equal programs, of which one says what all compute.
+    # Leaves of one shape have equal programs.
     distinct = list(dict.fromkeys((*programs, analysis.tail)))
     return {
         **{name: {"": str(value)} for name, value in settings.items()},
-        # As text a codec has the address that Python gives an object.
+        # The text of a codec has the address of its object.
         "codec": {
             repr([key]): re.sub(r" at 0x[0-9a-f]+", "", repr(rule))
             for key, rule in paged.rules.items()

@@ -1,6 +1,6 @@
-"""Master weights in 16 bits: those of a float32 that a bfloat16 parameter lacks.
+"""Master weights in 16 bits, which complete a bfloat16 parameter to float32.
 
-An Optax transformation around another. It knows nothing of paging.
+An Optax transformation around another, independent of paging.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import BFloat16, Float32, Int16, Int32, PyTree
 
-from paged_optax.transform.precision import rounded, way, widened, wider
+from paged_optax.transform.precision import rounded, update_towards, widened, wider
 
 #: The bits of -0, and the lowest int32.
 _LOWEST = np.int32(-(2**31))
@@ -22,7 +22,7 @@ class MasterRemaindersState(NamedTuple):
     """The state of `with_master_remainders`.
 
     Attributes:
-      remainder: For each parameter in bfloat16 what its master copy has more, in int16;
+      remainder: For each bfloat16 parameter the distance to its master copy, in int16;
         `optax.MaskedNode` for others, which are their own masters.
       inner_state: The state of the wrapped transformation.
     """
@@ -34,7 +34,7 @@ class MasterRemaindersState(NamedTuple):
 def with_master_remainders(
     inner: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keeps a float32 master copy of bfloat16 parameters in 16 bits beside them.
+    r"""Keeps a float32 master copy of bfloat16 parameters in 16 bits each.
 
     .. math::
         m = \theta \oplus r, \qquad
@@ -43,22 +43,21 @@ def with_master_remainders(
         r' = m' \ominus \mathrm{round}(\theta + u).
 
     Here :math:`\ominus` counts the float32 numbers between two of them, and
-    :math:`\oplus` goes so many further. Two neighbouring bfloat16 numbers are 65,536
-    float32 numbers apart. So 16 bits tell apart all masters that round to one
-    parameter. Two kinds of masters are not kept to the last bit. One that is exactly
-    between two bfloat16 numbers may be kept as the float32 number beside it. And where
-    no update in bfloat16 leads to the rounded master, as where a sign changes, the
-    update leads near it, and the master is kept as near as 16 bits reach: within 1/256
-    of the step. (Within 1/64 if one program makes several steps of parameters on the
-    device, as an unrolled `lax.scan` does: XLA then leaves out roundings to bfloat16 in
-    between, `xla_allow_excess_precision`.)
+    :math:`\oplus` adds such a count. Neighbouring bfloat16 numbers are 65,536 float32
+    numbers apart: 16 bits distinguish all masters that round to one parameter. Two
+    kinds of masters are not exact to the last bit. A master midway between two bfloat16
+    numbers may become the neighbouring float32 number. If no update in bfloat16 reaches
+    the rounded master, as at a change of sign, the update comes near it, and the master
+    is as near as 16 bits reach: within 1/256 of the step. (Within 1/64 if one program
+    makes several steps of parameters on the device, such as an unrolled `lax.scan`: XLA
+    then drops roundings to bfloat16 in between, `xla_allow_excess_precision`.)
 
-    Half of a master is its parameter. So what else changes the parameter changes its
-    master: a transformation chained after this one, a wrapper around it, a restore of
-    weights alone. The remainder stays, less than a rounding of the parameter.
+    The parameter is half of its master. Any other change of the parameter changes the
+    master too: a transformation chained after this one, a wrapper around it, a restore
+    of weights alone. The remainder stays, and is less than a rounding of the parameter.
 
     Args:
-      inner: The transformation. It sees the master copy as its parameters.
+      inner: The transformation. The master copy is its `params`.
 
     Returns:
       The transformation; its updates have the parameters' dtype.
@@ -103,7 +102,9 @@ def with_master_remainders(
         def difference(p: Array, m: Array, u: Array, r: PyTree) -> Array:
             if not _is_split(r):
                 return u.astype(p.dtype)
-            return way(_wide(p), m + u.astype(m.dtype), p.dtype).astype(p.dtype)
+            x = _wide(p)
+            moved = update_towards(x, m + u.astype(m.dtype), p.dtype)
+            return moved.astype(p.dtype)
 
         def remainder(p: Array, m: Array, u: Array, r: PyTree, moved: Array) -> PyTree:
             if not _is_split(r):
@@ -120,22 +121,19 @@ def with_master_remainders(
 
 
 def _is_split(remainder: PyTree) -> bool:
-    """Whether a parameter is half of its master, and not all of it."""
+    """Returns whether a parameter has a remainder."""
     return bool(jax.tree.leaves(remainder))
 
 
 def master_of(parameter: Array, remainder: PyTree) -> Array:
-    """The master copy of a parameter, of both its halves.
+    """Returns the float32 master copy of a parameter.
 
     Args:
       parameter: The parameter.
-      remainder: What its master has more, in int16, or a tree without an array.
-
-    Returns:
-      The master copy in float32.
+      remainder: Its remainder in int16, or a tree without an array.
 
     Raises:
-      ValueError: If the parameter had another dtype when its state was made.
+      ValueError: If the parameter had another dtype at `init`.
     """
     split = _is_split(remainder)
     if split != (parameter.dtype == jnp.bfloat16):
@@ -149,21 +147,20 @@ def master_of(parameter: Array, remainder: PyTree) -> Array:
 
 
 def _wide(parameter: BFloat16[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """A bfloat16 number in float32."""
     return widened(parameter, jnp.float32)
 
 
 def _position(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-    """The position of a float32 number among all of them; that of 0 is 0."""
+    """Returns the rank of a float32 number among all of them; 0 has rank 0."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    # Bits of negative numbers count away from those of -0, which has the place of 0.
+    # Negative numbers count downwards from -0, which has the rank of 0.
     return jnp.where(bits < 0, _LOWEST - bits, bits)
 
 
 def _further(
     x: Float32[Array, "*shape"], count: Int16[Array, "*shape"]
 ) -> Float32[Array, "*shape"]:
-    """The float32 number that is `count` numbers above `x`."""
+    """Returns the float32 number that is `count` numbers above `x`."""
     position = _position(x) + count.astype(jnp.int32)
     bits = jnp.where(position < 0, _LOWEST - position, position)
     return lax.bitcast_convert_type(bits, jnp.float32)
@@ -172,7 +169,6 @@ def _further(
 def _between(
     x: Float32[Array, "*shape"], y: Float32[Array, "*shape"]
 ) -> Int16[Array, "*shape"]:
-    """How many float32 numbers above `x` the number `y` is, as near as int16 tells."""
-    # As where a sign changes: the master is then as near as 16 bits reach.
+    """Returns the count of float32 numbers from `x` to `y`, clipped to int16."""
     count = jnp.clip(_position(y) - _position(x), -(2**15), 2**15 - 1)
     return count.astype(jnp.int16)

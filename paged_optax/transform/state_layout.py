@@ -1,9 +1,9 @@
-"""How a state stores each leaf of the state of its transformation.
+"""Layout of a state: the storage of each leaf, and the leaves that stay on the device.
 
 With the default settings a state is Optax's own, leaf for leaf. A codec stores a moment
 in other arrays. Optax counts steps in integer scalars; with `per_parameter_steps` each
-of them is a tree of the parameters' structure, so that bias corrections and schedules
-follow the updates that a parameter has really had.
+count is a tree of the parameters' structure, so that bias corrections and schedules
+follow a parameter's own updates.
 """
 
 import collections
@@ -42,22 +42,22 @@ from paged_optax.transform.trees import Parameter, StoredOrShape, paths_of
 
 
 class OtherLayoutError(ValueError):
-    """A state holds a moment as another codec, or other shards, would store it."""
+    """A moment of the state has another codec, or other shards."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """A state's structure, and how each of its leaves is stored.
+    """A state's structure, and the storage of its leaves.
 
     Attributes:
       structure: The structure of the transformation's own state.
-      avals: For each leaf the shape and dtype that the transformation sees.
-      codecs: For each leaf the codec that stores it; None if it is stored as it is.
-      counts: The positions of the step counts that each parameter has for itself.
+      avals: For each leaf its shape and dtype, decoded.
+      codecs: For each leaf its codec, or None.
+      counts: The positions of step counts of which each parameter has its own.
       parameters: The structure of the parameters.
       owners: For each leaf the parameter that it belongs to, or None.
-      shards: For each leaf how it is divided over a mesh; None if it is not.
-      parameter_shards: For each parameter how it is divided, or None.
+      shards: For each leaf its division over a mesh, or None.
+      parameter_shards: For each parameter its division, or None.
     """
 
     structure: PyTreeDef
@@ -80,18 +80,15 @@ class StateLayout:
         *,
         per_parameter_steps: bool,
     ) -> "StateLayout":
-        """Lays a state out, given the shapes of the transformation's own.
+        """Returns the layout of a state, given the transformation's own.
 
         Args:
           shapes: The transformation's own state.
-          codecs: For each of its leaves the codec that stores it, or None.
+          codecs: For each of its leaves the codec, or None.
           params: The parameters.
           owners: For each of its leaves the parameter that it belongs to, or None.
-          parameter_shards: For each parameter how it is divided, or None.
-          per_parameter_steps: Whether each parameter has its own step counts.
-
-        Returns:
-          The layout.
+          parameter_shards: For each parameter its division, or None.
+          per_parameter_steps: True if each parameter has its own step counts.
         """
         avals, structure = jax.tree.flatten(shapes)
         parameters = jax.tree.structure(params)
@@ -104,13 +101,14 @@ class StateLayout:
             and counts_steps(x.dtype)
         ]
         leaves = jax.tree.leaves(params)
-        # What has another shape than its parameter, as a factored moment, is undivided.
+        # Moments of other shapes than their parameters, such as factored ones, are
+        # undivided.
         shards = [
             None if i is None or x.shape != leaves[i].shape else parameter_shards[i]
             for i, x in zip(owners, avals, strict=True)
         ]
-        # Codes of eight bits share words of 32, because XLA:TPU slices no bytes in host
-        # memory; words and scales are arranged so that they shard as the moment does.
+        # XLA:TPU slices no bytes in host memory: codes share words of 32 bits. Words
+        # and scales are arranged to shard as the moment does.
         codecs = [
             codec and arranged(codec, part.local(x.shape) if part else x.shape, x.shape)
             for codec, x, part in zip(codecs, avals, shards, strict=True)
@@ -127,7 +125,7 @@ class StateLayout:
         )
 
     def stored(self, position: int) -> StoredOrShape:
-        """The shapes and dtypes in which a leaf is stored."""
+        """Returns the shapes and dtypes of a leaf as it is stored."""
         codec, aval = self.codecs[position], self.avals[position]
         if codec is None:
             return aval
@@ -135,7 +133,7 @@ class StateLayout:
         return shards.stored(codec, aval.shape) if shards else codec.stored(aval.shape)
 
     def types(self, position: int, parameter: Parameter | None) -> StoredOrShape | None:
-        """Arrays or shapes divided as a stored leaf; None if it is on all devices."""
+        """Returns arrays or types with a stored leaf's shardings; None: replicated."""
         codec, aval = self.codecs[position], self.avals[position]
         shards = self.shards[position]
         if codec is None:
@@ -148,7 +146,7 @@ class StateLayout:
 
     @functools.cached_property
     def sizes(self) -> list[int | None]:
-        """Bytes per device of each leaf as it is stored; None if it is no moment."""
+        """Stored bytes of each leaf on a device; None if it is no moment."""
         return [
             nbytes(self.stored(position)) // (math.prod(part.divisions) if part else 1)
             if x.ndim and holds_moments(x.dtype) and nbytes(x)
@@ -159,14 +157,14 @@ class StateLayout:
         ]
 
     def small(self, min_paged_size: int) -> list[bool]:
-        """For each leaf whether it is no moment, or one not worth its transfers."""
+        """Returns for each leaf whether it is no moment, or too small to page."""
         stored = [self.stored(position) for position in range(len(self.avals))]
         return too_small(self.sizes, stored, self.owners, min_paged_size)
 
     def build(self, leaves: Sequence[StoredOrShape]) -> PyTree:
-        """Makes a new state of stored leaves, with copies of each count.
+        """Builds a new state of stored leaves, with copies of each count.
 
-        What a codec stored gets a container that names the codec.
+        A coded moment gets a container that names its codec.
         """
         leaves = list(leaves)
         for position, x in enumerate(leaves):
@@ -179,10 +177,9 @@ class StateLayout:
         return jax.tree.unflatten(self.structure, leaves)
 
     def take_apart(self, state: PyTree) -> list[StoredOrShape]:
-        """Takes a state apart into its leaves as they are stored.
+        """Returns a state's leaves as they are stored.
 
-        Returns:
-          The leaves. A count that each parameter has is a list of one for each.
+        A count of which each parameter has its own is a list.
 
         Raises:
           ValueError: If the state is of another layout.
@@ -212,13 +209,13 @@ class StateLayout:
         return codes_field(codec, shards.local(shape), shards.divisions)
 
     def _read(self, stored: PyTree, position: int) -> StoredOrShape:
-        """Reads what a codec stored, whatever container a restore put it in.
+        """Returns a coded moment, from any container that a restore made.
 
         Before containers named the codec, the field was called `codes`.
         """
-        wanted = self.stored(position)
+        expected = self.stored(position)
         describe = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
-        if isinstance(wanted, Quantized) and (names := fields_of(stored)):
+        if isinstance(expected, Quantized) and (names := fields_of(stored)):
             field, name = self._codes_field(position), names[0]
             if in_shard_map():
                 name = of_one_part(name)
@@ -230,17 +227,18 @@ class StateLayout:
                     " the parameters that the state was made with, divided as they"
                     " were, or make the state with this transformation's own init."
                 )
-        if describe(stored) != describe(wanted):
+        if describe(stored) != describe(expected):
             raise OtherLayoutError(
                 f"the state holds {jax.tree.map(jax.typeof, stored)} where codec"
-                f" {self.codecs[position]!r} stores {wanted}: pass the codec that the"
+                f" {self.codecs[position]!r} stores {expected}: pass the codec that the"
                 " state was made with, or make the state with this transformation's own"
                 " init, for parameters divided as these are."
             )
-        return jax.tree.unflatten(jax.tree.structure(wanted), jax.tree.leaves(stored))
+        structure = jax.tree.structure(expected)
+        return jax.tree.unflatten(structure, jax.tree.leaves(stored))
 
     def seen(self, leaves: Sequence[StoredOrShape]) -> PyTree[ArrayOrShape]:
-        """The state as the transformation sees it, with shapes for coded leaves."""
+        """Returns the transformation's own state, with shapes for coded leaves."""
         seen = list(leaves)
         for position, codec in enumerate(self.codecs):
             if codec is not None:
@@ -251,7 +249,7 @@ class StateLayout:
 
     @property
     def shapes(self) -> PyTree[jax.ShapeDtypeStruct]:
-        """The transformation's own state, of shapes and dtypes."""
+        """Shapes and dtypes of the transformation's own state."""
         return jax.tree.unflatten(self.structure, self.avals)
 
     @functools.cached_property
@@ -265,8 +263,8 @@ def _copy(count: Array) -> Array:
     return count if is_traced(count) else jnp.array(count, copy=True)
 
 
-# A moment of less than this part of `min_paged_size` counts alone. Its transfer costs
-# its latency, and remains a transfer of its own beside those of others.
+# A moment of less than this part of `min_paged_size` counts alone: its transfer remains
+# separate, and costs its latency.
 _LEAST_PART = 8
 
 
@@ -276,20 +274,14 @@ def too_small(
     owners: Sequence[Hashable],
     min_paged_size: int,
 ) -> list[bool]:
-    """Which leaves of a state are not worth their transfers.
+    """Returns for each leaf of a state whether it is too small to page.
 
-    Like moments of several parameters travel together, and count together: 64 adapters
-    of 64 KiB each are 4 MiB. A moment of less than an eighth of `min_paged_size` counts
-    alone.
-
-    Args:
-      sizes: The bytes of each leaf; None if it is never paged.
-      stored: The arrays that hold it. Like moments have arrays of one shape and dtype.
-      owners: The parameter that it belongs to, or None.
-      min_paged_size: The least bytes that are worth it.
+    Moments of one shape and dtype share pages, and count as one: 64 adapters of 64 KiB
+    each are 4 MiB. A moment of less than an eighth of `min_paged_size` counts alone. A
+    leaf without a size is never paged.
     """
-    # Moments of one kind have one shape and dtype, and come at the same place among
-    # the moments of their parameters.
+    # Moments of one kind have one shape and dtype, and the same position among the
+    # moments of their parameters.
     kinds: list[Hashable] = []
     before = collections.Counter[Hashable]()
     for arrays, owner in zip(stored, owners, strict=True):
@@ -315,15 +307,15 @@ def resident(
 ) -> list[bool]:
     """Chooses the state leaves that stay on the device.
 
-    A full sweep touches every page once a step, in one order, so the best choice
-    (Belady's) is a fixed set: small leaves, step counts and keys always, then the
-    moments of one parameter after the other until the budget is spent.
+    A step reads every page once, in one order, so the best choice (Belady's) is a fixed
+    set: small leaves, step counts and keys always, then the moments of parameters in
+    order until the budget is spent.
 
     Args:
       sizes: For each leaf of the state its bytes; None if it is never paged.
       owners: For each leaf the parameter that it belongs to, or its stack; or None.
       budget: Bytes of moments that may stay; None: all.
-      stays: For each leaf whether it stays in any case, and costs no budget.
+      stays: For each leaf whether it always stays, outside of the budget.
 
     Returns:
       For each state leaf whether it stays.
@@ -331,13 +323,13 @@ def resident(
     if budget is None:
         return [True] * len(sizes)
     stays = list(stays)
-    # Moments of a parameter stay or go together.
-    together: dict[Hashable, list[int]] = {}
+    # Moments of a parameter stay or go as one.
+    groups: dict[Hashable, list[int]] = {}
     for leaf, owner in enumerate(owners):
         if not stays[leaf]:
             key = ("leaf", leaf) if owner is None else owner
-            together.setdefault(key, []).append(leaf)
-    for group in together.values():
+            groups.setdefault(key, []).append(leaf)
+    for group in groups.values():
         size = sum(sizes[leaf] or 0 for leaf in group)
         if size <= budget:
             budget -= size

@@ -1,7 +1,8 @@
-"""Takes trees apart: into paths and leaves, into arrays and the rest, by parameter."""
+"""Partitions of trees: paths and leaves, arrays and the rest, owners of leaves."""
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -16,14 +17,13 @@ from paged_optax.backend.types import ArrayOrShape, KeyPath, PyTreeDef
 #: A parameter or a gradient: an array, or the shape and dtype of one.
 Parameter = Array | jax.ShapeDtypeStruct
 
-#: A leaf as a state holds it: an array, or the arrays in which a codec stores it; or
-#: their shapes and dtypes.
+#: A leaf as it is stored: an array, or its encoded form; or their shapes and dtypes.
 StoredOrShape = PyTree[ArrayOrShape]
 
-#: What an update's programs take and make: a leaf as a state holds it, or a number.
+#: A value of an update's programs: a leaf as it is stored, or a number.
 Value = PyTree[ArrayOrShape | ArrayLike]
 
-#: What `jax.jit` traces of an extra argument, so that no new value compiles it again.
+#: A traced leaf of an extra argument: a new value does not compile again.
 Traceable = ArrayLike | jax.ShapeDtypeStruct
 
 
@@ -42,33 +42,33 @@ class Static:
     rest: tuple[object, ...]
 
     def merge(self, arrays: Sequence[Traceable]) -> PyTree:
-        """The tree, with these arrays in their places."""
+        """Returns the tree with these arrays."""
         array, rest = iter(arrays), iter(self.rest)
-        leaves = [next(array) if yes else next(rest) for yes in self.is_array]
+        leaves = [next(array if traced else rest) for traced in self.is_array]
         return jax.tree.unflatten(self.treedef, leaves)
 
 
 def arrays_and_rest(tree: PyTree) -> tuple[list[Traceable], Static]:
-    """Takes the arrays and numbers of a tree apart from the rest."""
+    """Partitions a tree into arrays and numbers, and the rest."""
     leaves, treedef = jax.tree.flatten(tree)
     kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
     numbers = (int, float, complex)  # a new value must not mean a new compilation
     is_array = [
         isinstance(x, (*kinds, *numbers)) and not isinstance(x, bool) for x in leaves
     ]
-    arrays = [x for x, yes in zip(leaves, is_array, strict=True) if yes]
-    rest = tuple([x for x, yes in zip(leaves, is_array, strict=True) if not yes])
+    arrays = list(itertools.compress(leaves, is_array))
+    rest = tuple(itertools.compress(leaves, [not traced for traced in is_array]))
     return arrays, Static(treedef, tuple(is_array), rest)
 
 
 def as_arrays(tree: PyTree) -> PyTree[Parameter]:
-    """Makes JAX arrays of a tree's Python numbers and NumPy arrays."""
+    """Converts Python numbers and NumPy arrays to JAX arrays."""
     is_array = lambda x: isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
     return jax.tree.map(lambda x: x if is_array(x) else jnp.asarray(x), tree)
 
 
 def paths_of(tree: PyTree) -> tuple[list[KeyPath], list[PyTree]]:
-    """The paths of the leaves, and the leaves."""
+    """Returns the paths of the leaves, and the leaves."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [path for path, _ in flat], [leaf for _, leaf in flat]
 
@@ -77,11 +77,11 @@ def parameter_of(
     state_paths: Sequence[KeyPath],
     parameter_paths: Sequence[KeyPath],
 ) -> list[int | None]:
-    """Finds the parameter of each state leaf, by the end of the leaf's path.
+    """Returns the parameter of each state leaf, by the end of the leaf's path.
 
-    Optax keeps moments in trees of the parameters' structure. The path of a moment thus
-    ends with the path of its parameter, and so does every other path in its tree. For a
-    state without its parameters `paged_optax.state.leaves` answers the same question.
+    Optax keeps moments in trees of the parameters' structure. The path of a moment
+    therefore ends with the path of its parameter, like every other path in its tree.
+    `paged_optax.state.leaves` does the same for a state without its parameters.
 
     Args:
       state_paths: The paths of the state's leaves.
@@ -92,7 +92,7 @@ def parameter_of(
     """
     position = {tuple(path): i for i, path in enumerate(parameter_paths)}
     lengths = sorted({len(path) for path in position}, reverse=True)
-    # For each leaf the trees that may be of parameters, the outermost first.
+    # For each leaf the trees that may have the parameters' structure, outermost first.
     candidates = [
         {
             tuple(path[:start]): position[end]
@@ -105,8 +105,8 @@ def parameter_of(
     inside = collections.Counter(
         tuple(path[:n]) for path in state_paths for n in range(len(path) + 1)
     )
-    # A step count is no moment, even of a parameter that is called `count`: its tree
-    # holds leaves that end with no parameter's path.
+    # A step count is no moment, even if a parameter is called `count`: its tree has
+    # leaves whose paths end with no parameter's path.
     complete = {tree for tree, count in members.items() if count == inside[tree]}
     return [
         next((each for tree, each in trees.items() if tree in complete), None)

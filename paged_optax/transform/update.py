@@ -168,7 +168,7 @@ class Update:
           updates: The gradients.
           state: The state.
           params: The parameters, or None.
-          active: Whether to update each parameter: see `paged`.
+          active: A bool for each parameter, see `paged`.
           **extra_args: Extra arguments of `inner`.
 
         Returns:
@@ -248,15 +248,8 @@ def stream_update(
 ) -> list[Array]:
     """Computes the updates and the new state's arrays.
 
-    Args:
-      paged: The transformation.
-      buffers: The gradients, and the state's leaves as they are stored, which the
-        results overwrite.
-      params: The parameters, or None.
-      extras: The arrays among the extra arguments.
-      traced_gates: The traced gates.
-      constants: Arrays that the programs close over, by number.
-      traced: The update.
+    `buffers` has the gradients, and the state's leaves as they are stored: the results
+    overwrite them, in their order. `constants` are arrays that the programs close over.
     """
     layout, first = traced.layout, traced.layout.parameters.num_leaves
     trees = buffers, params, extras, traced_gates, constants
@@ -303,7 +296,7 @@ def stream_update(
                 # A gate is the trip count of the loop around the pages.
                 gate.astype(jnp.int32) if isinstance(gate, Array) else None,
                 random_words,
-                program=one.program,
+                leaf=one.program,
                 geometry=geometry,
                 shards=one.shards,
             )

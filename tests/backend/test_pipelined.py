@@ -32,19 +32,20 @@ PIPELINED = {
     "flag": {"xla_gpu_enable_pipelined_host_offloading": True},
 }
 SMALL = {"min_paged_size": 0, "page_size": 4096}
-UPDATES = {
+PROGRAMS = {
     "float32": lambda: updating(po.paged_adamw(1e-3), square(1)),
     "8 bits": lambda: updating(po.paged_adamw_8bit(1e-3), square(1)),
     "Lion": lambda: updating(po.paged_lion(1e-3), square(2)),
+    "step": lambda: decoder.ordinary(decoder.SMALL, po.paged_adamw(1e-3, **SMALL)),
 }
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("how", PIPELINED)
-@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_addresses_are_those_without(name, how):
-    plain = aot.h200(UPDATES[name]())
-    found = aot.h200(UPDATES[name](), options=PIPELINED[how] | addressing_options(GPU))
+    plain = aot.h200(PROGRAMS[name]())
+    found = aot.h200(PROGRAMS[name](), options=PIPELINED[how] | addressing_options(GPU))
     assert aot.descriptors(found.hlo) == aot.descriptors(plain.hlo) != {}
     assert found.device_temp <= plain.device_temp
 
@@ -88,7 +89,7 @@ def compile_layers(on_host, options):
 @pytest.mark.parametrize("how", PIPELINED)
 def test_xla_has_the_fault(how):
     plain, found = (
-        aot.descriptors(aot.h200(UPDATES["float32"](), options=options).hlo)
+        aot.descriptors(aot.h200(PROGRAMS["float32"](), options=options).hlo)
         for options in ({}, PIPELINED[how])
     )
     assert found != plain

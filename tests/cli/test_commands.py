@@ -17,6 +17,7 @@ import safetensors.numpy
 
 import paged_optax as po
 from paged_optax.backend import text
+from paged_optax.backend.compiler_options import addressing_options, overlap_options
 from paged_optax.cli import (
     doctor,
     machine,
@@ -178,6 +179,23 @@ class Tesla:
 
     class client:  # noqa: N801
         platform_version = "CUDA"
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_the_link_is_measured_as_jit_step_compiles(level, monkeypatch):
+    """Also under a level whose pipeliner loses addresses of host memory."""
+    given = {}
+    monkeypatch.setattr(jax, "local_devices", lambda: [Tesla])
+    monkeypatch.setattr(machine.jax, "jit", lambda function, **x: given.update(x))
+    before = jax.config.jax_optimization_level
+    jax.config.update("jax_optimization_level", level)
+    try:
+        machine._jit(machine.whole, "h", "d", {"h": None, "d": None})
+        wanted = {**overlap_options(Tesla), **addressing_options(Tesla)}
+    finally:
+        jax.config.update("jax_optimization_level", before)
+    assert given["compiler_options"] == wanted
+    assert "collective-pipeliner-forward" in wanted["xla_disable_hlo_passes"]
 
 
 def on_a_t4(monkeypatch):

@@ -12,7 +12,7 @@ from jax import Array
 
 from paged_optax.codecs import Codec, Quantized, arranged
 from paged_optax.state.leaves import is_quantized
-from paged_optax.transform.codec_rules import check, choose
+from paged_optax.transform.codec_rules import check, choose, coded_moments
 from paged_optax.transform.trees import parameter_of
 
 
@@ -56,12 +56,12 @@ def on_one_device(x: Array) -> Array:
 
 def leaves_of(codec: Any, init: Callable[[Any], Any], params: Any) -> list[Leaf]:
     """The leaves of a transformation's state, in order."""
-    flat = jax.tree_util.tree_leaves_with_path(jax.eval_shape(init, params))
+    state = jax.eval_shape(init, params)
+    flat = jax.tree_util.tree_leaves_with_path(state)
     paths, avals = [path for path, _ in flat], [x for _, x in flat]
     own = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     owners = parameter_of(paths, own)
-    dtypes = [x.dtype for x in jax.tree.leaves(params)]
-    codecs = choose(check(codec), paths, avals, own, owners, dtypes)
+    codecs = choose(coded_moments(check(codec), state, params, owners))
     return [
         Leaf(x.shape, codec and arranged(codec, x.shape), owner)
         for x, codec, owner in zip(avals, codecs, owners, strict=True)
