@@ -286,47 +286,35 @@ class LayerOptimizer:
             not stacked and owner not in left
             for stacked, owner in zip(layered.stacked, layered.owners, strict=True)
         ]
-        state = [
-            x if yes else None for x, yes in zip(layered.state, moments, strict=True)
+        members = self.tree.state_members
+        fetch = lambda x, member: (
+            jax.tree.map(on_device, x) if isinstance(member, LayerNumbers) else x
+        )
+        fetched = [
+            fetch(x, member) if yes else None
+            for x, member, yes in zip(layered.state, members, moments, strict=True)
         ]
-        with only_if(self.happens):
-            leaves, new_state = self._update(only(updates), state, only(params), add)
+        with only_if(self.happens), self._context():
+            leaves, state = self.tree.rest(only(updates), fetched, only(params), add)
         new = [
             self._if_it_happens(x, old) if yes else old
             for old, x, yes in zip(params, leaves, taken, strict=True)
         ]
+        return new, list(map(self._selected, state, fetched, layered.state))
+
+    def _selected(
+        self, new: Stored | None, fetched: Stored | None, old: Stored
+    ) -> Stored | None:
+        """Selects a leaf of the state, in the memory of the old one."""
         # The loops of paged moments have selected already.
-        return new, [
-            self._if_it_happens(x, old) if yes and not on_host(x) else x
-            for old, x, yes in zip(layered.state, new_state, moments, strict=True)
-        ]
+        if fetched is None or on_host(fetched):
+            return new
+        return host_like(self._if_it_happens(new, fetched), old)
 
     def _if_it_happens(self, new: Tree, old: Tree) -> Tree:
         if self.happens is True:
             return new
         return jax.tree.map(lambda x, y: jnp.where(self.happens, x, y), new, old)
-
-    def _update(
-        self,
-        updates: Sequence[Array | None],
-        state: Sequence[Stored | None],
-        params: Sequence[Array | None],
-        add: Callable[[PyTree, PyTree], PyTree] = optax.apply_updates,
-    ) -> tuple[list[Array], list[Stored]]:
-        """Updates the leaves that are not None, in the loss's own tree."""
-        stacks = [isinstance(x, LayerNumbers) for x in self.tree.state_members]
-        fetched = [
-            x if x is None or not stacked else jax.tree.map(on_device, x)
-            for x, stacked in zip(state, stacks, strict=True)
-        ]
-        with self._context():
-            leaves, new = self.tree.rest(updates, fetched, params, add)
-        return leaves, [
-            x
-            if old is None or not stacked
-            else host_like(self._if_it_happens(x, at), old)
-            for x, old, at, stacked in zip(new, state, fetched, stacks, strict=True)
-        ]
 
     def _context(self) -> contextlib.AbstractContextManager[None]:
         """The context of an update whose arrays are on the device."""

@@ -136,7 +136,7 @@ class _BackwardOverlap:
         flight = InFlight(slots, stacks, inputs, weights, fixed)
         x, dkept = layers.read(last)
         back = layers.first_gradients(dx)
-        gradients, back = layers.pull_with(slices, x, back, dkept, jnp.int32(last))
+        gradients, back = layers.pull(slices, x, back, dkept, jnp.int32(last))
         flight, (gradients, back) = self.transfers.wait(-1, flight, (gradients, back))
         carry = self.sink.store(start, last, gradients), back, flight, hosted
         carry, back, flight, hosted = downwards(
@@ -187,7 +187,7 @@ class _BackwardOverlap:
         flight, arguments = update(0, flight, arguments)
         sizes = transfers.moment_bytes
         ends = ends_of(sizes, sizes, transfers.portions.sizes)
-        results = in_segments(layers.pull_with, arguments, ends, between)
+        results = in_segments(layers.pull, arguments, ends, between)
         flight, (gradients, back) = transfers.wait(-1, flight, results)
         # Parameters that were fetched for a layer's gradients stay for its update.
         return self.sink.store(inner, i, gradients), back, flight, fetched

@@ -156,7 +156,8 @@ class BackwardPass:
             inner, back, stacks, prefetched = carry
             slices, frozen = weights.slices(stacks, i, prefetched, vectors)
             prefetched = weights.prefetch(stacks, following)
-            gradients, back = self.pull((slices, frozen), back, i)
+            x, dkept = self.read(i)
+            gradients, back = self.pull((slices, frozen), x, back, dkept, i)
             # XLA:CPU would fuse the products into the update, and copy the stacks.
             values = gradients, slices, back
             gradients, slices, back = on_cpu(lax.optimization_barrier, values)
@@ -193,26 +194,13 @@ class BackwardPass:
         context, _ = select(self.context, self.learned.context)
         return PrologueGradients(by_output, list(map(jnp.zeros_like, context)))
 
-    def pull(
-        self, slices: LayerSlices, back: PrologueGradients, i: LayerIndex
-    ) -> tuple[PyTree[Array], PrologueGradients]:
-        """Computes the gradients of layer i, by its parameters and by its input.
-
-        Args:
-          slices: The layer's parameters, trained and frozen.
-          back: The gradients by the layer's output, and those by the context so far.
-          i: The layer.
-        """
-        x, dkept = self.read(i)
-        return self.pull_with(slices, x, back, dkept, i)
-
     def read(self, i: LayerIndex) -> tuple[PyTree[Array], list[Array]]:
         """Reads layer i's input, and the gradients by its kept outputs."""
         cut = lambda stack: read_slice(stack, i)[0]
         by_kept = self.epilogue.by_kept
         return jax.tree.map(cut, self.inputs), jax.tree.map(cut, by_kept)
 
-    def pull_with(
+    def pull(
         self,
         slices: LayerSlices,
         x: PyTree[Array],
@@ -220,7 +208,15 @@ class BackwardPass:
         dkept: list[Array],
         i: LayerIndex,
     ) -> tuple[PyTree[Array], PrologueGradients]:
-        """Does the same with the results of `read`."""
+        """Computes the gradients of layer i, by its parameters and by its input.
+
+        Args:
+          slices: The layer's parameters, trained and frozen.
+          x: The layer's input.
+          back: The gradients by the layer's output, and those by the context so far.
+          dkept: The gradients by the layer's kept outputs.
+          i: The layer.
+        """
         weights, frozen = self.weights.of(slices)
         dx, dcontext = back
         pull = lambda x, context, dx, dkept: self.model.pull_layer(
