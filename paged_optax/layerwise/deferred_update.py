@@ -98,11 +98,7 @@ class UpdateNextStep:
     def _update_rest(
         self, workspace: GradientWorkspace
     ) -> tuple[Weights, list[Array], list[Stored]]:
-        """Updates all but the layers' matrices.
-
-        Returns:
-          The layers' parameters, the others, and the leaves of the state.
-        """
+        """Updates all but the layers' matrices."""
         step, weights, pending = self.step, self.step.weights(), _pending(workspace)
         partition, layered = step.partition, step.schedule.optimizer.layered
         small = [

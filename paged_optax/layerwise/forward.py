@@ -57,14 +57,7 @@ class Activations(NamedTuple):
         length: int,
         on_host: bool,
     ) -> "Activations":
-        """The activations before the first layer.
-
-        Args:
-          x: The first layer's input.
-          kept: Shapes of one layer's kept outputs.
-          length: The number of layers.
-          on_host: If true, `inputs` are in host memory.
-        """
+        """The activations before the first layer."""
         # Empty: each layer writes its slice before anything reads it.
         blank = lambda x: lax.empty((length, *x.shape), x.dtype)
         inputs = jax.tree.map(blank, x)

@@ -36,12 +36,7 @@ class InTurn:
     def backward(
         self, layers: BackwardPass, sink: WorkspaceSink, start: WorkspaceCarry
     ) -> tuple[WorkspaceCarry, list[Array], PrologueGradients]:
-        """Computes each layer's gradients, and updates the layer by them.
-
-        Returns:
-          The last carry, the layers' parameters, and the gradients by the prologue's
-          output.
-        """
+        """Computes each layer's gradients, and updates the layer by them."""
 
         def visit(
             carry: WorkspaceCarry,

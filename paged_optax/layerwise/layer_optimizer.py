@@ -68,16 +68,7 @@ class LayerOptimizer:
         tree: LayerTree | None,
         tree_state: PyTree,
     ) -> "LayerOptimizer":
-        """Traces the update.
-
-        Args:
-          tx: The transformation.
-          layered: The parameters and its state.
-          gradients: One layer's gradients.
-          happens: If false, nothing is updated.
-          tree: The loss's own tree; None if the stacks are that tree.
-          tree_state: The types of the state of the own tree.
-        """
+        """Traces the update; `tree` is None if the stacks are the loss's own tree."""
         dtypes, extended = (
             _dtypes(layered, gradients),
             optax.with_extra_args_support(tx),
@@ -121,17 +112,9 @@ class LayerOptimizer:
         gradients: Sequence[Array],
         i: LayerIndex,
     ) -> tuple[list[Stored], list[Array]]:
-        """Updates layer i.
+        """Updates layer i, given its parameters and gradients with a leading axis of 1.
 
-        Args:
-          slots: The state's stacks.
-          weights: The layer's parameters, with a leading axis of 1.
-          gradients: Their gradients.
-          i: Its number.
-
-        Returns:
-          The state's stacks, and the layer's parameters. Small leaves are returned as
-          they were passed.
+        Small leaves are returned as they were passed.
         """
         (every,), length = self.layered.grouped(1), self.layered.length
         state = [read_slice(x, i, length) for x in slots]
@@ -222,15 +205,8 @@ class LayerOptimizer:
     ) -> tuple[list[Array], list[Array], list[Stored]]:
         """Updates parameters outside the layers, and the layers' small leaves.
 
-        Args:
-          stacks: The layers' parameters.
-          small: The gradients of the small leaves.
-          others: The other parameters.
-          gradients: Their gradients.
-
-        Returns:
-          The layers' parameters, the others, and the leaves of the state. Stacks in the
-          state are unchanged; see `LayeredState.new_state`.
+        Returns the layers' parameters, the others, and the leaves of the state, in
+        which stacks are unchanged.
         """
         layered, partition = self.layered, self.layered.partition
         params = partition.combine(stacks, others)

@@ -58,12 +58,7 @@ class Overlapped:
     def backward(
         self, layers: BackwardPass, sink: WorkspaceSink, start: WorkspaceCarry
     ) -> tuple[WorkspaceCarry, list[Array], PrologueGradients]:
-        """Computes each layer's gradients while the layer after it is updated.
-
-        Returns:
-          The last carry, the layers' parameters and the chunked ones, and the gradients
-          by the prologue's output.
-        """
+        """Computes each layer's gradients while the layer after it is updated."""
         layered = self.optimizer.layered
         others = [layered.params[n] for n in layered.chunked]
         transfers = GroupTransfers(self.optimizer, layers.weights.frozen, True)

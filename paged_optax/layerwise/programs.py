@@ -60,13 +60,7 @@ class Programs:
         layered: LayeredState,
         gradients: Sequence[jax.ShapeDtypeStruct],
     ) -> "Programs":
-        """Traces an update of whole stacks.
-
-        Args:
-          tx: The transformation.
-          layered: The parameters and the state.
-          gradients: The shapes of the gradients of all parameters.
-        """
+        """Traces an update of whole stacks."""
 
         def update(
             i: LayerIndex, gradients: PyTree, state: PyTree, params: PyTree
@@ -117,18 +111,7 @@ class Programs:
         params: Sequence[Stored | None],
         layered: LayeredState,
     ) -> tuple[list[Array | None], list[Stored | None]]:
-        """Updates slice i of some stacks.
-
-        Args:
-          i: The layer.
-          updates: The slices of the gradients; None for other leaves.
-          state: The slices of the moments, and counts; None for other leaves.
-          params: The slices of the parameters; None for other leaves.
-          layered: The stacks.
-
-        Returns:
-          The new slices of the parameters and of the moments; None for other leaves.
-        """
+        """Updates slice i of some stacks."""
         length = layered.length
 
         def cut(x: ArrayLike | None, shape: tuple[int, ...]) -> ArrayLike:
@@ -174,11 +157,6 @@ def layer_programs(
     gradients: Sequence[jax.ShapeDtypeStruct],
 ) -> Programs | None:
     """Returns the programs of an update; None if moments are encoded.
-
-    Args:
-      tx: The transformation.
-      layered: The parameters and its state.
-      gradients: The shapes of the gradients of all parameters.
 
     Raises:
       ValueError: If a slice of a stack cannot be updated alone.

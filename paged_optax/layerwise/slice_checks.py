@@ -30,11 +30,6 @@ def refuse_dependence(
 
     Codecs are not element by element. The computation between them may be.
 
-    Args:
-      tx: The transformation.
-      layered: The parameters and its state.
-      gradients: The shapes of the gradients of all parameters.
-
     Raises:
       ValueError: If the update of a slice differs from the update of the whole stack.
     """

@@ -95,19 +95,7 @@ class BackwardPass:
         last: Bool[Array, ""] | bool = True,
         forward: Forward | None = None,
     ) -> "BackwardPass":
-        """Runs the forward pass and the epilogue.
-
-        Args:
-          model: The model.
-          weights: The layers' parameters.
-          rest: The other parameters.
-          batch: The micro-batch, or all micro-batches.
-          dtypes: The dtypes of the layers' gradients.
-          before: The total weight of the preceding micro-batches.
-          several: If true, `batch` stacks several micro-batches.
-          last: If true, no micro-batch follows.
-          forward: The result of the forward pass, if it ran already.
-        """
+        """Runs the forward pass and the epilogue."""
         if forward is None:
             each = _for_each if several else _for_one
             forward = model.forward(weights, model.start(weights, rest, batch, each))
@@ -142,12 +130,7 @@ class BackwardPass:
     def run(
         self, visit: Visit[Carry], start: Carry
     ) -> tuple[Carry, list[Array], PrologueGradients]:
-        """Calls `visit(carry, i, slices, gradients)` for each layer, the last first.
-
-        Returns:
-          The last carry, the stacks with the slices that `visit` returned, and the
-          gradients by the prologue's output.
-        """
+        """Calls `visit(carry, i, slices, gradients)` for each layer, the last first."""
         weights = self.weights
 
         def body(
@@ -208,15 +191,7 @@ class BackwardPass:
         dkept: list[Array],
         i: LayerIndex,
     ) -> tuple[PyTree[Array], PrologueGradients]:
-        """Computes the gradients of layer i, by its parameters and by its input.
-
-        Args:
-          slices: The layer's parameters, trained and frozen.
-          x: The layer's input.
-          back: The gradients by the layer's output, and those by the context so far.
-          dkept: The gradients by the layer's kept outputs.
-          i: The layer.
-        """
+        """Computes the gradients of layer i, by its parameters and by its input."""
         weights, frozen = self.weights.of(slices)
         dx, dcontext = back
         pull = lambda x, context, dx, dkept: self.model.pull_layer(

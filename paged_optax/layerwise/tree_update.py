@@ -81,11 +81,6 @@ class TreeUpdate:
         An element-wise update of a stack is the update of each slice. `tx` reads the
         shapes of whole stacks, or of slices of length 1 if moments are encoded.
 
-        Args:
-          tx: The transformation.
-          layered: The parameters and the state.
-          dtypes: For each parameter, the dtype of its gradient.
-
         Raises:
           ValueError: If `tx` mixes parameters, or several elements of a stack.
         """
@@ -103,15 +98,7 @@ class TreeUpdate:
         tree_state: PyTree,
         dtypes: Sequence[np.dtype],
     ) -> "TreeUpdate":
-        """Traces the update.
-
-        Args:
-          tx: The transformation.
-          tree: The loss's own tree.
-          layered: The parameters and the state, stacked.
-          tree_state: The types of the state of the own tree.
-          dtypes: For each parameter, the dtype of its gradient.
-        """
+        """Traces the update."""
         structure = jax.tree.structure(tree_state, is_leaf=is_quantized)
         members = tree.members_of(structure)
         same = SameUpdates.of(tx, tree, layered.params, _with_dtypes(layered, dtypes))
@@ -184,17 +171,7 @@ class TreeUpdate:
         params: Leaves,
         add: Add = optax.apply_updates,
     ) -> Updated:
-        """Updates parameters outside the layers, and whole stacks of small leaves.
-
-        Args:
-          updates: The gradients.
-          state: The leaves of the state.
-          params: The parameters.
-          add: Applies updates outside the layers.
-
-        Returns:
-          The parameters, and the leaves of the state.
-        """
+        """Updates parameters outside the layers, and whole stacks of small leaves."""
         members, _ = self.tree.stacked
         apart = lambda stacks: (
             only(updates, members, stacks),
