@@ -78,13 +78,7 @@ _ForwardCarry = tuple[Activations, list[Array], Prefetched]
 
 
 class ForwardStart(NamedTuple):
-    """The prologue's results.
-
-    Attributes:
-      activations: The activations before the first layer.
-      context: The context of all layers.
-      run: Runs a layer.
-    """
+    """The prologue's results."""
 
     activations: Activations
     context: PyTree
@@ -92,13 +86,7 @@ class ForwardStart(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """The results of a forward pass.
-
-    Attributes:
-      activations: The activations after the last layer.
-      context: The context of all layers.
-      stacks: The layers' parameters.
-    """
+    """The results of a forward pass."""
 
     activations: Activations
     context: PyTree

@@ -21,11 +21,7 @@ UpdateCarry = tuple[list[Array], list[Stored], list[Array | None]]
 
 @dataclasses.dataclass(frozen=True)
 class InTurn:
-    """Updates a layer between the computations of two layers.
-
-    Attributes:
-      optimizer: The transformation.
-    """
+    """Updates a layer between the computations of two layers."""
 
     optimizer: LayerOptimizer
 

@@ -46,13 +46,7 @@ _LAYERS_ON_DEVICE = 3
 
 @dataclasses.dataclass(frozen=True)
 class LayerOptimizer:
-    """Updates layers, and the rest.
-
-    Attributes:
-      layered: The parameters and its state.
-      tree: The update in the loss's own tree.
-      happens: If false, nothing is updated.
-    """
+    """Updates layers, and the rest."""
 
     layered: LayeredState
     tree: TreeUpdate

@@ -36,11 +36,7 @@ from paged_optax.layerwise.weights import LayerSlices, Prefetched, Vectors, Weig
 
 @dataclasses.dataclass(frozen=True)
 class Overlapped:
-    """Updates a layer while the layer before it is computed.
-
-    Attributes:
-      optimizer: The transformation.
-    """
+    """Updates a layer while the layer before it is computed."""
 
     optimizer: LayerOptimizer
 
@@ -96,13 +92,7 @@ _BackwardCarry = tuple[WorkspaceCarry, PrologueGradients, InFlight, dict[int, Ar
 
 @dataclasses.dataclass(frozen=True)
 class _BackwardOverlap:
-    """Updates a layer during the backward pass of the layer before it.
-
-    Attributes:
-      transfers: The groups of leaves.
-      layers: The backward pass.
-      sink: Receives the gradients.
-    """
+    """Updates a layer during the backward pass of the layer before it."""
 
     transfers: GroupTransfers
     layers: BackwardPass

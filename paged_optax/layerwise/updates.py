@@ -102,11 +102,7 @@ class TracedStep:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateAtOnce:
-    """Updates each layer as soon as its gradients are computed.
-
-    Attributes:
-      step: The parts of the step.
-    """
+    """Updates each layer as soon as its gradients are computed."""
 
     step: TracedStep
 
@@ -183,11 +179,7 @@ class UpdateAtOnce:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateAfterNorm:
-    """Writes all gradients to host memory, and updates the layers by them.
-
-    Attributes:
-      step: The parts of the step.
-    """
+    """Writes all gradients to host memory, and updates the layers by them."""
 
     step: TracedStep
 
