@@ -27,7 +27,7 @@ from paged_optax.layerwise.workspace import GradientWorkspace, Pending
 
 @dataclasses.dataclass(frozen=True)
 class UpdateNextStep:
-    """Applies the previous step's gradients first, and leaves its own to the next step."""
+    """Applies the previous step's gradients, and leaves its own to the next step."""
 
     step: TracedStep
 
