@@ -272,9 +272,7 @@ class LayerOptimizer:
         ]
         return new, list(map(self._selected, state, fetched, layered.state))
 
-    def _selected(
-        self, new: Stored | None, fetched: Stored | None, old: Stored
-    ) -> Stored | None:
+    def _selected(self, new: Stored, fetched: Stored | None, old: Stored) -> Stored:
         """Selects a leaf of the state, in the memory of the old one."""
         # The loops of paged moments have selected already.
         if fetched is None or on_host(fetched):
