@@ -43,13 +43,7 @@ def tree_shapes(
     stacked: Sequence[Array | jax.ShapeDtypeStruct],
     layers: Sequence[int | None] | None = None,
 ) -> PyTree:
-    """Returns the shapes of the own tree.
-
-    Args:
-      tree: The own tree.
-      stacked: The stacked leaves.
-      layers: The layers to keep; None keeps all.
-    """
+    """Returns the shapes of the own tree."""
 
     def of_layer(x: jax.ShapeDtypeStruct, i: int) -> PyTree:
         if layers is not None and i not in layers:
@@ -274,14 +268,7 @@ class SameUpdates:
         params: Sequence[Array],
         gradients: Sequence[jax.ShapeDtypeStruct],
     ) -> "SameUpdates":
-        """Traces the update of the whole own tree, then of one layer of each kind.
-
-        Args:
-          tx: The transformation.
-          tree: The own tree.
-          params: The stacked parameters.
-          gradients: The shapes of their gradients.
-        """
+        """Traces the update of the whole own tree, then of one layer of each kind."""
         traced = TracedUpdates(tx, tree, {})
         update = lambda *layers: traced.update(
             tree_shapes(tree, gradients, *layers), tree_shapes(tree, params, *layers)
@@ -305,8 +292,9 @@ class SameUpdates:
             if n in chunks
             else x
         )
+        layers = (None,) if self.pruned else None
         trees = [
-            tree_shapes(tree, [chunk(n, x) for n, x in enumerate(leaves)])
+            tree_shapes(tree, [chunk(n, x) for n, x in enumerate(leaves)], layers)
             for leaves in (gradients, layered.params)
         ]
         members, _ = tree.stacked
