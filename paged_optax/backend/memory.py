@@ -10,7 +10,7 @@ import functools
 import math
 import os
 from collections.abc import Iterable, Sequence
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
@@ -129,7 +129,7 @@ def bytes_per_device(tree: PyTree) -> int:
 
 
 @functools.cache
-def memory_kinds(device: jax.Device | None = None) -> tuple[str, ...]:
+def memory_kinds(device: Any = None) -> tuple[str, ...]:
     """Returns the memory kinds of a device, or of the backend, the default first."""
     device = jax.local_devices()[0] if device is None else device
     default = device.default_memory().kind

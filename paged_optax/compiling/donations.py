@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax import lax
@@ -87,7 +88,7 @@ def _divide(x: PyTree, place: Sharding | None) -> PyTree:
     return lax.with_sharding_constraint(x, NamedSharding(place.mesh, place.spec))
 
 
-def device_of(shardings: Iterable[Sharding]) -> jax.Device:
+def device_of(shardings: Iterable[Sharding]) -> Any:
     """One of the devices of some shardings, of this process if any is.
 
     Another process's devices cannot be queried.

@@ -18,6 +18,7 @@ from jax import Array
 from paged_optax.analysis.flat import trace
 from paged_optax.analysis.per_leaf import analyse
 from paged_optax.analysis.program import LeafUpdate
+from paged_optax.backend.compiler_options import addressing_options
 from paged_optax.engine.loop import LeafProgram
 from paged_optax.engine.pages import MomentFormat
 from paged_optax.engine.sharing import cut
@@ -53,11 +54,16 @@ def run_check(backend: str) -> None:
     shape, rows = (89, 128), 16  # five pages of 15 rows, and one of 14
     geometry = cut(shape, (MomentFormat(4), MomentFormat(4)), rows * shape[1] * 4)
     update = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    options = addressing_options(jax.local_devices()[0]) or None
     with jax.ensure_compile_time_eval():
         # As `init` makes moments, and as `update` reads and writes two of them.
         array = jnp.asarray(update)
+        filled = functools.partial(fill, geometry=geometry, dtype=array.dtype)
         on_host = [
-            fill((array,), program=leaf.program, geometry=geometry, dtype=array.dtype)
+            jax.jit(
+                functools.partial(filled, program=leaf.program),
+                compiler_options=options,
+            )((array,))
             for (leaf,) in (
                 _leaf_updates(lambda update: (3 * update + 1,), shape),
                 _leaf_updates(lambda update: (5 * update + 2,), shape),
@@ -67,14 +73,14 @@ def run_check(backend: str) -> None:
             lambda update, mu, nu: (nu - mu + update, mu + update, nu - update), shape
         )
         arrays = (array, *on_host)
-        (results,) = stream(
-            (tuple(arrays[i] for i in leaf.inputs),),
-            leaf=LeafProgram(
-                leaf.program,
-                tuple(leaf.inputs.index(i) for i in leaf.outputs),
-                (None,) * len(arrays),
-            ),
-            geometry=geometry,
+        program = LeafProgram(
+            leaf.program,
+            tuple(leaf.inputs.index(i) for i in leaf.outputs),
+            (None,) * len(arrays),
+        )
+        update_of = functools.partial(stream, leaf=program, geometry=geometry)
+        (results,) = jax.jit(update_of, compiler_options=options)(
+            (tuple(arrays[i] for i in leaf.inputs),)
         )
     mu, nu = 3 * update + 1, 5 * update + 2
     expected = (nu - mu + update, mu + update, nu - update)

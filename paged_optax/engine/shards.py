@@ -10,7 +10,7 @@ of host scratch; `shard_map` takes 8 and 0).
 Within a user's own `jax.shard_map`, see `paged_optax.transform.moment_parts`.
 
 The numbers equal one device's, bit for bit, with the exceptions in
-`paged_optax.guides.many_devices`. If one is wrong, look here first: JAX does not check
+`docs/many_devices.md`. If one is wrong, look here first: JAX does not check
 that replicated values are equal (`check_vma=False` in `on_shards`).
 """
 

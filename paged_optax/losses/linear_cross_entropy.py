@@ -393,8 +393,9 @@ def _refuse_mismatches(
                 f"{name} is in host memory, where nothing is computed: pass"
                 f" jax.device_put({name}, jax.memory.Space.Device)."
             )
-        floats = value is None or jnp.issubdtype(value.dtype, jnp.floating)
-        if not floats and name != "labels":
+        if value is None or name == "labels":
+            continue
+        if not jnp.issubdtype(value.dtype, jnp.floating):
             raise TypeError(
                 f"{name} is of dtype {value.dtype}: pass floating point numbers."
             )

@@ -38,6 +38,7 @@ def test_a_corrupting_backend_is_refused(monkeypatch):
 
     def wrong(*args, **kwargs):
         ((update, mu, nu),) = right(*args, **kwargs)
+        mu = jax.device_put(mu, jax.memory.Space.Device)
         return [(update, mu.at[16:32].set(mu[17:33]), nu)]
 
     monkeypatch.setattr(backend_check, "stream", wrong)
@@ -173,3 +174,16 @@ def test_wrong_addresses_are_refused(schedule, mutation, monkeypatch):
     said = "corrupts pages on cpu: rows|Index -[0-9]+ is out of bounds"
     with pytest.raises((backend_check.BackendError, ValueError), match=said):
         backend_check.run_check("cpu")
+
+
+def test_it_compiles_with_the_options_of_jit_step(monkeypatch):
+    """Under the optimization level O1 pages are wrong without these."""
+    compiled = []
+    options = {"xla_cpu_enable_fast_math": False}
+    monkeypatch.setattr(backend_check, "addressing_options", lambda device: options)
+    right = jax.jit
+    record = lambda f, **kwargs: (compiled.append(kwargs), right(f, **kwargs))[1]
+    monkeypatch.setattr(backend_check.jax, "jit", record)
+    backend_check.run_check("gpu")
+    ours = [x for x in compiled if "compiler_options" in x]
+    assert ours == [{"compiler_options": options}] * 3
