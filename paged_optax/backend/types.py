@@ -36,8 +36,9 @@ KeyPath = tuple[Any, ...]
 #: A path string, or a JAX key path.
 Path = str | KeyPath
 
-# Pyright reads a variable here, as jaxlib has no type stubs.
+# Pyright reads variables here, as jaxlib has no type stubs.
 PyTreeDef: TypeAlias = jax.tree_util.PyTreeDef  # pyright: ignore[reportInvalidTypeForm]
+Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
 
 
 @runtime_checkable
