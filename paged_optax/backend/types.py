@@ -155,8 +155,7 @@ def with_automatic_axes(
       function: The function.
       arguments: Its arguments.
       results: A tree like its results, of arrays or types with their shardings; None
-        for
-        a replicated result.
+        for a replicated result.
     """
     if (mesh := explicit_mesh(arguments)) is None:
         return function(*arguments)
