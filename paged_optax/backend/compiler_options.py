@@ -3,17 +3,14 @@
 XLA:GPU starts a transfer early, and computes in the meantime, under two conditions:
 
 - Its latency-hiding scheduler is on, the default on Hopper only. Elsewhere most
-  transfers
-  start right before their results are used: a layerwise step of Llama-3-8B on an RTX
-    4090
-  would take 1.04 s instead of 0.76 (jax 0.12.0.1, by the model of `tests/steps.py`).
+  transfers start right before their results are used: a layerwise step of Llama-3-8B on
+  an RTX 4090 would take 1.04 s instead of 0.76 (jax 0.12.0.1, by the model of
+  `tests/steps.py`).
 - No loop is a CUDA graph. By default XLA records loops as graphs, in which transfers
-  and
-  kernels run sequentially (openxla/xla#48900). A layerwise step of Llama-3-8B in eight
-  bits took 1.14 s on an H200, and 0.79 s without graphs (jax 0.11.2, measured by
+  and kernels run sequentially (openxla/xla#48900). A layerwise step of Llama-3-8B in
+  eight bits took 1.14 s on an H200, and 0.79 s without graphs (jax 0.11.2, measured by
   `tests/benchmarks/decoders.py`). With `CONCURRENT` graphs it took 0.72 s and 3.3 GiB
-    more
-  device memory.
+  more device memory.
 """
 
 import os

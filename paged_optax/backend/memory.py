@@ -10,7 +10,7 @@ import functools
 import math
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ from jaxlib.mlir.dialects import func
 from jaxtyping import PyTree
 
 from paged_optax.backend import tiling
-from paged_optax.backend.types import ArrayOrShape, is_traced
+from paged_optax.backend.types import ArrayOrShape, Device, is_traced
 
 Tree = TypeVar("Tree")
 
@@ -129,7 +129,7 @@ def bytes_per_device(tree: PyTree) -> int:
 
 
 @functools.cache
-def memory_kinds(device: Any = None) -> tuple[str, ...]:
+def memory_kinds(device: Device | None = None) -> tuple[str, ...]:
     """Returns the memory kinds of a device, or of the backend, the default first."""
     device = jax.local_devices()[0] if device is None else device
     default = device.default_memory().kind

@@ -36,8 +36,9 @@ KeyPath = tuple[Any, ...]
 #: A path string, or a JAX key path.
 Path = str | KeyPath
 
-# Pyright reads a variable here, as jaxlib has no type stubs.
+# Pyright reads variables here, as jaxlib has no type stubs.
 PyTreeDef: TypeAlias = jax.tree_util.PyTreeDef  # pyright: ignore[reportInvalidTypeForm]
+Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
 
 
 @runtime_checkable
@@ -154,8 +155,7 @@ def with_automatic_axes(
       function: The function.
       arguments: Its arguments.
       results: A tree like its results, of arrays or types with their shardings; None
-        for
-        a replicated result.
+        for a replicated result.
     """
     if (mesh := explicit_mesh(arguments)) is None:
         return function(*arguments)

@@ -62,8 +62,7 @@ class Noise(NamedTuple):
       words: Random words of one moment at one step.
       start: The offset of the page's first value in the flattened moment.
       strides: For each axis of the page the distance of its entries in the flattened
-        moment;
-        None if the page is a range of it.
+        moment; None if the page is a range of it.
     """
 
     words: UInt32[Array, "2"]

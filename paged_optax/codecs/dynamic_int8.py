@@ -129,11 +129,9 @@ class DynamicInt8:
 
     Attributes:
       signed: If True, the map has negative numbers, for first moments; else one more
-        bit of
-        precision, for second moments.
+        bit of precision, for second moments.
       rounds_to_zero: If True, positive numbers of an unsigned map are stored as the
-        nearest
-        number, possibly zero, as in bitsandbytes.
+        nearest number, possibly zero, as in bitsandbytes.
 
     Example:
       >>> import jax.numpy as jnp

@@ -137,8 +137,7 @@ class Float8E4M3:
     Attributes:
       signed: True for first moments, False for second moments.
       rounds_to_zero: If True, positive numbers of a second moment may be stored as
-        zero, as
-        in torchao.
+        zero, as in torchao.
 
     Example:
       >>> import jax.numpy as jnp

@@ -46,8 +46,7 @@ class Arranged:
       codec: The codec, which stores a code in each byte.
       axis: The axis along which codes share a word, -1 or -2; None: one byte a code.
       blocks: The axis along which blocks run, -1 or -2, with one scale for each block;
-        None:
-        blocks run through the flattened moment.
+        None: blocks run through the flattened moment.
     """
 
     codec: Codec

@@ -65,20 +65,16 @@ class MapFormula(NamedTuple):
       powers: The first position of each decade.
       slopes: Positions per unit in each decade.
       starts: For each decade s in the formula of its midpoints: `(27 t - s) * factor`
-        is the
-        midpoint below position t, before its correction.
+        is the midpoint below position t, before its correction.
       edges: The keys of the midpoints below each decade and below 1.
       zero: The position of 0.
       one: The position of 1.
       midpoints: The midpoint below each other position.
       numbers: The number at each position.
       positions: The higher bits of the first entry's floats, and the entries. An entry
-        is for
-        all floats with equal higher bits. Its higher bits are the position of the least
-          of
-        these floats. Its lowest `_LOW_BITS + 2` bits are the low bits of the key of the
-          only
-        midpoint among them, or `_NEVER`.
+        is for all floats with equal higher bits. Its higher bits are the position of
+        the least of these floats. Its lowest `_LOW_BITS + 2` bits are the low bits of
+        the key of the only midpoint among them, or `_NEVER`.
     """
 
     powers: tuple[int, ...]
@@ -98,8 +94,7 @@ def map_formula(numbers: np.ndarray, rounded_up_from: Sequence[float]) -> MapFor
     Args:
       numbers: The numbers of the map, in increasing order.
       rounded_up_from: For each decade the part of the distance to the next number from
-        which
-        a value is rounded up; 0.5 except for second moments.
+        which a value is rounded up; 0.5 except for second moments.
     """
     signed = bool(numbers[0] < 0)
     numbers, zero = numbers[127 if signed else 0 :], 0 if signed else 1

@@ -19,8 +19,8 @@ def named(name: str, signed: bool) -> Codec | None:
     """Returns the codec of a name; None for `"float32"`.
 
     Args:
-      name: One of `"float32"`, `"bfloat16"`, `"bfloat16_stochastic"`,
-        `"dynamic_int8"`, `"dynamic_int4"` and `"float8_e4m3"`.
+      name: One of `"float32"`, `"bfloat16"`, `"bfloat16_stochastic"`, `"dynamic_int8"`,
+        `"dynamic_int4"` and `"float8_e4m3"`.
       signed: If False, the moment has no negative values, and codecs may use the bit of
         the sign.
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 from jax import lax
@@ -12,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import memory_kind, memory_kinds, nbytes, on_host
-from paged_optax.backend.types import is_explicit, is_traced
+from paged_optax.backend.types import Device, is_explicit, is_traced
 from paged_optax.compiling.arguments import ArgumentKey, Chosen, Leaf
 
 # JAX promises nothing of it (checked with 0.10.2, 0.11.2 and 0.12.0.1).
@@ -88,7 +87,7 @@ def _divide(x: PyTree, place: Sharding | None) -> PyTree:
     return lax.with_sharding_constraint(x, NamedSharding(place.mesh, place.spec))
 
 
-def device_of(shardings: Iterable[Sharding]) -> Any:
+def device_of(shardings: Iterable[Sharding]) -> Device:
     """One of the devices of some shardings, of this process if any is.
 
     Another process's devices cannot be queried.

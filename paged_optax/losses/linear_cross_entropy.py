@@ -387,15 +387,14 @@ def _refuse_mismatches(
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels is of dtype {labels.dtype}: pass integers.")
-    for name, value in {"x": x, "head": head, "bias": bias, "labels": labels}.items():
-        if value is not None and on_host(value):
+    arrays = {"x": x, "head": head, "bias": x if bias is None else bias}
+    for name, value in (arrays | {"labels": labels}).items():
+        if on_host(value):
             raise ValueError(
                 f"{name} is in host memory, where nothing is computed: pass"
                 f" jax.device_put({name}, jax.memory.Space.Device)."
             )
-        if value is None or name == "labels":
-            continue
-        if not jnp.issubdtype(value.dtype, jnp.floating):
+        if name != "labels" and not jnp.issubdtype(value.dtype, jnp.floating):
             raise TypeError(
                 f"{name} is of dtype {value.dtype}: pass floating point numbers."
             )

@@ -178,8 +178,7 @@ class _AlikeLayers:
       key: Their computation.
       roles: The role of each argument; None for values from before the layers.
       handed: For each slot the index of its next value among the layer's values, or
-        None if it
-        keeps its value; None for a last layer.
+        None if it keeps its value; None for a last layer.
     """
 
     layers: list[int]

@@ -16,13 +16,11 @@ class Cuts:
     Attributes:
       depends: The dependencies of the equations.
       order: Positions of the equations, by the last layer that they depend on.
-        Equations that
-        prepare weights, such as a cast of the whole model, are thus next to their
-          layer.
+        Equations that prepare weights, such as a cast of the whole model, are thus next
+        to their layer.
       regions: For each layer the range in that order that depends on it and on no later
-        one.
-        Region -1 depends on no layer; the region after the last layer depends only on
-        parameters of several layers.
+        one. Region -1 depends on no layer; the region after the last layer depends only
+        on parameters of several layers.
       cuts: The places in that order where the next layer begins.
       end: The place after the last use of the last layer's parameters.
       uses: For each value the places of its uses.
@@ -42,11 +40,9 @@ class Cuts:
         Args:
           depends: The dependencies of the equations.
           latest: If True, cuts at the last of several equally good places, which differ
-            if a
-            layer ends or begins with equations that keep the size.
+            if a layer ends or begins with equations that keep the size.
           interleaved: If True, the ends of a layer's towers (for several inputs) are
-            interleaved
-            instead of sequential.
+            interleaved instead of sequential.
         """
         order = _ordered(depends)
         order = _interleaved(depends, order) if interleaved else order

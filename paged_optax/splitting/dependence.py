@@ -54,11 +54,10 @@ class Depends:
       count: The number of layers.
       learned: The values that depend on parameters.
       after: The last layer that each learned value depends on, or -1. A value of
-        parameters
-        of several layers only is computed after all of them.
+        parameters of several layers only is computed after all of them.
       pure: The layers of each value of layers' parameters only. Such values may be
-        computed
-        early, such as casts of a whole model to bfloat16, and belong to their layer.
+        computed early, such as casts of a whole model to bfloat16, and belong to their
+        layer.
     """
 
     flat: Flat

@@ -207,8 +207,7 @@ class SplitFunctions:
       batch: The types of the first batch.
       split: The loss, split for the first batch, with the stacks of all batches.
       known: Split losses by jaxpr, which JAX caches by all that a trace depends on,
-        such as
-        weak types, the mesh, and the precision.
+        such as weak types, the mesh, and the precision.
     """
 
     loss: Loss

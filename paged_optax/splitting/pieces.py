@@ -215,8 +215,7 @@ class LayerKind:
       program: Computes the results from the arguments.
       roles: The role of each argument.
       carried: For each slot the number of the result that is its next value, or None if
-        it
-        keeps its value.
+        it keeps its value.
       kept: For each kept value the number of the result, or None if this kind has none.
     """
 
@@ -250,8 +249,7 @@ class Pieces:
       initial: The first value of each carried slot; None: zeros.
       carried: The slots' shapes and dtypes.
       tables: Arguments that differ between layers: an operand for each layer, or None,
-        or one
-        operand with all on its leading axis.
+        or one operand with all on its leading axis.
       kept: Shapes and dtypes of the values that each layer keeps.
       after: Values of layers that the epilogue needs, by number.
       inside: The values that layers compute.

@@ -60,15 +60,13 @@ def split_layers(
 
     Args:
       loss: `loss(params, batch)`, or `loss(params, frozen, batch)`, as for `jax.grad`.
-        It
-        returns the loss, a number or a `WeightedLoss`, or a pair of loss and metrics.
+        It returns the loss, a number or a `WeightedLoss`, or a pair of loss and
+        metrics.
       params: The parameters, or their `jax.ShapeDtypeStruct`s.
       batch: A batch, or its shapes; with `accumulate=True` a micro-batch. The loss is
-        traced
-        again for other shapes and dtypes, as under `jit`.
+        traced again for other shapes and dtypes, as under `jit`.
       layers: The path or prefix of the layers, such as `"layers"` or `"model/h_*"`;
-        None: the
-        largest.
+        None: the largest.
       frozen: Parameters that are not trained, or their shapes.
 
     Returns:
@@ -76,8 +74,7 @@ def split_layers(
 
     Raises:
       ValueError: If there are no layers, or if they are not computed sequentially. The
-        message
-        has the line of the model, and the way out.
+        message has the line of the model, and the way out.
       TypeError: If `loss` has another signature, or if a parameter has no gradient.
 
     Example:
@@ -136,22 +133,18 @@ class SplitModel(LayerwiseModel):
 
         Args:
           params: The parameters of the loss, or their shapes. NumPy arrays, and objects
-            with
-            `shape`, `dtype` and `__array__`, are copied to the host directly, a stack
-              at a time.
+            with `shape`, `dtype` and `__array__`, are copied to the host directly, a
+            stack at a time.
           on_host: If True, the layers' parameters are placed in host memory; see
-            `offload`.
-            `"all"`: all parameters, such as embeddings, which are then fetched for the
-              prologue,
-            the epilogue and their update; their gradients are on the host in between.
+            `offload`. `"all"`: all parameters, such as embeddings, which are then
+            fetched for the prologue, the epilogue and their update; their gradients are
+            on the host in between.
           min_size: Smaller leaves, and layers' vectors, stay on the device. It is the
-            size of one
-            layer's leaf.
+            size of one layer's leaf.
 
         Returns:
           `{"layers": ..., "rest": ...}`: nested dicts of the paths' names, with a
-            leading axis for
-          the layers.
+          leading axis for the layers.
 
         Raises:
           ValueError: If the tree differs from the split one.
