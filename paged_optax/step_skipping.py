@@ -1,19 +1,18 @@
-"""Optax's wrappers that skip steps, for moments that live on the host.
+"""Optax's wrappers that skip steps, for moments in host memory.
 
-Optax selects between the old state and the new with `jnp.where` or `lax.cond`. If the
-states are host arrays, XLA copies them whole (`MultiSteps` on GPUs; `lax.cond` on GPUs,
-jax 0.10.2) or fails to compile (`MultiSteps` on TPUs), and every micro-step moves every
-byte. Here a skipped step runs its page loops zero times:
+Optax selects between the old state and the new with `jnp.where` or `lax.cond`. XLA
+copies host arrays whole for this (`MultiSteps` on GPUs; `lax.cond` on GPUs, jax 0.10.2)
+or fails to compile (`MultiSteps` on TPUs), and every micro-step transfers every byte.
+Here a skipped step runs its page loops zero times:
 
-- The wrapper closes the gate of the updates within (`paged_optax.transform.gates`). In
-  a layerwise step `layerwise.layer_optimizer` does, as `layerwise.clipping.Guard` says.
+- The wrapper closes the gate of the wrapped updates (`paged_optax.transform.gates`).
+  In a layerwise step `layerwise.layer_optimizer` closes it (`layerwise.clipping`).
 - The gate is the trip count of the loop around each leaf
-  (`paged_optax.engine.exchange`). What has no loop keeps its old value
+  (`paged_optax.engine.exchange`). Arrays without a loop keep their old value
   (`paged_optax.transform.groups`).
 
 The semantics are Optax's by construction: Optax's own wrapper runs around a
-transformation whose state is a single bool, and that bool tells afterwards whether the
-wrapper would have updated.
+transformation whose state is a single bool, which is True after an update.
 """
 
 from collections.abc import Callable
@@ -37,7 +36,7 @@ from paged_optax.transform.checks import check_arguments, refuse_host
 from paged_optax.transform.gates import only_if, restart_if
 from paged_optax.transform.init import tied
 
-#: Returns updates as they are; its state tells whether the wrapper took its update.
+#: Returns updates unchanged. Its state is True after the wrapper applied an update.
 _PROBE = optax.GradientTransformationExtraArgs(
     lambda params: jnp.asarray(False),
     lambda updates, state, params=None, **extra_args: (updates, jnp.asarray(True)),
@@ -45,14 +44,15 @@ _PROBE = optax.GradientTransformationExtraArgs(
 
 
 class _Wrapped(NamedTuple):
-    """An Optax wrapper, apart from the transformation that it wraps.
+    """An Optax wrapper around `_PROBE`, and the transformation that it wraps.
 
     Attributes:
-      init, update: The wrapper's, around `_PROBE`.
+      init: The wrapper's `init`.
+      update: The wrapper's `update`.
       inner: The wrapped transformation.
       field: The field of the wrapper's state that holds the state of `inner`.
-      zero: Whether the updates of a skipped step are zero; else they are its gradients.
-      accumulates: Whether `inner` gets other gradients than the wrapper.
+      zero: True if a skipped step returns zero updates, False if its gradients.
+      accumulates: True if the wrapper accumulates the gradients of `inner`.
     """
 
     init: Callable[[optax.Params], PyTree]
@@ -77,17 +77,17 @@ class _Wrapped(NamedTuple):
     ) -> tuple[optax.Updates, PyTree]:
         old = self.inside(state)
         check_arguments(*map(as_pure, (updates, state, params)))
-        # Optax's own wrapper runs around a bool: it selects between no host arrays.
+        # Optax's own wrapper runs around a bool, and selects between no host arrays.
         blank = state._replace(**{self.field: jnp.asarray(False)})
         gradients, outer = self.update(updates, blank, params, **extra_args)
         happens = getattr(outer, self.field)
         if not self.accumulates:
             # Optax's conditional returns the same gradients, but copies them.
             gradients = updates
-        # A skipped step runs the page loops zero times, and moves no byte.
+        # A skipped step runs the page loops zero times, and transfers no byte.
         with only_if(happens):
             updates, new = self.inner.update(gradients, old, params, **extra_args)
-        # The loops of paged moments have selected already.
+        # The page loops have selected already.
         new = jax.tree.map(
             lambda new, old: new if on_host(new) else jnp.where(happens, new, old),
             new,
@@ -108,18 +108,18 @@ class _Wrapped(NamedTuple):
         if not hasattr(state, self.field):
             raise ValueError(
                 f"state, of type {type(state).__name__}, has no {self.field}: pass the"
-                " state that init of this wrapper made, not that of what it wraps."
+                " state of this wrapper's init, not of the wrapped transformation."
             )
         return getattr(state, self.field)
 
 
 class IfFinite(_Wrapped):
-    """`apply_if_finite`, for what has tested the gradients already."""
+    """`apply_if_finite` for gradients that are tested already."""
 
     def decided(
         self, finite: Bool[Array, ""], state: PyTree
     ) -> tuple[Bool[Array, ""], PyTree]:
-        """Whether an update happens, and the next state but for what is wrapped."""
+        """Returns True if an update happens, and the wrapper's own next state."""
         blank = state._replace(**{self.field: jnp.asarray(False)})
         _, outer = self.update(jnp.where(finite, 0.0, jnp.nan), blank)
         return getattr(outer, self.field), outer
@@ -141,28 +141,27 @@ def _around(
 
 
 class MultiSteps(optax.MultiSteps):
-    """`optax.MultiSteps` whose micro-steps move no byte of a paged state.
+    """`optax.MultiSteps` whose micro-steps transfer no byte of a paged state.
 
-    Gradients accumulate over `every_k_schedule` calls of `update`; on the last of them
-    the wrapped transformation updates, and on the others its page loops run zero times
-    and the updates are zero. The state is an `optax.MultiStepsState` of the wrapped
-    transformation's state.
+    Gradients accumulate over `every_k_schedule` calls of `update`. The last call runs
+    the wrapped transformation. In the other calls its page loops run zero times, and
+    updates are zero. The state is an `optax.MultiStepsState` of the wrapped state.
 
     Args:
-      opt: The wrapped transformation, with `paged(...)` anywhere inside, or nowhere.
+      opt: The wrapped transformation, with or without `paged(...)` inside.
       every_k_schedule: Micro-steps a step: an int, or a function of the step count.
-      use_grad_mean: Whether to average the gradients; otherwise they are summed.
-      should_skip_update_fn: Decides whether a micro-step is left out. Without
-        `optax.skip_not_finite` a NaN that is once accumulated stays: Optax multiplies
-        the accumulators by zero to empty them.
-      accumulator_dtype: The dtype that gradients accumulate in.
+      use_grad_mean: If True, average the gradients; if False, sum them.
+      should_skip_update_fn: Selects micro-steps to skip. Without
+        `optax.skip_not_finite` an accumulated NaN persists: Optax resets the
+        accumulators by multiplying them by zero.
+      accumulator_dtype: The dtype of the accumulators.
 
     Returns:
       An object with `init`, `update`, `has_updated` and `gradient_transformation`.
 
     Raises:
-      ValueError: As `optax.MultiSteps`; and if `opt` is no transformation, or there are
-        no micro-steps in a step.
+      ValueError: If `opt` is no transformation, if a step has no micro-steps, or for
+        `optax.MultiSteps`' own reasons.
       TypeError: If `every_k_schedule` is neither an int nor a function.
 
     Example:
@@ -178,7 +177,7 @@ class MultiSteps(optax.MultiSteps):
       (True, True)
 
     References:
-      `optax.MultiSteps`, whose own code keeps the accumulators and the counts.
+      `optax.MultiSteps`, whose code computes the accumulators and the counts.
     """
 
     def __init__(
@@ -214,7 +213,7 @@ class MultiSteps(optax.MultiSteps):
         return self._wrapped.inner
 
     def init(self, params: optax.Params) -> optax.MultiStepsState:
-        """The state: zero accumulators and counts around the wrapped state."""
+        """Initializes accumulators and counts of zero around the wrapped state."""
         return self._wrapped.init_around(params)
 
     def update(
@@ -224,22 +223,22 @@ class MultiSteps(optax.MultiSteps):
         params: optax.Params | None = None,
         **extra_args: object,
     ) -> tuple[optax.Updates, optax.MultiStepsState]:
-        """Accumulates gradients, and on the last micro-step updates with them."""
+        """Accumulates gradients, and applies them on the last micro-step."""
         return self._wrapped.update_around(updates, state, params, **extra_args)
 
 
 def apply_if_finite(
     inner: optax.GradientTransformation, max_consecutive_errors: int
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.apply_if_finite` whose rejected steps move no byte of a paged state.
+    """`optax.apply_if_finite` whose rejected steps transfer no byte of a paged state.
 
-    A step whose gradients hold an infinity or a NaN leaves the state as it is and gives
-    zero updates, up to `max_consecutive_errors` times in a row. In `layerwise_step` it
-    may be around the whole transformation, if all gradients are known first.
+    A step with an infinite or NaN gradient keeps the state and returns zero updates, up
+    to `max_consecutive_errors` consecutive times. `layerwise_step` accepts it around
+    the whole transformation, if all gradients are computed before the update.
 
     Args:
-      inner: The wrapped transformation, with `paged(...)` anywhere inside, or nowhere.
-      max_consecutive_errors: Rejections in a row after which an update is let through.
+      inner: The wrapped transformation, with or without `paged(...)` inside.
+      max_consecutive_errors: Consecutive rejections after which an update is applied.
 
     Returns:
       A transformation whose state is an `optax.ApplyIfFiniteState`.
@@ -254,7 +253,7 @@ def apply_if_finite(
       (0.0, 1)
 
     References:
-      `optax.apply_if_finite`, whose own code counts the errors.
+      `optax.apply_if_finite`, whose code counts the errors.
     """
     check_count("max_consecutive_errors", max_consecutive_errors, 0)
     wrapper = optax.apply_if_finite(_PROBE, max_consecutive_errors)
@@ -266,15 +265,14 @@ def conditionally_transform(
     should_transform_fn: Callable[..., ArrayLike],
     forward_extra_args: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.conditionally_transform` that moves no byte if it does not transform.
+    """`optax.conditionally_transform` whose skipped steps transfer no byte.
 
-    If the condition does not hold, updates are returned as they are and the state
-    stays.
+    If the condition is False, updates are returned unchanged and the state is kept.
 
     Args:
-      inner: The wrapped transformation, with `paged(...)` anywhere inside, or nowhere.
+      inner: The wrapped transformation, with or without `paged(...)` inside.
       should_transform_fn: The condition, a function of the count of calls.
-      forward_extra_args: Whether the condition gets `update`'s extra arguments too.
+      forward_extra_args: Passes `update`'s extra arguments to the condition too.
 
     Returns:
       A transformation whose state is an `optax.ConditionallyTransformState`.
@@ -289,7 +287,7 @@ def conditionally_transform(
       1.0
 
     References:
-      `optax.conditionally_transform`, whose own code asks the condition.
+      `optax.conditionally_transform`, whose code evaluates the condition.
     """
     check_function("should_transform_fn", should_transform_fn)
     wrapper = optax.conditionally_transform(
@@ -303,14 +301,14 @@ def conditionally_mask(
     should_transform_fn: Callable[..., ArrayLike],
     forward_extra_args: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.conditionally_mask` that moves no byte if it does not transform.
+    """`optax.conditionally_mask` whose skipped steps transfer no byte.
 
-    If the condition does not hold, updates are zero and the state stays.
+    If the condition is False, updates are zero and the state is kept.
 
     Args:
-      inner: The wrapped transformation, with `paged(...)` anywhere inside, or nowhere.
+      inner: The wrapped transformation, with or without `paged(...)` inside.
       should_transform_fn: The condition, a function of the count of calls.
-      forward_extra_args: Whether the condition gets `update`'s extra arguments too.
+      forward_extra_args: Passes `update`'s extra arguments to the condition too.
 
     Returns:
       A transformation whose state is an `optax.ConditionallyMaskState`.
@@ -325,7 +323,7 @@ def conditionally_mask(
       0.0
 
     References:
-      `optax.conditionally_mask`, whose own code asks the condition.
+      `optax.conditionally_mask`, whose code evaluates the condition.
     """
     check_function("should_transform_fn", should_transform_fn)
     wrapper = optax.conditionally_mask(_PROBE, should_transform_fn, forward_extra_args)
@@ -338,17 +336,17 @@ def lookahead(
     slow_step_size: float,
     reset_state: bool = False,
 ) -> optax.GradientTransformation:
-    """`optax.lookahead` that can start a paged state again.
+    """`optax.lookahead` that can reset a paged state.
 
-    `optax.lookahead` itself can be put around `paged(...)` if `reset_state=False`. With
-    `reset_state=True` it multiplies host arrays. Here each page is made anew as it
-    passes through the device.
+    With `reset_state=False`, `optax.lookahead` itself can wrap `paged(...)`. With
+    `reset_state=True` it multiplies host arrays. Here each page is reinitialized as it
+    streams through the device.
 
     Args:
-      fast_optimizer: The wrapped transformation, with `paged(...)` anywhere inside.
-      sync_period: Steps from one synchronisation to the next.
+      fast_optimizer: The wrapped transformation, with `paged(...)` inside.
+      sync_period: Steps between synchronisations.
       slow_step_size: The step size of the slow parameters.
-      reset_state: Whether the wrapped state starts again at a synchronisation.
+      reset_state: Resets the wrapped state at each synchronisation.
 
     Returns:
       A transformation of `optax.LookaheadParams`; its state is an
@@ -384,7 +382,7 @@ def lookahead(
         if not reset_state:
             return wrapper.update(updates, state, params)
         syncs = state.steps_since_sync == sync_period - 1
-        # Optax would multiply host arrays: each page is made anew as it passes instead.
+        # Optax would multiply host arrays. Each page is reinitialized as it streams.
         with restart_if(syncs):
             updates, state = wrapper.update(updates, state, params)
         fast = jax.tree.map(

@@ -1,4 +1,4 @@
-"""A vocabulary, a chunk at a time."""
+"""Chunks of a vocabulary."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from jaxtyping import Integer, PyTree
 
 from paged_optax.backend.platforms import barrier
 
-# Float32 logits of one chunk, and its rows of the head's gradient. Half of it saves 0.1
-# GiB of 8192 tokens, but an H200 has 132 multiprocessors, which a chunk's part of the
-# head's gradient then fills once.
+# Bytes of a chunk's float32 logits, and of its rows of the head's gradient. Half of it
+# saves 0.1 GiB for 8192 tokens, but a chunk's part of the head's gradient then fills
+# the 132 multiprocessors of an H200 only once.
 _BYTES = 128 * 2**20
-# With fewer entries a chunk adds to the gradients of x too often for what it computes.
+# With smaller chunks, accumulating the gradients of x dominates.
 _LEAST = 2048
-# Rows and columns of a TPU's tile: an array in blocks of whole tiles is no copy.
+# Rows and columns of a TPU's tile: a reshape to blocks of whole tiles is a bitcast.
 _TILES = (8, 128)
 _MOST_BLOCKS = 64
 
@@ -26,17 +26,18 @@ Carry = TypeVar("Carry", bound=PyTree)
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """A vocabulary in chunks.
+    """Division of a vocabulary into chunks.
 
-    It is divided into blocks of equal size, and a chunk has entries of each block. If a
-    mesh divides the vocabulary, each device then has a part of each chunk. A chunk of
-    consecutive entries would be one device's, and XLA would gather the whole head.
+    The vocabulary is divided into blocks of equal size, and a chunk has entries of each
+    block. If a mesh shards the vocabulary, each device then has a part of each chunk. A
+    chunk of consecutive entries would belong to one device, and XLA would gather the
+    whole head.
 
     Attributes:
-      vocab: Its size.
-      axis: The head's axis that has it.
-      blocks: How many blocks.
-      size: The entries of each block that a chunk has.
+      vocab: Size of the vocabulary.
+      axis: The head's axis of the vocabulary.
+      blocks: Number of blocks.
+      size: Entries of each block in a chunk.
     """
 
     vocab: int
@@ -53,10 +54,10 @@ class Chunks:
         chunk: int | None,
         one_device: bool = False,
     ) -> "Chunks":
-        """Chunks of about as many entries as asked for.
+        """Returns chunks of about `chunk` entries.
 
-        On one device the last axis is one block: for two, XLA:TPU copies the whole head
-        for each chunk.
+        On one device the last axis is one block: with two blocks, XLA:TPU copies the
+        whole head for each chunk.
         """
         if chunk is None:
             chunk = max(_LEAST, _BYTES // (4 * max(tokens, width, 1)))
@@ -70,12 +71,12 @@ class Chunks:
         return Chunks(vocab, axis, blocks, size - size % tile if size > tile else size)
 
     def fold(self, step: Callable[..., Carry], carry: Carry) -> Carry:
-        """Calls `step(start, size, carry)` for each chunk, which returns the carry."""
+        """Calls `carry = step(start, size, carry)` for each chunk."""
         block = self.vocab // self.blocks
         turns, rest = divmod(block, self.size)
         if rest:
-            # First: after the loop, XLA:GPU would compute all of it that needs no carry
-            # before the loop, and hold it meanwhile (jax 0.12.0.1).
+            # First: after the loop, XLA:GPU would hoist all computation that needs no
+            # carry before the loop, and keep its results alive (jax 0.12.0.1).
             carry = step(turns * self.size, rest, carry)
         if turns > 1:
             run = lambda i, carry: step(i * self.size, self.size, carry)
@@ -83,23 +84,23 @@ class Chunks:
         return step(0, self.size, carry) if turns else carry
 
     def entries(self, start: ArrayLike, size: int) -> Integer[Array, " chunk"]:
-        """A chunk's entries of the vocabulary."""
+        """Indices of a chunk's entries in the vocabulary."""
         first = jnp.arange(self.blocks, dtype=jnp.int32) * (self.vocab // self.blocks)
         within = start + jnp.arange(size, dtype=jnp.int32)
         return (first[:, None] + within[None, :]).reshape(-1)
 
     def take(self, x: Array, axis: int, start: ArrayLike, size: int) -> Array:
-        """A chunk of an array whose `axis` is the vocabulary."""
+        """Reads a chunk of an array along the vocabulary `axis`."""
         cut = lax.dynamic_slice_in_dim(self._in_blocks(x, axis), start, size, axis + 1)
         cut = lax.collapse(cut, axis, axis + 2)
-        # XLA:GPU fuses a slice at a constant place with its products. If the blocks'
-        # parts have odd sizes, it then finds no tiling ("No supported config found",
-        # jax 0.12.0.1).
+        # XLA:GPU fuses a slice at a constant index with its products. For odd sizes of
+        # the blocks' parts it then has no tiling ("No supported config found", jax
+        # 0.12.0.1).
         part = size * self.blocks < self.vocab
         return barrier(cut) if part and isinstance(start, int) else cut
 
     def put(self, to: Array, x: Array, axis: int, start: ArrayLike) -> Array:
-        """The array with this chunk in its place."""
+        """Writes a chunk of an array along the vocabulary `axis`."""
         return lax.dynamic_update_slice_in_dim(
             self._in_blocks(to, axis), self._in_blocks(x, axis), start, axis + 1
         ).reshape(to.shape)

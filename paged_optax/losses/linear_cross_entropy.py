@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer, without its logits."""
+"""Cross-entropy of a linear layer that never materializes its logits."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -35,40 +35,40 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk: int | None = None,
 ) -> Float[Array, "*tokens"]:
-    r"""Softmax cross-entropy of a linear layer, without its logits in memory.
+    r"""Softmax cross-entropy of a linear layer that never materializes its logits.
 
-    The losses are those of `optax.softmax_cross_entropy_with_integer_labels` of
-    `x @ head.T`, one for each token:
+    Computes `optax.softmax_cross_entropy_with_integer_labels(x @ head.T, labels)`, one
+    loss for each token:
 
     .. math::
         \ell_t = \log \sum_v e^{z_{tv}} - z_{t y_t} + c \Bigl(\log \sum_v
         e^{z_{tv}}\Bigr)^2, \qquad
         z = s \tanh \frac{x W^\top + b}{s},
 
-    with labels :math:`y`, `soft_cap` :math:`s` (if None, there is no tanh) and `z_loss`
-    :math:`c`. Only one chunk of the vocabulary has its logits :math:`z` in memory, in
-    float32. In the forward pass each chunk adds to the tokens' sums of exponentials. In
-    the backward pass each chunk's logits are computed again. The chunk's rows of the
-    head's gradient are then complete, and are written once, in the head's dtype.
+    with labels :math:`y`, `soft_cap` :math:`s` (None omits the tanh) and `z_loss`
+    :math:`c`. The logits :math:`z` of one chunk of the vocabulary are in memory, in
+    float32. The forward pass accumulates the tokens' sums of exponentials over chunks.
+    The backward pass recomputes each chunk's logits. The chunk's rows of the head's
+    gradient are then complete, and are written once, in the head's dtype.
 
-    MiB of device memory for loss and gradients, beside arguments and results, of 8192
-    tokens, 2560 wide, a vocabulary of 151,936, and bfloat16, from XLA's buffer
-    assignment (`tests/losses/test_linear_cross_entropy.py` bounds it):
+    Scratch memory on the device in MiB for loss and gradients, with 8192 tokens of
+    width 2560, a vocabulary of 151,936, and bfloat16, from XLA's buffer assignment
+    (bounded in `tests/losses/test_linear_cross_entropy.py`):
 
     | | H200 | TPU v5e |
     | --- | --- | --- |
     | Optax, all logits | 7122 | 7122 |
     | `linear_cross_entropy` | 272 | 143 |
 
-    It computes four products of tokens, width and vocabulary. Optax's loss computes
-    three: this one computes the logits twice. With a frozen head it is three, and two.
+    The logits are computed twice: loss and gradients take four products of tokens,
+    width and vocabulary, or three with a frozen head. Optax's loss takes three, or two.
 
-    It works on any mesh. A chunk has entries from all over the vocabulary, so that
-    devices that divide the head between them all work on each chunk. None then gathers
-    more of the head than one chunk. That holds for 2, 4, 8 and up to 64 devices, if
-    each has a multiple of 8 entries of the vocabulary, or of 128 with `vocab_axis=1`.
+    Any mesh is supported. A chunk has entries from the whole vocabulary, so that all
+    devices with a shard of the head compute a part of each chunk. A device gathers at
+    most one chunk of the head. This requires 2, 4, 8 and up to 64 devices, each with a
+    multiple of 8 entries of the vocabulary, or of 128 with `vocab_axis=1`.
 
-    Weights, masks and means are left to the caller:
+    The caller applies weights and masks, and computes means:
 
     ```python
     def epilogue(rest, x, kept, batch):
@@ -79,30 +79,29 @@ def linear_cross_entropy(
 
     `tokamax.linear_softmax_cross_entropy_loss(x, labels, head, reduction="none")` has a
     TPU kernel of the same losses (release 0.0.17), without soft cap and z-loss. Its
-    gradient of a bfloat16 head is float32, which makes the last figure above 1564.
+    gradient of a bfloat16 head is float32: the last figure of the table is then 1564.
 
     Args:
-      x: The last layer's output. Give it all axes of a batch: under `jax.vmap` the
-        head's gradient takes memory for each element of the mapped axis.
+      x: The last layer's output, with all axes of a batch: under `jax.vmap` the head's
+        gradient takes memory for each element of the mapped axis.
       head: The output matrix: `[vocab, width]` as in an embedding, tied or not, or
         `[width, vocab]` with `vocab_axis=1` as in Flax's `Dense` and `Linear`.
-      labels: The index in the vocabulary that is right for each token. If it is
-        negative, such as PyTorch's -100, the token has loss 0 and no gradient.
-      bias: Numbers to add to the logits, or None.
+      labels: The index of each token's label in the vocabulary. A token with a negative
+        label, such as PyTorch's -100, has loss 0 and no gradient.
+      bias: Biases of the logits, or None.
       vocab_axis: The head's axis of the vocabulary.
       soft_cap: The bound of the logits' absolute values, such as 30.0 in Gemma 2.
       z_loss: The weight of the squared log of the softmax's denominator, such as 1e-4
         in PaLM.
-      chunk: At most how many entries of the vocabulary are computed at a time. None:
-        as many as have 128 MiB of logits, or of the head's rows in float32, and at
-        least 2048.
+      chunk: Most entries of the vocabulary in a chunk. None: 128 MiB of logits, or of
+        the head's rows in float32, and at least 2048 entries.
 
     Returns:
       The tokens' losses in float32, or in float64 if `x` or `head` is. The loss is NaN
-      where a label is `vocab` or more.
+      if the label is `vocab` or more.
 
     Raises:
-      ValueError: If shapes do not fit each other, if an array is in host memory, if
+      ValueError: If shapes do not match, if an array is in host memory, if
         `vocab_axis` is neither 0 nor 1, or if `soft_cap`, `z_loss` or `chunk` is not
         positive.
       TypeError: If `labels` is not of integers, if `x`, `head` or `bias` is not of
@@ -129,7 +128,7 @@ def linear_cross_entropy(
     x, head = jnp.asarray(x), jnp.asarray(head)
     bias = None if bias is None else jnp.asarray(bias)
     if not isinstance(labels, Array):
-        labels = np.asarray(labels)  # without x64, JAX would wrap what has 64 bits
+        labels = np.asarray(labels)  # without x64, JAX would wrap 64-bit labels
     _refuse_other_shapes(x, head, labels, bias, vocab_axis)
     _refuse_other_arrays(x, head, labels, bias)
     for name, rate in (("soft_cap", soft_cap), ("z_loss", z_loss or None)):
@@ -138,16 +137,16 @@ def linear_cross_entropy(
     if chunk is not None:
         check_count("chunk", chunk, 1)
     vocab, width = head.shape[vocab_axis], head.shape[1 - vocab_axis]
-    # What is traced by its shape, by `split_layers` too, may be divided when it runs.
+    # A head traced by its shape, also in `split_layers`, may be sharded when it runs.
     one = jax.device_count() == 1 and on_one_device(head)
     chunks = Chunks.of(vocab, vocab_axis, labels.size, width, chunk, one)
-    # Clipped in its own dtype, in which `vocab` need not fit: a cast would wrap.
+    # Clip in the labels' dtype, which may not hold `vocab`: a cast would wrap.
     bounds = jnp.iinfo(labels.dtype)
     labels = labels.clip(max(bounds.min, -1), min(bounds.max, vocab))
     labels = jnp.asarray(labels, jnp.int32)
 
     def losses(x: Array, head: Array, labels: Array, bias: Array | None) -> Array:
-        # What a cotangent is summed over is then known outside `_scores`.
+        # The axes that a cotangent is summed over are then known outside `_scores`.
         operands = _Inputs(x, head, bias), labels
         operands = varying(operands, varying_axes(operands))
         label, total = _scores(_ChunkedHead(chunks, soft_cap), *operands)
@@ -163,14 +162,14 @@ def linear_cross_entropy(
         if "custom_" not in str(error):
             raise
         raise TypeError(
-            "linear_cross_entropy has reverse-mode derivatives alone: take jax.grad,"
-            " jax.vjp or jax.jacrev before jax.jvp or jax.jacfwd, as jax.hessian does,"
-            " or Optax's loss of all logits."
+            "linear_cross_entropy has only reverse-mode derivatives: apply jax.grad,"
+            " jax.vjp or jax.jacrev before jax.jvp or jax.jacfwd, like jax.hessian,"
+            " or use Optax's loss of all logits."
         ) from error
 
 
 class _Sums(NamedTuple):
-    """Per token the largest logit so far, exponentials less it, the label's logit."""
+    """Running maximum, sum of shifted exponentials, and label's logit per token."""
 
     top: Array
     total: Array
@@ -178,7 +177,7 @@ class _Sums(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """The differentiable inputs of `_scores`, or their gradients."""
+    """Differentiable inputs of `_scores`, or their gradients."""
 
     x: Array
     head: Array
@@ -187,7 +186,7 @@ class _Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _ChunkedHead:
-    """A linear layer, a chunk of the vocabulary at a time."""
+    """A linear layer, computed in chunks of the vocabulary."""
 
     chunks: Chunks
     soft_cap: float | None
@@ -199,7 +198,6 @@ class _ChunkedHead:
     def logits(
         self, inputs: _Inputs, weights: Array, start: ArrayLike, size: int
     ) -> Array:
-        """The chunk's logits."""
         last = inputs.x.ndim - 1
         logits = _product(inputs, inputs.x, weights, ((last,), (1 - self.chunks.axis,)))
         if inputs.bias is not None:
@@ -210,19 +208,18 @@ class _ChunkedHead:
         return logits
 
     def is_label(self, labels: Array, start: ArrayLike, size: int) -> Array:
-        """Whether an entry of the chunk is the token's label."""
         entries = self.chunks.entries(start, size)
         return labels[..., None] == jnp.expand_dims(entries, range(labels.ndim))
 
 
 def _dtypes(inputs: _Inputs) -> tuple[np.dtype, np.dtype]:
-    """That of the products' operands, and that of their sums."""
+    """Dtypes of the products' operands, and of their sums."""
     narrow = np.dtype(jnp.promote_types(inputs.x.dtype, inputs.head.dtype))
     return narrow, np.dtype(jnp.promote_types(narrow, jnp.float32))
 
 
 def _product(inputs: _Inputs, left: Array, right: Array, over: _Axes) -> Array:
-    """A product of two arrays, summed over axes of the one and of the other."""
+    """Product of two arrays, contracted over the axes `over`."""
     narrow, wide = _dtypes(inputs)
     return lax.dot_general(
         left.astype(narrow),
@@ -233,14 +230,14 @@ def _product(inputs: _Inputs, left: Array, right: Array, over: _Axes) -> Array:
 
 
 def _zeros(inputs: _Inputs, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Zeros to begin with, which vary as what is added to them."""
+    """Zeros with the manual axes of `inputs.x`."""
     return varying(jnp.zeros(shape, dtype), varying_axes(inputs.x))
 
 
 def _scored(head: _ChunkedHead, inputs: _Inputs, labels: Array) -> tuple[Array, Array]:
-    """For each token its label's logit, and the logarithm of the sum of exponentials.
+    """Returns each token's logit of the label, and the log-sum-exp of its logits.
 
-    What a loss makes of the two, JAX differentiates.
+    JAX differentiates the loss of these two.
     """
 
     def step(start: ArrayLike, size: int, sums: _Sums) -> _Sums:
@@ -249,7 +246,7 @@ def _scored(head: _ChunkedHead, inputs: _Inputs, labels: Array) -> tuple[Array, 
         # A bias of minus infinity may mask all entries of a chunk.
         base = jnp.where(top == -jnp.inf, 0.0, top)
         total = jnp.sum(jnp.exp(logits - base[..., None]), axis=-1)
-        # What was summed so far was less another maximum.
+        # Rescale the sum so far to the new maximum.
         total = sums.total * jnp.exp(sums.top - base) + total
         label = jnp.where(head.is_label(labels, start, size), logits, 0.0)
         return _Sums(top, total, sums.label + jnp.sum(label, axis=-1))
@@ -259,7 +256,7 @@ def _scored(head: _ChunkedHead, inputs: _Inputs, labels: Array) -> tuple[Array, 
     return sums.label, sums.top + jnp.log(sums.total)
 
 
-# By hand, for JAX would keep all chunks' logits from the forward to the backward pass.
+# Custom, because JAX would save all chunks' logits for the backward pass.
 _scores = jax.custom_vjp(_scored, nondiff_argnums=(0,))
 _Residuals = tuple[_Inputs, Array, Array]
 
@@ -274,10 +271,10 @@ def _forward(
 def _backward(
     head: _ChunkedHead, residuals: _Residuals, cotangents: tuple[Array, Array]
 ) -> tuple[_Inputs, None]:
-    r"""The gradients.
+    r"""Computes the gradients.
 
-    By the logit of entry v, with the softmax p and cotangents of `_scores`, that is
-    :math:`\bar t p_v` and, if v is the label, :math:`\bar l` besides.
+    With the softmax p and the cotangents of `_scores`, the gradient by the logit of
+    entry v is :math:`\bar t p_v`, plus :math:`\bar l` if v is the label.
     """
     (inputs, labels, total), (by_label, by_total) = residuals, cotangents
     tokens, axis = tuple(range(labels.ndim)), head.chunks.axis
@@ -289,10 +286,10 @@ def _backward(
         is_label = head.is_label(labels, start, size)
         by_logit += jnp.where(is_label, by_label[..., None], 0.0)
         if head.soft_cap is not None:
-            # The derivative of the capped logit, by its value.
+            # Derivative of the tanh, in terms of the capped logit.
             by_logit *= 1.0 - jnp.square(logits / head.soft_cap)
-        # The gradient of x is a sum over chunks, in float32. The chunk's part of the
-        # head's gradient is complete, and is rounded here.
+        # The gradient of x is a float32 sum over chunks. The chunk's part of the head's
+        # gradient is complete, and is rounded here.
         x = carry.x + _product(inputs, by_logit, weights, ((labels.ndim,), (axis,)))
         # The head is [vocab, width] or [width, vocab].
         order = (by_logit, inputs.x) if axis == 0 else (inputs.x, by_logit)

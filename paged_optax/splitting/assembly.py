@@ -1,4 +1,4 @@
-"""The stages of a loss, put together as `Pieces`: before, in each layer, and after."""
+"""Assembles the stages of a loss as `Pieces`: groups of equal layers, and the carry."""
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
@@ -21,21 +21,21 @@ from paged_optax.splitting.pieces import (
 )
 from paged_optax.splitting.stages import Stages
 
-# How many values may pass through layers that do not need them: each layer's input is
-# saved, with all that passes through.
+# Most values that may pass through a layer that does not need them: each layer's input
+# is saved, including such values.
 _PASSING = 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Dataflow:
-    """The values that go from layer to layer, and to the end.
+    """The values carried between layers, and kept for the epilogue.
 
     Attributes:
-      subprograms: Each layer's equations.
+      subprograms: The equations of each layer.
       layer_of: The layer that computes each value.
       last_use: The last later layer that needs each of these values, or -1.
-      needed_after: Those that are needed after the layers.
-      slots: For each layer the slot of each value from an earlier one.
+      needed_after: The values that are needed after the layers.
+      slots: For each layer, the slot of each value of an earlier layer.
       avals: Shapes and dtypes of the slots.
     """
 
@@ -48,7 +48,6 @@ class _Dataflow:
 
     @classmethod
     def of(cls, stages: Stages) -> "_Dataflow":
-        """Follows the values that layers compute."""
         depends = stages.cuts.depends
         flat, count = depends.flat, depends.count
         positions: list[list[int]] = [[] for _ in range(count)]
@@ -65,7 +64,7 @@ class _Dataflow:
                     last_use[x] = max(last_use[x], stage)
                 elif not inside:
                     needed_after.add(x)
-        # In an order that does not depend on the trace, so that alike layers are equal.
+        # The order must not depend on the trace, so that equal layers compare equal.
         place = {n: k for k, n in enumerate(stages.cuts.order)}
         for turn, each in enumerate(positions):
             positions[turn] = _in_order(flat.equations, each, place)
@@ -79,8 +78,8 @@ class _Dataflow:
         slots: list[dict[int, int]] = [{}]
         avals: list[Hashable] = []
         for turn in range(1, count):
-            # A value keeps its slot as long as a later layer needs it. Then the next
-            # value of its type takes the slot.
+            # A value keeps its slot as long as a later layer needs it. Afterwards the
+            # slot is reused for the next value of its type.
             held = {x: s for x, s in slots[-1].items() if last_use[x] >= turn}
             for x in (x for x in subprograms[turn - 1].values if last_use[x] >= turn):
                 aval = aval_of(flat, x)
@@ -103,7 +102,7 @@ class _Dataflow:
         return handed
 
     def _refuse_kept_weights(self, stages: Stages) -> None:
-        """Refuses later uses of values of parameters and nothing else, if as large."""
+        """Raises if a value of parameters alone, as large as these, is used later."""
         depends = stages.cuts.depends
         flat = depends.flat
         later = {x: turn for x, turn in self.last_use.items() if turn >= 0}
@@ -115,10 +114,10 @@ class _Dataflow:
                 by = f"by layer {later[x]}" if x in later else "after all layers"
                 raise SplitError(
                     f"parameters of layer {min(layers)} are used {by} too, by way of"
-                    f" {depends.line(depends.producer[x])}: what a layer leaves for"
-                    " others is kept for all layers, and would be as large as their"
-                    " parameters. Reduce it within the layer, to a norm, or move these"
-                    " parameters out of the layers."
+                    f" {depends.line(depends.producer[x])}. A value that a layer keeps"
+                    " is stored for all layers, and this one is as large as their"
+                    " parameters. Reduce it within the layer, for example to a norm, or"
+                    " move these parameters out of the layers."
                 )
 
     def _refuse_skipping(self, stages: Stages) -> None:
@@ -134,22 +133,22 @@ class _Dataflow:
             x = max(self.last_use, key=lambda x: self.last_use[x] - self.layer_of[x])
             where = depends.line(depends.producer[x])
             raise SplitError(
-                f"a value that layer {self.layer_of[x]} makes at {where} skips layers:"
-                f" layer {self.last_use[x]} uses it. Each layer's input is saved, and"
-                " would hold all that skips it. Give the layers before and after such"
-                " skips lists of their own, such as params['down'] and params['up']:"
-                " the largest is then taken apart."
+                f"a value that layer {self.layer_of[x]} computes at {where} skips"
+                f" layers: layer {self.last_use[x]} uses it. Each layer's input is"
+                " saved, and would include all values that skip it. Give the layers"
+                " before and after such skips lists of their own, such as"
+                " params['down'] and params['up']. The largest is then split."
             )
 
 
 def _in_order(
     equations: Sequence[Equation], chosen: Sequence[int], place: Mapping[int, int]
 ) -> list[int]:
-    """Equations of one layer, each after those that it needs, depth first.
+    """Sorts the equations of one layer depth first, operands before users.
 
-    The order depends only on what is computed, so that alike layers are equal. The
-    order of the trace would not do: an equation that depends on parameters in other
-    layers may depend on none in the first one, and is then sorted before the layers.
+    The order depends only on the computation, so that equal layers compare equal. The
+    order of the trace differs: an equation that depends on parameters in other layers
+    may depend on none in the first layer, and is then sorted before the layers.
     """
     producer = {x: n for n in chosen for x in equations[n].outputs}
     needs = {
@@ -172,14 +171,14 @@ def _in_order(
 
 @dataclasses.dataclass(eq=False)
 class _AlikeLayers:
-    """Layers that are alike.
+    """A group of equal layers.
 
     Attributes:
-      layers: Their numbers.
-      key: What they compute.
+      layers: The numbers of the layers.
+      key: Their program, for comparison.
       roles: The role of each argument; None for values from before the layers.
-      handed: For each slot the place of its next value among the layer's values, None
-        where the slot keeps its value; None as a whole where no layer follows.
+      handed: For each slot the index of its next value among the layer's values, or
+        None if the slot keeps its value. None for the last layer.
     """
 
     layers: list[int]
@@ -188,8 +187,8 @@ class _AlikeLayers:
     handed: tuple[int | None, ...] | None
 
     def takes(self, other: "_AlikeLayers") -> bool:
-        """Whether another layer is like these."""
-        # The first layer takes from before the layers what others take from a layer.
+        """True if another layer belongs to this group."""
+        # The first layer reads from before the layers what others read from a layer.
         first = other.layers == [0]
         return (
             self.key == other.key
@@ -203,7 +202,7 @@ class _AlikeLayers:
 
 
 class Assembly:
-    """Groups of layers that are alike, and the tables and values that they share."""
+    """Groups of equal layers, with the tables and kept values that they share."""
 
     def __init__(self, stages: Stages):
         self.stages, self.dataflow = stages, _Dataflow.of(stages)
@@ -214,7 +213,7 @@ class Assembly:
         self.after: dict[int, FromCarry | FromKept] = {}
 
     def groups(self) -> list[_AlikeLayers]:
-        """Layers that are alike. The first one comes last: it joins any that fits."""
+        """Groups equal layers. The first layer is added last, to any matching group."""
         groups: list[_AlikeLayers] = []
         for n in (*range(1, self.count), 0):
             group = self._single(n)
@@ -223,12 +222,11 @@ class Assembly:
                 groups.append(group)
                 continue
             known.layers.append(n)
-            # The last layer hands nothing on, and so agrees with all others.
+            # The last layer has no next value, and so agrees with all others.
             known.handed = group.handed if known.handed is None else known.handed
         return groups
 
     def _single(self, n: int) -> _AlikeLayers:
-        """The group of one layer."""
         subprogram, slots = self.dataflow.subprograms[n], self.dataflow.slots
         members = self.stages.members
 
@@ -239,8 +237,7 @@ class Assembly:
                 return Weight(members[x])
             return Carried(slots[n][x]) if x in slots[n] else None
 
-        # Where the next layer's slots come from: values of this layer, or the slot
-        # itself.
+        # Values of this layer for the next layer's slots; None keeps a slot's value.
         handed = None
         if n + 1 < self.count:
             places = {x: k for k, x in enumerate(subprogram.values)}
@@ -251,7 +248,7 @@ class Assembly:
         )
 
     def kind(self, group: _AlikeLayers) -> LayerKind:
-        """The program of a group's layers, and the roles of its arguments."""
+        """Returns the program of a group's layers, with the roles of its arguments."""
         arguments = [self.dataflow.subprograms[n].arguments for n in group.layers]
         subprogram = self.dataflow.subprograms[group.layers[0]]
         roles = tuple(
@@ -262,7 +259,7 @@ class Assembly:
         )
         handed = self._last(group) if group.handed is None else group.handed
         kept = self._kept(group, handed)
-        # A value that is handed on and kept too is one result.
+        # A value that is both carried and kept is one result.
         wanted = sorted({x for x in (*handed, *kept) if x is not None})
         count = len(subprogram.arguments)
         program = Program(
@@ -281,7 +278,8 @@ class Assembly:
     ) -> Role:
         """The role of an argument from before the layers.
 
-        If it differs between layers, it goes to a table. Tables that agree are one.
+        An argument that differs between layers is stored in a table. Equal tables are
+        shared.
         """
         first = operands[0]
         if all(x == first for x in operands):
@@ -289,7 +287,7 @@ class Assembly:
         row: list[Operand | None] = [None] * self.count
         for n, x in zip(layers, operands, strict=True):
             row[n] = x
-        # Layers of other kinds have no row here: their tables may fill the gaps.
+        # Layers of other kinds have no row here. Their tables may fill the gaps.
         for number, known in enumerate(self.tables):
             pairs = zip(known, row, strict=True)
             agree = all(None in (a, b) or a == b for a, b in pairs)
@@ -305,12 +303,12 @@ class Assembly:
         return next(aval_of(self.flat, x) for x in row if x is not None)
 
     def _last(self, group: _AlikeLayers) -> tuple[int | None, ...]:
-        """The carry of a last layer that is like no other one, by shapes and dtypes."""
+        """The carry of a last layer of its own kind, by shapes and dtypes."""
         values = self.dataflow.subprograms[group.layers[0]].values
         free = [k for k, x in enumerate(values) if x in self.dataflow.needed_after]
         handed: list[int | None] = []
         for aval in self.dataflow.avals:
-            # The latest value of the type, as the other layers hand on.
+            # The latest value of the type, as in the other layers.
             fit = (k for k in reversed(free) if aval_of(self.flat, values[k]) == aval)
             chosen = next(fit, None)
             if chosen is not None:
@@ -321,13 +319,13 @@ class Assembly:
     def _kept(
         self, group: _AlikeLayers, handed: Sequence[int | None]
     ) -> tuple[int | None, ...]:
-        """The values that a group's layers keep for the end, by number."""
+        """The values that a group's layers keep for the epilogue, by number."""
         places: list[int | None] = [None] * len(self.kept)
         for n in group.layers:
             for place, x in enumerate(self.dataflow.subprograms[n].values):
                 if x not in self.dataflow.needed_after:
                     continue
-                # The last layer's carry goes to the end anyway, and is not kept twice.
+                # The epilogue reads the last layer's carry, which is not kept twice.
                 if n == self.count - 1 and place in handed:
                     self.after[x] = FromCarry(handed.index(place))
                     continue
@@ -344,7 +342,7 @@ class Assembly:
         return tuple(places)
 
     def pieces(self) -> Pieces:
-        """The loss in pieces."""
+        """Returns the split loss."""
         groups = self.groups()
         kinds = [self.kind(group) for group in groups]
         kind_of = [0] * self.count
@@ -365,8 +363,7 @@ class Assembly:
             for x, place in self.after.items()
             if isinstance(place, FromKept)
         }
-        # A later kind may keep more values than an earlier one, which has no entries
-        # for them.
+        # A later kind may keep more values than an earlier kind has entries for.
         fill = lambda kind: kind.kept + (None,) * (len(kept) - len(kind.kept))
         return Pieces(
             flat=self.flat,

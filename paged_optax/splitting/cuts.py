@@ -1,4 +1,4 @@
-"""Where a loss is cut: between layers, where the fewest bytes are alive."""
+"""Cuts a loss between its layers, at the fewest live bytes."""
 
 import bisect
 import dataclasses
@@ -14,16 +14,16 @@ class Cuts:
     """The learned equations in an order that can be cut, and the cuts.
 
     Attributes:
-      depends: What they depend on.
-      order: Positions of the equations: those that depend on no layer, then those that
-        depend on the first one, and so on. An equation that prepares weights, such as
-        a cast at the beginning of the model, thus stands with its layer.
-      regions: For each layer the places in that order of the equations that depend on
-        it and on no later one. Region -1 depends on no layer. The region behind the
-        last layer depends only on parameters, of several layers.
-      cuts: The places in that order where the next layer begins.
+      depends: The dependence of the equations on layers.
+      order: Positions of the equations, sorted by the last layer they depend on, from
+        none to the last. A cast of all weights at the beginning of the model is thus
+        ordered with its layer.
+      regions: For each layer, the places in that order of the equations that depend on
+        it and on no later layer. Region -1 depends on no layer. The region after the
+        last layer depends only on parameters of several layers.
+      cuts: Places in that order where the next layer begins.
       end: The place after the last use of the last layer's parameters.
-      uses: For each value the places where it is used.
+      uses: For each value, the places where it is used.
     """
 
     depends: Depends
@@ -38,11 +38,11 @@ class Cuts:
         """Orders the equations, and cuts between the layers.
 
         Args:
-          depends: What the equations depend on.
-          latest: Whether to cut at the last of several places that are as good; it
-            differs where a layer ends or begins with what keeps the size.
-          interleaved: Whether the ends of a layer's towers, such as those of two
-            inputs, are ordered step by step together instead of one after the other.
+          depends: The dependence of the equations on layers.
+          latest: Cut at the last of several equally good places. They differ if a layer
+            ends or begins with equations that keep the size of the carry.
+          interleaved: Order the ends of a layer's towers, for example of two inputs,
+            step by step instead of tower by tower.
         """
         order = _ordered(depends)
         order = _interleaved(depends, order) if interleaved else order
@@ -51,7 +51,7 @@ class Cuts:
         for place, n in enumerate(order):
             for x in values_in(flat.equations[n]):
                 uses[x].append(place)
-        # Results of the loss are used behind all equations.
+        # Results of the loss are used after all equations.
         for x in values_of(flat.outputs):
             uses[x].append(len(order))
         # The order is sorted by layer, so that each region is a range of places.
@@ -67,7 +67,7 @@ class Cuts:
         end = uncut.used_until(count - 1)
         uncut = dataclasses.replace(uncut, end=end)
         cuts = [uncut._cheapest(turn, latest) for turn in range(count - 2)]
-        # Of two layers there is no earlier cut to go by.
+        # With two layers there is no earlier cut to follow.
         if count == 2:
             cuts.append(uncut._cheapest(0, latest))
         elif count > 2:
@@ -82,26 +82,26 @@ class Cuts:
         if not places:
             where = depends.line(min(users))
             raise SplitError(
-                f"layer {turn} is used at {where} with other layers: those that are"
-                " taken apart are computed one after the other. Name others by layers=,"
-                " or train by jax.grad and a paged optimizer."
+                f"layer {turn} is used at {where} with other layers. Layers must be"
+                " computed in sequence. Name others with layers=, or train with"
+                " jax.grad and a paged optimizer."
             )
         return 1 + max(places)
 
     def results_at(self, places: Iterable[int]) -> list[int]:
-        """The results of the equations at these places."""
+        """Results of the equations at these places."""
         equations = self.depends.flat.equations
         return [x for place in places for x in equations[self.order[place]].outputs]
 
     def until(self, value: int) -> int:
-        """The last place where the layers use a value; -1: none."""
-        # A value that is only used after the layers is kept, wherever they are cut.
+        """The last place where the layers use a value; -1 for none."""
+        # A value that is only used after the layers is kept whatever the cut.
         return max(
             (place for place in self.uses[value] if place < self.end), default=-1
         )
 
     def _refuse_used_again(self) -> None:
-        """Refuses a layer that is used after another one, but before the last."""
+        """Raises if a layer is used again after a later layer."""
         depends = self.depends
         for turn in range(depends.count - 1):
             for place in self.regions[turn]:
@@ -114,21 +114,21 @@ class Cuts:
                 if turn in used:
                     raise SplitError(
                         f"layers {min(again)} and {turn} are computed at {where} by one"
-                        f" `{equation.primitive.name}`: layers are taken apart that are"
-                        " computed one after the other. Give each layer a call of its"
-                        " own, as of jax.checkpoint, or name other layers by layers=."
+                        f" `{equation.primitive.name}`. Layers must be computed in"
+                        " sequence. Call each layer separately, for example with its"
+                        " own jax.checkpoint, or name other layers with layers=."
                     )
                 raise SplitError(
-                    f"layer {min(again)} is used at {where} after layer {turn}: layers"
-                    " are taken apart that are used once, one after the other. Move"
-                    " parameters that are used twice out of the layers, to a key of"
-                    " their own, or name other layers by layers=."
+                    f"layer {min(again)} is used at {where} after layer {turn}. Each"
+                    " layer must be used once, in sequence. Move parameters that are"
+                    " used twice out of the layers, to a key of their own, or name"
+                    " other layers with layers=."
                 )
 
     def _last(self, before: int, latest: bool) -> int:
-        """The cut before the last layer, as far behind parameters as the one before."""
-        # The end of the last layer is not known yet, and so neither is what is alive
-        # before it. Layers of another kind may end otherwise: then bytes decide.
+        """The cut before the last layer, at the same distance as the cut before it."""
+        # The end of the last layer, and thus the live bytes before it, are not known
+        # yet. If the two layers end differently, live bytes decide.
         turn, equations = self.depends.count - 2, self.depends.flat.equations
         starts = self.used_until(turn - 1), self.used_until(turn)
         behind = before - starts[0]
@@ -141,16 +141,16 @@ class Cuts:
         return self._cheapest(turn, latest)
 
     def _cheapest(self, turn: int, latest: bool) -> int:
-        """The place in a layer's region where the fewest bytes are alive."""
+        """The place in a layer's region with the fewest live bytes."""
         flat, region = self.depends.flat, self.regions[turn]
         first, count = self.used_until(turn), self.depends.count
-        # Values that only the last layer or the end needs are kept, whatever the cut.
+        # Values that only the last layer or the epilogue reads are kept in any case.
         last = self.end if turn == count - 2 else self.regions[count - 1].start
         stop = last if count > 2 else None
         until = lambda x: max(
             (p for p in self.uses[x] if not stop or p < stop), default=-1
         )
-        # Values from before the layers are always there, except for the first input.
+        # Values from before the layers are available to all, except the first input.
         before = [
             x
             for x in self.results_at(self.regions[-1])
@@ -164,8 +164,7 @@ class Cuts:
         }
         total = sum(alive.values())
         best, at = total, first
-        # From place to place results come alive, and operands that no layer uses later
-        # go.
+        # Each place adds its results and frees operands that no later layer uses.
         for place in range(first, region.stop):
             for x in self.results_at([place]):
                 if until(x) > place:
@@ -180,9 +179,9 @@ class Cuts:
 
 
 def _ordered(depends: Depends) -> tuple[int, ...]:
-    """The learned equations, by the layer that they depend on last."""
-    # A layer's term of a sum that is traced after all layers, such as a penalty, comes
-    # as early as it can: otherwise the next layer would have to add it.
+    """Sorts the learned equations by the last layer that they depend on."""
+    # A layer's term of a sum that is traced after all layers, such as a penalty, is
+    # ordered as early as possible. Otherwise the next layer would add it.
     live = [n for n in depends.live if depends.is_learned(n)]
     starts: dict[int, int] = {}
     for n in live:
@@ -202,8 +201,8 @@ def _ordered(depends: Depends) -> tuple[int, ...]:
         earlier = [keys[m] for m in producers if m in keys]
         same = [key for at, learned, key in earlier if at == turn and learned]
         late = after is not None and n > after
-        # A sum of norms of parameters needs no other value of a layer, and comes first;
-        # in the last layer too, which no other one follows.
+        # A sum of norms of parameters needs no other value of a layer, and is ordered
+        # first, in the last layer too.
         goes_on = any(key[0] < 0 for *_, key in earlier) and all(x[0] < 0 for x in same)
         key = (n,)
         if not pure and (late or goes_on):
@@ -213,9 +212,9 @@ def _ordered(depends: Depends) -> tuple[int, ...]:
 
 
 def _interleaved(depends: Depends, order: Sequence[int]) -> tuple[int, ...]:
-    """The same, with the ends of a layer's towers ordered step by step together."""
-    # In the order of the trace, the first tower begins its next layer before the second
-    # one has ended this one, and more is alive between the two layers.
+    """Orders the ends of a layer's towers step by step."""
+    # In the order of the trace the first tower begins its next layer before the second
+    # tower ends this layer, and more bytes are alive between the layers.
     equations = depends.flat.equations
     wanted, ends = set[int](), set[int]()
     for n in reversed(order):
@@ -227,7 +226,7 @@ def _interleaved(depends: Depends, order: Sequence[int]) -> tuple[int, ...]:
             wanted.update(x for x in taken if depends.after.get(x) == turn)
         else:
             ends.add(n)
-    steps = dict[int, int]()  # behind what parameters are needed for, which has none
+    steps = dict[int, int]()  # distance from the equations that need parameters
     for n in order:
         producers = (depends.producer.get(x) for x in values_in(equations[n]))
         same = [

@@ -1,4 +1,4 @@
-"""Which layer's parameters each value of a loss depends on, and the line it is from."""
+"""Dependence of a loss's values on the parameters of layers, and source lines."""
 
 import dataclasses
 import functools
@@ -10,18 +10,18 @@ from jax.extend import core
 from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Operand
 
-# Installed packages that models are built of: a line of theirs tells a user little.
+# Installed packages that models are built with. Errors point to the user's own line.
 _LIBRARIES = re.compile(
     r"[/\\](site|dist)-packages[/\\](jax|flax|haiku|equinox|optax|qwix|paged_optax)[/\\]"
 )
 
 
 def line_of(equation: Equation, nearby: Iterable[Equation] = ()) -> str:
-    """The line of the model that an equation was traced from.
+    """Returns the line of the model that an equation was traced from.
 
-    If a library's module computes it, the line is the model's call of the module. If it
-    is not known, as within `jnp.clip`, it is that of an equation nearby, such as one
-    that takes its values.
+    For an equation of a library's module, this is the line that calls the module. An
+    equation without a line, as within `jnp.clip`, has the line of one of the `nearby`
+    equations.
     """
     equation = next((e for e in (equation, *nearby) if e.line), equation)
     where, traced = equation.where, equation.traced
@@ -31,7 +31,7 @@ def line_of(equation: Equation, nearby: Iterable[Equation] = ()) -> str:
     frames = traceback.frames
     for place, frame in enumerate(frames):
         if where.startswith(f"{frame.file_name}:"):
-            # Outward, to the first line that is no library's.
+            # Outward, to the first line outside the libraries.
             for outer in frames[place:]:
                 if not _LIBRARIES.search(outer.file_name):
                     line = f"{outer.file_name}:{outer.line_num}"
@@ -40,25 +40,25 @@ def line_of(equation: Equation, nearby: Iterable[Equation] = ()) -> str:
 
 
 class SplitError(ValueError):
-    """A loss is not computed layer by layer."""
+    """Raised for a loss that is not computed layer by layer."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Depends:
-    """The layers and parameters that each value of a loss depends on.
+    """Layers and parameters that each value of a loss depends on.
 
     Attributes:
       flat: The loss.
-      live: The equations that the loss needs, by their positions.
-      producer: The position of the equation that computes each value.
-      layer: The layer of each parameter, in the order in which layers are computed.
-      count: How many layers there are.
-      learned: The values that depend on parameters.
-      after: The last layer that each learned value depends on; -1: none. A value that
-        depends only on parameters, of several layers, is computed after all of them.
-      pure: The layers of each value that depends only on parameters of layers. Such
-        values may be computed early, as casts of a whole model to bfloat16 are, and
-        count to their layer.
+      live: Positions of the equations that the loss needs.
+      producer: Position of the equation that computes each value.
+      layer: The layer of each parameter, in the order of computation.
+      count: Number of layers.
+      learned: Values that depend on parameters.
+      after: The last layer that each learned value depends on; -1 for none. A value
+        that depends only on parameters of several layers comes after all layers.
+      pure: The layers of each value that depends only on parameters of layers. The
+        loss may compute such values early, for example a cast of the whole model to
+        bfloat16; they belong to their layer.
     """
 
     flat: Flat
@@ -74,7 +74,7 @@ class Depends:
     def of(
         cls, flat: Flat, weights: Sequence[int], members: Sequence[Sequence[int]]
     ) -> "Depends":
-        """Follows the parameters, `weights`; `members` are those of each layer."""
+        """Follows the parameters `weights`, with each layer's `members`."""
         producer = producers_of(flat)
         live = live_of(flat, producer)
         owner = {leaf: n for n, leaves in enumerate(members) for leaf in leaves}
@@ -85,8 +85,8 @@ class Depends:
         if missing := sorted(set(range(len(members))) - set(turns)):
             _refuse_together(flat, live, pure, missing[0])
             raise SplitError(
-                f"the loss does not use layer {missing[0]} of {len(members)}: leave it"
-                " out of the parameters, or name other layers by layers=."
+                f"the loss does not use layer {missing[0]} of {len(members)}. Remove"
+                " it from the parameters, or name other layers with layers=."
             )
         layer = {leaf: turns[n] for leaf, n in owner.items()}
         pure = {x: frozenset(turns[n] for n in layers) for x, layers in pure.items()}
@@ -98,8 +98,7 @@ class Depends:
             if not taken:
                 continue
             learned.update(equation.outputs)
-            # What is computed of several layers' parameters alone belongs to none of
-            # them.
+            # A value of several layers' parameters alone belongs to no layer.
             several = [pure[x] for x in equation.outputs if len(pure.get(x, ())) > 1]
             turn = len(members) if several else max(last[x] for x in taken)
             last.update(dict.fromkeys(equation.outputs, turn))
@@ -110,7 +109,7 @@ class Depends:
 
     @functools.cached_property
     def users(self) -> Mapping[int, frozenset[int]]:
-        """For each layer the equations that take its parameters and other values."""
+        """Equations that combine a layer's parameters with other values, by layer."""
         users: dict[int, set[int]] = {turn: set() for turn in range(self.count)}
         for n in self.live:
             if not self.is_pure(n):
@@ -119,34 +118,31 @@ class Depends:
         return {turn: frozenset(equations) for turn, equations in users.items()}
 
     def is_learned(self, n: int) -> bool:
-        """Whether an equation depends on parameters."""
+        """True if an equation depends on parameters."""
         return any(x in self.learned for x in self.flat.equations[n].outputs)
 
     def is_pure(self, n: int) -> bool:
-        """Whether an equation depends only on parameters of layers."""
+        """True if an equation depends only on parameters of layers."""
         return bool(self.pure.get(self.flat.equations[n].outputs[0]))
 
     def turn(self, n: int) -> int:
-        """The last layer that an equation depends on; -1: none."""
+        """The last layer that an equation depends on; -1 for none."""
         return self.after.get(self.flat.equations[n].outputs[0], -1)
 
     def uses(self, n: int) -> set[int]:
-        """The layers whose parameters an equation takes, as they are or prepared."""
+        """The layers whose parameters an equation reads, directly or prepared."""
         taken = values_in(self.flat.equations[n])
         return set().union(*(self.pure.get(x, ()) for x in taken))
 
     def line(self, n: int) -> str:
-        """The line of the model that an equation is from, or that of one nearby."""
+        """The line of the model that an equation was traced from, see `line_of`."""
         return line_of(self.flat.equations[n], self._near(n))
 
     def _near(self, n: int) -> Iterator[Equation]:
         """Equations after this one, then before it, then of the same layers."""
         equations = self.flat.equations
-        reached, later = (
-            set(equations[n].outputs),
-            sorted(x for x in self.live if x > n),
-        )
-        for m in later:
+        reached = set(equations[n].outputs)
+        for m in sorted(x for x in self.live if x > n):
             if not reached.isdisjoint(values_in(equations[m])):
                 reached.update(equations[m].outputs)
                 yield equations[m]
@@ -160,37 +156,37 @@ class Depends:
 
 
 def values_in(equation: Equation) -> list[int]:
-    """The values among an equation's operands."""
+    """Values among an equation's operands."""
     return values_of(equation.inputs)
 
 
 def values_of(operands: Sequence[Operand]) -> list[int]:
-    """The values among operands."""
+    """Values among operands, without constants."""
     return [x for x in operands if not isinstance(x, Constant)]
 
 
 def producers_of(flat: Flat) -> dict[int, int]:
-    """The position of the equation that computes each value."""
+    """Maps each value to the position of the equation that computes it."""
     return {x: n for n, e in enumerate(flat.equations) for x in e.outputs}
 
 
 def _refuse_together(
     flat: Flat, live: Sequence[int], pure: Mapping[int, frozenset[int]], layer: int
 ) -> None:
-    """Refuses a layer whose parameters are only used together with those of others."""
+    """Raises if a layer's parameters are combined with another layer's first."""
     for n in live:
         layers = pure.get(flat.equations[n].outputs[0], frozenset())
         if layer in layers and len(layers) > 1:
             raise SplitError(
                 f"the parameters of several layers are put together at"
-                f" {line_of(flat.equations[n])}, and used as one array: use them one"
-                " after the other, or stack them before, outside the loss, and let the"
-                " loss scan over the stacks."
+                f" {line_of(flat.equations[n])} and used as one array. Use them layer"
+                " by layer, or stack them before, outside the loss, and scan over the"
+                " stacks."
             )
 
 
 def live_of(flat: Flat, producer: Mapping[int, int]) -> tuple[int, ...]:
-    """The equations that the outputs need."""
+    """Positions of the equations that the outputs depend on."""
     needed: set[int] = set()
     stack = values_of(flat.outputs)
     while stack:
@@ -202,30 +198,30 @@ def live_of(flat: Flat, producer: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def repeated_keys(
-    jaxpr: core.Jaxpr, given: Sequence[Set[int | None]]
+    jaxpr: core.Jaxpr, sources: Sequence[Set[int | None]]
 ) -> set[int | None]:
-    """The sources of random numbers that nothing else goes into.
+    """Returns the sources of random numbers that depend on no other source.
 
     Args:
       jaxpr: A function.
-      given: The sources of each argument; None stands for what may change.
+      sources: The sources of each argument; None marks an argument that may change.
     """
     repeated = set[int | None]()
-    sources = dict(zip(jaxpr.invars, given, strict=True))
+    known = dict(zip(jaxpr.invars, sources, strict=True))
     for eqn in jaxpr.eqns:
         each = [
-            set() if isinstance(x, core.Literal) else sources.get(x, set())
+            set() if isinstance(x, core.Literal) else known.get(x, set())
             for x in eqn.invars
         ]
         union = set().union(*each)
         if eqn.primitive.name in ("random_bits", "random_gamma") and None not in union:
             repeated |= union
         for inner in core.jaxprs_in_params(eqn.params):
-            # Calls, branches and turns of loops take the last operands.
+            # Calls, branches and loop bodies take the last operands.
             count = len(inner.invars)
             last = each[-count:] if 0 < count <= len(each) else [union] * count
             repeated |= repeated_keys(inner, last)
-        sources.update(dict.fromkeys(eqn.outvars, union))
+        known.update(dict.fromkeys(eqn.outvars, union))
     return repeated
 
 
@@ -236,7 +232,7 @@ def _pure(
     constants: set[int],
     rest: set[int],
 ) -> tuple[dict[int, frozenset[int]], dict[int, int]]:
-    """Values that depend only on layers' parameters, and each layer's first use."""
+    """Returns values that depend only on layers' parameters, and each first use."""
     # A scalar of other parameters counts as a constant if a layer's scalar is added to
     # it: a sum of all norms may begin with an embedding's.
     others, single = set(rest), lambda x: flat.size(x) == 1
@@ -271,13 +267,13 @@ def _sink(
     last: dict[int, int],
     count: int,
 ) -> None:
-    """Moves scalars of a layer's parameters, such as norms, behind all layers."""
-    # Otherwise the first layer, where such a sum begins, would be unlike the others.
+    """Moves scalars of a layer's parameters, such as norms, after all layers."""
+    # Such a sum begins in the first layer, which would otherwise differ from others.
     users: dict[int, list[int]] = {}
     for n in reversed(live):
         equation = flat.equations[n]
         taken, results = values_in(equation), equation.outputs
-        # It may come after all layers only if all that needs it does.
+        # It may follow all layers only if all of its users do.
         late = [last.get(x) == count for y in results for x in users.get(y, ())]
         small = all(flat.size(x) == 1 and x not in layer for x in (*taken, *results))
         if pure.get(results[0]) and small and late and all(late):

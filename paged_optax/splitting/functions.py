@@ -1,4 +1,4 @@
-"""Prologue, layer and epilogue of a loss in pieces, as a layerwise step calls them."""
+"""Prologue, layer and epilogue of a split loss, called by a layerwise step."""
 
 import dataclasses
 import weakref
@@ -33,7 +33,7 @@ from paged_optax.splitting.stacking import Stack, Stacking, unnested
 
 
 class _Part(NamedTuple):
-    """Equations of the loss outside the layers, and their arguments."""
+    """A program of equations outside the layers, and its arguments."""
 
     program: Program
     arguments: tuple[int, ...]
@@ -42,11 +42,11 @@ class _Part(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Functions:
-    """A loss that is called in three parts.
+    """Prologue, layer and epilogue of one trace of a loss.
 
     Attributes:
       pieces: The loss.
-      before: Computes the first layer's input, and the values that all layers see.
+      before: Computes the first layer's input, and the values that all layers read.
       after: Computes the results of the loss.
     """
 
@@ -56,7 +56,7 @@ class Functions:
 
     @classmethod
     def of(cls, pieces: Pieces) -> "Functions":
-        """The three functions of a loss in pieces."""
+        """Collects the equations of the prologue and of the epilogue."""
         flat = pieces.flat
         producer = producers_of(flat)
         # In the order in which `prologue` reads the results.
@@ -72,14 +72,15 @@ class Functions:
         return cls(pieces, before, after)
 
     def prologue(self, numbered: Mapping[int, ArrayLike]) -> tuple[list[Array], PyTree]:
-        """The first layer's input, and the values that all layers see.
+        """Computes the first layer's input, and the values that all layers read.
 
-        The parameters outside the layers, and the batch, are given by their numbers.
+        `numbered` maps the trace's numbers to the parameters outside the layers and the
+        batch.
         """
         pieces = self.pieces
         results = iter(_run(self.before, {**numbered, **pieces.flat.constants}))
         x = [
-            # A slot that no value fills before the first layer.
+            # A slot without a value before the first layer.
             jnp.zeros(aval.shape, aval.dtype)
             if operand is None
             else _array(next(results), aval.dtype)
@@ -92,7 +93,7 @@ class Functions:
                 tables.append(jnp.asarray(next(results)))
                 continue
             rows = [None if x is None else next(results) for x in table]
-            # Layers that need no row get any: rows of a table are stacked.
+            # Layers that need no row get any row, because rows are stacked.
             blank = next(row for row in rows if row is not None)
             dtype = next(_dtype(pieces, x) for x in table if x is not None)
             each = [blank if row is None else row for row in rows]
@@ -106,7 +107,7 @@ class Functions:
         context: PyTree,
         i: Int[Array, ""],
     ) -> tuple[list[Array], list[Array]]:
-        """The next layer's input, and the values to keep for the epilogue."""
+        """Computes the next layer's input, and the values kept for the epilogue."""
         pieces = self.pieces
 
         def run(kind: LayerKind) -> Callable[..., tuple[list[Array], list[Array]]]:
@@ -114,7 +115,7 @@ class Functions:
 
         if len(pieces.kinds) == 1:
             return run(pieces.kinds[0])(x, context)
-        # Of layers of several kinds only the layer's branch is computed.
+        # With several kinds, only the branch of the layer's kind is computed.
         which = jnp.asarray(np.asarray(pieces.kind_of, np.int32))[i]
         return lax.switch(which, list(map(run, pieces.kinds)), list(x), context)
 
@@ -150,7 +151,7 @@ class Functions:
             for old, n in zip(x, kind.carried, strict=True)
         ]
         kept = [
-            # What all layers keep is stacked, so that each layer has a row.
+            # Kept values are stacked, so that each layer needs a row.
             jnp.zeros(aval.shape, aval.dtype) if n is None else jnp.asarray(results[n])
             for aval, n in zip(self.pieces.kept, kind.kept, strict=True)
         ]
@@ -162,7 +163,7 @@ class Functions:
         x: Sequence[Array],
         kept: Sequence[Array],
     ) -> list[ArrayLike]:
-        """The results of the loss, leaf by leaf; `kept` has all layers' values."""
+        """Computes the leaves of the loss's result; `kept` has all layers' values."""
         from_layers: dict[int, ArrayLike] = {}
         for value, where in self.pieces.after.items():
             if isinstance(where, FromCarry):
@@ -177,10 +178,7 @@ class Functions:
 
 
 def _other_axes(batch: PyTree, first: PyTree) -> str:
-    """What to tell if each array has one axis more, or less, than the first batch.
-
-    It is empty if they have not.
-    """
+    """Error text for a batch whose arrays all have one axis more, or less; or empty."""
     if jax.tree.structure(batch) != jax.tree.structure(first):
         return ""
     flat, _ = jax.tree_util.tree_flatten_with_path(batch)
@@ -190,39 +188,39 @@ def _other_axes(batch: PyTree, first: PyTree) -> str:
     if more not in ({1}, {-1}):
         return ""
     path, shape, like = shapes[0]
-    told = f"batch{keystr(path)} has shape {shape}, and split_layers got {like}"
+    shapes = f"batch{keystr(path)} has shape {shape}, and split_layers got {like}"
     if more == {1}:
         return (
-            f"{told}: it has an axis more. For micro-batches, stacked, pass"
-            " accumulate=True to layerwise_step; or pass a batch without the axis."
+            f"{shapes}: it has an axis more. For stacked micro-batches pass"
+            " accumulate=True to layerwise_step, or pass a batch without the axis."
         )
     return (
-        f"{told}: it has an axis less. With accumulate=True a step takes"
-        " micro-batches from the leading axis of each leaf: stack them, as by"
-        " x.reshape(count, -1, *x.shape[1:]), or leave accumulate=True out."
+        f"{shapes}: it has an axis less. With accumulate=True a step reads"
+        " micro-batches from the leading axis of each leaf. Stack them, with"
+        " x.reshape(count, -1, *x.shape[1:]), or omit accumulate=True."
     )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitFunctions:
-    """Prologue, layer and epilogue of a loss, for batches of any types.
+    """Prologue, layer and epilogue of a loss, for batches of any shapes and dtypes.
 
     Attributes:
-      loss: The user's loss, and the types of its parameters.
+      loss: The user's loss, with the types of its parameters.
       batch: The types of the first batch.
-      split: The loss, split for the first batch. Its stacks are those of all others.
-      known: The loss, split, by its jaxpr. JAX keeps these by all that a trace depends
-        on, such as weak types, the mesh around, and the precision.
+      split: The loss split for the first batch. All other batches have its stacks.
+      cache: Split losses by jaxpr. JAX caches jaxprs by everything that a
+        trace depends on: weak types, the ambient mesh, the matmul precision.
     """
 
     loss: Loss
     batch: PyTree[jax.ShapeDtypeStruct]
     split: SplitLoss
-    known: MutableMapping[core.ClosedJaxpr, tuple[SplitLoss, Functions]]
+    cache: MutableMapping[core.ClosedJaxpr, tuple[SplitLoss, Functions]]
 
     @classmethod
     def of(cls, loss: Loss, batch: PyTree) -> "SplitFunctions":
-        """Splits a loss for a first batch, whose layers are those of all others."""
+        """Splits a loss for a first batch, which determines the layers."""
         batch = jax.tree.map(shape_dtype, batch)
         jaxpr, split = loss.jaxpr(batch), loss.split(batch)
         results = split, Functions.of(split.pieces)
@@ -231,10 +229,7 @@ class SplitFunctions:
     def given(
         self, params: Mapping[str, PyTree], frozen: Mapping[str, PyTree] | None
     ) -> "SplitFunctions":
-        """The functions for parameters of these types, stacked.
-
-        They need not have the dtypes that the loss was split with.
-        """
+        """Returns the functions for stacked parameters of other dtypes."""
         typed = lambda tree, frozen: self.stacking(frozen=frozen).unstacked(
             jax.tree.map(shape_dtype, tree)
         )
@@ -244,11 +239,11 @@ class SplitFunctions:
         return dataclasses.replace(self, loss=loss)
 
     def stacking(self, *, frozen: bool) -> Stacking:
-        """How the trained parameters are stacked, or the frozen ones."""
+        """Stacking of the trained parameters, or of the frozen ones."""
         loss = self.loss
         tree = loss.frozen if frozen else loss.params
         flat, structure = jax.tree_util.tree_flatten_with_path(tree)
-        # In the trace the frozen parameters come after the others.
+        # In the trace the frozen parameters follow the others.
         first = len(jax.tree.leaves(loss.params)) if frozen else 0
         stacks = {
             names: Stack(tuple(n - first for n in stack.leaves), stack.axis)
@@ -269,16 +264,16 @@ class SplitFunctions:
         )
 
     def prologue(self, rest: PyTree, *others: PyTree) -> tuple[list[Array], PyTree]:
-        """The first layer's input, and the values that all layers see."""
+        """Computes the first layer's input, and the values that all layers read."""
         _, functions = self._of(others[-1])
         x, context = functions.prologue(self._numbered(rest, others))
-        # A layer is not given the batch, by whose shapes its functions are chosen.
+        # A layer has no batch as an argument to choose its functions by.
         return x, (functions, context)
 
     def layer(
         self, weights: PyTree, *others: PyTree
     ) -> tuple[list[Array], list[Array]]:
-        """The next layer's input, and the values to keep for the epilogue."""
+        """Computes the next layer's input, and the values kept for the epilogue."""
         *frozen, x, (functions, context), i = others
         trees = weights, *frozen
 
@@ -290,7 +285,7 @@ class SplitFunctions:
         return functions.layer(weight, x, context, i)
 
     def epilogue(self, rest: PyTree, *others: PyTree) -> PyTree:
-        """What the loss returns."""
+        """Computes the result of the loss."""
         *frozen, x, kept, batch = others
         numbers = self._numbered(rest, (*frozen, batch))
         split, functions = self._of(batch)
@@ -298,18 +293,18 @@ class SplitFunctions:
         return jax.tree.unflatten(split.output, results)
 
     def _of(self, batch: PyTree) -> tuple[SplitLoss, Functions]:
-        """The loss, split for parameters and a batch of these types."""
+        """Splits the loss for a batch of these types, or reads it from the cache."""
         batch = jax.tree.map(shape_dtype, batch)
         try:
             jaxpr = self.loss.jaxpr(batch)
-            if jaxpr not in self.known:
+            if jaxpr not in self.cache:
                 split = self.loss.split(batch)
                 if split.stacks != self.split.stacks:
                     split = self.loss.split(batch, self.split)
-                self.known[jaxpr] = split, Functions.of(split.pieces)
-            return self.known[jaxpr]
+                self.cache[jaxpr] = split, Functions.of(split.pieces)
+            return self.cache[jaxpr]
         except Exception as error:
-            # A loss may take any number of axes: only one that fails is told.
+            # A loss may accept any number of axes: mention them only if it fails.
             if words := _other_axes(batch, self.batch):
                 first_line = str(error).partition("\n")[0]
                 raise ValueError(
@@ -319,7 +314,7 @@ class SplitFunctions:
             raise
 
     def _numbered(self, rest: PyTree, others: Sequence[PyTree]) -> dict[int, ArrayLike]:
-        """The parameters outside the layers, and the batch, by number."""
+        """Maps the trace's numbers to parameters outside the layers and the batch."""
         *frozen, batch = others
         if bool(frozen) != (self.loss.frozen is not None):
             raise TypeError(
@@ -330,7 +325,7 @@ class SplitFunctions:
                 " Pass model.stack_frozen(frozen) after the batch to a step, and before"
                 " it to model.loss."
             )
-        # In the order in which the trace numbers its arguments.
+        # In the order of the trace's arguments.
         numbers: dict[int, ArrayLike] = {}
         first = 0
         for tree, is_frozen in ((rest, False), *((x, True) for x in frozen)):
@@ -348,7 +343,7 @@ def _run(part: _Part, values: Mapping[int, ArrayLike]) -> list[ArrayLike]:
 
 
 def _array(x: ArrayLike, dtype: np.dtype) -> Array:
-    """An array; a literal gets the dtype that it was traced with."""
+    """Converts a literal to an array of its traced dtype."""
     return x if isinstance(x, Array) else jnp.asarray(x, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Layers whose stacked parameters are indexed, one layer after the other."""
+"""Layers whose stacked parameters are indexed layer by layer."""
 
 import copy
 import dataclasses
@@ -32,12 +32,12 @@ _Preparation = Equation | tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A whole stack of parameters, as it is or prepared.
+    """A whole stack of parameters, possibly transposed or cast.
 
     Attributes:
-      leaf: The stack.
-      axes: For each axis of the prepared stack that of the stack.
-      steps: The steps that prepare it.
+      leaf: The number of the stack.
+      axes: The stack's axis for each axis of the prepared stack.
+      steps: The preparing equations and transpositions.
     """
 
     leaf: int
@@ -45,7 +45,7 @@ class Whole:
     steps: tuple[_Preparation, ...]
 
     def one(self, x: ArrayLike, axis: int) -> ArrayLike:
-        """Prepares one layer of the stack, which lacks the stack's `axis`."""
+        """Prepares a slice of the stack along `axis`."""
         for step in self.steps:
             if isinstance(step, tuple):
                 x = lax.transpose(x, [k - (k > axis) for k in step if k != axis])
@@ -57,7 +57,7 @@ class Whole:
 
 
 class Wholes:
-    """Whole stacks, followed through a loss up to where they are indexed."""
+    """Follows whole stacks through a loss up to their indexing."""
 
     def __init__(self, flat: Flat, leaves: Sequence[int]):
         self.flat = flat
@@ -70,11 +70,11 @@ class Wholes:
         self.whole = {n: Whole(n, axes(n), ()) for n in leaves}
 
     def follow(self, equation: Equation) -> bool:
-        """Whether an equation only prepares a whole stack; its result then is one."""
+        """Records the result if an equation prepares a whole stack, else False."""
         taken = values_in(equation)
         if len(taken) != 1 or taken[0] not in self.whole:
             return False
-        # A layer can be prepared by itself if axes are permuted, or all is by element.
+        # Transpositions and elementwise equations can prepare each layer separately.
         whole, name = self.whole[taken[0]], equation.primitive.name
         axes, steps = whole.axes, whole.steps
         if name == "transpose":
@@ -92,9 +92,9 @@ class Wholes:
         return True
 
     def slices(self, equation: Equation) -> dict[int, list[int]]:
-        """The axes of a stack along which an equation takes one layer, or each one.
+        """Axes along which an equation slices a stack into layers.
 
-        For each axis: the numbers of the layers that are the equation's results.
+        Maps each axis to the numbers of the layers that are the equation's results.
         """
         x, *others = equation.inputs
         if isinstance(x, Constant) or x not in self.whole:
@@ -106,12 +106,12 @@ class Wholes:
         return {axes[axis]: layers for axis, layers in taken}
 
     def _number(self, x: Operand) -> int | None:
-        """The value of an index that is known when the loss is traced."""
+        """The value of an index that is concrete during tracing, or None."""
         value = x.value if isinstance(x, Constant) else self.known.get(x)
         return None if value is None else int(np.asarray(value).reshape(()))
 
     def compute_index(self, equation: Equation) -> None:
-        """Computes a value that an index may depend on, if it is known."""
+        """Computes an integer scalar of concrete operands, which may be an index."""
         if equation.primitive.name not in ELEMENTWISE | FILLS:
             return
         if not all(_is_index(self.flat.avals[x]) for x in equation.outputs):
@@ -122,21 +122,20 @@ class Wholes:
             x.value if isinstance(x, Constant) else self.known[x]
             for x in equation.inputs
         ]
-        # Also where split_layers is called within a function that is traced.
+        # Needed if split_layers is called within a traced function.
         with jax.ensure_compile_time_eval():
             results = equation.bind(operands, None)
         self.known.update(zip(equation.outputs, results, strict=True))
 
 
 def _is_index(aval: ShapedArray) -> bool:
-    """Whether a value may be an index, or a step towards one."""
     return getattr(aval.dtype, "kind", "") in ("i", "u", "b") and aval.size == 1
 
 
 def _taken(
     equation: Equation, shape: Sequence[int], number: Callable[[Operand], int | None]
 ) -> Iterator[tuple[int, list[int]]]:
-    """The axes along which an equation takes single indices, and these indices."""
+    """Yields axes along which an equation reads single indices, with the indices."""
     params = dict(equation.params)
     read = lambda name: tuple(params[name])  # pyright: ignore[reportArgumentType]
     match equation.primitive.name:
@@ -156,8 +155,8 @@ def _taken(
             mapped = getattr(numbers, "start_index_map", ())
             collapsed = getattr(numbers, "collapsed_slice_dims", ())
             n = number(equation.inputs[1])
-            # What a gather does with an index out of bounds depends on its mode: such a
-            # stack counts as used whole.
+            # The result of a gather out of bounds depends on its mode: such a stack
+            # counts as used whole.
             if n is not None and len(mapped) == 1 and collapsed == mapped:
                 whole = read("slice_sizes") == _only(shape, mapped[0])
                 if whole and 0 <= n < shape[mapped[0]]:
@@ -172,21 +171,20 @@ def _taken(
 
 
 def _only(shape: Sequence[int], axis: int) -> tuple[int, ...]:
-    """The shape with one index along an axis."""
     return (*shape[:axis], 1, *shape[axis + 1 :])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sliced:
-    """Layers that a loss takes from stacks, as `stack[n]` in a loop of Python.
+    """Layers that a loss indexes from stacks, as `stack[n]` in a Python loop.
 
     Attributes:
-      name: The common beginning of the stacks' paths.
+      name: The common prefix of the stacks' paths.
       stacks: The parameters, by their names within a layer.
       axes: The layers' axis of each stack.
-      length: How many layers there are.
+      length: Number of layers.
       nbytes: The bytes of the stacks.
-      guess: Whether all stacks are in one list, whose layers may have stacks.
+      guess: True if the stacks may be parts of a numbered list's layers.
     """
 
     name: str
@@ -198,7 +196,7 @@ class Sliced:
 
     @property
     def shown(self) -> str:
-        """The beginning of the stacks' paths, for tables and messages."""
+        """The prefix of the stacks' paths, for tables and messages."""
         return f"{self.name or first_names(self.stacks)}, by their numbers"
 
     @property
@@ -207,9 +205,13 @@ class Sliced:
         return set(self.axes)
 
     def per_layer(self, flat: Flat) -> tuple[Flat, tuple[dict[Member, int], ...]]:
-        """The loss with a parameter for each layer in the place of each slice.
+        """Replaces slices by parameters of single layers.
 
-        It is without checkpoints around layers. Each layer's parameters come besides.
+        Args:
+          flat: The loss, without checkpoints around layers.
+
+        Returns:
+          The loss, and the numbers of each layer's parameters.
         """
         split = _PerLayer(flat, self)
         members = tuple(
@@ -222,26 +224,26 @@ class Sliced:
         return split.flat, members
 
     def refuse_other_order(self, turns: Sequence[int]) -> None:
-        """Refuses layers that are computed in another order than that of the stacks."""
+        """Raises if the order of computation is not the order in the stacks."""
         if list(turns) != sorted(turns):
             order = sorted(range(len(turns)), key=lambda n: turns[n])
             raise SplitError(
                 f"the layers of {self.name or 'all parameters'} are computed in the"
-                f" order {order} of their numbers: stack them once, outside the loss,"
-                " in the order in which it takes them."
+                f" order {order} of their numbers. Stack them once, outside the loss,"
+                " in the order of computation."
             )
 
 
 class _PerLayer:
-    """A loss that is rewritten with a parameter for each layer."""
+    """Rewrites a loss with a parameter for each layer."""
 
     def __init__(self, flat: Flat, sliced: Sliced):
         self.flat = copy.copy(flat)
         self.flat.avals, self.flat.equations = list(flat.avals), []
         self.renamed: dict[int, int] = {}
         self.parts = {n: self._parts(n, axis) for n, axis in sliced.axes.items()}
-        # A slice becomes what is computed of one layer's parameter. Any other use of a
-        # stack would need all layers at once.
+        # A slice is replaced by a computation on one layer's parameter. Any other use
+        # of a stack would need all layers.
         wholes = Wholes(flat, list(sliced.axes))
         for equation in flat.equations:
             wholes.compute_index(equation)
@@ -257,17 +259,16 @@ class _PerLayer:
             if whole is None or layers is None:
                 raise SplitError(
                     f"the stacked parameters of {sliced.name or 'all layers'} are used"
-                    f" whole at {line_of(equation)}, beside the layers that are taken"
-                    " of them by their numbers: a layer's parameters are there in its"
-                    " turn alone. Compute what else is needed of them layer by layer,"
-                    " such as a norm."
+                    f" whole at {line_of(equation)}, and also indexed layer by layer. A"
+                    " layer's parameters are available only within the layer. Compute"
+                    " other values of them, such as a norm, layer by layer."
                 )
             for output, layer in zip(equation.outputs, layers, strict=True):
                 self._put(equation, whole, sliced.axes[whole.leaf], layer, output)
         if any(x in wholes.whole for x in values_of(flat.outputs)):
             raise SplitError(
-                f"the loss returns the stacked parameters of {sliced.name}: return a"
-                " value computed of them, such as a norm."
+                f"the loss returns the stacked parameters of {sliced.name}. Return a"
+                " value computed from them, such as a norm."
             )
         self.flat.outputs = list(map(self._read, flat.outputs))
 
@@ -276,7 +277,7 @@ class _PerLayer:
         return len(self.flat.avals) - 1
 
     def _parts(self, leaf: int, axis: int) -> list[int]:
-        """Parameters for each layer of a stack."""
+        """Numbers new parameters for each layer of a stack."""
         aval = self.flat.avals[leaf]
         shape = (*aval.shape[:axis], *aval.shape[axis + 1 :])
         one = aval.update(shape=shape)
@@ -288,7 +289,7 @@ class _PerLayer:
     def _put(
         self, equation: Equation, whole: Whole, axis: int, layer: int, output: int
     ) -> None:
-        """Computes from a layer's parameter the value that was a slice of the stack."""
+        """Computes a slice of the stack from a layer's parameter."""
         part = self.parts[whole.leaf][layer]
         shape = self.flat.avals[output].shape
 
@@ -300,7 +301,7 @@ class _PerLayer:
             x = lax.expand_dims(x, [place])
             if x.shape == shape:
                 return x
-            # The slice takes a part of the layer, such as `stack[n, :2]`.
+            # The slice is a part of the layer, such as `stack[n, :2]`.
             params = dict(equation.params)
             starts, limits, strides = (
                 params[name] for name in ("start_indices", "limit_indices", "strides")
@@ -312,7 +313,7 @@ class _PerLayer:
             return lax.slice(x, at(starts, 0), at(limits, 1), strides)
 
         aval = self.flat.avals[part]
-        # Traced by itself; its equations then get numbers of the loss.
+        # Traced separately; its equations are then renumbered for the loss.
         closed, _ = trace(run, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         body = Flat(closed, derivatives=False)
         names = {0: part} | {
@@ -333,10 +334,10 @@ def slices(
     leaves: Sequence[tuple[bool, Names]],
     lists: Sequence[NumberedLayers],
 ) -> list[Sliced]:
-    """All layers that are taken from stacks by their numbers, the largest first.
+    """Returns all layers that are indexed from stacks, the largest first.
 
     An array that is indexed within one of the numbered `lists` has parts, not layers.
-    Of each parameter, `leaves` say whether it is frozen, and its names.
+    `leaves` holds whether each parameter is frozen, and its names.
     """
     flat = Flat(closed, derivatives=False)
     axes = _axes(flat, range(len(leaves)))
@@ -345,7 +346,7 @@ def slices(
         names = leaves[n][1]
         for k in range(len(names)):
             groups[names[:k], flat.shape(n)[axis]].append(n)
-    # Several beginnings may have the same stacks: the longest one is taken.
+    # Several prefixes may have the same stacks. The longest prefix wins.
     chosen = {tuple(members): (names, n) for (names, n), members in groups.items()}
     results: list[Sliced] = []
     for members, (common, length) in chosen.items():
@@ -365,7 +366,7 @@ def slices(
 
 
 def _axes(flat: Flat, leaves: Sequence[int]) -> dict[int, int]:
-    """The parameters that are stacks, and the layers' axis of each."""
+    """Maps each parameter that is a stack to the layers' axis."""
     wholes = Wholes(flat, leaves)
     taken: dict[int, list[dict[int, list[int]]]] = defaultdict(list)
     for equation in flat.equations:
@@ -382,7 +383,7 @@ def _axes(flat: Flat, leaves: Sequence[int]) -> dict[int, int]:
 def _axis(
     shape: Sequence[int], taken: Sequence[Mapping[int, Sequence[int]]]
 ) -> int | None:
-    """The axis along which most layers are taken of a stack, or None."""
+    """The axis along which most layers are indexed, or None."""
     best, most = None, 1
     for axis in range(len(shape)):
         if all(axis in each for each in taken):

@@ -1,4 +1,4 @@
-"""Pieces of a loss: equations, compared and matched, and the roles of arguments."""
+"""Pieces of a loss: comparison and matching of equations, and roles of arguments."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -11,12 +11,12 @@ from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.splitting.numbered import Member
 
-#: Whether one operand of a piece may stand in the place of another one.
+#: True if an operand of one piece may correspond to an operand of another piece.
 Fits = Callable[[Operand, Operand], bool]
 
 
 class Subprogram(NamedTuple):
-    """Equations whose values are renumbered, so that alike ones are equal.
+    """Equations with renumbered values, so that equal programs compare equal.
 
     Attributes:
       equations: The equations. Constants are arguments too.
@@ -32,23 +32,21 @@ class Subprogram(NamedTuple):
 
     @classmethod
     def of(cls, flat: Flat, positions: Sequence[int]) -> "Subprogram":
-        """The equations at these positions."""
+        """Renumbers the equations at these positions."""
         chosen = [flat.equations[n] for n in positions]
         results = [x for e in chosen for x in e.outputs]
         inside, names = set(results), dict[int, int]()
         arguments: list[Operand] = []
         for equation in chosen:
             for x in equation.inputs:
-                # Constants are arguments too: layers that differ by a literal alone are
-                # alike.
+                # Constants are arguments, so that layers may differ by a literal.
                 if isinstance(x, Constant):
                     arguments.append(x)
                 elif x not in inside and x not in names:
                     names[x] = len(arguments)
                     arguments.append(x)
         count = len(arguments)
-        # Values are numbered by their places, so that it does not matter where in the
-        # loss a layer stands.
+        # Values are numbered by their places within the layer, not within the loss.
         names |= {x: count + k for k, x in enumerate(results)}
         constants = iter(k for k, x in enumerate(arguments) if isinstance(x, Constant))
         rename = lambda x: next(constants) if isinstance(x, Constant) else names[x]
@@ -61,7 +59,7 @@ class Subprogram(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """Equal for subprograms that compute the same."""
+        """Equal for subprograms with the same computation."""
         return self.equations, self.avals
 
 
@@ -73,14 +71,14 @@ def aval_of(flat: Flat, x: Operand) -> Hashable:
 
 
 class Match(NamedTuple):
-    """The equations and values of one piece, each with that of another piece."""
+    """Equations and values of one piece, mapped to the other piece."""
 
     equations: dict[int, int]
     values: dict[int, int]
 
 
 class _Matching:
-    """Equations of a template, matched one after the other."""
+    """The equations of a template that are matched so far."""
 
     def __init__(self, flat: Flat, template: Sequence[int], fits: Fits):
         self.flat, self.fits = flat, fits
@@ -89,13 +87,13 @@ class _Matching:
         self.values: dict[int, int] = {}
 
     def alike(self, n: int, m: int) -> bool:
-        """Whether two equations compute the same, given those matched so far."""
+        """True if two equations are equal, given the matches so far."""
         one, other = self.flat.equations[n], self.flat.equations[m]
         if one.primitive is not other.primitive or len(one.inputs) != len(other.inputs):
             return False
         shape = lambda e: [aval_of(self.flat, x) for x in (*e.inputs, *e.outputs)]
-        # A constant and a value may match: the first layer may take a number of the
-        # program where others take a value.
+        # A constant and a value may match: the first layer may read a literal where
+        # others read a value.
         if shape(one) != shape(other) or one.params != other.params:
             return False
         return all(map(self._may_be, one.inputs, other.inputs))
@@ -105,13 +103,12 @@ class _Matching:
             return isinstance(y, Constant)
         if isinstance(y, Constant):
             return x not in self.inside and self.fits(x, y)
-        # A value keeps its counterpart; one from outside the template may get any.
+        # A value keeps its counterpart. A value from outside may get any.
         if x in self.values:
             return self.values[x] == y
         return x not in self.inside and self.fits(x, y)
 
     def put(self, n: int, m: int) -> None:
-        """Matches two equations."""
         one, other = self.flat.equations[n], self.flat.equations[m]
         self.equations[n] = m
         self.values.update(zip(one.outputs, other.outputs, strict=True))
@@ -127,12 +124,12 @@ def match_backward(
     results: Sequence[tuple[int, int]],
     fits: Fits,
 ) -> Match | None:
-    """The equations that compute values as a template does, from its results backward.
+    """Matches equations with a template from its results backward.
 
-    `results` pair the template's results with the values in their places.
+    `results` pairs the template's results with the corresponding values.
     """
-    # Equations are paired by the places of their results among operands. Whether they
-    # compute the same is asked then, in the order of the trace.
+    # Equations are paired by the places of their results among operands. They are
+    # compared afterwards, in the order of the trace.
     inside = {x: n for n in template for x in flat.equations[n].outputs}
     pairs: dict[int, int] = {}
     stack = list(results)
@@ -155,7 +152,7 @@ def match_backward(
         if not matched.alike(n, pairs[n]):
             return None
         matched.put(n, pairs[n])
-    # By way of another operand, a result may have been matched with another value.
+    # Another operand may have matched a result with another value.
     if any(matched.values.get(x, y) != y for x, y in results):
         return None
     return Match(matched.equations, matched.values)
@@ -164,9 +161,9 @@ def match_backward(
 def match_forward(
     flat: Flat, template: Sequence[int], candidates: Sequence[int], fits: Fits
 ) -> Match | None:
-    """The equations that compute the same as a template, from its inputs forward.
+    """Matches equations with a template from its inputs forward.
 
-    The template and the candidates are in an order in which they can be computed.
+    The template and the candidates are in topological order.
     """
     matched = _Matching(flat, template, fits)
     left = list(candidates)
@@ -179,31 +176,31 @@ def match_forward(
 
 
 class Weight(NamedTuple):
-    """An argument of a layer that is one of its parameters."""
+    """A parameter of the layer."""
 
     member: Member
 
 
 class Carried(NamedTuple):
-    """An argument of a layer that comes from the layer before."""
+    """A value of the carry."""
 
     slot: int
 
 
 class Seen(NamedTuple):
-    """An argument of a layer that is the same for all."""
+    """A value from before the layers, the same for all layers."""
 
     value: int
 
 
 class FromTable(NamedTuple):
-    """An argument of a layer that differs between layers."""
+    """A layer's row of a table."""
 
     table: int
 
 
 class Fixed(NamedTuple):
-    """An argument of a layer that is a constant of the program."""
+    """A constant of the program."""
 
     value: ArrayLike
 
@@ -214,15 +211,15 @@ Role = Weight | Carried | Seen | FromTable | Fixed
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerKind:
-    """Layers that are alike.
+    """The program of equal layers.
 
     Attributes:
       program: Computes the results from the arguments.
       roles: The role of each argument.
-      carried: The number of the result that is the next value of each slot; None where
-        the slot keeps its value.
-      kept: The number of the result of each value that is kept; None where layers of
-        this kind keep nothing.
+      carried: For each slot, the index of the result with its next value; None if the
+        slot keeps its value.
+      kept: For each kept value, the index of its result; None if layers of this kind
+        do not compute it.
     """
 
     program: Callable[[Sequence[ArrayLike]], Sequence[ArrayLike]]
@@ -232,13 +229,13 @@ class LayerKind:
 
 
 class FromCarry(NamedTuple):
-    """A value in the last layer's output, needed after the layers."""
+    """A value that the epilogue reads from the last layer's carry."""
 
     slot: int
 
 
 class FromKept(NamedTuple):
-    """A value that a layer kept, needed after the layers; of all layers if None."""
+    """A value that the epilogue reads from a layer's kept values; None: all layers'."""
 
     number: int
     layer: int | None
@@ -246,19 +243,19 @@ class FromKept(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pieces:
-    """A loss in pieces: before the layers, of each kind of layer, and after them.
+    """A loss split into prologue, kinds of layers, and epilogue.
 
     Attributes:
-      flat: Its equations.
+      flat: The equations of the loss.
       kinds: The kinds of layers.
       kind_of: The kind of each layer.
-      initial: The first value of each slot that goes from layer to layer; None: zeros.
-      carried: The slots' shapes and dtypes.
-      tables: Arguments that differ between layers: an operand for each layer (None
-        where it needs none), or one operand that has all on its leading axis.
+      initial: The first value of each slot of the carry; None for zeros.
+      carried: Shapes and dtypes of the slots.
+      tables: Arguments that differ between layers: an operand for each layer (None if
+        the layer needs none), or one operand with layers on its leading axis.
       kept: Shapes and dtypes of the values that each layer keeps.
-      after: The values of layers that are needed after them, by number.
-      inside: The values that are computed in layers.
+      after: The values of layers that the epilogue reads, by number.
+      inside: The values that layers compute.
     """
 
     flat: Flat
@@ -273,7 +270,7 @@ class Pieces:
 
     @property
     def seen(self) -> tuple[int, ...]:
-        """The values that all layers see, without the constants of the loss."""
+        """The values that all layers read, without the constants of the loss."""
         roles = (role for kind in self.kinds for role in kind.roles)
         values = dict.fromkeys(role.value for role in roles if isinstance(role, Seen))
         return tuple(x for x in values if x not in self.flat.constants)

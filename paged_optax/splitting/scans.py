@@ -1,4 +1,4 @@
-"""Layers that are a scan over stacked parameters."""
+"""Layers of a scan over stacked parameters."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -42,11 +42,11 @@ from paged_optax.splitting.stacking import Stack
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Body:
-    """One turn of a scan, given parameters before what the model prepares of them.
+    """The body of a scan, for parameters that it prepares itself.
 
     Attributes:
-      program: Computes the turn.
-      prepared: For each of its arguments the stack that it is a layer of, or None.
+      program: Computes the body.
+      prepared: For each argument, the stack that it is a layer of, or None.
     """
 
     program: Program
@@ -66,11 +66,11 @@ class Scan:
     Attributes:
       flat: The loss.
       equation: The scan.
-      over: For each array that is scanned over the stack that it is made of, or None.
-      name: The common beginning of the parameters' paths.
+      over: For each array that is scanned over, the stack it is computed from, or None.
+      name: The common prefix of the parameters' paths.
       stacks: The parameters, by their names within a layer.
       nbytes: The bytes of the parameters.
-      guess: Whether other layers are more likely to be meant: never.
+      guess: Always False, see `NumberedLayers`.
     """
 
     guess: ClassVar[bool] = False
@@ -84,17 +84,17 @@ class Scan:
 
     @property
     def length(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
         return self._traced["length"]
 
     @property
     def shown(self) -> str:
-        """The beginning of the stacks' paths, for tables and messages."""
+        """The prefix of the stacks' paths, for tables and messages."""
         return f"{self.name or first_names(self.stacks)}, a scan"
 
     @property
     def leaves(self) -> set[int]:
-        """The numbers of their parameters."""
+        """The numbers of the layers' parameters."""
         return {n for stack in self.stacks.values() for n in stack.leaves}
 
     @property
@@ -103,33 +103,33 @@ class Scan:
         return self.equation.traced.params
 
     def _refuse_elsewhere(self) -> None:
-        """Refuses stacks that something besides the scan uses."""
+        """Raises if the loss uses the stacks outside of the scan."""
         reached = {stack.leaves[0] for stack in self.stacks.values()}
         returned = reached.intersection(values_of(self.flat.outputs))
         for e in self.flat.equations:
             taken = values_in(e)
             if reached.isdisjoint(taken) or e is self.equation:
                 continue
-            # What prepares a stack for the scan, such as a cast, takes it before.
+            # Equations may prepare a stack for the scan, for example cast it.
             if len(taken) == 1 and set(e.outputs) <= self.prepared:
                 reached.update(e.outputs)
                 continue
             raise SplitError(
                 f"parameters of layers are used outside of the scan over {self.name},"
-                f" at {line_of(e)}: a layer's parameters are there in its turn alone."
-                " Let each layer return what else is needed of them, such as a norm."
-                " For several inputs, scan once over the layers, with all of them in"
-                " the carry."
+                f" at {line_of(e)}. A layer's parameters are available only within the"
+                " layer. Let each layer return other values computed from them, such"
+                " as a norm. For several inputs, scan once over the layers, with all"
+                " inputs in the carry."
             )
         if returned:
             raise SplitError(
-                f"the loss returns the stacked parameters of {self.name}: return a"
-                " value computed of them, such as a norm."
+                f"the loss returns the stacked parameters of {self.name}. Return a"
+                " value computed from them, such as a norm."
             )
 
     @property
     def prepared(self) -> set[int]:
-        """The values between the parameters and the scan."""
+        """Values computed from the parameters and read by the scan."""
         producer = producers_of(self.flat)
         between = set[int]()
         scanned = self.equation.inputs[-len(self.over) :]
@@ -140,7 +140,7 @@ class Scan:
         return between
 
     def pieces(self) -> Pieces:
-        """The loss in pieces: a layer is a turn of the scan."""
+        """Splits the loss: a layer is an iteration of the scan."""
         params = self._traced
         self._refuse_elsewhere()
         if params["reverse"]:
@@ -152,12 +152,11 @@ class Scan:
         turn = closed_of(params["jaxpr"])
         body = Flat(turn, checkpoints=False, derivatives=False)
         if [e.primitive.name for e in body.equations] == ["remat2"]:
-            # A layerwise step computes each layer again anyway, and once is enough.
+            # A layerwise step rematerializes each layer anyway.
             body = Flat(turn, checkpoints=True, derivatives=False)
         producer = producers_of(body)
         program, arguments = body.program(body.outputs, lambda _: True, producer, ())
-        # A turn takes what the scan closes over, the carry, and then a layer of each
-        # stack.
+        # The body's arguments: closed-over values, the carry, a slice of each stack.
         constants, carried = _counts(self.equation.traced)
         inputs = self.equation.inputs
         tables: list[Operand] = []
@@ -205,9 +204,9 @@ class Scan:
 
 
 def _counts(eqn: core.JaxprEqn | None) -> tuple[int, int]:
-    """How many values a scan closes over, and how many it carries."""
-    # What it scans over, or stacks, has one axis more outside than within. The scan's
-    # parameters that count them have other names in other versions of JAX.
+    """Number of values that a scan closes over, and that it carries."""
+    # Scanned and stacked arrays have one axis more outside than within the body. JAX
+    # renamed the scan's parameters for the counts between versions.
     assert eqn is not None
     body = closed_of(eqn.params["jaxpr"]).jaxpr
     alike = lambda outer, inner: sum(
@@ -222,9 +221,9 @@ def _seen(x: Operand) -> Role:
 
 
 def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
-    """All scans over parameters, the largest first.
+    """Returns all scans over parameters, the largest first.
 
-    The loss's first values are the parameters. Of each, `leaves` say whether it is
+    The first values of the loss are its parameters: `leaves` holds whether each is
     frozen, and its names.
     """
     wholes = Wholes(flat, range(len(leaves)))
@@ -236,12 +235,12 @@ def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
             continue
         params = equation.traced.params
         scanned = equation.inputs[sum(_counts(equation.traced)) :]
-        # Stacks are scanned over by their leading axis, whichever it was in the model.
+        # The scanned axis is the leading one, after any transposition in the model.
         over = [
             None if isinstance(x, Constant) else wholes.whole.get(x) for x in scanned
         ]
         chosen = {x.leaf: x for x in over if x is not None}
-        # Of frozen stacks alone nothing is trained, and one turn is no list of layers.
+        # Frozen stacks alone are not trained, and one iteration is no list of layers.
         if not any(not leaves[n][0] for n in chosen) or params["length"] < 2:
             continue
         common = _common([leaves[n][1] for n in chosen])
@@ -258,7 +257,7 @@ def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
 
 
 def _common(names: Sequence[Names]) -> Names:
-    """The common beginning of all names; of one name, all but its last part."""
+    """The common prefix of all names, without the last part of any."""
     first, shortest = names[0], min(len(each) - 1 for each in names)
     same = (k for k in range(shortest) if any(x[k] != first[k] for x in names))
     return first[: next(same, shortest)]

@@ -1,4 +1,4 @@
-"""`split_layers`: a user's loss as prologue, layer and epilogue; its table."""
+"""`split_layers`: splits a user's loss into prologue, layer and epilogue."""
 
 import dataclasses
 import inspect
@@ -37,46 +37,46 @@ def split_layers(
     layers: str | None = None,
     frozen: PyTree | None = None,
 ) -> "SplitModel":
-    r"""Takes an ordinary loss apart, to train the model layer by layer.
+    r"""Splits an ordinary loss into layers, to train the model layer by layer.
 
-    The loss is traced, and nobody rewrites the model. Its equations are cut between one
-    layer's parameters and the next one's, where the fewest bytes are alive:
+    The loss is traced, so that the model's code stays as it is. The equations are cut
+    between the parameters of one layer and the next, at the fewest live bytes:
 
     .. math::
         x_0, c = \mathrm{prologue}(\theta, b), \quad
         x_{i+1} = \mathrm{layer}(\theta_i, x_i, c, i), \quad
         \mathrm{loss} = \mathrm{epilogue}(\theta, x_L, b).
 
-    Layers are subtrees of the parameters that are numbered and alike (a list of
-    modules, Linen's `Block_0`, Haiku's `h_0`, flat names such as `"layers.0.up"`);
-    lists by kind, such as `params["mlp"][n]`; or stacked parameters that a
-    `jax.lax.scan` goes over (`nn.scan`, `nnx.scan`), or that a loop of Python indexes
-    by the layers' numbers (`stack[n]`). Layers of several kinds become the branches of
-    a `jax.lax.switch`. What differs between layers of one kind (literals, keys, masks)
-    is looked up in a table. The first or last ones that are unlike stay outside.
-    `print(model)` is a table of what was found.
+    Layers are numbered, equal subtrees of the parameters (a list of modules, Linen's
+    `Block_0`, Haiku's `h_0`, flat names such as `"layers.0.up"`); lists by kind, such
+    as `params["mlp"][n]`; or stacked parameters, either scanned over by `jax.lax.scan`
+    (`nn.scan`, `nnx.scan`) or indexed in a Python loop by the layers' numbers
+    (`stack[n]`). Layers of several kinds become the branches of a `jax.lax.switch`.
+    Literals, keys and masks that differ between layers of one kind are read from a
+    table. First or last layers with other parameters stay outside. `print(model)` shows
+    the result as a table.
 
-    A `jax.checkpoint` around a whole layer is left out: the step computes each layer
-    again anyway. Those within a layer stay.
+    A `jax.checkpoint` around a whole layer is removed, because the step rematerializes
+    each layer anyway. A `jax.checkpoint` within a layer stays.
 
     Args:
       loss: `loss(params, batch)`, or `loss(params, frozen, batch)`, as for `jax.grad`.
         It returns the loss, or the loss and metrics; the loss is a number or a
         `WeightedLoss`.
       params: The parameters, or their `jax.ShapeDtypeStruct`s.
-      batch: A batch, or its shapes; with `accumulate=True` a micro-batch. For other
-        shapes and dtypes, and parameters of others, it is traced again, as by `jit`.
+      batch: A batch, or its shapes; with `accumulate=True` a micro-batch. The loss is
+        traced again for other shapes and dtypes, like a jitted function.
       layers: The path or prefix of the layers, such as `"layers"` or `"model/h_*"`;
-        None: the largest ones that are found.
+        None selects the largest ones.
       frozen: Parameters that are not trained, or their shapes.
 
     Returns:
-      The model: what `layerwise_step` takes, and `stack`, `unstack` and `workspace`.
+      The model for `layerwise_step`, with `stack`, `unstack` and `workspace`.
 
     Raises:
-      ValueError: If no layers are found, or if they are not computed one after the
-        other. The message names the line of the model, and the way out.
-      TypeError: If `loss` cannot be called so, or if a parameter has no gradient.
+      ValueError: If no layers are found, or if they are not computed in sequence. The
+        message names the line of the model, and the way out.
+      TypeError: If `loss` cannot be called this way, or if a parameter has no gradient.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, paged_optax as po
@@ -105,9 +105,9 @@ def split_layers(
     _refuse_integers(params)
     if layers is not None and not isinstance(layers, str):
         raise TypeError(f"layers={layers!r} is not a path: pass one, as 'layers'.")
-    # Types are kept, and no arrays: for other types the loss is traced again.
+    # Keep types and no arrays: the loss is traced again for other types.
     params, frozen = jax.tree.map(shape_dtype, (params, frozen))
-    # A function of its own: what `loss` reads besides its arguments may have changed.
+    # A new function, because values that `loss` closes over may have changed.
     function = jax.jit(lambda *arguments: loss(*arguments))
     functions = SplitFunctions.of(Loss(function, layers, params, frozen), batch)
     return SplitModel(
@@ -117,7 +117,7 @@ def split_layers(
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SplitModel(LayerwiseModel):
-    """A loss that is taken apart; what `split_layers` returns."""
+    """A loss split into layers, returned by `split_layers`."""
 
     _functions: SplitFunctions
 
@@ -128,28 +128,28 @@ class SplitModel(LayerwiseModel):
         on_host: bool | Literal["all"] = False,
         min_size: int | str = "256KiB",
     ) -> dict[str, PyTree]:
-        """The parameters with those of the layers stacked, leaf by leaf.
+        """Stacks the layers' parameters along a new leading axis, leaf by leaf.
 
-        What is outside the layers is not copied: a step that donates what it is given
+        Parameters outside the layers are not copied: a step that donates its arguments
         deletes these arrays of `params` too.
 
         Args:
-          params: The parameters, as the loss takes them, or their shapes. NumPy arrays
-            go to the host without a detour, a stack at a time; so does what NumPy makes
-            an array of (`shape`, `dtype` and `__array__`), which is read only then.
-          on_host: Whether the layers' parameters go to host memory; see `offload`.
-            `"all"`: the others too, such as embeddings. They are then fetched for the
-            prologue, the epilogue and their update, and their gradients wait on the
-            host in between.
-          min_size: Leaves of fewer bytes, those of layers of fewer a layer, stay on the
-            device; so do a layer's vectors.
+          params: The parameters, as for the loss, or their shapes. NumPy arrays are
+            copied directly to the host, a stack at a time. Objects with `shape`,
+            `dtype` and `__array__` are read only then.
+          on_host: Places the layers' parameters in host memory, see `offload`. `"all"`
+            places the other parameters there too, such as embeddings. They are then
+            fetched for the prologue, the epilogue and their update, and their gradients
+            are stored on the host in between.
+          min_size: Leaves of fewer bytes (for a stack: bytes a layer) stay on the
+            device, and so do a layer's vectors.
 
         Returns:
-          `{"layers": ..., "rest": ...}`: nested dicts of the paths' names. Each leaf of
-          the layers has a leading axis for them.
+          `{"layers": ..., "rest": ...}`: nested dicts of the paths' names. Leaves of
+          `"layers"` have a leading axis for the layers.
 
         Raises:
-          ValueError: If the tree is not the one that was split.
+          ValueError: If the tree differs from the tree that was split.
         """
         stacking = self._functions.stacking(frozen=False)
         return stacking.stacked(params, on_host=on_host, min_size=min_size)
@@ -161,46 +161,45 @@ class SplitModel(LayerwiseModel):
         on_host: bool | Literal["all"] = False,
         min_size: int | str = "256KiB",
     ) -> dict[str, PyTree]:
-        """The frozen parameters, stacked as `stack` does: a step takes them last.
+        """Stacks the frozen parameters, the last argument of a step.
 
         Args:
-          frozen: The frozen parameters, as the loss takes them, or their shapes.
-          on_host: As for `stack`.
-          min_size: As for `stack`.
+          frozen: The frozen parameters, as for the loss, or their shapes.
+          on_host: See `stack`.
+          min_size: See `stack`.
 
         Returns:
-          As of `stack`.
+          The stacks, see `stack`.
 
         Raises:
-          ValueError: If the tree is not the one that was split.
+          ValueError: If the tree differs from the tree that was split.
         """
         stacking = self._functions.stacking(frozen=True)
         return stacking.stacked(frozen, on_host=on_host, min_size=min_size)
 
     @property
     def layer_tree(self) -> LayerTree | None:
-        """The loss's own tree beside the stacks; None: the loss has the stacks."""
+        """The loss's own tree mapped to the stacks; None if the loss has stacks."""
         return self._functions.stacking(frozen=False).layer_tree
 
     def functions(
         self, params: Partition, frozen: Frozen | None, activations_on_host: bool
     ) -> ModelFunctions:
-        """As for `LayerwiseModel`; the loss is traced again for types that are new."""
+        """See `LayerwiseModel`. The loss is traced again for new types."""
         whole = lambda x: x and {**x.rest, "layers": x.layers}
         x = self._functions.given(whole(params), whole(frozen))
         calls = x.prologue, x.layer, x.epilogue
         return ModelFunctions(*calls, activations_on_host, frozen)
 
     def init(self, tx: optax.GradientTransformation, params: PyTree) -> optax.OptState:
-        """Makes the state of `tx` for stacked parameters.
+        """Initializes the state of `tx` for stacked parameters, layer by layer.
 
-        The state is that of `tx.init` for the parameters as the loss takes them, in
-        which the moments of all layers are stacked as `stack` does. It is made layer by
-        layer.
+        The state is `tx.init` of the loss's own parameters, with all layers' moments
+        stacked like the parameters.
 
         Args:
           tx: The transformation.
-          params: What `stack` returned, or their shapes.
+          params: Stacked parameters, see `stack`, or their shapes.
 
         Returns:
           The state, or its shapes.
@@ -209,26 +208,26 @@ class SplitModel(LayerwiseModel):
         return tx.init(params) if tree is None else init_stacked(tx, tree, params)
 
     def stack_state(self, state: PyTree) -> PyTree:
-        """Stacks the state of an ordinary step, for a layerwise one to go on with.
+        """Converts the state of an ordinary step to the state of a layerwise step.
 
         Args:
-          state: What `tx.init` made for the parameters as the loss takes them, or an
-            ordinary step returned.
+          state: The state of `tx.init` for the loss's own parameters, or of an ordinary
+            step.
 
         Returns:
-          What `init` would have made. What was on the host is there.
+          The state with stacked moments, see `init`. Memory kinds are kept.
         """
         tree = self.layer_tree
         return state if tree is None else tree.stack(state, stack_moments)
 
     def unstack_state(self, state: PyTree) -> PyTree:
-        """The state of an ordinary step; undoes `stack_state`.
+        """Converts the state of a layerwise step to the state of an ordinary step.
 
         Args:
-          state: What `init` or `stack_state` made, or a layerwise step returned.
+          state: The state of `init`, of `stack_state`, or of a layerwise step.
 
         Returns:
-          The state that `tx.init` makes for the parameters as the loss takes them.
+          The state in the structure of `tx.init` for the loss's own parameters.
         """
         tree = self.layer_tree
         if tree is None:
@@ -236,13 +235,13 @@ class SplitModel(LayerwiseModel):
         return tree.unstack(state, lambda x: unstack_leaf(x, tree.length))
 
     def unstack(self, params: PyTree) -> PyTree:
-        """The parameters as the loss takes them.
+        """Returns the parameters in the loss's own tree.
 
         Args:
-          params: What `stack` returned, or a step.
+          params: Stacked parameters, from `stack` or from a step.
 
         Returns:
-          The tree. What was on the host is there.
+          The tree. Memory kinds are kept.
         """
         return self._functions.stacking(frozen=False).unstacked(params)
 
@@ -255,7 +254,7 @@ class SplitModel(LayerwiseModel):
 
 
 def _refuse_arguments(loss: Callable[..., PyTree], frozen: PyTree | None) -> None:
-    """Refuses a loss that cannot be called with these trees of parameters."""
+    """Raises if the loss cannot be called with these trees of parameters."""
     names = ("params", "batch") if frozen is None else ("params", "frozen", "batch")
     try:
         inspect.signature(loss).bind(*names)
@@ -266,11 +265,10 @@ def _refuse_arguments(loss: Callable[..., PyTree], frozen: PyTree | None) -> Non
             " it is loss(params, frozen, batch), and split_layers is given frozen=."
         ) from None
     except ValueError:
-        pass  # a function that does not say what it takes
+        pass  # a function without a signature
 
 
 def _refuse_integers(params: PyTree) -> None:
-    """Refuses parameters that have no gradient."""
     for path, x in nondifferentiable(params):
         random = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or x.dtype == jnp.uint32
         raise TypeError(

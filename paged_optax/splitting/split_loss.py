@@ -1,4 +1,4 @@
-"""A user's loss, traced and split between its layers."""
+"""Traces a user's loss and splits it between its layers."""
 
 import contextlib
 import dataclasses
@@ -42,13 +42,13 @@ from paged_optax.splitting.stacking import Stack
 from paged_optax.splitting.stages import Stages
 from paged_optax.transform.context import without
 
-#: Layers that a loss may be split between.
+#: Layers that a loss may be split into.
 Candidate = NumberedLayers | Scan | Sliced
 
-#: How each step gets other random numbers.
+#: Advice for new random numbers in each step.
 RESEED = (
     "Put a key in the batch, and begin the loss with nnx.reseed(model,"
-    " dropout=batch['key']), by the streams' names (default for nnx.Rngs(0)); or"
+    " dropout=batch['key']), with the streams' names (default for nnx.Rngs(0)); or"
     " fold it into the frozen key."
 )
 
@@ -57,15 +57,15 @@ _BY_HAND = "Or write the model by hand: LayerwiseModel(prologue, layer, epilogue
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitLoss:
-    """A loss that is split between its layers.
+    """A loss split between its layers.
 
     Attributes:
-      layers: The layers, as their parameters in the tree.
-      pieces: The loss in pieces.
+      layers: The layers' parameters in the tree.
+      pieces: The prologue, the kinds of layers, and the epilogue.
       stacks: The stack of each parameter of a layer.
-      output: The structure of what the loss returns.
+      output: The structure of the loss's result.
       others: Other layers, which stay whole.
-      refused: Larger layers that the loss cannot be split between, and why.
+      refused: Larger layers that the loss cannot be split into, with the errors.
     """
 
     layers: Candidate
@@ -81,10 +81,10 @@ class Loss:
     """A user's loss, and the types of its parameters.
 
     Attributes:
-      function: The loss, by `jax.jit`.
-      layers: The path or prefix of the layers; None: the largest.
+      function: The jitted loss.
+      layers: The path or prefix of the layers; None for the largest.
       params: Types of the parameters.
-      frozen: Types of those that are not trained; None: the loss takes none.
+      frozen: Types of the frozen parameters; None if the loss has none.
     """
 
     function: jax.stages.Wrapped
@@ -94,7 +94,7 @@ class Loss:
 
     @property
     def leaves(self) -> tuple[tuple[bool, Names], ...]:
-        """For each parameter whether it is frozen, and its names."""
+        """Whether each parameter is frozen, and its names."""
         flat = jax.tree_util.tree_leaves_with_path
         return tuple(
             (frozen, names)
@@ -107,16 +107,16 @@ class Loss:
         return self.params, *frozen, batch
 
     def jaxpr(self, batch: PyTree[jax.ShapeDtypeStruct]) -> core.ClosedJaxpr:
-        """The loss as JAX keeps it: the same for the same types, mesh, and settings."""
+        """JAX's cached jaxpr, identical for equal types, mesh and settings."""
         try:
             with without(), without_explicit_axes():
                 return self.function.trace(*self._arguments(batch)).jaxpr
         except Exception as error:
             if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
                 error.add_note(
-                    "split_layers traces loss without the explicit axes of the mesh"
-                    " around. A loss that says itself how arrays are divided, by"
-                    " out_sharding= or jax.sharding.reshard, is written by hand:"
+                    "split_layers traces loss without the explicit axes of the ambient"
+                    " mesh. Write a loss that sets shardings itself, with"
+                    " out_sharding= or jax.sharding.reshard, by hand:"
                     " LayerwiseModel(prologue, layer, epilogue)."
                 )
             raise
@@ -128,7 +128,7 @@ class Loss:
 
         Args:
           batch: The types of a batch.
-          first: The loss, split for another batch, whose stacks are taken; None: any.
+          first: The loss split for another batch, whose stacks are required, or None.
         """
         with without():
             closed, shapes = trace(self.function, *self._arguments(batch))
@@ -144,7 +144,7 @@ class Loss:
             *slices(closed, leaves, lists),
             *lists,
         ]
-        # The first that the loss can be split between are taken: the largest.
+        # Candidates are tried in order of their bytes, the largest first.
         all_layers.sort(key=lambda x: -x.nbytes)
         candidates = all_layers
         if first is not None and not isinstance(first.layers, Scan):
@@ -155,16 +155,16 @@ class Loss:
             candidates = [x for x in candidates if (x.name or "*") in chosen]
             if not candidates:
                 raise SplitError(
-                    f"layers={layers!r} names no layers of these parameters: those that"
-                    f" are numbered and alike, scanned over, or indexed are {names}."
+                    f"layers={layers!r} names no layers of these parameters. Layers"
+                    f" that are numbered and equal, scanned over, or indexed: {names}."
                     f" {_BY_HAND}"
                 )
         if not candidates:
             raise SplitError(
-                "no layers are found: neither are there subtrees of the parameters that"
-                " are numbered and alike, nor does the loss scan over stacked ones, or"
-                " index them by numbers of the program, of two layers or more. Give the"
-                " layers a list of their own, or scan over their stack itself, as in"
+                "no layers are found. The parameters have no subtrees that are numbered"
+                " and equal, and the loss neither scans over stacked parameters nor"
+                " indexes them by literal numbers, of two layers or more. Give the"
+                " layers a list of their own, or scan over their stack itself:"
                 f" jax.lax.scan(layer, x, stack). {_BY_HAND}"
             )
         refused: list[tuple[Candidate, SplitError]] = []
@@ -182,8 +182,7 @@ class Loss:
                 refused.append((candidate, error))
                 continue
             taken = {n for stack in stacks.values() for n in stack.leaves}
-            # Layers that share parameters with none of these are other ones, and stay
-            # whole.
+            # Layers without parameters in common with these stay whole.
             others: list[Candidate] = []
             for other in (*all_layers, *_parts(flat, candidate)):
                 if taken.isdisjoint(other.leaves):
@@ -197,12 +196,12 @@ class Loss:
                 tuple(others),
                 tuple(x for x in refused if not x[0].guess),
             )
-        # Where layers are only guessed, others are more likely to be meant.
+        # Errors of layers that are not guesses are more useful.
         meant = (error for x, error in refused if not x.guess)
         raise next(meant, refused[0][1])
 
     def _warn_of_repeated(self, jaxpr: core.Jaxpr) -> None:
-        """Warns of random numbers that are the same in each step."""
+        """Warns about random numbers that repeat in each step."""
         before, fixed = jax.tree.leaves(self.params), jax.tree.leaves(self.frozen)
         given: list[int | None] = [None] * len(jaxpr.invars)
         given[len(before) : len(before) + len(fixed)] = range(len(fixed))
@@ -210,8 +209,8 @@ class Loss:
         for n, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(self.frozen)):
             if n in repeated and not jnp.issubdtype(x.dtype, jnp.inexact):
                 warn_user(
-                    f"the loss draws random numbers, such as dropout masks, by"
-                    f" frozen{keystr(path)}, a count or key that no step changes: they"
+                    f"the loss draws random numbers, such as dropout masks, from"
+                    f" frozen{keystr(path)}, a count or key that no step changes. They"
                     f" are the same in each step. {RESEED}"
                 )
                 return
@@ -220,9 +219,9 @@ class Loss:
 def _cut_with(
     closed: core.ClosedJaxpr, flat: Flat, count: int, layers: NumberedLayers | Sliced
 ) -> tuple[Pieces, Mapping[Member, Stack]]:
-    """A loss, cut between layers; or without the frozen parameters of these layers."""
-    # A frozen model of the same structure, whose output a loss takes, has layers of the
-    # same names that run elsewhere.
+    """Cuts a loss between layers, or between their trained parameters alone."""
+    # A frozen model of the same structure, whose output the loss uses, has layers of
+    # the same names outside of these.
     try:
         return _cut(closed, flat, count, layers)
     except SplitError:
@@ -233,24 +232,23 @@ def _cut_with(
 
 
 def _parts(flat: Flat, layers: Candidate) -> tuple[NumberedLayers, ...]:
-    """The trained and the frozen parameters of layers that have both."""
     size = lambda n: nbytes(flat.avals[n])
     return layers.parts(size) if isinstance(layers, NumberedLayers) else ()
 
 
 def _refuse_untrained(layers: Candidate, stacks: Mapping[Member, Stack]) -> None:
-    """Refuses layers all of whose parameters are frozen."""
+    """Raises if all parameters of the layers are frozen."""
     if all(frozen for frozen, _ in stacks):
         raise SplitError(
-            f"the layers of {layers.shown} have no parameters that are trained, so that"
-            " there is nothing to do layer by layer. If they have adapters, number"
-            " these as the layers are, such as params['layers'][i]['lora_a'];"
-            " otherwise train by jax.grad."
+            f"the layers of {layers.shown} have no parameters that are trained, and so"
+            " no layerwise gradients. If they have adapters, number these like the"
+            " layers, such as params['layers'][i]['lora_a']. Otherwise train with"
+            " jax.grad."
         )
 
 
 def _refuse_other_stacks(first: SplitLoss, stacks: Mapping[Member, Stack]) -> None:
-    """Refuses layers that are not those of the stacks, in their order."""
+    """Raises if layers differ from the first batch's stacks, or in their order."""
     if stacks == first.stacks:
         return
     known, each = (next(iter(x.values())).leaves for x in (first.stacks, stacks))
@@ -259,17 +257,16 @@ def _refuse_other_stacks(first: SplitLoss, stacks: Mapping[Member, Stack]) -> No
         other = f"its layers in the order {[known.index(n) for n in each]} of"
     raise SplitError(
         f"loss takes {other} the stacks of {first.layers.shown}, for parameters and a"
-        " batch of these types: the stacks are those of the batch that split_layers was"
-        " given. Split the loss for such batches by itself, and stack parameters as"
-        " that model does; or take the layers in one order."
+        " batch of these types. The batch of split_layers determines the stacks. Call"
+        " split_layers with such a batch for a second model, and stack parameters with"
+        " that model; or use the layers in one order."
     )
 
 
 def _constants_first(flat: Flat) -> Flat:
-    """The same, where sums and products have their constants first."""
-    # `total + loss` adds to a number of the program in the first layer, and to a value
-    # in the others. JAX writes the operands down in another order then, and the first
-    # layer would be unlike the others.
+    """Puts the constants of sums and products first, in place."""
+    # `total + loss` adds to a literal in the first layer, and to a value in the others.
+    # JAX then reverses the operands, and the first layer would differ from the others.
     flat.equations = [
         dataclasses.replace(e, inputs=e.inputs[::-1])
         if e.primitive.name in ("add", "mul") and isinstance(e.inputs[1], Constant)
@@ -280,7 +277,7 @@ def _constants_first(flat: Flat) -> Flat:
 
 
 class _WithoutCheckpoints(Flat):
-    """A loss without checkpoints around layers, which a step computes again anyway."""
+    """A loss without checkpoints around layers, which a step rematerializes anyway."""
 
     def _inlines(self, eqn: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
         if eqn.primitive.name != "remat2" or eqn.params["policy"] is not None:
@@ -288,12 +285,12 @@ class _WithoutCheckpoints(Flat):
         return self._is_layer(values_of(operands))
 
     def _is_layer(self, values: Sequence[int]) -> bool:
-        """Whether these are most of the parameters of a layer."""
+        """True if these are most of the parameters of a layer."""
         raise NotImplementedError
 
 
 class _NumberedWithoutCheckpoints(_WithoutCheckpoints):
-    """The same, of layers that are numbered."""
+    """A loss without checkpoints around numbered layers."""
 
     def __init__(self, closed: core.ClosedJaxpr, layers: NumberedLayers):
         self.members = [set(each.values()) for each in layers.members]
@@ -305,7 +302,7 @@ class _NumberedWithoutCheckpoints(_WithoutCheckpoints):
 
 
 class _SlicedWithoutCheckpoints(_WithoutCheckpoints):
-    """The same, of layers that are taken from stacks."""
+    """A loss without checkpoints around layers that are indexed from stacks."""
 
     def __init__(self, closed: core.ClosedJaxpr, layers: Sliced):
         self.leaves = layers.leaves
@@ -314,21 +311,17 @@ class _SlicedWithoutCheckpoints(_WithoutCheckpoints):
         super().__init__(closed, checkpoints=False, derivatives=False)
 
     def _is_layer(self, values: Sequence[int]) -> bool:
-        # Equations are still being added: those since the last call are new.
+        # Equations are still being added: read the new ones since the last call.
         new, self.known = self.equations[self.known :], len(self.equations)
         for equation in new:
             self.producer.update(dict.fromkeys(equation.outputs, equation))
         stacks = {self._stack_of(x) for x in values} - {None}
-        # A checkpoint of whole stacks is left out too: within it nothing would be known
-        # of the slices that it takes of them.
+        # A checkpoint of whole stacks is removed too, to see the slices within it.
         whole = any(x is not None and x[1] for x in stacks)
         return whole or 2 * len(stacks) > len(self.leaves)
 
     def _stack_of(self, x: int) -> tuple[int, bool] | None:
-        """The stack that a value depends on, and whether on the whole of it.
-
-        None if it depends on something else too.
-        """
+        """The only stack that a value depends on, and whether on all of it; or None."""
         whole = True
         while x not in self.leaves:
             equation = self.producer.get(x)
@@ -343,7 +336,7 @@ class _SlicedWithoutCheckpoints(_WithoutCheckpoints):
 def _cut(
     closed: core.ClosedJaxpr, flat: Flat, count: int, layers: NumberedLayers | Sliced
 ) -> tuple[Pieces, Mapping[Member, Stack]]:
-    """A loss, cut between layers."""
+    """Cuts a loss between layers."""
     if isinstance(layers, Sliced):
         flat, each = layers.per_layer(_SlicedWithoutCheckpoints(closed, layers))
         flat = _constants_first(flat)
@@ -358,9 +351,9 @@ def _cut(
     stages = lambda **how: Stages.from_cuts(Cuts.of(depends, **how), member)
     cut = lambda **how: Assembly(stages(**how)).pieces()
     # If a layer ends or begins with equations that keep the size of the carry, several
-    # cuts are as good. The one that leaves the fewest kinds of layers is taken.
+    # cuts are equally good. The cut with the fewest kinds of layers wins.
     cuts = [cut(latest=latest) for latest in (True, False)]
-    # Several values between layers may be due to towers, such as those of two inputs.
+    # A carry of several values may be due to towers, for example of two inputs.
     if all(len(pieces.carried) > 1 for pieces in cuts):
         for latest in (True, False):
             with contextlib.suppress(SplitError):
@@ -376,15 +369,15 @@ def _cut(
 
 
 def _refuse_effects(jaxpr: core.Jaxpr) -> None:
-    """Refuses effects of a loss: it would have them twice for each layer, or never."""
+    """Raises if a loss has effects: each layer would have them twice, or never."""
     for eqn in jaxpr.eqns:
         if {type(x).__name__ for x in eqn.effects} - {"NamedAxisEffect"}:
-            # The message is to name the equation within a scan or a call.
+            # The message names the equation within a scan or a call.
             for inner in core.jaxprs_in_params(eqn.params):
                 _refuse_effects(inner)
             where = line_of(Equation(eqn.primitive, (), (), (), eqn))
             raise SplitError(
-                f"the loss has an effect besides its results, `{eqn.primitive.name}` at"
-                f" {where}: a print, a callback or a check would run twice for each"
-                " layer, or not at all. Leave it out of the loss that is trained."
+                f"the loss has a side effect, `{eqn.primitive.name}` at {where}. A"
+                " print, a callback or a check would run twice for each layer, or not"
+                " at all. Leave it out of the training loss."
             )

@@ -1,4 +1,4 @@
-"""Which layer each equation of a loss belongs to."""
+"""Assigns each equation of a loss to a layer."""
 
 import dataclasses
 import itertools
@@ -27,9 +27,9 @@ class Stages:
     """The equations of each layer.
 
     Attributes:
-      cuts: Where the loss is cut.
-      members: The name of each layer's parameters within it.
-      of: The layer of each equation; -1 before all layers, their number after all.
+      cuts: The cuts of the loss.
+      members: The name of each parameter within its layer.
+      of: The layer of each equation: -1 before all layers, the number of layers after.
     """
 
     cuts: Cuts
@@ -38,7 +38,7 @@ class Stages:
 
     @classmethod
     def from_cuts(cls, cuts: Cuts, members: Mapping[int, Member]) -> "Stages":
-        """Finds the first and the last layer, which no cut ends, and all others."""
+        """Searches the first and the last layer, which have one cut, and all others."""
         search = _Search(cuts, members)
         pieces = search.pieces()
         depends = cuts.depends
@@ -50,7 +50,7 @@ class Stages:
 
 
 class _Search:
-    """Searches the pieces of all layers."""
+    """Searches the equations of all layers."""
 
     def __init__(self, cuts: Cuts, members: Mapping[int, Member]):
         self.cuts, self.members = cuts, members
@@ -58,9 +58,8 @@ class _Search:
         self.count = cuts.depends.count
 
     def pieces(self) -> list[list[int]]:
-        """The equations of each layer."""
         # Inner layers lie between two cuts. No cut begins the first layer or ends the
-        # last one: each is matched with another layer. If it is like none, it begins or
+        # last one: each is matched with another layer. Without a match, it begins or
         # ends where values of the carry's types are alive.
         cuts, order, count = self.cuts.cuts, self.cuts.order, self.count
         inner = [
@@ -86,18 +85,18 @@ class _Search:
         return [first, *inner, last]
 
     def _from(self, start: int) -> list[int]:
-        """The first layer, if it begins at this place."""
+        """The equations of the first layer, if it begins at this place."""
         chosen = self.cuts.order[start : self.cuts.cuts[0]]
         producer = {x: n for n in chosen for x in self.flat.equations[n].outputs}
         needed = {n for n in chosen if self.depends.turn(n) == 0}
-        # And the equations that these need, as far back as the layer may begin.
+        # Also the equations that these need, as far back as the layer may begin.
         stack = list(needed)
         while stack:
             taken = values_in(self.flat.equations[stack.pop()])
             more = {producer[x] for x in taken if x in producer} - needed
             needed |= more
             stack += more
-        # Equations that others need too stay before the layers.
+        # Equations with users outside the layer stay before the layers.
         for n in reversed(chosen):
             early = n in needed and self.depends.turn(n) < 0
             if early and not self._of_one(n, needed):
@@ -105,13 +104,13 @@ class _Search:
         return [n for n in chosen if n in needed]
 
     def _of_one(self, n: int, piece: Container[int]) -> bool:
-        """Whether an equation's values are only used in a piece."""
+        """True if only a piece uses the values of an equation."""
         order, uses = self.cuts.order, self.cuts.uses
         places = (x for y in self.flat.equations[n].outputs for x in uses[y])
         return all(place < len(order) and order[place] in piece for place in places)
 
     def _leaves(self, turn: int) -> Callable[[Operand, Operand], bool]:
-        """Whether a parameter may be in the place of another layer's."""
+        """Returns a test of whether operands correspond, for a layer's parameters."""
         layer, members = self.depends.layer, self.members
 
         def fits(x: Operand, y: Operand) -> bool:
@@ -124,41 +123,41 @@ class _Search:
         return fits
 
     def _results(self, turn: int) -> list[int]:
-        """The values that an inner layer, or the first one, hands on."""
+        """The carry that an inner layer or the first layer computes."""
         cuts = self.cuts
         start = cuts.cuts[turn - 1] if turn else cuts.regions[0].start
         stop = cuts.cuts[turn]
         return [x for x in cuts.results_at(range(start, stop)) if cuts.until(x) >= stop]
 
     def _first(self, inner: Sequence[Sequence[int]]) -> list[int] | None:
-        """The first layer, as another one; None if it is like no other one."""
+        """The first layer, matched with an inner layer; None without a match."""
         depends, cuts = self.depends, self.cuts
         fits = self._leaves(0)
         before = lambda x: isinstance(x, Constant) or depends.after.get(x, -1) < 0
-        # Operands are parameters of the first layer, or come from before all layers.
+        # Operands are parameters of the first layer, or are computed before all layers.
         fit = lambda x, y: fits(x, y) and (y in depends.layer or before(y))
         results = self._results(0)
         needed = [n for n in cuts.order[: cuts.cuts[0]] if depends.turn(n) == 0]
         for turn, template in enumerate(inner, 1):
             theirs = self._results(turn)
             avals = [[aval_of(self.flat, x) for x in xs] for xs in (theirs, results)]
-            # A layer that hands on other types is another kind of layer.
+            # A layer with a carry of other types is of another kind.
             if avals[0] != avals[1]:
                 continue
-            # The first cut tells what the first layer hands on, not where it begins: it
-            # is matched from its results backward.
+            # The first cut fixes the results of the first layer but not its beginning:
+            # match backward from the results.
             pairs = list(zip(theirs, results, strict=True))
             match = match_backward(self.flat, depends.producer, template, pairs, fit)
             if match is None or self._shared(match.equations.values()):
                 continue
-            # The layer is unlike the other one if it has equations that match none.
+            # The layers differ if the first has equations without a match.
             piece = {*match.equations.values(), *needed}
             if len(piece) <= len(template):
                 return [n for n in cuts.order if n in piece]
         return None
 
     def _shared(self, piece: Iterable[int]) -> bool:
-        """Whether others need equations of a piece that stand before the layers."""
+        """True if others use equations of a piece that precede the layers."""
         chosen = set(piece)
         early = {n for n in chosen if self.depends.turn(n) < 0}
         results = {x for n in early for x in self.flat.equations[n].outputs}
@@ -170,9 +169,9 @@ class _Search:
         )
 
     def _starts(self) -> list[int]:
-        """Places where the first layer may begin, the last first."""
-        # A layer keeps the types of the carry: it may begin wherever just such values
-        # are alive that no later layer uses.
+        """Places where the first layer may begin, in reverse order."""
+        # A layer keeps the types of the carry. It may begin wherever exactly such
+        # values are alive, not counting values that later layers use.
         cuts, flat = self.cuts, self.flat
         stop = cuts.cuts[0] if cuts.cuts else cuts.end
         goes_on = lambda x: any(stop <= place < cuts.end for place in cuts.uses[x])
@@ -199,7 +198,7 @@ class _Search:
         return [x for x in results if any(place >= cuts.end for place in cuts.uses[x])]
 
     def _last(self, templates: Sequence[Sequence[int]]) -> list[int] | None:
-        """The last layer, as another one; None if it is like no other one."""
+        """The last layer, matched with another layer; None without a match."""
         depends, cuts = self.depends, self.cuts
         candidates = cuts.order[cuts.cuts[-1] :]
         fits = self._leaves(self.count - 1)
@@ -208,31 +207,29 @@ class _Search:
             for n in candidates
             if self.count - 1 in depends.uses(n) and len(depends.uses(n)) == 1
         }
-        # The last cut tells what the last layer takes: it is matched forward.
+        # The last cut fixes the inputs of the last layer: match forward.
         for template in reversed(templates):
             match = match_forward(self.flat, template, candidates, fits)
-            # The match must have all equations that take the last layer's parameters as
-            # they are. Others may follow it.
+            # The match must contain all equations that read the last layer's parameters
+            # directly. Others may follow it.
             piece = set(match.equations.values()) if match else set()
-            missing = {n for n in needed - piece if not self._may_follow(n)}
+            missing = {n for n in needed - piece if self._reads_parameters(n)}
             if match and not missing and self._whole(piece, candidates):
                 return [n for n in candidates if n in piece]
         return None
 
     def _whole(self, piece: set[int], candidates: Sequence[int]) -> bool:
-        """Whether a piece needs none of the other candidates."""
+        """True if a piece needs none of the other candidates."""
         others = set(candidates) - piece
         results = {x for n in others for x in self.flat.equations[n].outputs}
         return all(results.isdisjoint(values_in(self.flat.equations[n])) for n in piece)
 
-    def _may_follow(self, n: int) -> bool:
-        """Whether an equation takes no parameter of a layer as it is."""
-        return not any(
-            x in self.depends.layer for x in values_in(self.flat.equations[n])
-        )
+    def _reads_parameters(self, n: int) -> bool:
+        taken = values_in(self.flat.equations[n])
+        return not self.depends.layer.keys().isdisjoint(taken)
 
     def _ends_at(self) -> int:
-        """The place where a last layer that is like no other one ends."""
+        """The place where a last layer without a match ends."""
         cuts, flat = self.cuts, self.flat
         if not cuts.cuts:
             return cuts.end
@@ -248,8 +245,8 @@ class _Search:
         places = range(cuts.end, min(cuts.end + 64, len(cuts.order)) + 1)
         takes = lambda place: values_in(flat.equations[cuts.order[place - 1]])
         of_it = lambda place: place == cuts.end or earlier.isdisjoint(takes(place))
-        # The first choice counts values that are kept for the end, such as all layers'
-        # means. Values computed from these may have the type of the carry: then the
+        # The first choice counts values that are kept for the epilogue, such as all
+        # layers' means. Values computed from these may have the type of the carry; the
         # second choice leaves them out.
         for wanted in (alive(begins, last), types(self._results(self.count - 2))):
             for place in itertools.takewhile(of_it, places):
@@ -259,7 +256,7 @@ class _Search:
 
 
 def _refuse_elsewhere(cuts: Cuts, of: Mapping[int, int]) -> None:
-    """Refuses parameters of a layer that are used outside of it."""
+    """Raises if parameters of a layer are used outside of it."""
     depends = cuts.depends
     for n in cuts.order:
         equation = depends.flat.equations[n]
@@ -271,26 +268,26 @@ def _refuse_elsewhere(cuts: Cuts, of: Mapping[int, int]) -> None:
                 )
                 raise SplitError(
                     f"parameters of layer {layer} are used {after}, at"
-                    f" {depends.line(n)}: a layer's parameters are there in its"
-                    " turn alone. Move parameters that are used twice out of the"
-                    " layers, to a key of their own. Where it is a penalty, of several"
-                    " layers or of gradients through them, train by jax.grad and a"
-                    " paged optimizer."
+                    f" {depends.line(n)}. A layer's parameters are available only"
+                    " within the layer. Move parameters that are used twice out of the"
+                    " layers, to a key of their own. For a penalty of several layers,"
+                    " or of gradients through them, train with jax.grad and a paged"
+                    " optimizer."
                 )
     for x in values_of(depends.flat.outputs):
         if x in depends.layer:
             raise SplitError(
-                f"the loss returns a parameter of layer {depends.layer[x]}: return a"
-                " value computed of it, such as its norm."
+                f"the loss returns a parameter of layer {depends.layer[x]}. Return a"
+                " value computed from it, such as its norm."
             )
 
 
 def _with_early_equations(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
-    """The stages, with equations before the layers that belong to one of them.
+    """Moves equations from before the layers into the only layer that uses them.
 
-    An equation that several layers repeat, of the same operands, stays in each of them:
-    a transpose of an encoder's output, a mask that is broadcast. So does one whose
-    result is larger than its operands: a dropout mask, but not its key.
+    This applies to an equation that several layers repeat on the same operands, such as
+    a transpose of an encoder's output or the broadcast of a mask, and to an equation
+    whose result is larger than its operands: a dropout mask, but not its key.
     """
     depends = cuts.depends
     flat, equations = depends.flat, depends.flat.equations
@@ -298,7 +295,7 @@ def _with_early_equations(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
     for x in values_of(flat.outputs):
         users.setdefault(x, set()).add(depends.count)
     only: dict[int, int] = {}
-    # Backward: the layers that need each equation, and the only one if there is one.
+    # Backward: the layers that need each equation, and the layer if it is the only one.
     for n in reversed(depends.live):
         wanted = set().union(*(users.get(x, ()) for x in equations[n].outputs))
         if of.get(n, -1) >= 0:
@@ -310,7 +307,7 @@ def _with_early_equations(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
     repeated = _repeated(cuts, only)
     stages, inside = dict(of), set[int]()
     size = lambda xs: nbytes([flat.avals[x] for x in xs])
-    # Forward, for an equation follows one that was put into its layer.
+    # Forward, because an equation follows its operands into a layer.
     for n in depends.live:
         if of.get(n, -1) >= 0:
             continue
@@ -325,7 +322,7 @@ def _with_early_equations(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
 
 
 def _repeated(cuts: Cuts, only: Mapping[int, int]) -> set[int]:
-    """The equations that several layers have, of the same operands."""
+    """Equations that several layers repeat on the same operands."""
     same: dict[int, Hashable] = {}
     groups: dict[Hashable, list[int]] = {}
     for n in cuts.depends.live:
