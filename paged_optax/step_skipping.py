@@ -44,23 +44,14 @@ _PROBE = optax.GradientTransformationExtraArgs(
 
 
 class _Wrapped(NamedTuple):
-    """An Optax wrapper around `_PROBE`, and the transformation that it wraps.
-
-    Attributes:
-      init: The wrapper's `init`.
-      update: The wrapper's `update`.
-      inner: The wrapped transformation.
-      field: The field of the wrapper's state that holds the state of `inner`.
-      zero: True if a skipped step returns zero updates, False if its gradients.
-      accumulates: True if the wrapper accumulates the gradients of `inner`.
-    """
+    """An Optax wrapper around `_PROBE`, and the transformation that it wraps."""
 
     init: Callable[[optax.Params], PyTree]
     update: Callable[..., tuple[optax.Updates, PyTree]]
     inner: optax.GradientTransformationExtraArgs
-    field: str
-    zero: bool
-    accumulates: bool = False
+    field: str  # of the wrapper's state, with the state of `inner`
+    zero: bool  # a skipped step returns zero updates; if False, its gradients
+    accumulates: bool = False  # the wrapper accumulates the gradients of `inner`
 
     def init_around(self, params: optax.Params) -> PyTree:
         if self.accumulates:  # arrays like the parameters, on the device

@@ -32,18 +32,12 @@ class Chunks:
     block. If a mesh shards the vocabulary, each device then has a part of each chunk. A
     chunk of consecutive entries would belong to one device, and XLA would gather the
     whole head.
-
-    Attributes:
-      vocab: Size of the vocabulary.
-      axis: The head's axis of the vocabulary.
-      blocks: Number of blocks.
-      size: Entries of each block in a chunk.
     """
 
     vocab: int
-    axis: int
-    blocks: int
-    size: int
+    axis: int  # the head's axis of the vocabulary
+    blocks: int  # number of blocks
+    size: int  # entries of each block in a chunk
 
     @staticmethod
     def of(

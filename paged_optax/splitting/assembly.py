@@ -28,23 +28,15 @@ _PASSING = 2
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Dataflow:
-    """The values carried between layers, and kept for the epilogue.
+    """The values carried between layers, and kept for the epilogue."""
 
-    Attributes:
-      subprograms: The equations of each layer.
-      layer_of: The layer that computes each value.
-      last_use: The last later layer that needs each of these values, or -1.
-      needed_after: The values that are needed after the layers.
-      slots: For each layer, the slot of each value of an earlier layer.
-      avals: Shapes and dtypes of the slots.
-    """
-
-    subprograms: tuple[Subprogram, ...]
-    layer_of: Mapping[int, int]
-    last_use: Mapping[int, int]
-    needed_after: frozenset[int]
+    subprograms: tuple[Subprogram, ...]  # of each layer
+    layer_of: Mapping[int, int]  # the layer that computes each value
+    last_use: Mapping[int, int]  # the last later layer that needs each value, or -1
+    needed_after: frozenset[int]  # values that the epilogue needs
+    # For each layer, the slot of each value of an earlier layer.
     slots: Sequence[Mapping[int, int]]
-    avals: Sequence[Hashable]
+    avals: Sequence[Hashable]  # the slots' shapes and dtypes
 
     @classmethod
     def of(cls, stages: Stages) -> "_Dataflow":
@@ -89,7 +81,7 @@ class _Dataflow:
                 avals += [aval] * (slot == len(avals))
                 held[x] = slot
             slots.append(held)
-        handed = cls(
+        dataflow = cls(
             subprograms,
             layer_of,
             last_use,
@@ -97,12 +89,11 @@ class _Dataflow:
             slots,
             avals,
         )
-        handed._refuse_skipping(stages)
-        handed._refuse_kept_weights(stages)
-        return handed
+        dataflow._refuse_skipping(stages)
+        dataflow._refuse_kept_weights(stages)
+        return dataflow
 
     def _refuse_kept_weights(self, stages: Stages) -> None:
-        """Raises if a value of parameters alone, as large as these, is used later."""
         depends = stages.cuts.depends
         flat = depends.flat
         later = {x: turn for x, turn in self.last_use.items() if turn >= 0}
@@ -170,29 +161,24 @@ def _in_order(
 
 
 @dataclasses.dataclass(eq=False)
-class _AlikeLayers:
-    """A group of equal layers.
-
-    Attributes:
-      layers: The numbers of the layers.
-      key: Their program, for comparison.
-      roles: The role of each argument; None for values from before the layers.
-      handed: For each slot the index of its next value among the layer's values, or
-        None if the slot keeps its value. None for the last layer.
-    """
+class _LayerGroup:
+    """A group of equal layers."""
 
     layers: list[int]
-    key: Hashable
+    key: Hashable  # for comparison of programs
+    # Of each argument; None for values from before the layers.
     roles: tuple[Weight | Carried | None, ...]
-    handed: tuple[int | None, ...] | None
+    # For each slot the index of its next value among the layer's values, or None if the
+    # slot keeps its value; None for the last layer.
+    carried: tuple[int | None, ...] | None
 
-    def takes(self, other: "_AlikeLayers") -> bool:
+    def takes(self, other: "_LayerGroup") -> bool:
         """True if another layer belongs to this group."""
         # The first layer reads from before the layers what others read from a layer.
         first = other.layers == [0]
         return (
             self.key == other.key
-            and (None in (self.handed, other.handed) or self.handed == other.handed)
+            and (None in (self.carried, other.carried) or self.carried == other.carried)
             and all(
                 mine == theirs
                 or (first and theirs is None and isinstance(mine, Carried))
@@ -212,9 +198,9 @@ class Assembly:
         self.kept: list[Hashable] = []
         self.after: dict[int, FromCarry | FromKept] = {}
 
-    def groups(self) -> list[_AlikeLayers]:
+    def groups(self) -> list[_LayerGroup]:
         """Groups equal layers. The first layer is added last, to any matching group."""
-        groups: list[_AlikeLayers] = []
+        groups: list[_LayerGroup] = []
         for n in (*range(1, self.count), 0):
             group = self._single(n)
             known = next((g for g in groups if g.takes(group)), None)
@@ -223,10 +209,10 @@ class Assembly:
                 continue
             known.layers.append(n)
             # The last layer has no next value, and so agrees with all others.
-            known.handed = group.handed if known.handed is None else known.handed
+            known.carried = group.carried if known.carried is None else known.carried
         return groups
 
-    def _single(self, n: int) -> _AlikeLayers:
+    def _single(self, n: int) -> _LayerGroup:
         subprogram, slots = self.dataflow.subprograms[n], self.dataflow.slots
         members = self.stages.members
 
@@ -238,16 +224,16 @@ class Assembly:
             return Carried(slots[n][x]) if x in slots[n] else None
 
         # Values of this layer for the next layer's slots; None keeps a slot's value.
-        handed = None
+        carried = None
         if n + 1 < self.count:
             places = {x: k for k, x in enumerate(subprogram.values)}
             held = {slot: places.get(x) for x, slot in slots[n + 1].items()}
-            handed = tuple(map(held.get, range(len(self.dataflow.avals))))
-        return _AlikeLayers(
-            [n], subprogram.key, tuple(map(role, subprogram.arguments)), handed
+            carried = tuple(map(held.get, range(len(self.dataflow.avals))))
+        return _LayerGroup(
+            [n], subprogram.key, tuple(map(role, subprogram.arguments)), carried
         )
 
-    def kind(self, group: _AlikeLayers) -> LayerKind:
+    def kind(self, group: _LayerGroup) -> LayerKind:
         """Returns the program of a group's layers, with the roles of its arguments."""
         arguments = [self.dataflow.subprograms[n].arguments for n in group.layers]
         subprogram = self.dataflow.subprograms[group.layers[0]]
@@ -257,20 +243,20 @@ class Assembly:
                 group.roles, zip(*arguments, strict=True), strict=True
             )
         )
-        handed = self._last(group) if group.handed is None else group.handed
-        kept = self._kept(group, handed)
+        carried = self._last(group) if group.carried is None else group.carried
+        kept = self._kept(group, carried)
         # A value that is both carried and kept is one result.
-        wanted = sorted({x for x in (*handed, *kept) if x is not None})
+        results = sorted({x for x in (*carried, *kept) if x is not None})
         count = len(subprogram.arguments)
         program = Program(
             inputs=count,
             equations=subprogram.equations,
-            outputs=tuple(count + x for x in wanted),
+            outputs=tuple(count + x for x in results),
             elementwise=False,
         )
-        result = lambda x: None if x is None else wanted.index(x)
+        result = lambda x: None if x is None else results.index(x)
         return LayerKind(
-            program, roles, tuple(map(result, handed)), tuple(map(result, kept))
+            program, roles, tuple(map(result, carried)), tuple(map(result, kept))
         )
 
     def _before_layers(
@@ -302,22 +288,22 @@ class Assembly:
     def _aval(self, row: Sequence[Operand | None]) -> Hashable:
         return next(aval_of(self.flat, x) for x in row if x is not None)
 
-    def _last(self, group: _AlikeLayers) -> tuple[int | None, ...]:
+    def _last(self, group: _LayerGroup) -> tuple[int | None, ...]:
         """The carry of a last layer of its own kind, by shapes and dtypes."""
         values = self.dataflow.subprograms[group.layers[0]].values
         free = [k for k, x in enumerate(values) if x in self.dataflow.needed_after]
-        handed: list[int | None] = []
+        carried: list[int | None] = []
         for aval in self.dataflow.avals:
             # The latest value of the type, as in the other layers.
             fit = (k for k in reversed(free) if aval_of(self.flat, values[k]) == aval)
             chosen = next(fit, None)
             if chosen is not None:
                 free.remove(chosen)
-            handed.append(chosen)
-        return tuple(handed)
+            carried.append(chosen)
+        return tuple(carried)
 
     def _kept(
-        self, group: _AlikeLayers, handed: Sequence[int | None]
+        self, group: _LayerGroup, carried: Sequence[int | None]
     ) -> tuple[int | None, ...]:
         """The values that a group's layers keep for the epilogue, by number."""
         places: list[int | None] = [None] * len(self.kept)
@@ -326,8 +312,8 @@ class Assembly:
                 if x not in self.dataflow.needed_after:
                     continue
                 # The epilogue reads the last layer's carry, which is not kept twice.
-                if n == self.count - 1 and place in handed:
-                    self.after[x] = FromCarry(handed.index(place))
+                if n == self.count - 1 and place in carried:
+                    self.after[x] = FromCarry(carried.index(place))
                     continue
                 if place not in places:
                     aval = aval_of(self.flat, x)

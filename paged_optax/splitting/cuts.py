@@ -11,27 +11,20 @@ from paged_optax.splitting.dependence import Depends, SplitError, values_in, val
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cuts:
-    """The learned equations in an order that can be cut, and the cuts.
-
-    Attributes:
-      depends: The dependence of the equations on layers.
-      order: Positions of the equations, sorted by the last layer they depend on, from
-        none to the last. A cast of all weights at the beginning of the model is thus
-        ordered with its layer.
-      regions: For each layer, the places in that order of the equations that depend on
-        it and on no later layer. Region -1 depends on no layer. The region after the
-        last layer depends only on parameters of several layers.
-      cuts: Places in that order where the next layer begins.
-      end: The place after the last use of the last layer's parameters.
-      uses: For each value, the places where it is used.
-    """
+    """The learned equations in an order that can be cut, and the cuts."""
 
     depends: Depends
+    # Positions of the equations, sorted by the last layer they depend on, from none to
+    # the last. A cast of all weights at the beginning of the model is thus ordered with
+    # its layer.
     order: tuple[int, ...]
+    # Places in `order` of the equations that depend on each layer and on no later one.
+    # Region -1 depends on no layer, the region after the last layer only on parameters
+    # of several layers.
     regions: Mapping[int, range]
-    cuts: tuple[int, ...]
-    end: int
-    uses: Mapping[int, list[int]]
+    cuts: tuple[int, ...]  # places in `order` where the next layer begins
+    end: int  # the place after the last use of the last layer's parameters
+    uses: Mapping[int, list[int]]  # the places where each value is used
 
     @classmethod
     def of(cls, depends: Depends, *, latest: bool, interleaved: bool = False) -> "Cuts":
@@ -56,7 +49,7 @@ class Cuts:
             uses[x].append(len(order))
         # The order is sorted by layer, so that each region is a range of places.
         regions, start = dict[int, range](), 0
-        turns = [depends.turn(n) for n in order]
+        turns = [depends.last_layer(n) for n in order]
         for turn in range(-1, depends.count + 1):
             stop = bisect.bisect_right(turns, turn)
             regions[turn] = range(start, stop)
@@ -93,15 +86,11 @@ class Cuts:
         equations = self.depends.flat.equations
         return [x for place in places for x in equations[self.order[place]].outputs]
 
-    def until(self, value: int) -> int:
-        """The last place where the layers use a value; -1 for none."""
-        # A value that is only used after the layers is kept whatever the cut.
-        return max(
-            (place for place in self.uses[value] if place < self.end), default=-1
-        )
+    def until(self, value: int, stop: int) -> int:
+        """The last place before `stop` where a value is used; -1 for none."""
+        return max((place for place in self.uses[value] if place < stop), default=-1)
 
     def _refuse_used_again(self) -> None:
-        """Raises if a layer is used again after a later layer."""
         depends = self.depends
         for turn in range(depends.count - 1):
             for place in self.regions[turn]:
@@ -145,11 +134,8 @@ class Cuts:
         flat, region = self.depends.flat, self.regions[turn]
         first, count = self.used_until(turn), self.depends.count
         # Values that only the last layer or the epilogue reads are kept in any case.
-        last = self.end if turn == count - 2 else self.regions[count - 1].start
-        stop = last if count > 2 else None
-        until = lambda x: max(
-            (p for p in self.uses[x] if not stop or p < stop), default=-1
-        )
+        stop = self.end if turn == count - 2 else self.regions[count - 1].start
+        until = lambda x: self.until(x, stop if count > 2 else len(self.order) + 1)
         # Values from before the layers are available to all, except the first input.
         before = [
             x
@@ -186,14 +172,14 @@ def _ordered(depends: Depends) -> tuple[int, ...]:
     starts: dict[int, int] = {}
     for n in live:
         if not depends.is_pure(n):
-            starts.setdefault(depends.turn(n), n)
+            starts.setdefault(depends.last_layer(n), n)
     begins = lambda turn: min(
         (n for t, n in starts.items() if turn < t < depends.count), default=None
     )
     later = {turn: begins(turn) for turn in range(depends.count)}
     keys: dict[int, tuple[int, bool, tuple[int, ...]]] = {}
     for n in live:
-        turn, pure = depends.turn(n), depends.is_pure(n)
+        turn, pure = depends.last_layer(n), depends.is_pure(n)
         after = later.get(turn)
         producers = (
             depends.producer.get(x) for x in values_in(depends.flat.equations[n])
@@ -216,21 +202,23 @@ def _interleaved(depends: Depends, order: Sequence[int]) -> tuple[int, ...]:
     # In the order of the trace the first tower begins its next layer before the second
     # tower ends this layer, and more bytes are alive between the layers.
     equations = depends.flat.equations
-    wanted, ends = set[int](), set[int]()
+    needed_values, ends = set[int](), set[int]()
     for n in reversed(order):
-        turn, taken = depends.turn(n), values_in(equations[n])
+        turn, taken = depends.last_layer(n), values_in(equations[n])
         if not 0 <= turn < depends.count:
             continue
-        needed = not wanted.isdisjoint(equations[n].outputs)
+        needed = not needed_values.isdisjoint(equations[n].outputs)
         if needed or n in depends.users[turn]:
-            wanted.update(x for x in taken if depends.after.get(x) == turn)
+            needed_values.update(x for x in taken if depends.after.get(x) == turn)
         else:
             ends.add(n)
     steps = dict[int, int]()  # distance from the equations that need parameters
     for n in order:
         producers = (depends.producer.get(x) for x in values_in(equations[n]))
         same = [
-            m for m in producers if m in ends and depends.turn(m) == depends.turn(n)
+            m
+            for m in producers
+            if m in ends and depends.last_layer(m) == depends.last_layer(n)
         ]
         steps[n] = 1 + max((steps[m] for m in same), default=0) if n in ends else 0
-    return tuple(sorted(order, key=lambda n: (depends.turn(n), steps[n])))
+    return tuple(sorted(order, key=lambda n: (depends.last_layer(n), steps[n])))

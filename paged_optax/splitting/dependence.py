@@ -45,29 +45,20 @@ class SplitError(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Depends:
-    """Layers and parameters that each value of a loss depends on.
-
-    Attributes:
-      flat: The loss.
-      live: Positions of the equations that the loss needs.
-      producer: Position of the equation that computes each value.
-      layer: The layer of each parameter, in the order of computation.
-      count: Number of layers.
-      learned: Values that depend on parameters.
-      after: The last layer that each learned value depends on; -1 for none. A value
-        that depends only on parameters of several layers comes after all layers.
-      pure: The layers of each value that depends only on parameters of layers. The
-        loss may compute such values early, for example a cast of the whole model to
-        bfloat16; they belong to their layer.
-    """
+    """Layers and parameters that each value of a loss depends on."""
 
     flat: Flat
-    live: tuple[int, ...]
-    producer: Mapping[int, int]
-    layer: Mapping[int, int]
-    count: int
-    learned: frozenset[int]
+    live: tuple[int, ...]  # positions of the equations that the loss needs
+    producer: Mapping[int, int]  # position of the equation that computes each value
+    layer: Mapping[int, int]  # of each parameter, in the order of computation
+    count: int  # number of layers
+    learned: frozenset[int]  # values that depend on parameters
+    # The last layer that each learned value depends on; -1 for none. A value that
+    # depends only on parameters of several layers comes after all layers.
     after: Mapping[int, int]
+    # The layers of each value that depends only on parameters of layers. The loss may
+    # compute such values early, for example a cast of the whole model to bfloat16; they
+    # belong to their layer.
     pure: Mapping[int, frozenset[int]]
 
     @classmethod
@@ -125,7 +116,7 @@ class Depends:
         """True if an equation depends only on parameters of layers."""
         return bool(self.pure.get(self.flat.equations[n].outputs[0]))
 
-    def turn(self, n: int) -> int:
+    def last_layer(self, n: int) -> int:
         """The last layer that an equation depends on; -1 for none."""
         return self.after.get(self.flat.equations[n].outputs[0], -1)
 
@@ -173,7 +164,6 @@ def producers_of(flat: Flat) -> dict[int, int]:
 def _refuse_together(
     flat: Flat, live: Sequence[int], pure: Mapping[int, frozenset[int]], layer: int
 ) -> None:
-    """Raises if a layer's parameters are combined with another layer's first."""
     for n in live:
         layers = pure.get(flat.equations[n].outputs[0], frozenset())
         if layer in layers and len(layers) > 1:

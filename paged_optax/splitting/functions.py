@@ -38,21 +38,18 @@ class _Part(NamedTuple):
     program: Program
     arguments: tuple[int, ...]
 
+    def __call__(self, values: Mapping[int, ArrayLike]) -> list[ArrayLike]:
+        return self.program([values[x] for x in self.arguments])
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Functions:
-    """Prologue, layer and epilogue of one trace of a loss.
-
-    Attributes:
-      pieces: The loss.
-      before: Computes the first layer's input, and the values that all layers read.
-      after: Computes the results of the loss.
-    """
+    """Prologue, layer and epilogue of one trace of a loss."""
 
     pieces: Pieces
-    before: _Part
-    after: _Part
+    before: _Part  # the first layer's input, and the values that all layers read
+    after: _Part  # the results of the loss
 
     @classmethod
     def of(cls, pieces: Pieces) -> "Functions":
@@ -60,13 +57,13 @@ class Functions:
         flat = pieces.flat
         producer = producers_of(flat)
         # In the order in which `prologue` reads the results.
-        wanted: list[Operand] = [x for x in pieces.initial if x is not None]
-        wanted += pieces.seen
+        results: list[Operand] = [x for x in pieces.initial if x is not None]
+        results += pieces.seen
         for table in pieces.tables:
             rows = [table] if isinstance(table, (int, Constant)) else table
-            wanted += [x for x in rows if x is not None]
+            results += [x for x in rows if x is not None]
         outside = lambda x: x not in pieces.inside
-        before = _Part(*flat.program(wanted, outside, producer, ()))
+        before = _Part(*flat.program(results, outside, producer, ()))
         until = lambda x: x not in pieces.after
         after = _Part(*flat.program(flat.outputs, until, producer, ()))
         return cls(pieces, before, after)
@@ -78,7 +75,7 @@ class Functions:
         batch.
         """
         pieces = self.pieces
-        results = iter(_run(self.before, {**numbered, **pieces.flat.constants}))
+        results = iter(self.before({**numbered, **pieces.flat.constants}))
         x = [
             # A slot without a value before the first layer.
             jnp.zeros(aval.shape, aval.dtype)
@@ -172,9 +169,7 @@ class Functions:
                 from_layers[value] = kept[where.number]
             else:
                 from_layers[value] = kept[where.number][where.layer]
-        return _run(
-            self.after, {**numbered, **self.pieces.flat.constants, **from_layers}
-        )
+        return self.after({**numbered, **self.pieces.flat.constants, **from_layers})
 
 
 def _other_axes(batch: PyTree, first: PyTree) -> str:
@@ -203,19 +198,13 @@ def _other_axes(batch: PyTree, first: PyTree) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitFunctions:
-    """Prologue, layer and epilogue of a loss, for batches of any shapes and dtypes.
-
-    Attributes:
-      loss: The user's loss, with the types of its parameters.
-      batch: The types of the first batch.
-      split: The loss split for the first batch. All other batches have its stacks.
-      cache: Split losses by jaxpr. JAX caches jaxprs by everything that a
-        trace depends on: weak types, the ambient mesh, the matmul precision.
-    """
+    """Prologue, layer and epilogue of a loss, for batches of any shapes and dtypes."""
 
     loss: Loss
-    batch: PyTree[jax.ShapeDtypeStruct]
-    split: SplitLoss
+    batch: PyTree[jax.ShapeDtypeStruct]  # types of the first batch
+    split: SplitLoss  # for the first batch. All other batches have its stacks
+    # Split losses by jaxpr. JAX caches jaxprs by everything that a trace depends on:
+    # weak types, the ambient mesh, the matmul precision.
     cache: MutableMapping[core.ClosedJaxpr, tuple[SplitLoss, Functions]]
 
     @classmethod
@@ -336,10 +325,6 @@ class SplitFunctions:
             first += len(stacking.paths)
         numbers.update(enumerate(jax.tree.leaves(batch), first))
         return numbers
-
-
-def _run(part: _Part, values: Mapping[int, ArrayLike]) -> list[ArrayLike]:
-    return part.program([values[x] for x in part.arguments])
 
 
 def _array(x: ArrayLike, dtype: np.dtype) -> Array:

@@ -32,16 +32,10 @@ _Preparation = Equation | tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A whole stack of parameters, possibly transposed or cast.
+    """A whole stack of parameters, possibly transposed or cast."""
 
-    Attributes:
-      leaf: The number of the stack.
-      axes: The stack's axis for each axis of the prepared stack.
-      steps: The preparing equations and transpositions.
-    """
-
-    leaf: int
-    axes: tuple[int, ...]
+    leaf: int  # number of the stack
+    axes: tuple[int, ...]  # the stack's axis for each axis of the prepared stack
     steps: tuple[_Preparation, ...]
 
     def one(self, x: ArrayLike, axis: int) -> ArrayLike:
@@ -176,23 +170,14 @@ def _only(shape: Sequence[int], axis: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sliced:
-    """Layers that a loss indexes from stacks, as `stack[n]` in a Python loop.
+    """Layers that a loss indexes from stacks, as `stack[n]` in a Python loop."""
 
-    Attributes:
-      name: The common prefix of the stacks' paths.
-      stacks: The parameters, by their names within a layer.
-      axes: The layers' axis of each stack.
-      length: Number of layers.
-      nbytes: The bytes of the stacks.
-      guess: True if the stacks may be parts of a numbered list's layers.
-    """
-
-    name: str
-    stacks: Mapping[Member, Stack]
-    axes: Mapping[int, int]
-    length: int
+    name: str  # common prefix of the stacks' paths
+    stacks: Mapping[Member, Stack]  # by name within a layer
+    axes: Mapping[int, int]  # the layers' axis of each stack
+    length: int  # number of layers
     nbytes: int
-    guess: bool
+    guess: bool  # the stacks may be parts of a numbered list's layers
 
     @property
     def shown(self) -> str:
@@ -266,10 +251,7 @@ class _PerLayer:
             for output, layer in zip(equation.outputs, layers, strict=True):
                 self._put(equation, whole, sliced.axes[whole.leaf], layer, output)
         if any(x in wholes.whole for x in values_of(flat.outputs)):
-            raise SplitError(
-                f"the loss returns the stacked parameters of {sliced.name}. Return a"
-                " value computed from them, such as a norm."
-            )
+            raise returned_stacks(sliced.name)
         self.flat.outputs = list(map(self._read, flat.outputs))
 
     def _number(self, aval: ShapedArray) -> int:
@@ -327,6 +309,14 @@ class _PerLayer:
         (result,) = body.outputs
         assert not isinstance(result, Constant)
         self.renamed[output] = names[result]
+
+
+def returned_stacks(name: str) -> SplitError:
+    """The error for a loss that returns stacked parameters."""
+    return SplitError(
+        f"the loss returns the stacked parameters of {name}. Return a value computed"
+        " from them, such as a norm."
+    )
 
 
 def slices(

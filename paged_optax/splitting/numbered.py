@@ -25,20 +25,12 @@ Member = tuple[bool, Names]
 
 @dataclasses.dataclass(frozen=True)
 class NumberedLayers:
-    """Layers that are subtrees of the parameters.
+    """Layers that are subtrees of the parameters."""
 
-    Attributes:
-      name: The common prefix of all paths; "*" if there is none.
-      members: The numbers of each layer's leaves.
-      nbytes: The bytes of all layers.
-      guess: True if each layer has parameters in several lists, which may be lists of
-        different layers.
-    """
-
-    name: str
-    members: tuple[Mapping[Member, int], ...]
+    name: str  # common prefix of all paths; "*" if there is none
+    members: tuple[Mapping[Member, int], ...]  # numbers of each layer's leaves
     nbytes: int
-    guess: bool = False
+    guess: bool = False  # parameters are in several lists, perhaps of different layers
 
     @property
     def length(self) -> int:
@@ -127,13 +119,13 @@ def numbered(
             if first := whole_names.get((before, stem)):
                 by_number = {0: first, **by_number}
         members = [by_number[n] for n in sorted(by_number)]
-        if alike := _alike(members, avals):
-            alike = [relabeled(each, lambda n: avals[n].ndim) for each in alike]
-            size = nbytes([avals[n] for each in alike for n in each.values()])
+        if layers := _longest_run(members, avals):
+            layers = [relabeled(each, lambda n: avals[n].ndim) for each in layers]
+            size = nbytes([avals[n] for each in layers for n in each.values()])
             name = "/".join((*before, stem)) or "*"
-            lists.append(NumberedLayers(name, tuple(alike), size))
+            lists.append(NumberedLayers(name, tuple(layers), size))
     lists += _by_kind(leaves, avals, [x.leaves for x in lists])
-    return sorted(lists, key=lambda layers: -layers.nbytes)
+    return sorted(lists, key=lambda x: -x.nbytes)
 
 
 def _by_kind(
@@ -166,7 +158,7 @@ def _by_kind(
         by_length: dict[int, list[dict[Member, int]]] = {}
         kinds = collections.Counter[int]()
         for kind, by_number in groups[before].items():
-            members = _alike([by_number[n] for n in sorted(by_number)], avals)
+            members = _longest_run([by_number[n] for n in sorted(by_number)], avals)
             each = by_length.setdefault(len(members), [{} for _ in members])
             kinds[len(members)] += 1
             for layer, part in zip(each, members, strict=True):
@@ -227,12 +219,12 @@ def matching_lists(layers: str, names: Sequence[str]) -> list[str]:
     a list within one of the layers.
     """
     plain = lambda name: "/".join(_parts(name.removesuffix("*"))).rstrip("/_")
-    wanted = plain(layers)
-    exact = [name for name in names if plain(name) == wanted]
-    return exact or [name for name in names if name.startswith(f"{wanted}/")]
+    prefix = plain(layers)
+    exact = [name for name in names if plain(name) == prefix]
+    return exact or [name for name in names if name.startswith(f"{prefix}/")]
 
 
-def _alike(
+def _longest_run(
     members: Sequence[Mapping[Member, int]], avals: Sequence[ShapedArray]
 ) -> list[dict[Member, int]]:
     """The longest run of equal subtrees, or of equal groups of subtrees.

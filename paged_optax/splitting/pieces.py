@@ -16,19 +16,12 @@ Fits = Callable[[Operand, Operand], bool]
 
 
 class Subprogram(NamedTuple):
-    """Equations with renumbered values, so that equal programs compare equal.
-
-    Attributes:
-      equations: The equations. Constants are arguments too.
-      arguments: The arguments' operands in the loss.
-      avals: The arguments' shapes and dtypes.
-      values: The numbers in the loss of the values after the arguments.
-    """
+    """Equations with renumbered values, so that equal programs compare equal."""
 
     equations: tuple[Equation, ...]
-    arguments: tuple[Operand, ...]
-    avals: tuple[Hashable, ...]
-    values: tuple[int, ...]
+    arguments: tuple[Operand, ...]  # operands in the loss, with constants
+    avals: tuple[Hashable, ...]  # the arguments' shapes and dtypes
+    values: tuple[int, ...]  # numbers in the loss of the values after the arguments
 
     @classmethod
     def of(cls, flat: Flat, positions: Sequence[int]) -> "Subprogram":
@@ -70,23 +63,15 @@ def aval_of(flat: Flat, x: Operand) -> Hashable:
     return flat.avals[x].shape, str(flat.avals[x].dtype)
 
 
-class Match(NamedTuple):
-    """Equations and values of one piece, mapped to the other piece."""
-
-    equations: dict[int, int]
-    values: dict[int, int]
-
-
 class _Matching:
     """The equations of a template that are matched so far."""
 
     def __init__(self, flat: Flat, template: Sequence[int], fits: Fits):
         self.flat, self.fits = flat, fits
         self.inside = {x for n in template for x in flat.equations[n].outputs}
-        self.equations: dict[int, int] = {}
         self.values: dict[int, int] = {}
 
-    def alike(self, n: int, m: int) -> bool:
+    def equal(self, n: int, m: int) -> bool:
         """True if two equations are equal, given the matches so far."""
         one, other = self.flat.equations[n], self.flat.equations[m]
         if one.primitive is not other.primitive or len(one.inputs) != len(other.inputs):
@@ -110,7 +95,6 @@ class _Matching:
 
     def put(self, n: int, m: int) -> None:
         one, other = self.flat.equations[n], self.flat.equations[m]
-        self.equations[n] = m
         self.values.update(zip(one.outputs, other.outputs, strict=True))
         for x, y in zip(one.inputs, other.inputs, strict=True):
             if not isinstance(x, Constant) and not isinstance(y, Constant):
@@ -123,7 +107,7 @@ def match_backward(
     template: Sequence[int],
     results: Sequence[tuple[int, int]],
     fits: Fits,
-) -> Match | None:
+) -> Sequence[int] | None:
     """Matches equations with a template from its results backward.
 
     `results` pairs the template's results with the corresponding values.
@@ -149,30 +133,32 @@ def match_backward(
                 stack.append((a, b))
     matched = _Matching(flat, sorted(pairs), fits)
     for n in sorted(pairs):
-        if not matched.alike(n, pairs[n]):
+        if not matched.equal(n, pairs[n]):
             return None
         matched.put(n, pairs[n])
     # Another operand may have matched a result with another value.
     if any(matched.values.get(x, y) != y for x, y in results):
         return None
-    return Match(matched.equations, matched.values)
+    return list(pairs.values())
 
 
 def match_forward(
     flat: Flat, template: Sequence[int], candidates: Sequence[int], fits: Fits
-) -> Match | None:
+) -> Sequence[int] | None:
     """Matches equations with a template from its inputs forward.
 
     The template and the candidates are in topological order.
     """
     matched = _Matching(flat, template, fits)
-    left = list(candidates)
+    rest, equations = list(candidates), list[int]()
     for n in template:
-        k = next((k for k, m in enumerate(left) if matched.alike(n, m)), None)
-        if k is None:
+        m = next((m for m in rest if matched.equal(n, m)), None)
+        if m is None:
             return None
-        matched.put(n, left.pop(k))
-    return Match(matched.equations, matched.values)
+        matched.put(n, m)
+        rest.remove(m)
+        equations.append(m)
+    return equations
 
 
 class Weight(NamedTuple):
@@ -211,20 +197,15 @@ Role = Weight | Carried | Seen | FromTable | Fixed
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerKind:
-    """The program of equal layers.
-
-    Attributes:
-      program: Computes the results from the arguments.
-      roles: The role of each argument.
-      carried: For each slot, the index of the result with its next value; None if the
-        slot keeps its value.
-      kept: For each kept value, the index of its result; None if layers of this kind
-        do not compute it.
-    """
+    """The program of equal layers."""
 
     program: Callable[[Sequence[ArrayLike]], Sequence[ArrayLike]]
     roles: tuple[Role, ...]
+    # For each slot, the index of the result with its next value; None if the slot keeps
+    # its value.
     carried: tuple[int | None, ...]
+    # For each kept value, the index of its result; None if layers of this kind do not
+    # compute it.
     kept: tuple[int | None, ...]
 
 
@@ -243,30 +224,22 @@ class FromKept(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pieces:
-    """A loss split into prologue, kinds of layers, and epilogue.
-
-    Attributes:
-      flat: The equations of the loss.
-      kinds: The kinds of layers.
-      kind_of: The kind of each layer.
-      initial: The first value of each slot of the carry; None for zeros.
-      carried: Shapes and dtypes of the slots.
-      tables: Arguments that differ between layers: an operand for each layer (None if
-        the layer needs none), or one operand with layers on its leading axis.
-      kept: Shapes and dtypes of the values that each layer keeps.
-      after: The values of layers that the epilogue reads, by number.
-      inside: The values that layers compute.
-    """
+    """A loss split into prologue, kinds of layers, and epilogue."""
 
     flat: Flat
     kinds: tuple[LayerKind, ...]
-    kind_of: tuple[int, ...]
+    kind_of: tuple[int, ...]  # of each layer
+    # First value of each slot of the carry; None for zeros.
     initial: tuple[Operand | None, ...]
-    carried: tuple[ShapedArray, ...]
+    carried: tuple[ShapedArray, ...]  # the slots' shapes and dtypes
+    # Arguments that differ between layers: an operand for each layer (None if the layer
+    # needs none), or one operand with layers on its leading axis.
     tables: tuple[Sequence[Operand | None] | Operand, ...]
+    # Shapes and dtypes of the values that each layer keeps.
     kept: tuple[ShapedArray, ...]
+    # Values of layers that the epilogue reads.
     after: Mapping[int, FromCarry | FromKept]
-    inside: frozenset[int]
+    inside: frozenset[int]  # values that layers compute
 
     @property
     def seen(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from paged_optax.splitting.dependence import (
     values_in,
     values_of,
 )
-from paged_optax.splitting.indexed import Whole, Wholes
+from paged_optax.splitting.indexed import Whole, Wholes, returned_stacks
 from paged_optax.splitting.numbered import (
     Member,
     Names,
@@ -42,14 +42,10 @@ from paged_optax.splitting.stacking import Stack
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Body:
-    """The body of a scan, for parameters that it prepares itself.
-
-    Attributes:
-      program: Computes the body.
-      prepared: For each argument, the stack that it is a layer of, or None.
-    """
+    """The body of a scan, for parameters that it prepares itself."""
 
     program: Program
+    # For each argument, the stack that it is a layer of, or None.
     prepared: Sequence[Whole | None]
 
     def __call__(self, arguments: Sequence[ArrayLike]) -> Sequence[ArrayLike]:
@@ -61,25 +57,16 @@ class _Body:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scan:
-    """A scan over stacked parameters.
-
-    Attributes:
-      flat: The loss.
-      equation: The scan.
-      over: For each array that is scanned over, the stack it is computed from, or None.
-      name: The common prefix of the parameters' paths.
-      stacks: The parameters, by their names within a layer.
-      nbytes: The bytes of the parameters.
-      guess: Always False, see `NumberedLayers`.
-    """
+    """A scan over stacked parameters."""
 
     guess: ClassVar[bool] = False
 
     flat: Flat
     equation: Equation
+    # For each array that is scanned over, the stack it is computed from, or None.
     over: tuple[Whole | None, ...]
-    name: str
-    stacks: Mapping[Member, Stack]
+    name: str  # common prefix of the parameters' paths
+    stacks: Mapping[Member, Stack]  # by name within a layer
     nbytes: int
 
     @property
@@ -103,7 +90,6 @@ class Scan:
         return self.equation.traced.params
 
     def _refuse_elsewhere(self) -> None:
-        """Raises if the loss uses the stacks outside of the scan."""
         reached = {stack.leaves[0] for stack in self.stacks.values()}
         returned = reached.intersection(values_of(self.flat.outputs))
         for e in self.flat.equations:
@@ -122,10 +108,7 @@ class Scan:
                 " inputs in the carry."
             )
         if returned:
-            raise SplitError(
-                f"the loss returns the stacked parameters of {self.name}. Return a"
-                " value computed from them, such as a norm."
-            )
+            raise returned_stacks(self.name)
 
     @property
     def prepared(self) -> set[int]:
@@ -168,7 +151,9 @@ class Scan:
             if x in body.constants:
                 role: Role = Fixed(body.constants[x])
             elif x < constants:
-                role = _seen(inputs[x])
+                outer = inputs[x]
+                fixed = isinstance(outer, Constant)
+                role = Fixed(outer.value) if fixed else Seen(outer)
             elif x < constants + carried:
                 role = Carried(x - constants)
             elif (ready := self.over[x - constants - carried]) is not None:
@@ -209,15 +194,11 @@ def _counts(eqn: core.JaxprEqn | None) -> tuple[int, int]:
     # renamed the scan's parameters for the counts between versions.
     assert eqn is not None
     body = closed_of(eqn.params["jaxpr"]).jaxpr
-    alike = lambda outer, inner: sum(
+    same_shapes = lambda outer, inner: sum(
         x.aval.shape == y.aval.shape for x, y in zip(outer, inner, strict=True)
     )
-    carried = alike(eqn.outvars, body.outvars)
-    return alike(eqn.invars, body.invars) - carried, carried
-
-
-def _seen(x: Operand) -> Role:
-    return Fixed(x.value) if isinstance(x, Constant) else Seen(x)
+    carried = same_shapes(eqn.outvars, body.outvars)
+    return same_shapes(eqn.invars, body.invars) - carried, carried
 
 
 def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:

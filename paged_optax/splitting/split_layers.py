@@ -254,7 +254,6 @@ class SplitModel(LayerwiseModel):
 
 
 def _refuse_arguments(loss: Callable[..., PyTree], frozen: PyTree | None) -> None:
-    """Raises if the loss cannot be called with these trees of parameters."""
     names = ("params", "batch") if frozen is None else ("params", "frozen", "batch")
     try:
         inspect.signature(loss).bind(*names)

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -57,40 +57,25 @@ _BY_HAND = "Or write the model by hand: LayerwiseModel(prologue, layer, epilogue
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitLoss:
-    """A loss split between its layers.
-
-    Attributes:
-      layers: The layers' parameters in the tree.
-      pieces: The prologue, the kinds of layers, and the epilogue.
-      stacks: The stack of each parameter of a layer.
-      output: The structure of the loss's result.
-      others: Other layers, which stay whole.
-      refused: Larger layers that the loss cannot be split into, with the errors.
-    """
+    """A loss split between its layers."""
 
     layers: Candidate
     pieces: Pieces
     stacks: Mapping[Member, Stack]
-    output: PyTreeDef
-    others: tuple[Candidate, ...] = ()
+    output: PyTreeDef  # structure of the loss's result
+    others: tuple[Candidate, ...] = ()  # layers that stay whole
+    # Larger layers that the loss cannot be split into.
     refused: tuple[tuple[Candidate, SplitError], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loss:
-    """A user's loss, and the types of its parameters.
+    """A user's loss, and the types of its parameters."""
 
-    Attributes:
-      function: The jitted loss.
-      layers: The path or prefix of the layers; None for the largest.
-      params: Types of the parameters.
-      frozen: Types of the frozen parameters; None if the loss has none.
-    """
-
-    function: jax.stages.Wrapped
-    layers: str | None
+    function: jax.stages.Wrapped  # jitted
+    layers: str | None  # path or prefix of the layers; None for the largest
     params: PyTree
-    frozen: PyTree | None
+    frozen: PyTree | None  # None if the loss has no frozen parameters
 
     @property
     def leaves(self) -> tuple[tuple[bool, Names], ...]:
@@ -174,7 +159,7 @@ class Loss:
                 if isinstance(candidate, Scan):
                     pieces, stacks = candidate.pieces(), candidate.stacks
                 else:
-                    pieces, stacks = _cut_with(closed, flat, len(leaves), candidate)
+                    pieces, stacks = _cut_trained(closed, flat, len(leaves), candidate)
                 _refuse_untrained(candidate, stacks)
                 if first is not None:
                     _refuse_other_stacks(first, stacks)
@@ -201,7 +186,6 @@ class Loss:
         raise next(meant, refused[0][1])
 
     def _warn_of_repeated(self, jaxpr: core.Jaxpr) -> None:
-        """Warns about random numbers that repeat in each step."""
         before, fixed = jax.tree.leaves(self.params), jax.tree.leaves(self.frozen)
         given: list[int | None] = [None] * len(jaxpr.invars)
         given[len(before) : len(before) + len(fixed)] = range(len(fixed))
@@ -216,7 +200,7 @@ class Loss:
                 return
 
 
-def _cut_with(
+def _cut_trained(
     closed: core.ClosedJaxpr, flat: Flat, count: int, layers: NumberedLayers | Sliced
 ) -> tuple[Pieces, Mapping[Member, Stack]]:
     """Cuts a loss between layers, or between their trained parameters alone."""
@@ -237,7 +221,6 @@ def _parts(flat: Flat, layers: Candidate) -> tuple[NumberedLayers, ...]:
 
 
 def _refuse_untrained(layers: Candidate, stacks: Mapping[Member, Stack]) -> None:
-    """Raises if all parameters of the layers are frozen."""
     if all(frozen for frozen, _ in stacks):
         raise SplitError(
             f"the layers of {layers.shown} have no parameters that are trained, and so"
@@ -279,40 +262,31 @@ def _constants_first(flat: Flat) -> Flat:
 class _WithoutCheckpoints(Flat):
     """A loss without checkpoints around layers, which a step rematerializes anyway."""
 
+    def __init__(
+        self,
+        closed: core.ClosedJaxpr,
+        is_layer: Callable[[Sequence[Equation], Sequence[int]], bool],
+    ):
+        self.is_layer = is_layer
+        super().__init__(closed, checkpoints=False, derivatives=False)
+
     def _inlines(self, eqn: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
         if eqn.primitive.name != "remat2" or eqn.params["policy"] is not None:
             return super()._inlines(eqn, operands)
-        return self._is_layer(values_of(operands))
-
-    def _is_layer(self, values: Sequence[int]) -> bool:
-        """True if these are most of the parameters of a layer."""
-        raise NotImplementedError
+        return self.is_layer(self.equations, values_of(operands))
 
 
-class _NumberedWithoutCheckpoints(_WithoutCheckpoints):
-    """A loss without checkpoints around numbered layers."""
+class _SlicesOfStacks:
+    """Tests if values are slices of most of the layers' stacks."""
 
-    def __init__(self, closed: core.ClosedJaxpr, layers: NumberedLayers):
-        self.members = [set(each.values()) for each in layers.members]
-        super().__init__(closed, checkpoints=False, derivatives=False)
-
-    def _is_layer(self, values: Sequence[int]) -> bool:
-        shared = lambda members: len(members.intersection(values))
-        return any(2 * shared(members) > len(members) for members in self.members)
-
-
-class _SlicedWithoutCheckpoints(_WithoutCheckpoints):
-    """A loss without checkpoints around layers that are indexed from stacks."""
-
-    def __init__(self, closed: core.ClosedJaxpr, layers: Sliced):
-        self.leaves = layers.leaves
+    def __init__(self, leaves: set[int]):
+        self.leaves = leaves
         self.producer: dict[int, Equation] = {}
         self.known = 0
-        super().__init__(closed, checkpoints=False, derivatives=False)
 
-    def _is_layer(self, values: Sequence[int]) -> bool:
+    def __call__(self, equations: Sequence[Equation], values: Sequence[int]) -> bool:
         # Equations are still being added: read the new ones since the last call.
-        new, self.known = self.equations[self.known :], len(self.equations)
+        new, self.known = equations[self.known :], len(equations)
         for equation in new:
             self.producer.update(dict.fromkeys(equation.outputs, equation))
         stacks = {self._stack_of(x) for x in values} - {None}
@@ -336,14 +310,18 @@ class _SlicedWithoutCheckpoints(_WithoutCheckpoints):
 def _cut(
     closed: core.ClosedJaxpr, flat: Flat, count: int, layers: NumberedLayers | Sliced
 ) -> tuple[Pieces, Mapping[Member, Stack]]:
-    """Cuts a loss between layers."""
     if isinstance(layers, Sliced):
-        flat, each = layers.per_layer(_SlicedWithoutCheckpoints(closed, layers))
+        is_slice = _SlicesOfStacks(layers.leaves)
+        flat, each = layers.per_layer(_WithoutCheckpoints(closed, is_slice))
         flat = _constants_first(flat)
     else:
         each = layers.members
         if any(e.primitive.name == "remat2" for e in flat.equations):
-            flat = _constants_first(_NumberedWithoutCheckpoints(closed, layers))
+            parameters = [set(x.values()) for x in each]
+            is_layer = lambda _, values: any(
+                2 * len(known.intersection(values)) > len(known) for known in parameters
+            )
+            flat = _constants_first(_WithoutCheckpoints(closed, is_layer))
     members = [list(x.values()) for x in each]
     weights = {*range(count), *(n for x in members for n in x)}
     depends = Depends.of(flat, sorted(weights), members)
@@ -369,7 +347,6 @@ def _cut(
 
 
 def _refuse_effects(jaxpr: core.Jaxpr) -> None:
-    """Raises if a loss has effects: each layer would have them twice, or never."""
     for eqn in jaxpr.eqns:
         if {type(x).__name__ for x in eqn.effects} - {"NamedAxisEffect"}:
             # The message names the equation within a scan or a call.

@@ -29,36 +29,24 @@ from paged_optax.splitting.numbered import Names
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The leaves of a tree that hold one parameter of all layers.
+    """The leaves of a tree that hold one parameter of all layers."""
 
-    Attributes:
-      leaves: The number of each layer's leaf, or of the only leaf if it is a stack.
-      axis: The layers' axis of that leaf; None if each layer has a leaf.
-    """
-
+    # Number of each layer's leaf, or of the only leaf if it is a stack.
     leaves: tuple[int, ...]
+    # The layers' axis of that leaf; None if each layer has a leaf.
     axis: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stacking:
-    """Correspondence of a tree of parameters to its stacks.
+    """Correspondence of a tree of parameters to its stacks."""
 
-    Attributes:
-      argument: The user's name for the tree.
-      structure: The tree's structure.
-      paths: The path of each leaf.
-      shapes: The shape of each leaf.
-      layers: The stacks, by name.
-      rest: The other leaves, by name.
-    """
-
-    argument: str
+    argument: str  # the user's name for the tree
     structure: PyTreeDef
-    paths: tuple[KeyPath, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    paths: tuple[KeyPath, ...]  # of each leaf
+    shapes: tuple[tuple[int, ...], ...]  # of each leaf
     layers: Mapping[Names, Stack]
-    rest: Mapping[Names, int]
+    rest: Mapping[Names, int]  # the other leaves, by name
 
     def stacked(
         self, tree: PyTree, *, on_host: bool | Literal["all"], min_size: int | str
@@ -75,7 +63,7 @@ class Stacking:
             chosen = [leaves[n] for n in stack.leaves]
             # Leaves are released as they are stacked if the caller holds no references.
             if on_host:
-                layers[name] = _away(chosen, stack.axis, min_size)
+                layers[name] = _on_host(chosen, stack.axis, min_size)
             else:
                 layers[name] = stack_leaves(chosen, stack.axis)
         rest = {name: _read(leaves[n]) for name, n in self.rest.items()}
@@ -137,9 +125,9 @@ def _refuse_other_tree(
     """Raises the error for a different tree, naming a leaf that only one tree has."""
     names = lambda paths: dict.fromkeys(map(keystr, paths))
     names_of_tree = names(path for path, _ in jax.tree_util.tree_leaves_with_path(tree))
-    wanted = names(known)
-    lacks = next((name for name in wanted if name not in names_of_tree), None)
-    other = next((name for name in names_of_tree if name not in wanted), None)
+    expected = names(known)
+    lacks = next((name for name in expected if name not in names_of_tree), None)
+    other = next((name for name in names_of_tree if name not in expected), None)
     differs = [
         f"has no {lacks}" if lacks else "",
         f"has {other}, which that had not" if other else "",
@@ -178,7 +166,7 @@ def unnested(tree: PyTree, names: Iterable[Names]) -> list[PyTree]:
     return leaves
 
 
-def _away(leaves: Sequence[Shaped], axis: int | None, min_size: int | str) -> Shaped:
+def _on_host(leaves: Sequence[Shaped], axis: int | None, min_size: int | str) -> Shaped:
     """Stacks leaves along a new leading axis, in host memory if they are large."""
     first = leaves[0]
     like = jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
@@ -213,10 +201,8 @@ def stack_moments(leaves: Sequence[Shaped | None]) -> Shaped:
 def stack_leaves(leaves: Sequence[Shaped], axis: int | None = None) -> Shaped:
     """Stacks leaves along a leading axis, or moves the layers' `axis` there."""
     first = leaves[0]
+    make = lambda *xs: jnp.stack(xs) if axis is None else jnp.moveaxis(xs[0], axis, 0)
     if isinstance(first, jax.ShapeDtypeStruct):
-        make = lambda *xs: (
-            jnp.stack(xs) if axis is None else jnp.moveaxis(xs[0], axis, 0)
-        )
         stack = jax.eval_shape(make, *leaves)
         return stack.update(sharding=_sharding(first, axis))
     if not any(isinstance(x, Array) for x in leaves):
@@ -233,7 +219,6 @@ def stack_leaves(leaves: Sequence[Shaped], axis: int | None = None) -> Shaped:
         return jax.device_put(
             stack_leaves([np.asarray(x) for x in leaves], axis), _sharding(first, axis)
         )
-    make = lambda *xs: jnp.stack(xs) if axis is None else jnp.moveaxis(xs[0], axis, 0)
     # An uncommitted leaf may be placed on the ambient mesh, as in `jnp.stack`.
     sharding = _sharding(first, axis) if is_committed(first) else None
     return jax.jit(make, out_shardings=sharding)(*leaves)

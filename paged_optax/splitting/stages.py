@@ -24,16 +24,11 @@ _SMALL = 4096
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stages:
-    """The equations of each layer.
-
-    Attributes:
-      cuts: The cuts of the loss.
-      members: The name of each parameter within its layer.
-      of: The layer of each equation: -1 before all layers, the number of layers after.
-    """
+    """The equations of each layer."""
 
     cuts: Cuts
-    members: Mapping[int, Member]
+    members: Mapping[int, Member]  # the name of each parameter within its layer
+    # The layer of each equation: -1 before all layers, the number of layers after.
     of: Mapping[int, int]
 
     @classmethod
@@ -42,7 +37,7 @@ class Stages:
         search = _Search(cuts, members)
         pieces = search.pieces()
         depends = cuts.depends
-        of = {n: -1 if depends.turn(n) < 0 else depends.count for n in cuts.order}
+        of = {n: -1 if depends.last_layer(n) < 0 else depends.count for n in cuts.order}
         for turn, piece in enumerate(pieces):
             of.update(dict.fromkeys(piece, turn))
         _refuse_elsewhere(cuts, of)
@@ -88,7 +83,7 @@ class _Search:
         """The equations of the first layer, if it begins at this place."""
         chosen = self.cuts.order[start : self.cuts.cuts[0]]
         producer = {x: n for n in chosen for x in self.flat.equations[n].outputs}
-        needed = {n for n in chosen if self.depends.turn(n) == 0}
+        needed = {n for n in chosen if self.depends.last_layer(n) == 0}
         # Also the equations that these need, as far back as the layer may begin.
         stack = list(needed)
         while stack:
@@ -98,12 +93,12 @@ class _Search:
             stack += more
         # Equations with users outside the layer stay before the layers.
         for n in reversed(chosen):
-            early = n in needed and self.depends.turn(n) < 0
-            if early and not self._of_one(n, needed):
+            early = n in needed and self.depends.last_layer(n) < 0
+            if early and not self._used_only_in(n, needed):
                 needed.remove(n)
         return [n for n in chosen if n in needed]
 
-    def _of_one(self, n: int, piece: Container[int]) -> bool:
+    def _used_only_in(self, n: int, piece: Container[int]) -> bool:
         """True if only a piece uses the values of an equation."""
         order, uses = self.cuts.order, self.cuts.uses
         places = (x for y in self.flat.equations[n].outputs for x in uses[y])
@@ -127,7 +122,8 @@ class _Search:
         cuts = self.cuts
         start = cuts.cuts[turn - 1] if turn else cuts.regions[0].start
         stop = cuts.cuts[turn]
-        return [x for x in cuts.results_at(range(start, stop)) if cuts.until(x) >= stop]
+        used = lambda x: cuts.until(x, cuts.end) >= stop
+        return list(filter(used, cuts.results_at(range(start, stop))))
 
     def _first(self, inner: Sequence[Sequence[int]]) -> list[int] | None:
         """The first layer, matched with an inner layer; None without a match."""
@@ -137,7 +133,7 @@ class _Search:
         # Operands are parameters of the first layer, or are computed before all layers.
         fit = lambda x, y: fits(x, y) and (y in depends.layer or before(y))
         results = self._results(0)
-        needed = [n for n in cuts.order[: cuts.cuts[0]] if depends.turn(n) == 0]
+        needed = [n for n in cuts.order[: cuts.cuts[0]] if depends.last_layer(n) == 0]
         for turn, template in enumerate(inner, 1):
             theirs = self._results(turn)
             avals = [[aval_of(self.flat, x) for x in xs] for xs in (theirs, results)]
@@ -148,10 +144,10 @@ class _Search:
             # match backward from the results.
             pairs = list(zip(theirs, results, strict=True))
             match = match_backward(self.flat, depends.producer, template, pairs, fit)
-            if match is None or self._shared(match.equations.values()):
+            if match is None or self._shared(match):
                 continue
             # The layers differ if the first has equations without a match.
-            piece = {*match.equations.values(), *needed}
+            piece = {*match, *needed}
             if len(piece) <= len(template):
                 return [n for n in cuts.order if n in piece]
         return None
@@ -159,7 +155,7 @@ class _Search:
     def _shared(self, piece: Iterable[int]) -> bool:
         """True if others use equations of a piece that precede the layers."""
         chosen = set(piece)
-        early = {n for n in chosen if self.depends.turn(n) < 0}
+        early = {n for n in chosen if self.depends.last_layer(n) < 0}
         results = {x for n in early for x in self.flat.equations[n].outputs}
         return any(
             self.cuts.order[place] not in chosen
@@ -177,7 +173,7 @@ class _Search:
         goes_on = lambda x: any(stop <= place < cuts.end for place in cuts.uses[x])
         region = cuts.regions[-1]
         inputs = {x: cuts.uses[x] for x in cuts.results_at(region) if not goes_on(x)}
-        wanted = sorted(map(str, (aval_of(flat, x) for x in self._handed_on())))
+        carry = sorted(map(str, (aval_of(flat, x) for x in self._carry())))
         places = []
         producer = {x: k for k in region for x in cuts.results_at([k])}
         for place in range(region.stop, region.start, -1):
@@ -186,11 +182,11 @@ class _Search:
                 for x, uses in inputs.items()
                 if producer[x] < place and any(place <= use < stop for use in uses)
             ]
-            if sorted(str(aval_of(flat, x)) for x in alive) == wanted:
+            if sorted(str(aval_of(flat, x)) for x in alive) == carry:
                 places.append(place)
         return places
 
-    def _handed_on(self) -> list[int]:
+    def _carry(self) -> list[int]:
         if self.count > 1:
             return self._results(0)
         cuts = self.cuts
@@ -212,13 +208,15 @@ class _Search:
             match = match_forward(self.flat, template, candidates, fits)
             # The match must contain all equations that read the last layer's parameters
             # directly. Others may follow it.
-            piece = set(match.equations.values()) if match else set()
-            missing = {n for n in needed - piece if self._reads_parameters(n)}
-            if match and not missing and self._whole(piece, candidates):
+            if match is None:
+                continue
+            piece = set(match)
+            missing = any(map(self._reads_parameters, needed - piece))
+            if not missing and self._is_closed(piece, candidates):
                 return [n for n in candidates if n in piece]
         return None
 
-    def _whole(self, piece: set[int], candidates: Sequence[int]) -> bool:
+    def _is_closed(self, piece: set[int], candidates: Sequence[int]) -> bool:
         """True if a piece needs none of the other candidates."""
         others = set(candidates) - piece
         results = {x for n in others for x in self.flat.equations[n].outputs}
@@ -248,15 +246,14 @@ class _Search:
         # The first choice counts values that are kept for the epilogue, such as all
         # layers' means. Values computed from these may have the type of the carry; the
         # second choice leaves them out.
-        for wanted in (alive(begins, last), types(self._results(self.count - 2))):
+        for carry in (alive(begins, last), types(self._results(self.count - 2))):
             for place in itertools.takewhile(of_it, places):
-                if alive(last, place) == wanted:
+                if alive(last, place) == carry:
                     return place
         return cuts.end
 
 
 def _refuse_elsewhere(cuts: Cuts, of: Mapping[int, int]) -> None:
-    """Raises if parameters of a layer are used outside of it."""
     depends = cuts.depends
     for n in cuts.order:
         equation = depends.flat.equations[n]
@@ -297,13 +294,13 @@ def _with_early_equations(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
     only: dict[int, int] = {}
     # Backward: the layers that need each equation, and the layer if it is the only one.
     for n in reversed(depends.live):
-        wanted = set().union(*(users.get(x, ()) for x in equations[n].outputs))
+        layers = set().union(*(users.get(x, ()) for x in equations[n].outputs))
         if of.get(n, -1) >= 0:
-            wanted = {of[n]}
-        elif len(wanted) == 1 and 0 <= min(wanted) < depends.count:
-            only[n] = min(wanted)
+            layers = {of[n]}
+        elif len(layers) == 1 and 0 <= min(layers) < depends.count:
+            only[n] = min(layers)
         for x in values_in(equations[n]):
-            users.setdefault(x, set()).update(wanted)
+            users.setdefault(x, set()).update(layers)
     repeated = _repeated(cuts, only)
     stages, inside = dict(of), set[int]()
     size = lambda xs: nbytes([flat.avals[x] for x in xs])

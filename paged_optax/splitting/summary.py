@@ -31,7 +31,7 @@ def summary(loss: Loss, split: SplitLoss) -> str:
     count = len(pieces.kind_of)
     rows = [("layers", split.layers.shown, f"{count}")]
     if len(pieces.kinds) > 1:
-        rows.append(("kinds", _order(pieces.kind_of), f"{len(pieces.kinds)}"))
+        rows.append(("kinds", _kinds(pieces.kind_of), f"{len(pieces.kinds)}"))
     rows += _parameters(loss, split)
     carried = f"{count} x {_size(pieces.carried)}"
     rows.append(("carried, saved for each layer", _types(pieces.carried), carried))
@@ -83,7 +83,7 @@ def _parameters(loss: Loss, split: SplitLoss) -> Iterator[tuple[str, str, str]]:
             yield f"{word}, of no layer", _some(names, 3), size
 
 
-def _order(kind_of: Sequence[int]) -> str:
+def _kinds(kind_of: Sequence[int]) -> str:
     """A letter for each layer's kind, with a repeated pattern shown once."""
     first = {kind: k for k, kind in enumerate(dict.fromkeys(kind_of))}
     order = "".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[first[k] % 26] for k in kind_of)
