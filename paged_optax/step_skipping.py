@@ -1,18 +1,18 @@
 """Optax's wrappers that skip steps, for moments in host memory.
 
-Optax selects between the old state and the new with `jnp.where` or `lax.cond`. XLA
-copies host arrays whole for this (`MultiSteps` on GPUs; `lax.cond` on GPUs, jax 0.10.2)
-or fails to compile (`MultiSteps` on TPUs), and every micro-step transfers every byte.
-Here a skipped step runs its page loops zero times:
+Optax selects between the old state and the new with `jnp.where` or `lax.cond`. With
+states in host memory XLA copies both whole (`MultiSteps` on GPUs; `lax.cond` on GPUs,
+jax 0.10.2) or fails to compile (`MultiSteps` on TPUs), and every micro-step transfers
+the whole state. Here a skipped step runs its page loops zero times:
 
-- The wrapper closes the gate of the wrapped updates (`paged_optax.transform.gates`).
-  In a layerwise step `layerwise.layer_optimizer` closes it (`layerwise.clipping`).
+- The wrapper closes the gate of the updates inside (`paged_optax.transform.gates`), or
+  in a layerwise step `layerwise.clipping.Guard` does.
 - The gate is the trip count of the loop around each leaf
-  (`paged_optax.engine.exchange`). Arrays without a loop keep their old value
+  (`paged_optax.engine.exchange`). Leaves without a loop keep their old values
   (`paged_optax.transform.groups`).
 
-The semantics are Optax's by construction: Optax's own wrapper runs around a
-transformation whose state is a single bool, which is True after an update.
+Optax's own wrapper decides: it runs around a transformation whose state is a single
+bool, which is True afterwards if the wrapper would have updated.
 """
 
 from collections.abc import Callable
@@ -27,16 +27,12 @@ from jaxtyping import Bool, PyTree
 
 from paged_optax.backend.flax_variables import as_pure
 from paged_optax.backend.memory import on_host
-from paged_optax.backend.validation import (
-    check_count,
-    check_function,
-    check_transformation,
-)
+from paged_optax.backend.validation import check_count, check_transformation
 from paged_optax.transform.checks import check_arguments, refuse_host
 from paged_optax.transform.gates import only_if, restart_if
 from paged_optax.transform.init import tied
 
-#: Returns updates unchanged. Its state is True after the wrapper applied an update.
+#: The identity, whose state is True after an update.
 _PROBE = optax.GradientTransformationExtraArgs(
     lambda params: jnp.asarray(False),
     lambda updates, state, params=None, **extra_args: (updates, jnp.asarray(True)),
@@ -44,14 +40,22 @@ _PROBE = optax.GradientTransformationExtraArgs(
 
 
 class _Wrapped(NamedTuple):
-    """An Optax wrapper around `_PROBE`, and the transformation that it wraps."""
+    """An Optax wrapper around a transformation.
+
+    Attributes:
+      init, update: The wrapper's functions, around `_PROBE`.
+      inner: The wrapped transformation.
+      field: The field of the wrapper's state with the state of `inner`.
+      zero: If True, the updates of a skipped step are zero, else its gradients.
+      accumulates: If True, `inner` gets other gradients than the wrapper.
+    """
 
     init: Callable[[optax.Params], PyTree]
     update: Callable[..., tuple[optax.Updates, PyTree]]
     inner: optax.GradientTransformationExtraArgs
-    field: str  # of the wrapper's state, with the state of `inner`
-    zero: bool  # a skipped step returns zero updates; if False, its gradients
-    accumulates: bool = False  # the wrapper accumulates the gradients of `inner`
+    field: str
+    zero: bool
+    accumulates: bool = False
 
     def init_around(self, params: optax.Params) -> PyTree:
         if self.accumulates:  # arrays like the parameters, on the device
@@ -68,22 +72,17 @@ class _Wrapped(NamedTuple):
     ) -> tuple[optax.Updates, PyTree]:
         old = self.inside(state)
         check_arguments(*map(as_pure, (updates, state, params)))
-        # Optax's own wrapper runs around a bool, and selects between no host arrays.
-        blank = state._replace(**{self.field: jnp.asarray(False)})
-        gradients, outer = self.update(updates, blank, params, **extra_args)
+        probing = state._replace(**{self.field: jnp.asarray(False)})
+        gradients, outer = self.update(updates, probing, params, **extra_args)
         happens = getattr(outer, self.field)
         if not self.accumulates:
             # Optax's conditional returns the same gradients, but copies them.
             gradients = updates
-        # A skipped step runs the page loops zero times, and transfers no byte.
         with only_if(happens):
             updates, new = self.inner.update(gradients, old, params, **extra_args)
         # The page loops have selected already.
-        new = jax.tree.map(
-            lambda new, old: new if on_host(new) else jnp.where(happens, new, old),
-            new,
-            old,
-        )
+        select = lambda new, old: new if on_host(new) else jnp.where(happens, new, old)
+        new = jax.tree.map(select, new, old)
         skipped = lambda x, gradient: (
             jnp.zeros_like(x) if self.zero else gradient.astype(x.dtype)
         )
@@ -95,24 +94,24 @@ class _Wrapped(NamedTuple):
         return updates, outer._replace(**{self.field: new})
 
     def inside(self, state: PyTree) -> PyTree:
-        """The wrapped transformation's part of a state."""
+        """Returns the wrapped transformation's part of a state."""
         if not hasattr(state, self.field):
             raise ValueError(
                 f"state, of type {type(state).__name__}, has no {self.field}: pass the"
-                " state of this wrapper's init, not of the wrapped transformation."
+                " state that init of this wrapper made, not that of what it wraps."
             )
         return getattr(state, self.field)
 
 
 class IfFinite(_Wrapped):
-    """`apply_if_finite` for gradients that are tested already."""
+    """`apply_if_finite`, for callers that test the gradients themselves."""
 
     def decided(
         self, finite: Bool[Array, ""], state: PyTree
     ) -> tuple[Bool[Array, ""], PyTree]:
-        """Returns True if an update happens, and the wrapper's own next state."""
-        blank = state._replace(**{self.field: jnp.asarray(False)})
-        _, outer = self.update(jnp.where(finite, 0.0, jnp.nan), blank)
+        """Returns whether an update happens, and the wrapper's next state."""
+        probing = state._replace(**{self.field: jnp.asarray(False)})
+        _, outer = self.update(jnp.where(finite, 0.0, jnp.nan), probing)
         return getattr(outer, self.field), outer
 
 
@@ -132,27 +131,26 @@ def _around(
 
 
 class MultiSteps(optax.MultiSteps):
-    """`optax.MultiSteps` whose micro-steps transfer no byte of a paged state.
+    """`optax.MultiSteps` whose micro-steps transfer nothing of a paged state.
 
-    Gradients accumulate over `every_k_schedule` calls of `update`. The last call runs
-    the wrapped transformation. In the other calls its page loops run zero times, and
-    updates are zero. The state is an `optax.MultiStepsState` of the wrapped state.
+    Gradients accumulate over `every_k_schedule` calls of `update`. The last call
+    updates with the wrapped transformation; the others run its page loops zero times,
+    and their updates are zero.
 
     Args:
       opt: The wrapped transformation, with or without `paged(...)` inside.
       every_k_schedule: Micro-steps a step: an int, or a function of the step count.
-      use_grad_mean: If True, average the gradients; if False, sum them.
-      should_skip_update_fn: Selects micro-steps to skip. Without
-        `optax.skip_not_finite` an accumulated NaN persists: Optax resets the
-        accumulators by multiplying them by zero.
+      use_grad_mean: If True, gradients are averaged, otherwise summed.
+      should_skip_update_fn: Decides whether a micro-step is skipped. Use
+        `optax.skip_not_finite` against NaN, which Optax's accumulators would keep.
       accumulator_dtype: The dtype of the accumulators.
 
     Returns:
-      An object with `init`, `update`, `has_updated` and `gradient_transformation`.
+      An object with `init`, `update`, `has_updated` and `gradient_transformation`,
+      whose state is an `optax.MultiStepsState`.
 
     Raises:
-      ValueError: If `opt` is no transformation, if a step has no micro-steps, or for
-        `optax.MultiSteps`' own reasons.
+      ValueError: If `opt` is no transformation, or `every_k_schedule` is below 1.
       TypeError: If `every_k_schedule` is neither an int nor a function.
 
     Example:
@@ -166,9 +164,6 @@ class MultiSteps(optax.MultiSteps):
       >>> updates, state = tx.update(params, state, params)
       >>> bool(jnp.abs(updates["w"]).max() > 0), bool(tx.has_updated(state))
       (True, True)
-
-    References:
-      `optax.MultiSteps`, whose code computes the accumulators and the counts.
     """
 
     def __init__(
@@ -189,13 +184,9 @@ class MultiSteps(optax.MultiSteps):
             should_skip_update_fn,
             accumulator_dtype,
         )
+        inner, field = optax.with_extra_args_support(opt), "inner_opt_state"
         self._wrapped = _Wrapped(
-            super().init,
-            super().update,
-            optax.with_extra_args_support(opt),
-            "inner_opt_state",
-            zero=True,
-            accumulates=True,
+            super().init, super().update, inner, field, zero=True, accumulates=True
         )
 
     @property
@@ -204,7 +195,7 @@ class MultiSteps(optax.MultiSteps):
         return self._wrapped.inner
 
     def init(self, params: optax.Params) -> optax.MultiStepsState:
-        """Initializes accumulators and counts of zero around the wrapped state."""
+        """Returns zero accumulators and counts around the wrapped state."""
         return self._wrapped.init_around(params)
 
     def update(
@@ -214,18 +205,18 @@ class MultiSteps(optax.MultiSteps):
         params: optax.Params | None = None,
         **extra_args: object,
     ) -> tuple[optax.Updates, optax.MultiStepsState]:
-        """Accumulates gradients, and applies them on the last micro-step."""
+        """Accumulates gradients, and updates with them on the last micro-step."""
         return self._wrapped.update_around(updates, state, params, **extra_args)
 
 
 def apply_if_finite(
     inner: optax.GradientTransformation, max_consecutive_errors: int
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.apply_if_finite` whose rejected steps transfer no byte of a paged state.
+    """`optax.apply_if_finite` whose rejected steps transfer nothing of a paged state.
 
-    A step with an infinite or NaN gradient keeps the state and returns zero updates, up
-    to `max_consecutive_errors` consecutive times. `layerwise_step` accepts it around
-    the whole transformation, if all gradients are computed before the update.
+    A step with NaN or infinite gradients keeps the state and returns zero updates. In
+    `layerwise_step` this may wrap the whole transformation, if all gradients are
+    computed before the update.
 
     Args:
       inner: The wrapped transformation, with or without `paged(...)` inside.
@@ -242,9 +233,6 @@ def apply_if_finite(
       >>> updates, state = tx.update({"w": params["w"] * jnp.nan}, state, params)
       >>> float(jnp.abs(updates["w"]).max()), int(state.notfinite_count)
       (0.0, 1)
-
-    References:
-      `optax.apply_if_finite`, whose code counts the errors.
     """
     check_count("max_consecutive_errors", max_consecutive_errors, 0)
     wrapper = optax.apply_if_finite(_PROBE, max_consecutive_errors)
@@ -256,14 +244,14 @@ def conditionally_transform(
     should_transform_fn: Callable[..., ArrayLike],
     forward_extra_args: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.conditionally_transform` whose skipped steps transfer no byte.
+    """`optax.conditionally_transform` that transfers nothing if the condition is false.
 
-    If the condition is False, updates are returned unchanged and the state is kept.
+    It then returns the gradients, and the state as it was.
 
     Args:
       inner: The wrapped transformation, with or without `paged(...)` inside.
       should_transform_fn: The condition, a function of the count of calls.
-      forward_extra_args: Passes `update`'s extra arguments to the condition too.
+      forward_extra_args: If True, the condition gets `update`'s extra arguments too.
 
     Returns:
       A transformation whose state is an `optax.ConditionallyTransformState`.
@@ -276,11 +264,7 @@ def conditionally_transform(
       >>> updates, state = tx.update(params, tx.init(params), params)
       >>> float(updates["w"][0, 0])
       1.0
-
-    References:
-      `optax.conditionally_transform`, whose code evaluates the condition.
     """
-    check_function("should_transform_fn", should_transform_fn)
     wrapper = optax.conditionally_transform(
         _PROBE, should_transform_fn, forward_extra_args
     )
@@ -292,14 +276,14 @@ def conditionally_mask(
     should_transform_fn: Callable[..., ArrayLike],
     forward_extra_args: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.conditionally_mask` whose skipped steps transfer no byte.
+    """`optax.conditionally_mask` that transfers nothing if the condition is false.
 
-    If the condition is False, updates are zero and the state is kept.
+    It then returns zero updates, and the state as it was.
 
     Args:
       inner: The wrapped transformation, with or without `paged(...)` inside.
       should_transform_fn: The condition, a function of the count of calls.
-      forward_extra_args: Passes `update`'s extra arguments to the condition too.
+      forward_extra_args: If True, the condition gets `update`'s extra arguments too.
 
     Returns:
       A transformation whose state is an `optax.ConditionallyMaskState`.
@@ -312,11 +296,7 @@ def conditionally_mask(
       >>> updates, state = tx.update(params, tx.init(params), params)
       >>> float(updates["w"][0, 0])
       0.0
-
-    References:
-      `optax.conditionally_mask`, whose code evaluates the condition.
     """
-    check_function("should_transform_fn", should_transform_fn)
     wrapper = optax.conditionally_mask(_PROBE, should_transform_fn, forward_extra_args)
     return _around(wrapper, inner, zero=True)
 
@@ -329,15 +309,14 @@ def lookahead(
 ) -> optax.GradientTransformation:
     """`optax.lookahead` that can reset a paged state.
 
-    With `reset_state=False`, `optax.lookahead` itself can wrap `paged(...)`. With
-    `reset_state=True` it multiplies host arrays. Here each page is reinitialized as it
-    streams through the device.
+    With `reset_state=True` Optax's own multiplies host arrays by zero; here each page
+    is initialized again as it passes through the device.
 
     Args:
-      fast_optimizer: The wrapped transformation, with `paged(...)` inside.
-      sync_period: Steps between synchronisations.
+      fast_optimizer: The wrapped transformation, with `paged(...)` anywhere inside.
+      sync_period: Steps between synchronizations.
       slow_step_size: The step size of the slow parameters.
-      reset_state: Resets the wrapped state at each synchronisation.
+      reset_state: If True, a synchronization resets the wrapped state.
 
     Returns:
       A transformation of `optax.LookaheadParams`; its state is an
@@ -354,8 +333,8 @@ def lookahead(
       (0, 0.0)
 
     References:
-      `optax.lookahead`; Zhang et al., `Lookahead Optimizer: k steps forward, 1 step
-      back <https://arxiv.org/abs/1907.08610>`_, 2019.
+      Zhang et al., `Lookahead Optimizer: k steps forward, 1 step back
+      <https://arxiv.org/abs/1907.08610>`_, 2019.
     """
     check_transformation("fast_optimizer", fast_optimizer)
     check_count("sync_period", sync_period, 1)
@@ -373,14 +352,13 @@ def lookahead(
         if not reset_state:
             return wrapper.update(updates, state, params)
         syncs = state.steps_since_sync == sync_period - 1
-        # Optax would multiply host arrays. Each page is reinitialized as it streams.
         with restart_if(syncs):
             updates, state = wrapper.update(updates, state, params)
-        fast = jax.tree.map(
-            lambda new, first: new if on_host(new) else jnp.where(syncs, first, new),
-            state.fast_state,
-            fast_optimizer.init(params.fast),
+        first = fast_optimizer.init(params.fast)
+        select = lambda new, first: (
+            new if on_host(new) else jnp.where(syncs, first, new)
         )
+        fast = jax.tree.map(select, state.fast_state, first)
         return updates, state._replace(fast_state=fast)
 
     return optax.GradientTransformation(

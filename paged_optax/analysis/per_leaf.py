@@ -26,6 +26,7 @@ from paged_optax.analysis.program import (
     Constant,
     Equation,
     LeafUpdate,
+    NumberedProgram,
     Operand,
 )
 from paged_optax.backend.types import holds_moments, in_shard_map
@@ -260,13 +261,9 @@ def analyse(
         leaf_updates.append(LeafUpdate(program, inputs, *outcome))
     program, inputs = flat.program(tuple(shared), lambda _: True, producer, ())
     analysis = Analysis(
-        shared=program,
-        shared_inputs=inputs,
-        shared_outputs=tuple(shared),
+        shared=NumberedProgram(program, inputs, tuple(shared)),
         leaf_updates=tuple(leaf_updates),
-        tail=tail,
-        tail_inputs=tail_inputs,
-        tail_outputs=tuple(cut_apart),
+        tail=NumberedProgram(tail, tail_inputs, tuple(cut_apart)),
         direct=tuple(outputs),
         owners=tuple(owner_of),
     )

@@ -151,6 +151,26 @@ class Program:
 
 
 @dataclasses.dataclass(frozen=True)
+class NumberedProgram:
+    """A program of numbered values.
+
+    Attributes:
+      program: The computation.
+      inputs: Numbers of its arguments.
+      outputs: Numbers of its results, or positions of outputs.
+    """
+
+    program: Program
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def __call__(self, values: Mapping[int, PyTree]) -> dict[int, PyTree]:
+        """Returns the results, by their numbers."""
+        results = self.program([values[i] for i in self.inputs])
+        return dict(zip(self.outputs, results, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
 class LeafUpdate:
     """The update of one parameter, or of one moment that no gradient enters.
 
@@ -185,23 +205,16 @@ class Analysis:
 
     Attributes:
       shared: The program of the scalars shared by all leaves.
-      shared_inputs: Numbers of its arguments.
-      shared_outputs: Numbers of its results.
       leaf_updates: One program a leaf.
-      tail: The program that splits concatenated leaves; empty otherwise.
-      tail_inputs: Numbers of its arguments.
-      tail_outputs: Positions of its results among the outputs.
+      tail: The program that splits concatenated leaves; empty otherwise. Its results
+        are outputs.
       direct: Positions and operands of outputs that need no leaf's program.
       owners: For each output its parameter, or None.
     """
 
-    shared: Program
-    shared_inputs: tuple[int, ...]
-    shared_outputs: tuple[int, ...]
+    shared: NumberedProgram
     leaf_updates: tuple[LeafUpdate, ...]
-    tail: Program
-    tail_inputs: tuple[int, ...]
-    tail_outputs: tuple[int, ...]
+    tail: NumberedProgram
     direct: tuple[tuple[int, Operand], ...]
     owners: tuple[int | None, ...]
 
@@ -223,31 +236,26 @@ class Analysis:
         first: dict[Hashable, int] = {}
         named = lambda x: x if isinstance(x, Constant) else meaning[x]
         meaning: dict[int, Hashable] = {
-            i: ("input", number) for i, number in enumerate(self.shared_inputs)
+            i: ("input", number) for i, number in enumerate(self.shared.inputs)
         }
-        for equation in self.shared.equations:
+        for equation in self.shared.program.equations:
             how = equation.primitive, equation.params, *map(named, equation.inputs)
             known = first.setdefault(how, equation.outputs[0])
             for i, number in enumerate(equation.outputs):
                 meaning[number] = known, i
         seen: dict[Hashable, int] = {}
-        return {
-            number: seen.setdefault(named(x), number)
-            for number, x in zip(self.shared_outputs, self.shared.outputs, strict=True)
-        }
+        pairs = zip(self.shared.outputs, self.shared.program.outputs, strict=True)
+        return {number: seen.setdefault(named(x), number) for number, x in pairs}
 
     def reached_from(self, numbers: Iterable[int]) -> set[int]:
         """Returns the shared values that depend on arguments."""
         reached = set(numbers)
-        inside = {i for i, x in enumerate(self.shared_inputs) if x in reached}
-        for equation in self.shared.equations:
+        inside = {i for i, x in enumerate(self.shared.inputs) if x in reached}
+        for equation in self.shared.program.equations:
             if inside.intersection(equation.numbers):
                 inside.update(equation.outputs)
-        return reached | {
-            number
-            for number, x in zip(self.shared_outputs, self.shared.outputs, strict=True)
-            if x in inside
-        }
+        pairs = zip(self.shared.outputs, self.shared.program.outputs, strict=True)
+        return reached | {number for number, x in pairs if x in inside}
 
 
 class Evaluation:
@@ -272,18 +280,14 @@ class Evaluation:
         counts: Mapping[int, Sequence[ArrayLike]] | None = None,
     ):
         self.analysis = analysis
-        self.values = self._shared(dict(enumerate(arguments)) | dict(constants))
+        values = dict(enumerate(arguments)) | dict(constants)
+        self.values = values | analysis.shared(values)
         self.counts = counts or {}
         parameters = len(next(iter(self.counts.values()))) if self.counts else 0
-        each_counts = [
-            {number: each[owner] for number, each in self.counts.items()}
-            for owner in range(parameters)
-        ]
-        self.by_parameter = [self._shared(self.values | each) for each in each_counts]
-
-    def _shared(self, values: dict[int, PyTree]) -> dict[int, PyTree]:
-        shared = self.analysis.shared([values[i] for i in self.analysis.shared_inputs])
-        return values | dict(zip(self.analysis.shared_outputs, shared, strict=True))
+        self.by_parameter: list[dict[int, PyTree]] = []
+        for owner in range(parameters):
+            values = self.values | {n: each[owner] for n, each in self.counts.items()}
+            self.by_parameter.append(values | analysis.shared(values))
 
     def inputs(self, leaf: LeafUpdate) -> list[PyTree[ArrayLike]]:
         """Returns the arguments of a leaf's program."""
@@ -314,6 +318,5 @@ class Evaluation:
             count = len(leaf.outputs)
             results.update(zip(leaf.outputs, new[:count], strict=True))
             values.update(zip(leaf.between, new[count:], strict=True))
-        tail = analysis.tail([values[i] for i in analysis.tail_inputs])
-        results.update(zip(analysis.tail_outputs, tail, strict=True))
+        results |= analysis.tail(values)
         return [results[position] for position in range(len(results))]

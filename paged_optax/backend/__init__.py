@@ -1,9 +1,8 @@
-"""What JAX and its backends offer, and where they differ.
+"""JAX and its backends, independent of any optimizer.
 
-`platforms`: faults of XLA by version, barriers, what one platform alone computes.
-`compiler_options`: what XLA must be told. `memory`: spaces, bytes, donation.
-`pinned_pool`: where a GPU's host arrays are. `types`: what arrays' types tell, also of
-a mesh. `processes`: what several say to each other. `tiling`: how a TPU lays arrays
-out. `flax_variables` are Flax's. `validation` is of arguments, `text` has paths, sizes,
-tables. `user_warnings` point at users' lines. It knows nothing of optimizers.
+`platforms`: XLA bugs by version, barriers. `compiler_options`: options of XLA:GPU.
+`memory`: memory spaces, bytes, donation. `pinned_pool`: XLA:GPU's host memory. `types`:
+array types, also on a mesh. `processes`: agreement of processes. `tiling`: layouts of
+XLA:TPU. `flax_variables`: Flax NNX's variables. `validation`: checks of arguments.
+`text`: paths, sizes, tables. `user_warnings`: warnings at lines of the user.
 """

@@ -1,17 +1,19 @@
-"""What XLA must be told to overlap transfers with products.
+"""Compiler options with which XLA:GPU overlaps transfers with computation.
 
-XLA:GPU begins a transfer long before its result is needed, and computes meanwhile, if
-two things are so:
+XLA:GPU starts a transfer early, and computes in the meantime, under two conditions:
 
-- Its latency-hiding scheduler is on. By default that is so on a Hopper GPU alone. On
-  others most transfers begin right before they are waited for: a layerwise step of
-  Llama-3-8B on an RTX 4090 would take 1.04 s at the rates at which it takes 0.76 (jax
-  0.12.0.1, by the model of its schedule in `tests/steps.py`).
-- Nothing is a CUDA graph. XLA makes graphs of loops, and by default lets what is in one
-  follow on each other, transfers too (openxla/xla#48900). A layerwise step of
-  Llama-3-8B in eight bits took 1.14 s of an H200, and 0.79 s without graphs (jax
-  0.11.2, measured by `tests/benchmarks/decoders.py`). Graphs that are `CONCURRENT` took
-  0.72 s, and 3.3 GiB more of the device.
+- Its latency-hiding scheduler is on, the default on Hopper only. Elsewhere most
+  transfers
+  start right before their results are used: a layerwise step of Llama-3-8B on an RTX
+    4090
+  would take 1.04 s instead of 0.76 (jax 0.12.0.1, by the model of `tests/steps.py`).
+- No loop is a CUDA graph. By default XLA records loops as graphs, in which transfers
+  and
+  kernels run sequentially (openxla/xla#48900). A layerwise step of Llama-3-8B in eight
+  bits took 1.14 s on an H200, and 0.79 s without graphs (jax 0.11.2, measured by
+  `tests/benchmarks/decoders.py`). With `CONCURRENT` graphs it took 0.72 s and 3.3 GiB
+    more
+  device memory.
 """
 
 import os
@@ -30,39 +32,39 @@ from paged_optax.backend.types import is_traced
 
 
 def compute_capability(device: Any) -> float | None:
-    """The compute capability of an NVIDIA GPU, such as 8.9; None of other devices."""
+    """Returns an NVIDIA GPU's compute capability, such as 8.9, or None."""
     text = str(getattr(device, "compute_capability", ""))
     return float(text) if re.fullmatch(r"[0-9]+[.][0-9]+", text) else None
 
 
 _HOPPER = 9
 _SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
-#: Makes no CUDA graphs. The program takes the same bytes with them and without.
+#: Disables CUDA graphs. The program's memory is the same.
 NO_GRAPHS: Mapping[str, Any] = MappingProxyType({"xla_gpu_enable_command_buffer": ""})
 
-#: Switches the scheduler on. It keeps within a limit of memory, and so does
-#: rematerialization. XLA counts arrays on the host against it, so the limit is lifted:
-#: `jit_step` looks at what the compiled program takes instead.
+#: Enables the scheduler, and lifts the memory limit of scheduling and
+#: rematerialization, which counts arrays on the host. `jit_step` checks the compiled
+#: program's memory.
 SCHEDULED: Mapping[str, Any] = MappingProxyType(
     {_SCHEDULER: True, "xla_gpu_memory_limit_slop_factor": 1000}
 )
 
-#: How the warnings begin, for who filters them.
+#: Beginnings of the warnings, for filters.
 NO_OVERLAP = "XLA overlaps transfers with products on this GPU only if it is told to"
 PIPELINED = "XLA's collective pipeliner computes wrong addresses of host memory"
 
 _CONFIG: Any = jax.config
 _DISABLED = "xla_disable_hlo_passes"
-#: They move the first and last transfers of a loop out of it, with the optimization
-#: level O1 or the flag below, and lose the index there: the last page is written to the
-#: second row, and a layerwise step ends the process (jax 0.11.2 to 0.12.0.1; see
-#: `tests/backend/test_pipelined.py`, whose smallest program is a report for XLA).
+#: With the optimization level O1 or the flag below they hoist the first and last
+#: transfers out of a loop and lose the index: the last page is written to the second
+#: row, and a layerwise step aborts (jax 0.11.2 to 0.12.0.1, reproduced by
+#: `tests/backend/test_pipelined.py`).
 _PIPELINERS = ("collective-pipeliner-forward", "collective-pipeliner-backward")
 _PIPELINING = "xla_gpu_enable_pipelined_host_offloading"
 
 
 def addressing_options(device: Any) -> dict[str, Any]:
-    """The compiler options with which a GPU addresses host memory right."""
+    """Returns the options with which a GPU addresses host memory correctly."""
     return {_DISABLED: ",".join(_disabled())} if _is_gpu(device) else {}
 
 
@@ -72,28 +74,27 @@ def _is_gpu(device: Any) -> bool:
 
 
 def _disabled() -> list[str]:
-    """The passes that `XLA_FLAGS` disable, and the pipeliners."""
     chosen = filter(None, _flags().get(_DISABLED, "").split(","))
     return list(dict.fromkeys((*chosen, *_PIPELINERS)))
 
 
 def overlap_options(device: Any) -> dict[str, Any]:
-    """What to give `jax.jit(..., compiler_options=...)`, so that transfers overlap.
+    """Returns the options of `jax.jit` with which transfers overlap.
 
-    Nothing on a device that is no NVIDIA GPU, and nothing that `XLA_FLAGS` decide.
+    Empty on devices other than NVIDIA GPUs. Flags in `XLA_FLAGS` take precedence.
     """
     capability = compute_capability(device)
     if capability is None:
         return {}
-    told = _flags()
-    graphs = {} if "xla_gpu_command_buffer_scheduling_mode" in told else NO_GRAPHS
-    scheduled = int(capability) == _HOPPER or _SCHEDULER in told
+    flags = _flags()
+    graphs = {} if "xla_gpu_command_buffer_scheduling_mode" in flags else NO_GRAPHS
+    scheduled = int(capability) == _HOPPER or _SCHEDULER in flags
     options = {**graphs, **({} if scheduled else SCHEDULED)}
-    return {name: x for name, x in options.items() if name not in told}
+    return {name: x for name, x in options.items() if name not in flags}
 
 
 def _flags() -> dict[str, str]:
-    """The flags in `XLA_FLAGS`, which has them or the path of a file that does."""
+    """Returns the flags in `XLA_FLAGS`, or in the file that it names."""
     text = os.environ.get("XLA_FLAGS", "")
     if not text.lstrip().startswith("-") and os.path.isfile(text):
         text = pathlib.Path(text).read_text()
@@ -102,16 +103,15 @@ def _flags() -> dict[str, str]:
 
 
 def warn_of_options(tree: PyTree) -> None:
-    """Warns of traced arrays in host memory where XLA needs options for them."""
+    """Warns if traced arrays in host memory need options of XLA."""
     if is_traced(tree) and any(map(on_host, jax.tree.leaves(tree))):
         device = jax.local_devices()[0]
         _warn_of_pipeliner(device)
         _warn_without_overlap(device)
 
 
-# Which options `jax.jit` has been given shows nowhere in a trace. So the warnings say
-# how to silence them. `jit_step` ignores them while it traces, and gives the options.
-# One text at one place: Python shows it once, and again after filters changed.
+# A trace does not contain the options of its `jax.jit`. `jit_step`, which sets them,
+# ignores these warnings.
 def _warn_of_pipeliner(device: Any) -> None:
     flags = _flags()
     by_level = _CONFIG.jax_optimization_level not in ("UNKNOWN", "O0")

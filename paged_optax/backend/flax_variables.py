@@ -1,10 +1,10 @@
-"""Flax NNX's variables: boxes around the arrays of a model and of its optimizer.
+"""Flax NNX's variables around the arrays of a model and its optimizer.
 
-`nnx.Optimizer` gives `init` parameters in their variables, puts each array of the state
-into one, and calls `update` with bare arrays. So everything is named, divided and
-computed by bare arrays here, and gets its variables back at the end. A transformation
-that is called with variables sees them, for its masks and labels may be in variables
-too. Checked with Flax 0.12.8 and 0.12.12.
+`nnx.Optimizer` passes parameters in variables to `init`, wraps each array of the state
+in a variable, and passes bare arrays to `update`. Names, shardings and computation here
+use bare arrays; the variables are restored at the end. A transformation that is called
+with variables receives variables, as its masks and labels may be in variables too.
+Checked with Flax 0.12.8 and 0.12.12.
 """
 
 import sys
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 
 def as_pure(tree: PyTree) -> PyTree:
-    """A tree without its variables, as `nnx.Optimizer` gives it to `update`."""
-    nnx = sys.modules.get("flax.nnx")  # else nothing can be in a variable
+    """Returns a tree without its variables."""
+    nnx = sys.modules.get("flax.nnx")  # without it there are no variables
     return tree if nnx is None else nnx.as_pure(tree)
 
 
 def unflatten_like(tree: PyTree, new: PyTree) -> PyTree:
-    """A tree's containers and variables, with the leaves of a new one."""
+    """Returns the leaves of `new` in the containers and variables of `tree`."""
     return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(new))
 
 
 def with_variables_of(
     tree: PyTree, inner: optax.GradientTransformationExtraArgs
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner` for bare arrays, which it is given in the variables of a tree."""
+    """Wraps `inner`, which expects the variables of a tree, for bare arrays."""
     if jax.tree.structure(tree) == jax.tree.structure(as_pure(tree)):
         return inner
     boxed = lambda arrays: unflatten_like(tree, arrays)
@@ -58,19 +58,21 @@ def with_variables_of(
 
 
 def optimizer_shardings(tree: PyTree) -> list[NamedSharding | None]:
-    """How Flax is told to divide the moments of each parameter; None if it is not.
+    """Returns Flax's sharding of each parameter's moments, or None.
 
-    `nnx.Optimizer` divides what `init` makes in a variable by the variable's metadata
-    `optimizer_sharding`, and not as the parameter is divided (ZeRO-1).
+    `nnx.Optimizer` shards a variable of the state by the metadata `optimizer_sharding`
+    of the parameter's variable, which may differ from the parameter's sharding
+    (ZeRO-1).
     """
     return _each(tree, _optimizer_sharding)
 
 
 def parameter_shardings(tree: PyTree) -> list[NamedSharding | None]:
-    """How Flax divides each traced parameter: by its variable's `out_sharding`.
+    """Returns Flax's sharding of each traced parameter, or None.
 
-    Over automatic axes nothing else says so of a model that is made in a `jax.jit`. It
-    is None if nothing is told of a leaf, or its array says so itself.
+    Over automatic axes only the metadata `out_sharding` has the sharding of a model
+    that is created in a `jax.jit`. None without it, or if the array itself has a
+    sharding.
     """
     return _each(tree, _parameter_sharding)
 
@@ -79,7 +81,6 @@ def _each(
     tree: PyTree,
     read: Callable[["nnx.Variable[ArrayOrShape]", ArrayOrShape], NamedSharding | None],
 ) -> list[NamedSharding | None]:
-    """What is read of the metadata of each leaf's variable, if it is in one."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return [None] * len(jax.tree.leaves(tree))
@@ -94,10 +95,10 @@ def _each(
 def _parameter_sharding(
     variable: "nnx.Variable[ArrayOrShape]", array: ArrayOrShape
 ) -> NamedSharding | None:
-    told = variable.get_metadata("out_sharding", None)
-    if not told or not is_traced(array):
+    names = variable.get_metadata("out_sharding", None)
+    if not names or not is_traced(array):
         return None
-    sharding = _sharding(variable, array, told)
+    sharding = _sharding(variable, array, names)
     fits = sharding is not None and len(sharding.spec) <= len(array.shape)
     return sharding if fits else None
 
@@ -105,13 +106,13 @@ def _parameter_sharding(
 def _optimizer_sharding(
     variable: "nnx.Variable[ArrayOrShape]", array: ArrayOrShape
 ) -> NamedSharding | None:
-    told = variable.get_metadata("optimizer_sharding", None)
-    if not told or not variable.get_metadata("eager_sharding", True):
+    names = variable.get_metadata("optimizer_sharding", None)
+    if not names or not variable.get_metadata("eager_sharding", True):
         return None  # Flax divides nothing itself
-    sharding = _sharding(variable, array, told)
+    sharding = _sharding(variable, array, names)
     if sharding is None:
         raise ValueError(
-            f"optimizer_sharding={told!r} divides the moments of a parameter of shape"
+            f"optimizer_sharding={names!r} divides the moments of a parameter of shape"
             f" {array.shape}, and there is no mesh around with these axes: enter"
             " jax.set_mesh(mesh)."
         )
@@ -119,18 +120,18 @@ def _optimizer_sharding(
 
 
 def _sharding(
-    variable: "nnx.Variable[ArrayOrShape]", array: ArrayOrShape, told: object
+    variable: "nnx.Variable[ArrayOrShape]", array: ArrayOrShape, names: object
 ) -> NamedSharding | None:
-    """What metadata of a variable means; None if no mesh is known that has its axes."""
+    """Returns the sharding in a variable's metadata, or None without a mesh for it."""
     rules = variable.get_metadata("sharding_rules", None)
-    spec = sys.modules["flax.core.spmd"].get_pspec(told, rules)
+    spec = sys.modules["flax.core.spmd"].get_pspec(names, rules)
     if isinstance(spec, NamedSharding):
         return spec
     if not isinstance(spec, PartitionSpec):
         return None
     entries = [(x,) if isinstance(x, str) else x or () for x in spec]
     for mesh in _meshes(variable, array):
-        if {name for names in entries for name in names} <= {*mesh.axis_names}:
+        if {name for entry in entries for name in entry} <= {*mesh.axis_names}:
             return NamedSharding(mesh, spec)
     return None
 
@@ -138,7 +139,7 @@ def _sharding(
 def _meshes(
     variable: "nnx.Variable[ArrayOrShape]", array: ArrayOrShape
 ) -> Iterator[Mesh | AbstractMesh]:
-    """The meshes that a variable's sharding may mean, of real devices if it can."""
+    """Yields candidate meshes of a variable's sharding, concrete ones first."""
     if (mesh := variable.get_metadata("mesh", None)) is not None:
         yield mesh
     for x in (getattr(array, "sharding", None), jax.typeof(array).sharding):
@@ -149,7 +150,7 @@ def _meshes(
 
 
 def fixed_variables(state: PyTree) -> PyTree:
-    """A new state whose variables Flax leaves as they are, where they are."""
+    """Returns a new state whose variables Flax does not move or reshard."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return state
@@ -159,20 +160,18 @@ def fixed_variables(state: PyTree) -> PyTree:
         if not is_variable(x):
             return x
         names = filter(x.has_metadata, ("out_sharding", "optimizer_sharding"))
-        told = {name: x.get_metadata(name) for name in names}
+        specs = {name: x.get_metadata(name) for name in names}
 
         def copied(value: ArrayOrShape) -> "nnx.Variable[ArrayOrShape]":
-            # `nnx.eval_shape` refuses metadata of more axes than its array has, such as
-            # a codec's scales.
-            rank = lambda told: len(getattr(told, "spec", told) or ())
-            wrong = [name for name in told if rank(told[name]) > len(value.shape)]
-            # `nnx.Optimizer` moves what a variable with sharding metadata holds, to
-            # device memory, unless the variable says not to.
-            stays = {"eager_sharding": False} if told else {}
+            # `nnx.eval_shape` refuses metadata with more axes than the array has, such
+            # as a codec's scales.
+            rank = lambda spec: len(getattr(spec, "spec", spec) or ())
+            wrong = [name for name in specs if rank(specs[name]) > len(value.shape)]
+            # `nnx.Optimizer` would move arrays with sharding metadata to the device.
+            stays = {"eager_sharding": False} if specs else {}
             return x.copy(value, **stays, **dict.fromkeys(wrong))
 
-        # Flax makes one mapping of all that a variable holds, so what is stored in
-        # several arrays has a variable for each.
+        # A variable holds one array, so that codes and scales have one each.
         return jax.tree.map(copied, x.get_raw_value())
 
     return jax.tree.map(settle, state, is_leaf=is_variable)

@@ -1,8 +1,8 @@
-"""Memory spaces, what a backend offers of them, and donation within them.
+"""Memory spaces, bytes, and donation within a memory space.
 
-Where a leaf lives is part of its JAX type: `jax.typeof(x).memory_space` is
-`Host` for an array in pinned memory, eager and under `jit` (checked with jax
-0.10.2 and 0.12.0.1). Everything here reads that type; nothing keeps books.
+The memory of an array is part of its JAX type: `jax.typeof(x).memory_space` is `Host`
+for an array in pinned memory, eager and under `jit` (checked with jax 0.10.2 and
+0.12.0.1).
 """
 
 import collections
@@ -29,34 +29,32 @@ from jaxlib.mlir.dialects import func
 from jaxtyping import PyTree
 
 from paged_optax.backend import tiling
-from paged_optax.backend.types import ArrayOrShape, Device, is_traced
+from paged_optax.backend.types import ArrayOrShape, is_traced
 
 Tree = TypeVar("Tree")
 
 HOST = jax.memory.Space.Host
 DEVICE = jax.memory.Space.Device
 
-#: The one memory kind that JAX types as host memory. `unpinned_host` exists too,
-#: but jax 0.10.2 to 0.12.0.1 give its arrays the type of device memory, so that
-#: no update could tell where they live.
+#: The only memory kind that JAX types as host memory. Arrays in `unpinned_host` have
+#: the type of device memory (jax 0.10.2 to 0.12.0.1).
 PINNED_HOST = "pinned_host"
 
 _PAIR = "tf.aliasing_output"
 
 
 def on_host(x: PyTree) -> bool:
-    """Whether an array, a traced value or an abstract value lives in host memory."""
-    # A codec may store a moment in several arrays. They live in one memory, so that
-    # only the first is looked at.
+    """Returns whether an array, or a type, is in host memory."""
+    # The arrays in which a codec stores a moment are in one memory.
     x = x if isinstance(x, ShapedArray) else jax.tree.leaves(x)[0]
     aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
     return aval.memory_space == HOST
 
 
 def is_mistyped(x: PyTree) -> bool:
-    """Whether a concrete array is in host memory, and its type says device memory."""
-    # This is so for arrays made with a `SingleDeviceSharding`, as a restore into
-    # concrete arrays makes them (jax 0.10.2 to 0.12.0.1).
+    """Returns whether a concrete array in host memory has the type of device memory."""
+    # Arrays with a `SingleDeviceSharding`, from a restore into concrete arrays (jax
+    # 0.10.2 to 0.12.0.1).
     if not isinstance(x, jax.Array) or is_traced(x):
         return False
     return x.sharding.memory_kind == PINNED_HOST and not on_host(x)
@@ -71,14 +69,13 @@ def typed_by_memory(sharding: Sharding) -> Sharding: ...
 
 
 def typed_by_memory(sharding: Sharding) -> Sharding:
-    """The same placement, as a sharding that types arrays by their memory."""
+    """Returns an equal sharding whose arrays have the type of their memory."""
     if not isinstance(sharding, SingleDeviceSharding):
         return sharding
-    # An array made with a `SingleDeviceSharding`, as by a restore, has the type of
-    # device memory whatever its memory kind (jax 0.10.2 to 0.12.0.1); no update would
-    # page it. A mesh without axes leaves the rest of the type as it is: a step's
-    # results have the same type, so that `jax.jit` does not compile for the restored
-    # and again for them.
+    # Arrays with a `SingleDeviceSharding` have the type of device memory, whatever
+    # their memory kind (jax 0.10.2 to 0.12.0.1), and would not be paged. A mesh without
+    # axes keeps the rest of the type equal to that of a step's results, so that
+    # `jax.jit` does not compile twice.
     (device,) = sharding.device_set
     mesh = Mesh(np.array(device), ())
     return NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
@@ -87,11 +84,10 @@ def typed_by_memory(sharding: Sharding) -> Sharding:
 def replicated_sharding(
     arrays: Iterable[ArrayOrShape],
 ) -> NamedSharding | SingleDeviceSharding | None:
-    """Where an array of no single parameter goes: whole, on all of these devices.
+    """Returns the sharding of an array that belongs to no single parameter.
 
-    A step returns such an array there, if its arguments are like these. The first
-    parameter whose sharding is of a mesh or of one device decides; None if there is
-    none.
+    It is replicated over the devices of the first parameter with a sharding, so that a
+    step returns it where it was; None if no parameter has one.
     """
     for x in arrays:
         sharding = getattr(x, "sharding", None)
@@ -104,19 +100,19 @@ def replicated_sharding(
 
 
 def platform() -> str:
-    """The platform of the default backend: `"cpu"`, `"gpu"` or `"tpu"`."""
+    """Returns the platform of the default backend: `"cpu"`, `"gpu"` or `"tpu"`."""
     return jax.default_backend()
 
 
 def nbytes(tree: PyTree) -> int:
-    """Bytes of arrays, traced values or `ShapeDtypeStruct`s: one, or a pytree."""
+    """Returns the bytes of a pytree of arrays or types."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def layout_bytes(tree: PyTree, order: tuple[int, ...] | None = None) -> int:
-    """Bytes of arrays as the default backend lays them out: in tiles on a TPU.
+    """Returns the bytes of arrays in the default backend's layout, tiled on a TPU.
 
-    `order` has the axes, minor to major; None: the backend's own choice.
+    `order` has the axes from minor to major; None: the backend's choice.
     """
     if platform() != "tpu":
         return nbytes(tree)
@@ -125,7 +121,7 @@ def layout_bytes(tree: PyTree, order: tuple[int, ...] | None = None) -> int:
 
 
 def bytes_per_device(tree: PyTree) -> int:
-    """Bytes of an array, or of a pytree of them, on each of their devices."""
+    """Returns the bytes of a pytree of arrays on each of their devices."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(tree)
@@ -133,8 +129,8 @@ def bytes_per_device(tree: PyTree) -> int:
 
 
 @functools.cache
-def memory_kinds(device: Device | None = None) -> tuple[str, ...]:
-    """The memory kinds of a device, its own default first; None: of this backend's."""
+def memory_kinds(device: jax.Device | None = None) -> tuple[str, ...]:
+    """Returns the memory kinds of a device, or of the backend, the default first."""
     device = jax.local_devices()[0] if device is None else device
     default = device.default_memory().kind
     others = (memory.kind for memory in device.addressable_memories())
@@ -142,20 +138,19 @@ def memory_kinds(device: Device | None = None) -> tuple[str, ...]:
 
 
 def kind_of(host: bool) -> str:
-    """The memory kind of host memory, or of device memory, on the default backend."""
+    """Returns the default backend's memory kind of host, or device, memory."""
     return PINNED_HOST if host else memory_kinds()[0]
 
 
 def memory_kind(x: PyTree) -> str:
-    """The memory kind that a value's type calls for on the default backend."""
+    """Returns the default backend's memory kind of a value's type."""
     return kind_of(on_host(x))
 
 
 def resolve_host_memory_kind(asked: object) -> str:
-    """The memory kind that will hold paged moments on this backend.
+    """Returns the memory kind of paged moments on this backend.
 
-    `"auto"` takes pinned host memory where there is some. Where there is none it takes
-    the device's own memory, in which moments then stay.
+    `"auto"` is pinned host memory, or the device's own memory on a backend without it.
     """
     kinds, backend = memory_kinds(), jax.default_backend()
     if asked == "auto":
@@ -176,23 +171,23 @@ def resolve_host_memory_kind(asked: object) -> str:
 
 
 def device_memory() -> tuple[int, int]:
-    """Bytes of the default device's memory, and how many of them are in use.
+    """Returns the bytes of the default device's memory, and the bytes in use.
 
-    Zero on a backend that keeps no such statistics (CPU).
+    Both are zero on a backend without such statistics (CPU).
     """
     statistics = jax.local_devices()[0].memory_stats() or {}
     return statistics.get("bytes_limit", 0), statistics.get("bytes_in_use", 0)
 
 
 def device_share() -> float:
-    """The share of a device's memory that JAX takes.
+    """Returns the share of a device's memory that JAX allocates.
 
-    On a GPU three quarters, unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise, or
-    `XLA_CLIENT_MEM_FRACTION`, as newer releases name it
-    (https://docs.jax.dev/en/latest/gpu_memory_allocation.html). On a TPU all of it.
+    It is 1 on a TPU. On a GPU it is `XLA_CLIENT_MEM_FRACTION`, or in older releases
+    `XLA_PYTHON_CLIENT_MEM_FRACTION`, by default three quarters
+    (https://docs.jax.dev/en/latest/gpu_memory_allocation.html).
 
     Raises:
-      ValueError: If what the variable says is no share.
+      ValueError: If the variable is no positive number.
     """
     if platform() == "tpu":
         return 1.0
@@ -209,14 +204,13 @@ def device_share() -> float:
 
 
 # `jax.jit` pairs donated arguments with results by shape and dtype, in their order.
-# Where it was not told in which memory the results are, it pairs a moment in host
-# memory with a parameter: on a CPU that ends the process, elsewhere the parameter goes
-# to the host. (JAX says so beside the code, `_set_up_aliases` in `mlir.py`; the memory
-# of results is known only after it.) So functions of states leave a mark in what is
-# traced. When the program around it is lowered, the mark pairs buffers anew; it does
-# nothing else.
+# Without `out_shardings` it pairs a moment in host memory with a parameter, which
+# aborts on a CPU, and elsewhere moves the parameter to the host (`_set_up_aliases` in
+# JAX's `mlir.py`, which runs before the memory of results is determined). Functions of
+# states therefore bind a primitive, whose only effect is to pair again when the program
+# is lowered.
 def donate_within_memory(tree: Tree) -> Tree:
-    """The same arrays; the program that computes them pairs within a memory."""
+    """Returns the same arrays; their program donates within a memory only."""
     return jax.tree.map(lambda x: _pair.bind(x) if is_traced(x) else x, tree)
 
 
@@ -231,7 +225,7 @@ def _lower(
     context: mlir.LoweringRuleContext, *operands: "ir.Value[ir.Type]"
 ) -> "Sequence[ir.Value[ir.Type]]":
     module = context.module_context
-    # Once a program, although it has a mark for each array.
+    # Once a program, which binds the primitive for each array.
     if module.cached_primitive_lowerings.setdefault(_pair, context) is context:
         for operation in module.module.body.operations:
             if isinstance(operation, func.FuncOp) and operation.name.value == "main":
@@ -243,7 +237,7 @@ mlir.register_lowering(_pair, _lower, cacheable=False)
 
 
 def _pair_within_memories(main: func.FuncOp) -> None:
-    """Pairs as JAX does, and by memory too, unless all its pairs are right."""
+    """Pairs by memory and type, in JAX's order, unless all pairs are right."""
     arguments = _dicts(main.attributes["arg_attrs"])
     results = _dicts(main.attributes["res_attrs"])
     pairs = {

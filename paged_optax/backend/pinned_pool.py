@@ -1,46 +1,45 @@
-"""XLA:GPU's pool of pinned host memory: its limit, and what it takes of the machine.
+"""Pinned host memory of XLA:GPU: the pool's limit, and the bytes it takes.
 
-It is a `BFCAllocator` that grows (XLA's `pjrt/gpu/gpu_helpers.cc`). Its regions double
-from 2 MiB on, are never merged, and are kept until the process ends. So it may take
-twice what is needed, and the limit decides how much the last region has.
+The pool is a `BFCAllocator` that grows (XLA's `pjrt/gpu/gpu_helpers.cc`). Its regions
+double from 2 MiB on, are never merged, and are kept until the process ends. It may
+therefore take twice the arrays' bytes; the limit bounds the last region.
 """
 
 import math
 import os
 from collections.abc import Iterable, Sequence
 
-#: An integer, of GiB: XLA multiplies it by 2^30.
+#: In whole GiB: XLA multiplies it by 2^30.
 POOL_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 _GIB = 1 << 30
 _FIRST_REGION = 2 << 20  # bytes
 _UNIT = 256  # bytes: all chunks are multiples
-_SPLIT = 128 << 20  # a chunk that exceeds what is asked by so much is split
-# Arrays of a number of bytes of which nothing else is known.
-_PIECE = 64 << 20
-# The most that the pool should take over what is needed.
+_SPLIT = 128 << 20  # a chunk is split if it exceeds the request by so many bytes
+_PIECE = 64 << 20  # bytes of an array, where only the total is known
+# Bounds of the limit over the arrays' bytes. Transfers of arrays that are not pinned
+# take memory of the pool too.
 _MOST = 1.15
-# What it should hand out at least, over that: transfers of arrays that are not pinned
-# go through the pool too.
 _LEAST = 33 / 32
 
 ArrayBytes = int | Sequence[int]
 
 
 def pool_limit() -> int:
-    """Bytes of pinned host memory that XLA:GPU will hand out: 64 GiB unless told."""
+    """Returns the bytes of pinned memory that XLA:GPU allocates, by default 64 GiB."""
     return int(os.environ.get(POOL_LIMIT, "64")) * _GIB
 
 
 def pinned_bytes(needed: ArrayBytes, limit: int | None = None) -> int | None:
-    """The bytes that the pool takes of the machine; None if it has too little room.
-
-    It is simulated by the rules of XLA's `tsl/framework/bfc_allocator.cc`.
+    """Simulates the pool by the rules of XLA's `tsl/framework/bfc_allocator.cc`.
 
     Args:
-      needed: Bytes of each array in host memory, in the order in which they are made;
-        or of all of them, which then are many small ones.
-      limit: Bytes that the pool may take at most; None: as `pool_limit` has it.
+      needed: Bytes of each array in host memory, in the order of their allocation; or
+        the total of many small ones.
+      limit: The pool's limit in bytes; None: `pool_limit()`.
+
+    Returns:
+      The bytes of the pool; None if the arrays do not fit the limit.
     """
     limit = pool_limit() if limit is None else limit
     free: list[int] = []
@@ -48,8 +47,8 @@ def pinned_bytes(needed: ArrayBytes, limit: int | None = None) -> int | None:
     for size in _arrays(needed):
         asked = -(-size // _UNIT) * _UNIT
         if not any(chunk >= asked for chunk in free):
-            # A region is added: as large as the last one doubled, or doubled until it
-            # holds the array, and never beyond the limit.
+            # A new region: the last one doubled until it holds the array, within the
+            # limit.
             left = (limit - taken) // _UNIT * _UNIT
             if asked > left:
                 return None
@@ -58,23 +57,23 @@ def pinned_bytes(needed: ArrayBytes, limit: int | None = None) -> int | None:
                 doubled *= 2
             free.append(min(doubled, left))
             taken += free[-1]
-            # A region that was made larger for an array comes once more.
+            # The size of a region that was enlarged for an array is used once more.
             region = 2 * region if doubled == region else doubled
-        # The smallest free chunk that is large enough is taken. What it has more is
-        # split off if that is 128 MiB, or as much as was asked.
+        # The smallest free chunk that fits. Its rest is split off if it is 128 MiB, or
+        # as much as the request.
         chunk = min(chunk for chunk in free if chunk >= asked)
         free.remove(chunk)
-        more = chunk - asked
-        if more >= min(asked, _SPLIT):
-            free.append(more)
+        rest = chunk - asked
+        if rest >= min(asked, _SPLIT):
+            free.append(rest)
     return taken
 
 
 def limit_gigabytes(needed: ArrayBytes) -> int:
-    """The `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` to set for arrays in host memory.
+    """Returns a value of `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` for arrays.
 
-    It is the most that is at most 1.15 of what is needed, if the pool then has room for
-    all arrays and for a 32nd of their bytes; otherwise the least that has.
+    It is 1.15 times the arrays' bytes, rounded down, if the pool then has room for the
+    arrays and a 32nd of their bytes; otherwise the smallest value with this room.
     """
     total = sum(_arrays(needed)) / _GIB
     gigabytes = max(1, math.ceil(_LEAST * total), math.floor(_MOST * total))
@@ -84,7 +83,6 @@ def limit_gigabytes(needed: ArrayBytes) -> int:
 
 
 def _arrays(needed: ArrayBytes) -> Iterable[int]:
-    """The bytes of each array; arrays of no bytes take nothing."""
     if not isinstance(needed, int):
         return filter(None, needed)
     pieces, rest = divmod(needed, _PIECE)

@@ -1,8 +1,9 @@
-"""What several processes say to each other before they compute together.
+"""Agreement of processes on the program that they are about to compile.
 
-Nothing here runs on a device: a collective of one process that the others do not join
-would block its devices, and this is there to find such a process. The values go through
-the coordinator that `jax.distributed.initialize` starts.
+Values are exchanged through the coordinator of `jax.distributed.initialize`, with a
+timeout. A collective, such as `jax.experimental.multihost_utils.assert_equal`, would
+block the devices if one process never calls it, and cannot run while a `jax.jit` is
+traced.
 """
 
 import itertools
@@ -18,18 +19,21 @@ from jaxtyping import PyTree
 
 from paged_optax.backend.types import is_traced
 
-#: Seconds within which every process comes, as JAX gives them to start.
+#: Seconds to wait for another process, as long as JAX waits for its start.
 PATIENCE = 300.0
 
-# Which comparison of this run it is: each process counts alike.
+#: By name, the values that must be equal: by path, or under the empty path.
+Values = Mapping[str, Mapping[str, str]]
+
+# The number of this comparison, equal in all processes.
 _numbers = itertools.count()
-# What was compared, in the same order in all processes.
+# Values compared before: one process alone may repeat a trace.
 _agreed: set[bytes] = set()
 
 
 @runtime_checkable
 class Store(Protocol):
-    """The coordinator's values, by key."""
+    """The coordinator's key-value store."""
 
     def key_value_set_bytes(self, key: str, value: bytes) -> None:
         """Writes a value."""
@@ -40,10 +44,7 @@ class Store(Protocol):
 
 
 def store_of_processes() -> Store | None:
-    """The coordinator's values; None if this JAX does not give them.
-
-    It has no public name. What depends on it is an error message alone.
-    """
+    """Returns the coordinator's store, a private name of JAX; None without one."""
     try:
         from jax._src import distributed
 
@@ -53,10 +54,8 @@ def store_of_processes() -> Store | None:
 
 
 def spans_processes(tree: PyTree) -> bool:
-    """Whether any array of a tree is on devices of several processes."""
-    if jax.process_count() == 1:
-        return False
-    return any(map(_spans, jax.tree.leaves(tree)))
+    """Returns whether any array of a tree is on devices of several processes."""
+    return jax.process_count() > 1 and any(map(_spans, jax.tree.leaves(tree)))
 
 
 def _spans(x: object) -> bool:
@@ -66,74 +65,60 @@ def _spans(x: object) -> bool:
     return not mesh.empty and mesh.size > jax.local_device_count()
 
 
-def compare(
-    what: str, said: Mapping[str, Mapping[str, str]], once: bool = True
-) -> None:
-    """Compares what this process says with what the others say, and raises in each.
+def compare(call: str, values: Values, once: bool = True) -> None:
+    """Raises in every process unless all call this with equal values.
 
     Args:
-      what: What they are about to do together, for messages.
-      said: By name, what must be the same in all processes: by path, or under the empty
-        name if it is one value.
-      once: Whether what was compared before is not compared again, for a trace may be
-        repeated in one process alone.
+      call: The function that the processes call, for messages.
+      values: The values that determine its program.
+      once: If True, values that were compared before are skipped.
+
+    Raises:
+      ValueError: If values differ, with their names, or if a process is missing.
     """
-    mine = zlib.compress(json.dumps([what, said]).encode())
+    mine = zlib.compress(json.dumps([call, values]).encode())
     store = store_of_processes()
     if store is None or (once and mine in _agreed):
         return
-    key = f"paged_optax/{next(_numbers)}"
-    verdict = _Comparison(store, key, time.monotonic() + PATIENCE).verdict(mine)
-    if verdict:
-        raise ValueError(f"{what}: {verdict}")
+    if error := _error(store, f"paged_optax/{next(_numbers)}", mine):
+        raise ValueError(f"{call}: {error}")
     _agreed.add(mine)
 
 
-class _Comparison:
-    """One comparison: all compare themselves with process 0, which tells them all."""
+def _error(store: Store, key: str, mine: bytes) -> str:
+    """Process 0 publishes its values, collects differences, and publishes the first."""
+    write = lambda name, value: store.key_value_set_bytes(f"{key}/{name}", b"=" + value)
+    deadline, process = time.monotonic() + PATIENCE, jax.process_index()
+    if process == 0:
+        write("0", mine)
+        others = range(1, jax.process_count())
+        read = [_read(store, f"{key}/{other}", deadline) for other in others]
+        errors = [
+            _missing(other) if x is None else x.decode()
+            for other, x in zip(others, read, strict=True)
+        ]
+        error = next(filter(None, errors), "")
+        write("all", error.encode())
+        return error
+    first = _read(store, f"{key}/0", deadline)
+    if first is None:
+        return _missing(0)
+    write(str(process), _difference(first, mine, process).encode())
+    # Process 0 may wait as long for another process.
+    error = _read(store, f"{key}/all", deadline + PATIENCE)
+    return _missing(0) if error is None else error.decode()
 
-    def __init__(self, store: Store, key: str, deadline: float):
-        self._store, self._key, self._deadline = store, key, deadline
 
-    def verdict(self, mine: bytes) -> str:
-        """What differs, or who is missing; empty if all agree."""
-        process = jax.process_index()
-        if process == 0:
-            self._write("0", mine)
-            others = range(1, jax.process_count())
-            said = (self._read(str(other)) for other in others)
-            lines = (
-                _missing(other) if line is None else line.decode()
-                for other, line in zip(others, said, strict=True)
-            )
-            verdict = next(filter(None, lines), "")
-            self._write("all", verdict.encode())
-            return verdict
-        first = self._read("0")
-        if first is None:
-            return _missing(0)
-        self._write(str(process), _difference(first, mine, process).encode())
-        # Process 0 may wait for another one as long as this one did for it.
-        self._deadline += PATIENCE
-        verdict = self._read("all")
-        return _missing(0) if verdict is None else verdict.decode()
-
-    def _write(self, name: str, value: bytes) -> None:
-        self._store.key_value_set_bytes(f"{self._key}/{name}", b"=" + value)
-
-    def _read(self, name: str) -> bytes | None:
-        """A value; None if it does not come in time."""
-        while (left := self._deadline - time.monotonic()) > 0:
-            try:
-                # In short turns, between which Python takes an interrupt.
-                value = self._store.blocking_key_value_get_bytes(
-                    f"{self._key}/{name}", max(1, int(1000 * min(left, 1.0)))
-                )
-                return value[1:]
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
-        return None
+def _read(store: Store, key: str, deadline: float) -> bytes | None:
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            # Python handles interrupts between short waits.
+            milliseconds = max(1, int(1000 * min(left, 1.0)))
+            return store.blocking_key_value_get_bytes(key, milliseconds)[1:]
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+    return None
 
 
 def _missing(process: int) -> str:
@@ -144,11 +129,10 @@ def _missing(process: int) -> str:
 
 
 def _difference(first: bytes, mine: bytes, process: int) -> str:
-    """What differs between process 0 and this one; empty if nothing does."""
     if first == mine:
         return ""
     (call, values), (my_call, my_values) = (
-        json.loads(zlib.decompress(each)) for each in (first, mine)
+        json.loads(zlib.decompress(x)) for x in (first, mine)
     )
     if call != my_call:
         return (
@@ -164,11 +148,7 @@ def _difference(first: bytes, mine: bytes, process: int) -> str:
     )
 
 
-def _differences(
-    values: Mapping[str, Mapping[str, str]],
-    my_values: Mapping[str, Mapping[str, str]],
-    process: int,
-) -> Iterator[str]:
+def _differences(values: Values, my_values: Values, process: int) -> Iterator[str]:
     for name in {**values, **my_values}:
         first, mine = values.get(name, {}), my_values.get(name, {})
         for path in {**first, **mine}:

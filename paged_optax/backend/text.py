@@ -1,4 +1,4 @@
-"""Key paths, numbers of bytes, tables and progress, as people read and write them."""
+"""Key paths, byte counts, tables and progress bars as text."""
 
 import fnmatch
 import re
@@ -14,7 +14,7 @@ from paged_optax.backend.types import ArrayOrShape, KeyPath, Path
 
 T = TypeVar("T")
 
-#: Fewer bytes than these move too fast for a progress bar.
+#: Bytes from which a transfer gets a progress bar.
 LARGE_BYTES = 1 << 30
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
@@ -26,36 +26,36 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
 
 
 def keystr(path: KeyPath) -> str:
-    """A key path as Python would write it: `['block'][0]`."""
+    """Returns a key path in Python syntax: `['block'][0]`."""
     return jax.tree_util.keystr(path)
 
 
 def path_name(path: Path) -> str:
-    """A path as users write it: `block/0`."""
+    """Returns the keys of a path, joined: `block/0`."""
     if isinstance(path, str):
         return path
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def key_names(path: KeyPath) -> tuple[str, ...]:
-    """The names of a path's keys, one by one.
+    """Returns the names of a path's keys, whatever the containers.
 
-    They tell what a path leads to, whatever containers it leads through. Joined to a
-    text they would not: of `{"a/b": ..., "a": {"b": ...}}` both are `"a/b"`.
+    Joined to a string they are ambiguous: `{"a/b": ..., "a": {"b": ...}}` has `"a/b"`
+    twice.
     """
     return tuple(path_name((key,)) for key in path)
 
 
 def dtype_and_shape(x: ArrayOrShape | ShapedArray) -> str:
-    """What an array is, for messages: `float32[2, 3]`."""
+    """Returns the dtype and shape for messages: `float32[2, 3]`."""
     return f"{x.dtype}{list(x.shape)}"
 
 
 def matching_names(pattern: str, names: Iterable[str]) -> set[str]:
-    """The names that a pattern chooses.
+    """Returns the names that a pattern matches.
 
-    A name matches itself alone, whatever characters it has: of `w0` and `w[0]` the
-    pattern `w[0]` chooses the latter.
+    A name matches itself only: with `w0` and `w[0]`, the pattern `w[0]` selects the
+    latter.
     """
     names = set(names)
     if pattern in names:
@@ -64,9 +64,14 @@ def matching_names(pattern: str, names: Iterable[str]) -> set[str]:
 
 
 def parse_bytes(name: str, size: object) -> int:
-    """Reads a number of bytes: an int, or a string such as `"16MiB"`.
+    """Returns a number of bytes from an int or a string such as `"16MiB"`.
 
-    `name` is that of the argument, for messages.
+    Args:
+      name: The argument, for messages.
+      size: Its value.
+
+    Raises:
+      ValueError: If it is no size, negative, or 2^63 bytes or more.
     """
     shown = ""
     if isinstance(size, str):
@@ -98,7 +103,7 @@ def parse_bytes(name: str, size: object) -> int:
 
 
 def readable_bytes(size: int | float) -> str:
-    """A number of bytes for people, as in `33.0 MiB`."""
+    """Returns a number of bytes as text: `33.0 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
@@ -107,7 +112,7 @@ def readable_bytes(size: int | float) -> str:
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Aligned columns under a ruled heading; the last column is right-aligned."""
+    """Returns aligned columns under a ruled heading; the last is right-aligned."""
     cells = [tuple(map(str, titles)), *(tuple(map(str, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     line = lambda row: "  ".join(
@@ -121,10 +126,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table: by rich on a terminal that it fits, where rich is installed.
-
-    As plain text elsewhere.
-    """
+    """Prints a table, with rich on a terminal of sufficient width."""
     rows = list(rows)
     text = table(titles, rows)
     if sys.stdout.isatty():
@@ -142,7 +144,7 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
                 rich_table.add_column(title, justify="right" if last else "left")
             for row in rows:
                 rich_table.add_row(*row)
-            # A measurement is never wider than the console that takes it.
+            # A measurement is limited to the width of its console.
             if Console(width=1000).measure(rich_table).maximum <= console.width:
                 console.print(rich_table)
                 return
@@ -150,10 +152,7 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def track(items: Iterable[T], what: str, total: int, shown: bool = True) -> Iterator[T]:
-    """Yields the items, and shows on a terminal how far it is.
-
-    `shown` says whether it takes long enough to be shown.
-    """
+    """Yields the items, with a progress bar on a terminal if `shown`."""
     if shown and sys.stderr.isatty():
         try:
             from rich.console import Console

@@ -1,15 +1,15 @@
-"""How XLA:TPU lays arrays out, and what it can slice of one in host memory.
+"""Array layouts of XLA:TPU, and the slices it supports in host memory.
 
 XLA:GPU and XLA:CPU lay every array out row by row. XLA:TPU tiles the two minor
-dimensions, 8 sublanes by 128 lanes, and takes for them the two that leave the least
-space empty: a matrix of 50257 columns lies column by column, an attention kernel
-`[2048, 32, 64]` has its first axis in the lanes. A reshape or a transposition of such
-an array in host memory is refused ("Bitcast changes dimensionality", "Only handling
-bitcasts") or ends the process ("minor_to_major field contains 4 elements, but shape has
-2 dimensions"). So pages are cut along axes that are there.
+dimensions, 8 sublanes by 128 lanes, and chooses the two that leave the least padding: a
+matrix of 50257 columns is laid out by columns, an attention kernel `[2048, 32, 64]` has
+its first axis in the lanes. XLA:TPU refuses to reshape or transpose such an array in
+host memory ("Bitcast changes dimensionality", "Only handling bitcasts") or aborts
+("minor_to_major field contains 4 elements, but shape has 2 dimensions"). Pages are
+therefore slices along existing axes.
 
-The rule was read off the compiler; `tests/backend/test_tiling.py` compares it with the
-compiler for random shapes (libtpu 0.0.52).
+The rules reproduce the compiler's; `tests/backend/test_tiling.py` compares them for
+random shapes (libtpu 0.0.52).
 """
 
 import functools
@@ -24,10 +24,10 @@ AxisRole = Literal["lanes", "sublanes", "major"]
 
 @functools.cache
 def minor_to_major(shape: tuple[int, ...], itemsize: int = 4) -> tuple[int, ...]:
-    """The axes of an array as XLA:TPU lays it out, the one of the lanes first.
+    """Returns the axes of an array in XLA:TPU's layout, from minor to major.
 
-    Then come the axis of the sublanes, and the others from the last on. Among ways that
-    take the same space, it is the one nearest to row by row.
+    The lanes' axis is first, then the sublanes' axis, then the others from the last on.
+    Among layouts of equal size, the one nearest to row-major is returned.
 
     Example:
       >>> minor_to_major((768, 50257)), minor_to_major((50257, 768))
@@ -49,9 +49,9 @@ def minor_to_major(shape: tuple[int, ...], itemsize: int = 4) -> tuple[int, ...]
 def tiled_bytes(
     shape: tuple[int, ...], itemsize: int, order: tuple[int, ...] | None = None
 ) -> int:
-    """Bytes of an array as XLA:TPU lays it out, with what its tiles leave empty.
+    """Returns the bytes of an array in XLA:TPU's layout, padding included.
 
-    `order` begins with the axes of the lanes and of the sublanes; None: its own.
+    `order` starts with the axes of the lanes and the sublanes; None: XLA's choice.
     """
     # Values of fewer than 32 bits share a word with those of the next sublanes.
     packed = max(1, 4 // itemsize)
@@ -68,10 +68,10 @@ def tiled_bytes(
 def view_layout(
     shape: tuple[int, ...], axes: int, itemsize: int = 4
 ) -> tuple[int, ...] | None:
-    """The layout of an array whose first axes are seen as one: a view of `axes` axes.
+    """Returns the layout of an array with its first axes collapsed to `axes` axes.
 
-    None where such a view is no bitcast: axes that do not follow each other in memory,
-    or rows that end within a tile.
+    None if the view is no bitcast: the collapsed axes are not adjacent in memory, or
+    rows end within a tile.
 
     Example:
       >>> view_layout((3, 1280, 640), 2)
@@ -91,7 +91,7 @@ def view_layout(
 
 
 def role(order: tuple[int, ...], axis: int) -> AxisRole:
-    """What an axis is in a layout, given as `minor_to_major` or `view_layout` do."""
+    """Returns the role of an axis in a layout from minor to major."""
     place = order.index(axis)
     return "lanes" if place == 0 else "sublanes" if place == 1 else "major"
 
@@ -99,18 +99,21 @@ def role(order: tuple[int, ...], axis: int) -> AxisRole:
 def can_slice(
     view: tuple[int, ...], order: tuple[int, ...], axis: int, size: int, itemsize: int
 ) -> bool:
-    """Whether XLA:TPU reads and writes slices of an array in host memory.
+    """Returns whether XLA:TPU reads and writes slices of an array in host memory.
 
-    `view` is the shape that is sliced, of the layout `order`, along `axis`, in slices
-    of `size` entries. They start at multiples of `size`; the last one ends with the
-    array.
+    Slices start at multiples of `size`; the last ends with the array. Slices along the
+    lanes are whole tiles ("Updating the lane dimension is only supported when the lane
+    update size is a multiple of LaneCount"). Slices along the sublanes have a multiple
+    of 8 rows; the last is written in pieces (`sublane_sizes`), which are no single rows
+    of 16-bit values. Arrays of bytes are copied whole for every slice. Slices along two
+    axes abort ("Check failed: update_detail.higher_dimensions_multiplied").
 
-    Lanes go by whole tiles ("Updating the lane dimension is only supported when the
-    lane update size is a multiple of LaneCount"). Along the sublanes a slice has a
-    multiple of 8 rows. The last one is written in several pieces, see `sublane_sizes`;
-    if values have 16 bits, none may be a single row. Arrays of bytes are copied whole,
-    into another tiling and back, for every slice. Slices along two axes end the process
-    ("Check failed: update_detail.higher_dimensions_multiplied").
+    Args:
+      view: The shape that is sliced.
+      order: Its layout, from minor to major.
+      axis: The sliced axis.
+      size: Entries of a slice.
+      itemsize: Bytes of a value.
     """
     extent = view[axis]
     if itemsize < 2:
@@ -132,11 +135,11 @@ def can_slice(
 
 
 def sublane_sizes(size: int) -> list[int]:
-    """A number of rows as multiples of 8, and powers of two: 23 is 16, 4, 2 and 1.
+    """Splits rows into a multiple of 8 and powers of two: 23 is 16, 4, 2 and 1.
 
-    XLA:TPU writes no others to the host (libtpu 0.0.52: "Updating the sublane dimension
-    across multiple lane chunks is only supported when the sublane update size is a
-    multiple of the chunk sublane size").
+    XLA:TPU writes no other sizes to the host (libtpu 0.0.52: "Updating the sublane
+    dimension across multiple lane chunks is only supported when the sublane update size
+    is a multiple of the chunk sublane size").
     """
     return [n for n in (size // 8 * 8, size & 4, size & 2, size & 1) if n]
 

@@ -1,9 +1,9 @@
-"""Types that several folders share, and what an array's type tells.
+"""Types shared by several rooms, and properties of array types.
 
-Within a `jax.shard_map` that checks it, an array's type tells along which axes of the
-mesh its values vary between devices. Primitives take operands that vary alike. JAX's
-own functions see to that; loops do not, for their carry keeps its type. On a mesh of
-explicit axes an array's type tells how it is divided.
+Within a checked `jax.shard_map` an array's type has the mesh axes along which its
+values vary between devices. Operands of a primitive must have equal axes; JAX's
+functions convert them, but a loop's carry keeps its type. On a mesh of explicit axes
+the type has the array's sharding.
 """
 
 import contextlib
@@ -27,102 +27,79 @@ from jax.sharding import (
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-#: What has a shape and a dtype: an array, a NumPy scalar, or a description of one.
+#: An array, a NumPy scalar, or a description of one.
 ArrayOrShape = Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
-#: The keys that lead to a leaf of a tree. JAX gives keys no type in common.
+#: JAX's key path. Its keys have no common type.
 KeyPath = tuple[Any, ...]
 
 #: A path string, or a JAX key path.
 Path = str | KeyPath
 
-# Pyright sees a variable here, for jaxlib comes without type stubs.
+# Pyright reads a variable here, as jaxlib has no type stubs.
 PyTreeDef: TypeAlias = jax.tree_util.PyTreeDef  # pyright: ignore[reportInvalidTypeForm]
 
 
 @runtime_checkable
-class Memory(Protocol):
-    """A memory of a device."""
-
-    @property
-    def kind(self) -> str:
-        """Its name: `"device"`, `"pinned_host"`."""
-        ...
-
-
-@runtime_checkable
-class Device(Protocol):
-    """The memories of a `jax.Device`, which jaxlib gives no type to."""
-
-    def default_memory(self) -> Memory:
-        """The memory that arrays go to if nothing else is said."""
-        ...
-
-    def addressable_memories(self) -> list[Memory]:
-        """All memories that it can address."""
-        ...
-
-
-@runtime_checkable
 class Described(Protocol):
-    """Arrays that know where they belong, beside parameters."""
+    """Arrays that describe their placement for given parameters."""
 
     def abstract(self, params: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
-        """Their shapes, dtypes and placements."""
+        """Returns their shapes, dtypes and placements."""
         ...
 
 
 @runtime_checkable
 class Transformation(Protocol):
-    """An Optax transformation, or what has its two functions, as `MultiSteps` has."""
+    """An Optax transformation, or an object with its functions (`MultiSteps`)."""
 
     @property
     def init(self) -> Callable[[PyTree], PyTree]:
-        """Makes the state for parameters."""
+        """Returns the state for parameters."""
         ...
 
     @property
     def update(self) -> Callable[..., tuple[PyTree, PyTree]]:
-        """Turns gradients and a state into updates and a new state."""
+        """Returns updates and a new state for gradients and a state."""
         ...
 
 
 def is_traced(tree: PyTree) -> bool:
-    """Whether any array of a tree is a tracer, which has a type and no place."""
+    """Returns whether any leaf is a tracer."""
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
 def holds_moments(dtype: np.dtype) -> bool:
-    """Whether an update may read and write arrays of a dtype beside each parameter.
+    """Returns whether arrays of a dtype may be moments.
 
-    Moments have fractions. Remainders of master weights are the only 16-bit integers.
+    Moments have fractions; remainders of master weights are the only 16-bit integers.
     """
     return jnp.issubdtype(dtype, jnp.inexact) or dtype == jnp.int16
 
 
 def counts_steps(dtype: np.dtype) -> bool:
-    """Whether a scalar of a dtype counts steps, in a state."""
+    """Returns whether a scalar of a dtype counts steps in a state."""
     return jnp.issubdtype(dtype, jnp.integer) and not holds_moments(dtype)
 
 
 def is_committed(x: object) -> TypeGuard[Array]:
-    """Whether something is an array that JAX does not move to other devices."""
+    """Returns whether an object is an array that JAX does not move."""
     return isinstance(x, Array) and not is_traced(x) and x.committed
 
 
 def in_shard_map() -> bool:
-    """Whether the functions traced now see one device's parts of arrays."""
+    """Returns whether functions are traced for one device's shards."""
     return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 
 def varying_axes(*trees: PyTree) -> frozenset[str]:
-    """The axes along which any array, or type of one, of these trees varies."""
+    """Returns the axes along which any array, or type, of the trees varies."""
     types = map(_manual_type, jax.tree.leaves(trees))
     return frozenset(axis for x in types if x is not None for axis in x.varying)
 
 
 def varying(tree: PyTree, axes: frozenset[str]) -> PyTree:
-    """The same arrays, which vary along these axes too; no value is changed."""
+    """Makes arrays vary along these axes too; values are unchanged."""
     if not axes:
         return tree
     order = jax.sharding.get_abstract_mesh().axis_names
@@ -138,9 +115,9 @@ def varying(tree: PyTree, axes: frozenset[str]) -> PyTree:
 def shape_dtype(
     x: ArrayLike | jax.ShapeDtypeStruct, like: PyTree = ()
 ) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array, wherever it lives.
+    """Returns the shape and dtype of an array, without its memory.
 
-    The type varies along the axes of the arrays `like` too.
+    The type also varies along the axes of the arrays `like`.
     """
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     weak, manual = getattr(aval, "weak_type", False), _manual_type(aval)
@@ -163,7 +140,7 @@ def _manual_type(x: PyTree) -> ManualAxisType | None:
 
 
 def on_one_device(tree: PyTree[jax.Array]) -> bool:
-    """Whether the types of a tree's arrays name no mesh of several devices."""
+    """Returns whether no array's type names a mesh of several devices."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree)]
     return all(mesh.empty or mesh.size == 1 for mesh in meshes)
 
@@ -171,17 +148,21 @@ def on_one_device(tree: PyTree[jax.Array]) -> bool:
 def with_automatic_axes(
     function: Callable[..., PyTree], arguments: Sequence[PyTree], results: PyTree
 ) -> PyTree:
-    """Calls a function on a mesh of explicit axes as if they were automatic.
+    """Calls a function with explicit mesh axes treated as automatic.
 
-    `results` is a tree like the function's results. For each it has an array or a type
-    that is divided as the result shall be; None for a result on all devices.
+    Args:
+      function: The function.
+      arguments: Its arguments.
+      results: A tree like its results, of arrays or types with their shardings; None
+        for
+        a replicated result.
     """
     if (mesh := explicit_mesh(arguments)) is None:
         return function(*arguments)
-    # What is traced of a transformation knows no axes: its equations would make arrays
-    # of other types than those that they meet.
+    # A transformation's trace has no axes in its types, and its equations would not
+    # accept arrays that do.
     spec = lambda x: jax.typeof(x).sharding.spec if _explicit_mesh(x) else None
-    # The mesh is stated too: without one around, `auto_axes` would do nothing.
+    # Without an ambient mesh, `auto_axes` depends on the mesh of the shardings.
     like = lambda x: NamedSharding(mesh, spec(x) or PartitionSpec())
     shardings = jax.tree.map(like, results, is_leaf=lambda x: x is None)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -191,15 +172,12 @@ def with_automatic_axes(
 
 
 def explicit_mesh(tree: PyTree) -> Mesh | AbstractMesh | None:
-    """The mesh of explicit axes that the type of any array names, or None."""
+    """Returns the mesh of explicit axes that an array's type names, or None."""
     return next(filter(None, map(_explicit_mesh, jax.tree.leaves(tree))), None)
 
 
 def typed_automatic(x: PyTree) -> PyTree:
-    """A concrete array, whose type on a mesh of explicit axes then tells no division.
-
-    Its buffers are the same.
-    """
+    """Returns a concrete array without explicit axes in its type, uncopied."""
     if _explicit_mesh(x) is None:
         return x
     mesh: Mesh = x.sharding.mesh
@@ -211,14 +189,13 @@ def typed_automatic(x: PyTree) -> PyTree:
 
 
 def without_explicit_axes() -> contextlib.AbstractContextManager[None]:
-    """Traces within as on one device, if the mesh around has explicit axes."""
-    # What is traced then runs on such a mesh and on automatic axes alike.
+    """Traces as on one device if the ambient mesh has explicit axes."""
     around = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit not in around.axis_types:
         return contextlib.nullcontext()
     if AxisType.Manual not in around.axis_types:
         return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
-    # Within a `jax.shard_map` over some of the axes; what varies along them says so.
+    # Within a `jax.shard_map` over some of the axes, types name these.
     types = _without_explicit(around.axis_types)
     return jax.sharding.use_abstract_mesh(around.update(axis_types=types))
 
@@ -229,7 +206,6 @@ def _without_explicit(types: Sequence[AxisType]) -> tuple[AxisType, ...]:
 
 
 def _explicit_mesh(x: PyTree) -> Mesh | AbstractMesh | None:
-    """The mesh of explicit axes that an array's type names, or None."""
     if not hasattr(x, "dtype"):
         return None
     sharding = getattr(jax.typeof(x), "sharding", None)
@@ -239,10 +215,10 @@ def _explicit_mesh(x: PyTree) -> Mesh | AbstractMesh | None:
 
 
 def is_explicit(sharding: Sharding | None) -> bool:
-    """Whether a sharding is on a mesh of explicit axes."""
+    """Returns whether a sharding is on a mesh of explicit axes."""
     return AxisType.Explicit in axis_types(sharding)
 
 
 def axis_types(sharding: Sharding | None) -> set[AxisType]:
-    """The types of a sharding's axes; empty where it has no mesh."""
+    """Returns the axis types of a sharding's mesh; none without a mesh."""
     return set(getattr(getattr(sharding, "mesh", None), "axis_types", ()))

@@ -1,17 +1,15 @@
-"""Warnings that point at the line of a user, not at one of a library."""
+"""Warnings that point at a line of the user, not of a library."""
 
 import inspect
 import warnings
 from types import FrameType
 
-# A user's transformation may be called by one of them.
+# Libraries that call a user's transformation.
 _LIBRARIES = {"paged_optax", "jax", "jaxlib", "optax", "flax"}
 
 
 def warn_user(message: str) -> None:
-    """Warns at the innermost line that is of no library.
-
-    Python shows a text once for each such line.
+    """Warns at the innermost line outside libraries, once for each line.
 
     Args:
       message: The warning's text.

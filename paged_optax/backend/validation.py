@@ -1,6 +1,6 @@
-"""Checks of the arguments of public functions. An error names the argument.
+"""Checks of the arguments of public functions.
 
-Only public functions call these; private ones trust their callers.
+Every error names the argument.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from paged_optax.backend.types import KeyPath
 
 
 def brief(value: object) -> str:
-    """A value in a line of a message."""
+    """Returns the text of a value, or its type, for one line of a message."""
     text = repr(value)
     if len(text) > 80 or "\n" in text:
         return f"<{type(value).__name__}>"
@@ -34,13 +34,13 @@ def check_transformation(name: str, value: object) -> None:
 
 
 def check_function(name: str, value: object) -> None:
-    """Raises unless `value` can be called."""
+    """Raises unless `value` is callable."""
     if not callable(value):
         raise TypeError(f"{name}={brief(value)} is not a function.")
 
 
 def check_count(name: str, value: object, least: int) -> None:
-    """Raises unless `value` is an int of at least `least`, and below 2^31."""
+    """Raises unless `value` is an int, at least `least` and below 2^31."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name}={brief(value)} is not an int.")
     if value < least:
@@ -50,7 +50,7 @@ def check_count(name: str, value: object, least: int) -> None:
 
 
 def check_rate(name: str, value: object) -> None:
-    """Raises unless `value` is a number above zero."""
+    """Raises unless `value` is a positive number."""
     real = (int, float, np.integer, np.floating)
     if isinstance(value, bool) or not isinstance(value, real):
         raise TypeError(f"{name}={brief(value)} is not a number.")
@@ -66,8 +66,8 @@ def check_arrays(
     Args:
       name: The argument, for messages.
       tree: The tree.
-      shapes: Whether `ShapeDtypeStruct`s will do.
-      numbers: Whether numbers will do.
+      shapes: If True, `ShapeDtypeStruct`s are accepted.
+      numbers: If True, Python numbers are accepted.
     """
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         is_array = hasattr(x, "shape") and hasattr(x, "dtype") and x.dtype != object
@@ -92,7 +92,7 @@ def check_arrays(
 
 
 def nondifferentiable(tree: PyTree) -> Iterator[tuple[KeyPath, Array]]:
-    """The leaves of a tree that have no gradient, and their paths."""
+    """Yields the leaves of a tree that have no gradient, with their paths."""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         dtype = x.dtype if hasattr(x, "dtype") else jax.typeof(x).dtype
         if not jnp.issubdtype(dtype, jnp.inexact):
@@ -100,7 +100,7 @@ def nondifferentiable(tree: PyTree) -> Iterator[tuple[KeyPath, Array]]:
 
 
 def floating_dtype(name: str, dtype: DTypeLike | None) -> np.dtype:
-    """Reads a floating point dtype, which an argument of this name is."""
+    """Returns the floating point dtype that an argument names."""
     try:
         result = jnp.dtype("O" if dtype is None else dtype)
     except (TypeError, ValueError, SyntaxError):
@@ -114,7 +114,7 @@ def floating_dtype(name: str, dtype: DTypeLike | None) -> np.dtype:
 
 
 def check_enabled_bits(name: str, dtype: DTypeLike) -> None:
-    """Raises if JAX would make 32 bits of a dtype of 64."""
+    """Raises if JAX would truncate a 64-bit dtype to 32 bits."""
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
             f"{name}={str(jnp.dtype(dtype))!r} needs JAX's 64 bits: switch them on, by"
@@ -124,13 +124,13 @@ def check_enabled_bits(name: str, dtype: DTypeLike) -> None:
 
 
 def check_bool(name: str, value: object) -> None:
-    """Raises unless `value` is True or False."""
+    """Raises unless `value` is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={brief(value)}: pass True or False.")
 
 
 def parameter_dtype(name: str, value: DTypeLike) -> np.dtype:
-    """A dtype of parameters, which has a fraction."""
+    """Returns the dtype of parameters that an argument names."""
     try:
         result = jnp.dtype(value)
     except TypeError as error:

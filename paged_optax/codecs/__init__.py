@@ -1,16 +1,15 @@
-"""How moments are stored: codecs, and their names.
+"""Storage formats of moments.
 
-`codec` says what a codec is; `floats`, `dynamic_int8` and `dynamic_int4` are those
-there are, and `registry` has their names. Each says which numbers its codes stand for;
-`map_formula` finds the code of a number, as a table and as arithmetic for a TPU.
-`packing` parts values into blocks and packs codes into words. `layout` decides how
-codes and scales lie in memory, and `identity` tells in a state which codec stored what.
+`codec` has the protocol; `floats`, `dynamic_int8` and `dynamic_int4` implement it, and
+`registry` names them. `map_formula` computes codes of the 8-bit map, by a table or by
+arithmetic for a TPU. `packing` splits values into blocks and packs codes into words.
+`layout` arranges codes and scales in memory, and `identity` names the codec in a state.
 """
 
 from paged_optax.codecs.codec import Codec, Noise, Quantized, draw
 from paged_optax.codecs.dynamic_int4 import DynamicInt4
 from paged_optax.codecs.dynamic_int8 import DynamicInt8
-from paged_optax.codecs.floats import BFloat16Codec, Float8E4M3, Float32Codec
+from paged_optax.codecs.floats import BFloat16Codec, Float8E4M3
 from paged_optax.codecs.identity import (
     codes_field,
     fields_of,
@@ -35,7 +34,6 @@ __all__ = [
     "Codec",
     "DynamicInt4",
     "DynamicInt8",
-    "Float32Codec",
     "Float8E4M3",
     "Noise",
     "Quantized",

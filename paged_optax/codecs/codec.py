@@ -1,10 +1,10 @@
-"""What a codec is: the protocol that the engine calls once a page.
+"""Protocol that every codec implements.
 
-A new codec has the methods of `Codec`, in a file beside `dynamic_int8` or as a class in
-`floats`. An entry in `paged_optax.codecs.registry` gives it a name; a user's own is
-passed as an object, `paged(..., codec=...)`. How its codes lie in memory, `layout`
-decides by `Codec.stored`: they have the moment's shape, or are pairs along its last
-axis. Those of fewer bits than eight say so by an attribute, `bits`.
+A new codec has the methods of `Codec`, in a file of its own or in `floats`, and a name
+in `paged_optax.codecs.registry`; a user's own is passed as an object, `paged(...,
+codec=...)`. `layout` arranges its codes in memory by `Codec.stored`: codes have the
+moment's shape, or are pairs along its last axis. A codec of fewer than eight bits has
+an attribute `bits`.
 """
 
 import math
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
         scales: Leaf
 
 else:
-    # No generic at run time, for beartype 0.23.1 checks no generic named tuple.
+    # beartype 0.23.1 does not check generic named tuples.
 
     class Quantized(NamedTuple):
         """A moment stored in blocks that share a scale.
 
-        In a state the codes are in a field whose name tells how to read them: see
-        `paged_optax.codecs.identity`. `codes` and `scales` read any.
+        In a state the field of the codes is named after the codec: see
+        `paged_optax.codecs.identity`. `codes` and `scales` read any container.
 
         Attributes:
-          codes: One code a value, in the moment's own shape; two 4-bit codes a byte.
-          scales: One float32 scale a block, in the order of the flattened moment.
+          codes: A code for each value, in the moment's shape; two 4-bit codes a byte.
+          scales: A float32 scale for each block of the flattened moment.
         """
 
         codes: PyTree
@@ -53,16 +53,17 @@ else:
 
 
 class Noise(NamedTuple):
-    """What stochastic rounding draws its bits from.
+    """Random words for stochastic rounding.
 
-    The bits of a value are a function of the two words and of the value's own
-    offset in its moment, so that they do not depend on how it was paged.
+    The bits of a value depend on these words and on the value's offset in its moment,
+    not on the pages.
 
     Attributes:
-      words: Random words, of one moment at one step.
-      start: The offset in the flattened moment of the page's first value.
-      strides: For each axis of the page how far apart in the flattened moment its
-        entries are; None: the page is a range of it.
+      words: Random words of one moment at one step.
+      start: The offset of the page's first value in the flattened moment.
+      strides: For each axis of the page the distance of its entries in the flattened
+        moment;
+        None if the page is a range of it.
     """
 
     words: UInt32[Array, "2"]
@@ -72,23 +73,23 @@ class Noise(NamedTuple):
 
 @runtime_checkable
 class Codec(Protocol):
-    """How a moment is stored.
+    """Storage of a moment.
 
-    A codec is a frozen dataclass: it is hashed as a static argument of `jit`. Its
-    functions are pure, and a page of whole blocks is stored as the whole moment
-    would be: encoding page by page and concatenating changes no bit.
+    A codec is a frozen dataclass with pure functions: it is a static argument of `jit`.
+    A page of whole blocks is stored as in the whole moment, so that encoding by pages
+    changes no bit.
 
-    A state names the codec that made its codes: by the codec's `name`, a string, or by
-    the name of its class. Give another name to codes that mean other numbers.
+    A state names the codec of its codes by the codec's `name`, a string, or by its
+    class. Codecs whose codes stand for other numbers need another name.
 
-    A second moment that is not zero must not decode to zero, nor a finite value to
-    infinity. Where the second moment vanishes and the first does not, a step is
-    hundreds of learning rates. `signed` is False for second moments alone. A first
-    update shows none of that, because a page is encoded after it.
+    A nonzero second moment must not decode to zero, nor a finite value to infinity:
+    where the second moment vanishes and the first does not, a step is hundreds of
+    learning rates. A first update does not show this, because a page is encoded after
+    its use. `signed` is False for second moments only.
 
-    Every value of a block that holds NaN or an infinity decodes to NaN or infinity, so
-    that a diverged loss is seen and not trained on. Other blocks keep their values.
-    `paged_optax.apply_if_finite` skips such steps, and no moment ever holds one.
+    All values of a block with NaN or an infinity decode to NaN or infinity, so that a
+    diverged loss is noticed. Other blocks keep their values.
+    `paged_optax.apply_if_finite` skips such steps.
     """
 
     @property
@@ -98,19 +99,19 @@ class Codec(Protocol):
 
     @property
     def signed(self) -> bool:
-        """Whether the moment may have negative values; False: none is expected."""
+        """True if the moment may have negative values."""
         ...
 
     @property
     def draws(self) -> bool:
-        """Whether `encode` needs noise.
+        """True if `encode` needs noise.
 
-        The engine draws it by the codec's `seed`, an int, or by 0 where it has none.
+        The engine draws it from the codec's `seed`, an int, by default 0.
         """
         ...
 
     def stored(self, shape: tuple[int, ...]) -> PyTree[jax.ShapeDtypeStruct]:
-        """The shapes and dtypes in which a moment, or page, of this shape is stored."""
+        """Returns the shapes and dtypes in which a moment, or page, is stored."""
         ...
 
     def encode(
@@ -119,37 +120,38 @@ class Codec(Protocol):
         """Stores a page.
 
         Args:
-          page: The values, a whole number of blocks unless the moment ends here.
-          noise: Required where `draws`, unused elsewhere.
+          page: The values: whole blocks, unless the moment ends here.
+          noise: Required if `draws`.
 
         Returns:
-          Arrays of the shapes and dtypes that `stored` states.
+          Arrays of the shapes and dtypes of `stored`.
         """
         ...
 
     def decode(
         self, stored: PyTree[Array], shape: tuple[int, ...]
     ) -> Float32[Array, "*shape"]:
-        """Gives a page back, in float32.
+        """Returns a page in float32.
 
         Args:
-          stored: What `encode` returned.
+          stored: The result of `encode`.
           shape: The page's shape.
         """
         ...
 
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """How far apart in a flattened array the entries of each axis are."""
+    """Returns for each axis the distance of its entries in the flattened array."""
     return tuple([math.prod(shape[i + 1 :]) for i in range(len(shape))])
 
 
 def draw(key: Array, step: ArrayLike, start: ArrayLike = 0) -> Noise:
-    """The noise of one page of a moment, which has the key.
+    """Returns the noise of one page.
 
-    `start` is the offset in the flattened moment of the page's first value. Nothing
-    else differs between pages of one moment.
+    Args:
+      key: The moment's key.
+      step: The step, which has its own words.
+      start: The offset of the page's first value in the flattened moment.
     """
-    # Each step has its own words, and each moment its own key.
     words = jax.random.bits(jax.random.fold_in(key, step), (2,), "uint32")
     return Noise(words, jnp.asarray(start, jnp.uint32))

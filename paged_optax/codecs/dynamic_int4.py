@@ -28,25 +28,24 @@ from paged_optax.codecs.packing import (
 
 @dataclasses.dataclass(frozen=True)
 class DynamicInt4:
-    """Stores half a byte a value, two of them in one byte: 0.5 + 4/128 bytes.
+    """Stores half a byte a value: 0.5 + 4/128 bytes.
 
     First moments use the signed dynamic map of three decades. Second moments use the 16
-    multiples of 1/16, which leave zero out. Codes and scales are those of torchao's
-    `Adam4bit`. The scale of 128 values is their largest magnitude, at least 1e-12. The
-    nearest code is stored; of two codes as near, the higher one.
+    multiples of 1/16, without zero. Codes and scales equal torchao's `Adam4bit`. The
+    scale of 128 values is their largest magnitude, at least 1e-12. The nearest code is
+    stored; of two equally near ones, the higher.
 
-    One difference: a block of zeros has the scale zero, as in a fresh torchao state,
-    and decodes to zeros. When torchao stores one again its scale is 1e-12, which makes
-    6.25e-14 of every zero in a second moment.
+    Unlike in torchao, a block of zeros always has scale zero, as in a fresh torchao
+    state. torchao stores it again with scale 1e-12, so that zeros of a second moment
+    become 6.25e-14.
 
     Two codes share a byte along the last axis, the first in the higher bits; the last
-    byte of a row of odd length holds one. Codes that are not `paired` have a byte each.
-    If a block holds NaN or an infinity, so does its scale, and each of its values
-    decodes to NaN or an infinity.
+    byte of a row of odd length has one code. If a block has NaN or an infinity, its
+    scale and all its values decode to NaN or an infinity.
 
     Attributes:
-      signed: Whether the map holds negative numbers.
-      paired: Whether two codes share a byte.
+      signed: If True, the map has negative numbers.
+      paired: If True, two codes share a byte, else each has one.
 
     Example:
       >>> import jax.numpy as jnp
@@ -69,7 +68,7 @@ class DynamicInt4:
     bits = 4
 
     def stored(self, shape: tuple[int, ...]) -> Quantized[jax.ShapeDtypeStruct]:
-        """uint8 pairs of codes along the last axis, a float32 scale for each block."""
+        """Returns uint8 codes, and a float32 scale for each block."""
         return Quantized(
             jax.ShapeDtypeStruct(_packed(shape) if self.paired else shape, jnp.uint8),
             jax.ShapeDtypeStruct((block_count(shape, self.block),), jnp.float32),
@@ -84,10 +83,10 @@ class DynamicInt4:
         divisors = jnp.maximum(largest, SMALLEST_ABSMAX)
         scaled = divide(values, divisors[:, None])
         codes = jnp.zeros(values.shape, jnp.int32)
-        # A code is how many thresholds the value reaches: nothing is looked up.
+        # The code is the number of thresholds that the value reaches.
         for threshold in _thresholds(self.signed):
             codes = codes + (scaled >= np.float32(threshold)).astype(jnp.int32)
-        # What fills a byte or a block up is a zero, in every page alike.
+        # Bytes and blocks are padded with zeros.
         zero = sum(threshold <= 0 for threshold in _thresholds(self.signed))
         codes = codes.astype(jnp.uint8)
         if self.paired:
@@ -100,7 +99,7 @@ class DynamicInt4:
     def decode(
         self, stored: Quantized[Array], shape: tuple[int, ...]
     ) -> Float32[Array, "*shape"]:
-        """Gives a page back."""
+        """Returns a page in float32."""
         if self.paired:
             codes = _unpack(stored.codes, shape, self.block)
         else:
@@ -111,7 +110,7 @@ class DynamicInt4:
 
 @functools.cache
 def linear_map() -> np.ndarray:
-    """The 16 multiples of 1/16 up to 1; 0 is not among them.
+    """Returns the 16 multiples of 1/16 up to 1, without 0.
 
     References:
       Li et al., `Memory Efficient Optimizers with 4-bit States
@@ -128,7 +127,7 @@ def _map(signed: bool) -> np.ndarray:
 
 @functools.cache
 def _thresholds(signed: bool) -> tuple[float, ...]:
-    """The least float32 that torchao rounds up to each number but the lowest."""
+    """Returns the least float32 that torchao rounds up to each but the lowest."""
     # It compares differences: `x - down >= (up - down) * 0.5`, each rounded to float32.
     numbers, thresholds = _map(signed), []
     for down, up in zip(numbers[:-1], numbers[1:], strict=True):
@@ -147,7 +146,7 @@ def _packed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _pairs_run_on(shape: tuple[int, ...]) -> bool:
-    """Whether pairs along the last axis are the pairs of the flattened moment."""
+    """Returns whether pairs along the last axis are pairs of the flattened moment."""
     return not shape or shape[-1] % 2 == 0 or math.prod(shape[:-1]) == 1
 
 
@@ -167,8 +166,8 @@ def _unpack(
     run_on = _pairs_run_on(shape)
     width = block // 2 if run_on else packed.shape[-1]
     rows = to_blocks(packed, width).astype(jnp.int32)
-    # A last axis of two would take 64 times the space on a TPU; elsewhere it is
-    # nothing but an index, and vectorises as padding between the columns does not.
+    # A last axis of two would take 64 times the space on a TPU; elsewhere it vectorizes
+    # better than padding between the columns.
     between = lambda rows: interleave([rows >> np.int32(4), rows & np.int32(15)], 1)
     codes = lax.platform_dependent(rows, tpu=between, default=_repeat)
     return codes if run_on else to_blocks(codes[:, : shape[-1]], block)

@@ -1,12 +1,10 @@
 """Moments in eight bits, as bitsandbytes stores them.
 
-A code is a position in the dynamic map, `dynamic_map`. A scale is the largest magnitude
-of 256 values. The code that is stored is that of the number nearest to
-`x * (1 / scale)`. If two numbers are equally near, it is the lower one's. Small second
-moments are rounded up from a quarter of the way on: see `DynamicInt8`.
-
-How the nearest number is found, by tables or as on a TPU, is in `map_formula`. The
-other format of eight bits, `float8_e4m3`, is in `floats`.
+A code is an index in the dynamic map, `dynamic_map`. A scale is the largest magnitude
+of 256 values. The code of the number nearest to `x * (1 / scale)` is stored; of two
+equally near ones, the lower. Small second moments are rounded up from a quarter of the
+distance: see `DynamicInt8`. `map_formula` finds the nearest number, by a table or, on a
+TPU, by arithmetic.
 """
 
 import dataclasses
@@ -41,17 +39,16 @@ from paged_optax.codecs.packing import (
 _HUGE = np.float32(2.0**126)
 
 
-# In so many of the lowest decades, whose numbers are far apart, a second moment is
-# rounded up from less than half of the way on: see `DynamicInt8`.
+# The lowest decades, in which a second moment is rounded up from this part of the
+# distance to the next number: see `DynamicInt8`.
 _ROUNDED_UP_DECADES = 3
-# The part of the way to the next number from which on it is.
 _ROUNDED_UP_FROM = 0.25
 
 
 def _spaced(count: int) -> np.ndarray:
-    """`torch.linspace(0.1, 1, count + 1)` in float32, as its vectorised CPU loop is."""
-    # It steps from whichever end is nearer, multiplying and adding with one rounding;
-    # float64 holds the product exactly. Other formulas miss a few entries by one ulp.
+    """Returns `torch.linspace(0.1, 1, count + 1)` in float32, as on a CPU."""
+    # It steps from the nearer end, with one rounding of product and sum; float64 has
+    # the product exactly. Other formulas differ in a few entries by one ulp.
     first, last = np.float32(0.1), np.float32(1)
     step = np.float64((last - first) / np.float32(count))
     k = np.arange(count + 1)
@@ -62,25 +59,24 @@ def _spaced(count: int) -> np.ndarray:
 
 @functools.cache
 def dynamic_map(signed: bool, decades: int = 7) -> np.ndarray:
-    r"""The dynamic map: more digits for larger numbers, more range for smaller ones.
+    r"""Returns the dynamic map: more precision for larger numbers, and more range.
 
-    Decade :math:`e` (from the smallest) is cut into :math:`n_e` equal intervals and
-    holds their centres,
+    Decade :math:`e` (from the smallest) is divided into :math:`n_e` equal intervals and
+    has their centres,
 
     .. math::
         10^{e - d + 1} \left(0.1 + 0.9 \frac{j + 1/2}{n_e}\right),
         \quad 0 \le j < n_e,\ 0 \le e < d,
 
-    with :math:`n_e = 2^e` and both signs, or :math:`n_e = 2^{e + 1}` without. 0 and 1
-    complete the map; -1 is not in it.
+    with :math:`n_e = 2^e` and both signs, or :math:`n_e = 2^{e + 1}` without signs. The
+    map also has 0 and 1, but not -1.
 
     Args:
-      signed: Whether it holds negative numbers.
-      decades: Powers of ten it spans: 7 for 8 bits, 3 for 4.
+      signed: If True, it has negative numbers.
+      decades: Powers of ten: 7 for 8 bits, 3 for 4.
 
     Returns:
-      The numbers in increasing order, float32; a code is a position among them. They
-      are bitsandbytes' own, bit for bit.
+      The numbers in increasing order, float32, equal to bitsandbytes' bit for bit.
 
     References:
       Dettmers et al., `8-bit Optimizers via Block-wise Quantization
@@ -103,7 +99,7 @@ def dynamic_map(signed: bool, decades: int = 7) -> np.ndarray:
 
 @functools.cache
 def _formula(signed: bool, rounds_up: bool = False) -> MapFormula:
-    """The formula of a map; `rounds_up`: in its lowest decades, from a quarter on."""
+    """Returns the formula of a map; `rounds_up` applies to its lowest decades."""
     lowest = _ROUNDED_UP_FROM if rounds_up else 0.5
     shares = [lowest if e < _ROUNDED_UP_DECADES else 0.5 for e in range(7)]
     return map_formula(dynamic_map(signed), shares)
@@ -111,34 +107,33 @@ def _formula(signed: bool, rounds_up: bool = False) -> MapFormula:
 
 @dataclasses.dataclass(frozen=True)
 class DynamicInt8:
-    """Stores a code of the dynamic map a value: 1 + 4/256 bytes.
+    """Stores a code of the dynamic map for each value: 1 + 4/256 bytes.
 
-    Codes and scales are those of bitsandbytes on the CPU, bit for bit, as its exact
-    kernels compute them (float32 up to 0.49, float64 in any version). From 0.50 on its
-    float32 kernel rounds `x / scale` to a grid of 2/65535 first, and so turns zeros
-    into 2.1e-5 (signed) and 1.6e-5 (unsigned) of the scale; this codec does not.
+    Codes and scales equal bitsandbytes' on the CPU bit for bit, as its exact kernels
+    compute them (float32 up to 0.49, float64 in any version). From 0.50 on its float32
+    kernel rounds `x / scale` to a grid of 2/65535 first, which turns zeros into 2.1e-5
+    (signed) and 1.6e-5 (unsigned) of the scale; this codec does not.
 
-    The scale of a block that holds NaN is NaN. That of a block that holds an infinity
-    and no NaN is infinity. Each value of such a block decodes to NaN or an infinity.
-    (bitsandbytes' float32 kernel ignores NaN in the scale and stores it as a finite
-    number.) An unsigned map stores negative
-    numbers as zero. Denormal numbers are stored exactly; whether decoding flushes them
-    to zero is up to the backend.
+    A block with NaN has scale NaN, and a block with an infinity and no NaN has an
+    infinite scale; all its values decode to NaN or an infinity. (bitsandbytes' float32
+    kernel ignores NaN.) An unsigned map stores negative numbers as zero. Denormal
+    numbers are stored exactly; a backend may flush them to zero when decoding.
 
-    Two rules of an unsigned map are not bitsandbytes'. A positive number is never
-    stored as zero. It is stored at least as the least positive number of the map,
-    3.25e-7 of the scale. Otherwise Adam would take steps of hundreds of learning rates
-    if gradients nearly vanish: it would divide a first moment that is not zero by a
-    second one that is. Between two of the 15 lowest positive numbers, up to 1.3e-4 of
-    the scale, a number is rounded up from a quarter of the way on. Otherwise a second
-    moment would stand still while its gradients grow to 25 times its root.
+    An unsigned map differs from bitsandbytes in two rules. A positive number is never
+    stored as zero, but at least as 3.25e-7 of the scale, the least positive number of
+    the map. Otherwise Adam would divide a nonzero first moment by a second moment of
+    zero, and take steps of hundreds of learning rates. Between two of the 15 lowest
+    positive numbers, up to 1.3e-4 of the scale, a number is rounded up from a quarter
+    of the distance. Otherwise a second moment would not change while its gradients grow
+    to 25 times its root.
 
     Attributes:
-      signed: Whether the map holds negative numbers: True for first moments, False
-        for second moments, which then have one more bit.
-      rounds_to_zero: Whether every number is stored as the nearest one, as in
-        bitsandbytes. Small positive numbers may then become zero. A signed map always
-        rounds so.
+      signed: If True, the map has negative numbers, for first moments; else one more
+        bit of
+        precision, for second moments.
+      rounds_to_zero: If True, positive numbers of an unsigned map are stored as the
+        nearest
+        number, possibly zero, as in bitsandbytes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -151,9 +146,10 @@ class DynamicInt8:
 
     References:
       Dettmers et al., `8-bit Optimizers via Block-wise Quantization
-      <https://arxiv.org/abs/2110.02861>`_, 2022; for second moments that are not zero,
-      Li et al., `Memory Efficient Optimizers with 4-bit States
-      <https://arxiv.org/abs/2309.01507>`_, 2023, its "zero-point problem".
+      <https://arxiv.org/abs/2110.02861>`_, 2022; for nonzero second moments, Li et al.,
+      `Memory Efficient Optimizers with 4-bit States
+        <https://arxiv.org/abs/2309.01507>`_,
+      2023, its "zero-point problem".
     """
 
     signed: bool = True
@@ -163,7 +159,7 @@ class DynamicInt8:
     draws = False
 
     def stored(self, shape: tuple[int, ...]) -> Quantized[jax.ShapeDtypeStruct]:
-        """uint8 codes of the moment's shape, a float32 scale for each block."""
+        """Returns uint8 codes, and a float32 scale for each block."""
         return Quantized(
             jax.ShapeDtypeStruct(shape, jnp.uint8),
             jax.ShapeDtypeStruct((block_count(shape, self.block),), jnp.float32),
@@ -183,7 +179,7 @@ class DynamicInt8:
     def decode(
         self, stored: Quantized[Array], shape: tuple[int, ...]
     ) -> Float32[Array, "*shape"]:
-        """Gives a page back."""
+        """Returns a page in float32."""
         numbers = _number(to_blocks(stored.codes, self.block), self.signed)
         return from_blocks(numbers * stored.scales[:, None], shape)
 
@@ -191,11 +187,11 @@ class DynamicInt8:
 def _scaled(
     x: Float32[Array, "blocks block"], scale: Float32[Array, "blocks 1"]
 ) -> Float32[Array, "blocks block"]:
-    """Computes `abs(x) * (1 / scale)` with bitsandbytes' roundings, at most 1."""
-    # Backends that flush denormal numbers to zero must not meet one: those of `x` are
-    # read off their bits, times 2^126; a reciprocal that would be one (of 2^126 and
-    # above) is rounded to its few digits here, times 2^126 too. Zero times the infinite
-    # reciprocal of a zero or tiny scale is NaN, as in bitsandbytes.
+    """Returns `abs(x) * (1 / scale)` with bitsandbytes' roundings, at most 1."""
+    # Backends may flush denormal numbers to zero. Denormal `x` are converted from their
+    # bits, times 2^126; a denormal reciprocal (of 2^126 and above) is rounded here,
+    # times 2^126 too. Zero times the infinite reciprocal of a zero or tiny scale is
+    # NaN, as in bitsandbytes.
     one, unit = np.float32(1), np.float32(2.0**-23)
     shift = np.float32(2.0**-126)
     tiny, huge = bits(scale) < SMALLEST_NORMAL, scale >= _HUGE
@@ -212,9 +208,9 @@ def _scaled(
 
 
 def _few_digits(x: Float32[Array, "blocks 1"]) -> Float32[Array, "blocks 1"]:
-    """Rounds `1 / x`, of 1 <= x < 4, to a multiple of 2^-23."""
-    # The quotient has been rounded once already. Where that made it a tie, the exact
-    # remainder decides: it is small, so that its lowest 32 bits are all of it.
+    """Returns `1 / x`, for 1 <= x < 4, rounded to a multiple of 2^-23."""
+    # The quotient is already rounded. The exact remainder, which fits 32 bits, decides
+    # ties.
     quotient = np.float32(2.0**23) / x
     below = jnp.floor(quotient)
     half = quotient - below
@@ -230,18 +226,22 @@ def _nearest(
     signed: bool,
     rounds_to_zero: bool,
 ) -> Int32[Array, "*shape"]:
-    """The code of the number nearest to a value; 0 for NaN.
+    """Returns the code of the number nearest to a value; 0 for NaN.
 
-    `scaled` is the value's magnitude, divided by the scale, and `pattern` has its bits.
-    `rounds_to_zero` says whether zero may be the nearest to what is not zero.
+    Args:
+      scaled: The value's magnitude over the scale.
+      pattern: The value's bits.
+      signed: If True, the map has negative numbers.
+      rounds_to_zero: If True, zero may be the nearest to a nonzero number.
     """
     rounds = signed or rounds_to_zero
     formula, negative = _formula(signed, rounds_up=not rounds), pattern < 0
-    # Of two numbers as near, the lower: below zero that is the larger magnitude. So
-    # one bit more tells a midpoint that is met from one that lies between two floats.
+    # Of two equally near numbers, the lower: below zero the larger magnitude. The
+    # lowest bit of a key distinguishes a midpoint that is a float from one between two
+    # floats.
     key = 2 * bits(scaled) + (negative.astype(jnp.int32) if signed else 0)
-    # A TPU looks entries up one by one. Elsewhere the lines' sixty operations would
-    # take three times as long to compile as the table (H200, jax 0.10.2).
+    # A TPU gathers entries sequentially. Elsewhere the lines' sixty operations take
+    # three times as long to compile as the table (H200, jax 0.10.2).
     position = lax.platform_dependent(
         scaled,
         key,

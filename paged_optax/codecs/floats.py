@@ -1,4 +1,4 @@
-"""Moments in floating point: float32, bfloat16, and float8 as torchao stores it."""
+"""Moments in bfloat16, and in float8 as torchao stores them."""
 
 import dataclasses
 
@@ -26,44 +26,18 @@ _SMALLEST = np.float32(2.0**-9)
 
 
 @dataclasses.dataclass(frozen=True)
-class Float32Codec:
-    """Stores float32 as float32: 4 bytes a value, nothing lost."""
-
-    block = 1
-    signed = True
-    draws = False
-
-    def stored(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        """A float32 array of the moment's shape."""
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-    def encode(
-        self, page: Float32[Array, "*shape"], noise: Noise | None = None
-    ) -> Float32[Array, "*shape"]:
-        """The page."""
-        return page
-
-    def decode(
-        self, stored: Float32[Array, "*shape"], shape: tuple[int, ...]
-    ) -> Float32[Array, "*shape"]:
-        """The page."""
-        return stored
-
-
-@dataclasses.dataclass(frozen=True)
 class BFloat16Codec:
     r"""Stores the upper half of each float32: 2 bytes a value.
 
     With :math:`\beta_2 = 0.999` a moment changes by about a thousandth of itself in a
-    step. Neighbouring bfloat16 numbers are at least 1/256 of themselves apart. So a
-    moment that is rounded to the nearest one does not change. Stochastic rounding takes
-    the neighbour farther from zero with a probability equal to the digits it drops, as
-    a part of the gap. The mean is then right.
+    step, and adjacent bfloat16 numbers differ by at least 1/256 of themselves, so that
+    a moment rounded to nearest never changes. Stochastic rounding takes the neighbour
+    farther from zero with a probability of the dropped digits over the gap, which
+    preserves the mean.
 
     Attributes:
-      stochastic: Whether to round stochastically.
-      seed: What the random bits of a paged state follow from, beside moment and step;
-        of use where `stochastic`.
+      stochastic: If True, rounds stochastically.
+      seed: The seed of stochastic rounding, with moment and step.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -87,27 +61,24 @@ class BFloat16Codec:
 
     @property
     def draws(self) -> bool:
-        """Whether `encode` needs noise."""
+        """True if `encode` needs noise."""
         return self.stochastic
 
     def stored(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        """A bfloat16 array of the moment's shape."""
+        """Returns a bfloat16 array of the moment's shape."""
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
     def encode(
         self, page: Float32[Array, "*shape"], noise: Noise | None = None
     ) -> BFloat16[Array, "*shape"]:
-        """Rounds a page.
+        """Rounds a page to bfloat16; infinities and NaN are kept.
 
         Args:
-          page: The values. Infinities and NaN stay what they are.
-          noise: What stochastic rounding draws from.
-
-        Returns:
-          The page in bfloat16.
+          page: The values.
+          noise: The noise of stochastic rounding.
 
         Raises:
-          ValueError: If stochastic rounding is given no noise.
+          ValueError: If stochastic rounding has no noise.
         """
         nearest = page.astype(jnp.bfloat16)
         if not self.stochastic:
@@ -120,20 +91,20 @@ class BFloat16Codec:
         pattern = lax.bitcast_convert_type(page, jnp.uint32)
         pattern = (pattern + _sixteen_bits(noise, page.shape)) & _UPPER_HALF
         rounded = lax.bitcast_convert_type(pattern, jnp.float32)
-        # Nothing is left to round. A carry could turn NaN into a number.
+        # This conversion is exact. A carry could turn NaN into a number.
         return jnp.where(jnp.isnan(page), nearest, rounded.astype(jnp.bfloat16))
 
     def decode(
         self, stored: BFloat16[Array, "*shape"], shape: tuple[int, ...]
     ) -> Float32[Array, "*shape"]:
-        """The page in float32."""
+        """Returns a page in float32."""
         return stored.astype(jnp.float32)
 
 
 def _sixteen_bits(noise: Noise, shape: tuple[int, ...]) -> UInt32[Array, "*shape"]:
-    """Sixteen random bits a value: a hash of its offset, keyed by two words.
+    """Returns sixteen random bits a value: a hash of its offset, keyed by two words.
 
-    A dozen integer operations, against some seventy of Threefry. Shifts and
+    A dozen integer operations, compared with about seventy of Threefry. Shifts and
     multipliers are Wellons' `triple32`.
 
     References:
@@ -146,8 +117,8 @@ def _sixteen_bits(noise: Noise, shape: tuple[int, ...]) -> UInt32[Array, "*shape
         x = x + index * np.uint32(stride % 2**32)
     x = x ^ noise.words[0]
     x = (x ^ (x >> np.uint32(17))) * np.uint32(0xED5AD4BB)
-    # The second word enters after the first round, so that two keys do not give one
-    # sequence in another order.
+    # The second word enters after the first round, so that two keys do not permute one
+    # sequence.
     x = x ^ noise.words[1]
     x = (x ^ (x >> np.uint32(11))) * np.uint32(0xAC4C1B51)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x31848BAB)
@@ -159,17 +130,15 @@ class Float8E4M3:
     """Stores each value as `float8_e4m3fn` of a scaled value: 1 + 4/256 bytes.
 
     The scale of 256 values is their largest magnitude, at least 1e-12, over 448, the
-    largest float8: codes and scales are those of torchao's `AdamFp8`. A block that
-    holds NaN or an infinity decodes to NaN.
-
-    One rule for moments without a sign is not torchao's. A positive number is never
-    stored as zero. It is stored at least as the least float8, 2^-9: see `DynamicInt8`.
+    largest float8. Codes and scales equal torchao's `AdamFp8`, except that a positive
+    number of an unsigned moment is never stored as zero, but at least as 2^-9, the
+    least float8: see `DynamicInt8`. A block with NaN or an infinity decodes to NaN.
 
     Attributes:
-      signed: Whether the moment has negative values: True for first moments, False for
-        second moments.
-      rounds_to_zero: Whether positive numbers of a second moment may be stored as zero,
-        as in torchao. Those of a first moment always may.
+      signed: True for first moments, False for second moments.
+      rounds_to_zero: If True, positive numbers of a second moment may be stored as
+        zero, as
+        in torchao.
 
     Example:
       >>> import jax.numpy as jnp
@@ -191,7 +160,7 @@ class Float8E4M3:
     draws = False
 
     def stored(self, shape: tuple[int, ...]) -> Quantized[jax.ShapeDtypeStruct]:
-        """float8 codes of the moment's shape, a float32 scale for each block."""
+        """Returns float8 codes, and a float32 scale for each block."""
         return Quantized(
             jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((block_count(shape, self.block),), jnp.float32),
@@ -215,6 +184,6 @@ class Float8E4M3:
     def decode(
         self, stored: Quantized[Array], shape: tuple[int, ...]
     ) -> Float32[Array, "*shape"]:
-        """Gives a page back."""
+        """Returns a page in float32."""
         numbers = to_blocks(stored.codes, self.block).astype(jnp.float32)
         return from_blocks(numbers * stored.scales[:, None], shape)

@@ -1,16 +1,14 @@
-"""What tells in a state how its moments are stored.
+"""The name of a moment's codec in the structure of a state.
 
-The codes of one codec are numbers of another one too, only other numbers. Their dtype
-does not tell them apart: a restore casts to the dtype of its target. So a state names
-its codec in its structure, by the name of the codes' field. Then all that compares
-structures refuses to read them otherwise: Orbax, `flax.serialization`, and `update`
-after pickle.
+Codes of one codec are valid codes of another, and a restore casts to its target's
+dtype. The field of the codes is therefore named after the codec, so that Orbax,
+`flax.serialization`, and `update` after pickle compare names and refuse other codes.
 
-The name is `codes_`, the codec's `name`, `_unsigned` of a map without negative numbers,
-and how many rows and columns of values one entry holds if it holds several: `_4x1` are
-words of four rows. `_less_2` follows if the last of them lacks two rows. So the shape
-of the codes and the name give the moment's shape. `_in_2x1` follows if blocks end where
-the parts of two devices meet, and would not otherwise.
+The name is `codes_`, the codec's `name`, `_unsigned` for a map without negative
+numbers, and the rows and columns of values in an entry if it has several: `_4x1` for
+words of four rows, followed by `_less_2` if the last word lacks two rows. The codes'
+shape and the name determine the moment's shape. `_in_2x1` follows if the shards' blocks
+differ from the whole moment's.
 """
 
 import collections
@@ -31,12 +29,12 @@ from paged_optax.codecs.layout import axis_of_blocks, codes_of, values_per_entry
 def codes_field(
     codec: Codec, shape: tuple[int, ...], divisions: tuple[int, ...] = ()
 ) -> str:
-    """The name of the field in which a state has the codes of a moment.
+    """Returns the name of the field of a moment's codes.
 
     Args:
-      codec: The codec, as it is arranged for the moment.
-      shape: The moment's shape, or that of one device's part of it.
-      divisions: Into how many parts each axis of the moment is cut; empty: into one.
+      codec: The codec, as arranged for the moment.
+      shape: The shape of the moment, or of a device's shard.
+      divisions: The number of shards along each axis; empty for one.
     """
     parts = ["codes", _name_of(codec)]
     if not codec.signed:
@@ -45,11 +43,9 @@ def codes_field(
     if any(n > 1 for n in packed):
         parts.append("x".join(map(str, ([1, *packed])[-2:])))
         entries = codes_of(codec.stored(shape)).shape
-        # The last word along an axis may lack some rows or columns.
         less = [n * k - m for n, k, m in zip(entries, packed, shape, strict=True)]
         if any(less):
             parts += ["less", str(max(less))]
-    # Whether blocks end where the parts of two devices meet, and would not otherwise.
     divided = math.prod(divisions) > 1 and axis_of_blocks(codec) is None
     if divided and (math.prod(divisions[1:]) > 1 or math.prod(shape) % codec.block):
         parts += ["in", "x".join(map(str, divisions))]
@@ -57,12 +53,12 @@ def codes_field(
 
 
 def of_one_part(field: str) -> str:
-    """The name that the codes of one device's part have by themselves."""
+    """Returns the name of the field of one shard's codes."""
     return re.sub(r"_in_\d+(x\d+)*$", "", field)
 
 
 def is_codes_field(name: str) -> bool:
-    """Whether a field of this name has a moment's codes, and says of which codec."""
+    """Returns whether a field of this name has a moment's codes."""
     return name.startswith("codes_")
 
 
@@ -78,12 +74,12 @@ def _name_of(codec: Codec) -> str:
 
 
 def quantized_as(field: str, codes: Leaf, scales: Leaf) -> Quantized[Leaf]:
-    """A moment whose codes are in a field of this name."""
+    """Returns a moment with its codes in a field of this name."""
     return _class_of(field)(codes, scales)
 
 
 class _Named(type):
-    """The class of the classes that name a codec. No module has these by their names.
+    """The metaclass of containers named after a codec, which no module defines.
 
     Attributes:
       field: The name of the field of the codes.
@@ -92,8 +88,8 @@ class _Named(type):
     field: str
 
 
-# Saved states name this function and this module: pickle finds classes through it.
-@functools.cache  # Structures are equal if their classes are the same.
+# Pickled states name this function and module.
+@functools.cache  # Structures are equal only if their classes are identical.
 def _class_of(field: str) -> type[Quantized[PyTree]]:
     fields = collections.namedtuple(  # pyright: ignore[reportUntypedNamedTuple]
         "Quantized", (field, "scales")
@@ -110,7 +106,7 @@ copyreg.pickle(_Named, _by_field)
 
 
 def fields_of(stored: PyTree) -> tuple[str, ...]:
-    """The names that a container has for what a codec stored; none in a list."""
+    """Returns the names of a container's fields for a stored moment, none in a list."""
     flat = jax.tree_util.tree_flatten_with_path(
         stored, is_leaf=lambda x: x is not stored
     )[0]

@@ -1,13 +1,12 @@
-"""How codes and scales lie in memory that is sliced and divided.
+"""Arrangement of codes and scales in memory that is sliced and sharded.
 
-Codes share words of 32 bits, along the axis that a TPU puts in its sublanes. Scales
-have the moment's axes if a row, or a column, is whole blocks, and blocks run along it.
+Codes share 32-bit words along the axis that a TPU puts in its sublanes. Scales have the
+moment's axes if rows, or columns, are whole blocks.
 
-A state is arrays, and codes of another map mean other numbers. The name of their field
-tells which map it is (`paged_optax.codecs.identity`). Their dtype says more where it
-can. Codes of a map with negative numbers are signed integers, and other codes are
-unsigned. Eight-bit floats have a float8 dtype. In words they are unsigned integers,
-and their scales are integers that hold the bits of float32.
+The field of the codes names the codec (`paged_optax.codecs.identity`), and the dtype
+distinguishes maps further: codes of a map with negative numbers are signed integers,
+other codes unsigned, eight-bit floats float8. In words float8 codes are unsigned
+integers, and their scales integers with the bits of float32.
 """
 
 import dataclasses
@@ -28,30 +27,27 @@ from paged_optax.codecs.packing import pack, unpack
 
 Leaf = TypeVar("Leaf")
 
-# Blocks run through the flattened moment if at most so many rows are whole blocks,
-_FEW_ROWS = 8
-
-# and if a row has fewer values than this. A longer one does not fit a page of a TPU's
+# Blocks run through the flattened moment if at most this number of rows is whole
+# blocks, and rows are shorter than `_WIDE`: longer ones do not fit a page of a TPU's
 # tiles.
+_FEW_ROWS = 8
 _WIDE = 2**14
-
-# An axis of at least so many entries may be filled up to whole words: that costs less
-# than three in a hundred.
+# The least entries of an axis that is padded to whole words, at a cost below 3%.
 _LEAST_FILLED = 128
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Arranged:
-    """Stores what a codec does, differently arranged.
+    """Rearranges the codes and scales of a codec.
 
     The first code of a word has its lowest bits.
 
     Attributes:
-      codec: The codec, which stores one code a byte.
-      axis: The axis along which codes share a word, -1 or -2; None where each keeps
-        its byte.
-      blocks: The axis along which blocks run, -1 or -2. Along it the scales have one
-        entry for each block. None if blocks run through the flattened moment.
+      codec: The codec, which stores a code in each byte.
+      axis: The axis along which codes share a word, -1 or -2; None: one byte a code.
+      blocks: The axis along which blocks run, -1 or -2, with one scale for each block;
+        None:
+        blocks run through the flattened moment.
     """
 
     codec: Codec
@@ -60,22 +56,22 @@ class Arranged:
 
     @property
     def block(self) -> int:
-        """The codec's own."""
+        """The codec's block."""
         return self.codec.block
 
     @property
     def signed(self) -> bool:
-        """The codec's own."""
+        """The codec's `signed`."""
         return self.codec.signed
 
     @property
     def draws(self) -> bool:
-        """The codec's own."""
+        """The codec's `draws`."""
         return self.codec.draws
 
     @property
     def seed(self) -> int:
-        """The codec's own, 0 where it has none."""
+        """The codec's seed, by default 0."""
         return getattr(self.codec, "seed", 0)
 
     @property
@@ -87,7 +83,7 @@ class Arranged:
         return repr(self.codec)
 
     def stored(self, shape: tuple[int, ...]) -> PyTree[jax.ShapeDtypeStruct]:
-        """The codec's codes and scales, in their other shapes."""
+        """Returns the shapes and dtypes of the rearranged codes and scales."""
         plain = self.codec.stored(shape)
         entries, dtype = list(codes_of(plain).shape), codes_of(plain).dtype
         floats = jnp.issubdtype(dtype, jnp.floating)
@@ -100,13 +96,11 @@ class Arranged:
         if not isinstance(plain, Quantized):
             return codes
         dtype, blocks = plain.scales.dtype, list(plain.scales.shape)
-        # The scales of a flattened matrix do not divide as the matrix does. With the
-        # matrix's own dimensions they are paged and divided as it is, and no way of
-        # dividing changes what it holds.
+        # With the matrix's dimensions, scales are paged and sharded as the matrix is.
         if self.blocks is not None:
             blocks = list(shape)
             blocks[self.blocks] //= self.block
-        # In words the codes' dtype no longer tells float8: that of the scales does.
+        # In words the scales' dtype, not the codes', identifies float8.
         if floats and self.axis is not None and dtype == jnp.float32:
             dtype = jnp.int32
         return Quantized(codes, jax.ShapeDtypeStruct(tuple(blocks), dtype))
@@ -115,7 +109,7 @@ class Arranged:
         self, page: Float32[Array, "*shape"], noise: Noise | None = None
     ) -> PyTree[Array]:
         """Stores a page."""
-        # Axes of one entry are left out: see `_reshaped`.
+        # Axes of one entry are removed: see `_reshaped`.
         page_shape, shape = page.shape, _without_units(page.shape)
         page = _reshaped(page, jax.ShapeDtypeStruct(shape, page.dtype))
         arranged = self.arrange(self.codec.encode(self._transposed(page), noise), shape)
@@ -124,7 +118,7 @@ class Arranged:
     def decode(
         self, stored: PyTree[Array], shape: tuple[int, ...]
     ) -> Float32[Array, "*shape"]:
-        """Gives a page back."""
+        """Returns a page in float32."""
         page_shape, shape = shape, _without_units(shape)
         stored = _reshaped(stored, self.stored(shape))
         transposed = (*shape[:-2], *shape[:-3:-1]) if self.blocks == -2 else shape
@@ -134,17 +128,17 @@ class Arranged:
         return page.reshape(page_shape)
 
     def _transposed(self, x: Array) -> Array:
-        """The moment with the axis of its blocks last, or back."""
+        """Swaps the last two axes if blocks run along columns."""
         return jnp.swapaxes(x, -1, -2) if self.blocks == -2 else x
 
     def arrange(self, encoded: PyTree[Array], shape: tuple[int, ...]) -> PyTree[Array]:
-        """The codes and scales of a moment of this shape, arranged.
+        """Rearranges the codes and scales of a moment of this shape.
 
-        If blocks run along columns, they are those of the transposed moment.
+        If blocks run along columns, these are of the transposed moment.
         """
         like, codes = self.stored(shape), self._transposed(codes_of(encoded))
         if self.axis is not None:
-            # By way of bytes without a sign, which would fill the word's higher bits.
+            # A sign would fill the word's higher bits.
             codes = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
             codes = pack(codes, codes.ndim + self.axis, _bits(self.codec))
         codes = lax.bitcast_convert_type(codes, codes_of(like).dtype)
@@ -172,36 +166,34 @@ class Arranged:
 
 
 def _without_units(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape without axes of one entry, but of two axes at least."""
+    """Returns the shape without axes of one entry, but with two axes at least."""
     if len(shape) < 3:
         return shape
     return (*([n for n in shape[:-1] if n > 1] or [1]), shape[-1])
 
 
 def _reshaped(tree: PyTree[Array], like: PyTree[jax.ShapeDtypeStruct]) -> PyTree[Array]:
-    """Arrays in the shapes of others; a TPU computes nothing in the old shapes."""
     if jax.tree.map(jnp.shape, tree) == jax.tree.map(jnp.shape, like):
         return tree
     tree = jax.tree.map(lambda x, y: x.reshape(y.shape), tree, like)
-    # XLA:TPU puts an axis of one entry in the sublanes, seven eighths of them empty,
-    # and takes 6 s to compile there what it compiles in 1.5 s without that axis ((1,
-    # 197, 1024) in float8, libtpu 0.0.52). So a barrier follows.
+    # XLA:TPU puts an axis of one entry in the sublanes and compiles for 6 s instead of
+    # 1.5 ((1, 197, 1024) in float8, libtpu 0.0.52), unless a barrier follows the
+    # reshape.
     return on_tpu(lax.optimization_barrier, tree)
 
 
 def arranged(
     codec: Codec, shape: tuple[int, ...], whole: tuple[int, ...] | None = None
 ) -> Codec:
-    """The codec as it stores a moment, or one device's part of one, of this shape.
+    """Returns the codec as it stores a moment, or a shard, of this shape.
 
-    A vector is cut into pages at any value: it keeps a byte a code.
+    Vectors are sliced into pages at any value, and have one byte a code.
 
     Args:
       codec: The codec.
-      shape: The shape, of the part where there are several.
-      whole: The shape of the whole moment. A part is arranged as the whole is, if it
-        can be: the state then does not depend on how the moment is divided. None:
-        `shape` is that of the whole moment.
+      shape: The shape of the moment, or of a shard.
+      whole: The shape of the whole moment. A shard is arranged as the whole is where
+        possible, so that the state does not depend on the sharding. None: `shape`.
 
     Example:
       >>> from paged_optax.codecs import named
@@ -234,13 +226,10 @@ def arranged(
 
 
 def _axis_of_words(shape: tuple[int, ...], packed: int) -> int | None:
-    """The axis along which codes share words."""
-    # XLA:TPU cannot slice an array of bytes in host memory: for each page it copies all
-    # of it to the device and back, in another tiling (libtpu 0.0.52). Words of 32 bits
-    # it slices like float32. Along the sublanes codes share words in its own packed
-    # layouts too: words then lie as the moment does, so that no page is turned from one
-    # layout into another, and unpacking moves nothing across lanes. The last two axes
-    # alone decide, so that a layer of a stack is stored as the stack is.
+    # XLA:TPU copies a whole array of bytes in host memory to the device and back for
+    # each page (libtpu 0.0.52); 32-bit words it slices like float32. Words along the
+    # sublanes have the moment's layout, and unpacking moves nothing across lanes. Only
+    # the last two axes decide, so that a layer is stored as its stack is.
     sublanes = tiling.minor_to_major(shape[-2:])[1] - 2
     if _in_words(shape, sublanes, packed):
         return sublanes
@@ -249,26 +238,24 @@ def _axis_of_words(shape: tuple[int, ...], packed: int) -> int | None:
 
 
 def _in_words(shape: tuple[int, ...], axis: int, packed: int) -> bool:
-    """Whether an axis is whole words, or may be filled up to whole words."""
-    # If each layer of a stack were filled up to whole words, the rows of all layers
-    # could not be seen as one axis.
+    """Returns whether an axis has whole words, or may be padded to whole words."""
+    # With padding in each layer of a stack, the layers' rows could not be collapsed.
     one_layer = axis == -1 or math.prod(shape[:-2]) == 1
     return not shape[axis] % packed or (one_layer and shape[axis] >= _LEAST_FILLED)
 
 
 def _axis_of_blocks(shape: tuple[int, ...], block: int) -> int | None:
-    """The axis that blocks run along; None: through the flattened moment.
+    """Returns the axis of blocks; None: they run through the flattened moment.
 
-    It is -1 if a row is whole blocks. Else it is -2 if a column is whole blocks, and
-    the moment may not be flattened: its rows are long, or many make whole blocks.
+    It is -1 if a row is whole blocks, or -2 if a column is, and the moment may not be
+    flattened: its rows are long, or only many rows are whole blocks.
     """
     rows, columns = shape[-2:]
     if not columns % block:
         return -1
-    # A row of 50257 values is no whole number of blocks, and blocks that run on from
-    # row to row fit no page of a TPU's tiles: it took 86 s to compile, and 617 MiB of
-    # scratch. If a column is whole blocks they run along the columns, as they do in
-    # PyTorch, whose layers keep the transposed matrix.
+    # Blocks across rows of 50257 values fit no page of a TPU's tiles: 86 s to compile,
+    # and 617 MiB of scratch. Along columns they run as in PyTorch, which stores the
+    # transposed matrix.
     few = block // math.gcd(block, columns) <= _FEW_ROWS and columns < _WIDE
     return None if few or rows % block else -2
 
@@ -276,18 +263,17 @@ def _axis_of_blocks(shape: tuple[int, ...], block: int) -> int | None:
 def unarranged(
     codec: Codec, stored: PyTree[Array], shape: tuple[int, ...] | None = None
 ) -> PyTree[Array]:
-    """Codes and scales as the codec itself stores them.
+    """Returns codes and scales as the codec itself stores them.
 
-    Mostly the moment's shape follows from the arrays, and need not be given. If blocks
-    run along columns, they are those of the transposed moment.
+    If blocks run along columns, these are of the transposed moment.
 
     Args:
       codec: The codec.
-      stored: What `arranged(codec, shape)` stores of a moment.
-      shape: The moment's shape; None: the one that is arranged so.
+      stored: A moment that `arranged(codec, shape)` stored.
+      shape: The moment's shape; None: the only shape with such arrays.
 
     Raises:
-      ValueError: If no shape is arranged so, or several are.
+      ValueError: If no shape has such arrays, or several have.
 
     Example:
       >>> import jax.numpy as jnp
@@ -298,7 +284,7 @@ def unarranged(
     """
     describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     codes, packed = codes_of(stored), 32 // _bits(codec)
-    # Moments whose codes have this shape: a code an entry, a pair, or a word of them.
+    # Moments with codes of this shape: one, a pair, or a word of them in an entry.
     pairs = [(*codes.shape[:-1], 2 * codes.shape[-1] - odd) for odd in (0, 1)]
     shapes = [codes.shape, *pairs, *_unpacked(codes.shape, packed)]
     shapes = [
@@ -317,7 +303,6 @@ def unarranged(
 
 
 def _unpacked(shape: tuple[int, ...], packed: int) -> Iterator[tuple[int, ...]]:
-    """The shapes of codes that words of this shape can hold."""
     if len(shape) < 2:
         return
     for missing in range(packed):
@@ -326,19 +311,19 @@ def _unpacked(shape: tuple[int, ...], packed: int) -> Iterator[tuple[int, ...]]:
 
 
 def axis_of_blocks(codec: Codec | None) -> int | None:
-    """The axis of a codec's blocks, where scales have the moment's dimensions."""
+    """Returns the axis of a codec's blocks, or None."""
     return codec.blocks if isinstance(codec, Arranged) else None
 
 
 def codes_per_word(codec: Codec | None, axis: int) -> int:
-    """How many codes share a word along an axis, -1 or -2."""
+    """Returns the number of codes in a word along an axis, -1 or -2."""
     if isinstance(codec, Arranged) and codec.axis == axis:
         return codec.packed
     return 1
 
 
 def values_per_entry(codec: Codec | None, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """How many values of a moment one entry of its codes holds, along each axis."""
+    """Returns the number of values in an entry of the codes, for each axis."""
     packed = [1] * len(shape)
     if isinstance(codec, Arranged) and codec.axis is not None:
         packed[codec.axis] = codec.packed
@@ -356,7 +341,7 @@ def codes_of(stored: Leaf) -> Leaf: ...
 
 
 def codes_of(stored: PyTree) -> PyTree:
-    """The codes, or the array itself."""
+    """Returns the codes, or the array itself."""
     return stored.codes if isinstance(stored, Quantized) else stored
 
 

@@ -1,17 +1,17 @@
-r"""The dynamic map as tables, and for a TPU as lines.
+r"""The dynamic map as a table, and as lines for a TPU.
 
-A position counts the numbers of a map from zero on. One table finds it: the higher bits
-of a float name the nearest number, or two and the midpoint that decides between them.
+A position counts the numbers of a map from zero on. A table finds it: the higher bits
+of a float select the nearest number, or two numbers and the midpoint between them.
 
-A TPU looks entries up one by one, so there arithmetic takes the tables' place.
-Positions have the form :math:`2^e + j`: the leading bit names the decade, the others
-the place in it. Numbers, and the midpoints between them, lie on one line a decade,
+A TPU gathers entries sequentially, so that it computes the entries instead. Positions
+have the form :math:`2^e + j`: the leading bit is the decade, the others the index in
+it. Numbers, and the midpoints between them, are on one line a decade,
 
 .. math:: \text{number} = c_e (18 m - 16 \cdot 2^e + 9), \qquad
           \text{midpoint below } t = c'_e (9 t - 8 \cdot 2^e),
 
-up to what float32 rounded off when the map was made: at most three units in the last
-place, which two bits an entry put right.
+up to float32 rounding in the map: at most three units in the last place, which two bits
+an entry correct.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from jaxtyping import Float32, Int32
 
 from paged_optax.codecs.packing import bits, from_bits, lookup
 
-# The bits of a float that `MapFormula.positions` leaves out; a key has one more.
+# The low bits of a float, without which `MapFormula.positions` is indexed.
 _LOW_BITS = 16
 
 _NEVER = 2 ** (_LOW_BITS + 1)
@@ -33,13 +33,13 @@ _EXPONENT = np.int32(0x7F800000)
 
 
 class DecadeLines(NamedTuple):
-    """What float32 arithmetic needs to meet the entries of a map to the last bit.
+    """Coefficients that reproduce the 8-bit map exactly in float32.
 
     Attributes:
       factors: The factor of each decade's line.
       words: Two bits an entry, sixteen entries a word.
-      unit: What one step of these two bits means.
-      least: What is added where they are 0.
+      unit: The value of one step of these bits.
+      least: The correction where they are 0.
     """
 
     factors: tuple[float, ...]
@@ -48,34 +48,37 @@ class DecadeLines(NamedTuple):
     least: int
 
     def correction(self, entry: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-        """What is added to each entry's number, in units of the last place."""
+        """Returns an entry's correction, in units of the last place."""
         word = lookup(entry >> np.int32(4), self.words, jnp.int32)
         two_bits = (word >> ((entry & np.int32(15)) * 2)) & np.int32(3)
         return two_bits * self.unit + self.least
 
 
 class MapFormula(NamedTuple):
-    """The map as arithmetic.
+    """A map as arithmetic.
 
     A position counts numbers from zero on, so that decade e begins at a power of two.
-    Numbers that are rounded up from a quarter of the way on have that point between
-    them for a midpoint.
+    For numbers that are rounded up from a quarter of the distance, that point is the
+    midpoint.
 
     Attributes:
       powers: The first position of each decade.
-      slopes: Positions a unit in each decade.
-      starts: For each decade the number s of the formula of its midpoints: the midpoint
-        below position t is `(27 t - s) * factor`, before its last bits are corrected.
-      edges: The midpoints below each decade and below 1, as `_nearest` compares them.
+      slopes: Positions per unit in each decade.
+      starts: For each decade s in the formula of its midpoints: `(27 t - s) * factor`
+        is the
+        midpoint below position t, before its correction.
+      edges: The keys of the midpoints below each decade and below 1.
       zero: The position of 0.
       one: The position of 1.
       midpoints: The midpoint below each other position.
       numbers: The number at each position.
-      positions: The higher bits of the first entry's floats, and the entries. An
-        entry serves all floats with the same higher bits. Its higher bits are the
-        position of the least of these floats. Its lowest `_LOW_BITS + 2` bits are the
-        rest of the key of the midpoint among them, or `_NEVER` if there is none. No
-        entry has two midpoints.
+      positions: The higher bits of the first entry's floats, and the entries. An entry
+        is for
+        all floats with equal higher bits. Its higher bits are the position of the least
+          of
+        these floats. Its lowest `_LOW_BITS + 2` bits are the low bits of the key of the
+          only
+        midpoint among them, or `_NEVER`.
     """
 
     powers: tuple[int, ...]
@@ -90,12 +93,13 @@ class MapFormula(NamedTuple):
 
 
 def map_formula(numbers: np.ndarray, rounded_up_from: Sequence[float]) -> MapFormula:
-    """The formula of a map.
+    """Returns the formula of a map.
 
     Args:
-      numbers: The numbers of the map, the lowest first.
-      rounded_up_from: For each decade the part of the way to the next number from which
-        on that is the nearer one; 0.5 but for second moments.
+      numbers: The numbers of the map, in increasing order.
+      rounded_up_from: For each decade the part of the distance to the next number from
+        which
+        a value is rounded up; 0.5 except for second moments.
     """
     signed = bool(numbers[0] < 0)
     numbers, zero = numbers[127 if signed else 0 :], 0 if signed else 1
@@ -125,8 +129,7 @@ def map_formula(numbers: np.ndarray, rounded_up_from: Sequence[float]) -> MapFor
             [np.arange(p + 1, 2 * p) for p in powers],
             multiples,
             [top / (30 * p) for p, top in zip(powers, tops, strict=True)],
-            # Without negative numbers a key is even, and which midpoints are met
-            # makes no difference.
+            # Without negative numbers keys are even.
             *((keys, 2, 1, 0) if signed else (keys & ~1, 2, 2, -4)),
         ),
         numbers=_lines(
@@ -142,11 +145,10 @@ def map_formula(numbers: np.ndarray, rounded_up_from: Sequence[float]) -> MapFor
 def position_by_table(
     formula: MapFormula, scaled: Float32[Array, "*shape"], key: Int32[Array, "*shape"]
 ) -> Int32[Array, "*shape"]:
-    """The position of the number nearest to a value that is scaled, by the table."""
+    """Returns the position of the nearest number, by the table."""
     first, entries = formula.positions
     entry = jnp.clip((bits(scaled) >> _LOW_BITS) - first, 0, len(entries) - 1)
     entry = entry_of(entries, entry)
-    # An entry has the least position of its floats; past its midpoint it is one more.
     above = (key & np.int32(_NEVER - 1)) > (entry & np.int32(2 * _NEVER - 1))
     return (entry >> (_LOW_BITS + 2)) + above.astype(jnp.int32)
 
@@ -154,11 +156,11 @@ def position_by_table(
 def position_by_lines(
     formula: MapFormula, scaled: Float32[Array, "*shape"], key: Int32[Array, "*shape"]
 ) -> Int32[Array, "*shape"]:
-    """The same, by the lines."""
+    """Returns the position of the nearest number, by the lines."""
     factors = formula.midpoints.factors
     columns = (formula.powers, formula.slopes, formula.starts, factors)
     power, slope, start, factor = (np.float32(column[0]) for column in columns)
-    # Edge by edge, each value takes the line of the decade that it is in.
+    # Each value gets the line of its decade.
     for edge, *entries in zip(
         formula.edges[1:-1], *(c[1:] for c in columns), strict=True
     ):
@@ -167,7 +169,7 @@ def position_by_lines(
             jnp.where(above, np.float32(new), old)
             for new, old in zip(entries, (power, slope, start, factor), strict=True)
         )
-    # The midpoint nearest to the value, or one as near within rounding.
+    # The midpoint nearest to the value, up to rounding.
     t = jnp.round(scaled * slope + power * np.float32(8 / 9))
     line = (np.float32(27) * t - start) * factor
     t, first = t.astype(jnp.int32), power.astype(jnp.int32)
@@ -180,10 +182,10 @@ def position_by_lines(
 def number_by_lines(
     formula: MapFormula, signed: bool, code: Int32[Array, "*shape"]
 ) -> Float32[Array, "*shape"]:
-    """The number that a code stands for, by the lines."""
+    """Returns the number of a code, by the lines."""
     position = jnp.abs(code - 127) if signed else code + 1
     as_float = position.astype(jnp.float32)
-    # The leading bit of a position names its decade: as a float, its exponent does.
+    # The leading bit of a position is its decade, and the exponent of its float.
     power = from_bits(bits(as_float) & _EXPONENT)
     factor = np.float32(formula.numbers.factors[0])
     entries = zip(formula.powers[1:], formula.numbers.factors[1:], strict=True)
@@ -197,12 +199,12 @@ def number_by_lines(
 
 
 def entry_of(table: np.ndarray, index: Int32[Array, "*shape"]) -> Array:
-    """An entry of a table for each index, all of which are within it."""
+    """Returns entries of a table at indices within it."""
     return jnp.asarray(table).at[index].get(mode="promise_in_bounds")
 
 
 def _positions(midpoints: np.ndarray, zero: int) -> tuple[int, np.ndarray]:
-    """`MapFormula.positions`; the first entry is of the floats below all midpoints."""
+    """Returns `MapFormula.positions`; the first entry is below all midpoints."""
     first = int(midpoints[0] // _NEVER) - 1
     last = int(np.float32(1).view(np.int32)) >> _LOW_BITS
     least = np.arange(first, last + 1) * _NEVER
@@ -214,12 +216,13 @@ def _positions(midpoints: np.ndarray, zero: int) -> tuple[int, np.ndarray]:
 
 
 def _keys(numbers: np.ndarray) -> np.ndarray:
-    """For each number, twice the bits of the last float not nearer to the next number.
+    """Returns for each number the key of the midpoint above it.
 
-    One is added unless that float is exactly as near to both.
+    That is twice the bits of the last float not nearer to the next number, plus one
+    unless that float is equally near to both.
     """
-    # Distances are rounded to float32, as bitsandbytes' are; between 5.5e-7 and 3.25e-6
-    # that moves the midpoint.
+    # Distances are rounded to float32, as in bitsandbytes, which shifts midpoints
+    # between 5.5e-7 and 3.25e-6.
     low, high = numbers[:-1], numbers[1:]
     middle = ((low + high) / np.float32(2)).view(np.int32)
     around = middle + np.arange(-3, 4, dtype=np.int32)[:, None]
@@ -230,7 +233,7 @@ def _keys(numbers: np.ndarray) -> np.ndarray:
 
 
 def _keys_at(share: float, numbers: np.ndarray) -> np.ndarray:
-    """Twice the bits of the float that lies so far between each number and the next."""
+    """Returns twice the bits of the float at a part of each distance."""
     low, high = numbers[:-1], numbers[1:]
     return 2 * (low + np.float32(share) * (high - low)).view(np.int32)
 
@@ -244,16 +247,17 @@ def _lines(
     unit: int,
     least: int,
 ) -> DecadeLines:
-    """Finds factors that come so near that two bits an entry are enough.
+    """Returns lines whose corrections fit two bits an entry.
 
     Args:
       entries: The entries of each decade.
       multiples: The multiples of the decade's factor at each.
-      factors: The factors by the real formula; those of the result are a few ulps away.
-      wanted: What is to come out at each entry, as an integer.
+      factors: The factors of the exact formula, from which the result's differ by a few
+        ulps.
+      wanted: The integer at each entry.
       scale: Its units for one unit in the last place of the line.
       unit: Its units for one step of the two bits.
-      least: What the two bits count from.
+      least: The correction where the two bits are 0.
     """
     fitted, steps = [], np.zeros(wanted.size - 1, np.int64)
     for entry, multiple, factor in zip(entries, multiples, factors, strict=True):

@@ -1,8 +1,7 @@
-"""Values in blocks, their exact arithmetic, and several codes in one word of 32 bits.
+"""Blocks of values, exact arithmetic, and codes packed into 32-bit words.
 
-The first code is in a word's lowest bits. On a TPU neighbours along an axis are brought
-together, and parted, by its matrix units: a product with a matrix of zeros and powers
-of two.
+The first code is in a word's lowest bits. On a TPU, codes along an axis are packed and
+unpacked by its matrix units: a product with a matrix of zeros and powers of two.
 """
 
 import math
@@ -22,22 +21,22 @@ SMALLEST_ABSMAX = np.float32(1e-12)
 
 
 def bits(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-    """The bit pattern; for numbers that are not negative it orders as they do."""
+    """Returns the bit patterns, in the order of the numbers if none is negative."""
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
 def from_bits(x: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """The number with this bit pattern."""
+    """Returns the numbers with these bit patterns."""
     return lax.bitcast_convert_type(x, jnp.float32)
 
 
 def block_count(shape: tuple[int, ...], block: int) -> int:
-    """Blocks in a moment of this shape, the last one perhaps not full."""
+    """Returns the number of blocks in a moment, the last one perhaps incomplete."""
     return -(-math.prod(shape) // block)
 
 
 def to_blocks(x: Shaped[Array, "*shape"], block: int) -> Shaped[Array, "blocks block"]:
-    """The flattened values in rows of one block, the last one filled with zeros."""
+    """Returns the flattened values in rows of one block, padded with zeros."""
     flat = x.reshape(-1)
     missing = -flat.size % block
     if missing:
@@ -54,11 +53,9 @@ def from_blocks(
 
 
 def block_absmax(x: Float32[Array, "blocks block"]) -> Float32[Array, " blocks"]:
-    """The largest magnitude of each block; NaN where one of its values is NaN."""
-    # Magnitudes are compared by their bit patterns. As numbers, backends that flush
-    # denormal ones to zero (XLA:CPU, XLA:TPU) would not find the largest of those, and
-    # XLA:CPU's maximum over the rows of a matrix passes NaN over (jax 0.10.2,
-    # 0.12.0.1).
+    """Returns the largest magnitude of each block, NaN if it has NaN."""
+    # Bit patterns are compared: XLA:CPU and XLA:TPU flush denormal numbers to zero, and
+    # XLA:CPU's maximum over the rows of a matrix ignores NaN (jax 0.10.2, 0.12.0.1).
     return from_bits(jnp.max(bits(x) & MAGNITUDE, axis=1))
 
 
@@ -66,20 +63,20 @@ def divide(
     x: Float32[Array, "*#shape"], y: Float32[Array, "*#shape"] | np.float32
 ) -> Float32[Array, "*shape"]:
     """Divides with one rounding, under `jit` too."""
-    # XLA turns a division by a constant or by a broadcast into a multiplication by its
-    # reciprocal, which rounds twice and flushes the reciprocals of numbers above 2^126
-    # (checked on CPU with jax 0.10.2 and 0.12.0.1). This divisor looks like neither.
+    # XLA replaces a division by a constant or a broadcast by a multiplication with the
+    # reciprocal, which rounds twice and flushes reciprocals of numbers above 2^126
+    # (CPU, jax 0.10.2 and 0.12.0.1). This divisor is neither.
     return x / jnp.where(jnp.isnan(x), x, y)
 
 
 def lookup(
     index: Int32[Array, "*shape"], entries: Sequence[int | float], dtype: type
 ) -> Array:
-    """Looks a small table up without a gather, which a TPU does one by one.
+    """Indexes a small table without a gather, which is sequential on a TPU.
 
-    The table has a power of two entries. Of an index out of range only low bits count.
+    The table's size is a power of two; higher bits of an index are ignored.
     """
-    # Each bit of the index halves what is left of the table.
+    # Each bit of the index halves the table.
     rest: list[Array] = [jnp.asarray(entry, dtype) for entry in entries]
     bit = 1
     while len(rest) > 1:
@@ -91,9 +88,9 @@ def lookup(
 
 
 def pack(codes: Int32[Array, "*shape"], axis: int, bits: int) -> Int32[Array, "*words"]:
-    """Puts codes of 4 or 8 bits that follow each other along an axis into one word.
+    """Packs codes of 4 or 8 bits, consecutive along an axis, into words.
 
-    Zeros fill the last word up. The axis is counted from the front.
+    The last word is padded with zeros. The axis is nonnegative.
     """
     packed = 32 // bits
     codes = _filled(codes, axis, packed)
@@ -111,15 +108,14 @@ def pack(codes: Int32[Array, "*shape"], axis: int, bits: int) -> Int32[Array, "*
             (axis + 1,),
         )
 
-    # Along the lanes, slices with strides move each lane by itself: they took 16 s to
-    # compile for one moment of [1, 197, 1024], and padding between the codes 6 s. The
-    # products take 2 (v5e, libtpu 0.0.52).
+    # Along the lanes, strided slices compile for 16 s for a moment of [1, 197, 1024],
+    # padding between codes for 6 s, and products for 2 s (v5e, libtpu 0.0.52).
     def by_products(codes: Array) -> Array:
         extent, group = codes.shape[axis] // packed, _group(codes.shape[axis], packed)
         codes = _filled(codes, axis, group * packed).astype(jnp.bfloat16)
         word, code = _places(group, group * packed)
         place = code - word * packed
-        # In two halves of 16 bits, whose sums float32 holds exactly.
+        # In halves of 16 bits, whose sums are exact in float32.
         halves = []
         for first in (0, packed // 2):
             power = (1 << ((place - first) * bits).clip(0, 15)).astype(jnp.bfloat16)
@@ -144,7 +140,7 @@ def pack(codes: Int32[Array, "*shape"], axis: int, bits: int) -> Int32[Array, "*
 def unpack(
     words: Int32[Array, "*words"], axis: int, bits: int, extent: int
 ) -> Int32[Array, "*shape"]:
-    """Undoes `pack`; `extent` is how many codes there are along the axis."""
+    """Undoes `pack`; `extent` is the number of codes along the axis."""
     packed, mask = 32 // bits, np.int32(2**bits - 1)
 
     def by_groups(words: Array) -> Array:
@@ -161,7 +157,7 @@ def unpack(
         )
 
     def by_strides(words: Array) -> Array:
-        # Zeros go between the codes: a short axis of their own would take much space.
+        # With zeros between the codes: a short axis would need much padding.
         codes = jnp.zeros((), jnp.int32)
         for i in range(packed):
             between = [(0, 0, 0)] * words.ndim
@@ -179,10 +175,7 @@ def unpack(
 def interleave(
     parts: Sequence[Int32[Array, "*shape"]], axis: int
 ) -> Int32[Array, "*longer"]:
-    """The first entries of each part along an axis, then the second ones, for a TPU.
-
-    Entries are numbers from 0 to 255.
-    """
+    """Interleaves the entries of parts, from 0 to 255, along an axis on a TPU."""
     extent = parts[0].shape[axis]
     group = _group(extent, 1)
     entry, place = _places(group * len(parts), group)
@@ -195,13 +188,13 @@ def interleave(
 
 
 def _in_sublanes(shape: tuple[int, ...], axis: int, packed: int) -> bool:
-    """Whether an axis lies in a TPU's sublanes, of codes and of their words."""
+    """Returns whether an axis of codes and words is in a TPU's sublanes."""
     words = (*shape[:axis], -(-shape[axis] // packed), *shape[axis + 1 :])
     return all(role(minor_to_major(x), axis) == "sublanes" for x in (shape, words))
 
 
 def _group(extent: int, packed: int) -> int:
-    """How many words a product makes, or takes: whole tiles, no more than are there."""
+    """Returns the words of one product: whole tiles, at most the words there are."""
     words = -(-extent // packed)
     return min(LANES, max(1, -(-words // SUBLANES)) * SUBLANES)
 
@@ -220,8 +213,7 @@ def _product(
     rows, columns = matrix.shape
     count = values.shape[axis] // columns
     groups = values.reshape(*before, count, columns, *after)
-    # Exact: factors of eight bits are bfloat16, and sums stay below 2^16, where float32
-    # holds every integer.
+    # Exact: 8-bit factors in bfloat16, and sums below 2^16 in float32.
     product = lax.dot_general(
         groups,
         matrix,
@@ -236,7 +228,7 @@ def _product(
 def _filled(
     x: Int32[Array, "*shape"], axis: int, multiple: int
 ) -> Int32[Array, "*longer"]:
-    """The array with zeros at the end of an axis, up to a multiple."""
+    """Pads an axis with zeros to a multiple."""
     missing = -x.shape[axis] % multiple
     if not missing:
         return x

@@ -1,36 +1,28 @@
-"""Codecs by name, and where a new one begins.
-
-What a codec must be, `paged_optax.codecs.codec.Codec` says. A new one is a file here
-beside `dynamic_int8`, or a class in `floats`, and an entry in the table below. A user's
-own needs no name: `paged(..., codec=...)` takes the object.
-"""
+"""Codecs by name."""
 
 from collections.abc import Callable
 
 from paged_optax.codecs.codec import Codec
 from paged_optax.codecs.dynamic_int4 import DynamicInt4
 from paged_optax.codecs.dynamic_int8 import DynamicInt8
-from paged_optax.codecs.floats import BFloat16Codec, Float8E4M3, Float32Codec
+from paged_optax.codecs.floats import BFloat16Codec, Float8E4M3
 
-_BY_NAME: dict[str, Callable[[bool], Codec]] = {
-    "float32": lambda signed: Float32Codec(),
+_BY_NAME: dict[str, Callable[[bool], Codec | None]] = {
+    "float32": lambda signed: None,
     "bfloat16": lambda signed: BFloat16Codec(),
     "bfloat16_stochastic": lambda signed: BFloat16Codec(stochastic=True),
     **{codec.name: codec for codec in (DynamicInt8, DynamicInt4, Float8E4M3)},
 }
 
 
-def named(name: str, signed: bool) -> Codec:
-    """Finds a codec by its name.
+def named(name: str, signed: bool) -> Codec | None:
+    """Returns the codec of a name; None for `"float32"`.
 
     Args:
       name: One of `"float32"`, `"bfloat16"`, `"bfloat16_stochastic"`,
         `"dynamic_int8"`, `"dynamic_int4"` and `"float8_e4m3"`.
-      signed: Whether the moment has negative values. Where it has none, codecs that
-        can use the sign's bit for a digit do.
-
-    Returns:
-      The codec.
+      signed: If False, the moment has no negative values, and codecs may use the bit of
+        the sign.
 
     Raises:
       ValueError: If no codec has this name.

@@ -117,7 +117,7 @@ class FirstLeaf(NamedTuple):
     sharding: Sharding | None
 
     def has_place_for(self, x: ArrayLike | jax.ShapeDtypeStruct) -> bool:
-        """Whether this leaf is in host memory, and `x`, of its type, is not."""
+        """True if this leaf is in host memory, and `x`, of its type, is not."""
         aval = jax.typeof(x)
         same = (aval.shape, aval.dtype) == (self.aval.shape, self.aval.dtype)
         return same and on_host(self.aval) and not on_host(x)

@@ -11,15 +11,15 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jaxtyping import PyTree
 
 from paged_optax.backend.memory import memory_kind, memory_kinds, nbytes, on_host
-from paged_optax.backend.types import Device, is_explicit, is_traced
+from paged_optax.backend.types import is_explicit, is_traced
 from paged_optax.compiling.arguments import ArgumentKey, Chosen, Leaf
 
 # JAX promises nothing of it (checked with 0.10.2, 0.11.2 and 0.12.0.1).
 _eliminate = getattr(partial_eval, "dce_jaxpr", None)
-#: Whether a program keeps the arguments that nothing reads. Without it a donated buffer
-#: that nothing reads would not be in the program. But jax 0.11.2 to 0.12.0.1 then keep
-#: the program for ever, and all that it closes over: their cache of jaxprs without
-#: unused arguments holds its own key. `keep_unread` keeps such buffers instead.
+#: If true, a program keeps the arguments that nothing reads, as a donated buffer must
+#: be in it. But jax 0.11.2 to 0.12.0.1 then keep the program for ever, and all that it
+#: closes over: their cache of jaxprs without unused arguments holds its own key.
+#: `keep_unread` keeps such buffers instead.
 KEEP_UNUSED = _eliminate is None
 
 
@@ -28,8 +28,7 @@ def keep_unread(
 ) -> list[PyTree]:
     """The arguments, with donated buffers that the step does not read kept.
 
-    They pass a barrier, together with the smallest array that is read. XLA removes the
-    barrier.
+    They pass a barrier with the smallest array that is read. XLA removes the barrier.
     """
     if _eliminate is None or not any(donated):
         return values
@@ -49,8 +48,8 @@ def divide_like(
 ) -> PyTree:
     """Divides each result as the donated argument of its structure and types.
 
-    XLA may divide updated parameters otherwise than the parameters. Then no buffer
-    could be reused, and the next step would refuse the parameters.
+    XLA may divide updated parameters differently. No buffer could be reused then, and
+    the next step would refuse the parameters.
 
     Args:
       results: The step's results.
@@ -88,7 +87,7 @@ def _divide(x: PyTree, place: Sharding | None) -> PyTree:
     return lax.with_sharding_constraint(x, NamedSharding(place.mesh, place.spec))
 
 
-def device_of(shardings: Iterable[Sharding]) -> Device:
+def device_of(shardings: Iterable[Sharding]) -> jax.Device:
     """One of the devices of some shardings, of this process if any is.
 
     Another process's devices cannot be queried.
@@ -114,7 +113,7 @@ def shared_by(shardings: Iterable[Sharding]) -> Sharding | None:
 
 
 def is_placed(x: object) -> bool:
-    """Whether an argument states its devices, so that JAX does not move it."""
+    """True if an argument states its devices, so that JAX does not move it."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.sharding is not None
     return getattr(x, "committed", False)

@@ -45,7 +45,7 @@ _Equations = tuple[core.JaxprEqn, ...]
 def _equations(
     jaxpr: _Jaxpr, around: _Equations, visited: set[int]
 ) -> Iterator[tuple[core.JaxprEqn, _Equations, bool]]:
-    """All equations, those around each, and whether it branches by platform.
+    """Yields equations, the ones around each, and if it branches by platform.
 
     Compilation for a platform leaves one branch of `platform_dependent`.
     """
@@ -77,7 +77,7 @@ def _on_host(variable: core.Var) -> bool:
 
 
 def reaches_host(jaxpr: core.ClosedJaxpr) -> bool:
-    """Whether any argument or intermediate value of a jaxpr is in host memory."""
+    """True if any argument or intermediate value of a jaxpr is in host memory."""
     results = (x for y, *_ in _equations(jaxpr, (), set()) for x in y.outvars)
     return any(map(_on_host, itertools.chain(jaxpr.jaxpr.invars, results)))
 

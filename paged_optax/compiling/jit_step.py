@@ -87,8 +87,8 @@ def _divided(leaves: Sequence[PyTree]) -> contextlib.AbstractContextManager[None
 class Step:
     """A training step under `jax.jit`, whose caches alone keep its programs.
 
-    Where JAX traces, as in `jax.jit` or `jax.grad`, it is a nested `jax.jit`, which
-    donates nothing.
+    In a trace of `jax.jit` or `jax.grad` it is a nested `jax.jit`, which donates
+    nothing.
 
     Attributes:
       compiled: The program for the first arguments, for `memory_report`; None before
@@ -119,7 +119,7 @@ class Step:
         """Runs the step, and compiles it where `jax.jit` does.
 
         Donated arguments must not be used again. If the step fails, a note on the error
-        names those that are gone.
+        names the arguments that are gone.
         """
         leaves = jax.tree.leaves((args, kwargs))
         traced = any(issubclass(kind, Tracer) for kind in set(map(type, leaves)))
@@ -158,7 +158,7 @@ class Step:
         return jax.jit(run, static_argnums=positions, static_argnames=names, **options)
 
     def _forget(self) -> None:
-        """Lets JAX forget the step's programs, and what it traced of them."""
+        """Makes JAX forget the step's traces and programs."""
 
         def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
             if not _is_checked.get():

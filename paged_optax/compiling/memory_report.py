@@ -21,7 +21,7 @@ _STATISTICS = ("argument", "output", "alias", "temp")
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """XLA's own buffer assignment, in bytes, for one device. Prints as a table.
+    """XLA's own buffer assignment, in bytes, for one device. Prints a table.
 
     Attributes:
       device_arguments: Arguments in device memory.
@@ -74,12 +74,12 @@ class MemoryReport:
 
     @property
     def host_known(self) -> bool:
-        """Whether the backend, other than XLA:CPU, distinguishes host memory."""
+        """True unless the backend, as XLA:CPU, does not distinguish host memory."""
         return self.platform != "cpu"
 
     @property
     def unsharded(self) -> bool:
-        """Whether a program of several devices pages leaves of unknown sharding.
+        """True if a program of several devices pages leaves of unknown sharding.
 
         XLA gathers their pages from all devices.
         """
@@ -119,7 +119,7 @@ def memory_report(compiled: Compiled) -> MemoryReport:
         `compiled` of a `jit_step`.
 
     Returns:
-      Device and host bytes, aliases, transfers. It prints as a table.
+      Device and host bytes, aliases, transfers; it prints a table.
 
     Raises:
       TypeError: If `compiled` is not a compiled program.

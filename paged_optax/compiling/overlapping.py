@@ -21,8 +21,8 @@ def compile_overlapping(
 ) -> tuple[Wrapped, Compiled]:
     """Compiles a program so that its transfers overlap with products.
 
-    XLA's scheduler keeps more buffers alive at once. It is left out if the program then
-    takes more memory than the device has. All options are if this XLA has them not.
+    XLA's scheduler keeps more buffers alive. It is left out if the program then takes
+    more memory than the device has. XLA versions without these options take none.
 
     Args:
       jit: Returns the function to compile, for compiler options by name.
@@ -62,7 +62,7 @@ def compile_overlapping(
 
 
 def _memory_limit(device: Any) -> int | None:
-    """The bytes that JAX takes of a device; None if they are not known."""
+    """The bytes that JAX takes of a device; None if it does not report them."""
     try:
         return (device.memory_stats() or {}).get("bytes_limit")
     except jax.errors.JaxRuntimeError:

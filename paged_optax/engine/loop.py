@@ -141,19 +141,19 @@ class Loop:
             return self._all_pages(*arguments)
         # A GPU fuses nothing in an uninlined call outside of loops.
         in_loops = not self.pages.tiled and all(
-            not pages.single and (not self.duplex or self._pieces_of(pages) > 1)
-            for pages in ranges
+            not equal.single and (not self.duplex or self._pieces_of(equal) > 1)
+            for equal in ranges
         )
         return isolated(self._all_pages, trip_count, in_loops)(*arguments)
 
-    def _pieces_of(self, pages: Page) -> int:
+    def _pieces_of(self, equal: Page) -> int:
         """Returns the number of pieces of the first and of the last page."""
         if self.pages.tiled:
             return 1  # a TPU computes all pages in the loop
         # The loop's variable counts units. A piece has whole blocks of every array.
-        unit = pages.size // pages.step
+        unit = equal.size // equal.step
         block = math.lcm(*[one.block for array in self.arrays for one in array.parts])
-        return pieces_of(pages.step, block // math.gcd(block, unit))
+        return pieces_of(equal.step, block // math.gcd(block, unit))
 
     def _all_pages(
         self, buffers: tuple[LeafBuffers, ...], overwritten: tuple[LeafBuffers, ...]
@@ -162,11 +162,11 @@ class Loop:
         current = dict(enumerate(buffers))
         current |= dict(zip(self.targets, overwritten, strict=True))
         current = {p: arrays[p].preload(x) for p, x in current.items()}
-        for pages in self.pages.ranges:
-            in_turn = functools.partial(self._in_turn, pages)
-            duplex = functools.partial(self._duplex, pages)
-            if pages.single:
-                current = self._page(self.pages.at(pages, np.int32(0)), current)
+        for equal in self.pages.ranges:
+            in_turn = functools.partial(self._in_turn, equal)
+            duplex = functools.partial(self._duplex, equal)
+            if equal.single:
+                current = self._page(self.pages.at(equal, np.int32(0)), current)
             elif not self.duplex:
                 current = in_turn(current)
             elif self.pages.tiled:
@@ -176,7 +176,7 @@ class Loop:
                 current = lax.platform_dependent(current, cpu=in_turn, default=duplex)
         return tuple([arrays[p].unload(current[p]) for p in self.targets])
 
-    def _in_turn(self, pages: Page, current: ByPosition) -> ByPosition:
+    def _in_turn(self, equal: Page, current: ByPosition) -> ByPosition:
         """Updates equal pages, one after the other."""
         constant = {p: x for p, x in current.items() if p not in self.targets}
 
@@ -184,12 +184,12 @@ class Loop:
             carry: tuple[Int[Array, ""], ByPosition],
         ) -> tuple[Int[Array, ""], ByPosition]:
             number, changing = carry
-            changed = self._page(self.pages.at(pages, number), constant | changing)
-            return number + pages.step, {p: changed[p] for p in self.targets}
+            changed = self._page(self.pages.at(equal, number), constant | changing)
+            return number + equal.step, {p: changed[p] for p in self.targets}
 
         start = jnp.int32(0), {p: current[p] for p in self.targets}
         _, changing = lax.while_loop(
-            lambda carry: carry[0] < pages.stop, next_page, start
+            lambda carry: carry[0] < equal.stop, next_page, start
         )
         return constant | changing
 
@@ -206,16 +206,16 @@ class Loop:
         values = fenced([*results.values()], streamed)
         return self._write(at, current, dict(zip(results, values, strict=True)))
 
-    def _duplex(self, pages: Page, current: ByPosition) -> ByPosition:
+    def _duplex(self, equal: Page, current: ByPosition) -> ByPosition:
         """Updates equal pages: while one is written, the next one is read."""
-        step = np.int32(pages.step)
-        last = np.int32(pages.stop - pages.step)
+        step = np.int32(equal.step)
+        last = np.int32(equal.stop - equal.step)
         once = self.pages.tiled  # the loop computes all pages
-        pieces, stop = self._pieces_of(pages), pages.stop if once else last
-        piece_step = np.int32(pages.step // pieces)
+        pieces, stop = self._pieces_of(equal), equal.stop if once else last
+        piece_step = np.int32(equal.step // pieces)
         constant = {p: x for p, x in current.items() if p not in self.targets}
         exchange = Exchange(self.arrays, self.exchanged, self.leaf_count)
-        address = functools.partial(self.pages.at, pages)
+        address = functools.partial(self.pages.at, equal)
 
         def next_page(
             carry: tuple[Int[Array, ""], ByPosition, FetchedByPosition],

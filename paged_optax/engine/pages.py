@@ -180,13 +180,13 @@ class Pages:
             ranges.append(Page(np.int32(start), left, np.int32(start // self.unit)))
         return ranges
 
-    def at(self, pages: Page, number: Index, pieces: int = 1) -> Page:
-        """Returns the page at a value of the loop's variable, or a piece of it."""
-        if pages.start:  # the last page
-            return pages
+    def at(self, equal: Page, number: Index, pieces: int = 1) -> Page:
+        """Returns the page at a value of the variable of a loop over equal pages."""
+        if equal.start:  # the last page
+            return equal
         # XLA:GPU follows only addresses that are linear in the loop's variable.
         start = number if self.unit == 1 else number * np.int32(self.unit)
-        return Page(start, pages.size // pieces, number)
+        return Page(start, equal.size // pieces, number)
 
     def starts(self, page: Page) -> tuple[Index, ...]:
         """Returns a page's first entry along every axis of `view`."""

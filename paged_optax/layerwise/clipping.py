@@ -164,12 +164,7 @@ class Guard:
         return True if self.wrapper is None else self._decided(measure)[0]
 
     def around(self, state: PyTree, measure: GradientStats | None) -> PyTree:
-        """Builds the wrapper's state.
-
-        Args:
-          state: The state of `tx`.
-          measure: The statistics of the gradients; None if there are none.
-        """
+        """Builds the wrapper's state."""
         if self.wrapper is None:
             return state
         outer = self.outer if measure is None else self._decided(measure)[1]

@@ -27,11 +27,7 @@ from paged_optax.layerwise.workspace import GradientWorkspace, Pending
 
 @dataclasses.dataclass(frozen=True)
 class UpdateNextStep:
-    """Applies the previous step's gradients first, and leaves its own to the next step.
-
-    Attributes:
-      step: The parts of the step.
-    """
+    """Applies the previous step's gradients, and leaves its own to the next step."""
 
     step: TracedStep
 
@@ -98,11 +94,7 @@ class UpdateNextStep:
     def _update_rest(
         self, workspace: GradientWorkspace
     ) -> tuple[Weights, list[Array], list[Stored]]:
-        """Updates all but the layers' matrices.
-
-        Returns:
-          The layers' parameters, the others, and the leaves of the state.
-        """
+        """Updates all but the layers' matrices."""
         step, weights, pending = self.step, self.step.weights(), _pending(workspace)
         partition, layered = step.partition, step.schedule.optimizer.layered
         small = [

@@ -28,14 +28,7 @@ from paged_optax.transform.codec_rules import SMALLEST_CODED
 def learned(
     model: ModelFunctions, weights: Weights, rest: Rest, batch: PyTree
 ) -> Learned:
-    """Finds the leaves of the layers' input, and of the context, that have gradients.
-
-    Args:
-      model: The model.
-      weights: The layers' parameters.
-      rest: The others.
-      batch: A micro-batch.
-    """
+    """Finds the leaves of the layers' input and of the context that have gradients."""
     entering, (x, context) = _entering(model, rest, batch)
     every = [is_inexact(leaf) for leaf in jax.tree.leaves(x)]
     seen = entering[len(every) :]
@@ -110,13 +103,7 @@ _ROWS = 32
 def chunked_leaves(
     prologue: Callable[[Rest, PyTree], PyTree], layered: LayeredState, batch: PyTree
 ) -> list[int]:
-    """Returns the parameters outside the layers that can be updated in chunks.
-
-    Args:
-      prologue: The model's.
-      layered: The parameters, and the state.
-      batch: One micro-batch.
-    """
+    """Returns the parameters outside the layers that can be updated in chunks."""
     partition = layered.partition
     used_first = partition.combine(
         [True] * partition.in_layers.count(True),

@@ -43,12 +43,6 @@ def on_explicit_axes(
 ) -> ModelFunctions:
     """The model, on explicit axes if it does not run on automatic ones.
 
-    Args:
-      model: The model.
-      partition: The parameters.
-      batch: The batch.
-      several: If true, `batch` stacks several micro-batches.
-
     Raises:
       Exception: The model's own error if it runs on neither kind of axes.
     """

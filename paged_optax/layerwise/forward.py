@@ -57,14 +57,7 @@ class Activations(NamedTuple):
         length: int,
         on_host: bool,
     ) -> "Activations":
-        """The activations before the first layer.
-
-        Args:
-          x: The first layer's input.
-          kept: Shapes of one layer's kept outputs.
-          length: The number of layers.
-          on_host: If true, `inputs` are in host memory.
-        """
+        """The activations before the first layer."""
         # Empty: each layer writes its slice before anything reads it.
         blank = lambda x: lax.empty((length, *x.shape), x.dtype)
         inputs = jax.tree.map(blank, x)
@@ -85,13 +78,7 @@ _ForwardCarry = tuple[Activations, list[Array], Prefetched]
 
 
 class ForwardStart(NamedTuple):
-    """The prologue's results.
-
-    Attributes:
-      activations: The activations before the first layer.
-      context: The context of all layers.
-      run: Runs a layer.
-    """
+    """The prologue's results."""
 
     activations: Activations
     context: PyTree
@@ -99,13 +86,7 @@ class ForwardStart(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """The results of a forward pass.
-
-    Attributes:
-      activations: The activations after the last layer.
-      context: The context of all layers.
-      stacks: The layers' parameters.
-    """
+    """The results of a forward pass."""
 
     activations: Activations
     context: PyTree

@@ -21,11 +21,7 @@ UpdateCarry = tuple[list[Array], list[Stored], list[Array | None]]
 
 @dataclasses.dataclass(frozen=True)
 class InTurn:
-    """Updates a layer between the computations of two layers.
-
-    Attributes:
-      optimizer: The transformation.
-    """
+    """Updates a layer between the computations of two layers."""
 
     optimizer: LayerOptimizer
 
@@ -36,12 +32,7 @@ class InTurn:
     def backward(
         self, layers: BackwardPass, sink: WorkspaceSink, start: WorkspaceCarry
     ) -> tuple[WorkspaceCarry, list[Array], PrologueGradients]:
-        """Computes each layer's gradients, and updates the layer by them.
-
-        Returns:
-          The last carry, the layers' parameters, and the gradients by the prologue's
-          output.
-        """
+        """Computes each layer's gradients, and updates the layer by them."""
 
         def visit(
             carry: WorkspaceCarry,

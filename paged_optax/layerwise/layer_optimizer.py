@@ -46,13 +46,7 @@ _LAYERS_ON_DEVICE = 3
 
 @dataclasses.dataclass(frozen=True)
 class LayerOptimizer:
-    """Updates layers, and the rest.
-
-    Attributes:
-      layered: The parameters and its state.
-      tree: The update in the loss's own tree.
-      happens: If false, nothing is updated.
-    """
+    """Updates layers, and the rest."""
 
     layered: LayeredState
     tree: TreeUpdate
@@ -68,16 +62,7 @@ class LayerOptimizer:
         tree: LayerTree | None,
         tree_state: PyTree,
     ) -> "LayerOptimizer":
-        """Traces the update.
-
-        Args:
-          tx: The transformation.
-          layered: The parameters and its state.
-          gradients: One layer's gradients.
-          happens: If false, nothing is updated.
-          tree: The loss's own tree; None if the stacks are that tree.
-          tree_state: The types of the state of the own tree.
-        """
+        """Traces the update; `tree` is None if the stacks are the loss's own tree."""
         dtypes, extended = (
             _dtypes(layered, gradients),
             optax.with_extra_args_support(tx),
@@ -111,7 +96,7 @@ class LayerOptimizer:
     def groups(self) -> list[Group]:
         """The leaves that are updated layer by layer, in groups of equal travel."""
         programs = self.tree.programs
-        shared = programs is not None and programs.analysis.tail.equations
+        shared = programs and programs.analysis.tail.program.equations
         return self.layered.grouped(1 if shared else None)
 
     def update_layer(
@@ -121,17 +106,9 @@ class LayerOptimizer:
         gradients: Sequence[Array],
         i: LayerIndex,
     ) -> tuple[list[Stored], list[Array]]:
-        """Updates layer i.
+        """Updates layer i, given its parameters and gradients with a leading axis of 1.
 
-        Args:
-          slots: The state's stacks.
-          weights: The layer's parameters, with a leading axis of 1.
-          gradients: Their gradients.
-          i: Its number.
-
-        Returns:
-          The state's stacks, and the layer's parameters. Small leaves are returned as
-          they were passed.
+        Small leaves are returned as they were passed.
         """
         (every,), length = self.layered.grouped(1), self.layered.length
         state = [read_slice(x, i, length) for x in slots]
@@ -167,51 +144,36 @@ class LayerOptimizer:
         Returns:
           The leaves' new moments, and the leaves.
         """
-        layered, count = self.layered, len(self.layered.params)
-        params, updates = (
-            list(map(dict(zip(layered.numbers, values, strict=True)).get, range(count)))
-            for values in (weights, gradients)
-        )
-        moments = dict(zip(group.slot_positions, state, strict=True))
-        # Nothing reads the stacks of other groups.
-        positions = iter(range(len(layered.slots)))
-        state_leaves = [
-            moments.get(next(positions), x) if stacked else x
-            for x, stacked in zip(layered.state, layered.stacked, strict=True)
+        layered = self.layered
+        numbers = [layered.numbers[n] for n in group.positions]
+
+        def chosen(values: Sequence[Array | None]) -> list[Array | None]:
+            selected = (values[n] for n in group.positions)
+            by_number = dict(zip(numbers, selected, strict=True))
+            return [by_number.get(n) for n in range(len(layered.params))]
+
+        pairs = zip(layered.stacked, layered.owners, strict=True)
+        in_group = [stacked and owner in numbers for stacked, owner in pairs]
+        shared = [
+            owner is None or not jax.tree.leaves(x)[0].ndim
+            for x, owner in zip(layered.state, layered.owners, strict=True)
+        ]
+        moments = iter(state)
+        read = [
+            next(moments) if moment else x if count else None
+            for x, moment, count in zip(layered.state, in_group, shared, strict=True)
         ]
         old = [x for n in group.positions if (x := weights[n]) is not None]
 
         def update() -> tuple[list[Stored], list[Array]]:
-            leaves, moments = self._one_layer(updates, state_leaves, params, i, group)
-            return self._if_it_happens((moments, leaves), (list(state), old))
+            # JAX would trace again for the weak type of a Python integer.
+            layer = np.int32(i) if isinstance(i, int) else i
+            arguments = chosen(gradients), read, chosen(weights), layer
+            leaves, new = self._jitted(*arguments)
+            result = list(compress(new, in_group)), [leaves[n] for n in numbers]
+            return self._if_it_happens(result, (list(state), old))
 
         return barrier_on_cpu(update)
-
-    def _one_layer(
-        self,
-        updates: Sequence[Array | None],
-        state: Sequence[Stored],
-        params: Sequence[Array | None],
-        i: LayerIndex,
-        group: Group,
-    ) -> tuple[list[Array], list[Stored]]:
-        layered = self.layered
-        numbers = [layered.numbers[n] for n in group.positions]
-        moments = [
-            stacked and owner in numbers
-            for stacked, owner in zip(layered.stacked, layered.owners, strict=True)
-        ]
-        read = [
-            x if yes or owner is None or not jax.tree.leaves(x)[0].ndim else None
-            for x, yes, owner in zip(state, moments, layered.owners, strict=True)
-        ]
-        only = lambda leaves: [
-            x if n in numbers else None for n, x in enumerate(leaves)
-        ]
-        # JAX would trace again for the weak type of a Python integer.
-        i = np.int32(i) if isinstance(i, int) else i
-        leaves, new = self._jitted(only(updates), read, only(params), i)
-        return [leaves[n] for n in numbers], list(compress(new, moments))
 
     @functools.cached_property
     def _jitted(self) -> Callable[..., tuple[list[Array], list[Stored]]]:
@@ -237,15 +199,8 @@ class LayerOptimizer:
     ) -> tuple[list[Array], list[Array], list[Stored]]:
         """Updates parameters outside the layers, and the layers' small leaves.
 
-        Args:
-          stacks: The layers' parameters.
-          small: The gradients of the small leaves.
-          others: The other parameters.
-          gradients: Their gradients.
-
-        Returns:
-          The layers' parameters, the others, and the leaves of the state. Stacks in the
-          state are unchanged; see `LayeredState.new_state`.
+        Returns the layers' parameters, the others, and the leaves of the state, in
+        which stacks are unchanged.
         """
         layered, partition = self.layered, self.layered.partition
         params = partition.combine(stacks, others)
@@ -301,47 +256,33 @@ class LayerOptimizer:
             not stacked and owner not in left
             for stacked, owner in zip(layered.stacked, layered.owners, strict=True)
         ]
-        state = [
-            x if yes else None for x, yes in zip(layered.state, moments, strict=True)
+        members = self.tree.state_members
+        fetch = lambda x, member: (
+            jax.tree.map(on_device, x) if isinstance(member, LayerNumbers) else x
+        )
+        fetched = [
+            fetch(x, member) if yes else None
+            for x, member, yes in zip(layered.state, members, moments, strict=True)
         ]
-        with only_if(self.happens):
-            leaves, new_state = self._update(only(updates), state, only(params), add)
+        with only_if(self.happens), self._context():
+            leaves, state = self.tree.rest(only(updates), fetched, only(params), add)
         new = [
             self._if_it_happens(x, old) if yes else old
             for old, x, yes in zip(params, leaves, taken, strict=True)
         ]
+        return new, list(map(self._selected, state, fetched, layered.state))
+
+    def _selected(self, new: Stored, fetched: Stored | None, old: Stored) -> Stored:
+        """Selects a leaf of the state, in the memory of the old one."""
         # The loops of paged moments have selected already.
-        return new, [
-            self._if_it_happens(x, old) if yes and not on_host(x) else x
-            for old, x, yes in zip(layered.state, new_state, moments, strict=True)
-        ]
+        if fetched is None or on_host(fetched):
+            return new
+        return host_like(self._if_it_happens(new, fetched), old)
 
     def _if_it_happens(self, new: Tree, old: Tree) -> Tree:
         if self.happens is True:
             return new
         return jax.tree.map(lambda x, y: jnp.where(self.happens, x, y), new, old)
-
-    def _update(
-        self,
-        updates: Sequence[Array | None],
-        state: Sequence[Stored | None],
-        params: Sequence[Array | None],
-        add: Callable[[PyTree, PyTree], PyTree] = optax.apply_updates,
-    ) -> tuple[list[Array], list[Stored]]:
-        """Updates the leaves that are not None, in the loss's own tree."""
-        stacks = [isinstance(x, LayerNumbers) for x in self.tree.state_members]
-        fetched = [
-            x if x is None or not stacked else jax.tree.map(on_device, x)
-            for x, stacked in zip(state, stacks, strict=True)
-        ]
-        with self._context():
-            leaves, new = self.tree.rest(updates, fetched, params, add)
-        return leaves, [
-            x
-            if old is None or not stacked
-            else host_like(self._if_it_happens(x, at), old)
-            for x, old, at, stacked in zip(new, state, fetched, stacks, strict=True)
-        ]
 
     def _context(self) -> contextlib.AbstractContextManager[None]:
         """The context of an update whose arrays are on the device."""

@@ -89,15 +89,7 @@ class LayerTree:
         return next((len(x) for x in members if isinstance(x, LayerNumbers)), 0)
 
     def stack(self, tree: PyTree, together: Together) -> PyTree:
-        """Stacks all subtrees of the own structure, such as the moments of a state.
-
-        Args:
-          tree: The tree.
-          together: A function that combines the leaves of all layers into one.
-
-        Returns:
-          The tree with stacked subtrees.
-        """
+        """Stacks all subtrees of the own structure, such as the moments of a state."""
 
         def combine(entries: Sequence[PyTree]) -> PyTree:
             members, structure = self.stacked
@@ -110,11 +102,7 @@ class LayerTree:
         return _replace(as_pure(tree), self._pure, combine)
 
     def members_of(self, structure: PyTreeDef) -> list[Members]:
-        """Returns, for each leaf of a stacked state, the leaves of the own state.
-
-        Args:
-          structure: The structure of the own state.
-        """
+        """Returns, for each leaf of a stacked state, the leaves of the own state."""
         numbers = structure.unflatten(range(structure.num_leaves))
         stacked = jax.tree.leaves(
             self.stack(numbers, LayerNumbers.of), is_leaf=is_stored
@@ -196,13 +184,7 @@ def tree_leaves(
     leaves: Sequence[PyTree],
     of_layer: Callable[[PyTree, int], PyTree],
 ) -> list[PyTree]:
-    """Lists the leaves of an own tree.
-
-    Args:
-      members: The own tree's leaves for each leaf of the stacked tree.
-      leaves: The leaves of the stacked tree.
-      of_layer: Returns one layer of a leaf that is a stack.
-    """
+    """Lists an own tree's leaves; `of_layer(x, i)` returns layer i of a stack."""
     by_number: dict[int, PyTree] = {}
     for member, x in zip(members, leaves, strict=True):
         if isinstance(member, int):

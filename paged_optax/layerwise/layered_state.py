@@ -142,12 +142,7 @@ class LayeredState:
     def new_state(
         self, slots: Sequence[Stored], leaves: Sequence[Stored]
     ) -> PyTree[Array]:
-        """Builds the new state.
-
-        Args:
-          slots: Its stacks.
-          leaves: All its leaves. The stacks among them are ignored.
-        """
+        """Builds the new state."""
         stacks = iter(slots)
         new = [
             unflatten_like(old, _scales_to(next(stacks), host=on_host(old)))

@@ -70,10 +70,6 @@ def has_metrics(output: PyTree) -> bool:
 def refuse_no_loss(function: str, output: PyTree) -> None:
     """Raises if an output has no scalar loss.
 
-    Args:
-      function: The name of the function in messages.
-      output: The loss, or the loss and metrics, or their shapes.
-
     Raises:
       ValueError: If the loss, or its weight, is not one number.
       TypeError: If it has no gradient.

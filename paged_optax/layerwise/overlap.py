@@ -36,11 +36,7 @@ from paged_optax.layerwise.weights import LayerSlices, Prefetched, Vectors, Weig
 
 @dataclasses.dataclass(frozen=True)
 class Overlapped:
-    """Updates a layer while the layer before it is computed.
-
-    Attributes:
-      optimizer: The transformation.
-    """
+    """Updates a layer while the layer before it is computed."""
 
     optimizer: LayerOptimizer
 
@@ -58,12 +54,7 @@ class Overlapped:
     def backward(
         self, layers: BackwardPass, sink: WorkspaceSink, start: WorkspaceCarry
     ) -> tuple[WorkspaceCarry, list[Array], PrologueGradients]:
-        """Computes each layer's gradients while the layer after it is updated.
-
-        Returns:
-          The last carry, the layers' parameters and the chunked ones, and the gradients
-          by the prologue's output.
-        """
+        """Computes each layer's gradients while the layer after it is updated."""
         layered = self.optimizer.layered
         others = [layered.params[n] for n in layered.chunked]
         transfers = GroupTransfers(self.optimizer, layers.weights.frozen, True)
@@ -101,13 +92,7 @@ _BackwardCarry = tuple[WorkspaceCarry, PrologueGradients, InFlight, dict[int, Ar
 
 @dataclasses.dataclass(frozen=True)
 class _BackwardOverlap:
-    """Updates a layer during the backward pass of the layer before it.
-
-    Attributes:
-      transfers: The groups of leaves.
-      layers: The backward pass.
-      sink: Receives the gradients.
-    """
+    """Updates a layer during the backward pass of the layer before it."""
 
     transfers: GroupTransfers
     layers: BackwardPass
@@ -136,7 +121,7 @@ class _BackwardOverlap:
         flight = InFlight(slots, stacks, inputs, weights, fixed)
         x, dkept = layers.read(last)
         back = layers.first_gradients(dx)
-        gradients, back = layers.pull_with(slices, x, back, dkept, jnp.int32(last))
+        gradients, back = layers.pull(slices, x, back, dkept, jnp.int32(last))
         flight, (gradients, back) = self.transfers.wait(-1, flight, (gradients, back))
         carry = self.sink.store(start, last, gradients), back, flight, hosted
         carry, back, flight, hosted = downwards(
@@ -187,7 +172,7 @@ class _BackwardOverlap:
         flight, arguments = update(0, flight, arguments)
         sizes = transfers.moment_bytes
         ends = ends_of(sizes, sizes, transfers.portions.sizes)
-        results = in_segments(layers.pull_with, arguments, ends, between)
+        results = in_segments(layers.pull, arguments, ends, between)
         flight, (gradients, back) = transfers.wait(-1, flight, results)
         # Parameters that were fetched for a layer's gradients stay for its update.
         return self.sink.store(inner, i, gradients), back, flight, fetched

@@ -58,10 +58,6 @@ class Partition:
     def of(cls, params: PyTree, key: str = "layers") -> "Partition":
         """Partitions parameters.
 
-        Args:
-          params: The parameters of a model.
-          key: The key of the layers' parameters.
-
         Raises:
           ValueError: If they are no mapping with that key.
         """

@@ -30,7 +30,7 @@ from paged_optax.backend.types import is_explicit
 from paged_optax.engine.paged_array import Stored
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.same_updates import CrossLayerError
-from paged_optax.layerwise.slice_checks import refuse_dependence, refuse_state
+from paged_optax.layerwise.slice_checks import refuse_dependence, refuse_unsliced_state
 from paged_optax.layerwise.slices import LayerIndex, read_slice
 from paged_optax.transform.context import (
     known_shardings,
@@ -60,13 +60,7 @@ class Programs:
         layered: LayeredState,
         gradients: Sequence[jax.ShapeDtypeStruct],
     ) -> "Programs":
-        """Traces an update of whole stacks.
-
-        Args:
-          tx: The transformation.
-          layered: The parameters and the state.
-          gradients: The shapes of the gradients of all parameters.
-        """
+        """Traces an update of whole stacks."""
 
         def update(
             i: LayerIndex, gradients: PyTree, state: PyTree, params: PyTree
@@ -83,9 +77,9 @@ class Programs:
             layered.state_tree(layered.state),
             layered.params_tree(layered.params),
         )
-        closed, _ = trace(update, jnp.int32(0), *trees)
         count, states = len(layered.params), len(jax.tree.leaves(trees[1]))
         try:
+            closed, _ = trace(update, jnp.int32(0), *trees)
             analysis, constants = analyse(
                 closed,
                 [None, *range(count), *[None] * states, *range(count)],
@@ -117,18 +111,7 @@ class Programs:
         params: Sequence[Stored | None],
         layered: LayeredState,
     ) -> tuple[list[Array | None], list[Stored | None]]:
-        """Updates slice i of some stacks.
-
-        Args:
-          i: The layer.
-          updates: The slices of the gradients; None for other leaves.
-          state: The slices of the moments, and counts; None for other leaves.
-          params: The slices of the parameters; None for other leaves.
-          layered: The stacks.
-
-        Returns:
-          The new slices of the parameters and of the moments; None for other leaves.
-        """
+        """Updates slice i of some stacks."""
         length = layered.length
 
         def cut(x: ArrayLike | None, shape: tuple[int, ...]) -> ArrayLike:
@@ -175,18 +158,13 @@ def layer_programs(
 ) -> Programs | None:
     """Returns the programs of an update; None if moments are encoded.
 
-    Args:
-      tx: The transformation.
-      layered: The parameters and its state.
-      gradients: The shapes of the gradients of all parameters.
-
     Raises:
       ValueError: If a slice of a stack cannot be updated alone.
     """
     # This also finds wrappers that skip steps, or that read codes and scales.
     programs = Programs.of(tx, layered, gradients)
     if programs.elementwise:
-        refuse_state(layered, programs.analysis)
+        refuse_unsliced_state(layered, programs.analysis)
         return programs
     refuse_dependence(tx, layered, gradients)
     return None

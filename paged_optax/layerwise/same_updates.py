@@ -43,13 +43,7 @@ def tree_shapes(
     stacked: Sequence[Array | jax.ShapeDtypeStruct],
     layers: Sequence[int | None] | None = None,
 ) -> PyTree:
-    """Returns the shapes of the own tree.
-
-    Args:
-      tree: The own tree.
-      stacked: The stacked leaves.
-      layers: The layers to keep; None keeps all.
-    """
+    """Returns the shapes of the own tree."""
 
     def of_layer(x: jax.ShapeDtypeStruct, i: int) -> PyTree:
         if layers is not None and i not in layers:
@@ -217,14 +211,14 @@ class TracedUpdates:
                 else id(value)
             )
         described = lambda x: x if isinstance(x, Constant) else known[x]
-        shared = analysis.shared
-        inside = dict(enumerate(known[n] for n in analysis.shared_inputs))
+        shared = analysis.shared.program
+        inside = dict(enumerate(known[n] for n in analysis.shared.inputs))
         inner = lambda x: x if isinstance(x, Constant) else inside[x]
         for e in shared.equations:
             key = e.primitive, e.params, tuple(map(inner, e.inputs))
             number = self.numbers.setdefault(key, len(self.numbers))
             inside |= {x: (number, k) for k, x in enumerate(e.outputs)}
-        pairs = zip(analysis.shared_outputs, shared.outputs, strict=True)
+        pairs = zip(analysis.shared.outputs, shared.outputs, strict=True)
         known |= {number: inner(x) for number, x in pairs}
         signatures = Signatures({}, [{} for _ in range(self.tree.length)])
 
@@ -244,7 +238,7 @@ class TracedUpdates:
             )
             for k, output in enumerate(leaf.outputs):
                 add(output, computation._replace(result=k))
-        for output in analysis.tail_outputs:
+        for output in analysis.tail.outputs:
             add(output, "cut from what is laid end to end")
         return signatures
 
@@ -274,14 +268,7 @@ class SameUpdates:
         params: Sequence[Array],
         gradients: Sequence[jax.ShapeDtypeStruct],
     ) -> "SameUpdates":
-        """Traces the update of the whole own tree, then of one layer of each kind.
-
-        Args:
-          tx: The transformation.
-          tree: The own tree.
-          params: The stacked parameters.
-          gradients: The shapes of their gradients.
-        """
+        """Traces the update of the whole own tree, then of one layer of each kind."""
         traced = TracedUpdates(tx, tree, {})
         update = lambda *layers: traced.update(
             tree_shapes(tree, gradients, *layers), tree_shapes(tree, params, *layers)
@@ -305,8 +292,9 @@ class SameUpdates:
             if n in chunks
             else x
         )
+        layers = (None,) if self.pruned else None
         trees = [
-            tree_shapes(tree, [chunk(n, x) for n, x in enumerate(leaves)])
+            tree_shapes(tree, [chunk(n, x) for n, x in enumerate(leaves)], layers)
             for leaves in (gradients, layered.params)
         ]
         members, _ = tree.stacked

@@ -209,13 +209,7 @@ class BatchCarry(NamedTuple):
 
 
 class BatchMetrics(NamedTuple):
-    """Metrics of a micro-batch, or stacked metrics of all.
-
-    Attributes:
-      loss: The loss.
-      metrics: The epilogue's metrics, or None.
-      layers: The statistics of the layers' gradients so far.
-    """
+    """Metrics of a micro-batch, or stacked metrics of all."""
 
     loss: Float[Array, "..."] | WeightedLoss
     metrics: PyTree

@@ -30,11 +30,6 @@ def refuse_dependence(
 
     Codecs are not element by element. The computation between them may be.
 
-    Args:
-      tx: The transformation.
-      layered: The parameters and its state.
-      gradients: The shapes of the gradients of all parameters.
-
     Raises:
       ValueError: If the update of a slice differs from the update of the whole stack.
     """
@@ -49,7 +44,7 @@ def refuse_dependence(
             " cannot be updated without the others: with layerwise_step use a"
             " transformation such as paged_adamw, paged_lion or paged_sgd."
         )
-    refuse_state(layered, None)
+    refuse_unsliced_state(layered, None)
     cut = lambda leaves: layered.params_tree(
         [
             jax.ShapeDtypeStruct((x.shape[0] // layered.length, *x.shape[1:]), x.dtype)
@@ -73,7 +68,7 @@ def refuse_dependence(
         )
 
 
-def refuse_state(layered: LayeredState, analysis: Analysis | None) -> None:
+def refuse_unsliced_state(layered: LayeredState, analysis: Analysis | None) -> None:
     """Raises if moments of layers cannot be sliced, or belong to no known stack."""
     leaves = () if analysis is None else analysis.leaf_updates
     updated_with = {output: x.owner for x in leaves for output in x.outputs}

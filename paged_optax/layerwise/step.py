@@ -45,8 +45,8 @@ from paged_optax.layerwise.updates import TracedStep, UpdateAfterNorm, UpdateAtO
 from paged_optax.layerwise.weights import Frozen
 from paged_optax.layerwise.workspace import GradientWorkspace
 
-# XLA:TPU copies stacks in host memory whole that are updated beside other layers'
-# gradients (libtpu 0.0.52: of 36 layers of float32, 1.5 GB). A CPU has no link.
+# XLA:TPU copies whole host stacks that are updated during other layers' gradients
+# (libtpu 0.0.52: 1.5 GB for 36 layers of float32). A CPU has no link.
 _OVERLAPPED = ("cuda", "rocm")
 
 

@@ -104,13 +104,6 @@ def compare_processes(
 ) -> None:
     """Compares the arguments of all processes.
 
-    Args:
-      answers: The answers of the paged transformations.
-      params: The parameters.
-      state: The transformation's state.
-      workspace: The workspace.
-      settings: The other arguments of `layerwise_step`, by name.
-
     Raises:
       ValueError: If processes differ.
     """
@@ -131,18 +124,7 @@ def compare_processes(
 def warn_of_divided_layers(
     answers: Sequence[Answer], params: PyTree, frozen: PyTree, key: str
 ) -> bool:
-    """Warns about the first stack that is divided along its layers.
-
-    Args:
-      answers: The answers of the paged transformations, which hold the parameters'
-        shardings from `init`.
-      params: The parameters.
-      frozen: Parameters that are not trained, or None.
-      key: The key of the layers' parameters.
-
-    Returns:
-      True if it warned.
-    """
+    """Warns about the first stack that is divided along its layers."""
     known = [ParameterShardings(), *(pager.known for pager, *_ in answers)]
     for name, tree, sources in (
         ("params", as_pure(params), known),

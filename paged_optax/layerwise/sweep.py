@@ -95,19 +95,7 @@ class BackwardPass:
         last: Bool[Array, ""] | bool = True,
         forward: Forward | None = None,
     ) -> "BackwardPass":
-        """Runs the forward pass and the epilogue.
-
-        Args:
-          model: The model.
-          weights: The layers' parameters.
-          rest: The other parameters.
-          batch: The micro-batch, or all micro-batches.
-          dtypes: The dtypes of the layers' gradients.
-          before: The total weight of the preceding micro-batches.
-          several: If true, `batch` stacks several micro-batches.
-          last: If true, no micro-batch follows.
-          forward: The result of the forward pass, if it ran already.
-        """
+        """Runs the forward pass and the epilogue."""
         if forward is None:
             each = _for_each if several else _for_one
             forward = model.forward(weights, model.start(weights, rest, batch, each))
@@ -142,12 +130,7 @@ class BackwardPass:
     def run(
         self, visit: Visit[Carry], start: Carry
     ) -> tuple[Carry, list[Array], PrologueGradients]:
-        """Calls `visit(carry, i, slices, gradients)` for each layer, the last first.
-
-        Returns:
-          The last carry, the stacks with the slices that `visit` returned, and the
-          gradients by the prologue's output.
-        """
+        """Calls `visit(carry, i, slices, gradients)` for each layer, the last first."""
         weights = self.weights
 
         def body(
@@ -156,8 +139,9 @@ class BackwardPass:
             inner, back, stacks, prefetched = carry
             slices, frozen = weights.slices(stacks, i, prefetched, vectors)
             prefetched = weights.prefetch(stacks, following)
-            gradients, back = self.pull((slices, frozen), back, i)
-            # Or XLA:CPU fuses the products into the update, and copies the stacks.
+            x, dkept = self.read(i)
+            gradients, back = self.pull((slices, frozen), x, back, dkept, i)
+            # XLA:CPU would fuse the products into the update, and copy the stacks.
             values = gradients, slices, back
             gradients, slices, back = on_cpu(lax.optimization_barrier, values)
             gradients, back, prefetched = _with_prefetched(gradients, back, prefetched)
@@ -167,7 +151,8 @@ class BackwardPass:
             else:
                 stacks = write_slices(stacks, slices, new, i)
             if weights.prefetches:
-                # Of two layers a trip, the second's moments wait for the first's.
+                # An iteration has two layers. The second one's moments wait for the
+                # first one's.
                 inner, back = lax.optimization_barrier((inner, back))
             return inner, back, stacks, prefetched
 
@@ -192,26 +177,13 @@ class BackwardPass:
         context, _ = select(self.context, self.learned.context)
         return PrologueGradients(by_output, list(map(jnp.zeros_like, context)))
 
-    def pull(
-        self, slices: LayerSlices, back: PrologueGradients, i: LayerIndex
-    ) -> tuple[PyTree[Array], PrologueGradients]:
-        """Computes the gradients of layer i, by its parameters and by its input.
-
-        Args:
-          slices: The layer's parameters, trained and frozen.
-          back: The gradients by the layer's output, and those by the context so far.
-          i: The layer.
-        """
-        x, dkept = self.read(i)
-        return self.pull_with(slices, x, back, dkept, i)
-
     def read(self, i: LayerIndex) -> tuple[PyTree[Array], list[Array]]:
         """Reads layer i's input, and the gradients by its kept outputs."""
         cut = lambda stack: read_slice(stack, i)[0]
         by_kept = self.epilogue.by_kept
         return jax.tree.map(cut, self.inputs), jax.tree.map(cut, by_kept)
 
-    def pull_with(
+    def pull(
         self,
         slices: LayerSlices,
         x: PyTree[Array],
@@ -219,7 +191,7 @@ class BackwardPass:
         dkept: list[Array],
         i: LayerIndex,
     ) -> tuple[PyTree[Array], PrologueGradients]:
-        """Does the same with the results of `read`."""
+        """Computes the gradients of layer i, by its parameters and by its input."""
         weights, frozen = self.weights.of(slices)
         dx, dcontext = back
         pull = lambda x, context, dx, dkept: self.model.pull_layer(

@@ -32,16 +32,7 @@ from paged_optax.transform.trees import paths_of
 def init_stacked(
     tx: optax.GradientTransformation, tree: LayerTree, params: PyTree
 ) -> optax.OptState:
-    """Initializes the state of `tx` for stacked parameters, layer by layer.
-
-    Args:
-      tx: The transformation of the own tree.
-      tree: The own tree.
-      params: The stacked parameters, or their shapes.
-
-    Returns:
-      The state of the own tree with its moments stacked, or its shapes.
-    """
+    """Initializes the state of `tx` for stacked parameters, layer by layer."""
     leaves: list[Array] = jax.tree.leaves(params)
     members, _ = tree.stacked
     shapes = [_layer_shape(m, x) for m, x in zip(members, leaves, strict=True)]

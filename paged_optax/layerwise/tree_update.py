@@ -81,11 +81,6 @@ class TreeUpdate:
         An element-wise update of a stack is the update of each slice. `tx` reads the
         shapes of whole stacks, or of slices of length 1 if moments are encoded.
 
-        Args:
-          tx: The transformation.
-          layered: The parameters and the state.
-          dtypes: For each parameter, the dtype of its gradient.
-
         Raises:
           ValueError: If `tx` mixes parameters, or several elements of a stack.
         """
@@ -103,15 +98,7 @@ class TreeUpdate:
         tree_state: PyTree,
         dtypes: Sequence[np.dtype],
     ) -> "TreeUpdate":
-        """Traces the update.
-
-        Args:
-          tx: The transformation.
-          tree: The loss's own tree.
-          layered: The parameters and the state, stacked.
-          tree_state: The types of the state of the own tree.
-          dtypes: For each parameter, the dtype of its gradient.
-        """
+        """Traces the update."""
         structure = jax.tree.structure(tree_state, is_leaf=is_quantized)
         members = tree.members_of(structure)
         same = SameUpdates.of(tx, tree, layered.params, _with_dtypes(layered, dtypes))
@@ -171,11 +158,9 @@ class TreeUpdate:
         """
         if self.programs is not None:
             return self.programs.run(i, updates, state, params, self.layered)
-        runs = [functools.partial(self._as_layer, layers[0]) for layers in self.by_kind]
+        runs = [functools.partial(self._updated, layers[0]) for layers in self.by_kind]
         if len(runs) == 1:
             return runs[0](i, updates, state, params)
-        if isinstance(i, int | np.integer):
-            return runs[self.kinds[i]](i, updates, state, params)
         which = jnp.asarray(np.asarray(self.kinds, np.int32))[i]
         return lax.switch(which, runs, i, updates, state, params)
 
@@ -186,17 +171,7 @@ class TreeUpdate:
         params: Leaves,
         add: Add = optax.apply_updates,
     ) -> Updated:
-        """Updates parameters outside the layers, and whole stacks of small leaves.
-
-        Args:
-          updates: The gradients.
-          state: The leaves of the state.
-          params: The parameters.
-          add: Applies updates outside the layers.
-
-        Returns:
-          The parameters, and the leaves of the state.
-        """
+        """Updates parameters outside the layers, and whole stacks of small leaves."""
         members, _ = self.tree.stacked
         apart = lambda stacks: (
             only(updates, members, stacks),
@@ -228,7 +203,7 @@ class TreeUpdate:
         trees = list(updates), list(state), list(params)
         if len(layers) < self.layered.length:
             trees = jax.tree.map(lambda x: x[numbers], trees)
-        run = functools.partial(self._as_layer, layers[0])
+        run = functools.partial(self._updated, layers[0])
 
         def one(i: Array, trees: PyTree) -> PyTree:
             updates, state, params = jax.tree.map(lambda x: x[None], trees)
@@ -239,17 +214,6 @@ class TreeUpdate:
 
         return jax.vmap(one)(jnp.asarray(numbers), trees)
 
-    def _as_layer(
-        self,
-        place: int,
-        i: LayerIndex,
-        updates: Leaves,
-        state: Leaves,
-        params: Leaves,
-    ) -> Updated:
-        """Updates layer i in the place of layer `place`."""
-        return self._updated(place, i, updates, state, params)
-
     def _updated(
         self,
         place: int | None,
@@ -259,6 +223,7 @@ class TreeUpdate:
         params: Leaves,
         add: Add = optax.apply_updates,
     ) -> Updated:
+        """Updates layer i in place of layer `place`, or the rest if that is None."""
         members, _ = self.tree.stacked
         zeros = _Zeros()
         fill = functools.partial(_placed, place, zeros, self._pruned)

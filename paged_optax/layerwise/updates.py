@@ -88,18 +88,7 @@ class TracedStep:
         by_rest: Rest,
         measure: GradientStats,
     ) -> tuple[PyTree, PyTree]:
-        """Updates all but the layers' matrices.
-
-        Args:
-          stacks: The layers' parameters, then the chunked parameters.
-          slots: The state's stacks.
-          small: The gradients of the small leaves.
-          by_rest: The gradients of the other parameters.
-          measure: The statistics of all gradients.
-
-        Returns:
-          The new parameters and the new state.
-        """
+        """Updates all but the layers' matrices."""
         optimizer = self.schedule.optimizer.only_if(self.guard.passes(measure))
         layered = optimizer.layered
         count = len(stacks) - len(layered.chunked)
@@ -113,11 +102,7 @@ class TracedStep:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateAtOnce:
-    """Updates each layer as soon as its gradients are computed.
-
-    Attributes:
-      step: The parts of the step.
-    """
+    """Updates each layer as soon as its gradients are computed."""
 
     step: TracedStep
 
@@ -175,12 +160,7 @@ class UpdateAtOnce:
     def _measured_first(
         self, layers: BackwardPass
     ) -> tuple[GradientStats, Float[Array, ""], Rest, BackwardPass]:
-        """Measures all gradients in a backward pass that updates nothing.
-
-        Returns:
-          The statistics, the norm, the gradients of the other parameters, and the
-          layers for the second pass.
-        """
+        """Measures all gradients in a backward pass that updates nothing."""
         clipping = self.step.clipping
         add = lambda measure, i, slices, gradients: (
             measure + clipping.measure(gradients),
@@ -199,11 +179,7 @@ class UpdateAtOnce:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateAfterNorm:
-    """Writes all gradients to host memory, and updates the layers by them.
-
-    Attributes:
-      step: The parts of the step.
-    """
+    """Writes all gradients to host memory, and updates the layers by them."""
 
     step: TracedStep
 

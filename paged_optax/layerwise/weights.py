@@ -63,11 +63,7 @@ def on_device(x: Array) -> Array:
 
 
 def fetch_after(tree: Tree, dependency: Dependency) -> tuple[Tree, Dependency]:
-    """Fetches the leaves on the host after `dependency` is computed.
-
-    Returns:
-      The tree on the device, and `dependency`.
-    """
+    """Fetches the leaves on the host after `dependency` is computed."""
     leaves, structure = jax.tree.flatten(tree)
     hosted = [x for x in leaves if on_host(x)]
     if not hosted:
@@ -124,11 +120,6 @@ class Frozen:
     @classmethod
     def of(cls, frozen: PyTree, key: str, length: int) -> "Frozen":
         """Partitions frozen parameters.
-
-        Args:
-          frozen: The frozen parameters.
-          key: The key of the layers' parameters.
-          length: The number of trained layers.
 
         Raises:
           TypeError: If they are no mapping of arrays.
@@ -223,14 +214,7 @@ class Weights:
         prefetched: Prefetched | None = None,
         vectors: Vectors | None = None,
     ) -> LayerSlices:
-        """Reads layer i.
-
-        Args:
-          stacks: The trained stacks.
-          i: The layer.
-          prefetched: Its prefetched slices, if any.
-          vectors: The joined vectors; see `vectors`.
-        """
+        """Reads layer i."""
         trained, frozen = prefetched or Prefetched({}, {})
         vectors = vectors or {}
 

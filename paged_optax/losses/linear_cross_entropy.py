@@ -1,16 +1,18 @@
 """Cross-entropy of a linear layer that never materializes its logits."""
 
 import dataclasses
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Float, Integer
+from jaxtyping import Float, Integer, PyTree
 
 from paged_optax.backend.memory import on_host
+from paged_optax.backend.platforms import barrier
 from paged_optax.backend.types import (
     on_one_device,
     varying,
@@ -18,10 +20,20 @@ from paged_optax.backend.types import (
     with_automatic_axes,
 )
 from paged_optax.backend.validation import brief, check_count, check_rate
-from paged_optax.losses.chunks import Chunks
 
-_Labels = Array | np.ndarray
+# Bytes of a chunk's float32 logits, and of its rows of the head's gradient. With half,
+# the latter would fill the 132 multiprocessors of an H200 only once.
+_BYTES = 128 * 2**20
+_LEAST = 2048
+# Rows and columns of a TPU's tile: blocks of whole tiles need no copy.
+_TILES = (8, 128)
+_MOST_BLOCKS = 64
+
 _Axes = tuple[tuple[int, ...], tuple[int, ...]]
+_Labels = Array | np.ndarray
+#: Per token the largest logit, the sum of exponentials, and the label's logit.
+_Sums = tuple[Array, Array, Array]
+Carry = TypeVar("Carry", bound=PyTree)
 
 
 def linear_cross_entropy(
@@ -35,77 +47,58 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk: int | None = None,
 ) -> Float[Array, "*tokens"]:
-    r"""Softmax cross-entropy of a linear layer that never materializes its logits.
+    r"""Softmax cross-entropy of a linear layer, without its logits in memory.
 
-    Computes `optax.softmax_cross_entropy_with_integer_labels(x @ head.T, labels)`, one
-    loss for each token:
+    The losses equal `optax.softmax_cross_entropy_with_integer_labels(x @ head.T,
+    labels)`, one for each token:
 
     .. math::
         \ell_t = \log \sum_v e^{z_{tv}} - z_{t y_t} + c \Bigl(\log \sum_v
         e^{z_{tv}}\Bigr)^2, \qquad
         z = s \tanh \frac{x W^\top + b}{s},
 
-    with labels :math:`y`, `soft_cap` :math:`s` (None omits the tanh) and `z_loss`
-    :math:`c`. The logits :math:`z` of one chunk of the vocabulary are in memory, in
-    float32. The forward pass accumulates the tokens' sums of exponentials over chunks.
-    The backward pass recomputes each chunk's logits. The chunk's rows of the head's
-    gradient are then complete, and are written once, in the head's dtype.
+    with labels :math:`y`, `soft_cap` :math:`s` (no tanh if None) and `z_loss`
+    :math:`c`. Only one chunk of the vocabulary has its logits :math:`z` in memory, in
+    float32. The backward pass recomputes them, and writes the chunk's rows of the
+    head's gradient once, in the head's dtype.
 
-    Scratch memory on the device in MiB for loss and gradients, with 8192 tokens of
-    width 2560, a vocabulary of 151,936, and bfloat16, from XLA's buffer assignment
-    (bounded in `tests/losses/test_linear_cross_entropy.py`):
+    MiB of device memory for loss and gradients, without arguments and results, for 8192
+    tokens, width 2560, a vocabulary of 151,936, and bfloat16, from XLA's buffer
+    assignment (`tests/losses/test_linear_cross_entropy.py` bounds it):
 
     | | H200 | TPU v5e |
     | --- | --- | --- |
     | Optax, all logits | 7122 | 7122 |
     | `linear_cross_entropy` | 272 | 143 |
 
-    The logits are computed twice: loss and gradients take four products of tokens,
-    width and vocabulary, or three with a frozen head. Optax's loss takes three, or two.
+    The logits are computed twice: four products of tokens, width and vocabulary instead
+    of three, or three instead of two with a frozen head.
 
-    Any mesh is supported. A chunk has entries from the whole vocabulary, so that all
-    devices with a shard of the head compute a part of each chunk. A device gathers at
-    most one chunk of the head. This requires 2, 4, 8 and up to 64 devices, each with a
-    multiple of 8 entries of the vocabulary, or of 128 with `vocab_axis=1`.
-
-    The caller applies weights and masks, and computes means:
-
-    ```python
-    def epilogue(rest, x, kept, batch):
-        x = normalise(x, rest["norm"])
-        losses = po.linear_cross_entropy(x, rest["embed"], batch["labels"])
-        return po.WeightedLoss((losses * batch["mask"]).sum(), batch["mask"].sum())
-    ```
-
-    `tokamax.linear_softmax_cross_entropy_loss(x, labels, head, reduction="none")` has a
-    TPU kernel of the same losses (release 0.0.17), without soft cap and z-loss. Its
-    gradient of a bfloat16 head is float32: the last figure of the table is then 1564.
+    On a mesh of 2, 4, 8 and up to 64 devices that shard the head by the vocabulary, all
+    work on each chunk, and none gathers more of the head than one chunk. Each must have
+    a multiple of 8 entries of the vocabulary, or of 128 with `vocab_axis=1`.
 
     Args:
-      x: The last layer's output, with all axes of a batch: under `jax.vmap` the head's
-        gradient takes memory for each element of the mapped axis.
+      x: The last layer's output, with all batch axes rather than under `jax.vmap`.
       head: The output matrix: `[vocab, width]` as in an embedding, tied or not, or
         `[width, vocab]` with `vocab_axis=1` as in Flax's `Dense` and `Linear`.
-      labels: The index of each token's label in the vocabulary. A token with a negative
-        label, such as PyTorch's -100, has loss 0 and no gradient.
-      bias: Biases of the logits, or None.
+      labels: The token's index in the vocabulary. A negative label, such as PyTorch's
+        -100, has loss 0 and no gradient.
+      bias: Added to the logits, or None.
       vocab_axis: The head's axis of the vocabulary.
       soft_cap: The bound of the logits' absolute values, such as 30.0 in Gemma 2.
-      z_loss: The weight of the squared log of the softmax's denominator, such as 1e-4
-        in PaLM.
-      chunk: Most entries of the vocabulary in a chunk. None: 128 MiB of logits, or of
-        the head's rows in float32, and at least 2048 entries.
+      z_loss: The weight of the squared log-sum-exp, such as 1e-4 in PaLM.
+      chunk: The maximum entries of a chunk. None: 128 MiB of logits, or of the head's
+        rows in float32, and at least 2048 entries.
 
     Returns:
-      The tokens' losses in float32, or in float64 if `x` or `head` is. The loss is NaN
-      if the label is `vocab` or more.
+      The tokens' losses in float32, or in float64 if `x` or `head` is float64. The loss
+      of a label of `vocab` or more is NaN.
 
     Raises:
-      ValueError: If shapes do not match, if an array is in host memory, if
-        `vocab_axis` is neither 0 nor 1, or if `soft_cap`, `z_loss` or `chunk` is not
-        positive.
-      TypeError: If `labels` is not of integers, if `x`, `head` or `bias` is not of
-        floating point numbers, if `chunk` is no int, or for a forward-mode derivative.
+      ValueError: If shapes do not match, an array is in host memory, or a number is out
+        of its range.
+      TypeError: If a dtype does not match, or for a forward-mode derivative.
 
     Example:
       >>> import jax, jax.numpy as jnp, paged_optax as po
@@ -120,33 +113,32 @@ def linear_cross_entropy(
 
     References:
       Wijmans et al., `Cut Your Losses in Large-Vocabulary Language Models
-      <https://arxiv.org/abs/2411.09009>`_, 2024, a kernel of it for CUDA;
-      `tokamax <https://openxla.org/tokamax/supported_ops>`_;
+      <https://arxiv.org/abs/2411.09009>`_, 2024, a CUDA kernel;
       Chowdhery et al., `PaLM <https://arxiv.org/abs/2204.02311>`_, 2022 (z-loss);
       Gemma Team, `Gemma 2 <https://arxiv.org/abs/2408.00118>`_, 2024 (soft caps).
     """
     x, head = jnp.asarray(x), jnp.asarray(head)
     bias = None if bias is None else jnp.asarray(bias)
     if not isinstance(labels, Array):
-        labels = np.asarray(labels)  # without x64, JAX would wrap 64-bit labels
-    _refuse_other_shapes(x, head, labels, bias, vocab_axis)
-    _refuse_other_arrays(x, head, labels, bias)
-    for name, rate in (("soft_cap", soft_cap), ("z_loss", z_loss or None)):
-        if rate is not None:
-            check_rate(name, rate)
+        labels = np.asarray(labels)  # without x64, JAX would wrap what has 64 bits
+    _refuse_mismatches(x, head, labels, bias, vocab_axis)
+    if soft_cap is not None:
+        check_rate("soft_cap", soft_cap)
+    if z_loss:
+        check_rate("z_loss", z_loss)
     if chunk is not None:
         check_count("chunk", chunk, 1)
     vocab, width = head.shape[vocab_axis], head.shape[1 - vocab_axis]
-    # A head traced by its shape, also in `split_layers`, may be sharded when it runs.
+    # A trace by shapes, as in `split_layers`, may run on a mesh.
     one = jax.device_count() == 1 and on_one_device(head)
     chunks = Chunks.of(vocab, vocab_axis, labels.size, width, chunk, one)
-    # Clip in the labels' dtype, which may not hold `vocab`: a cast would wrap.
+    # Clipped in the labels' dtype, which may not hold `vocab`: a cast would wrap.
     bounds = jnp.iinfo(labels.dtype)
     labels = labels.clip(max(bounds.min, -1), min(bounds.max, vocab))
     labels = jnp.asarray(labels, jnp.int32)
 
     def losses(x: Array, head: Array, labels: Array, bias: Array | None) -> Array:
-        # The axes that a cotangent is summed over are then known outside `_scores`.
+        # The axes over which cotangents are summed must vary outside `_scores`.
         operands = _Inputs(x, head, bias), labels
         operands = varying(operands, varying_axes(operands))
         label, total = _scores(_ChunkedHead(chunks, soft_cap), *operands)
@@ -162,23 +154,89 @@ def linear_cross_entropy(
         if "custom_" not in str(error):
             raise
         raise TypeError(
-            "linear_cross_entropy has only reverse-mode derivatives: apply jax.grad,"
-            " jax.vjp or jax.jacrev before jax.jvp or jax.jacfwd, like jax.hessian,"
-            " or use Optax's loss of all logits."
+            "linear_cross_entropy has reverse-mode derivatives alone: take jax.grad or"
+            " jax.vjp before jax.jvp, as jax.hessian does, or Optax's loss."
         ) from error
 
 
-class _Sums(NamedTuple):
-    """Running maximum, sum of shifted exponentials, and label's logit per token."""
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """A vocabulary in chunks.
 
-    top: Array
-    total: Array
-    label: Array
+    A chunk has `size` entries of each of `blocks` equal blocks, so that each device has
+    a part of each chunk if a mesh shards the vocabulary, the head's `axis`. XLA would
+    gather the whole head for chunks of consecutive entries.
+    """
+
+    vocab: int
+    axis: int
+    blocks: int
+    size: int
+
+    @staticmethod
+    def of(
+        vocab: int,
+        axis: int,
+        tokens: int,
+        width: int,
+        chunk: int | None,
+        one_device: bool = False,
+    ) -> "Chunks":
+        """Returns chunks of at most about `chunk` entries.
+
+        On one device the last axis is one block: with two, XLA:TPU copies the whole
+        head for each chunk.
+        """
+        if chunk is None:
+            chunk = max(_LEAST, _BYTES // (4 * max(tokens, width, 1)))
+        size, tile, blocks = max(1, min(chunk, vocab)), _TILES[axis], 1
+        most = 1 if one_device and axis == 1 else _MOST_BLOCKS
+        while blocks < most and 2 * blocks * tile <= size:
+            if vocab % (2 * blocks * tile):
+                break
+            blocks *= 2
+        size //= blocks
+        return Chunks(vocab, axis, blocks, size - size % tile if size > tile else size)
+
+    def fold(self, step: Callable[..., Carry], carry: Carry) -> Carry:
+        """Folds `step(start, size, carry)` over the chunks."""
+        block = self.vocab // self.blocks
+        turns, rest = divmod(block, self.size)
+        if rest:
+            # First: XLA:GPU would hoist it before the loop (jax 0.12.0.1).
+            carry = step(turns * self.size, rest, carry)
+        if turns > 1:
+            run = lambda i, carry: step(i * self.size, self.size, carry)
+            return lax.fori_loop(0, turns, run, carry)
+        return step(0, self.size, carry) if turns else carry
+
+    def entries(self, start: ArrayLike, size: int) -> Integer[Array, " chunk"]:
+        """Returns a chunk's entries of the vocabulary."""
+        first = jnp.arange(self.blocks, dtype=jnp.int32) * (self.vocab // self.blocks)
+        within = start + jnp.arange(size, dtype=jnp.int32)
+        return (first[:, None] + within[None, :]).reshape(-1)
+
+    def take(self, x: Array, axis: int, start: ArrayLike, size: int) -> Array:
+        """Returns a chunk of an array along its axis of the vocabulary."""
+        cut = lax.dynamic_slice_in_dim(self._in_blocks(x, axis), start, size, axis + 1)
+        cut = lax.collapse(cut, axis, axis + 2)
+        # XLA:GPU fuses a slice at a constant index with its products, and finds no
+        # tiling for odd sizes ("No supported config found", jax 0.12.0.1).
+        part = size * self.blocks < self.vocab
+        return barrier(cut) if part and isinstance(start, int) else cut
+
+    def put(self, to: Array, x: Array, axis: int, start: ArrayLike) -> Array:
+        """Writes a chunk of an array."""
+        return lax.dynamic_update_slice_in_dim(
+            self._in_blocks(to, axis), self._in_blocks(x, axis), start, axis + 1
+        ).reshape(to.shape)
+
+    def _in_blocks(self, x: Array, axis: int) -> Array:
+        divided = self.blocks, x.shape[axis] // self.blocks
+        return x.reshape(x.shape[:axis] + divided + x.shape[axis + 1 :])
 
 
 class _Inputs(NamedTuple):
-    """Differentiable inputs of `_scores`, or their gradients."""
-
     x: Array
     head: Array
     bias: Array | None
@@ -186,26 +244,24 @@ class _Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _ChunkedHead:
-    """A linear layer, computed in chunks of the vocabulary."""
+    """A linear layer, evaluated by chunks of the vocabulary."""
 
     chunks: Chunks
     soft_cap: float | None
 
-    def weights(self, inputs: _Inputs, start: ArrayLike, size: int) -> Array:
-        """The chunk's part of the output matrix."""
-        return self.chunks.take(inputs.head, self.chunks.axis, start, size)
-
     def logits(
-        self, inputs: _Inputs, weights: Array, start: ArrayLike, size: int
-    ) -> Array:
-        last = inputs.x.ndim - 1
-        logits = _product(inputs, inputs.x, weights, ((last,), (1 - self.chunks.axis,)))
+        self, inputs: _Inputs, start: ArrayLike, size: int
+    ) -> tuple[Array, Array]:
+        """Returns the logits of a chunk, and its part of the output matrix."""
+        last, axis = inputs.x.ndim - 1, self.chunks.axis
+        weights = self.chunks.take(inputs.head, axis, start, size)
+        logits = _product(inputs, inputs.x, weights, ((last,), (1 - axis,)))
         if inputs.bias is not None:
             bias = self.chunks.take(inputs.bias, 0, start, size).astype(logits.dtype)
             logits = logits + jnp.expand_dims(bias, range(last))
         if self.soft_cap is not None:
             logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
-        return logits
+        return logits, weights
 
     def is_label(self, labels: Array, start: ArrayLike, size: int) -> Array:
         entries = self.chunks.entries(start, size)
@@ -213,13 +269,11 @@ class _ChunkedHead:
 
 
 def _dtypes(inputs: _Inputs) -> tuple[np.dtype, np.dtype]:
-    """Dtypes of the products' operands, and of their sums."""
     narrow = np.dtype(jnp.promote_types(inputs.x.dtype, inputs.head.dtype))
     return narrow, np.dtype(jnp.promote_types(narrow, jnp.float32))
 
 
 def _product(inputs: _Inputs, left: Array, right: Array, over: _Axes) -> Array:
-    """Product of two arrays, contracted over the axes `over`."""
     narrow, wide = _dtypes(inputs)
     return lax.dot_general(
         left.astype(narrow),
@@ -230,68 +284,58 @@ def _product(inputs: _Inputs, left: Array, right: Array, over: _Axes) -> Array:
 
 
 def _zeros(inputs: _Inputs, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Zeros with the manual axes of `inputs.x`."""
     return varying(jnp.zeros(shape, dtype), varying_axes(inputs.x))
 
 
 def _scored(head: _ChunkedHead, inputs: _Inputs, labels: Array) -> tuple[Array, Array]:
-    """Returns each token's logit of the label, and the log-sum-exp of its logits.
-
-    JAX differentiates the loss of these two.
-    """
+    """Returns per token the label's logit and the log of the sum of exponentials."""
 
     def step(start: ArrayLike, size: int, sums: _Sums) -> _Sums:
-        logits = head.logits(inputs, head.weights(inputs, start, size), start, size)
-        top = jnp.maximum(sums.top, jnp.max(logits, axis=-1))
+        last_top, last_total, last_label = sums
+        logits, _ = head.logits(inputs, start, size)
+        top = jnp.maximum(last_top, jnp.max(logits, axis=-1))
         # A bias of minus infinity may mask all entries of a chunk.
         base = jnp.where(top == -jnp.inf, 0.0, top)
         total = jnp.sum(jnp.exp(logits - base[..., None]), axis=-1)
-        # Rescale the sum so far to the new maximum.
-        total = sums.total * jnp.exp(sums.top - base) + total
+        total = last_total * jnp.exp(last_top - base) + total
         label = jnp.where(head.is_label(labels, start, size), logits, 0.0)
-        return _Sums(top, total, sums.label + jnp.sum(label, axis=-1))
+        return top, total, last_label + jnp.sum(label, axis=-1)
 
     zeros = _zeros(inputs, labels.shape, _dtypes(inputs)[1])
-    sums = head.chunks.fold(step, _Sums(zeros - jnp.inf, zeros, zeros))
-    return sums.label, sums.top + jnp.log(sums.total)
+    top, total, label = head.chunks.fold(step, (zeros - jnp.inf, zeros, zeros))
+    return label, top + jnp.log(total)
 
 
-# Custom, because JAX would save all chunks' logits for the backward pass.
+# JAX's own derivative would store the logits of all chunks.
 _scores = jax.custom_vjp(_scored, nondiff_argnums=(0,))
+_Scores = tuple[Array, Array]
 _Residuals = tuple[_Inputs, Array, Array]
 
 
 def _forward(
     head: _ChunkedHead, inputs: _Inputs, labels: Array
-) -> tuple[tuple[Array, Array], _Residuals]:
-    label, total = _scored(head, inputs, labels)
-    return (label, total), (inputs, labels, total)
+) -> tuple[_Scores, _Residuals]:
+    scores = _scored(head, inputs, labels)
+    return scores, (inputs, labels, scores[1])
 
 
 def _backward(
-    head: _ChunkedHead, residuals: _Residuals, cotangents: tuple[Array, Array]
+    head: _ChunkedHead, residuals: _Residuals, cotangents: _Scores
 ) -> tuple[_Inputs, None]:
-    r"""Computes the gradients.
-
-    With the softmax p and the cotangents of `_scores`, the gradient by the logit of
-    entry v is :math:`\bar t p_v`, plus :math:`\bar l` if v is the label.
-    """
     (inputs, labels, total), (by_label, by_total) = residuals, cotangents
     tokens, axis = tuple(range(labels.ndim)), head.chunks.axis
 
     def step(start: ArrayLike, size: int, carry: _Inputs) -> _Inputs:
-        weights = head.weights(inputs, start, size)
-        logits = head.logits(inputs, weights, start, size)
+        logits, weights = head.logits(inputs, start, size)
+        # The softmax times its cotangent, and the label's cotangent.
         by_logit = by_total[..., None] * jnp.exp(logits - total[..., None])
         is_label = head.is_label(labels, start, size)
         by_logit += jnp.where(is_label, by_label[..., None], 0.0)
         if head.soft_cap is not None:
-            # Derivative of the tanh, in terms of the capped logit.
             by_logit *= 1.0 - jnp.square(logits / head.soft_cap)
-        # The gradient of x is a float32 sum over chunks. The chunk's part of the head's
-        # gradient is complete, and is rounded here.
+        # The gradient of x accumulates in float32; the chunk's part of the head's
+        # gradient is complete, and rounded here.
         x = carry.x + _product(inputs, by_logit, weights, ((labels.ndim,), (axis,)))
-        # The head is [vocab, width] or [width, vocab].
         order = (by_logit, inputs.x) if axis == 0 else (inputs.x, by_logit)
         part = _product(inputs, *order, (tokens, tokens)).astype(carry.head.dtype)
         matrix = head.chunks.put(carry.head, part, axis, start)
@@ -310,12 +354,8 @@ def _backward(
 _scores.defvjp(_forward, _backward)
 
 
-def _refuse_other_shapes(
-    x: Array,
-    head: Array,
-    labels: Array | np.ndarray,
-    bias: Array | None,
-    vocab_axis: int,
+def _refuse_mismatches(
+    x: Array, head: Array, labels: _Labels, bias: Array | None, vocab_axis: int
 ) -> None:
     if vocab_axis not in (0, 1):
         raise ValueError(
@@ -345,24 +385,16 @@ def _refuse_other_shapes(
             f"bias has shape {bias.shape} and head {head.shape}: there is one number"
             f" for each of the {vocab} entries of the vocabulary."
         )
-
-
-def _refuse_other_arrays(
-    x: Array, head: Array, labels: _Labels, bias: Array | None
-) -> None:
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(
-            f"labels is of dtype {labels.dtype}: a label is the number of an entry of"
-            " the vocabulary, an int."
-        )
-    floats = {"x": x, "head": head} | ({} if bias is None else {"bias": bias})
-    for name, value in {"labels": labels, **floats}.items():
-        if name in floats and not jnp.issubdtype(value.dtype, jnp.floating):
-            raise TypeError(
-                f"{name} is of dtype {value.dtype}: pass floating point numbers."
-            )
-        if on_host(value):
+        raise TypeError(f"labels is of dtype {labels.dtype}: pass integers.")
+    for name, value in {"x": x, "head": head, "bias": bias, "labels": labels}.items():
+        if value is not None and on_host(value):
             raise ValueError(
                 f"{name} is in host memory, where nothing is computed: pass"
                 f" jax.device_put({name}, jax.memory.Space.Device)."
+            )
+        floats = value is None or jnp.issubdtype(value.dtype, jnp.floating)
+        if not floats and name != "labels":
+            raise TypeError(
+                f"{name} is of dtype {value.dtype}: pass floating point numbers."
             )

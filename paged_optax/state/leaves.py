@@ -196,11 +196,6 @@ class Parameters:
         Raises:
           ValueError: If there are none, or if a string matches several groups.
         """
-        if not isinstance(path, str | tuple):
-            raise TypeError(
-                f"path={path!r} is no path: pass one such as 'blocks/0/kernel', or"
-                " JAX's keys."
-            )
         if isinstance(path, tuple):
             group = self._groups.get(key_names(path), [])
         else:

@@ -27,7 +27,7 @@ from paged_optax.backend.types import (
     is_committed,
     is_traced,
 )
-from paged_optax.backend.validation import brief, check_arrays, check_transformation
+from paged_optax.backend.validation import check_arrays, check_transformation
 from paged_optax.codecs import Quantized
 from paged_optax.state.leaves import (
     SETTINGS,
@@ -125,11 +125,6 @@ def page_out(
     """
     state_leaves = state_leaves_of(state)
     current, name = _moments_at(state_leaves, path), path_name(path)
-    if not isinstance(moments, Mapping):
-        raise TypeError(
-            f"moments={brief(moments)} is not a mapping: pass moments as page_in gives"
-            " them."
-        )
     if set(moments) != set(current):
         raise ValueError(
             f"moments={sorted(moments)}: parameter {name!r} has the moments"

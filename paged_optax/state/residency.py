@@ -20,7 +20,7 @@ from paged_optax.backend.types import (
     holds_moments,
     is_traced,
 )
-from paged_optax.backend.validation import brief, check_arrays, check_transformation
+from paged_optax.backend.validation import check_arrays, check_transformation
 from paged_optax.state.leaves import (
     SETTINGS,
     StateLeaf,
@@ -163,11 +163,6 @@ def rebalance(
       [False, True, True]
     """
     check_transformation("tx", tx)
-    if isinstance(recent_paths, str) or not isinstance(recent_paths, Iterable):
-        raise TypeError(
-            f"recent_paths={brief(recent_paths)} is not a list of paths: pass one, also"
-            " of a single parameter."
-        )
     state_leaves = state_leaves_of(state, shapes=False)
     if is_traced(state):
         raise ValueError(

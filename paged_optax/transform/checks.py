@@ -193,7 +193,7 @@ def refuse_different(updates: PyTree, params: PyTree) -> None:
             )
 
 
-def refuse_state(
+def refuse_state_structure(
     inner: optax.GradientTransformation,
     updates: PyTree,
     state: PyTree,

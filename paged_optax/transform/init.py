@@ -114,8 +114,6 @@ def _new_state(
     state.warn_of_factors()
     if visit is not None:
         visit(state)
-    else:
-        paged.known.remember(paths, leaves, moments_of)
     if not is_traced(leaves):
         if spans_processes(leaves):
             # Before JAX itself waits for the others, where scalars are placed.
@@ -125,10 +123,10 @@ def _new_state(
             compare("init of a paged transformation", built, once=False)
         with without_explicit_axes():
             new = tied(state.leaves(leaves), leaves)
-        paged.known.learn(seen)
+        paged.known.remember(paths, leaves, moments_of, seen)
         return state.layout.build(new)
     if visit is None:
-        paged.known.learn(seen)
+        paged.known.remember(paths, leaves, moments_of, seen)
     parameters = state.divided_parameters(leaves)
     types = [
         state.layout.types(i, None if owner is None else parameters[owner])

@@ -29,7 +29,7 @@ from paged_optax.codecs import Codec
 from paged_optax.engine.pages import DEFAULT_PAGE_SIZE, MomentFormat
 from paged_optax.engine.shards import Shards
 from paged_optax.engine.sharing import Geometry, cut, uncut
-from paged_optax.transform.checks import refuse_changes, refuse_state
+from paged_optax.transform.checks import refuse_changes, refuse_state_structure
 from paged_optax.transform.codec_rules import Rule, choose, coded_moments
 from paged_optax.transform.context import current
 from paged_optax.transform.moment_parts import arranged_as, held_parts, without_rows
@@ -184,7 +184,7 @@ class PagedTransformation:
         except OtherLayoutError:
             raise
         except ValueError as error:
-            refuse_state(self.inner, like, state, error)
+            refuse_state_structure(self.inner, like, state, error)
             raise
 
     def layout(
@@ -299,7 +299,7 @@ class PagedTransformation:
         try:
             closed, shapes = trace(function, updates, state, params, arrays)
         except (AttributeError, TypeError, ValueError) as error:
-            refuse_state(self.inner, updates, state, error)
+            refuse_state_structure(self.inner, updates, state, error)
             raise
         refuse_effects(closed)
         refuse_changes(shapes, updates, state)

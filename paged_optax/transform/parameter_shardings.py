@@ -213,16 +213,6 @@ class ParameterShardings:
                 raise _conflict(f"parameter {key[0]}", x.shape, shards, before)
         return seen
 
-    def learn(self, seen: Mapping[PathAndShape, Shards | None]) -> None:
-        """Remembers the shardings of parameters."""
-        for key, shards in seen.items():
-            self.seen.keep(key, shards)
-            if shards is not None:
-                one = key, axes_of(shards.mesh)
-                _divided.discard(one)
-                if max(shards.divisions, default=1) > 1:
-                    _divided.add(one)
-
     def warn_of_unknown(self, path: KeyPath, x: ArrayOrShape) -> None:
         """Warns, once, of a divided parameter whose sharding an update cannot read."""
         mesh, key = jax.typeof(x).sharding.mesh, (keystr(path), x.shape)
@@ -296,8 +286,16 @@ class ParameterShardings:
         paths: Sequence[KeyPath],
         leaves: Sequence[Parameter],
         moments_of: Sequence[NamedSharding | None],
+        seen: Mapping[PathAndShape, Shards | None],
     ) -> None:
-        """Remembers the shardings of moments by Flax's metadata."""
+        """Remembers the results of `of_metadata` and `of_arrays`."""
+        for key, shards in seen.items():
+            self.seen.keep(key, shards)
+            if shards is not None:
+                one = key, axes_of(shards.mesh)
+                _divided.discard(one)
+                if max(shards.divisions, default=1) > 1:
+                    _divided.add(one)
         visitor = current().visitor
         for path, x, sharding in zip(paths, leaves, moments_of, strict=True):
             if sharding is not None and visitor and visitor.mesh is not None:

@@ -35,9 +35,12 @@ def said_of(
         "host_memory_kind": configuration.host_memory_kind,
         "per_parameter_steps": paged.per_parameter_steps,
     }
-    programs = analysis.shared, *(leaf.program for leaf in analysis.leaf_updates)
+    programs = (
+        analysis.shared.program,
+        *(leaf.program for leaf in analysis.leaf_updates),
+    )
     # Leaves of one shape have equal programs.
-    distinct = list(dict.fromkeys((*programs, analysis.tail)))
+    distinct = list(dict.fromkeys((*programs, analysis.tail.program)))
     return {
         **{name: {"": str(value)} for name, value in settings.items()},
         # The text of a codec has the address of its object.

@@ -217,7 +217,6 @@ def test_fused_with_an_update(codec):
 def test_bytes_a_value():
     size = 2**16
     expected = {
-        "float32": 4,
         "bfloat16": 2,
         "bfloat16_stochastic": 2,
         "dynamic_int8": 1 + 4 / 256,
@@ -232,7 +231,6 @@ def test_bytes_a_value():
 @pytest.mark.parametrize(
     ("name", "programs"),
     [
-        ("float32", 1),
         ("bfloat16", 1),
         ("bfloat16_stochastic", 1),
         ("dynamic_int8", 2),

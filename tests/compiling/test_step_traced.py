@@ -1,5 +1,6 @@
 """`jit_step` where `jax.jit` works: JAX's own caches and transformations."""
 
+import contextlib
 import copy
 import pickle
 import threading
@@ -17,7 +18,27 @@ def loss(x):
     return (x**2).sum()
 
 
+def in_shard_map(f):
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((8,), ("d",), auto)
+    spec = jax.sharding.PartitionSpec("d")
+    one = lambda x: f(x) * jnp.ones(1)
+    mapped = jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec)
+    return mapped(jnp.arange(16.0))
+
+
+def in_custom_vjp(f):
+    g = jax.custom_vjp(f)
+    g.defvjp(lambda x: (f(x), x), lambda x, y: (y * jax.grad(f)(x),))
+    return jax.jit(jax.grad(g))(jnp.ones(3))
+
+
 TRANSFORMED = {
+    "shard_map": in_shard_map,
+    "custom_vjp": in_custom_vjp,
+    "cond": lambda f: jax.lax.cond(True, f, lambda x: 0.0, jnp.ones(3)),
+    "hessian": lambda f: jax.hessian(f)(jnp.ones(3)),
+    "linearize": lambda f: jax.linearize(f, jnp.ones(3))[1](jnp.ones(3)),
     "jit": lambda f: jax.jit(lambda x: f(x) + 1)(jnp.ones(3)),
     "a constant in jit": lambda f: jax.jit(lambda: f(jnp.ones(3)))(),
     "grad": lambda f: jax.grad(f)(jnp.ones(3)),
@@ -66,6 +87,30 @@ def test_the_configuration_and_the_mesh_are_in_the_key():
     with jax.default_matmul_precision("highest"):
         assert "HIGHEST" in str(jax.make_jaxpr(ours)(x))
     assert "HIGHEST" not in str(jax.make_jaxpr(ours)(x))
+
+
+def test_settings_around_calls():
+    """Each changes the program, and so does the return to the first."""
+    x = np.arange(3, dtype=np.float64)
+    cpus = jax.devices()
+    settings = [
+        contextlib.nullcontext,
+        lambda: jax.enable_x64(True),
+        lambda: jax.default_prng_impl("rbg"),
+        lambda: jax.default_device(cpus[1]),
+        lambda: jax.default_device(cpus[2]),
+        contextlib.nullcontext,
+    ]
+    step = lambda x: x * 2.5 + jax.random.normal(jax.random.key(0), (3,))
+    ours, theirs = po.jit_step(step), jax.jit(step)
+    for setting in settings:
+        with setting():
+            found, expected = ours(x), theirs(x)
+        chex.assert_trees_all_equal(found, expected, strict=True)
+        assert found.devices() == expected.devices()
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        ours(np.full(3, np.nan))
+    np.testing.assert_array_equal(ours(x), theirs(x))
 
 
 def test_ordered_effects(capsys):

@@ -12,7 +12,6 @@ from paged_optax.codecs import (
     DynamicInt4,
     DynamicInt8,
     Float8E4M3,
-    Float32Codec,
     draw,
 )
 
@@ -26,7 +25,6 @@ BLOCKED = {
     "float8 unsigned": Float8E4M3(signed=False),
 }
 ALL = BLOCKED | {
-    "float32": Float32Codec(),
     "bfloat16": BFloat16Codec(),
     "bfloat16 stochastic": BFloat16Codec(stochastic=True),
 }

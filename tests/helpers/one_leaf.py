@@ -285,7 +285,7 @@ def _misplaced(found: Any, pages: Any, kept: Sequence[Any]) -> str:
     for part in arrays:
         if not part.streamed:
             continue
-        _, sizes = part.slice_of(loops[0].at(0))
+        _, sizes = part.slice_of(loops[0])
         step = math.prod(sizes) * part.dtype.itemsize
         first = step if ahead else 0
         wanted.update({("read", first, step): 1, ("write", 0, step): 1})
