@@ -58,25 +58,25 @@ class _Dataflow:
                     needed_after.add(x)
         # The order must not depend on the trace, so that equal layers compare equal.
         place = {n: k for k, n in enumerate(stages.cuts.order)}
-        for turn, each in enumerate(positions):
-            positions[turn] = _in_order(flat.equations, each, place)
+        for layer, each in enumerate(positions):
+            positions[layer] = _in_order(flat.equations, each, place)
         subprograms = tuple(Subprogram.of(flat, each) for each in positions)
         layer_of = {
-            x: turn for turn, each in enumerate(subprograms) for x in each.values
+            x: layer for layer, each in enumerate(subprograms) for x in each.values
         }
         last_use = {
-            x: turn if turn > layer_of[x] else -1 for x, turn in last_use.items()
+            x: layer if layer > layer_of[x] else -1 for x, layer in last_use.items()
         }
         slots: list[dict[int, int]] = [{}]
         avals: list[Hashable] = []
-        for turn in range(1, count):
+        for layer in range(1, count):
             # A value keeps its slot as long as a later layer needs it. Afterwards the
             # slot is reused for the next value of its type.
-            held = {x: s for x, s in slots[-1].items() if last_use[x] >= turn}
-            for x in (x for x in subprograms[turn - 1].values if last_use[x] >= turn):
+            held = {x: s for x, s in slots[-1].items() if last_use[x] >= layer}
+            for x in (x for x in subprograms[layer - 1].values if last_use[x] >= layer):
                 aval = aval_of(flat, x)
-                taken = set(held.values())
-                free = (s for s, a in enumerate(avals) if a == aval and s not in taken)
+                used = set(held.values())
+                free = (s for s, a in enumerate(avals) if a == aval and s not in used)
                 slot = next(free, len(avals))
                 avals += [aval] * (slot == len(avals))
                 held[x] = slot
@@ -96,7 +96,7 @@ class _Dataflow:
     def _refuse_kept_weights(self, stages: Stages) -> None:
         depends = stages.cuts.depends
         flat = depends.flat
-        later = {x: turn for x, turn in self.last_use.items() if turn >= 0}
+        later = {x: layer for x, layer in self.last_use.items() if layer >= 0}
         for x in (*self.needed_after, *later):
             layers = depends.pure.get(x)
             equation = flat.equations[depends.producer[x]]
@@ -114,8 +114,8 @@ class _Dataflow:
     def _refuse_skipping(self, stages: Stages) -> None:
         passing = max(
             (
-                sum(self.layer_of[x] < turn - 1 for x in held)
-                for turn, held in enumerate(self.slots)
+                sum(self.layer_of[x] < layer - 1 for x in held)
+                for layer, held in enumerate(self.slots)
             ),
             default=0,
         )
@@ -166,7 +166,7 @@ class _LayerGroup:
 
     layers: list[int]
     key: Hashable  # for comparison of programs
-    # Of each argument; None for values from before the layers.
+    # The role of each argument; None for values from before the layers.
     roles: tuple[Weight | Carried | None, ...]
     # For each slot the index of its next value among the layer's values, or None if the
     # slot keeps its value; None for the last layer.
@@ -174,7 +174,7 @@ class _LayerGroup:
 
     def takes(self, other: "_LayerGroup") -> bool:
         """True if another layer belongs to this group."""
-        # The first layer reads from before the layers what others read from a layer.
+        # The first layer reads values from before the layers instead of a carry.
         first = other.layers == [0]
         return (
             self.key == other.key

@@ -49,17 +49,17 @@ class Cuts:
             uses[x].append(len(order))
         # The order is sorted by layer, so that each region is a range of places.
         regions, start = dict[int, range](), 0
-        turns = [depends.last_layer(n) for n in order]
-        for turn in range(-1, depends.count + 1):
-            stop = bisect.bisect_right(turns, turn)
-            regions[turn] = range(start, stop)
+        layers = [depends.last_layer(n) for n in order]
+        for layer in range(-1, depends.count + 1):
+            stop = bisect.bisect_right(layers, layer)
+            regions[layer] = range(start, stop)
             start = stop
         uncut = cls(depends, order, regions, (), 0, uses)
         count = depends.count
         uncut._refuse_used_again()
         end = uncut.used_until(count - 1)
         uncut = dataclasses.replace(uncut, end=end)
-        cuts = [uncut._cheapest(turn, latest) for turn in range(count - 2)]
+        cuts = [uncut._cheapest(layer, latest) for layer in range(count - 2)]
         # With two layers there is no earlier cut to follow.
         if count == 2:
             cuts.append(uncut._cheapest(0, latest))
@@ -67,15 +67,15 @@ class Cuts:
             cuts.append(uncut._last(cuts[-1], latest))
         return dataclasses.replace(uncut, cuts=tuple(cuts))
 
-    def used_until(self, turn: int) -> int:
+    def used_until(self, layer: int) -> int:
         """The place after the last use of a layer's parameters, in its region."""
         depends = self.depends
-        users = depends.users[turn]
-        places = [place for place in self.regions[turn] if self.order[place] in users]
+        users = depends.users[layer]
+        places = [place for place in self.regions[layer] if self.order[place] in users]
         if not places:
             where = depends.line(min(users))
             raise SplitError(
-                f"layer {turn} is used at {where} with other layers. Layers must be"
+                f"layer {layer} is used at {where} with other layers. Layers must be"
                 " computed in sequence. Name others with layers=, or train with"
                 " jax.grad and a paged optimizer."
             )
@@ -92,23 +92,23 @@ class Cuts:
 
     def _refuse_used_again(self) -> None:
         depends = self.depends
-        for turn in range(depends.count - 1):
-            for place in self.regions[turn]:
+        for layer in range(depends.count - 1):
+            for place in self.regions[layer]:
                 n = self.order[place]
                 used, equation = depends.uses(n), depends.flat.equations[n]
-                again = used - {turn}
+                again = used - {layer}
                 if not again or depends.is_pure(n):
                     continue
                 where = depends.line(n)
-                if turn in used:
+                if layer in used:
                     raise SplitError(
-                        f"layers {min(again)} and {turn} are computed at {where} by one"
-                        f" `{equation.primitive.name}`. Layers must be computed in"
+                        f"layers {min(again)} and {layer} are computed at {where} by"
+                        f" one `{equation.primitive.name}`. Layers must be computed in"
                         " sequence. Call each layer separately, for example with its"
                         " own jax.checkpoint, or name other layers with layers=."
                     )
                 raise SplitError(
-                    f"layer {min(again)} is used at {where} after layer {turn}. Each"
+                    f"layer {min(again)} is used at {where} after layer {layer}. Each"
                     " layer must be used once, in sequence. Move parameters that are"
                     " used twice out of the layers, to a key of their own, or name"
                     " other layers with layers=."
@@ -118,23 +118,23 @@ class Cuts:
         """The cut before the last layer, at the same distance as the cut before it."""
         # The end of the last layer, and thus the live bytes before it, are not known
         # yet. If the two layers end differently, live bytes decide.
-        turn, equations = self.depends.count - 2, self.depends.flat.equations
-        starts = self.used_until(turn - 1), self.used_until(turn)
+        layer, equations = self.depends.count - 2, self.depends.flat.equations
+        starts = self.used_until(layer - 1), self.used_until(layer)
         behind = before - starts[0]
         ends = [
             [equations[n].primitive for n in self.order[start : start + behind]]
             for start in starts
         ]
         if ends[0] == ends[1]:
-            return min(starts[1] + behind, self.regions[turn].stop)
-        return self._cheapest(turn, latest)
+            return min(starts[1] + behind, self.regions[layer].stop)
+        return self._cheapest(layer, latest)
 
-    def _cheapest(self, turn: int, latest: bool) -> int:
+    def _cheapest(self, layer: int, latest: bool) -> int:
         """The place in a layer's region with the fewest live bytes."""
-        flat, region = self.depends.flat, self.regions[turn]
-        first, count = self.used_until(turn), self.depends.count
+        flat, region = self.depends.flat, self.regions[layer]
+        first, count = self.used_until(layer), self.depends.count
         # Values that only the last layer or the epilogue reads are kept in any case.
-        stop = self.end if turn == count - 2 else self.regions[count - 1].start
+        stop = self.end if layer == count - 2 else self.regions[count - 1].start
         until = lambda x: self.until(x, stop if count > 2 else len(self.order) + 1)
         # Values from before the layers are available to all, except the first input.
         before = [
@@ -145,7 +145,7 @@ class Cuts:
         results = self.results_at(range(self.regions[0].start, first))
         alive = {
             x: nbytes(flat.avals[x])
-            for x in (*(before if turn == 0 else ()), *results)
+            for x in (*(before if layer == 0 else ()), *results)
             if until(x) >= first
         }
         total = sum(alive.values())
@@ -173,19 +173,19 @@ def _ordered(depends: Depends) -> tuple[int, ...]:
     for n in live:
         if not depends.is_pure(n):
             starts.setdefault(depends.last_layer(n), n)
-    begins = lambda turn: min(
-        (n for t, n in starts.items() if turn < t < depends.count), default=None
+    begins = lambda layer: min(
+        (n for t, n in starts.items() if layer < t < depends.count), default=None
     )
-    later = {turn: begins(turn) for turn in range(depends.count)}
+    later = {layer: begins(layer) for layer in range(depends.count)}
     keys: dict[int, tuple[int, bool, tuple[int, ...]]] = {}
     for n in live:
-        turn, pure = depends.last_layer(n), depends.is_pure(n)
-        after = later.get(turn)
+        layer, pure = depends.last_layer(n), depends.is_pure(n)
+        after = later.get(layer)
         producers = (
             depends.producer.get(x) for x in values_in(depends.flat.equations[n])
         )
         earlier = [keys[m] for m in producers if m in keys]
-        same = [key for at, learned, key in earlier if at == turn and learned]
+        same = [key for at, learned, key in earlier if at == layer and learned]
         late = after is not None and n > after
         # A sum of norms of parameters needs no other value of a layer, and is ordered
         # first, in the last layer too.
@@ -193,7 +193,7 @@ def _ordered(depends: Depends) -> tuple[int, ...]:
         key = (n,)
         if not pure and (late or goes_on):
             key = max(same, default=(-1,)) + (n,)
-        keys[n] = turn, not pure, key
+        keys[n] = layer, not pure, key
     return tuple(sorted(live, key=lambda n: keys[n]))
 
 
@@ -204,12 +204,12 @@ def _interleaved(depends: Depends, order: Sequence[int]) -> tuple[int, ...]:
     equations = depends.flat.equations
     needed_values, ends = set[int](), set[int]()
     for n in reversed(order):
-        turn, taken = depends.last_layer(n), values_in(equations[n])
-        if not 0 <= turn < depends.count:
+        layer, operands = depends.last_layer(n), values_in(equations[n])
+        if not 0 <= layer < depends.count:
             continue
         needed = not needed_values.isdisjoint(equations[n].outputs)
-        if needed or n in depends.users[turn]:
-            needed_values.update(x for x in taken if depends.after.get(x) == turn)
+        if needed or n in depends.users[layer]:
+            needed_values.update(x for x in operands if depends.after.get(x) == layer)
         else:
             ends.add(n)
     steps = dict[int, int]()  # distance from the equations that need parameters

@@ -72,26 +72,26 @@ class Depends:
         rest = set(weights) - set(owner)
         pure, first = _pure(flat, live, owner, set(flat.constants), rest)
         # Layers are ordered by their first use, whatever their numbers.
-        turns = {n: k for k, n in enumerate(sorted(first, key=lambda n: first[n]))}
-        if missing := sorted(set(range(len(members))) - set(turns)):
+        order = {n: k for k, n in enumerate(sorted(first, key=lambda n: first[n]))}
+        if missing := sorted(set(range(len(members))) - set(order)):
             _refuse_together(flat, live, pure, missing[0])
             raise SplitError(
                 f"the loss does not use layer {missing[0]} of {len(members)}. Remove"
                 " it from the parameters, or name other layers with layers=."
             )
-        layer = {leaf: turns[n] for leaf, n in owner.items()}
-        pure = {x: frozenset(turns[n] for n in layers) for x, layers in pure.items()}
+        layer = {leaf: order[n] for leaf, n in owner.items()}
+        pure = {x: frozenset(order[n] for n in layers) for x, layers in pure.items()}
         learned = set(weights)
         last = {x: -1 for x in weights} | layer
         for n in live:
             equation = flat.equations[n]
-            taken = [x for x in values_in(equation) if x in learned]
-            if not taken:
+            operands = [x for x in values_in(equation) if x in learned]
+            if not operands:
                 continue
             learned.update(equation.outputs)
             # A value of several layers' parameters alone belongs to no layer.
             several = [pure[x] for x in equation.outputs if len(pure.get(x, ())) > 1]
-            turn = len(members) if several else max(last[x] for x in taken)
+            turn = len(members) if several else max(last[x] for x in operands)
             last.update(dict.fromkeys(equation.outputs, turn))
         _sink(flat, live, pure, layer, last, len(members))
         return cls(
@@ -122,8 +122,8 @@ class Depends:
 
     def uses(self, n: int) -> set[int]:
         """The layers whose parameters an equation reads, directly or prepared."""
-        taken = values_in(self.flat.equations[n])
-        return set().union(*(self.pure.get(x, ()) for x in taken))
+        operands = values_in(self.flat.equations[n])
+        return set().union(*(self.pure.get(x, ()) for x in operands))
 
     def line(self, n: int) -> str:
         """The line of the model that an equation was traced from, see `line_of`."""
@@ -137,10 +137,10 @@ class Depends:
             if not reached.isdisjoint(values_in(equations[m])):
                 reached.update(equations[m].outputs)
                 yield equations[m]
-        taken = set(values_in(equations[n]))
+        operands = set(values_in(equations[n]))
         for m in sorted((x for x in self.live if x < n), reverse=True):
-            if not taken.isdisjoint(equations[m].outputs):
-                taken.update(values_in(equations[m]))
+            if not operands.isdisjoint(equations[m].outputs):
+                operands.update(values_in(equations[m]))
                 yield equations[m]
         for layer in sorted(self.uses(n)):
             yield from (equations[m] for m in sorted(self.users[layer]))
@@ -231,10 +231,10 @@ def _pure(
     first: dict[int, int] = {}
     for n in live:
         equation = flat.equations[n]
-        taken = values_in(equation)
-        layers_of = [pure.get(x) for x in taken]
-        if all(x in pure or x in others for x in taken):
-            scalars = others.intersection(taken)
+        operands = values_in(equation)
+        layers_of = [pure.get(x) for x in operands]
+        if all(x in pure or x in others for x in operands):
+            scalars = others.intersection(operands)
             union = frozenset[int]().union(*(x for x in layers_of if x is not None))
             if scalars and not union:
                 others.update(equation.outputs)
@@ -262,11 +262,11 @@ def _sink(
     users: dict[int, list[int]] = {}
     for n in reversed(live):
         equation = flat.equations[n]
-        taken, results = values_in(equation), equation.outputs
+        operands, results = values_in(equation), equation.outputs
         # It may follow all layers only if all of its users do.
         late = [last.get(x) == count for y in results for x in users.get(y, ())]
-        small = all(flat.size(x) == 1 and x not in layer for x in (*taken, *results))
+        small = all(flat.size(x) == 1 and x not in layer for x in (*operands, *results))
         if pure.get(results[0]) and small and late and all(late):
             last.update(dict.fromkeys(results, count))
-        for x in taken:
+        for x in operands:
             users.setdefault(x, []).append(results[0])

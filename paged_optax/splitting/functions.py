@@ -215,7 +215,7 @@ class SplitFunctions:
         results = split, Functions.of(split.pieces)
         return cls(loss, batch, split, weakref.WeakKeyDictionary({jaxpr: results}))
 
-    def given(
+    def for_types(
         self, params: Mapping[str, PyTree], frozen: Mapping[str, PyTree] | None
     ) -> "SplitFunctions":
         """Returns the functions for stacked parameters of other dtypes."""
@@ -239,10 +239,10 @@ class SplitFunctions:
             for (is_frozen, names), stack in self.split.stacks.items()
             if is_frozen == frozen
         }
-        taken = {n for stack in stacks.values() for n in stack.leaves}
+        stacked = {n for stack in stacks.values() for n in stack.leaves}
         paths = tuple(path for path, _ in flat)
         names = enumerate(split_names(paths))
-        rest = {name: n for n, name in names if n not in taken}
+        rest = {name: n for n, name in names if n not in stacked}
         return Stacking(
             "frozen" if frozen else "params",
             structure,

@@ -208,10 +208,10 @@ class Sliced:
         )
         return split.flat, members
 
-    def refuse_other_order(self, turns: Sequence[int]) -> None:
+    def refuse_other_order(self, positions: Sequence[int]) -> None:
         """Raises if the order of computation is not the order in the stacks."""
-        if list(turns) != sorted(turns):
-            order = sorted(range(len(turns)), key=lambda n: turns[n])
+        if list(positions) != sorted(positions):
+            order = sorted(range(len(positions)), key=lambda n: positions[n])
             raise SplitError(
                 f"the layers of {self.name or 'all parameters'} are computed in the"
                 f" order {order} of their numbers. Stack them once, outside the loss,"

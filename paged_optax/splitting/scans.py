@@ -93,11 +93,11 @@ class Scan:
         reached = {stack.leaves[0] for stack in self.stacks.values()}
         returned = reached.intersection(values_of(self.flat.outputs))
         for e in self.flat.equations:
-            taken = values_in(e)
-            if reached.isdisjoint(taken) or e is self.equation:
+            operands = values_in(e)
+            if reached.isdisjoint(operands) or e is self.equation:
                 continue
             # Equations may prepare a stack for the scan, for example cast it.
-            if len(taken) == 1 and set(e.outputs) <= self.prepared:
+            if len(operands) == 1 and set(e.outputs) <= self.prepared:
                 reached.update(e.outputs)
                 continue
             raise SplitError(
@@ -132,11 +132,11 @@ class Scan:
                 " turn the stacks once, outside the loss (jnp.flip(stack, 0)), and scan"
                 " forward."
             )
-        turn = closed_of(params["jaxpr"])
-        body = Flat(turn, checkpoints=False, derivatives=False)
+        called = closed_of(params["jaxpr"])
+        body = Flat(called, checkpoints=False, derivatives=False)
         if [e.primitive.name for e in body.equations] == ["remat2"]:
             # A layerwise step rematerializes each layer anyway.
-            body = Flat(turn, checkpoints=True, derivatives=False)
+            body = Flat(called, checkpoints=True, derivatives=False)
         producer = producers_of(body)
         program, arguments = body.program(body.outputs, lambda _: True, producer, ())
         # The body's arguments: closed-over values, the carry, a slice of each stack.

@@ -187,7 +187,7 @@ class SplitModel(LayerwiseModel):
     ) -> ModelFunctions:
         """See `LayerwiseModel`. The loss is traced again for new types."""
         whole = lambda x: x and {**x.rest, "layers": x.layers}
-        x = self._functions.given(whole(params), whole(frozen))
+        x = self._functions.for_types(whole(params), whole(frozen))
         calls = x.prologue, x.layer, x.epilogue
         return ModelFunctions(*calls, activations_on_host, frozen)
 

@@ -166,13 +166,13 @@ class Loss:
             except SplitError as error:
                 refused.append((candidate, error))
                 continue
-            taken = {n for stack in stacks.values() for n in stack.leaves}
+            used = {n for stack in stacks.values() for n in stack.leaves}
             # Layers without parameters in common with these stay whole.
             others: list[Candidate] = []
             for other in (*all_layers, *_parts(flat, candidate)):
-                if taken.isdisjoint(other.leaves):
+                if used.isdisjoint(other.leaves):
                     others.append(other)
-                    taken |= other.leaves
+                    used |= other.leaves
             return SplitLoss(
                 candidate,
                 pieces,
@@ -338,12 +338,12 @@ def _cut(
                 cuts.append(cut(latest=latest, interleaved=True))
     saved = lambda pieces: nbytes(pieces.carried)
     best = min(cuts, key=lambda pieces: (len(pieces.kinds), saved(pieces)))
-    turn = lambda x: depends.layer[min(x.values())]
+    position = lambda x: depends.layer[min(x.values())]
     if isinstance(layers, Sliced):
-        layers.refuse_other_order([turn(x) for x in each])
+        layers.refuse_other_order([position(x) for x in each])
         return best, layers.stacks
-    turns = sorted(each, key=turn)
-    return best, {name: Stack(tuple(x[name] for x in turns)) for name in each[0]}
+    in_order = sorted(each, key=position)
+    return best, {name: Stack(tuple(x[name] for x in in_order)) for name in each[0]}
 
 
 def _refuse_effects(jaxpr: core.Jaxpr) -> None:

@@ -87,8 +87,8 @@ class _Search:
         # Also the equations that these need, as far back as the layer may begin.
         stack = list(needed)
         while stack:
-            taken = values_in(self.flat.equations[stack.pop()])
-            more = {producer[x] for x in taken if x in producer} - needed
+            operands = values_in(self.flat.equations[stack.pop()])
+            more = {producer[x] for x in operands if x in producer} - needed
             needed |= more
             stack += more
         # Equations with users outside the layer stay before the layers.
@@ -223,8 +223,8 @@ class _Search:
         return all(results.isdisjoint(values_in(self.flat.equations[n])) for n in piece)
 
     def _reads_parameters(self, n: int) -> bool:
-        taken = values_in(self.flat.equations[n])
-        return not self.depends.layer.keys().isdisjoint(taken)
+        operands = values_in(self.flat.equations[n])
+        return not self.depends.layer.keys().isdisjoint(operands)
 
     def _ends_at(self) -> int:
         """The place where a last layer without a match ends."""
@@ -308,11 +308,11 @@ def _with_early_equations(cuts: Cuts, of: Mapping[int, int]) -> dict[int, int]:
     for n in depends.live:
         if of.get(n, -1) >= 0:
             continue
-        equation, taken = equations[n], values_in(equations[n])
-        grows = size(equation.outputs) > max(_SMALL, size(taken))
+        equation, operands = equations[n], values_in(equations[n])
+        grows = size(equation.outputs) > max(_SMALL, size(operands))
         grows = grows and not depends.is_learned(n)
         stages[n] = -1
-        if n in only and (grows or n in repeated or not inside.isdisjoint(taken)):
+        if n in only and (grows or n in repeated or not inside.isdisjoint(operands)):
             stages[n] = only[n]
             inside.update(equation.outputs)
     return stages

@@ -64,7 +64,7 @@ def summary(loss: Loss, split: SplitLoss) -> str:
 def _parameters(loss: Loss, split: SplitLoss) -> Iterator[tuple[str, str, str]]:
     """Yields rows of the layers' parameters and of all others, trained and frozen."""
     avals, leaves = split.pieces.flat.avals, loss.leaves
-    taken = {n for stack in split.stacks.values() for n in stack.leaves}
+    stacked = {n for stack in split.stacks.values() for n in stack.leaves}
     count = len(split.pieces.kind_of)
     for frozen in (False, True):
         word = "frozen" if frozen else "parameters"
@@ -76,7 +76,7 @@ def _parameters(loss: Loss, split: SplitLoss) -> Iterator[tuple[str, str, str]]:
             each = f"{count} x {readable_bytes(size // count)}"
             yield f"{word}, of each layer", f"{len(stacks)} arrays", each
         rest = [n for n, (is_frozen, _) in enumerate(leaves) if is_frozen == frozen]
-        rest = [n for n in rest if n not in taken]
+        rest = [n for n in rest if n not in stacked]
         if rest:
             names = ["/".join(leaves[n][1]) for n in rest]
             size = _size(avals[n] for n in rest)
