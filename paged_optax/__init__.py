@@ -10,22 +10,22 @@ The guides are Markdown pages in `docs`, and the reference is built from them by
 
 Each room imports only from those below it.
 
-| room | what it is for |
+| room | purpose |
 | --- | --- |
 | `paged_optax.cli` | the command line |
-| `paged_optax.planning` | what lives where and what fits, known beforehand |
-| `paged_optax.compiling` | compiled steps: donations checked, bytes counted |
-| `paged_optax.splitting` | an ordinary loss, taken apart into layers |
-| `paged_optax.layerwise` | a step with one layer's gradients alive |
-| `paged_optax.losses` | a loss that never holds its logits |
-| `paged_optax.bitsandbytes` | bitsandbytes' optimizer states, read and written |
+| `paged_optax.planning` | memory planning without allocating |
+| `paged_optax.compiling` | compiled steps: donation checks, memory reports |
+| `paged_optax.splitting` | splits an ordinary loss into layers |
+| `paged_optax.layerwise` | a training step with one layer's gradients alive |
+| `paged_optax.losses` | cross-entropy that never materializes the logits |
+| `paged_optax.bitsandbytes` | conversion of bitsandbytes' optimizer states |
 | `paged_optax.step_skipping` | Optax's step-skipping wrappers |
-| `paged_optax.state` | a state, read and changed by the names of parameters |
+| `paged_optax.state` | reads and edits a state by the names of parameters |
 | `paged_optax.transform` | `paged` and its aliases: init, update, codecs by moment |
-| `paged_optax.engine` | pages: their size, their way through the device, shards |
-| `paged_optax.analysis` | a transformation, taken apart into one program a leaf |
-| `paged_optax.codecs` | how a moment is stored, in 8 bits for example |
-| `paged_optax.backend` | what JAX and its backends offer, and where they differ |
+| `paged_optax.engine` | pages: sizes, transfers, shards |
+| `paged_optax.analysis` | splits a transformation into one program a leaf |
+| `paged_optax.codecs` | storage formats of moments, for example 8 bits |
+| `paged_optax.backend` | JAX's memory spaces, and differences between backends |
 """
 
 from paged_optax.analysis.per_leaf import CrossLeafError

@@ -1,1 +1,1 @@
-"""`linear_cross_entropy`: cross-entropy without its logits in memory."""
+"""`linear_cross_entropy`: cross-entropy that never materializes its logits."""

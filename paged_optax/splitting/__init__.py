@@ -1,11 +1,12 @@
-"""Splits an ordinary loss into layers.
+"""Splits an ordinary loss into prologue, layers and epilogue.
 
-`split_layers` is the entry. Layers are `numbered` subtrees of the parameters, `scans`
-over stacks, or stacks that are `indexed`. `split_loss` traces a loss and tries
-candidate layers, the largest first. `dependence` follows parameters through the loss,
-`cuts` divides it between layers, `stages` assigns equations to layers, and `assembly`
-builds `pieces`, which `functions` calls as prologue, layer and epilogue. `stacking`
-stacks parameters. `summary` prints a table.
+`split_layers` is the public function. Layers are `numbered` subtrees of the parameters,
+`scans` over stacked parameters, or stacks that are `indexed`. `split_loss` traces a
+loss and tries its layers, the largest first. `dependence` follows parameters through
+the loss, `cuts` chooses the cuts, `stages` assigns each equation to a layer, and
+`assembly` assigns the carry. `pieces` is the result, which `functions` calls as
+prologue, layer and epilogue. `stacking` stacks parameters, and `summary` prints the
+table.
 """
 
 from paged_optax.splitting.dependence import SplitError

@@ -1,4 +1,4 @@
-"""Assembles the pieces of a loss from the equations of its layers."""
+"""Assembles the stages of a loss as `Pieces`: groups of equal layers, and the carry."""
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
@@ -21,30 +21,22 @@ from paged_optax.splitting.pieces import (
 )
 from paged_optax.splitting.stages import Stages
 
-# How many values may pass through layers that do not need them: each layer's input is
-# saved, with all that passes through.
+# Most values that may pass through a layer that does not need them: each layer's input
+# is saved, including such values.
 _PASSING = 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Dataflow:
-    """Values between layers, and values for the epilogue.
+    """The values carried between layers, and kept for the epilogue."""
 
-    Attributes:
-      subprograms: Each layer's equations.
-      layer_of: The layer that computes each value.
-      last_use: The last later layer that uses each of these values, or -1.
-      needed_after: The values that are needed after the layers.
-      slots: For each layer the slot of each value from an earlier one.
-      avals: Shapes and dtypes of the slots.
-    """
-
-    subprograms: tuple[Subprogram, ...]
-    layer_of: Mapping[int, int]
-    last_use: Mapping[int, int]
-    needed_after: frozenset[int]
+    subprograms: tuple[Subprogram, ...]  # of each layer
+    layer_of: Mapping[int, int]  # the layer that computes each value
+    last_use: Mapping[int, int]  # the last later layer that needs each value, or -1
+    needed_after: frozenset[int]  # values that the epilogue needs
+    # For each layer, the slot of each value of an earlier layer.
     slots: Sequence[Mapping[int, int]]
-    avals: Sequence[Hashable]
+    avals: Sequence[Hashable]  # the slots' shapes and dtypes
 
     @classmethod
     def of(cls, stages: Stages) -> "_Dataflow":
@@ -64,32 +56,32 @@ class _Dataflow:
                     last_use[x] = max(last_use[x], stage)
                 elif not inside:
                     needed_after.add(x)
-        # In an order that does not depend on the trace, so that alike layers are equal.
+        # The order must not depend on the trace, so that equal layers compare equal.
         place = {n: k for k, n in enumerate(stages.cuts.order)}
-        for turn, each in enumerate(positions):
-            positions[turn] = _in_order(flat.equations, each, place)
+        for layer, each in enumerate(positions):
+            positions[layer] = _in_order(flat.equations, each, place)
         subprograms = tuple(Subprogram.of(flat, each) for each in positions)
         layer_of = {
-            x: turn for turn, each in enumerate(subprograms) for x in each.values
+            x: layer for layer, each in enumerate(subprograms) for x in each.values
         }
         last_use = {
-            x: turn if turn > layer_of[x] else -1 for x, turn in last_use.items()
+            x: layer if layer > layer_of[x] else -1 for x, layer in last_use.items()
         }
         slots: list[dict[int, int]] = [{}]
         avals: list[Hashable] = []
-        for turn in range(1, count):
-            # A value keeps its slot as long as a later layer needs it. Then the next
-            # value of its type takes the slot.
-            held = {x: s for x, s in slots[-1].items() if last_use[x] >= turn}
-            for x in (x for x in subprograms[turn - 1].values if last_use[x] >= turn):
+        for layer in range(1, count):
+            # A value keeps its slot as long as a later layer needs it. Afterwards the
+            # slot is reused for the next value of its type.
+            held = {x: s for x, s in slots[-1].items() if last_use[x] >= layer}
+            for x in (x for x in subprograms[layer - 1].values if last_use[x] >= layer):
                 aval = aval_of(flat, x)
-                taken = set(held.values())
-                free = (s for s, a in enumerate(avals) if a == aval and s not in taken)
+                used = set(held.values())
+                free = (s for s, a in enumerate(avals) if a == aval and s not in used)
                 slot = next(free, len(avals))
                 avals += [aval] * (slot == len(avals))
                 held[x] = slot
             slots.append(held)
-        handed = cls(
+        dataflow = cls(
             subprograms,
             layer_of,
             last_use,
@@ -97,15 +89,14 @@ class _Dataflow:
             slots,
             avals,
         )
-        handed._refuse_skipping(stages)
-        handed._refuse_kept_weights(stages)
-        return handed
+        dataflow._refuse_skipping(stages)
+        dataflow._refuse_kept_weights(stages)
+        return dataflow
 
     def _refuse_kept_weights(self, stages: Stages) -> None:
-        """Raises if values of parameters only, as large as these, are used later."""
         depends = stages.cuts.depends
         flat = depends.flat
-        later = {x: turn for x, turn in self.last_use.items() if turn >= 0}
+        later = {x: layer for x, layer in self.last_use.items() if layer >= 0}
         for x in (*self.needed_after, *later):
             layers = depends.pure.get(x)
             equation = flat.equations[depends.producer[x]]
@@ -114,17 +105,17 @@ class _Dataflow:
                 by = f"by layer {later[x]}" if x in later else "after all layers"
                 raise SplitError(
                     f"parameters of layer {min(layers)} are used {by} too, by way of"
-                    f" {depends.line(depends.producer[x])}: what a layer leaves for"
-                    " others is kept for all layers, and would be as large as their"
-                    " parameters. Reduce it within the layer, to a norm, or move these"
-                    " parameters out of the layers."
+                    f" {depends.line(depends.producer[x])}. A value that a layer keeps"
+                    " is stored for all layers, and this one is as large as their"
+                    " parameters. Reduce it within the layer, for example to a norm, or"
+                    " move these parameters out of the layers."
                 )
 
     def _refuse_skipping(self, stages: Stages) -> None:
         passing = max(
             (
-                sum(self.layer_of[x] < turn - 1 for x in held)
-                for turn, held in enumerate(self.slots)
+                sum(self.layer_of[x] < layer - 1 for x in held)
+                for layer, held in enumerate(self.slots)
             ),
             default=0,
         )
@@ -133,22 +124,22 @@ class _Dataflow:
             x = max(self.last_use, key=lambda x: self.last_use[x] - self.layer_of[x])
             where = depends.line(depends.producer[x])
             raise SplitError(
-                f"a value that layer {self.layer_of[x]} makes at {where} skips layers:"
-                f" layer {self.last_use[x]} uses it. Each layer's input is saved, and"
-                " would hold all that skips it. Give the layers before and after such"
-                " skips lists of their own, such as params['down'] and params['up']:"
-                " the largest is then taken apart."
+                f"a value that layer {self.layer_of[x]} computes at {where} skips"
+                f" layers: layer {self.last_use[x]} uses it. Each layer's input is"
+                " saved, and would include all values that skip it. Give the layers"
+                " before and after such skips lists of their own, such as"
+                " params['down'] and params['up']. The largest is then split."
             )
 
 
 def _in_order(
     equations: Sequence[Equation], chosen: Sequence[int], place: Mapping[int, int]
 ) -> list[int]:
-    """Returns the equations of a layer in topological order, depth first.
+    """Sorts the equations of one layer depth first, operands before users.
 
-    The order depends only on the computation, unlike the trace's: an equation that
-    depends on parameters in other layers may depend on none in the first one, and is
-    then sorted before the layers.
+    The order depends only on the computation, so that equal layers compare equal. The
+    order of the trace differs: an equation that depends on parameters in other layers
+    may depend on none in the first layer, and is then sorted before the layers.
     """
     producer = {x: n for n in chosen for x in equations[n].outputs}
     needs = {
@@ -170,29 +161,24 @@ def _in_order(
 
 
 @dataclasses.dataclass(eq=False)
-class _AlikeLayers:
-    """Equal layers.
-
-    Attributes:
-      layers: Their numbers.
-      key: Their computation.
-      roles: The role of each argument; None for values from before the layers.
-      handed: For each slot the index of its next value among the layer's values, or
-        None if it keeps its value; None for a last layer.
-    """
+class _LayerGroup:
+    """A group of equal layers."""
 
     layers: list[int]
-    key: Hashable
+    key: Hashable  # for comparison of programs
+    # The role of each argument; None for values from before the layers.
     roles: tuple[Weight | Carried | None, ...]
-    handed: tuple[int | None, ...] | None
+    # For each slot the index of its next value among the layer's values, or None if the
+    # slot keeps its value; None for the last layer.
+    carried: tuple[int | None, ...] | None
 
-    def takes(self, other: "_AlikeLayers") -> bool:
-        """Returns whether another layer belongs to this group."""
-        # The first layer takes from before the layers what others take from a layer.
+    def takes(self, other: "_LayerGroup") -> bool:
+        """True if another layer belongs to this group."""
+        # The first layer reads values from before the layers instead of a carry.
         first = other.layers == [0]
         return (
             self.key == other.key
-            and (None in (self.handed, other.handed) or self.handed == other.handed)
+            and (None in (self.carried, other.carried) or self.carried == other.carried)
             and all(
                 mine == theirs
                 or (first and theirs is None and isinstance(mine, Carried))
@@ -202,7 +188,7 @@ class _AlikeLayers:
 
 
 class Assembly:
-    """Groups equal layers, with the tables and values that they share."""
+    """Groups of equal layers, with the tables and kept values that they share."""
 
     def __init__(self, stages: Stages):
         self.stages, self.dataflow = stages, _Dataflow.of(stages)
@@ -212,9 +198,9 @@ class Assembly:
         self.kept: list[Hashable] = []
         self.after: dict[int, FromCarry | FromKept] = {}
 
-    def groups(self) -> list[_AlikeLayers]:
-        """Returns the groups; the first layer joins last, as it fits several."""
-        groups: list[_AlikeLayers] = []
+    def groups(self) -> list[_LayerGroup]:
+        """Groups equal layers. The first layer is added last, to any matching group."""
+        groups: list[_LayerGroup] = []
         for n in (*range(1, self.count), 0):
             group = self._single(n)
             known = next((g for g in groups if g.takes(group)), None)
@@ -222,11 +208,11 @@ class Assembly:
                 groups.append(group)
                 continue
             known.layers.append(n)
-            # The last layer hands nothing on, and so agrees with all others.
-            known.handed = group.handed if known.handed is None else known.handed
+            # The last layer has no next value, and so agrees with all others.
+            known.carried = group.carried if known.carried is None else known.carried
         return groups
 
-    def _single(self, n: int) -> _AlikeLayers:
+    def _single(self, n: int) -> _LayerGroup:
         subprogram, slots = self.dataflow.subprograms[n], self.dataflow.slots
         members = self.stages.members
 
@@ -237,19 +223,18 @@ class Assembly:
                 return Weight(members[x])
             return Carried(slots[n][x]) if x in slots[n] else None
 
-        # Where the next layer's slots come from: values of this layer, or the slot
-        # itself.
-        handed = None
+        # Values of this layer for the next layer's slots; None keeps a slot's value.
+        carried = None
         if n + 1 < self.count:
             places = {x: k for k, x in enumerate(subprogram.values)}
             held = {slot: places.get(x) for x, slot in slots[n + 1].items()}
-            handed = tuple(map(held.get, range(len(self.dataflow.avals))))
-        return _AlikeLayers(
-            [n], subprogram.key, tuple(map(role, subprogram.arguments)), handed
+            carried = tuple(map(held.get, range(len(self.dataflow.avals))))
+        return _LayerGroup(
+            [n], subprogram.key, tuple(map(role, subprogram.arguments)), carried
         )
 
-    def kind(self, group: _AlikeLayers) -> LayerKind:
-        """Returns the program of a group, and the roles of its arguments."""
+    def kind(self, group: _LayerGroup) -> LayerKind:
+        """Returns the program of a group's layers, with the roles of its arguments."""
         arguments = [self.dataflow.subprograms[n].arguments for n in group.layers]
         subprogram = self.dataflow.subprograms[group.layers[0]]
         roles = tuple(
@@ -258,29 +243,29 @@ class Assembly:
                 group.roles, zip(*arguments, strict=True), strict=True
             )
         )
-        handed = self._last(group) if group.handed is None else group.handed
-        kept = self._kept(group, handed)
-        # A value that is handed on and kept too is one result.
-        wanted = sorted({x for x in (*handed, *kept) if x is not None})
+        carried = self._last(group) if group.carried is None else group.carried
+        kept = self._kept(group, carried)
+        # A value that is both carried and kept is one result.
+        results = sorted({x for x in (*carried, *kept) if x is not None})
         count = len(subprogram.arguments)
         program = Program(
             inputs=count,
             equations=subprogram.equations,
-            outputs=tuple(count + x for x in wanted),
+            outputs=tuple(count + x for x in results),
             elementwise=False,
         )
-        result = lambda x: None if x is None else wanted.index(x)
+        result = lambda x: None if x is None else results.index(x)
         return LayerKind(
-            program, roles, tuple(map(result, handed)), tuple(map(result, kept))
+            program, roles, tuple(map(result, carried)), tuple(map(result, kept))
         )
 
     def _before_layers(
         self, layers: Sequence[int], operands: Sequence[Operand]
     ) -> Role:
-        """Returns the role of an argument from before the layers.
+        """The role of an argument from before the layers.
 
-        Arguments that differ between layers go to a table; tables that agree are
-        merged.
+        An argument that differs between layers is stored in a table. Equal tables are
+        shared.
         """
         first = operands[0]
         if all(x == first for x in operands):
@@ -288,7 +273,7 @@ class Assembly:
         row: list[Operand | None] = [None] * self.count
         for n, x in zip(layers, operands, strict=True):
             row[n] = x
-        # Layers of other kinds have no row here: their tables may fill the gaps.
+        # Layers of other kinds have no row here. Their tables may fill the gaps.
         for number, known in enumerate(self.tables):
             pairs = zip(known, row, strict=True)
             agree = all(None in (a, b) or a == b for a, b in pairs)
@@ -303,32 +288,32 @@ class Assembly:
     def _aval(self, row: Sequence[Operand | None]) -> Hashable:
         return next(aval_of(self.flat, x) for x in row if x is not None)
 
-    def _last(self, group: _AlikeLayers) -> tuple[int | None, ...]:
-        """Returns the carry of a last layer without an equal, by shapes and dtypes."""
+    def _last(self, group: _LayerGroup) -> tuple[int | None, ...]:
+        """The carry of a last layer of its own kind, by shapes and dtypes."""
         values = self.dataflow.subprograms[group.layers[0]].values
         free = [k for k, x in enumerate(values) if x in self.dataflow.needed_after]
-        handed: list[int | None] = []
+        carried: list[int | None] = []
         for aval in self.dataflow.avals:
-            # The latest value of the type, as the other layers hand on.
+            # The latest value of the type, as in the other layers.
             fit = (k for k in reversed(free) if aval_of(self.flat, values[k]) == aval)
             chosen = next(fit, None)
             if chosen is not None:
                 free.remove(chosen)
-            handed.append(chosen)
-        return tuple(handed)
+            carried.append(chosen)
+        return tuple(carried)
 
     def _kept(
-        self, group: _AlikeLayers, handed: Sequence[int | None]
+        self, group: _LayerGroup, carried: Sequence[int | None]
     ) -> tuple[int | None, ...]:
-        """Returns the results that a group's layers keep for the epilogue."""
+        """The values that a group's layers keep for the epilogue, by number."""
         places: list[int | None] = [None] * len(self.kept)
         for n in group.layers:
             for place, x in enumerate(self.dataflow.subprograms[n].values):
                 if x not in self.dataflow.needed_after:
                     continue
-                # The last layer's carry goes to the end anyway, and is not kept twice.
-                if n == self.count - 1 and place in handed:
-                    self.after[x] = FromCarry(handed.index(place))
+                # The epilogue reads the last layer's carry, which is not kept twice.
+                if n == self.count - 1 and place in carried:
+                    self.after[x] = FromCarry(carried.index(place))
                     continue
                 if place not in places:
                     aval = aval_of(self.flat, x)
@@ -343,7 +328,7 @@ class Assembly:
         return tuple(places)
 
     def pieces(self) -> Pieces:
-        """Returns the loss in pieces."""
+        """Returns the split loss."""
         groups = self.groups()
         kinds = [self.kind(group) for group in groups]
         kind_of = [0] * self.count
@@ -364,8 +349,7 @@ class Assembly:
             for x, place in self.after.items()
             if isinstance(place, FromKept)
         }
-        # A later kind may keep more values than an earlier one, which has no entries
-        # for them.
+        # A later kind may keep more values than an earlier kind has entries for.
         fill = lambda kind: kind.kept + (None,) * (len(kept) - len(kind.kept))
         return Pieces(
             flat=self.flat,

@@ -1,4 +1,4 @@
-"""Cuts a loss between layers, where the fewest bytes are alive."""
+"""Cuts a loss between its layers, at the fewest live bytes."""
 
 import bisect
 import dataclasses
@@ -11,38 +11,31 @@ from paged_optax.splitting.dependence import Depends, SplitError, values_in, val
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cuts:
-    """The learned equations in an order that can be cut, and the cuts.
-
-    Attributes:
-      depends: The dependencies of the equations.
-      order: Positions of the equations, by the last layer that they depend on.
-        Equations that prepare weights, such as a cast of the whole model, are thus next
-        to their layer.
-      regions: For each layer the range in that order that depends on it and on no later
-        one. Region -1 depends on no layer; the region after the last layer depends only
-        on parameters of several layers.
-      cuts: The places in that order where the next layer begins.
-      end: The place after the last use of the last layer's parameters.
-      uses: For each value the places of its uses.
-    """
+    """The learned equations in an order that can be cut, and the cuts."""
 
     depends: Depends
+    # Positions of the equations, sorted by the last layer they depend on, from none to
+    # the last. A cast of all weights at the beginning of the model is thus ordered with
+    # its layer.
     order: tuple[int, ...]
+    # Places in `order` of the equations that depend on each layer and on no later one.
+    # Region -1 depends on no layer, the region after the last layer only on parameters
+    # of several layers.
     regions: Mapping[int, range]
-    cuts: tuple[int, ...]
-    end: int
-    uses: Mapping[int, list[int]]
+    cuts: tuple[int, ...]  # places in `order` where the next layer begins
+    end: int  # the place after the last use of the last layer's parameters
+    uses: Mapping[int, list[int]]  # the places where each value is used
 
     @classmethod
     def of(cls, depends: Depends, *, latest: bool, interleaved: bool = False) -> "Cuts":
         """Orders the equations, and cuts between the layers.
 
         Args:
-          depends: The dependencies of the equations.
-          latest: If True, cuts at the last of several equally good places, which differ
-            if a layer ends or begins with equations that keep the size.
-          interleaved: If True, the ends of a layer's towers (for several inputs) are
-            interleaved instead of sequential.
+          depends: The dependence of the equations on layers.
+          latest: Cut at the last of several equally good places. They differ if a layer
+            ends or begins with equations that keep the size of the carry.
+          interleaved: Order the ends of a layer's towers, for example of two inputs,
+            step by step instead of tower by tower.
         """
         order = _ordered(depends)
         order = _interleaved(depends, order) if interleaved else order
@@ -51,106 +44,99 @@ class Cuts:
         for place, n in enumerate(order):
             for x in values_in(flat.equations[n]):
                 uses[x].append(place)
-        # Results of the loss are used behind all equations.
+        # Results of the loss are used after all equations.
         for x in values_of(flat.outputs):
             uses[x].append(len(order))
         # The order is sorted by layer, so that each region is a range of places.
         regions, start = dict[int, range](), 0
-        turns = [depends.turn(n) for n in order]
-        for turn in range(-1, depends.count + 1):
-            stop = bisect.bisect_right(turns, turn)
-            regions[turn] = range(start, stop)
+        layers = [depends.last_layer(n) for n in order]
+        for layer in range(-1, depends.count + 1):
+            stop = bisect.bisect_right(layers, layer)
+            regions[layer] = range(start, stop)
             start = stop
         uncut = cls(depends, order, regions, (), 0, uses)
         count = depends.count
         uncut._refuse_used_again()
         end = uncut.used_until(count - 1)
         uncut = dataclasses.replace(uncut, end=end)
-        cuts = [uncut._cheapest(turn, latest) for turn in range(count - 2)]
-        # Of two layers there is no earlier cut to go by.
+        cuts = [uncut._cheapest(layer, latest) for layer in range(count - 2)]
+        # With two layers there is no earlier cut to follow.
         if count == 2:
             cuts.append(uncut._cheapest(0, latest))
         elif count > 2:
             cuts.append(uncut._last(cuts[-1], latest))
         return dataclasses.replace(uncut, cuts=tuple(cuts))
 
-    def used_until(self, turn: int) -> int:
-        """Returns the place after the last use of a layer's parameters."""
+    def used_until(self, layer: int) -> int:
+        """The place after the last use of a layer's parameters, in its region."""
         depends = self.depends
-        users = depends.users[turn]
-        places = [place for place in self.regions[turn] if self.order[place] in users]
+        users = depends.users[layer]
+        places = [place for place in self.regions[layer] if self.order[place] in users]
         if not places:
             where = depends.line(min(users))
             raise SplitError(
-                f"layer {turn} is used at {where} with other layers: those that are"
-                " taken apart are computed one after the other. Name others by layers=,"
-                " or train by jax.grad and a paged optimizer."
+                f"layer {layer} is used at {where} with other layers. Layers must be"
+                " computed in sequence. Name others with layers=, or train with"
+                " jax.grad and a paged optimizer."
             )
         return 1 + max(places)
 
     def results_at(self, places: Iterable[int]) -> list[int]:
-        """Returns the results of the equations at these places."""
+        """Results of the equations at these places."""
         equations = self.depends.flat.equations
         return [x for place in places for x in equations[self.order[place]].outputs]
 
-    def until(self, value: int) -> int:
-        """Returns the last place where the layers use a value, or -1."""
-        # A value that is only used after the layers is kept, wherever they are cut.
-        return max(
-            (place for place in self.uses[value] if place < self.end), default=-1
-        )
+    def until(self, value: int, stop: int) -> int:
+        """The last place before `stop` where a value is used; -1 for none."""
+        return max((place for place in self.uses[value] if place < stop), default=-1)
 
     def _refuse_used_again(self) -> None:
-        """Raises if a later layer precedes a use of a layer."""
         depends = self.depends
-        for turn in range(depends.count - 1):
-            for place in self.regions[turn]:
+        for layer in range(depends.count - 1):
+            for place in self.regions[layer]:
                 n = self.order[place]
                 used, equation = depends.uses(n), depends.flat.equations[n]
-                again = used - {turn}
+                again = used - {layer}
                 if not again or depends.is_pure(n):
                     continue
                 where = depends.line(n)
-                if turn in used:
+                if layer in used:
                     raise SplitError(
-                        f"layers {min(again)} and {turn} are computed at {where} by one"
-                        f" `{equation.primitive.name}`: layers are taken apart that are"
-                        " computed one after the other. Give each layer a call of its"
-                        " own, as of jax.checkpoint, or name other layers by layers=."
+                        f"layers {min(again)} and {layer} are computed at {where} by"
+                        f" one `{equation.primitive.name}`. Layers must be computed in"
+                        " sequence. Call each layer separately, for example with its"
+                        " own jax.checkpoint, or name other layers with layers=."
                     )
                 raise SplitError(
-                    f"layer {min(again)} is used at {where} after layer {turn}: layers"
-                    " are taken apart that are used once, one after the other. Move"
-                    " parameters that are used twice out of the layers, to a key of"
-                    " their own, or name other layers by layers=."
+                    f"layer {min(again)} is used at {where} after layer {layer}. Each"
+                    " layer must be used once, in sequence. Move parameters that are"
+                    " used twice out of the layers, to a key of their own, or name"
+                    " other layers with layers=."
                 )
 
     def _last(self, before: int, latest: bool) -> int:
-        """Returns the cut before the last layer, at the previous cut's distance."""
-        # The end of the last layer is not known yet, and so neither is what is alive
-        # before it. Layers of another kind may end otherwise: then bytes decide.
-        turn, equations = self.depends.count - 2, self.depends.flat.equations
-        starts = self.used_until(turn - 1), self.used_until(turn)
+        """The cut before the last layer, at the same distance as the cut before it."""
+        # The end of the last layer, and thus the live bytes before it, are not known
+        # yet. If the two layers end differently, live bytes decide.
+        layer, equations = self.depends.count - 2, self.depends.flat.equations
+        starts = self.used_until(layer - 1), self.used_until(layer)
         behind = before - starts[0]
         ends = [
             [equations[n].primitive for n in self.order[start : start + behind]]
             for start in starts
         ]
         if ends[0] == ends[1]:
-            return min(starts[1] + behind, self.regions[turn].stop)
-        return self._cheapest(turn, latest)
+            return min(starts[1] + behind, self.regions[layer].stop)
+        return self._cheapest(layer, latest)
 
-    def _cheapest(self, turn: int, latest: bool) -> int:
-        """Returns the place in a layer's region with the fewest live bytes."""
-        flat, region = self.depends.flat, self.regions[turn]
-        first, count = self.used_until(turn), self.depends.count
-        # Values that only the last layer or the end needs are kept, whatever the cut.
-        last = self.end if turn == count - 2 else self.regions[count - 1].start
-        stop = last if count > 2 else None
-        until = lambda x: max(
-            (p for p in self.uses[x] if not stop or p < stop), default=-1
-        )
-        # Values from before the layers are always there, except for the first input.
+    def _cheapest(self, layer: int, latest: bool) -> int:
+        """The place in a layer's region with the fewest live bytes."""
+        flat, region = self.depends.flat, self.regions[layer]
+        first, count = self.used_until(layer), self.depends.count
+        # Values that only the last layer or the epilogue reads are kept in any case.
+        stop = self.end if layer == count - 2 else self.regions[count - 1].start
+        until = lambda x: self.until(x, stop if count > 2 else len(self.order) + 1)
+        # Values from before the layers are available to all, except the first input.
         before = [
             x
             for x in self.results_at(self.regions[-1])
@@ -159,13 +145,12 @@ class Cuts:
         results = self.results_at(range(self.regions[0].start, first))
         alive = {
             x: nbytes(flat.avals[x])
-            for x in (*(before if turn == 0 else ()), *results)
+            for x in (*(before if layer == 0 else ()), *results)
             if until(x) >= first
         }
         total = sum(alive.values())
         best, at = total, first
-        # From place to place results come alive, and operands that no layer uses later
-        # go.
+        # Each place adds its results and frees operands that no later layer uses.
         for place in range(first, region.stop):
             for x in self.results_at([place]):
                 if until(x) > place:
@@ -180,57 +165,60 @@ class Cuts:
 
 
 def _ordered(depends: Depends) -> tuple[int, ...]:
-    # A layer's term of a sum that is traced after all layers, such as a penalty, comes
-    # as early as it can: otherwise the next layer would have to add it.
+    """Sorts the learned equations by the last layer that they depend on."""
+    # A layer's term of a sum that is traced after all layers, such as a penalty, is
+    # ordered as early as possible. Otherwise the next layer would add it.
     live = [n for n in depends.live if depends.is_learned(n)]
     starts: dict[int, int] = {}
     for n in live:
         if not depends.is_pure(n):
-            starts.setdefault(depends.turn(n), n)
-    begins = lambda turn: min(
-        (n for t, n in starts.items() if turn < t < depends.count), default=None
+            starts.setdefault(depends.last_layer(n), n)
+    begins = lambda layer: min(
+        (n for t, n in starts.items() if layer < t < depends.count), default=None
     )
-    later = {turn: begins(turn) for turn in range(depends.count)}
+    later = {layer: begins(layer) for layer in range(depends.count)}
     keys: dict[int, tuple[int, bool, tuple[int, ...]]] = {}
     for n in live:
-        turn, pure = depends.turn(n), depends.is_pure(n)
-        after = later.get(turn)
+        layer, pure = depends.last_layer(n), depends.is_pure(n)
+        after = later.get(layer)
         producers = (
             depends.producer.get(x) for x in values_in(depends.flat.equations[n])
         )
         earlier = [keys[m] for m in producers if m in keys]
-        same = [key for at, learned, key in earlier if at == turn and learned]
+        same = [key for at, learned, key in earlier if at == layer and learned]
         late = after is not None and n > after
-        # A sum of norms of parameters needs no other value of a layer, and comes first;
-        # in the last layer too, which no other one follows.
+        # A sum of norms of parameters needs no other value of a layer, and is ordered
+        # first, in the last layer too.
         goes_on = any(key[0] < 0 for *_, key in earlier) and all(x[0] < 0 for x in same)
         key = (n,)
         if not pure and (late or goes_on):
             key = max(same, default=(-1,)) + (n,)
-        keys[n] = turn, not pure, key
+        keys[n] = layer, not pure, key
     return tuple(sorted(live, key=lambda n: keys[n]))
 
 
 def _interleaved(depends: Depends, order: Sequence[int]) -> tuple[int, ...]:
-    """Interleaves the ends of a layer's towers."""
-    # In the order of the trace, the first tower begins its next layer before the second
-    # one has ended this one, and more is alive between the two layers.
+    """Orders the ends of a layer's towers step by step."""
+    # In the order of the trace the first tower begins its next layer before the second
+    # tower ends this layer, and more bytes are alive between the layers.
     equations = depends.flat.equations
-    wanted, ends = set[int](), set[int]()
+    needed_values, ends = set[int](), set[int]()
     for n in reversed(order):
-        turn, taken = depends.turn(n), values_in(equations[n])
-        if not 0 <= turn < depends.count:
+        layer, operands = depends.last_layer(n), values_in(equations[n])
+        if not 0 <= layer < depends.count:
             continue
-        needed = not wanted.isdisjoint(equations[n].outputs)
-        if needed or n in depends.users[turn]:
-            wanted.update(x for x in taken if depends.after.get(x) == turn)
+        needed = not needed_values.isdisjoint(equations[n].outputs)
+        if needed or n in depends.users[layer]:
+            needed_values.update(x for x in operands if depends.after.get(x) == layer)
         else:
             ends.add(n)
-    steps = dict[int, int]()  # behind what parameters are needed for, which has none
+    steps = dict[int, int]()  # distance from the equations that need parameters
     for n in order:
         producers = (depends.producer.get(x) for x in values_in(equations[n]))
         same = [
-            m for m in producers if m in ends and depends.turn(m) == depends.turn(n)
+            m
+            for m in producers
+            if m in ends and depends.last_layer(m) == depends.last_layer(n)
         ]
         steps[n] = 1 + max((steps[m] for m in same), default=0) if n in ends else 0
-    return tuple(sorted(order, key=lambda n: (depends.turn(n), steps[n])))
+    return tuple(sorted(order, key=lambda n: (depends.last_layer(n), steps[n])))

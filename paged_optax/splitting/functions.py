@@ -1,4 +1,4 @@
-"""Prologue, layer and epilogue of a loss in pieces, for a layerwise step."""
+"""Prologue, layer and epilogue of a split loss, called by a layerwise step."""
 
 import dataclasses
 import weakref
@@ -33,52 +33,51 @@ from paged_optax.splitting.stacking import Stack, Stacking, unnested
 
 
 class _Part(NamedTuple):
-    """Equations outside the layers, and their arguments."""
+    """A program of equations outside the layers, and its arguments."""
 
     program: Program
     arguments: tuple[int, ...]
+
+    def __call__(self, values: Mapping[int, ArrayLike]) -> list[ArrayLike]:
+        return self.program([values[x] for x in self.arguments])
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Functions:
-    """A loss that is called in three parts.
-
-    Attributes:
-      pieces: The loss.
-      before: Computes the first layer's input, and the values that all layers see.
-      after: Computes the results of the loss.
-    """
+    """Prologue, layer and epilogue of one trace of a loss."""
 
     pieces: Pieces
-    before: _Part
-    after: _Part
+    before: _Part  # the first layer's input, and the values that all layers read
+    after: _Part  # the results of the loss
 
     @classmethod
     def of(cls, pieces: Pieces) -> "Functions":
-        """Returns the three functions of a loss in pieces."""
+        """Collects the equations of the prologue and of the epilogue."""
         flat = pieces.flat
         producer = producers_of(flat)
         # In the order in which `prologue` reads the results.
-        wanted: list[Operand] = [x for x in pieces.initial if x is not None]
-        wanted += pieces.seen
+        results: list[Operand] = [x for x in pieces.initial if x is not None]
+        results += pieces.seen
         for table in pieces.tables:
             rows = [table] if isinstance(table, (int, Constant)) else table
-            wanted += [x for x in rows if x is not None]
+            results += [x for x in rows if x is not None]
         outside = lambda x: x not in pieces.inside
-        before = _Part(*flat.program(wanted, outside, producer, ()))
+        before = _Part(*flat.program(results, outside, producer, ()))
         until = lambda x: x not in pieces.after
         after = _Part(*flat.program(flat.outputs, until, producer, ()))
         return cls(pieces, before, after)
 
     def prologue(self, numbered: Mapping[int, ArrayLike]) -> tuple[list[Array], PyTree]:
-        """Returns the first layer's input, and the values that all layers see.
+        """Computes the first layer's input, and the values that all layers read.
 
-        `numbered` has the parameters outside the layers, and the batch.
+        `numbered` maps the trace's numbers to the parameters outside the layers and the
+        batch.
         """
         pieces = self.pieces
-        results = iter(_run(self.before, {**numbered, **pieces.flat.constants}))
+        results = iter(self.before({**numbered, **pieces.flat.constants}))
         x = [
+            # A slot without a value before the first layer.
             jnp.zeros(aval.shape, aval.dtype)
             if operand is None
             else _array(next(results), aval.dtype)
@@ -91,7 +90,7 @@ class Functions:
                 tables.append(jnp.asarray(next(results)))
                 continue
             rows = [None if x is None else next(results) for x in table]
-            # Layers without a row get any row.
+            # Layers that need no row get any row, because rows are stacked.
             blank = next(row for row in rows if row is not None)
             dtype = next(_dtype(pieces, x) for x in table if x is not None)
             each = [blank if row is None else row for row in rows]
@@ -105,7 +104,7 @@ class Functions:
         context: PyTree,
         i: Int[Array, ""],
     ) -> tuple[list[Array], list[Array]]:
-        """Returns the next layer's input, and the values for the epilogue."""
+        """Computes the next layer's input, and the values kept for the epilogue."""
         pieces = self.pieces
 
         def run(kind: LayerKind) -> Callable[..., tuple[list[Array], list[Array]]]:
@@ -113,6 +112,7 @@ class Functions:
 
         if len(pieces.kinds) == 1:
             return run(pieces.kinds[0])(x, context)
+        # With several kinds, only the branch of the layer's kind is computed.
         which = jnp.asarray(np.asarray(pieces.kind_of, np.int32))[i]
         return lax.switch(which, list(map(run, pieces.kinds)), list(x), context)
 
@@ -148,7 +148,7 @@ class Functions:
             for old, n in zip(x, kind.carried, strict=True)
         ]
         kept = [
-            # Each layer has a row of the stacked values.
+            # Kept values are stacked, so that each layer needs a row.
             jnp.zeros(aval.shape, aval.dtype) if n is None else jnp.asarray(results[n])
             for aval, n in zip(self.pieces.kept, kind.kept, strict=True)
         ]
@@ -160,7 +160,7 @@ class Functions:
         x: Sequence[Array],
         kept: Sequence[Array],
     ) -> list[ArrayLike]:
-        """Returns the leaves of the loss's results; `kept` has all layers' values."""
+        """Computes the leaves of the loss's result; `kept` has all layers' values."""
         from_layers: dict[int, ArrayLike] = {}
         for value, where in self.pieces.after.items():
             if isinstance(where, FromCarry):
@@ -169,13 +169,11 @@ class Functions:
                 from_layers[value] = kept[where.number]
             else:
                 from_layers[value] = kept[where.number][where.layer]
-        return _run(
-            self.after, {**numbered, **self.pieces.flat.constants, **from_layers}
-        )
+        return self.after({**numbered, **self.pieces.flat.constants, **from_layers})
 
 
 def _other_axes(batch: PyTree, first: PyTree) -> str:
-    """Returns an error text if all arrays have one axis more, or less; else empty."""
+    """Error text for a batch whose arrays all have one axis more, or less; or empty."""
     if jax.tree.structure(batch) != jax.tree.structure(first):
         return ""
     flat, _ = jax.tree_util.tree_flatten_with_path(batch)
@@ -185,35 +183,29 @@ def _other_axes(batch: PyTree, first: PyTree) -> str:
     if more not in ({1}, {-1}):
         return ""
     path, shape, like = shapes[0]
-    text = f"batch{keystr(path)} has shape {shape}, and split_layers got {like}"
+    shapes = f"batch{keystr(path)} has shape {shape}, and split_layers got {like}"
     if more == {1}:
         return (
-            f"{text}: it has an axis more. For micro-batches, stacked, pass"
-            " accumulate=True to layerwise_step; or pass a batch without the axis."
+            f"{shapes}: it has an axis more. For stacked micro-batches pass"
+            " accumulate=True to layerwise_step, or pass a batch without the axis."
         )
     return (
-        f"{text}: it has an axis less. With accumulate=True a step takes"
-        " micro-batches from the leading axis of each leaf: stack them, as by"
-        " x.reshape(count, -1, *x.shape[1:]), or leave accumulate=True out."
+        f"{shapes}: it has an axis less. With accumulate=True a step reads"
+        " micro-batches from the leading axis of each leaf. Stack them, with"
+        " x.reshape(count, -1, *x.shape[1:]), or omit accumulate=True."
     )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitFunctions:
-    """Prologue, layer and epilogue of a loss, for batches of any types.
-
-    Attributes:
-      loss: The loss, and the types of its parameters.
-      batch: The types of the first batch.
-      split: The loss, split for the first batch, with the stacks of all batches.
-      known: Split losses by jaxpr, which JAX caches by all that a trace depends on,
-        such as weak types, the mesh, and the precision.
-    """
+    """Prologue, layer and epilogue of a loss, for batches of any shapes and dtypes."""
 
     loss: Loss
-    batch: PyTree[jax.ShapeDtypeStruct]
-    split: SplitLoss
-    known: MutableMapping[core.ClosedJaxpr, tuple[SplitLoss, Functions]]
+    batch: PyTree[jax.ShapeDtypeStruct]  # types of the first batch
+    split: SplitLoss  # for the first batch. All other batches have its stacks
+    # Split losses by jaxpr. JAX caches jaxprs by everything that a trace depends on:
+    # weak types, the ambient mesh, the matmul precision.
+    cache: MutableMapping[core.ClosedJaxpr, tuple[SplitLoss, Functions]]
 
     @classmethod
     def of(cls, loss: Loss, batch: PyTree) -> "SplitFunctions":
@@ -223,13 +215,10 @@ class SplitFunctions:
         results = split, Functions.of(split.pieces)
         return cls(loss, batch, split, weakref.WeakKeyDictionary({jaxpr: results}))
 
-    def given(
+    def for_types(
         self, params: Mapping[str, PyTree], frozen: Mapping[str, PyTree] | None
     ) -> "SplitFunctions":
-        """Returns the functions for stacked parameters of these types.
-
-        Their dtypes may differ from the first parameters'.
-        """
+        """Returns the functions for stacked parameters of other dtypes."""
         typed = lambda tree, frozen: self.stacking(frozen=frozen).unstacked(
             jax.tree.map(shape_dtype, tree)
         )
@@ -239,21 +228,21 @@ class SplitFunctions:
         return dataclasses.replace(self, loss=loss)
 
     def stacking(self, *, frozen: bool) -> Stacking:
-        """Returns the stacking of the trained, or the frozen, parameters."""
+        """Stacking of the trained parameters, or of the frozen ones."""
         loss = self.loss
         tree = loss.frozen if frozen else loss.params
         flat, structure = jax.tree_util.tree_flatten_with_path(tree)
-        # In the trace the frozen parameters come after the others.
+        # In the trace the frozen parameters follow the others.
         first = len(jax.tree.leaves(loss.params)) if frozen else 0
         stacks = {
             names: Stack(tuple(n - first for n in stack.leaves), stack.axis)
             for (is_frozen, names), stack in self.split.stacks.items()
             if is_frozen == frozen
         }
-        taken = {n for stack in stacks.values() for n in stack.leaves}
+        stacked = {n for stack in stacks.values() for n in stack.leaves}
         paths = tuple(path for path, _ in flat)
         names = enumerate(split_names(paths))
-        rest = {name: n for n, name in names if n not in taken}
+        rest = {name: n for n, name in names if n not in stacked}
         return Stacking(
             "frozen" if frozen else "params",
             structure,
@@ -264,16 +253,16 @@ class SplitFunctions:
         )
 
     def prologue(self, rest: PyTree, *others: PyTree) -> tuple[list[Array], PyTree]:
-        """Returns the first layer's input, and the values that all layers see."""
+        """Computes the first layer's input, and the values that all layers read."""
         _, functions = self._of(others[-1])
         x, context = functions.prologue(self._numbered(rest, others))
-        # The functions depend on the batch's shapes, which a layer does not get.
+        # A layer has no batch as an argument to choose its functions by.
         return x, (functions, context)
 
     def layer(
         self, weights: PyTree, *others: PyTree
     ) -> tuple[list[Array], list[Array]]:
-        """Returns the next layer's input, and the values for the epilogue."""
+        """Computes the next layer's input, and the values kept for the epilogue."""
         *frozen, x, (functions, context), i = others
         trees = weights, *frozen
 
@@ -285,7 +274,7 @@ class SplitFunctions:
         return functions.layer(weight, x, context, i)
 
     def epilogue(self, rest: PyTree, *others: PyTree) -> PyTree:
-        """Returns the results of the loss."""
+        """Computes the result of the loss."""
         *frozen, x, kept, batch = others
         numbers = self._numbered(rest, (*frozen, batch))
         split, functions = self._of(batch)
@@ -293,17 +282,18 @@ class SplitFunctions:
         return jax.tree.unflatten(split.output, results)
 
     def _of(self, batch: PyTree) -> tuple[SplitLoss, Functions]:
+        """Splits the loss for a batch of these types, or reads it from the cache."""
         batch = jax.tree.map(shape_dtype, batch)
         try:
             jaxpr = self.loss.jaxpr(batch)
-            if jaxpr not in self.known:
+            if jaxpr not in self.cache:
                 split = self.loss.split(batch)
                 if split.stacks != self.split.stacks:
                     split = self.loss.split(batch, self.split)
-                self.known[jaxpr] = split, Functions.of(split.pieces)
-            return self.known[jaxpr]
+                self.cache[jaxpr] = split, Functions.of(split.pieces)
+            return self.cache[jaxpr]
         except Exception as error:
-            # A loss may accept any number of axes.
+            # A loss may accept any number of axes: mention them only if it fails.
             if words := _other_axes(batch, self.batch):
                 first_line = str(error).partition("\n")[0]
                 raise ValueError(
@@ -313,7 +303,7 @@ class SplitFunctions:
             raise
 
     def _numbered(self, rest: PyTree, others: Sequence[PyTree]) -> dict[int, ArrayLike]:
-        """Returns parameters outside the layers, and the batch, by number."""
+        """Maps the trace's numbers to parameters outside the layers and the batch."""
         *frozen, batch = others
         if bool(frozen) != (self.loss.frozen is not None):
             raise TypeError(
@@ -324,7 +314,7 @@ class SplitFunctions:
                 " Pass model.stack_frozen(frozen) after the batch to a step, and before"
                 " it to model.loss."
             )
-        # In the order in which the trace numbers its arguments.
+        # In the order of the trace's arguments.
         numbers: dict[int, ArrayLike] = {}
         first = 0
         for tree, is_frozen in ((rest, False), *((x, True) for x in frozen)):
@@ -337,12 +327,8 @@ class SplitFunctions:
         return numbers
 
 
-def _run(part: _Part, values: Mapping[int, ArrayLike]) -> list[ArrayLike]:
-    return part.program([values[x] for x in part.arguments])
-
-
 def _array(x: ArrayLike, dtype: np.dtype) -> Array:
-    """Returns an array; a literal gets the dtype of its trace."""
+    """Converts a literal to an array of its traced dtype."""
     return x if isinstance(x, Array) else jnp.asarray(x, dtype)
 
 

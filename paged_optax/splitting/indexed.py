@@ -1,4 +1,4 @@
-"""Layers that a loss indexes in stacked parameters."""
+"""Layers whose stacked parameters are indexed layer by layer."""
 
 import copy
 import dataclasses
@@ -32,20 +32,14 @@ _Preparation = Equation | tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A whole stack of parameters, as it is or prepared.
+    """A whole stack of parameters, possibly transposed or cast."""
 
-    Attributes:
-      leaf: The stack.
-      axes: For each axis of the prepared stack the axis of the stack.
-      steps: The steps that prepare it.
-    """
-
-    leaf: int
-    axes: tuple[int, ...]
+    leaf: int  # number of the stack
+    axes: tuple[int, ...]  # the stack's axis for each axis of the prepared stack
     steps: tuple[_Preparation, ...]
 
     def one(self, x: ArrayLike, axis: int) -> ArrayLike:
-        """Prepares one layer of the stack, without the stack's `axis`."""
+        """Prepares a slice of the stack along `axis`."""
         for step in self.steps:
             if isinstance(step, tuple):
                 x = lax.transpose(x, [k - (k > axis) for k in step if k != axis])
@@ -57,7 +51,7 @@ class Whole:
 
 
 class Wholes:
-    """Whole stacks, followed through a loss to where they are indexed."""
+    """Follows whole stacks through a loss up to their indexing."""
 
     def __init__(self, flat: Flat, leaves: Sequence[int]):
         self.flat = flat
@@ -70,11 +64,11 @@ class Wholes:
         self.whole = {n: Whole(n, axes(n), ()) for n in leaves}
 
     def follow(self, equation: Equation) -> bool:
-        """Returns whether an equation only prepares a whole stack."""
+        """Records the result if an equation prepares a whole stack, else False."""
         taken = values_in(equation)
         if len(taken) != 1 or taken[0] not in self.whole:
             return False
-        # A layer can be prepared by itself if axes are permuted, or all is by element.
+        # Transpositions and elementwise equations can prepare each layer separately.
         whole, name = self.whole[taken[0]], equation.primitive.name
         axes, steps = whole.axes, whole.steps
         if name == "transpose":
@@ -92,9 +86,9 @@ class Wholes:
         return True
 
     def slices(self, equation: Equation) -> dict[int, list[int]]:
-        """Returns the axes of a stack along which an equation takes layers.
+        """Axes along which an equation slices a stack into layers.
 
-        For each axis the numbers of the layers in the equation's results.
+        Maps each axis to the numbers of the layers that are the equation's results.
         """
         x, *others = equation.inputs
         if isinstance(x, Constant) or x not in self.whole:
@@ -106,12 +100,12 @@ class Wholes:
         return {axes[axis]: layers for axis, layers in taken}
 
     def _number(self, x: Operand) -> int | None:
-        """Returns the value of an index that is constant in the trace, or None."""
+        """The value of an index that is concrete during tracing, or None."""
         value = x.value if isinstance(x, Constant) else self.known.get(x)
         return None if value is None else int(np.asarray(value).reshape(()))
 
     def compute_index(self, equation: Equation) -> None:
-        """Evaluates an equation of an index, if its operands are constant."""
+        """Computes an integer scalar of concrete operands, which may be an index."""
         if equation.primitive.name not in ELEMENTWISE | FILLS:
             return
         if not all(_is_index(self.flat.avals[x]) for x in equation.outputs):
@@ -122,7 +116,7 @@ class Wholes:
             x.value if isinstance(x, Constant) else self.known[x]
             for x in equation.inputs
         ]
-        # Also where split_layers is called within a function that is traced.
+        # Needed if split_layers is called within a traced function.
         with jax.ensure_compile_time_eval():
             results = equation.bind(operands, None)
         self.known.update(zip(equation.outputs, results, strict=True))
@@ -135,7 +129,7 @@ def _is_index(aval: ShapedArray) -> bool:
 def _taken(
     equation: Equation, shape: Sequence[int], number: Callable[[Operand], int | None]
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yields the axes along which an equation takes single indices, with these."""
+    """Yields axes along which an equation reads single indices, with the indices."""
     params = dict(equation.params)
     read = lambda name: tuple(params[name])  # pyright: ignore[reportArgumentType]
     match equation.primitive.name:
@@ -155,8 +149,8 @@ def _taken(
             mapped = getattr(numbers, "start_index_map", ())
             collapsed = getattr(numbers, "collapsed_slice_dims", ())
             n = number(equation.inputs[1])
-            # What a gather does with an index out of bounds depends on its mode: such a
-            # stack counts as used whole.
+            # The result of a gather out of bounds depends on its mode: such a stack
+            # counts as used whole.
             if n is not None and len(mapped) == 1 and collapsed == mapped:
                 whole = read("slice_sizes") == _only(shape, mapped[0])
                 if whole and 0 <= n < shape[mapped[0]]:
@@ -176,23 +170,14 @@ def _only(shape: Sequence[int], axis: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sliced:
-    """Layers that a loss takes from stacks, as `stack[n]` in a Python loop.
+    """Layers that a loss indexes from stacks, as `stack[n]` in a Python loop."""
 
-    Attributes:
-      name: The common prefix of the stacks' paths.
-      stacks: The parameters, by their names within a layer.
-      axes: The layers' axis of each stack.
-      length: The number of layers.
-      nbytes: The bytes of the stacks.
-      guess: If True, all stacks are in one list, whose layers may have stacks.
-    """
-
-    name: str
-    stacks: Mapping[Member, Stack]
-    axes: Mapping[int, int]
-    length: int
+    name: str  # common prefix of the stacks' paths
+    stacks: Mapping[Member, Stack]  # by name within a layer
+    axes: Mapping[int, int]  # the layers' axis of each stack
+    length: int  # number of layers
     nbytes: int
-    guess: bool
+    guess: bool  # the stacks may be parts of a numbered list's layers
 
     @property
     def shown(self) -> str:
@@ -205,9 +190,13 @@ class Sliced:
         return set(self.axes)
 
     def per_layer(self, flat: Flat) -> tuple[Flat, tuple[dict[Member, int], ...]]:
-        """Returns the loss with a parameter for each layer instead of each slice.
+        """Replaces slices by parameters of single layers.
 
-        Also returns each layer's parameters.
+        Args:
+          flat: The loss, without checkpoints around layers.
+
+        Returns:
+          The loss, and the numbers of each layer's parameters.
         """
         split = _PerLayer(flat, self)
         members = tuple(
@@ -219,27 +208,27 @@ class Sliced:
         )
         return split.flat, members
 
-    def refuse_other_order(self, turns: Sequence[int]) -> None:
-        """Raises if the loss computes the layers in another order."""
-        if list(turns) != sorted(turns):
-            order = sorted(range(len(turns)), key=lambda n: turns[n])
+    def refuse_other_order(self, positions: Sequence[int]) -> None:
+        """Raises if the order of computation is not the order in the stacks."""
+        if list(positions) != sorted(positions):
+            order = sorted(range(len(positions)), key=lambda n: positions[n])
             raise SplitError(
                 f"the layers of {self.name or 'all parameters'} are computed in the"
-                f" order {order} of their numbers: stack them once, outside the loss,"
-                " in the order in which it takes them."
+                f" order {order} of their numbers. Stack them once, outside the loss,"
+                " in the order of computation."
             )
 
 
 class _PerLayer:
-    """A loss rewritten with a parameter for each layer."""
+    """Rewrites a loss with a parameter for each layer."""
 
     def __init__(self, flat: Flat, sliced: Sliced):
         self.flat = copy.copy(flat)
         self.flat.avals, self.flat.equations = list(flat.avals), []
         self.renamed: dict[int, int] = {}
         self.parts = {n: self._parts(n, axis) for n, axis in sliced.axes.items()}
-        # A slice becomes what is computed of one layer's parameter. Any other use of a
-        # stack would need all layers at once.
+        # A slice is replaced by a computation on one layer's parameter. Any other use
+        # of a stack would need all layers.
         wholes = Wholes(flat, list(sliced.axes))
         for equation in flat.equations:
             wholes.compute_index(equation)
@@ -255,18 +244,14 @@ class _PerLayer:
             if whole is None or layers is None:
                 raise SplitError(
                     f"the stacked parameters of {sliced.name or 'all layers'} are used"
-                    f" whole at {line_of(equation)}, beside the layers that are taken"
-                    " of them by their numbers: a layer's parameters are there in its"
-                    " turn alone. Compute what else is needed of them layer by layer,"
-                    " such as a norm."
+                    f" whole at {line_of(equation)}, and also indexed layer by layer. A"
+                    " layer's parameters are available only within the layer. Compute"
+                    " other values of them, such as a norm, layer by layer."
                 )
             for output, layer in zip(equation.outputs, layers, strict=True):
                 self._put(equation, whole, sliced.axes[whole.leaf], layer, output)
         if any(x in wholes.whole for x in values_of(flat.outputs)):
-            raise SplitError(
-                f"the loss returns the stacked parameters of {sliced.name}: return a"
-                " value computed of them, such as a norm."
-            )
+            raise returned_stacks(sliced.name)
         self.flat.outputs = list(map(self._read, flat.outputs))
 
     def _number(self, aval: ShapedArray) -> int:
@@ -274,6 +259,7 @@ class _PerLayer:
         return len(self.flat.avals) - 1
 
     def _parts(self, leaf: int, axis: int) -> list[int]:
+        """Numbers new parameters for each layer of a stack."""
         aval = self.flat.avals[leaf]
         shape = (*aval.shape[:axis], *aval.shape[axis + 1 :])
         one = aval.update(shape=shape)
@@ -285,7 +271,7 @@ class _PerLayer:
     def _put(
         self, equation: Equation, whole: Whole, axis: int, layer: int, output: int
     ) -> None:
-        """Computes a slice of a stack from a layer's parameter."""
+        """Computes a slice of the stack from a layer's parameter."""
         part = self.parts[whole.leaf][layer]
         shape = self.flat.avals[output].shape
 
@@ -297,7 +283,7 @@ class _PerLayer:
             x = lax.expand_dims(x, [place])
             if x.shape == shape:
                 return x
-            # The slice takes a part of the layer, such as `stack[n, :2]`.
+            # The slice is a part of the layer, such as `stack[n, :2]`.
             params = dict(equation.params)
             starts, limits, strides = (
                 params[name] for name in ("start_indices", "limit_indices", "strides")
@@ -309,7 +295,7 @@ class _PerLayer:
             return lax.slice(x, at(starts, 0), at(limits, 1), strides)
 
         aval = self.flat.avals[part]
-        # Traced by itself; its equations then get numbers of the loss.
+        # Traced separately; its equations are then renumbered for the loss.
         closed, _ = trace(run, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         body = Flat(closed, derivatives=False)
         names = {0: part} | {
@@ -325,17 +311,23 @@ class _PerLayer:
         self.renamed[output] = names[result]
 
 
+def returned_stacks(name: str) -> SplitError:
+    """The error for a loss that returns stacked parameters."""
+    return SplitError(
+        f"the loss returns the stacked parameters of {name}. Return a value computed"
+        " from them, such as a norm."
+    )
+
+
 def slices(
     closed: core.ClosedJaxpr,
     leaves: Sequence[tuple[bool, Names]],
     lists: Sequence[NumberedLayers],
 ) -> list[Sliced]:
-    """Returns all layers that are indexed in stacks, the largest first.
+    """Returns all layers that are indexed from stacks, the largest first.
 
-    Args:
-      closed: The loss.
-      leaves: For each parameter whether it is frozen, and its names.
-      lists: Numbered layers. An array that is indexed within one has parts, not layers.
+    An array that is indexed within one of the numbered `lists` has parts, not layers.
+    `leaves` holds whether each parameter is frozen, and its names.
     """
     flat = Flat(closed, derivatives=False)
     axes = _axes(flat, range(len(leaves)))
@@ -344,7 +336,7 @@ def slices(
         names = leaves[n][1]
         for k in range(len(names)):
             groups[names[:k], flat.shape(n)[axis]].append(n)
-    # Several beginnings may have the same stacks: the longest one is taken.
+    # Several prefixes may have the same stacks. The longest prefix wins.
     chosen = {tuple(members): (names, n) for (names, n), members in groups.items()}
     results: list[Sliced] = []
     for members, (common, length) in chosen.items():
@@ -364,6 +356,7 @@ def slices(
 
 
 def _axes(flat: Flat, leaves: Sequence[int]) -> dict[int, int]:
+    """Maps each parameter that is a stack to the layers' axis."""
     wholes = Wholes(flat, leaves)
     taken: dict[int, list[dict[int, list[int]]]] = defaultdict(list)
     for equation in flat.equations:
@@ -380,7 +373,7 @@ def _axes(flat: Flat, leaves: Sequence[int]) -> dict[int, int]:
 def _axis(
     shape: Sequence[int], taken: Sequence[Mapping[int, Sequence[int]]]
 ) -> int | None:
-    """Returns the axis along which most layers are taken, or None."""
+    """The axis along which most layers are indexed, or None."""
     best, most = None, 1
     for axis in range(len(shape)):
         if all(axis in each for each in taken):

@@ -13,51 +13,43 @@ from paged_optax.backend.memory import nbytes
 from paged_optax.backend.text import key_names
 from paged_optax.backend.types import KeyPath
 
-#: The names of a path's keys; a key such as "decoder/h_0" or "layers.0" has two.
+#: Names of a path's keys. A key such as "decoder/h_0" or "layers.0" has two.
 Names = tuple[str, ...]
 
 #: A parameter's number, or its stack.
 Item = TypeVar("Item")
 
-#: A parameter within its layer: whether it is frozen, and its names.
+#: Identifies a parameter within its layer: whether it is frozen, and its names.
 Member = tuple[bool, Names]
 
 
 @dataclasses.dataclass(frozen=True)
 class NumberedLayers:
-    """Layers whose parameters are subtrees of the parameters.
+    """Layers that are subtrees of the parameters."""
 
-    Attributes:
-      name: The common prefix of all paths, or "*".
-      members: The numbers of each layer's leaves.
-      nbytes: The bytes of all layers.
-      guess: If True, each layer has parameters in several lists, which may be lists of
-        different layers.
-    """
-
-    name: str
-    members: tuple[Mapping[Member, int], ...]
+    name: str  # common prefix of all paths; "*" if there is none
+    members: tuple[Mapping[Member, int], ...]  # numbers of each layer's leaves
     nbytes: int
-    guess: bool = False
+    guess: bool = False  # parameters are in several lists, perhaps of different layers
 
     @property
     def length(self) -> int:
-        """The number of layers."""
+        """Number of layers."""
         return len(self.members)
 
     @property
     def shown(self) -> str:
-        """The prefix of each layer's paths, for tables and messages."""
+        """The prefix of the layers' paths, for tables and messages."""
         several = self.guess and self.name == "*"
         return "all lists" if several else f"{self.name.removesuffix('*')}*"
 
     @property
     def leaves(self) -> set[int]:
-        """The numbers of their parameters."""
+        """The numbers of the layers' parameters."""
         return {n for each in self.members for n in each.values()}
 
     def parts(self, nbytes: Callable[[int], int]) -> tuple["NumberedLayers", ...]:
-        """Splits layers with trained and frozen parameters by these; else empty.
+        """Separates trained and frozen parameters; empty if layers lack one of them.
 
         `nbytes` returns the bytes of a parameter by its number.
         """
@@ -73,10 +65,10 @@ class NumberedLayers:
 
 
 def split_names(paths: Sequence[KeyPath]) -> list[Names]:
-    """Returns the names of a tree's paths, split at slashes and dots within keys too.
+    """Returns the names of a tree's paths, with keys split at slashes and dots.
 
-    A key stays whole if two paths would be equal, or one a prefix of another, so that
-    nested dicts of these names have all leaves.
+    A key stays whole if two paths would be equal, or one a prefix of the other, so that
+    nested dicts of these names keep every leaf.
 
     Example:
       >>> import jax
@@ -87,7 +79,7 @@ def split_names(paths: Sequence[KeyPath]) -> list[Names]:
     whole = [key_names(path) for path in paths]
     parted = [tuple(part for x in names for part in _parts(x)) for names in whole]
     times = collections.Counter(parted)
-    # Names that begin another path, and paths that begin with the names of another.
+    # Names that are a prefix of another path, and paths with such a prefix.
     inner = {names[:k] for names in times for k in range(len(names))}
     outer = lambda names: any(names[:k] in times for k in range(len(names)))
     distinct = lambda names: (
@@ -106,14 +98,14 @@ def numbered(
 ) -> list[NumberedLayers]:
     """Returns all lists of equal subtrees, the largest first.
 
-    `leaves` has for each parameter whether it is frozen, and its names.
+    `leaves` holds whether each leaf is frozen, and its names.
     """
     groups: dict[tuple[Names, str], dict[int, dict[Member, int]]] = defaultdict(
         lambda: defaultdict(dict)
     )
     whole_names: dict[tuple[Names, str], dict[Member, int]] = defaultdict(dict)
     for number, (frozen, names) in enumerate(leaves):
-        # The last name is an array's: lists of arrays are found by `_by_kind`.
+        # The last name belongs to an array. `_by_kind` returns lists of arrays.
         for k, name in enumerate(names[:-1] if len(names) > 1 else ()):
             member = frozen, names[k + 1 :]
             whole_names[names[:k], name][member] = number
@@ -122,18 +114,18 @@ def numbered(
                 groups[names[:k], stem][n][member] = number
     lists: list[NumberedLayers] = []
     for (before, stem), by_number in groups.items():
-        # Haiku's names begin with one that has no number.
+        # The first of Haiku's names has no number.
         if 0 not in by_number and 1 in by_number and stem:
             if first := whole_names.get((before, stem)):
                 by_number = {0: first, **by_number}
         members = [by_number[n] for n in sorted(by_number)]
-        if alike := _alike(members, avals):
-            alike = [relabeled(each, lambda n: avals[n].ndim) for each in alike]
-            size = nbytes([avals[n] for each in alike for n in each.values()])
+        if layers := _longest_run(members, avals):
+            layers = [relabeled(each, lambda n: avals[n].ndim) for each in layers]
+            size = nbytes([avals[n] for each in layers for n in each.values()])
             name = "/".join((*before, stem)) or "*"
-            lists.append(NumberedLayers(name, tuple(alike), size))
+            lists.append(NumberedLayers(name, tuple(layers), size))
     lists += _by_kind(leaves, avals, [x.leaves for x in lists])
-    return sorted(lists, key=lambda layers: -layers.nbytes)
+    return sorted(lists, key=lambda x: -x.nbytes)
 
 
 def _by_kind(
@@ -141,11 +133,11 @@ def _by_kind(
     avals: Sequence[ShapedArray],
     known: Sequence[set[int]],
 ) -> list[NumberedLayers]:
-    """Returns layers with parameters in several lists, such as `params["mlp"][n]`.
+    """Layers whose parameters are in several lists, such as `params["mlp"][n]`.
 
-    This includes lists of arrays, such as `params["up"][n]`. If several candidates have
-    the same parameters, the one with the longest common path is returned. Candidates in
-    `known` are left out.
+    They include lists of arrays, such as `params["up"][n]`. If several candidates have
+    the same parameters, the longest common path wins. `known` holds the parameters of
+    other lists.
     """
     groups: dict[Names, dict[Names, dict[int, dict[Member, int]]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(dict))
@@ -155,7 +147,7 @@ def _by_kind(
             if not (match := _numbered(name)):
                 continue
             for start in range(k, -1, -1):
-                # A number before this one is that of a list around this list.
+                # An earlier number belongs to a list around this list.
                 if start < k and _numbered(names[start]):
                     break
                 kind = (*names[start:k], *filter(None, match[:1]))
@@ -166,27 +158,27 @@ def _by_kind(
         by_length: dict[int, list[dict[Member, int]]] = {}
         kinds = collections.Counter[int]()
         for kind, by_number in groups[before].items():
-            members = _alike([by_number[n] for n in sorted(by_number)], avals)
+            members = _longest_run([by_number[n] for n in sorted(by_number)], avals)
             each = by_length.setdefault(len(members), [{} for _ in members])
             kinds[len(members)] += 1
             for layer, part in zip(each, members, strict=True):
                 layer |= {(f, (*kind, *names)): n for (f, names), n in part.items()}
         for members in by_length.values():
             chosen = frozenset(n for each in members for n in each.values())
-            # Of a list of arrays, one that is within another list is named by itself.
+            # A list of arrays within another list is named by itself.
             named = all(names for each in members[:1] for _, names in each)
             if members and set(chosen) not in known and (named or chosen not in lists):
                 members = [relabeled(x, lambda n: avals[n].ndim) for x in members]
                 size = nbytes([avals[n] for n in chosen])
                 name = "/".join((*before, "")) or "*"
                 several = kinds[len(members)] > 1
-                # Beginnings come by length, so that the longest is the one that stays.
+                # Prefixes are sorted by length, so that the longest one wins.
                 lists[chosen] = NumberedLayers(name, tuple(members), size, several)
     return list(lists.values())
 
 
 def _numbered(name: str) -> tuple[str, int] | None:
-    """Splits a name into a stem and a number, or returns None."""
+    """Separates a name from its number; None without a number."""
     match = re.fullmatch(r"(.*?)_?(\d+)", name)
     return match and (match[1], int(match[2]))
 
@@ -194,11 +186,11 @@ def _numbered(name: str) -> tuple[str, int] | None:
 def relabeled(
     members: Mapping[Member, Item], ndim: Callable[[Item], int]
 ) -> dict[Member, Item]:
-    """Renames a layer's numbered parts, which could be mistaken for layers.
+    """Renames numbered parts of a layer that could be mistaken for layers.
 
-    A tree with matrices has stacks. With vectors only, or if a layer is one array, the
-    parts' names get a first name without a number. `ndim` returns a part's axes in one
-    layer.
+    Matrices distinguish a tree of stacks from a list of layers. If all parts are
+    vectors, or if a layer is one array, the parts' names get a prefix without a number.
+    `ndim` returns the number of axes of a part within one layer.
     """
     renamed: dict[Member, Item] = {}
     for frozen in (False, True):
@@ -215,35 +207,36 @@ def relabeled(
 
 
 def first_names(members: Iterable[Member]) -> str:
-    """Returns the prefixes of paths that have none in common."""
+    """The first names of parameters that have none in common."""
     first = sorted({names[0] if names else "" for _, names in members})
     return ", ".join([*first[:3], *(["..."] if len(first) > 3 else [])])
 
 
 def matching_lists(layers: str, names: Sequence[str]) -> list[str]:
-    """Returns the lists that a pattern matches, such as `"layers"` or `"model/h_*"`.
+    """Returns the lists that `"layers"` or `"model/h_*"` names.
 
-    A prefix of the path suffices. A list's whole name matches that list only.
+    A prefix of the path suffices. An exact name excludes all other lists, for example
+    a list within one of the layers.
     """
     plain = lambda name: "/".join(_parts(name.removesuffix("*"))).rstrip("/_")
-    wanted = plain(layers)
-    exact = [name for name in names if plain(name) == wanted]
-    return exact or [name for name in names if name.startswith(f"{wanted}/")]
+    prefix = plain(layers)
+    exact = [name for name in names if plain(name) == prefix]
+    return exact or [name for name in names if name.startswith(f"{prefix}/")]
 
 
-def _alike(
+def _longest_run(
     members: Sequence[Mapping[Member, int]], avals: Sequence[ShapedArray]
 ) -> list[dict[Member, int]]:
-    """Returns the longest run of equal subtrees, or of equal blocks of subtrees.
+    """The longest run of equal subtrees, or of equal groups of subtrees.
 
-    The first or the last subtrees may differ, such as dense layers before experts.
+    The first or the last subtrees may differ, for example dense layers before experts.
     """
     described = [
         frozenset((member, avals[n].shape, avals[n].dtype) for member, n in x.items())
         for x in members
     ]
-    # The longest run wins, then the shortest period: blocks of several subtrees are for
-    # layers of kinds that alternate.
+    # The longest run wins, then the shortest period. Layers of alternating kinds have
+    # groups of several subtrees.
     best: tuple[int, int, range] = (0, 0, range(0))
     for period in range(1, len(members) // 2 + 1):
         start = 0

@@ -1,4 +1,4 @@
-"""Equations that are compared and matched, and the pieces of a split loss."""
+"""Pieces of a loss: comparison and matching of equations, and roles of arguments."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -11,42 +11,35 @@ from paged_optax.analysis.flat import Flat
 from paged_optax.analysis.program import Constant, Equation, Operand
 from paged_optax.splitting.numbered import Member
 
-#: Whether one operand of a piece may stand in the place of another one.
+#: True if an operand of one piece may correspond to an operand of another piece.
 Fits = Callable[[Operand, Operand], bool]
 
 
 class Subprogram(NamedTuple):
-    """Equations with renumbered values, so that equal layers compare equal.
-
-    Attributes:
-      equations: The equations, with constants as arguments.
-      arguments: The arguments' operands in the loss.
-      avals: The arguments' shapes and dtypes.
-      values: The numbers in the loss of the values after the arguments.
-    """
+    """Equations with renumbered values, so that equal programs compare equal."""
 
     equations: tuple[Equation, ...]
-    arguments: tuple[Operand, ...]
-    avals: tuple[Hashable, ...]
-    values: tuple[int, ...]
+    arguments: tuple[Operand, ...]  # operands in the loss, with constants
+    avals: tuple[Hashable, ...]  # the arguments' shapes and dtypes
+    values: tuple[int, ...]  # numbers in the loss of the values after the arguments
 
     @classmethod
     def of(cls, flat: Flat, positions: Sequence[int]) -> "Subprogram":
-        """Returns the equations at these positions."""
+        """Renumbers the equations at these positions."""
         chosen = [flat.equations[n] for n in positions]
         results = [x for e in chosen for x in e.outputs]
         inside, names = set(results), dict[int, int]()
         arguments: list[Operand] = []
         for equation in chosen:
             for x in equation.inputs:
-                # Layers that differ by literals only are equal.
+                # Constants are arguments, so that layers may differ by a literal.
                 if isinstance(x, Constant):
                     arguments.append(x)
                 elif x not in inside and x not in names:
                     names[x] = len(arguments)
                     arguments.append(x)
         count = len(arguments)
-        # Numbers do not depend on the layer's position in the loss.
+        # Values are numbered by their places within the layer, not within the loss.
         names |= {x: count + k for k, x in enumerate(results)}
         constants = iter(k for k, x in enumerate(arguments) if isinstance(x, Constant))
         rename = lambda x: next(constants) if isinstance(x, Constant) else names[x]
@@ -59,38 +52,33 @@ class Subprogram(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """Equal for subprograms that compute the same."""
+        """Equal for subprograms with the same computation."""
         return self.equations, self.avals
 
 
 def aval_of(flat: Flat, x: Operand) -> Hashable:
-    """Returns an operand's shape and dtype."""
+    """An operand's shape and dtype."""
     if isinstance(x, Constant):
         return x.key[1:3]
     return flat.avals[x].shape, str(flat.avals[x].dtype)
 
 
-class Match(NamedTuple):
-    """Equations and values of one piece, mapped to another piece."""
-
-    equations: dict[int, int]
-    values: dict[int, int]
-
-
 class _Matching:
+    """The equations of a template that are matched so far."""
+
     def __init__(self, flat: Flat, template: Sequence[int], fits: Fits):
         self.flat, self.fits = flat, fits
         self.inside = {x for n in template for x in flat.equations[n].outputs}
-        self.equations: dict[int, int] = {}
         self.values: dict[int, int] = {}
 
-    def alike(self, n: int, m: int) -> bool:
-        """Returns whether two equations compute the same."""
+    def equal(self, n: int, m: int) -> bool:
+        """True if two equations are equal, given the matches so far."""
         one, other = self.flat.equations[n], self.flat.equations[m]
         if one.primitive is not other.primitive or len(one.inputs) != len(other.inputs):
             return False
         shape = lambda e: [aval_of(self.flat, x) for x in (*e.inputs, *e.outputs)]
-        # The first layer may take a literal where others take a value.
+        # A constant and a value may match: the first layer may read a literal where
+        # others read a value.
         if shape(one) != shape(other) or one.params != other.params:
             return False
         return all(map(self._may_be, one.inputs, other.inputs))
@@ -100,15 +88,13 @@ class _Matching:
             return isinstance(y, Constant)
         if isinstance(y, Constant):
             return x not in self.inside and self.fits(x, y)
-        # A value keeps its match; values from outside the template may get any.
+        # A value keeps its counterpart. A value from outside may get any.
         if x in self.values:
             return self.values[x] == y
         return x not in self.inside and self.fits(x, y)
 
     def put(self, n: int, m: int) -> None:
-        """Matches two equations."""
         one, other = self.flat.equations[n], self.flat.equations[m]
-        self.equations[n] = m
         self.values.update(zip(one.outputs, other.outputs, strict=True))
         for x, y in zip(one.inputs, other.inputs, strict=True):
             if not isinstance(x, Constant) and not isinstance(y, Constant):
@@ -121,13 +107,13 @@ def match_backward(
     template: Sequence[int],
     results: Sequence[tuple[int, int]],
     fits: Fits,
-) -> Match | None:
-    """Matches the equations of values with a template, from its results backward.
+) -> Sequence[int] | None:
+    """Matches equations with a template from its results backward.
 
-    `results` pairs the template's results with the values.
+    `results` pairs the template's results with the corresponding values.
     """
-    # Equations are paired by the positions of operands, then compared in the order of
-    # the trace.
+    # Equations are paired by the places of their results among operands. They are
+    # compared afterwards, in the order of the trace.
     inside = {x: n for n in template for x in flat.equations[n].outputs}
     pairs: dict[int, int] = {}
     stack = list(results)
@@ -147,58 +133,60 @@ def match_backward(
                 stack.append((a, b))
     matched = _Matching(flat, sorted(pairs), fits)
     for n in sorted(pairs):
-        if not matched.alike(n, pairs[n]):
+        if not matched.equal(n, pairs[n]):
             return None
         matched.put(n, pairs[n])
     # Another operand may have matched a result with another value.
     if any(matched.values.get(x, y) != y for x, y in results):
         return None
-    return Match(matched.equations, matched.values)
+    return list(pairs.values())
 
 
 def match_forward(
     flat: Flat, template: Sequence[int], candidates: Sequence[int], fits: Fits
-) -> Match | None:
-    """Matches equations with a template, from its inputs forward.
+) -> Sequence[int] | None:
+    """Matches equations with a template from its inputs forward.
 
-    Template and candidates are in an executable order.
+    The template and the candidates are in topological order.
     """
     matched = _Matching(flat, template, fits)
-    left = list(candidates)
+    rest, equations = list(candidates), list[int]()
     for n in template:
-        k = next((k for k, m in enumerate(left) if matched.alike(n, m)), None)
-        if k is None:
+        m = next((m for m in rest if matched.equal(n, m)), None)
+        if m is None:
             return None
-        matched.put(n, left.pop(k))
-    return Match(matched.equations, matched.values)
+        matched.put(n, m)
+        rest.remove(m)
+        equations.append(m)
+    return equations
 
 
 class Weight(NamedTuple):
-    """A parameter of the layer, as an argument."""
+    """A parameter of the layer."""
 
     member: Member
 
 
 class Carried(NamedTuple):
-    """A value from the previous layer, as an argument."""
+    """A value of the carry."""
 
     slot: int
 
 
 class Seen(NamedTuple):
-    """A value that is the same for all layers, as an argument."""
+    """A value from before the layers, the same for all layers."""
 
     value: int
 
 
 class FromTable(NamedTuple):
-    """A value that differs between layers, as an argument."""
+    """A layer's row of a table."""
 
     table: int
 
 
 class Fixed(NamedTuple):
-    """A constant of the program, as an argument."""
+    """A constant of the program."""
 
     value: ArrayLike
 
@@ -209,30 +197,26 @@ Role = Weight | Carried | Seen | FromTable | Fixed
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerKind:
-    """Equal layers.
-
-    Attributes:
-      program: Computes the results from the arguments.
-      roles: The role of each argument.
-      carried: For each slot the number of the result that is its next value, or None if
-        it keeps its value.
-      kept: For each kept value the number of the result, or None if this kind has none.
-    """
+    """The program of equal layers."""
 
     program: Callable[[Sequence[ArrayLike]], Sequence[ArrayLike]]
     roles: tuple[Role, ...]
+    # For each slot, the index of the result with its next value; None if the slot keeps
+    # its value.
     carried: tuple[int | None, ...]
+    # For each kept value, the index of its result; None if layers of this kind do not
+    # compute it.
     kept: tuple[int | None, ...]
 
 
 class FromCarry(NamedTuple):
-    """A value in the last layer's output that the epilogue needs."""
+    """A value that the epilogue reads from the last layer's carry."""
 
     slot: int
 
 
 class FromKept(NamedTuple):
-    """A value kept by a layer, or by all if None, that the epilogue needs."""
+    """A value that the epilogue reads from a layer's kept values; None: all layers'."""
 
     number: int
     layer: int | None
@@ -240,34 +224,26 @@ class FromKept(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pieces:
-    """A loss in pieces: before the layers, of each kind of layer, and after them.
-
-    Attributes:
-      flat: The equations.
-      kinds: The kinds of layers.
-      kind_of: The kind of each layer.
-      initial: The first value of each carried slot; None: zeros.
-      carried: The slots' shapes and dtypes.
-      tables: Arguments that differ between layers: an operand for each layer, or None,
-        or one operand with all on its leading axis.
-      kept: Shapes and dtypes of the values that each layer keeps.
-      after: Values of layers that the epilogue needs, by number.
-      inside: The values that layers compute.
-    """
+    """A loss split into prologue, kinds of layers, and epilogue."""
 
     flat: Flat
     kinds: tuple[LayerKind, ...]
-    kind_of: tuple[int, ...]
+    kind_of: tuple[int, ...]  # of each layer
+    # First value of each slot of the carry; None for zeros.
     initial: tuple[Operand | None, ...]
-    carried: tuple[ShapedArray, ...]
+    carried: tuple[ShapedArray, ...]  # the slots' shapes and dtypes
+    # Arguments that differ between layers: an operand for each layer (None if the layer
+    # needs none), or one operand with layers on its leading axis.
     tables: tuple[Sequence[Operand | None] | Operand, ...]
+    # Shapes and dtypes of the values that each layer keeps.
     kept: tuple[ShapedArray, ...]
+    # Values of layers that the epilogue reads.
     after: Mapping[int, FromCarry | FromKept]
-    inside: frozenset[int]
+    inside: frozenset[int]  # values that layers compute
 
     @property
     def seen(self) -> tuple[int, ...]:
-        """The values that all layers see, except constants of the loss."""
+        """The values that all layers read, without the constants of the loss."""
         roles = (role for kind in self.kinds for role in kind.roles)
         values = dict.fromkeys(role.value for role in roles if isinstance(role, Seen))
         return tuple(x for x in values if x not in self.flat.constants)

@@ -1,4 +1,4 @@
-"""Layers that a `jax.lax.scan` over stacked parameters computes."""
+"""Layers of a scan over stacked parameters."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from paged_optax.splitting.dependence import (
     values_in,
     values_of,
 )
-from paged_optax.splitting.indexed import Whole, Wholes
+from paged_optax.splitting.indexed import Whole, Wholes, returned_stacks
 from paged_optax.splitting.numbered import (
     Member,
     Names,
@@ -42,14 +42,10 @@ from paged_optax.splitting.stacking import Stack
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Body:
-    """One iteration of a scan, of unprepared parameters.
-
-    Attributes:
-      program: Computes the iteration.
-      prepared: For each argument the stack that it is a layer of, or None.
-    """
+    """The body of a scan, for parameters that it prepares itself."""
 
     program: Program
+    # For each argument, the stack that it is a layer of, or None.
     prepared: Sequence[Whole | None]
 
     def __call__(self, arguments: Sequence[ArrayLike]) -> Sequence[ArrayLike]:
@@ -61,30 +57,21 @@ class _Body:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scan:
-    """A scan over stacked parameters.
-
-    Attributes:
-      flat: The loss.
-      equation: The scan.
-      over: For each scanned array the stack that it is made of, or None.
-      name: The common prefix of the parameters' paths.
-      stacks: The parameters, by their names within a layer.
-      nbytes: The bytes of the parameters.
-      guess: Always False: a scan is over layers.
-    """
+    """A scan over stacked parameters."""
 
     guess: ClassVar[bool] = False
 
     flat: Flat
     equation: Equation
+    # For each array that is scanned over, the stack it is computed from, or None.
     over: tuple[Whole | None, ...]
-    name: str
-    stacks: Mapping[Member, Stack]
+    name: str  # common prefix of the parameters' paths
+    stacks: Mapping[Member, Stack]  # by name within a layer
     nbytes: int
 
     @property
     def length(self) -> int:
-        """The number of layers."""
+        """Number of layers."""
         return self._traced["length"]
 
     @property
@@ -94,7 +81,7 @@ class Scan:
 
     @property
     def leaves(self) -> set[int]:
-        """The numbers of their parameters."""
+        """The numbers of the layers' parameters."""
         return {n for stack in self.stacks.values() for n in stack.leaves}
 
     @property
@@ -103,33 +90,29 @@ class Scan:
         return self.equation.traced.params
 
     def _refuse_elsewhere(self) -> None:
-        """Raises if anything but the scan uses its stacks."""
         reached = {stack.leaves[0] for stack in self.stacks.values()}
         returned = reached.intersection(values_of(self.flat.outputs))
         for e in self.flat.equations:
-            taken = values_in(e)
-            if reached.isdisjoint(taken) or e is self.equation:
+            operands = values_in(e)
+            if reached.isdisjoint(operands) or e is self.equation:
                 continue
-            # What prepares a stack for the scan, such as a cast, takes it before.
-            if len(taken) == 1 and set(e.outputs) <= self.prepared:
+            # Equations may prepare a stack for the scan, for example cast it.
+            if len(operands) == 1 and set(e.outputs) <= self.prepared:
                 reached.update(e.outputs)
                 continue
             raise SplitError(
                 f"parameters of layers are used outside of the scan over {self.name},"
-                f" at {line_of(e)}: a layer's parameters are there in its turn alone."
-                " Let each layer return what else is needed of them, such as a norm."
-                " For several inputs, scan once over the layers, with all of them in"
-                " the carry."
+                f" at {line_of(e)}. A layer's parameters are available only within the"
+                " layer. Let each layer return other values computed from them, such"
+                " as a norm. For several inputs, scan once over the layers, with all"
+                " inputs in the carry."
             )
         if returned:
-            raise SplitError(
-                f"the loss returns the stacked parameters of {self.name}: return a"
-                " value computed of them, such as a norm."
-            )
+            raise returned_stacks(self.name)
 
     @property
     def prepared(self) -> set[int]:
-        """The values between the parameters and the scan."""
+        """Values computed from the parameters and read by the scan."""
         producer = producers_of(self.flat)
         between = set[int]()
         scanned = self.equation.inputs[-len(self.over) :]
@@ -140,7 +123,7 @@ class Scan:
         return between
 
     def pieces(self) -> Pieces:
-        """Returns the loss in pieces: a layer is an iteration of the scan."""
+        """Splits the loss: a layer is an iteration of the scan."""
         params = self._traced
         self._refuse_elsewhere()
         if params["reverse"]:
@@ -149,15 +132,14 @@ class Scan:
                 " turn the stacks once, outside the loss (jnp.flip(stack, 0)), and scan"
                 " forward."
             )
-        turn = closed_of(params["jaxpr"])
-        body = Flat(turn, checkpoints=False, derivatives=False)
+        called = closed_of(params["jaxpr"])
+        body = Flat(called, checkpoints=False, derivatives=False)
         if [e.primitive.name for e in body.equations] == ["remat2"]:
-            # A layerwise step computes each layer again anyway, and once is enough.
-            body = Flat(turn, checkpoints=True, derivatives=False)
+            # A layerwise step rematerializes each layer anyway.
+            body = Flat(called, checkpoints=True, derivatives=False)
         producer = producers_of(body)
         program, arguments = body.program(body.outputs, lambda _: True, producer, ())
-        # A turn takes what the scan closes over, the carry, and then a layer of each
-        # stack.
+        # The body's arguments: closed-over values, the carry, a slice of each stack.
         constants, carried = _counts(self.equation.traced)
         inputs = self.equation.inputs
         tables: list[Operand] = []
@@ -169,7 +151,9 @@ class Scan:
             if x in body.constants:
                 role: Role = Fixed(body.constants[x])
             elif x < constants:
-                role = _seen(inputs[x])
+                outer = inputs[x]
+                fixed = isinstance(outer, Constant)
+                role = Fixed(outer.value) if fixed else Seen(outer)
             elif x < constants + carried:
                 role = Carried(x - constants)
             elif (ready := self.over[x - constants - carried]) is not None:
@@ -205,27 +189,23 @@ class Scan:
 
 
 def _counts(eqn: core.JaxprEqn | None) -> tuple[int, int]:
-    """Returns the numbers of a scan's constants and carried values."""
-    # What it scans over, or stacks, has one axis more outside than within. The scan's
-    # parameters that count them have other names in other versions of JAX.
+    """Number of values that a scan closes over, and that it carries."""
+    # Scanned and stacked arrays have one axis more outside than within the body. JAX
+    # renamed the scan's parameters for the counts between versions.
     assert eqn is not None
     body = closed_of(eqn.params["jaxpr"]).jaxpr
-    alike = lambda outer, inner: sum(
+    same_shapes = lambda outer, inner: sum(
         x.aval.shape == y.aval.shape for x, y in zip(outer, inner, strict=True)
     )
-    carried = alike(eqn.outvars, body.outvars)
-    return alike(eqn.invars, body.invars) - carried, carried
-
-
-def _seen(x: Operand) -> Role:
-    return Fixed(x.value) if isinstance(x, Constant) else Seen(x)
+    carried = same_shapes(eqn.outvars, body.outvars)
+    return same_shapes(eqn.invars, body.invars) - carried, carried
 
 
 def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
     """Returns all scans over parameters, the largest first.
 
-    The loss's first values are the parameters, of which `leaves` has for each whether
-    it is frozen, and its names.
+    The first values of the loss are its parameters: `leaves` holds whether each is
+    frozen, and its names.
     """
     wholes = Wholes(flat, range(len(leaves)))
     for equation in flat.equations:
@@ -236,12 +216,12 @@ def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
             continue
         params = equation.traced.params
         scanned = equation.inputs[sum(_counts(equation.traced)) :]
-        # Stacks are scanned over by their leading axis, whichever it was in the model.
+        # The scanned axis is the leading one, after any transposition in the model.
         over = [
             None if isinstance(x, Constant) else wholes.whole.get(x) for x in scanned
         ]
         chosen = {x.leaf: x for x in over if x is not None}
-        # Of frozen stacks alone nothing is trained, and one turn is no list of layers.
+        # Frozen stacks alone are not trained, and one iteration is no list of layers.
         if not any(not leaves[n][0] for n in chosen) or params["length"] < 2:
             continue
         common = _common([leaves[n][1] for n in chosen])
@@ -258,7 +238,7 @@ def scans(flat: Flat, leaves: Sequence[tuple[bool, Names]]) -> list[Scan]:
 
 
 def _common(names: Sequence[Names]) -> Names:
-    """Returns the common prefix of all names; of one name, all but its last part."""
+    """The common prefix of all names, without the last part of any."""
     first, shortest = names[0], min(len(each) - 1 for each in names)
     same = (k for k in range(shortest) if any(x[k] != first[k] for x in names))
     return first[: next(same, shortest)]

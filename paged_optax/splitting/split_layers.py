@@ -1,4 +1,4 @@
-"""`split_layers`: a user's loss as prologue, layer and epilogue; its table."""
+"""`split_layers`: splits a user's loss into prologue, layer and epilogue."""
 
 import dataclasses
 import inspect
@@ -37,45 +37,46 @@ def split_layers(
     layers: str | None = None,
     frozen: PyTree | None = None,
 ) -> "SplitModel":
-    r"""Splits a loss into prologue, layer and epilogue, for layerwise training.
+    r"""Splits an ordinary loss into layers, to train the model layer by layer.
 
-    The loss is traced; the model's code stays as it is. Its equations are cut between
-    one layer's parameters and the next one's, where the fewest bytes are alive:
+    The loss is traced, so that the model's code stays as it is. The equations are cut
+    between the parameters of one layer and the next, at the fewest live bytes:
 
     .. math::
         x_0, c = \mathrm{prologue}(\theta, b), \quad
         x_{i+1} = \mathrm{layer}(\theta_i, x_i, c, i), \quad
         \mathrm{loss} = \mathrm{epilogue}(\theta, x_L, b).
 
-    Layers are numbered subtrees of the parameters with equal shapes (a list of modules,
-    Linen's `Block_0`, Haiku's `h_0`, flat names such as `"layers.0.up"`); lists by
-    kind, such as `params["mlp"][n]`; or stacked parameters that a `jax.lax.scan`
-    iterates over (`nn.scan`, `nnx.scan`), or that a Python loop indexes (`stack[n]`).
-    Layers of several kinds become branches of a `jax.lax.switch`. Literals, keys and
-    masks that differ between layers are read from a table. First or last layers that
-    differ stay outside. `print(model)` is a table of the result.
+    Layers are numbered, equal subtrees of the parameters (a list of modules, Linen's
+    `Block_0`, Haiku's `h_0`, flat names such as `"layers.0.up"`); lists by kind, such
+    as `params["mlp"][n]`; or stacked parameters, either scanned over by `jax.lax.scan`
+    (`nn.scan`, `nnx.scan`) or indexed in a Python loop by the layers' numbers
+    (`stack[n]`). Layers of several kinds become the branches of a `jax.lax.switch`.
+    Literals, keys and masks that differ between layers of one kind are read from a
+    table. First or last layers with other parameters stay outside. `print(model)` shows
+    the result as a table.
 
-    A `jax.checkpoint` around a whole layer is removed, because the step recomputes each
-    layer anyway. Checkpoints within a layer stay.
+    A `jax.checkpoint` around a whole layer is removed, because the step rematerializes
+    each layer anyway. A `jax.checkpoint` within a layer stays.
 
     Args:
       loss: `loss(params, batch)`, or `loss(params, frozen, batch)`, as for `jax.grad`.
-        It returns the loss, a number or a `WeightedLoss`, or a pair of loss and
-        metrics.
+        It returns the loss, or the loss and metrics; the loss is a number or a
+        `WeightedLoss`.
       params: The parameters, or their `jax.ShapeDtypeStruct`s.
       batch: A batch, or its shapes; with `accumulate=True` a micro-batch. The loss is
-        traced again for other shapes and dtypes, as under `jit`.
+        traced again for other shapes and dtypes, like a jitted function.
       layers: The path or prefix of the layers, such as `"layers"` or `"model/h_*"`;
-        None: the largest.
+        None selects the largest ones.
       frozen: Parameters that are not trained, or their shapes.
 
     Returns:
       The model for `layerwise_step`, with `stack`, `unstack` and `workspace`.
 
     Raises:
-      ValueError: If there are no layers, or if they are not computed sequentially. The
-        message has the line of the model, and the way out.
-      TypeError: If `loss` has another signature, or if a parameter has no gradient.
+      ValueError: If no layers are found, or if they are not computed in sequence. The
+        message names the line of the model, and the way out.
+      TypeError: If `loss` cannot be called this way, or if a parameter has no gradient.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, paged_optax as po
@@ -104,8 +105,9 @@ def split_layers(
     _refuse_integers(params)
     if layers is not None and not isinstance(layers, str):
         raise TypeError(f"layers={layers!r} is not a path: pass one, as 'layers'.")
+    # Keep types and no arrays: the loss is traced again for other types.
     params, frozen = jax.tree.map(shape_dtype, (params, frozen))
-    # A new function, as globals that `loss` reads may have changed.
+    # A new function, because values that `loss` closes over may have changed.
     function = jax.jit(lambda *arguments: loss(*arguments))
     functions = SplitFunctions.of(Loss(function, layers, params, frozen), batch)
     return SplitModel(
@@ -115,7 +117,7 @@ def split_layers(
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SplitModel(LayerwiseModel):
-    """The model that `split_layers` returns."""
+    """A loss split into layers, returned by `split_layers`."""
 
     _functions: SplitFunctions
 
@@ -126,28 +128,28 @@ class SplitModel(LayerwiseModel):
         on_host: bool | Literal["all"] = False,
         min_size: int | str = "256KiB",
     ) -> dict[str, PyTree]:
-        """Stacks the layers' parameters along a new leading axis.
+        """Stacks the layers' parameters along a new leading axis, leaf by leaf.
 
-        Other parameters are not copied: a step that donates its arguments deletes them
-        in `params` too.
+        Parameters outside the layers are not copied: a step that donates its arguments
+        deletes these arrays of `params` too.
 
         Args:
-          params: The parameters of the loss, or their shapes. NumPy arrays, and objects
-            with `shape`, `dtype` and `__array__`, are copied to the host directly, a
-            stack at a time.
-          on_host: If True, the layers' parameters are placed in host memory; see
-            `offload`. `"all"`: all parameters, such as embeddings, which are then
-            fetched for the prologue, the epilogue and their update; their gradients are
-            on the host in between.
-          min_size: Smaller leaves, and layers' vectors, stay on the device. It is the
-            size of one layer's leaf.
+          params: The parameters, as for the loss, or their shapes. NumPy arrays are
+            copied directly to the host, a stack at a time. Objects with `shape`,
+            `dtype` and `__array__` are read only then.
+          on_host: Places the layers' parameters in host memory, see `offload`. `"all"`
+            places the other parameters there too, such as embeddings. They are then
+            fetched for the prologue, the epilogue and their update, and their gradients
+            are stored on the host in between.
+          min_size: Leaves of fewer bytes (for a stack: bytes a layer) stay on the
+            device, and so do a layer's vectors.
 
         Returns:
-          `{"layers": ..., "rest": ...}`: nested dicts of the paths' names, with a
-          leading axis for the layers.
+          `{"layers": ..., "rest": ...}`: nested dicts of the paths' names. Leaves of
+          `"layers"` have a leading axis for the layers.
 
         Raises:
-          ValueError: If the tree differs from the split one.
+          ValueError: If the tree differs from the tree that was split.
         """
         stacking = self._functions.stacking(frozen=False)
         return stacking.stacked(params, on_host=on_host, min_size=min_size)
@@ -159,44 +161,45 @@ class SplitModel(LayerwiseModel):
         on_host: bool | Literal["all"] = False,
         min_size: int | str = "256KiB",
     ) -> dict[str, PyTree]:
-        """Stacks the frozen parameters, which a step takes last.
+        """Stacks the frozen parameters, the last argument of a step.
 
         Args:
-          frozen: The frozen parameters of the loss, or their shapes.
+          frozen: The frozen parameters, as for the loss, or their shapes.
           on_host: See `stack`.
           min_size: See `stack`.
 
         Returns:
-          See `stack`.
+          The stacks, see `stack`.
 
         Raises:
-          ValueError: If the tree differs from the split one.
+          ValueError: If the tree differs from the tree that was split.
         """
         stacking = self._functions.stacking(frozen=True)
         return stacking.stacked(frozen, on_host=on_host, min_size=min_size)
 
     @property
     def layer_tree(self) -> LayerTree | None:
-        """The loss's own tree with its stacks; None if the loss has stacks."""
+        """The loss's own tree mapped to the stacks; None if the loss has stacks."""
         return self._functions.stacking(frozen=False).layer_tree
 
     def functions(
         self, params: Partition, frozen: Frozen | None, activations_on_host: bool
     ) -> ModelFunctions:
-        """Returns the model's functions, traced again for new types."""
+        """See `LayerwiseModel`. The loss is traced again for new types."""
         whole = lambda x: x and {**x.rest, "layers": x.layers}
-        x = self._functions.given(whole(params), whole(frozen))
+        x = self._functions.for_types(whole(params), whole(frozen))
         calls = x.prologue, x.layer, x.epilogue
         return ModelFunctions(*calls, activations_on_host, frozen)
 
     def init(self, tx: optax.GradientTransformation, params: PyTree) -> optax.OptState:
         """Initializes the state of `tx` for stacked parameters, layer by layer.
 
-        It is `tx.init` of the loss's own parameters, with the layers' moments stacked.
+        The state is `tx.init` of the loss's own parameters, with all layers' moments
+        stacked like the parameters.
 
         Args:
           tx: The transformation.
-          params: The result of `stack`, or its shapes.
+          params: Stacked parameters, see `stack`, or their shapes.
 
         Returns:
           The state, or its shapes.
@@ -205,26 +208,26 @@ class SplitModel(LayerwiseModel):
         return tx.init(params) if tree is None else init_stacked(tx, tree, params)
 
     def stack_state(self, state: PyTree) -> PyTree:
-        """Stacks the state of an ordinary step for a layerwise step.
+        """Converts the state of an ordinary step to the state of a layerwise step.
 
         Args:
           state: The state of `tx.init` for the loss's own parameters, or of an ordinary
             step.
 
         Returns:
-          A state like that of `init`, in the same memories.
+          The state with stacked moments, see `init`. Memory kinds are kept.
         """
         tree = self.layer_tree
         return state if tree is None else tree.stack(state, stack_moments)
 
     def unstack_state(self, state: PyTree) -> PyTree:
-        """Undoes `stack_state`.
+        """Converts the state of a layerwise step to the state of an ordinary step.
 
         Args:
-          state: The state of `init`, `stack_state` or a layerwise step.
+          state: The state of `init`, of `stack_state`, or of a layerwise step.
 
         Returns:
-          A state like that of `tx.init` for the loss's own parameters.
+          The state in the structure of `tx.init` for the loss's own parameters.
         """
         tree = self.layer_tree
         if tree is None:
@@ -232,13 +235,13 @@ class SplitModel(LayerwiseModel):
         return tree.unstack(state, lambda x: unstack_leaf(x, tree.length))
 
     def unstack(self, params: PyTree) -> PyTree:
-        """Undoes `stack`.
+        """Returns the parameters in the loss's own tree.
 
         Args:
-          params: The result of `stack`, or of a step.
+          params: Stacked parameters, from `stack` or from a step.
 
         Returns:
-          The tree of the loss, in the same memories.
+          The tree. Memory kinds are kept.
         """
         return self._functions.stacking(frozen=False).unstacked(params)
 

@@ -1,8 +1,8 @@
-"""Traces a loss, and splits it between its layers."""
+"""Traces a user's loss and splits it between its layers."""
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -42,13 +42,13 @@ from paged_optax.splitting.stacking import Stack
 from paged_optax.splitting.stages import Stages
 from paged_optax.transform.context import without
 
-#: Layers that a loss may be split between.
+#: Layers that a loss may be split into.
 Candidate = NumberedLayers | Scan | Sliced
 
-#: How each step gets other random numbers.
+#: Advice for new random numbers in each step.
 RESEED = (
     "Put a key in the batch, and begin the loss with nnx.reseed(model,"
-    " dropout=batch['key']), by the streams' names (default for nnx.Rngs(0)); or"
+    " dropout=batch['key']), with the streams' names (default for nnx.Rngs(0)); or"
     " fold it into the frozen key."
 )
 
@@ -57,44 +57,29 @@ _BY_HAND = "Or write the model by hand: LayerwiseModel(prologue, layer, epilogue
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitLoss:
-    """A loss that is split between its layers.
-
-    Attributes:
-      layers: The candidate layers that were accepted.
-      pieces: The pieces of the loss.
-      stacks: The stack of each parameter of a layer.
-      output: The structure of the loss's results.
-      others: Other layers, which stay whole.
-      refused: Larger candidates that were refused, with their errors.
-    """
+    """A loss split between its layers."""
 
     layers: Candidate
     pieces: Pieces
     stacks: Mapping[Member, Stack]
-    output: PyTreeDef
-    others: tuple[Candidate, ...] = ()
+    output: PyTreeDef  # structure of the loss's result
+    others: tuple[Candidate, ...] = ()  # layers that stay whole
+    # Larger layers that the loss cannot be split into.
     refused: tuple[tuple[Candidate, SplitError], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loss:
-    """A loss, and the types of its parameters.
+    """A user's loss, and the types of its parameters."""
 
-    Attributes:
-      function: The loss, under `jax.jit`.
-      layers: The path or prefix of the layers; None: the largest.
-      params: Types of the parameters.
-      frozen: Types of the frozen parameters, or None.
-    """
-
-    function: jax.stages.Wrapped
-    layers: str | None
+    function: jax.stages.Wrapped  # jitted
+    layers: str | None  # path or prefix of the layers; None for the largest
     params: PyTree
-    frozen: PyTree | None
+    frozen: PyTree | None  # None if the loss has no frozen parameters
 
     @property
     def leaves(self) -> tuple[tuple[bool, Names], ...]:
-        """For each parameter whether it is frozen, and its names."""
+        """Whether each parameter is frozen, and its names."""
         flat = jax.tree_util.tree_leaves_with_path
         return tuple(
             (frozen, names)
@@ -107,16 +92,16 @@ class Loss:
         return self.params, *frozen, batch
 
     def jaxpr(self, batch: PyTree[jax.ShapeDtypeStruct]) -> core.ClosedJaxpr:
-        """Returns the cached jaxpr, identical for equal types, mesh and settings."""
+        """JAX's cached jaxpr, identical for equal types, mesh and settings."""
         try:
             with without(), without_explicit_axes():
                 return self.function.trace(*self._arguments(batch)).jaxpr
         except Exception as error:
             if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
                 error.add_note(
-                    "split_layers traces loss without the explicit axes of the mesh"
-                    " around. A loss that says itself how arrays are divided, by"
-                    " out_sharding= or jax.sharding.reshard, is written by hand:"
+                    "split_layers traces loss without the explicit axes of the ambient"
+                    " mesh. Write a loss that sets shardings itself, with"
+                    " out_sharding= or jax.sharding.reshard, by hand:"
                     " LayerwiseModel(prologue, layer, epilogue)."
                 )
             raise
@@ -128,7 +113,7 @@ class Loss:
 
         Args:
           batch: The types of a batch.
-          first: The loss split for another batch, whose stacks are required; None: any.
+          first: The loss split for another batch, whose stacks are required, or None.
         """
         with without():
             closed, shapes = trace(self.function, *self._arguments(batch))
@@ -144,7 +129,7 @@ class Loss:
             *slices(closed, leaves, lists),
             *lists,
         ]
-        # The first candidate that is not refused is taken, the largest.
+        # Candidates are tried in order of their bytes, the largest first.
         all_layers.sort(key=lambda x: -x.nbytes)
         candidates = all_layers
         if first is not None and not isinstance(first.layers, Scan):
@@ -155,16 +140,16 @@ class Loss:
             candidates = [x for x in candidates if (x.name or "*") in chosen]
             if not candidates:
                 raise SplitError(
-                    f"layers={layers!r} names no layers of these parameters: those that"
-                    f" are numbered and alike, scanned over, or indexed are {names}."
+                    f"layers={layers!r} names no layers of these parameters. Layers"
+                    f" that are numbered and equal, scanned over, or indexed: {names}."
                     f" {_BY_HAND}"
                 )
         if not candidates:
             raise SplitError(
-                "no layers are found: neither are there subtrees of the parameters that"
-                " are numbered and alike, nor does the loss scan over stacked ones, or"
-                " index them by numbers of the program, of two layers or more. Give the"
-                " layers a list of their own, or scan over their stack itself, as in"
+                "no layers are found. The parameters have no subtrees that are numbered"
+                " and equal, and the loss neither scans over stacked parameters nor"
+                " indexes them by literal numbers, of two layers or more. Give the"
+                " layers a list of their own, or scan over their stack itself:"
                 f" jax.lax.scan(layer, x, stack). {_BY_HAND}"
             )
         refused: list[tuple[Candidate, SplitError]] = []
@@ -174,19 +159,20 @@ class Loss:
                 if isinstance(candidate, Scan):
                     pieces, stacks = candidate.pieces(), candidate.stacks
                 else:
-                    pieces, stacks = _cut_with(closed, flat, len(leaves), candidate)
+                    pieces, stacks = _cut_trained(closed, flat, len(leaves), candidate)
                 _refuse_untrained(candidate, stacks)
                 if first is not None:
                     _refuse_other_stacks(first, stacks)
             except SplitError as error:
                 refused.append((candidate, error))
                 continue
-            taken = {n for stack in stacks.values() for n in stack.leaves}
+            used = {n for stack in stacks.values() for n in stack.leaves}
+            # Layers without parameters in common with these stay whole.
             others: list[Candidate] = []
             for other in (*all_layers, *_parts(flat, candidate)):
-                if taken.isdisjoint(other.leaves):
+                if used.isdisjoint(other.leaves):
                     others.append(other)
-                    taken |= other.leaves
+                    used |= other.leaves
             return SplitLoss(
                 candidate,
                 pieces,
@@ -195,7 +181,7 @@ class Loss:
                 tuple(others),
                 tuple(x for x in refused if not x[0].guess),
             )
-        # Guessed candidates are less likely to be meant.
+        # Errors of layers that are not guesses are more useful.
         meant = (error for x, error in refused if not x.guess)
         raise next(meant, refused[0][1])
 
@@ -207,18 +193,19 @@ class Loss:
         for n, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(self.frozen)):
             if n in repeated and not jnp.issubdtype(x.dtype, jnp.inexact):
                 warn_user(
-                    f"the loss draws random numbers, such as dropout masks, by"
-                    f" frozen{keystr(path)}, a count or key that no step changes: they"
+                    f"the loss draws random numbers, such as dropout masks, from"
+                    f" frozen{keystr(path)}, a count or key that no step changes. They"
                     f" are the same in each step. {RESEED}"
                 )
                 return
 
 
-def _cut_with(
+def _cut_trained(
     closed: core.ClosedJaxpr, flat: Flat, count: int, layers: NumberedLayers | Sliced
 ) -> tuple[Pieces, Mapping[Member, Stack]]:
-    # A frozen model of the same structure has layers of the same names that run
-    # elsewhere.
+    """Cuts a loss between layers, or between their trained parameters alone."""
+    # A frozen model of the same structure, whose output the loss uses, has layers of
+    # the same names outside of these.
     try:
         return _cut(closed, flat, count, layers)
     except SplitError:
@@ -229,7 +216,6 @@ def _cut_with(
 
 
 def _parts(flat: Flat, layers: Candidate) -> tuple[NumberedLayers, ...]:
-    """Splits layers with trained and frozen parameters by these."""
     size = lambda n: nbytes(flat.avals[n])
     return layers.parts(size) if isinstance(layers, NumberedLayers) else ()
 
@@ -237,14 +223,15 @@ def _parts(flat: Flat, layers: Candidate) -> tuple[NumberedLayers, ...]:
 def _refuse_untrained(layers: Candidate, stacks: Mapping[Member, Stack]) -> None:
     if all(frozen for frozen, _ in stacks):
         raise SplitError(
-            f"the layers of {layers.shown} have no parameters that are trained, so that"
-            " there is nothing to do layer by layer. If they have adapters, number"
-            " these as the layers are, such as params['layers'][i]['lora_a'];"
-            " otherwise train by jax.grad."
+            f"the layers of {layers.shown} have no parameters that are trained, and so"
+            " no layerwise gradients. If they have adapters, number these like the"
+            " layers, such as params['layers'][i]['lora_a']. Otherwise train with"
+            " jax.grad."
         )
 
 
 def _refuse_other_stacks(first: SplitLoss, stacks: Mapping[Member, Stack]) -> None:
+    """Raises if layers differ from the first batch's stacks, or in their order."""
     if stacks == first.stacks:
         return
     known, each = (next(iter(x.values())).leaves for x in (first.stacks, stacks))
@@ -253,16 +240,16 @@ def _refuse_other_stacks(first: SplitLoss, stacks: Mapping[Member, Stack]) -> No
         other = f"its layers in the order {[known.index(n) for n in each]} of"
     raise SplitError(
         f"loss takes {other} the stacks of {first.layers.shown}, for parameters and a"
-        " batch of these types: the stacks are those of the batch that split_layers was"
-        " given. Split the loss for such batches by itself, and stack parameters as"
-        " that model does; or take the layers in one order."
+        " batch of these types. The batch of split_layers determines the stacks. Call"
+        " split_layers with such a batch for a second model, and stack parameters with"
+        " that model; or use the layers in one order."
     )
 
 
 def _constants_first(flat: Flat) -> Flat:
-    """Moves constants of sums and products to the first operand."""
-    # `total + loss` adds to a literal in the first layer, and to a value in the others,
-    # for which JAX orders the operands differently.
+    """Puts the constants of sums and products first, in place."""
+    # `total + loss` adds to a literal in the first layer, and to a value in the others.
+    # JAX then reverses the operands, and the first layer would differ from the others.
     flat.equations = [
         dataclasses.replace(e, inputs=e.inputs[::-1])
         if e.primitive.name in ("add", "mul") and isinstance(e.inputs[1], Constant)
@@ -273,50 +260,42 @@ def _constants_first(flat: Flat) -> Flat:
 
 
 class _WithoutCheckpoints(Flat):
-    """A loss without checkpoints around layers, which a step recomputes anyway."""
+    """A loss without checkpoints around layers, which a step rematerializes anyway."""
+
+    def __init__(
+        self,
+        closed: core.ClosedJaxpr,
+        is_layer: Callable[[Sequence[Equation], Sequence[int]], bool],
+    ):
+        self.is_layer = is_layer
+        super().__init__(closed, checkpoints=False, derivatives=False)
 
     def _inlines(self, eqn: core.JaxprEqn, operands: Sequence[Operand]) -> bool:
         if eqn.primitive.name != "remat2" or eqn.params["policy"] is not None:
             return super()._inlines(eqn, operands)
-        return self._is_layer(values_of(operands))
-
-    def _is_layer(self, values: Sequence[int]) -> bool:
-        """Returns whether values are most of a layer's parameters."""
-        raise NotImplementedError
+        return self.is_layer(self.equations, values_of(operands))
 
 
-class _NumberedWithoutCheckpoints(_WithoutCheckpoints):
-    def __init__(self, closed: core.ClosedJaxpr, layers: NumberedLayers):
-        self.members = [set(each.values()) for each in layers.members]
-        super().__init__(closed, checkpoints=False, derivatives=False)
+class _SlicesOfStacks:
+    """Tests if values are slices of most of the layers' stacks."""
 
-    def _is_layer(self, values: Sequence[int]) -> bool:
-        shared = lambda members: len(members.intersection(values))
-        return any(2 * shared(members) > len(members) for members in self.members)
-
-
-class _SlicedWithoutCheckpoints(_WithoutCheckpoints):
-    def __init__(self, closed: core.ClosedJaxpr, layers: Sliced):
-        self.leaves = layers.leaves
+    def __init__(self, leaves: set[int]):
+        self.leaves = leaves
         self.producer: dict[int, Equation] = {}
         self.known = 0
-        super().__init__(closed, checkpoints=False, derivatives=False)
 
-    def _is_layer(self, values: Sequence[int]) -> bool:
-        # Equations are still being added.
-        new, self.known = self.equations[self.known :], len(self.equations)
+    def __call__(self, equations: Sequence[Equation], values: Sequence[int]) -> bool:
+        # Equations are still being added: read the new ones since the last call.
+        new, self.known = equations[self.known :], len(equations)
         for equation in new:
             self.producer.update(dict.fromkeys(equation.outputs, equation))
         stacks = {self._stack_of(x) for x in values} - {None}
-        # A checkpoint of whole stacks is removed too, to find the slices inside.
+        # A checkpoint of whole stacks is removed too, to see the slices within it.
         whole = any(x is not None and x[1] for x in stacks)
         return whole or 2 * len(stacks) > len(self.leaves)
 
     def _stack_of(self, x: int) -> tuple[int, bool] | None:
-        """Returns the stack of a value, and whether it is the whole stack.
-
-        None if the value depends on anything else.
-        """
+        """The only stack that a value depends on, and whether on all of it; or None."""
         whole = True
         while x not in self.leaves:
             equation = self.producer.get(x)
@@ -332,45 +311,50 @@ def _cut(
     closed: core.ClosedJaxpr, flat: Flat, count: int, layers: NumberedLayers | Sliced
 ) -> tuple[Pieces, Mapping[Member, Stack]]:
     if isinstance(layers, Sliced):
-        flat, each = layers.per_layer(_SlicedWithoutCheckpoints(closed, layers))
+        is_slice = _SlicesOfStacks(layers.leaves)
+        flat, each = layers.per_layer(_WithoutCheckpoints(closed, is_slice))
         flat = _constants_first(flat)
     else:
         each = layers.members
         if any(e.primitive.name == "remat2" for e in flat.equations):
-            flat = _constants_first(_NumberedWithoutCheckpoints(closed, layers))
+            parameters = [set(x.values()) for x in each]
+            is_layer = lambda _, values: any(
+                2 * len(known.intersection(values)) > len(known) for known in parameters
+            )
+            flat = _constants_first(_WithoutCheckpoints(closed, is_layer))
     members = [list(x.values()) for x in each]
     weights = {*range(count), *(n for x in members for n in x)}
     depends = Depends.of(flat, sorted(weights), members)
     member = {n: name for x in each for name, n in x.items()}
     stages = lambda **how: Stages.from_cuts(Cuts.of(depends, **how), member)
     cut = lambda **how: Assembly(stages(**how)).pieces()
-    # Several cuts are equally good if a layer ends or begins with equations that keep
-    # the size of the carry. The cut with the fewest kinds of layers is taken.
+    # If a layer ends or begins with equations that keep the size of the carry, several
+    # cuts are equally good. The cut with the fewest kinds of layers wins.
     cuts = [cut(latest=latest) for latest in (True, False)]
-    # Several values between layers may belong to towers, such as for two inputs.
+    # A carry of several values may be due to towers, for example of two inputs.
     if all(len(pieces.carried) > 1 for pieces in cuts):
         for latest in (True, False):
             with contextlib.suppress(SplitError):
                 cuts.append(cut(latest=latest, interleaved=True))
     saved = lambda pieces: nbytes(pieces.carried)
     best = min(cuts, key=lambda pieces: (len(pieces.kinds), saved(pieces)))
-    turn = lambda x: depends.layer[min(x.values())]
+    position = lambda x: depends.layer[min(x.values())]
     if isinstance(layers, Sliced):
-        layers.refuse_other_order([turn(x) for x in each])
+        layers.refuse_other_order([position(x) for x in each])
         return best, layers.stacks
-    turns = sorted(each, key=turn)
-    return best, {name: Stack(tuple(x[name] for x in turns)) for name in each[0]}
+    in_order = sorted(each, key=position)
+    return best, {name: Stack(tuple(x[name] for x in in_order)) for name in each[0]}
 
 
 def _refuse_effects(jaxpr: core.Jaxpr) -> None:
     for eqn in jaxpr.eqns:
         if {type(x).__name__ for x in eqn.effects} - {"NamedAxisEffect"}:
-            # The message names the equation inside a scan or a call.
+            # The message names the equation within a scan or a call.
             for inner in core.jaxprs_in_params(eqn.params):
                 _refuse_effects(inner)
             where = line_of(Equation(eqn.primitive, (), (), (), eqn))
             raise SplitError(
-                f"the loss has an effect besides its results, `{eqn.primitive.name}` at"
-                f" {where}: a print, a callback or a check would run twice for each"
-                " layer, or not at all. Leave it out of the loss that is trained."
+                f"the loss has a side effect, `{eqn.primitive.name}` at {where}. A"
+                " print, a callback or a check would run twice for each layer, or not"
+                " at all. Leave it out of the training loss."
             )

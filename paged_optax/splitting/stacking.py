@@ -1,4 +1,4 @@
-"""Parameters stacked by layer."""
+"""Stacks the layers' parameters, and unstacks them."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,41 +29,29 @@ from paged_optax.splitting.numbered import Names
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The leaves of a tree that are one parameter of all layers.
+    """The leaves of a tree that hold one parameter of all layers."""
 
-    Attributes:
-      leaves: The number of each layer's leaf, or of one stacked leaf.
-      axis: The layers' axis of a stacked leaf; None: each layer has a leaf.
-    """
-
+    # Number of each layer's leaf, or of the only leaf if it is a stack.
     leaves: tuple[int, ...]
+    # The layers' axis of that leaf; None if each layer has a leaf.
     axis: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stacking:
-    """Stacks and unstacks a tree of parameters.
+    """Correspondence of a tree of parameters to its stacks."""
 
-    Attributes:
-      argument: The user's name for the tree.
-      structure: The tree's structure.
-      paths: The path of each leaf.
-      shapes: The shape of each leaf.
-      layers: The stacks, by name.
-      rest: The other leaves, by name.
-    """
-
-    argument: str
+    argument: str  # the user's name for the tree
     structure: PyTreeDef
-    paths: tuple[KeyPath, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    paths: tuple[KeyPath, ...]  # of each leaf
+    shapes: tuple[tuple[int, ...], ...]  # of each leaf
     layers: Mapping[Names, Stack]
-    rest: Mapping[Names, int]
+    rest: Mapping[Names, int]  # the other leaves, by name
 
     def stacked(
         self, tree: PyTree, *, on_host: bool | Literal["all"], min_size: int | str
     ) -> dict[str, PyTree]:
-        """Stacks the layers' leaves; see `SplitModel.stack`."""
+        """Stacks the layers' leaves, see `SplitModel.stack`."""
         if on_host not in (False, True, "all"):
             raise ValueError(
                 f"on_host={brief(on_host)}: True puts the layers on the host, 'all' the"
@@ -73,9 +61,9 @@ class Stacking:
         layers: dict[Names, Shaped] = {}
         for name, stack in self.layers.items():
             chosen = [leaves[n] for n in stack.leaves]
-            # Leaves are released as they are stacked: the caller may hold no others.
+            # Leaves are released as they are stacked if the caller holds no references.
             if on_host:
-                layers[name] = _away(chosen, stack.axis, min_size)
+                layers[name] = _on_host(chosen, stack.axis, min_size)
             else:
                 layers[name] = stack_leaves(chosen, stack.axis)
         rest = {name: _read(leaves[n]) for name, n in self.rest.items()}
@@ -87,7 +75,7 @@ class Stacking:
         return {"layers": nested(layers), "rest": nested(rest)}
 
     def unstacked(self, stacked: PyTree) -> PyTree:
-        """Undoes `stacked`."""
+        """Restores the tree from its stacks."""
         leaves: list[Shaped | None] = [None] * len(self.paths)
         layers = unnested(stacked, [("layers", *names) for names in self.layers])
         for (names, stack), x in zip(self.layers.items(), layers, strict=True):
@@ -108,7 +96,7 @@ class Stacking:
 
     @property
     def layer_tree(self) -> LayerTree | None:
-        """The unstacked tree with its stacks; None if one of its leaves is a stack."""
+        """The tree mapped to its stacks; None if one of its leaves is a stack."""
         if any(stack.axis is not None for stack in self.layers.values()):
             return None
         layers = {
@@ -134,11 +122,12 @@ class Stacking:
 def _refuse_other_tree(
     argument: str, tree: PyTree, known: Sequence[KeyPath]
 ) -> NoReturn:
+    """Raises the error for a different tree, naming a leaf that only one tree has."""
     names = lambda paths: dict.fromkeys(map(keystr, paths))
     names_of_tree = names(path for path, _ in jax.tree_util.tree_leaves_with_path(tree))
-    wanted = names(known)
-    lacks = next((name for name in wanted if name not in names_of_tree), None)
-    other = next((name for name in names_of_tree if name not in wanted), None)
+    expected = names(known)
+    lacks = next((name for name in expected if name not in names_of_tree), None)
+    other = next((name for name in names_of_tree if name not in expected), None)
     differs = [
         f"has no {lacks}" if lacks else "",
         f"has {other}, which that had not" if other else "",
@@ -151,7 +140,7 @@ def _refuse_other_tree(
 
 
 def nested(leaves: Mapping[Names, object]) -> dict[str, PyTree]:
-    """Returns nested dicts of leaves by names."""
+    """Returns nested dicts with one level for each name."""
     tree: dict[str, PyTree] = {}
     for names, x in leaves.items():
         at = tree
@@ -162,7 +151,7 @@ def nested(leaves: Mapping[Names, object]) -> dict[str, PyTree]:
 
 
 def unnested(tree: PyTree, names: Iterable[Names]) -> list[PyTree]:
-    """Returns the leaves of nested dicts by names."""
+    """Returns leaves of nested dicts by their names."""
     leaves = []
     for parts in names:
         at = tree
@@ -177,14 +166,14 @@ def unnested(tree: PyTree, names: Iterable[Names]) -> list[PyTree]:
     return leaves
 
 
-def _away(leaves: Sequence[Shaped], axis: int | None, min_size: int | str) -> Shaped:
-    """Stacks leaves on a leading axis, in host memory if they are large."""
+def _on_host(leaves: Sequence[Shaped], axis: int | None, min_size: int | str) -> Shaped:
+    """Stacks leaves along a new leading axis, in host memory if they are large."""
     first = leaves[0]
     like = jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
     in_jax = any(isinstance(x, Array | jax.ShapeDtypeStruct) for x in leaves)
     if in_jax or axis is not None or not on_host(offload([like], min_size)):
         return offload([stack_leaves(leaves, axis)], min_size)[0]
-    # Arrays that NumPy reads go there layer by layer: NumPy holds no second stack.
+    # NumPy arrays are copied layer by layer, without a second stack in NumPy.
     stack = place_on_host(np.zeros(like.shape, like.dtype))
     write = jax.jit(write_slice, donate_argnums=0)
     for n, x in enumerate(leaves):
@@ -193,12 +182,13 @@ def _away(leaves: Sequence[Shaped], axis: int | None, min_size: int | str) -> Sh
 
 
 def _read(x: Shaped) -> Shaped:
+    """Reads objects with `__array__` into NumPy arrays."""
     known = Array, np.ndarray, jax.ShapeDtypeStruct
     return x if isinstance(x, known) else np.asarray(x)
 
 
 def stack_moments(leaves: Sequence[Shaped | None]) -> Shaped:
-    """Stacks moments on a leading axis, with zeros for layers without one."""
+    """Stacks moments along a new leading axis, with zeros for layers without any."""
     first = next(x for x in leaves if x is not None)
     blank = first
     if is_traced(first):
@@ -209,12 +199,10 @@ def stack_moments(leaves: Sequence[Shaped | None]) -> Shaped:
 
 
 def stack_leaves(leaves: Sequence[Shaped], axis: int | None = None) -> Shaped:
-    """Stacks leaves on a leading axis."""
+    """Stacks leaves along a leading axis, or moves the layers' `axis` there."""
     first = leaves[0]
+    make = lambda *xs: jnp.stack(xs) if axis is None else jnp.moveaxis(xs[0], axis, 0)
     if isinstance(first, jax.ShapeDtypeStruct):
-        make = lambda *xs: (
-            jnp.stack(xs) if axis is None else jnp.moveaxis(xs[0], axis, 0)
-        )
         stack = jax.eval_shape(make, *leaves)
         return stack.update(sharding=_sharding(first, axis))
     if not any(isinstance(x, Array) for x in leaves):
@@ -222,23 +210,22 @@ def stack_leaves(leaves: Sequence[Shaped], axis: int | None = None) -> Shaped:
             return np.moveaxis(np.asarray(first), axis, 0)
         stack = np.empty((len(leaves), *first.shape), first.dtype)
         for n, x in enumerate(leaves):
-            stack[n] = np.asarray(x)  # one at a time: some are read as they are used
+            stack[n] = np.asarray(x)  # one at a time: some are read lazily
         return stack
     if axis == 0:
         return first
     if any(on_host(x) for x in leaves):
-        # By NumPy: XLA would compute in host memory, or refuse to.
+        # In NumPy: XLA would compute in host memory, or fail.
         return jax.device_put(
             stack_leaves([np.asarray(x) for x in leaves], axis), _sharding(first, axis)
         )
-    make = lambda *xs: jnp.stack(xs) if axis is None else jnp.moveaxis(xs[0], axis, 0)
-    # A leaf that is not committed may go to the mesh around, as by `jnp.stack`.
+    # An uncommitted leaf may be placed on the ambient mesh, as in `jnp.stack`.
     sharding = _sharding(first, axis) if is_committed(first) else None
     return jax.jit(make, out_shardings=sharding)(*leaves)
 
 
 def _sharding(x: Shaped, axis: int | None) -> jax.sharding.Sharding | None:
-    """Returns the sharding of a stack of leaves with this leaf's sharding."""
+    """The sharding of a stack whose layers are sharded like this leaf."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -257,7 +244,7 @@ def unstack_leaf(x: Shaped, count: int, axis: int | None = None) -> list[Shaped]
     if axis is not None:
         return [x if axis == 0 else jnp.moveaxis(x, 0, axis)]
     if not isinstance(x, np.ndarray) and on_host(x) and not is_traced(x):
-        # By NumPy, as in `stack_leaves`.
+        # In NumPy, as in `stack_leaves`.
         values = np.asarray(x)
         return [jax.device_put(values[n], HOST) for n in range(count)]
     return [x[n] for n in range(count)]

@@ -1,4 +1,4 @@
-"""The table of a split loss."""
+"""Table of a split loss."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,17 +21,17 @@ from paged_optax.splitting.split_loss import Loss, SplitLoss
 
 _LOGITS = (
     "The logits are the largest: po.linear_cross_entropy(x, head, labels) in the loss"
-    " never holds them."
+    " never materializes them."
 )
 
 
 def summary(loss: Loss, split: SplitLoss) -> str:
-    """Returns the table of `print(model)`, and advice."""
+    """Returns the table of `print(model)`, with advice."""
     pieces, flat = split.pieces, split.pieces.flat
     count = len(pieces.kind_of)
     rows = [("layers", split.layers.shown, f"{count}")]
     if len(pieces.kinds) > 1:
-        rows.append(("kinds", _order(pieces.kind_of), f"{len(pieces.kinds)}"))
+        rows.append(("kinds", _kinds(pieces.kind_of), f"{len(pieces.kinds)}"))
     rows += _parameters(loss, split)
     carried = f"{count} x {_size(pieces.carried)}"
     rows.append(("carried, saved for each layer", _types(pieces.carried), carried))
@@ -57,13 +57,14 @@ def summary(loss: Loss, split: SplitLoss) -> str:
         lines.append(_LOGITS)
     for layers, error in split.refused:
         size = readable_bytes(layers.nbytes)
-        lines.append(f"{layers.shown}, {size}, is not taken apart: {error}")
+        lines.append(f"{layers.shown}, {size}, is not split: {error}")
     return "\n".join(lines)
 
 
 def _parameters(loss: Loss, split: SplitLoss) -> Iterator[tuple[str, str, str]]:
+    """Yields rows of the layers' parameters and of all others, trained and frozen."""
     avals, leaves = split.pieces.flat.avals, loss.leaves
-    taken = {n for stack in split.stacks.values() for n in stack.leaves}
+    stacked = {n for stack in split.stacks.values() for n in stack.leaves}
     count = len(split.pieces.kind_of)
     for frozen in (False, True):
         word = "frozen" if frozen else "parameters"
@@ -75,18 +76,18 @@ def _parameters(loss: Loss, split: SplitLoss) -> Iterator[tuple[str, str, str]]:
             each = f"{count} x {readable_bytes(size // count)}"
             yield f"{word}, of each layer", f"{len(stacks)} arrays", each
         rest = [n for n, (is_frozen, _) in enumerate(leaves) if is_frozen == frozen]
-        rest = [n for n in rest if n not in taken]
+        rest = [n for n in rest if n not in stacked]
         if rest:
             names = ["/".join(leaves[n][1]) for n in rest]
             size = _size(avals[n] for n in rest)
             yield f"{word}, of no layer", _some(names, 3), size
 
 
-def _order(kind_of: Sequence[int]) -> str:
-    """Returns a letter for each layer's kind; a repeated pattern is shown once."""
+def _kinds(kind_of: Sequence[int]) -> str:
+    """A letter for each layer's kind, with a repeated pattern shown once."""
     first = {kind: k for k, kind in enumerate(dict.fromkeys(kind_of))}
     order = "".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[first[k] % 26] for k in kind_of)
-    # The shortest pattern that repeats, such as of layers that alternate.
+    # The shortest repeated pattern, for example of alternating layers.
     for period in range(1, len(order) // 2 + 1):
         if all(x == y for x, y in zip(order, order[period:], strict=False)):
             return f"{order[:period]}, repeated"
@@ -94,6 +95,7 @@ def _order(kind_of: Sequence[int]) -> str:
 
 
 def _row(flat: Flat, table: Sequence[Operand | None] | Operand) -> tuple[str, str]:
+    """The type of a table's rows, and the bytes of all rows."""
     operands = [table] if isinstance(table, (int, Constant)) else table
     avals = [flat.avals[x] for x in operands if isinstance(x, int)]
     if not avals:
@@ -102,10 +104,10 @@ def _row(flat: Flat, table: Sequence[Operand | None] | Operand) -> tuple[str, st
 
 
 def _largest(pieces: Pieces, parameters: int) -> tuple[Equation, ShapedArray] | None:
-    """Returns the largest value outside the layers that depends on the batch."""
+    """The largest value outside the layers that depends on the batch."""
     flat = pieces.flat
     live = live_of(flat, producers_of(flat))
-    # Only what the results need is ever held.
+    # XLA removes equations that the results do not need.
     needed = set(values_of(flat.outputs))
     needed.update(*(values_in(flat.equations[n]) for n in live))
     best = None
@@ -119,7 +121,7 @@ def _largest(pieces: Pieces, parameters: int) -> tuple[Equation, ShapedArray] | 
 
 
 def _of_the_batch(flat: Flat, parameters: int) -> Iterator[tuple[Equation, set[int]]]:
-    """Yields equations that depend on the batch, with their other operands."""
+    """Yields equations that depend on the batch, with operands that do not."""
     fixed = {*range(parameters), *flat.constants}
     for equation in flat.equations:
         from_parameters = fixed.intersection(values_in(equation))
@@ -130,8 +132,8 @@ def _of_the_batch(flat: Flat, parameters: int) -> Iterator[tuple[Equation, set[i
 
 
 def _are_logits(pieces: Pieces, aval: ShapedArray, parameters: int) -> bool:
-    """Returns whether a product with parameters, and its softmax, have this shape."""
-    # Values computed from logits, such as their exponentials, are as large as these.
+    """True if a product with parameters, and its softmax, have this shape."""
+    # Values computed from logits, such as exponentials, have the same size.
     flat, shape = pieces.flat, sorted(aval.shape)
     product, softmax = False, False
     for e, from_parameters in _of_the_batch(flat, parameters):

@@ -181,7 +181,7 @@ def test_larger_layers_that_cannot_be_cut_are_printed():
 
     text = str(po.split_layers(zoo.around(run), params, zoo.TOKENS))
     assert "small/*" in text
-    assert re.search(r"layers/\*, 36.* is not taken apart: .* used after all", text)
+    assert re.search(r"layers/\*, 36.* is not split: .* used after all", text)
 
 
 def twice(params, x, batch):
@@ -288,7 +288,7 @@ def test_lists_of_the_same_length(run, shown):
     loss = zoo.around(run)
     model = po.split_layers(loss, params, zoo.TOKENS)
     assert re.search(f"layers +{shown} +3", str(model))
-    assert "is not taken apart" not in str(model)
+    assert "is not split" not in str(model)
     stacked = model.stack(params)
     jax.tree.map(np.testing.assert_array_equal, model.unstack(stacked), params)
     value = jax.jit(model.loss)(stacked, zoo.TOKENS)
