@@ -184,7 +184,8 @@ class Step:
 
         A step's results are: `jax.jit` would compile for these, and again for them.
         """
-        donated = jax.tree.leaves(self._donated.select(args, kwargs))
+        # A dict of positions and names has no order, and so is no pytree.
+        donated = jax.tree.leaves([*self._donated.select(args, kwargs).values()])
         if all(map(is_placed, donated)):
             return args, kwargs
         leaves = leaves_of(args, kwargs)

@@ -1,6 +1,6 @@
 """Initializes the state of a transformation for stacked parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -43,40 +43,87 @@ def init_stacked(
     # The moments of a stack are all on the device, or all on the host.
     together = tuple((paths[number], n) for n, x in stacks for number in x)
     with within(stacks=together):
-        state = tree.stack(abstract_state(tx, shapes), stacked_shape)
+        own = abstract_state(tx, shapes)
+        state = tree.stack(own, stacked_shape)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
             return state
-    return _filled(tx, tree, leaves, state)
+    return _filled(tx, tree, leaves, own, state)
 
 
 def _filled(
     tx: optax.GradientTransformation,
     tree: LayerTree,
     params: Sequence[Array],
+    own: PyTree[jax.ShapeDtypeStruct],
     shapes: PyTree[jax.ShapeDtypeStruct],
 ) -> optax.OptState:
-    """Fills a state: first outside the layers, then each layer."""
-    members, _ = tree.stacked
+    """Fills a state: first outside the layers, then each layer.
 
-    def leaves_of(layer: int | None) -> tuple[list[PyTree], list[Members]]:
+    Args:
+      tx: The transformation.
+      tree: The loss's own tree.
+      params: The stacked parameters.
+      own: The types of the state of the own tree.
+      shapes: The types of the stacked state.
+    """
+    members, _ = tree.stacked
+    of_own, structure_of_own = jax.tree.flatten(as_pure(own), is_leaf=is_quantized)
+    of_state = tree.members_of(structure_of_own)
+
+    def leaves_of(layer: int | None) -> dict[int, PyTree]:
+        """The leaves of one layer's state, by their numbers in the own tree's."""
+        numbers = [m if isinstance(m, int) else -1 for m in of_state]
+        if layer is not None:
+            numbers = [-1 if isinstance(m, int) else m[layer] for m in of_state]
+        numbers = [number for number in numbers if number >= 0]
         # Arrays of size zero stand for the other leaves: masks and labels read the
         # whole tree, and no moment of these leaves takes memory.
-        blanks = [_blank(m, x) for m, x in zip(members, params, strict=True)]
+        leaves = made(layer, _blank)
+        state = as_pure(tx.init(tree.structure.unflatten(leaves)))
+        found, structure = jax.tree.flatten(state, is_leaf=is_quantized)
+        shapes_of = lambda leaves: [
+            [x.shape for x in jax.tree.leaves(leaves[n])] for n in numbers
+        ]
+        if structure != structure_of_own or shapes_of(found) != shapes_of(of_own):
+            found = by_shape(layer, numbers)
+        return {n: found[n] for n in numbers}
+
+    def made(
+        layer: int | None, blank: Callable[[Members, Array], PyTree]
+    ) -> list[PyTree]:
+        blanks = [blank(m, x) for m, x in zip(members, params, strict=True)]
         outside = params if layer is None else blanks
         pairs = zip(members, params, blanks, outside, strict=True)
         entries = [y if isinstance(m, int) else (x, blank) for m, x, blank, y in pairs]
         at = lambda pair, i: _read(pair[0], i) if i == layer else pair[1]
-        leaves = tree_leaves(members, entries, at)
-        state = as_pure(tx.init(tree.structure.unflatten(leaves)))
-        numbered, structure = jax.tree.flatten(state, is_leaf=is_quantized)
-        return numbered, tree.members_of(structure)
+        return tree_leaves(members, entries, at)
 
-    numbered, of_state = leaves_of(None)
+    def by_shape(layer: int | None, numbers: Sequence[int]) -> dict[int, PyTree]:
+        """The same of a transformation whose masks or labels depend on shapes.
+
+        All leaves have their shapes. XLA removes the moments that are not returned.
+        """
+        leaves = made(layer, _layer_shape)
+        is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+
+        def init(arrays: Sequence[Array]) -> dict[int, PyTree]:
+            present = iter(arrays)
+            full = [
+                jnp.zeros(x.shape, x.dtype) if is_shape(x) else next(present)
+                for x in leaves
+            ]
+            state = as_pure(tx.init(tree.structure.unflatten(full)))
+            found = jax.tree.leaves(state, is_leaf=is_quantized)
+            return {n: found[n] for n in numbers}
+
+        return jax.jit(init)([x for x in leaves if not is_shape(x)])
+
+    numbered = leaves_of(None)
     wanted, structure = jax.tree.flatten(shapes, is_leaf=is_stored)
     state = [numbered[m] if isinstance(m, int) else None for m in of_state]
     write = jax.jit(write_slice, donate_argnums=0)
     for i in range(tree.length):
-        numbered, _ = leaves_of(i)
+        numbered = leaves_of(i)
         for n, m in enumerate(of_state):
             if isinstance(m, int) or (number := m[i]) < 0:
                 continue

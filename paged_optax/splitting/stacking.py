@@ -245,6 +245,10 @@ def unstack_leaf(x: Shaped, count: int, axis: int | None = None) -> list[Shaped]
         return [x if axis == 0 else jnp.moveaxis(x, 0, axis)]
     if not isinstance(x, np.ndarray) and on_host(x) and not is_traced(x):
         # In NumPy, as in `stack_leaves`.
-        values = np.asarray(x)
-        return [jax.device_put(values[n], HOST) for n in range(count)]
+        values, place = np.asarray(x), x.sharding
+        if isinstance(place, NamedSharding) and place.num_devices > 1:
+            place = place.update(spec=PartitionSpec(*place.spec[1:]))
+        else:
+            place = HOST
+        return [jax.device_put(values[n], place) for n in range(count)]
     return [x[n] for n in range(count)]

@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 from paged_optax.backend.text import matching_names, path_name
 from paged_optax.backend.types import ArrayOrShape
 from paged_optax.codecs import Codec, named
+from paged_optax.transform.context import current
 from paged_optax.transform.trees import paths_of
 
 #: A value of `paged(codec=...)` for one moment.
@@ -216,7 +217,9 @@ def _parameters_named(
         # Rules by moment may be under a parameter's path, not under a moment's name.
         by_moment = key in moments and not isinstance(rule, Mapping)
         named_by[key] = None if by_moment else matching_names(key, parameters)
-        if not by_moment and not named_by[key] and parameters:
+        # A layerwise step updates a tree with some of the parameters.
+        is_whole = bool(parameters) and not current().fetched
+        if not by_moment and not named_by[key] and is_whole:
             known = sorted({moment for moment in moments if moment})
             likely = sorted(parameters, key=lambda x: key.strip("*/") not in x)
             raise ValueError(

@@ -194,6 +194,9 @@ def test_arguments_by_name(options):
         lambda step, p, s, g: step(p, s, g, 0.5, sign=-1, scale=2.0),
         lambda step, p, s, g: step(p, s, scale=2.0, gradients=g, rate=0.5, sign=-1),
         lambda step, p, s, g: step(
+            p, state=s, scale=2.0, gradients=g, rate=0.5, sign=-1
+        ),
+        lambda step, p, s, g: step(
             state=s, gradients=g, params=p, scale=2.0, sign=-1, rate=0.5
         ),
     ]

@@ -236,3 +236,62 @@ def test_what_mixes_layers_is_refused_by_name(model):
         po.layerwise_step(model, tx)(
             stacked, model.init(tx, stacked), model.workspace(stacked), BATCHES[0]
         )
+
+
+BY_SHAPE = {
+    "mask": lambda by: optax.masked(po.paged_adamw(1e-2, **PAGED), by),
+    "plain": lambda by: optax.masked(optax.adamw(1e-2), by),
+    "eight bits": lambda by: optax.masked(po.paged_adamw_8bit(1e-2, **PAGED), by),
+    "labels": lambda by: optax.partition(
+        {True: po.paged_adamw(1e-2, **PAGED), False: optax.sgd(1e-2, momentum=0.9)}, by
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_SHAPE)
+def test_states_of_masks_by_size(name):
+    """A state is made layer by layer, from leaves of their own sizes."""
+    tx = BY_SHAPE[name](lambda tree: jax.tree.map(lambda x: x.size > 5000, tree))
+    model = po.split_layers(loss, PARAMS, BATCHES[0])
+    expected = tx.init(PARAMS)
+    found = model.unstack_state(model.init(tx, model.stack(PARAMS)))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert (x.dtype, x.sharding.memory_kind) == (y.dtype, y.sharding.memory_kind)
+
+
+@pytest.mark.parametrize("key", ["layers/*", "*/up", "embed"])
+def test_a_codec_by_path(key):
+    tx = po.paged_adamw(1e-2, eps=1e-3, codec={key: "dynamic_int8"}, **PAGED)
+    model = po.split_layers(loss, PARAMS, BATCHES[0])
+    stacked = model.stack(PARAMS)
+    state, workspace = model.init(tx, stacked), model.workspace(stacked)
+    step = po.layerwise_step(model, tx)
+    stacked, state, *_ = step(stacked, state, workspace, BATCHES[0])
+    gradients = jax.grad(loss)(PARAMS, BATCHES[0])
+    updates, expected = tx.update(gradients, tx.init(PARAMS), PARAMS)
+    expected = optax.apply_updates(PARAMS, updates), expected
+    found = model.unstack(stacked), model.unstack_state(state)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for x, y in zip(
+        jax.tree.leaves(found[0]), jax.tree.leaves(expected[0]), strict=True
+    ):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("axis", ["Auto", "Explicit"])
+def test_a_state_on_devices_comes_back_there(axis):
+    types = (getattr(jax.sharding.AxisType, axis),)
+    mesh = jax.make_mesh((4,), ("d",), types, devices=jax.devices()[:4])
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    put = lambda x: jax.device_put(x, rows) if x.ndim == 2 else x
+    layers = jax.tree.map(put, PARAMS["layers"])
+    params = {"embed": PARAMS["embed"], "norm": PARAMS["norm"], "layers": layers}
+    model = po.split_layers(loss, PARAMS, BATCHES[0])
+    tx = po.paged_adamw(1e-2, **PAGED)
+    state = tx.init(params)
+    found = model.unstack_state(model.stack_state(state))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+        np.testing.assert_array_equal(x, y)
