@@ -144,7 +144,20 @@ class LayerTree:
         present = tuple(not isinstance(x, optax.MaskedNode) for x in layers)
         if not any(present):
             return layers[0]
-        structure = jax.tree.structure(layers[present.index(True)])
+        there = [n for n, yes in enumerate(present) if yes]
+        dtypes = [
+            [str(x.dtype) for x in jax.tree.leaves(layers[n]) if hasattr(x, "dtype")]
+            for n in there
+        ]
+        for n, of_layer in zip(there, dtypes, strict=True):
+            if of_layer != dtypes[0]:
+                raise ValueError(
+                    f"a moment of layer {n} is stored as {', '.join(of_layer)}, and of"
+                    f" layer {there[0]} as {', '.join(dtypes[0])}. The layers' moments"
+                    " are one stack: in codec= let a key match all layers, as in"
+                    " 'layers/*/up'."
+                )
+        structure = jax.tree.structure(layers[there[0]])
         leaves = [
             structure.flatten_up_to(x) if there else [None] * structure.num_leaves
             for x, there in zip(layers, present, strict=True)

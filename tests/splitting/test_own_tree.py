@@ -295,3 +295,13 @@ def test_a_state_on_devices_comes_back_there(axis):
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("codec", ["bfloat16", "dynamic_int8"])
+def test_a_codec_of_one_layer_is_refused(codec):
+    tx = po.paged_adamw(1e-2, codec={"layers/0/*": codec}, **PAGED)
+    model = po.split_layers(loss, PARAMS, BATCHES[0])
+    stacked, state = model.stack(PARAMS), tx.init(PARAMS)
+    for make in (lambda: model.init(tx, stacked), lambda: model.stack_state(state)):
+        with pytest.raises(ValueError, match="layer 1 is stored as .* of layer 0 as"):
+            make()
