@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
 from itertools import compress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from paged_optax.layerwise.layer_tree import LayerNumbers, LayerTree
 from paged_optax.layerwise.layered_state import LayeredState
 from paged_optax.layerwise.segments import Group
 from paged_optax.layerwise.slices import LayerIndex, read_slice, write_slice
-from paged_optax.layerwise.tree_update import TreeUpdate
+from paged_optax.layerwise.tree_update import TreeUpdate, Updated
 from paged_optax.layerwise.weights import (
     add_in_place,
     fetch_after,
@@ -176,7 +176,7 @@ class LayerOptimizer:
         return barrier_on_cpu(update)
 
     @functools.cached_property
-    def _jitted(self) -> Callable[..., tuple[list[Array], list[Stored]]]:
+    def _jitted(self) -> Callable[..., Updated]:
         """The update of a layer, traced once for each group."""
 
         def update(
@@ -184,7 +184,7 @@ class LayerOptimizer:
             state: Sequence[Stored | None],
             params: Sequence[Array | None],
             i: LayerIndex,
-        ) -> tuple[list[Array], list[Stored]]:
+        ) -> Updated:
             with self._context():
                 return self.tree.layer(i, updates, state, params)
 
@@ -196,7 +196,7 @@ class LayerOptimizer:
         small: Sequence[Array | None],
         others: Sequence[Array],
         gradients: Sequence[Array],
-    ) -> tuple[list[Array], list[Array], list[Stored]]:
+    ) -> tuple[list[Array], list[Array], list[Any]]:
         """Updates parameters outside the layers, and the layers' small leaves.
 
         Returns the layers' parameters, the others, and the leaves of the state, in
@@ -243,7 +243,7 @@ class LayerOptimizer:
         params: Sequence[Array],
         updates: Sequence[Array | None],
         add: Callable[[PyTree, PyTree], PyTree] = optax.apply_updates,
-    ) -> tuple[list[Array], list[Stored]]:
+    ) -> Updated:
         """Updates what `update_rest` updates, except the parameters in `left`."""
         layered = self.layered
         taken = [
@@ -272,7 +272,9 @@ class LayerOptimizer:
         ]
         return new, list(map(self._selected, state, fetched, layered.state))
 
-    def _selected(self, new: Stored, fetched: Stored | None, old: Stored) -> Stored:
+    def _selected(
+        self, new: Stored | None, fetched: Stored | None, old: Stored
+    ) -> Stored | None:
         """Selects a leaf of the state, in the memory of the old one."""
         # The loops of paged moments have selected already.
         if fetched is None or on_host(fetched):
