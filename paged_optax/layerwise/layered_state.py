@@ -140,8 +140,8 @@ class LayeredState:
         return jax.tree.unflatten(self.state_structure, leaves)
 
     def new_state(
-        self, slots: Sequence[Stored], leaves: Sequence[Stored]
-    ) -> PyTree[Array]:
+        self, slots: Sequence[Stored], leaves: Sequence[Stored | None]
+    ) -> PyTree:
         """Builds the new state."""
         stacks = iter(slots)
         new = [
