@@ -218,7 +218,7 @@ def platform(request, monkeypatch):
 
 @pytest.fixture(scope="module")
 def example():
-    """The modules of `examples/finetune_hf.py`."""
+    """The package `examples/finetune_hf`."""
     from helpers import hf_folders
 
     return hf_folders.modules()
