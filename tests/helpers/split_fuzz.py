@@ -450,14 +450,6 @@ def outcome(recipe: str) -> Any:
         return f"{type(error).__name__}: {error} [{at}]"
 
 
-def cause(result: Any) -> str:
-    """What results have in common that have one cause, about."""
-    if isinstance(result, dict):
-        return "differs" if result else ""
-    kind, _, said = result.partition(":")
-    return kind + re.sub(r"'[^']*'|\d+|\s+", "", said)[:60] + result[-30:]
-
-
 def serve() -> None:
     """Answers with what differs of the recipes that it is asked for."""
     gc.freeze()
