@@ -8,6 +8,7 @@ from typing import Any
 from helpers.split_blocks import BLOCKS, MATRICES
 from helpers.split_layer import ENDS, WRAPS
 from helpers.split_ops import OPS
+from helpers.split_optimizers import BY_MATRIX, OPTIMIZERS
 from helpers.split_plain import Recipe, brief, whole
 from helpers.split_trees import LISTED, STACKED
 
@@ -231,9 +232,16 @@ def drawn(cases: int, seed: int) -> list[str]:
     """So many recipes, as JSON; more cases begin with those of fewer."""
     draws = (random.Random(f"{seed} {number}") for number in range(cases))
     kinds, weights = [*_KINDS], [*_KINDS.values()]
-    then = lambda draw: {"then": draw.choice([None] * 4 + THEN)}
-    recipes = (draw.choices(kinds, weights)[0](draw) | then(draw) for draw in draws)
+    recipes = (_around(draw, draw.choices(kinds, weights)[0](draw)) for draw in draws)
     return [json.dumps(brief(recipe)) for recipe in recipes]
+
+
+def _around(draw: random.Random, recipe: Recipe) -> Recipe:
+    """With an optimizer, and what differs when it is trained."""
+    recipe |= {"then": draw.choice([None] * 4 + THEN)}
+    stacked = recipe["container"] in STACKED
+    chosen = [x for x in OPTIMIZERS if not (stacked and x in BY_MATRIX)]
+    return recipe | {"optimizer": draw.choice([None] * 4 + chosen)}
 
 
 def covered(recipes: list[str]) -> dict[str, dict[str, int]]:
