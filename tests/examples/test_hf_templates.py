@@ -3,7 +3,6 @@
 import importlib.metadata
 import re
 
-import numpy as np
 import pytest
 
 why = 'not installed: pip install ".[hf]", from Python 3.12 on, and TRL without more'
@@ -169,77 +168,3 @@ def test_what_is_learned_of_a_chat(example, name):
         for (prompt, by_trl), ours in zip(trained, learned, strict=True):
             assert agree(prompt, by_trl, ours), (kind, prompt, by_trl, ours)
     print(f"{compared} of {len(CHATS)} kinds of chats compared with TRL's masks")
-
-
-@pytest.fixture(scope="module")
-def example():
-    from helpers import hf_folders
-
-    return hf_folders.modules()
-
-
-def documents(example, sizes, learned=10):
-    """Chats of so many tokens, whose last ones are learned."""
-    made, first = [], 0
-    for size in sizes:
-        tokens = list(range(first, first + size))
-        flags = [n >= size - learned for n in range(size)]
-        made.append(example.text.Document(tokens, flags, whole=True))
-        first += size
-    return made
-
-
-def test_a_chat_that_fits_is_never_cut(example):
-    """Each row's segments are whole chats, and every learned token is in one."""
-    sizes = [86, 20, 512, 3, 129, 86, 400, 86, 86, 250, 17] * 7
-    given = documents(example, sizes, learned=2)
-    rows = example.text.rows(given, 512)
-    found = []
-    for row in rows:
-        for segment in range(1, row["segments"].max() + 1):
-            chosen = row["segments"] == segment
-            assert row["positions"][chosen].tolist() == [*range(chosen.sum())]
-            learned = np.flatnonzero(row["weights"][chosen]) + 1
-            found.append((row["tokens"][chosen][0], chosen.sum() + 1, len(learned)))
-            assert (row["labels"] - row["tokens"])[chosen].tolist() == [
-                1
-            ] * chosen.sum()
-    wanted = [(x.tokens[0], len(x.tokens), 2) for x in given]
-    assert sorted(found) == sorted(wanted)
-    assert len(rows) <= 1.1 * sum(sizes) / 512
-
-
-@pytest.mark.parametrize(
-    ("too_long", "kept", "learned"), [("right", 0, 0), ("left", 35, 10), ("drop", 0, 0)]
-)
-def test_longer_chats(example, too_long, kept, learned):
-    """From the left, the right, or left out: what has nothing to learn is, too."""
-    given = documents(example, [100, 50])
-    fit, longer = example.text.fitted(given, 64, too_long)
-    assert longer == 1 and fit[-1] == given[1]
-    if learned:
-        assert fit[0].tokens == [*range(kept, 100)] and sum(fit[0].learned) == learned
-    else:
-        assert fit == given[1:]
-
-
-@pytest.mark.parametrize(
-    "kind", ["cosine", "linear", "constant_with_warmup", "constant"]
-)
-@pytest.mark.parametrize("steps", [1, 2, 7, 100])
-def test_rates(example, kind, steps):
-    """No step's rate is 0; the highest is the one that was given."""
-    rate = example.run.schedule(kind, 1e-3, 0.1, steps)
-    rates = [float(rate(n)) for n in range(steps)]
-    assert min(rates) > 0 and max(rates) == pytest.approx(1e-3)
-    if kind in ("cosine", "linear") and steps > 10:
-        assert rates[-1] < 0.05 * max(rates)
-
-
-def test_norms_and_biases_do_not_decay(example):
-    params = {"norm": {"weight": 1}, "q_proj": {"weight": 1, "bias": 1}, "q_norm": 1}
-    assert example.run.decayed(params) == {
-        "norm": {"weight": False},
-        "q_proj": {"weight": True, "bias": False},
-        "q_norm": False,
-    }
