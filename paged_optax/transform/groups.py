@@ -123,8 +123,8 @@ class LeafStreams:
     @functools.cached_property
     def codecs(self) -> dict[int, Codec]:
         """The codecs of arguments, by the arguments' numbers."""
-        codecs = enumerate(self.layout.codecs, len(self.gates))
-        return {number: codec for number, codec in codecs if codec}
+        leaves = enumerate(self.layout.leaves, len(self.gates))
+        return {number: leaf.codec for number, leaf in leaves if leaf.codec}
 
     def grouped(self, evaluation: Evaluation) -> tuple[_ByLeaf, list[_Group]]:
         """Skips or computes leaves on the device, and groups the others."""
@@ -185,7 +185,7 @@ class LeafStreams:
         arrays, overwrites = list(inputs), list[int]()
         codecs = [self.codecs.get(number) for number in leaf.inputs]
         shapes = [
-            layout.avals[number - first].shape if codec else jnp.shape(x)
+            layout.leaves[number - first].aval.shape if codec else jnp.shape(x)
             for number, codec, x in zip(leaf.inputs, codecs, inputs, strict=True)
         ]
         for p, old, new in zip(leaf.places, olds, leaf.avals, strict=True):
@@ -269,7 +269,7 @@ class LeafStreams:
         """Chooses the new value or the old by the gate, in the old value's place."""
         old = self.arguments[position]
         gate = self.moves[self.analysis.owners[position]]
-        shards = self.layout.shards[position - len(self.gates)]
+        shards = self.layout.leaves[position - len(self.gates)].shards
         # XLA would replicate what it can compute anywhere, such as a constant.
         new = constrained(jnp.asarray(choose_by(gate, new, old)), shards)
         return jax.device_put(new, HOST) if on_host(old) and not on_host(new) else new

@@ -10,9 +10,10 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from paged_optax.backend.memory import PINNED_HOST, resolve_host_memory_kind
+from paged_optax.backend.text import parse_bytes
 from paged_optax.backend.validation import (
     brief,
-    check_bool,
     check_transformation,
     floating_dtype,
 )
@@ -20,10 +21,7 @@ from paged_optax.engine.pages import DEFAULT_PAGE_SIZE
 from paged_optax.transform.checks import paged_by_one
 from paged_optax.transform.codec_rules import Rule, check, draws
 from paged_optax.transform.init import init
-from paged_optax.transform.paged_transformation import (
-    Configuration,
-    PagedTransformation,
-)
+from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.parameter_shardings import ParameterShardings
 from paged_optax.transform.precision import counted, in_float32, with_master_weights
 from paged_optax.transform.remainders import with_master_remainders
@@ -149,12 +147,15 @@ def paged(
       optimizers; `paged_optax.engine.stream` describes the streaming.
     """
     check_transformation("inner", inner)
-    configuration = Configuration.of(
-        page_size, device_budget, min_paged_size, host_memory_kind
-    )
+    if host_memory_kind not in ("auto", PINNED_HOST):
+        # This starts JAX's backend, which is only acceptable if it raises.
+        resolve_host_memory_kind(host_memory_kind)
+    if on_moved not in ("warn", "raise"):
+        raise ValueError(f"on_moved={on_moved!r}: pass 'warn' or 'raise'.")
+    if device_budget is not None and device_budget != "auto":
+        device_budget = parse_bytes("device_budget", device_budget)
     rules = check(codec)
     inner = paged_by_one(optax.with_extra_args_support(inner))
-    check_bool("master_remainders", master_remainders)
     if master_dtype is not None:
         dtype = floating_dtype("master_dtype", master_dtype)
         if master_remainders and dtype != jnp.float32:
@@ -172,12 +173,16 @@ def paged(
     if draws(rules):
         # Outermost: the count is the state's first leaf, and seeds each step's noise.
         inner = counted(inner)
-    if on_moved not in ("warn", "raise"):
-        raise ValueError(f"on_moved={on_moved!r}: pass 'warn' or 'raise'.")
-    check_bool("per_parameter_steps", per_parameter_steps)
-    known = ParameterShardings(shardings)
     transformation = PagedTransformation(
-        inner, configuration, rules, per_parameter_steps, known, on_moved
+        inner,
+        parse_bytes("page_size", page_size),
+        device_budget,
+        parse_bytes("min_paged_size", min_paged_size),
+        host_memory_kind,
+        rules,
+        per_parameter_steps,
+        ParameterShardings(shardings),
+        on_moved,
     )
     return optax.GradientTransformationExtraArgs(
         functools.partial(init, transformation), Update(transformation).update

@@ -25,10 +25,7 @@ from paged_optax.transform.codec_rules import coded_moments
 from paged_optax.transform.context import Visitor, within
 from paged_optax.transform.groups import divided_as, loop_key
 from paged_optax.transform.init import NewState
-from paged_optax.transform.paged_transformation import (
-    Configuration,
-    PagedTransformation,
-)
+from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.state_layout import StateLayout
 from paged_optax.transform.trees import arrays_and_rest, paths_of
 
@@ -87,7 +84,7 @@ Describe = Callable[[Mapping[str, PyTree]], list[Moment]]
 
 def recorded(
     tx: Transformation, params: optax.Params
-) -> list[tuple[Configuration, Describe]]:
+) -> list[tuple[PagedTransformation, Describe]]:
     """Returns every paged transformation inside `tx`: chained, masked, injected.
 
     Args:
@@ -95,17 +92,17 @@ def recorded(
       params: The parameters, or their `ShapeDtypeStruct`s.
 
     Returns:
-      The configuration of each, and a function that describes its moments.
+      Each, and a function that describes its moments.
 
     Raises:
       ValueError: If nothing in `tx` is paged.
     """
-    calls: list[tuple[Configuration, Describe]] = []
+    calls: list[tuple[PagedTransformation, Describe]] = []
 
     def record(state: NewState) -> None:
         shapes = jax.tree.map(shape_dtype, state.params)
         describe = functools.partial(planned_moments, state, shapes)
-        calls.append((state.paged.configuration, describe))
+        calls.append((state.paged, describe))
 
     # A new function each time: JAX caches traces, context and all, as long as the
     # function lives.
@@ -182,14 +179,12 @@ def planned_moments(
     geometry, number = _geometry(paged, groups.values(), memory.platform())
     elementwise = analysis.elementwise
     moments = []
-    small = layout.small(paged.configuration.min_paged_size)
+    small = layout.small(paged.min_paged_size)
     coded = coded_moments(paged.rules, layout.shapes, params, layout.owners)
-    every = zip(state_paths, avals, layout.sizes, strict=True)
-    for i, (path, x, size) in enumerate(every):
+    for i, (path, leaf) in enumerate(zip(state_paths, layout.leaves, strict=True)):
+        x, codec, shape = leaf.aval, leaf.codec, leaf.local
         unstreamed = number + i, uncut(x.shape).gpu, False, 3
         number, pages, both, flying = geometry.get(i, unstreamed)
-        codec, part = layout.codecs[i], layout.shards[i]
-        shape = part.local(x.shape) if part else x.shape
         stored = codec.stored(shape) if codec else jax.ShapeDtypeStruct(shape, x.dtype)
         parts = PagedArray.of(stored, pages, codec, on_host=not stays[i]).parts
         preloaded = [part for part in parts if part.preloaded]
@@ -208,7 +203,7 @@ def planned_moments(
                 beside=sum(map(layout_bytes, preloaded)),
                 refused=state.refused.get(i, "" if stays[i] else reason),
                 both_ways=both and not stays[i],
-                small=size is not None and small[i],
+                small=leaf.size is not None and small[i],
                 elementwise=first + i in elementwise,
                 uncoded=codec is None and (y := coded[i]) is not None and y.small,
             )
@@ -279,12 +274,12 @@ class _LeafMoments:
         dtype: np.dtype | None,
     ) -> "_LeafMoments":
         """Collects a leaf's moments; the state's first is the argument `first`."""
-        avals, codecs = layout.avals, layout.codecs
+        leaves = layout.leaves
         numbers = {i - first for i in (*leaf.inputs, *leaf.outputs)}
-        inside = sorted(i for i in numbers if 0 <= i < len(avals))
-        streamed = tuple(i for i in inside if not stays[i] or codecs[i])
+        inside = sorted(i for i in numbers if 0 <= i < len(leaves))
+        streamed = tuple(i for i in inside if not stays[i] or leaves[i].codec)
         formats = [
-            MomentFormat(avals[i].dtype.itemsize, codecs[i], not stays[i])
+            MomentFormat(leaves[i].aval.dtype.itemsize, leaves[i].codec, not stays[i])
             for i in streamed
         ]
         return cls(leaf, streamed, tuple(formats), divided, dtype)

@@ -40,7 +40,7 @@ from paged_optax.transform.checks import (
 from paged_optax.transform.context import current, without
 from paged_optax.transform.gates import Gates, any_gate, gates_of
 from paged_optax.transform.groups import LeafStreams
-from paged_optax.transform.moment_parts import as_results, with_rows
+from paged_optax.transform.moment_parts import as_results, reshaped_like
 from paged_optax.transform.paged_transformation import PagedTransformation
 from paged_optax.transform.process_agreement import Said, said_of
 from paged_optax.transform.state_layout import StateLayout
@@ -75,19 +75,6 @@ class PendingUpdate:
     layout: StateLayout
     leaves: list[StoredOrShape]
 
-    @classmethod
-    def of(
-        cls,
-        paged: PagedTransformation,
-        gradients: PyTree,
-        state: PyTree,
-        params: PyTree | None,
-        extra_args: Mapping[str, PyTree],
-    ) -> "PendingUpdate":
-        """Reads the layout of the state."""
-        layout, leaves = paged.take_apart(gradients, state, params)
-        return cls(paged, gradients, state, params, extra_args, layout, leaves)
-
     def unpaged(self) -> tuple[PyTree, PyTree]:
         """Updates as if nothing were paged, with zeros for coded moments."""
         zeros = lambda x: jnp.zeros(x.shape, x.dtype)
@@ -114,8 +101,7 @@ class PendingUpdate:
         self, extras: Sequence[Traceable], static: Static
     ) -> tuple[Analysis, dict[int, ArrayLike]]:
         """Traces the update; returns its programs, and the arrays they close over."""
-        layout = self.layout
-        seen = layout.seen(self.leaves)
+        layout, seen = self.layout, self.layout.seen(self.leaves)
         analysis, constants = self.paged.analyse(
             self.gradients, seen, layout.owners, self.params, extras, static
         )
@@ -124,6 +110,11 @@ class PendingUpdate:
             counts = {first + position for position in layout.counts}
             refuse_shared_counts(analysis, counts, seen, first)
         return analysis, constants
+
+    @property
+    def buffers(self) -> list[StoredOrShape]:
+        """The gradients, and the state's leaves: the results overwrite them."""
+        return [*jax.tree.leaves(self.gradients), *self.leaves]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,9 +176,14 @@ class Update:
             extra_args = as_pure(extra_args)
         gradients, moments, params = as_pure(updates), as_pure(state), as_pure(params)
         check_arguments(gradients, moments, params)
-        visit = context.visitor and context.visitor.update
-        if visit is not None:
-            new = visit(PendingUpdate.of(paged, gradients, moments, params, extra_args))
+
+        def pending_update(gradients: PyTree, params: PyTree) -> PendingUpdate:
+            arguments = gradients, moments, params
+            layout, leaves = paged.take_apart(*arguments)
+            return PendingUpdate(paged, *arguments, extra_args, layout, leaves)
+
+        if context.visitor is not None and context.visitor.update is not None:
+            new = context.visitor.update(pending_update(gradients, params))
             return unflatten_like(updates, new[0]), new[1]
         paged.warn_of_mistyped(moments)
         if params is not None:
@@ -199,25 +195,25 @@ class Update:
         # A restart decides which moments move, and is traced too: it is among both.
         extra = {"restart": restart, "extra_args": extra_args}
         extras, static = arrays_and_rest(extra)
-        pending = PendingUpdate.of(
-            paged, as_arrays(gradients), moments, as_arrays(params), extra_args
-        )
+        pending = pending_update(as_arrays(gradients), as_arrays(params))
         # Traced at each call, for `inner` may read more than its arguments.
         analysis, constants = pending.trace(extras, static)
+        first = pending.layout.parameters.num_leaves
         # Values that vary in a moment's place may make others vary: repeat.
         while in_shard_map() and (
-            new := as_results(
-                analysis, pending.gradients, pending.leaves, gates or (), restart
-            )
+            new := as_results(analysis, pending.buffers, gates or (), restart)
         ):
-            pending = dataclasses.replace(pending, gradients=new[0], leaves=new[1])
+            pending = dataclasses.replace(
+                pending,
+                gradients=unflatten_like(pending.gradients, new[:first]),
+                leaves=new[first:],
+            )
             analysis, constants = pending.trace(extras, static)
         if spans_processes((gradients, moments, params)):
             # A program that one process alone has would block the devices of all.
             agreement = pending.agreement(analysis)
             compare("update of a paged transformation", agreement)
-        buffers = [*jax.tree.leaves(pending.gradients), *pending.leaves]
-        arguments = buffers, pending.params, extras, traced_gates, constants
+        arguments = pending.buffers, pending.params, extras, traced_gates, constants
         # Outside a `jax.jit` the update is a program of its own, compiled once for all
         # equal `Traced`.
         run = self._jitted
@@ -231,9 +227,10 @@ class Update:
             raise
         # A `jax.jit` pairs donated buffers by shape alone, across memories too.
         new = donate_within_memory(new)
-        first = pending.layout.parameters.num_leaves
-        new_state = with_rows(new[first:], moments) if in_shard_map() else new[first:]
-        return unflatten_like(updates, new[:first]), unflatten_like(state, new_state)
+        arrays = map(
+            reshaped_like, jax.tree.leaves(new[first:]), jax.tree.leaves(moments)
+        )
+        return unflatten_like(updates, new[:first]), unflatten_like(state, [*arrays])
 
 
 def stream_update(
