@@ -38,7 +38,7 @@ from paged_optax.transform.checks import (
     refuse_shared_counts,
 )
 from paged_optax.transform.context import current, without
-from paged_optax.transform.gates import Gates, any_gate, gates_of
+from paged_optax.transform.gates import any_gate, gates_of
 from paged_optax.transform.groups import LeafStreams
 from paged_optax.transform.moment_parts import as_results, reshaped_like
 from paged_optax.transform.paged_transformation import PagedTransformation
@@ -123,12 +123,14 @@ class Traced:
 
     Attributes:
       analysis: Its programs.
-      gating: Its gates and its restart, without traced values.
+      gating: Its distinct gates and its restart, without traced values.
+      gate_numbers: For each gradient the number of its gate; empty if all are open.
       layout: The state's layout.
     """
 
     analysis: Analysis
     gating: Static
+    gate_numbers: tuple[int, ...]
     layout: StateLayout
 
 
@@ -189,9 +191,12 @@ class Update:
         if params is not None:
             refuse_different(gradients, params)
         gates, restart = gates_of(as_pure(active), gradients), context.restart
+        # One tracer may be the gate of all gradients. If it were passed once for each,
+        # `jax.jit` would make distinct tracers of it.
+        distinct = {id(gate): gate for gate in gates or ()}
+        gate_numbers = tuple([*distinct].index(id(gate)) for gate in gates or ())
         # Known gates are part of the program; the others are its arguments.
-        gating = {"gates": gates and Gates.of(gates), "restart": restart}
-        traced_gates, gating = arrays_and_rest(gating)
+        traced_gates, gating = arrays_and_rest((*distinct.values(), restart))
         # A restart decides which moments move, and is traced too: it is among both.
         extra = {"restart": restart, "extra_args": extra_args}
         extras, static = arrays_and_rest(extra)
@@ -221,7 +226,8 @@ class Update:
             warn_of_options(pending.leaves)
             run = self._streamed
         try:
-            new = run(*arguments, traced=Traced(analysis, gating, pending.layout))
+            traced = Traced(analysis, gating, gate_numbers, pending.layout)
+            new = run(*arguments, traced=traced)
         except ValueError as error:
             note_elsewhere(error)
             raise
@@ -266,10 +272,10 @@ def stream_update(
     if any(map(on_host, arguments)):
         # Some versions of XLA:GPU read wrong pages without an error.
         check_backend()
-    gating = traced.gating.merge(traced_gates)
-    gates = gating["gates"].each() if gating["gates"] else [True] * first
+    *distinct, restart = traced.gating.merge(traced_gates)
+    gates = [distinct[i] for i in traced.gate_numbers] or [True] * first
     # On a restart a moment starts again even if its parameter's update is skipped.
-    moves = [any_gate([gate, gating["restart"]]) for gate in gates]
+    moves = [any_gate([gate, restart]) for gate in gates]
     moves_of = {None: any_gate(moves) if moves else True, **dict(enumerate(moves))}
     streams = LeafStreams(
         paged, traced.analysis, layout, arguments, counts, gates, moves_of
