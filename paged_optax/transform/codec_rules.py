@@ -63,12 +63,7 @@ def _codecs_of(rule: Rule) -> Collection[CodecLike]:
 class CodedMoment(NamedTuple):
     """One moment of one parameter, and the rule that names its codec.
 
-    Attributes:
-      rule: The codec of the rule.
-      by_name: True if the rule names the moment.
-      name: The name of the moment, such as `mu`.
-      parameter: The path of the parameter.
-      aval: Its shape and dtype.
+    `by_name` is True if the rule names the moment, not its parameter.
     """
 
     rule: CodecLike
@@ -138,40 +133,30 @@ def coded_moments(
     parameter_paths, _ = paths_of(params)
     parameters = [path_name(path) for path in parameter_paths]
     state_paths, avals = paths_of(state)
-    names = [
-        None
-        if owner is None
-        else path_name(path[: len(path) - len(parameter_paths[owner])][-1:])
-        for path, owner in zip(state_paths, owners, strict=True)
-    ]
+    name_of = lambda path, owner: path_name(
+        path[: len(path) - len(parameter_paths[owner])][-1:]
+    )
+    pairs = zip(state_paths, owners, strict=True)
+    names = [None if i is None else name_of(path, i) for path, i in pairs]
     named_by = _parameters_named(rules, names, parameters)
-
-    def moment_of(
-        name: str | None, owner: int | None, aval: ArrayOrShape
-    ) -> CodedMoment | None:
+    moments: list[CodedMoment | None] = [None] * len(names)
+    for position, (name, owner) in enumerate(zip(names, owners, strict=True)):
         if owner is None or name is None:
-            return None
+            continue
         rule, by_name = _last_match(rules, named_by, name, parameters[owner])
-        if rule in (None, "float32"):
-            return None
-        return CodedMoment(rule, by_name, name, parameters[owner], aval)
-
-    return list(map(moment_of, names, owners, avals))
+        if rule not in (None, "float32"):
+            each = rule, by_name, name, parameters[owner], avals[position]
+            moments[position] = CodedMoment(*each)
+    return moments
 
 
 def choose(
     moments: Sequence[CodedMoment | None], parts: Container[int] = ()
 ) -> list[Codec | None]:
-    """Returns the codec of each leaf of a state.
+    """Returns the codec of each leaf of a state, or None.
 
-    Args:
-      moments: From `coded_moments`.
-      parts: The positions of leaves that are parts of larger ones: these are coded
-        even if they have few values.
-
-    Returns:
-      For each leaf its codec; None for step counts and for moments of fewer than
-      `SMALLEST_CODED` values.
+    `moments` are from `coded_moments`, and `parts` the positions of parts of larger
+    moments, which are coded even if they have few values.
 
     Raises:
       ValueError: If a codec does not fit its moment.
@@ -194,8 +179,7 @@ def _parameters_named(
         by_moment = key in moments and not isinstance(rule, Mapping)
         named_by[key] = None if by_moment else matching_names(key, parameters)
         # A layerwise step updates a tree with some of the parameters.
-        is_whole = bool(parameters) and not current().fetched
-        if not by_moment and not named_by[key] and is_whole:
+        if named_by[key] == set() and parameters and not current().fetched:
             known = sorted({moment for moment in moments if moment})
             likely = sorted(parameters, key=lambda x: key.strip("*/") not in x)
             raise ValueError(

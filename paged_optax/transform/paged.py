@@ -195,16 +195,14 @@ _PAGING = tuple(
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 )
 
-_EIGHT_BITS = "dynamic_int8"
 
-
-def _alias(
-    name: str,
-    optimizer: Callable[..., optax.GradientTransformation],
-    source: str,
-    codec: str | None = None,
-) -> Callable[..., optax.GradientTransformationExtraArgs]:
-    """Builds `paged(optimizer(...))` as one function with one signature."""
+def _alias(name: str) -> Callable[..., optax.GradientTransformationExtraArgs]:
+    """Builds `paged(optax.X(...))` as one function with one signature."""
+    plain = name.removeprefix("paged_").removesuffix("_8bit").removesuffix("_32bit")
+    codec = "dynamic_int8" if name.endswith("_8bit") else None
+    module = "optax" if hasattr(optax, plain) else "optax.contrib"
+    source = f"{module}.{plain}"
+    optimizer = getattr(optax if module == "optax" else optax.contrib, plain)
     original = inspect.signature(optimizer)
     paging = [
         parameter.replace(default=codec) if parameter.name == "codec" else parameter
@@ -257,32 +255,22 @@ def _alias(
     return build
 
 
-paged_adamw = _alias("paged_adamw", optax.adamw, "optax.adamw")
-paged_adam = _alias("paged_adam", optax.adam, "optax.adam")
-paged_nadamw = _alias("paged_nadamw", optax.nadamw, "optax.nadamw")
-paged_lion = _alias("paged_lion", optax.lion, "optax.lion")
-paged_ademamix = _alias(
-    "paged_ademamix", optax.contrib.ademamix, "optax.contrib.ademamix"
-)
-paged_sgd = _alias("paged_sgd", optax.sgd, "optax.sgd")
-paged_rmsprop = _alias("paged_rmsprop", optax.rmsprop, "optax.rmsprop")
-paged_adagrad = _alias("paged_adagrad", optax.adagrad, "optax.adagrad")
-paged_lamb = _alias("paged_lamb", optax.lamb, "optax.lamb")
-paged_lars = _alias("paged_lars", optax.lars, "optax.lars")
-paged_adafactor = _alias("paged_adafactor", optax.adafactor, "optax.adafactor")
-paged_muon = _alias("paged_muon", optax.contrib.muon, "optax.contrib.muon")
+paged_adamw = _alias("paged_adamw")
+paged_adam = _alias("paged_adam")
+paged_nadamw = _alias("paged_nadamw")
+paged_lion = _alias("paged_lion")
+paged_ademamix = _alias("paged_ademamix")
+paged_sgd = _alias("paged_sgd")
+paged_rmsprop = _alias("paged_rmsprop")
+paged_adagrad = _alias("paged_adagrad")
+paged_lamb = _alias("paged_lamb")
+paged_lars = _alias("paged_lars")
+paged_adafactor = _alias("paged_adafactor")
+paged_muon = _alias("paged_muon")
 
-paged_adamw_32bit = _alias("paged_adamw_32bit", optax.adamw, "optax.adamw")
-paged_lion_32bit = _alias("paged_lion_32bit", optax.lion, "optax.lion")
-paged_ademamix_32bit = _alias(
-    "paged_ademamix_32bit", optax.contrib.ademamix, "optax.contrib.ademamix"
-)
-
-paged_adamw_8bit = _alias("paged_adamw_8bit", optax.adamw, "optax.adamw", _EIGHT_BITS)
-paged_lion_8bit = _alias("paged_lion_8bit", optax.lion, "optax.lion", _EIGHT_BITS)
-paged_ademamix_8bit = _alias(
-    "paged_ademamix_8bit",
-    optax.contrib.ademamix,
-    "optax.contrib.ademamix",
-    _EIGHT_BITS,
-)
+paged_adamw_32bit = _alias("paged_adamw_32bit")
+paged_lion_32bit = _alias("paged_lion_32bit")
+paged_ademamix_32bit = _alias("paged_ademamix_32bit")
+paged_adamw_8bit = _alias("paged_adamw_8bit")
+paged_lion_8bit = _alias("paged_lion_8bit")
+paged_ademamix_8bit = _alias("paged_ademamix_8bit")

@@ -149,8 +149,8 @@ class ParameterShardings:
         before = self._seen.get(key, {}).get(new.axes)
         if visitor is None and before and new.shards and before.shards:
             # Explicit types have the shardings in nearly every update.
-            told = new.apart or not (_typed(new.shards) or _typed(before.shards))
-            if told and new.shards.axes != before.shards.axes:
+            compared = new.apart or not (_typed(new.shards) or _typed(before.shards))
+            if compared and new.shards.axes != before.shards.axes:
                 raise _conflict(key, new.shards, before.shards)
         return new
 
@@ -167,24 +167,20 @@ class ParameterShardings:
                 continue
             key, shards = (keystr(path), x.shape), new.shards
             if new.apart and shards and visitor:
-                if visitor.mesh is not None:
-                    shards = dataclasses.replace(shards, mesh=visitor.mesh)
-                elif not isinstance(shards.mesh, Mesh):
+                mesh = shards.mesh if visitor.mesh is None else visitor.mesh
+                shards = dataclasses.replace(shards, mesh=mesh)
+                if not isinstance(mesh, Mesh):
                     continue  # a fictitious mesh
+            axes = axes_of(shards and shards.mesh)
             by_mesh = self._seen.setdefault(key, {})
-            before = by_mesh.pop(new.axes, None)
-            if (
-                before
-                and before.shards
-                and shards
-                and before.shards.axes == shards.axes
-            ):
+            before = by_mesh.pop(axes, MomentShards(None)).shards
+            if before and shards and before.axes == shards.axes:
                 # A mesh with devices has more information than an abstract one.
-                shards = shards if isinstance(shards.mesh, Mesh) else before.shards
-            by_mesh[new.axes] = MomentShards(shards, new.apart)
-            _divided.discard((key, new.axes))
+                shards = shards if isinstance(shards.mesh, Mesh) else before
+            by_mesh[axes] = MomentShards(shards, new.apart)
+            _divided.discard((key, axes))
             if shards and not new.apart and max(shards.divisions, default=1) > 1:
-                _divided.add((key, new.axes))
+                _divided.add((key, axes))
 
     def find(self, path: KeyPath, *arrays: ArrayOrShape) -> Shards | None:
         """Returns the shards of a parameter, by arrays of its shape; the first wins.
@@ -222,9 +218,10 @@ class ParameterShardings:
         mesh: Mesh | AbstractMesh | None,
         resized: bool = False,
     ) -> MomentShards | None:
-        """Returns what was seen of a parameter on a mesh; without a mesh, at last.
+        """Returns the division seen on a mesh; the most recent one without a mesh.
 
-        `resized`: on a mesh of the same axes in other sizes, if not on this one.
+        `resized`: if there is none, the division on a mesh of these axes in other
+        sizes.
         """
         around = jax.sharding.get_abstract_mesh()
         by_mesh = self._seen.get(key, {})

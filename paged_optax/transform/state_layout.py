@@ -50,7 +50,7 @@ class OtherLayoutError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class StateLeaf:
+class StoredLeaf:
     """Storage of one leaf of a state.
 
     Attributes:
@@ -146,7 +146,7 @@ class StateLayout:
     """
 
     structure: PyTreeDef
-    leaves: tuple[StateLeaf, ...]
+    leaves: tuple[StoredLeaf, ...]
     counts: tuple[int, ...]
     parameters: PyTreeDef
     parameter_shards: tuple[Shards | None, ...]
@@ -165,19 +165,12 @@ class StateLayout:
     ) -> "StateLayout":
         """Returns the layout of a state, given the transformation's own.
 
-        Args:
-          shapes: The transformation's own state.
-          codecs: For each of its leaves the codec, or None.
-          params: The parameters.
-          owners: For each of its leaves the parameter that it belongs to, or None.
-          parameter_shards: For each parameter its division, or None.
-          parts: Encoded parts of larger moments, by the position of the leaf.
-          per_parameter_steps: True if each parameter has its own step counts.
+        `parts` are encoded parts of larger moments, by the position of the leaf.
         """
         avals, structure = jax.tree.flatten(shapes)
         parameters, parameter_structure = jax.tree.flatten(params)
 
-        def leaf(position: int) -> StateLeaf:
+        def leaf(position: int) -> StoredLeaf:
             owner, x, codec = owners[position], avals[position], codecs[position]
             shards = None if owner is None else parameter_shards[owner]
             if owner is None or x.shape != parameters[owner].shape:
@@ -189,7 +182,7 @@ class StateLayout:
                 codec, base = arranged(codec, local, x.shape), codec
                 if position in parts:
                     codec = arranged_like(parts[position], base, x.shape) or codec
-            return StateLeaf(shape_dtype(x), owner, shards, codec)
+            return StoredLeaf(shape_dtype(x), owner, shards, codec)
 
         leaves = tuple(map(leaf, range(len(avals))))
         counts = tuple(

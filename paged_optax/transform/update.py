@@ -5,6 +5,7 @@ streams groups of leaves (`paged_optax.transform.groups`). The results replace t
 gradients and the arrays of the state.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from paged_optax.backend.types import (
     with_automatic_axes,
 )
 from paged_optax.engine.backend_check import check_backend
+from paged_optax.engine.shards import UNSHARDED
 from paged_optax.engine.stream import stream
 from paged_optax.transform.checks import (
     check_arguments,
@@ -57,14 +59,7 @@ from paged_optax.transform.trees import (
 class PendingUpdate:
     """Arguments of an update, without Flax's variables, and its state's layout.
 
-    Attributes:
-      paged: The transformation.
-      gradients: The gradients.
-      state: The state.
-      params: The parameters, or None.
-      extra_args: Extra arguments of the inner transformation.
-      layout: The state's layout.
-      leaves: The state's leaves as they are stored.
+    `leaves` are the state's leaves as they are stored.
     """
 
     paged: PagedTransformation
@@ -291,9 +286,14 @@ def stream_update(
             refuse_derivatives(x.arrays) if one.on_host else tuple(x.arrays)
             for x in members.values()
         ]
+        unknown = one.shards is None and one.program.program.elementwise
+        if unknown and leaf.owner is not None and one.on_host:
+            path, x = layout.parameter_paths[leaf.owner], arguments[leaf.owner]
+            paged.known.warn_of_unknown(path, x)
+        scope = jax.named_scope(UNSHARDED) if unknown else contextlib.nullcontext()
         # The loops are independent of the context, so that leaves of equal programs are
         # traced once.
-        with streams.scope(leaf, one), without():
+        with scope, without():
             new = stream(
                 tuple(leaves),
                 # A gate is the trip count of the loop around the pages.
