@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -26,7 +25,6 @@ from paged_optax.cli import (
     self_test,
 )
 from paged_optax.engine import backend_check
-from paged_optax.transform import init
 
 ROOT = pathlib.Path(po.__file__).parents[1]
 MODELS = "import jax\ndef make():\n    return {'w': jax.numpy.ones((512, 512))}\n"
@@ -314,14 +312,10 @@ def test_a_link_that_loses_values_is_reported(monkeypatch):
 
 
 TERMINAL = """
-import jax.numpy as jnp, paged_optax as po
 from paged_optax.backend.text import print_table, track
-from paged_optax.transform import init
 
 print_table(("name", "bytes"), [("[w]", "3 GiB")])
 print(list(track(range(3), "counting", 3)))
-init.LARGE_BYTES = 0
-po.paged_adamw(1e-3).init({"w": jnp.ones((512, 512))})
 """
 
 
@@ -334,7 +328,7 @@ def shown_by(terminal):
 
 @pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
 def test_on_a_terminal(rich):
-    """Tables, a bar for a loop, and one for the moments of a large state."""
+    """Tables, and a bar for a loop."""
     pty = pytest.importorskip("pty")
     hide = "" if rich else "import sys; sys.modules['rich'] = None\n"
     ours, theirs = pty.openpty()
@@ -349,7 +343,7 @@ def test_on_a_terminal(rich):
     os.close(ours)
     assert child.wait() == 0, text
     assert "[w]" in text and "3 GiB" in text and "[0, 1, 2]" in text
-    assert ("counting" in text and "moments" in text and "100%" in text) == rich
+    assert ("counting" in text and "100%" in text) == rich
 
 
 def test_a_table_wider_than_the_terminal_is_plain(monkeypatch, capsys):
@@ -359,31 +353,6 @@ def test_a_table_wider_than_the_terminal_is_plain(monkeypatch, capsys):
         monkeypatch.setenv("COLUMNS", str(width))
         text.print_table(("name", "bytes"), [("parameters", "3 GiB")])
         assert len(capsys.readouterr().out.splitlines()) == lines
-
-
-def test_no_progress_where_nobody_looks(capfd, monkeypatch):
-    monkeypatch.setattr(init, "LARGE_BYTES", 1)
-    params = {"w": jnp.ones((512, 512))}
-    state = po.paged_adamw(1e-3).init(params)
-    po.from_bitsandbytes(state, po.to_bitsandbytes(state))
-    assert capfd.readouterr() == ("", "")
-
-
-def test_no_progress_while_tracing(monkeypatch):
-    """Under `jit` there is nothing to wait for."""
-    monkeypatch.setattr(init, "LARGE_BYTES", 1)
-    shown = []
-
-    def watched(items, what, total, wanted):
-        shown.append(wanted)
-        return items
-
-    monkeypatch.setattr(init, "track", watched)
-    tx, params = po.paged_adamw(1e-3), {"w": jnp.ones((512, 512))}
-    tx.init(params)
-    jax.eval_shape(tx.init, params)
-    po.plan(tx, params)
-    assert shown == [True, False, False]
 
 
 def test_without_rich_tables_are_plain(monkeypatch, capsys):
