@@ -120,7 +120,7 @@ def _equations(program: Program) -> tuple[object, ...]:
     return tuple(each), program.outputs
 
 
-class _Roles:
+class Roles:
     """Names and layers of the leaves of parameters and of a state.
 
     Attributes:
@@ -178,7 +178,7 @@ class TracedUpdates:
             state = jax.eval_shape(lambda params: self.tx.init(params), params)
             update = lambda *arguments: self.tx.update(*arguments)
             closed, _ = trace(update, gradients, state, params)
-        roles = _Roles(self.tree, params, state)
+        roles = Roles(self.tree, params, state)
         numbers = range(len(roles.paths))
         try:
             analysis, constants = analyse(
@@ -192,6 +192,7 @@ class TracedUpdates:
             raise CrossLayerError(*error.args) from None
         # A new state has the paths of the old one.
         results = [*roles.of_parameters("update"), *roles.of_state]
+        _refuse_other_layers(analysis, results)
         arguments = [*results, *roles.of_parameters("parameter")]
         return self._signatures(analysis, constants, arguments, results)
 
@@ -241,6 +242,19 @@ class TracedUpdates:
         for output in analysis.tail.outputs:
             add(output, "cut from what is laid end to end")
         return signatures
+
+
+def _refuse_other_layers(analysis: Analysis, results: Sequence[_Role]) -> None:
+    """Raises if a result is computed from other layers' gradients, or from all."""
+    joined = {n for x in analysis.leaf_updates if x.between for n in x.outputs}
+    for n, ((kind, node, _), layer) in enumerate(results):
+        owner = analysis.owners[n]
+        # The first results are the parameters' updates.
+        other = owner is not None and results[owner][1] != layer
+        if n in joined or other:
+            raise CrossLayerError(
+                f"the new {kind}{node} is computed from parameters of several layers"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

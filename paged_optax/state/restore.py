@@ -256,6 +256,11 @@ def place_state(tx: Transformation, state: PyTree, params: PyTree) -> PyTree:
       False
     """
     target = abstract_state(state if isinstance(state, Described) else tx, params)
+    return placed_as(target, state)
+
+
+def placed_as(target: PyTree[jax.ShapeDtypeStruct], state: PyTree) -> PyTree:
+    """Places a state's arrays as `target` states; see `place_state`."""
     check_arrays("state", state)
     places = _by_name(target)
     # A restore without a target makes `{"value": array}` of one of Flax's variables.

@@ -220,6 +220,12 @@ def _parameters_named(
         # A layerwise step updates a tree with some of the parameters.
         is_whole = bool(parameters) and not current().fetched
         if not by_moment and not named_by[key] and is_whole:
+            if key in moments:
+                raise ValueError(
+                    f"codec={{{key!r}: {rule!r}}}: {key!r} is a moment, and its rule is"
+                    " one codec. Rules by moment go under a parameter's path, as in"
+                    f" codec={{{parameters[0]!r}: {{{key!r}: 'dynamic_int8'}}}}."
+                )
             known = sorted({moment for moment in moments if moment})
             likely = sorted(parameters, key=lambda x: key.strip("*/") not in x)
             raise ValueError(
