@@ -44,16 +44,18 @@ def init_stacked(
     """
     leaves: list[Array] = tree.stacked_leaves(params)
     layers = _LayerInit(tx, tree, leaves)
-    shapes = tree.structure.unflatten(layers.own_leaves(_shape))
+    shapes = tree.structure.unflatten(layers.each_leaf(_shape))
     paths, _ = paths_of(as_pure(shapes))
     members, _ = tree.stacked
     stacks = [(n, x) for n, x in enumerate(members) if isinstance(x, LayerNumbers)]
     # The moments of a stack are all on the device, or all on the host.
     together = tuple((paths[number], n) for n, x in stacks for number in x)
     with within(stacks=together):
-        own = abstract_state(tx, shapes)
-    types = tree.stack(own, stacked_shape)
-    numbers = tree.members_of(jax.tree.structure(as_pure(own), is_leaf=is_quantized))
+        entries = abstract_state(tx, shapes)
+    types = tree.stack(entries, stacked_shape)
+    numbers = tree.members_of(
+        jax.tree.structure(as_pure(entries), is_leaf=is_quantized)
+    )
     layers = layers.with_sizes_if_needed(numbers)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         return types
@@ -107,7 +109,7 @@ class _LayerInit:
     params: Sequence[Array]
     sizes: bool = False
 
-    def own_leaves(self, each: Callable[[Array, int | None], PyTree]) -> list[PyTree]:
+    def each_leaf(self, each: Callable[[Array, int | None], PyTree]) -> list[PyTree]:
         """The own tree's leaves: `each(x, i)` of layer i of a stack; None: the rest."""
         members, _ = self.tree.stacked
         leaves = [
@@ -119,10 +121,10 @@ class _LayerInit:
     def state(self, layer: int | None, numbers: Sequence[int]) -> dict[int, PyTree]:
         """Returns leaves of the own state, by their numbers, for one layer."""
         there = lambda x, i: x if i is None else _read(x, i)
-        leaves = self.own_leaves(
+        leaves = self.each_leaf(
             lambda x, i: there(x, i) if i == layer else _shape(x, i)
         )
-        given = [x for x in leaves if not isinstance(x, jax.ShapeDtypeStruct)]
+        arrays = [x for x in leaves if not isinstance(x, jax.ShapeDtypeStruct)]
 
         def init(arrays: Sequence[Array]) -> dict[int, PyTree]:
             array = iter(arrays)
@@ -135,7 +137,7 @@ class _LayerInit:
             new = jax.tree.leaves(state, is_leaf=is_quantized)
             return {n: new[n] for n in numbers}
 
-        return jax.jit(init)(given) if self.sizes else init(given)
+        return jax.jit(init)(arrays) if self.sizes else init(arrays)
 
     def with_sizes_if_needed(self, numbers: Sequence[Members]) -> "_LayerInit":
         """The same with `sizes`, if a layer's state is another one without them.
@@ -148,8 +150,8 @@ class _LayerInit:
         # One layer with each set of moments.
         firsts = {tuple(m[i] < 0 for m in stacks): i for i in range(self.tree.length)}
         for layer in (None, *firsts.values()):
-            same, alone = self._described(lambda i, layer=layer: i == layer)
-            if same != structure or alone[layer] != whole[layer]:
+            same, one = self._described(lambda i, layer=layer: i == layer)
+            if same != structure or one[layer] != whole[layer]:
                 return dataclasses.replace(self, sizes=True)
         return self
 
@@ -161,7 +163,7 @@ class _LayerInit:
             x if has_size(i) else jax.ShapeDtypeStruct(_blank(x), x.dtype)
         )
         params = self.tree.structure.unflatten(
-            self.own_leaves(lambda x, i: entry(_shape(x, i), i))
+            self.each_leaf(lambda x, i: entry(_shape(x, i), i))
         )
         with within(plain=True):
             closed, state = trace(lambda params: self.tx.init(params), params)
