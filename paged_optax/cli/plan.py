@@ -33,7 +33,7 @@ from paged_optax.planning.what_fits import RATE, what_fits
 
 # Name of this machine's card.
 _MEASURED = "measured"
-# Models of `examples/finetune_hf.py`.
+# Models of `examples/finetune_hf`.
 _TRAINED = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 #: Command line after the program's name.
 EXAMPLE = "plan --params 8B --device-memory 24GiB"
@@ -218,7 +218,7 @@ def _command(options: argparse.Namespace) -> str:
     memory = ["--device-memory", options.device_memory] * bool(options.device_memory)
     sizes = ["--batch", options.batch, "--length", options.length, *memory]
     paths = ["--checkpoint", folder, "--text", "mine.txt", "--output", "mine"]
-    program = "python", "examples/finetune_hf.py"
+    program = "python", "examples/finetune_hf"
     return shlex.join(map(str, [*program, *paths, *sizes]))
 
 

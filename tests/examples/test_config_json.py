@@ -220,11 +220,11 @@ def test_the_command_for_a_folder(read, tmp_path, capsys):
     assert main([*command, "--batch", "2", "--length", "16"]) == 0
     *_, line = capsys.readouterr().out.strip().splitlines()
     assert main(command) == 0
-    assert "finetune_hf.py" not in capsys.readouterr().out
+    assert "finetune_hf" not in capsys.readouterr().out
     sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
-    arguments = importlib.import_module("hf_arguments").parse_arguments
+    arguments = importlib.import_module("finetune_hf.arguments").parse_arguments
     python, program, *given = shlex.split(line)
-    assert (python, program) == ("python", "examples/finetune_hf.py")
+    assert (python, program) == ("python", "examples/finetune_hf")
     found = arguments(given)
     assert (found.checkpoint, found.device_memory) == (tmp_path, "1GiB")
     assert (found.batch, found.length) == (2, 16)
@@ -253,7 +253,7 @@ def test_a_config_beside_weights_is_checked(config, tmp_path, capsys):
     assert main(command) == 0
     captured = capsys.readouterr()
     assert "config.json" in captured.out and captured.err == ""
-    assert "finetune_hf.py" not in captured.out
+    assert "finetune_hf" not in captured.out
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32])
