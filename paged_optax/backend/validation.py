@@ -81,10 +81,6 @@ def check_arrays(
                 " Restore the leaf, with abstract_state(tx, params) as the target, or"
                 " take it from tx.init(params)."
             )
-        elif callable(x):
-            way_out = (
-                " Part functions from it, as eqx.partition(model, eqx.is_array) does."
-            )
         raise TypeError(
             f"{name}{keystr(path)} is of type {type(x).__name__}: {name} is a tree of"
             f" arrays{', or of their ShapeDtypeStructs' * shapes}.{way_out}"
@@ -131,24 +127,10 @@ def check_bool(name: str, value: object) -> None:
 
 def parameter_dtype(name: str, value: DTypeLike) -> np.dtype:
     """Returns the dtype of parameters that an argument names."""
-    try:
-        result = jnp.dtype(value)
-    except TypeError as error:
-        raise ValueError(
-            f"{name}={brief(value)} is no dtype: pass one such as 'bfloat16'."
-        ) from error
+    result = jnp.dtype(value)
     if not jnp.issubdtype(result, jnp.inexact):
         raise ValueError(
             f"{name}={brief(value)} has no fractions: pass one such as 'bfloat16'."
         )
     check_enabled_bits(name, result)
     return result
-
-
-def check_mesh(name: str, value: object) -> None:
-    """Raises unless `value` is a mesh of devices."""
-    if not isinstance(value, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
-        raise TypeError(
-            f"{name}={brief(value)} is not a mesh: pass one of jax.make_mesh, or a"
-            " jax.sharding.AbstractMesh."
-        )
