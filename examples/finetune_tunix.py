@@ -17,7 +17,7 @@ byte. With a folder of Hugging Face it is the model that its `config.json` descr
 
 What Tunix does not compute is refused. Tunix 0.1.7 takes a `rope_theta` of 1e6 for
 Llama 3, Mistral and Qwen 3, and does not scale rotary embeddings: Llama 3's checkpoints
-would be other models. `finetune_hf.py` computes them as transformers does.
+would be other models. `finetune_hf` computes them as transformers does.
 """
 
 import argparse

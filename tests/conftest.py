@@ -1,11 +1,13 @@
 """Runs the suite on eight CPU devices, with both accelerator compilers at hand."""
 
+import ctypes
 import gc
 import importlib.metadata
 import importlib.util
 import itertools
 import os
 import pathlib
+import resource
 import sys
 import tempfile
 import zlib
@@ -36,17 +38,16 @@ collect_ignore = [
     if not all(map(importlib.util.find_spec, ["transformers", *modules]))
 ]
 
-#: Of so many slow tests one runs each day where a tenth is asked for.
-_DAYS = 10
+#: Rooms of which neither JAX nor XLA decides more than what compiles.
+_PURE = ("cli", "planning", "project")
 
 
 def pytest_addoption(parser):
     """Adds what continuous integration asks for."""
     parser.addoption(
-        "--tenth-of-day",
-        type=int,
-        metavar="DAY",
-        help="a tenth of the slow tests: in ten days in a row all of them",
+        "--share",
+        metavar="DAY/DAYS",
+        help="the slow tests of a day: in so many days in a row all of them run",
     )
     parser.addoption(
         "--optimized",
@@ -90,15 +91,17 @@ def pytest_unconfigure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by markers
 def pytest_collection_modifyitems(config, items):
-    """Marks as slow what no `quick` names, and sorts.
+    """Marks what is slow and what is pure, and sorts.
 
     What takes long comes first, else one worker is left with it in the end. What is
     compiled in one way is not mixed with the rest, for which JAX forgets all it has.
     """
     _mark_slow(items)
-    day = config.getoption("tenth_of_day")
-    if day is not None:
-        others = _of_other_days(items, day)
+    for item in items:
+        if item.path.parent.name in _PURE and not _has(item, "compiler"):
+            item.add_marker("pure")
+    if share := config.getoption("share"):
+        others = _of_other_days(items, *map(int, share.split("/")))
         items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=[*others])
     items.sort(key=lambda item: (not _has(item, "slow"), not _has(item, "optimized")))
@@ -111,11 +114,11 @@ def pytest_collection_finish(session):
     gc.set_threshold(20_000, 20, 20)
 
 
-def _of_other_days(items, day):
+def _of_other_days(items, day, days):
     """The slow ones that run on other days, by their names: another test moves none."""
     slow = [item for item in items if _has(item, "slow")]
     turn = lambda item: zlib.crc32(f"{item.path.name}::{item.name}".encode())
-    return {item for item in slow if (turn(item) - day) % _DAYS}
+    return {item for item in slow if (turn(item) - day) % days}
 
 
 def _mark_slow(items):
@@ -155,21 +158,33 @@ def pytest_runtest_setup(item):
     compile_quickly(not by_default)
 
 
-# Linux maps so many parts of a process's memory, and XLA:CPU each function of a program
-# apart: it ends the process where there is no more. Some tests' programs take 3,000.
+# XLA:CPU maps each function of a program apart, and Linux ends a process of more maps.
 _MOST_MAPPED, _EVERY = 65_530, 8
-_tests = itertools.count()
+# Bytes that programs may add to a process before JAX drops them.
+_MOST_ADDED = 1 << 30
+_PROCESS = pathlib.Path("/proc/self")
+_tests, _floor = itertools.count(), 0
 
 
 def pytest_runtest_teardown(item):
-    """Lets JAX forget its programs in time, those of eager loops and branches too."""
-    import jax
-
-    maps = pathlib.Path("/proc/self/maps")
-    if next(_tests) % _EVERY or not maps.exists():
+    """Drops JAX's programs in time, those of eager loops and branches too."""
+    global _floor
+    if not _PROCESS.exists():
         return
-    if maps.read_bytes().count(b"\n") > _MOST_MAPPED // 2:
+    _floor = _floor or _resident()
+    many = lambda: (_PROCESS / "maps").read_bytes().count(b"\n") > _MOST_MAPPED // 2
+    if _resident() > _floor + _MOST_ADDED or (not next(_tests) % _EVERY and many()):
+        import jax
+
         jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        _floor = _resident()
+
+
+def _resident():
+    pages = (_PROCESS / "statm").read_text().split()[1]
+    return int(pages) * resource.getpagesize()
 
 
 def _has(item, marker):
@@ -218,7 +233,7 @@ def platform(request, monkeypatch):
 
 @pytest.fixture(scope="module")
 def example():
-    """The modules of `examples/finetune_hf.py`."""
+    """The package `examples/finetune_hf`."""
     from helpers import hf_folders
 
     return hf_folders.modules()

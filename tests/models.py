@@ -2,42 +2,21 @@
 
 `python tests/models.py --cases 2000` compares each with `jax.grad` and Optax, see
 `helpers.split_fuzz`. It prints those that differ, as the JSON that `run` takes, and how
-often each thing was drawn. `--shrink` makes those smaller first; `--record` adds a line
-to `tests/data/split.json`.
+often each thing was drawn.
 """
 
 import argparse
-import importlib.metadata
 import json
 import math
 import os
 import sys
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from helpers import apart, split_fuzz  # noqa: E402
+from helpers import split_fuzz  # noqa: E402
 from helpers.recipes import outcomes  # noqa: E402
-from helpers.records import record  # noqa: E402
 from helpers.split_fuzz import run as run  # noqa: E402
-from helpers.split_recipes import covered, drawn, smaller  # noqa: E402
-
-RECORD = Path(__file__).parent / "data" / "split.json"
-
-
-def shrunk(recipe: str, result: object) -> tuple[str, object]:
-    """The smallest recipe found that goes wrong as this one does, and how it does."""
-    wanted = split_fuzz.cause(result)
-    with apart.process(split_fuzz.__file__, split_fuzz.FLAGS) as ask:
-        shorter = True
-        while shorter:
-            shorter = False
-            for one in map(json.dumps, smaller(json.loads(recipe))):
-                found = ask(one)
-                if split_fuzz.cause(found) == wanted:
-                    recipe, result, shorter = one, found, True
-                    break
-    return recipe, result
+from helpers.split_recipes import covered, drawn  # noqa: E402
 
 
 def main() -> None:
@@ -47,8 +26,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop then")
-    parser.add_argument("--shrink", action="store_true", help="what differs")
-    parser.add_argument("--record", action="store_true", help=f"in {RECORD.name}")
     options = parser.parse_args()
     chosen = drawn(options.cases, options.seed)
     reached, bad = [], 0
@@ -59,8 +36,6 @@ def main() -> None:
         reached.append(recipe)
         if result != {}:
             bad += 1
-            if options.shrink:
-                recipe, result = shrunk(recipe, result)
             print(recipe, "->", result, flush=True)
     for name, counts in covered(reached).items():
         listed = ", ".join(f"{x} {n}" for x, n in sorted(counts.items()))
@@ -70,10 +45,6 @@ def main() -> None:
         f"seed {options.seed}: {len(reached)} of {len(chosen)} cases, {refused} of them"
         f" to be refused, {bad} differ"
     )
-    if options.record:
-        version = importlib.metadata.version("jax")
-        counted = {"cases": len(reached), "refused": refused, "differ": bad}
-        record(RECORD, {"jax": version, "seed": options.seed, **counted})
     sys.exit(bool(bad))
 
 

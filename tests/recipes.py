@@ -2,25 +2,20 @@
 
 `python tests/recipes.py --cases 2000` compares each, paged, with plain Optax, see
 `helpers.fuzz`. It prints those that differ, as the JSON that `fuzz.run` takes, and how
-often each thing was drawn. `--record` adds a line to `tests/data/fuzzed.json`.
+often each thing was drawn.
 """
 
 import argparse
-import importlib.metadata
 import json
 import math
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from helpers import fuzz_parts  # noqa: E402
 from helpers.recipes import covered, drawn, outcomes  # noqa: E402
-from helpers.records import record  # noqa: E402
-
-RECORD = Path(__file__).parent / "data" / "fuzzed.json"
 
 
 def differs(recipe: str, outcome: Any) -> bool:
@@ -48,7 +43,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop then")
-    parser.add_argument("--record", action="store_true", help=f"in {RECORD.name}")
     options = parser.parse_args()
     chosen = drawn(options.cases, options.seed)
     reached, bad = [], 0
@@ -63,10 +57,6 @@ def main() -> None:
     primitives = fuzz_parts.primitives()
     print(f"{len(primitives)} primitives: {', '.join(sorted(primitives))}")
     print(f"seed {options.seed}: {len(reached)} of {len(chosen)} cases, {bad} differ")
-    if options.record:
-        version = importlib.metadata.version("jax")
-        counted = {"cases": len(reached), "differ": bad}
-        record(RECORD, {"jax": version, "seed": options.seed, **counted})
     sys.exit(bool(bad))
 
 

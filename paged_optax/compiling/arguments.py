@@ -2,17 +2,15 @@
 
 import inspect
 import operator
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import Parameter
 from typing import Any, NamedTuple
 
 import jax
-from jax.core import ShapedArray
-from jax.sharding import NamedSharding, Sharding
-from jax.typing import ArrayLike
+from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
-from paged_optax.backend.memory import is_mistyped, on_host
+from paged_optax.backend.memory import is_mistyped, on_host, typed_by_memory
 from paged_optax.backend.text import keystr
 
 #: The position of an argument, or its name if it is passed by name.
@@ -40,27 +38,20 @@ class Chosen(NamedTuple):
         positions: int | Iterable[int],
         names: str | Iterable[str] = (),
     ) -> "Chosen":
-        """Finds the names of positions and the positions of names, as `jax.jit` does.
+        """Finds the names of positions and the positions of names.
 
-        `jax.jit` does not if both are passed.
+        `jax.jit` does too, unless both are passed.
         """
         parameters = signature_of(step).parameters.values()
-        kinds = (
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            inspect.Parameter.POSITIONAL_ONLY,
-        )
-        known = [
-            x.name if x.kind == kinds[0] else "" for x in parameters if x.kind in kinds
-        ]
-        chosen = (
-            [positions]
-            if isinstance(positions, int)
-            else map(operator.index, positions)
-        )
+        only, either = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
+        known = [x.name for x in parameters if x.kind in (only, either)]
+        named = [x.name for x in parameters if x.kind is either]
+        chosen = (positions,) if isinstance(positions, int) else positions
+        chosen = map(operator.index, chosen)
         chosen = {i + len(known) if -len(known) <= i < 0 else i for i in chosen}
         by_name = {names} if isinstance(names, str) else {*names}
-        by_name |= {name for i, name in enumerate(known) if name and i in chosen}
-        chosen |= {i for i, name in enumerate(known) if name in by_name}
+        by_name |= {x for i, x in enumerate(known) if i in chosen and x in named}
+        chosen |= {i for i, x in enumerate(known) if x in by_name}
         return cls(tuple(sorted(chosen)), tuple(sorted(by_name)))
 
     def __contains__(self, key: object) -> bool:
@@ -110,41 +101,36 @@ def places_of(leaves: Iterable[PyTree]) -> tuple[NamedSharding | None, ...]:
     return tuple(shardings) if any(shardings) else ()
 
 
-class FirstLeaf(NamedTuple):
-    """A leaf of the first arguments that a step was compiled for."""
-
-    aval: ShapedArray
-    sharding: Sharding | None
-
-    def has_place_for(self, x: ArrayLike | jax.ShapeDtypeStruct) -> bool:
-        """True if this leaf is in host memory, and `x`, of its type, is not."""
-        aval = jax.typeof(x)
-        same = (aval.shape, aval.dtype) == (self.aval.shape, self.aval.dtype)
-        return same and on_host(self.aval) and not on_host(x)
+def host_types(leaves: Iterable[Leaf]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The types of the leaves in host memory, by name."""
+    return {
+        name: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=typed_by_memory(x.sharding)
+        )
+        for _, name, x in leaves
+        if on_host(x) and getattr(x, "sharding", None) is not None
+    }
 
 
-def refuse_moved(leaves: Iterable[Leaf], first: Mapping[str, FirstLeaf]) -> None:
+def host_type(
+    leaf: Leaf, types: Mapping[str, jax.ShapeDtypeStruct]
+) -> jax.ShapeDtypeStruct | None:
+    """The type that a leaf outside host memory had there, if it has its shape."""
+    before, now = types.get(leaf.name), jax.typeof(leaf.value)
+    if before is None or on_host(leaf.value):
+        return None
+    return before if (before.shape, before.dtype) == (now.shape, now.dtype) else None
+
+
+def refuse_moved(
+    leaves: Iterable[Leaf], types: Mapping[str, jax.ShapeDtypeStruct]
+) -> None:
     """Raises if an array in device memory belongs in host memory."""
-    for _, name, x in leaves:
-        before = first.get(name)
-        if is_mistyped(x) or (before and before.has_place_for(x)):
+    for leaf in leaves:
+        if is_mistyped(leaf.value) or host_type(leaf, types):
             raise ValueError(
-                f"{name} belongs in host memory, and has the type of device memory"
-                f" ({jax.typeof(x)}): a restore or a jax.device_put without a memory"
-                " kind did that. Put the state back by"
+                f"{leaf.name} belongs in host memory, and has the type of device memory"
+                f" ({jax.typeof(leaf.value)}): a restore or a jax.device_put without a"
+                " memory kind did that. Put the state back by"
                 " paged_optax.place_state(tx, state, params)."
             )
-
-
-def differences(leaves: Iterable[Leaf], first: Mapping[str, FirstLeaf]) -> list[str]:
-    """Differences in structure and type from the first arguments, for messages."""
-    now = {name: jax.typeof(x) for _, name, x in leaves}
-    argument = lambda name: re.split(r"[\[.]", name)[0]
-    if moved := {argument(name) for name in now.keys() ^ first.keys()}:
-        return [f"{name} of another structure" for name in sorted(moved)]
-    kind = lambda x: (x.shape, x.dtype, x.weak_type)
-    return [
-        f"{name} of {aval.dtype}{list(aval.shape)}"
-        for name, (aval, _) in first.items()
-        if kind(aval) != kind(now[name])
-    ]

@@ -50,10 +50,6 @@ def divide_like(
 
     XLA may divide updated parameters differently. No buffer could be reused then, and
     the next step would refuse the parameters.
-
-    Args:
-      results: The step's results.
-      donated: Traced arguments, each with the shardings of its leaves.
     """
     types_of = lambda tree: (
         jax.tree.structure(tree),
@@ -63,13 +59,12 @@ def divide_like(
 
     def divide(result: PyTree) -> PyTree:
         types = types_of(result)
-        match = next((n for n, (like, _) in enumerate(left) if like == types), None)
-        if match is None:
-            return result
-        # Each donated argument gives its sharding to one result.
-        _, places = left.pop(match)
-        leaves, structure = jax.tree.flatten(result)
-        return jax.tree.unflatten(structure, map(_divide, leaves, places))
+        for n, (like, places) in enumerate(left):
+            if like == types:
+                del left[n]  # each donated argument gives its sharding to one result
+                leaves, structure = jax.tree.flatten(result)
+                return jax.tree.unflatten(structure, map(_divide, leaves, places))
+        return result
 
     if type(results) in (tuple, list):
         return type(results)(map(divide, results))
@@ -103,13 +98,13 @@ def shared_by(shardings: Iterable[Sharding]) -> Sharding | None:
     None if there are several sets of devices.
     """
     unique = {frozenset(x.device_set): x for x in shardings}
-    if len(unique) != 1:
-        return None
-    ((devices, sharding),) = unique.items()
-    if len(devices) == 1:
-        return SingleDeviceSharding(*devices)
-    is_named = isinstance(sharding, NamedSharding)
-    return NamedSharding(sharding.mesh, PartitionSpec()) if is_named else None
+    match [*unique.items()]:
+        case [(devices, _)] if len(devices) == 1:
+            return SingleDeviceSharding(*devices)
+        case [(_, NamedSharding(mesh=mesh))]:
+            return NamedSharding(mesh, PartitionSpec())
+        case _:
+            return None
 
 
 def is_placed(x: object) -> bool:

@@ -92,12 +92,12 @@ def warn_of_host_compute(jaxpr: _Jaxpr, platform: str) -> None:
     copies = platform != "tpu" and GPU_COPIES_FOR_CONDITIONALS
     for equation, around, by_platform in _equations(jaxpr, (), set()):
         name = equation.primitive.name
-        touched = list(filter(_on_host, [*equation.outvars, *_variables(equation)]))
+        variables = [*equation.outvars, *_variables(equation)]
         # The branches of a conditional are searched, which get its operands. XLA:GPU
         # of some versions copies the host arrays that it returns.
         if name == "cond":
-            is_copied = copies and not by_platform
-            touched = list(filter(_on_host, equation.outvars)) if is_copied else []
+            variables = equation.outvars if copies and not by_platform else []
+        touched = list(filter(_on_host, variables))
         if touched and name not in _HARMLESS:
             # Equations that JAX cached from an earlier trace have no frames.
             frames = next(filter(None, map(_frames, (equation, *around))), [])

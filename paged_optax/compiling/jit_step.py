@@ -25,9 +25,9 @@ from paged_optax.backend.types import is_traced
 from paged_optax.backend.user_warnings import warn_user
 from paged_optax.compiling.arguments import (
     Chosen,
-    FirstLeaf,
     Leaf,
-    differences,
+    host_type,
+    host_types,
     leaves_of,
     places_of,
     refuse_moved,
@@ -68,11 +68,9 @@ def _checked(leaves: Sequence[PyTree]) -> Generator[None]:
     token = _is_checked.set(True)
     try:
         with warnings.catch_warnings(), _divided(leaves):
-            # `check_donations` raises, and names the leaf.
-            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            # `compile_overlapping` passes the options that these name.
-            warnings.filterwarnings("ignore", NO_OVERLAP)
-            warnings.filterwarnings("ignore", PIPELINED)
+            # `check_donations` raises, and `compile_overlapping` passes these options.
+            for text in ("Some donated buffers were not", NO_OVERLAP, PIPELINED):
+                warnings.filterwarnings("ignore", text)
             yield
     finally:
         _is_checked.reset(token)
@@ -99,7 +97,7 @@ class Step:
 
     def __init__(self, step: Callable[..., PyTree], donated: Chosen, static: Chosen):
         self._step, self._donated, self._static = step, donated, static
-        self._first: dict[str, FirstLeaf] = {}
+        self._host: dict[str, jax.ShapeDtypeStruct] = {}
         self._shardings: list[Sharding] = []
         self._travels = False
         self._forget()
@@ -195,12 +193,11 @@ class Step:
             return args, kwargs
 
         def commit(leaf: Leaf) -> PyTree:
-            key, name, x = leaf
-            if key not in self._donated or is_placed(x):
+            x = leaf.value
+            if leaf.key not in self._donated or is_placed(x):
                 return x
-            first = self._first.get(name)
-            of_host = first and first.has_place_for(x) and first.sharding
-            place = typed_by_memory(of_host) if of_host else sharding
+            before = host_type(leaf, self._host)
+            place = before.sharding if before else sharding
             if isinstance(x, jax.ShapeDtypeStruct):
                 return x.update(sharding=place)
             return jax.device_put(x, place)  # copies nothing that is there already
@@ -211,7 +208,7 @@ class Step:
     def _compile(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Compiled:
         leaves = [x for x in leaves_of(args, kwargs) if x.key not in self._static]
         shardings = [x.value.sharding for x in leaves if is_placed(x.value)]
-        refuse_moved(leaves, self._first)
+        refuse_moved(leaves, self._host)
         try:
             with _checked(jax.tree.leaves((args, kwargs))):
                 jaxpr = self._jitted.trace(*args, **kwargs).jaxpr
@@ -235,38 +232,26 @@ class Step:
             self._forget()
             if isinstance(error, ValueError):
                 note_elsewhere(error)
-            if self.compiled is not None:
-                others = differences(leaves, self._first)
-                others = others or ["in other places, or with other constants"]
-                error.add_note(
-                    "The step was compiled before, for other arguments:"
-                    f" {', '.join(others[:3])}."
-                )
             refuse_computed_on_host(error, {x.name: x.value for x in leaves})
             raise
         self._jitted = jitted
         if self.compiled is None:
             self.compiled, self._shardings = compiled, shardings
-            self._first = {
-                name: FirstLeaf(jax.typeof(x), getattr(x, "sharding", None))
-                for _, name, x in leaves
-            }
+            self._host = host_types(leaves)
         return compiled
 
     def _traced(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         """Traces the step, with its donated buffers kept and its results divided."""
         leaves, structure = leaves_of(args, kwargs), jax.tree.structure((args, kwargs))
         places = current().places or (None,) * len(leaves)
-        is_array = [x.key not in self._static for x in leaves]
-        arrays = [x for x in zip(leaves, places, is_array, strict=True) if x[2]]
-        places = [place for _, place, _ in arrays]
+        arrays = [n for n, x in enumerate(leaves) if x.key not in self._static]
+        places = [places[n] for n in arrays]
+        donated = [leaves[n].key in self._donated for n in arrays]
+        values = [leaves[n].value for n in arrays]
 
         def step(*values: PyTree) -> PyTree:
-            of_arrays = iter(values)
-            flat = [
-                next(of_arrays) if yes else x.value
-                for x, yes in zip(leaves, is_array, strict=True)
-            ]
+            new = dict(zip(arrays, values, strict=True))
+            flat = [new.get(n, x.value) for n, x in enumerate(leaves)]
             # Tracers of automatic axes have no sharding: an update inside reads it from
             # the context.
             with within(places=()), known_shardings(values, places):
@@ -274,15 +259,13 @@ class Step:
                 return self._step(*args, **kwargs)
 
         step = jax.jit(step, inline=True)
-        values = [x.value for x, *_ in arrays]
-        donated = [x.key in self._donated for x, *_ in arrays]
-        jaxpr = step.trace(*values).jaxpr
-        results = step(*keep_unread(jaxpr, values, donated))
+        results = step(*keep_unread(step.trace(*values).jaxpr, values, donated))
         if not any(donated):
             return results
         if any(places):
+            of_leaf = dict(zip(arrays, places, strict=True))
+            of_key = lambda key: [of_leaf[n] for n in arrays if leaves[n].key == key]
             given = self._donated.select(args, kwargs).items()
-            of_key = lambda key: [place for x, place, _ in arrays if x.key == key]
             results = divide_like(results, [(x, of_key(key)) for key, x in given])
         # JAX pairs donated arguments with results of any memory.
         return donate_within_memory(results)
@@ -296,25 +279,12 @@ def _typed(x: PyTree) -> PyTree:
 
 
 @overload
-def jit_step(
-    step: None = None,
-    /,
-    *,
-    donate_argnums: int | Iterable[int] = (),
-    donate_argnames: str | Iterable[str] = (),
-    static_argnums: int | Iterable[int] = (),
-) -> Callable[[Callable[..., PyTree]], Step]: ...
+def jit_step(**options: Any) -> Callable[[Callable[..., PyTree]], Step]: ...
 
 
 @overload
 def jit_step(
-    step: Callable[..., PyTree],
-    /,
-    *example_args: PyTree,
-    donate_argnums: int | Iterable[int] = (),
-    donate_argnames: str | Iterable[str] = (),
-    static_argnums: int | Iterable[int] = (),
-    **example_kwargs: PyTree,
+    step: Callable[..., PyTree], /, *example_args: PyTree, **options: Any
 ) -> Step: ...
 
 

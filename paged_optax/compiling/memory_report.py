@@ -90,15 +90,14 @@ class MemoryReport:
 
     def __str__(self) -> str:
         names = ("arguments", "outputs", "aliased", "temp", "total")
-        rows = [
-            (
-                space if self.host_known else "all memory",
-                *(readable_bytes(getattr(self, f"{space}_{n}")) for n in names),
-            )
-            for space in (("device", "host") if self.host_known else ("device",))
+        sizes = lambda space: [
+            readable_bytes(getattr(self, f"{space}_{name}")) for name in names
         ]
-        notes = [f"transfers in the program: {self.transfers}"]
-        if not self.host_known:
+        if self.host_known:
+            rows = [(space, *sizes(space)) for space in ("device", "host")]
+            notes = [f"transfers in the program: {self.transfers}"]
+        else:
+            rows = [("all memory", *sizes("device"))]
             notes = ["This backend does not tell host from device memory."]
         if self.unsharded:
             notes.append(
@@ -137,17 +136,10 @@ def memory_report(compiled: Compiled) -> MemoryReport:
         )
     shardings = jax.tree.leaves(compiled.output_shardings)
     platforms = {device.platform for x in shardings for device in x.device_set}
-    platform = min(platforms, default="")
-    return MemoryReport.of(_stats(compiled), compiled.as_text() or "", platform)
+    text, platform = compiled.as_text() or "", min(platforms, default="")
+    return MemoryReport.of(compiled.memory_analysis(), text, platform)
 
 
 def device_total(compiled: Compiled) -> int:
     """Peak device bytes, without the program's text, which takes seconds if large."""
-    return MemoryReport.of(_stats(compiled), "", "").device_total
-
-
-def _stats(compiled: Compiled) -> object:
-    stats = compiled.memory_analysis()
-    if stats is None:
-        raise RuntimeError("this backend gives no memory analysis.")
-    return stats
+    return MemoryReport.of(compiled.memory_analysis(), "", "").device_total

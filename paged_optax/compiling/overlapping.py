@@ -29,9 +29,6 @@ def compile_overlapping(
       args: The arguments that it is compiled for.
       kwargs: Its arguments by name.
       device: The device that runs it; None if nothing is transferred.
-
-    Returns:
-      The function, which calls the compiled program, and the program.
     """
 
     def compiled_with(options: Mapping[str, Any]) -> tuple[Wrapped, Compiled]:

@@ -13,11 +13,7 @@ Prints tables and writes them as JSON, with versions and device, to
 - layerwise: seconds of a training step with one layer's gradients alive, beside an
   ordinary one;
 - decoder: seconds and peak of steps of Llama 3 8B, on a GPU, beside the step model's;
-- eight bits: seconds of `paged_adamw_8bit` on the CPU, beside bitsandbytes' and
-  torchao's AdamW8bit where they are installed (`pip install ".[oracle]"`);
 - tracing: at Llama 3 8B's 291 leaves, against `optax.adamw`.
-- splitting: a loss taken apart, and its step compiled, against the form by hand;
-- compiling: updates for an H200, where XLA's compiler for it is installed.
 
 On a GPU that this has not run on, `first_minutes.py` comes first.
 
@@ -79,10 +75,6 @@ def work(part: str, arguments: dict[str, Any]) -> Any:
         import updates
 
         return updates.peak(**arguments)
-    if part == "eight bits":
-        import eight_bits
-
-        return eight_bits.measure(**arguments)
     if part == "layerwise":
         import layerwise
 
@@ -91,14 +83,6 @@ def work(part: str, arguments: dict[str, Any]) -> Any:
         import decoders
 
         return decoders.measure(**arguments)
-    if part == "splitting":
-        import splitting
-
-        return splitting.measure(**arguments)
-    if part == "compiling":
-        import compiling
-
-        return compiling.measure(**arguments)
     import tracing
 
     return tracing.trace(**arguments)
@@ -232,7 +216,10 @@ class Benchmark:
             size = {"hidden": 1024, "layers": 8, "rounds": 9}
         self.collect(self.attempt("layerwise", 150, **size))
         if not self.device_only:
-            self.on_the_cpu()
+            self.say("tracing, 291 leaves")
+            # Shapes alone: the accelerator is not needed, nor its self-check timed.
+            cpu = {"JAX_PLATFORMS": "cpu"}
+            self.collect(self.attempt("tracing", 90, quick=self.quick, env=cpu))
         flags = [" --quick"] * self.quick + [" --device-only"] * self.device_only
         return {
             "program": "".join(["tests/benchmarks/run.py", *flags]),
@@ -258,24 +245,6 @@ class Benchmark:
             self.say(f"decoder, {size['size']}: {way}")
             row = self.attempt("decoder", 150, way=way, env=env, **size)
             self.collect([row] if row else None)
-
-    def on_the_cpu(self) -> None:
-        """What is not of the accelerator."""
-        cpu = {"JAX_PLATFORMS": "cpu"}
-        width, rounds = (512, 2) if self.quick else (4096, 9)
-        self.say(f"eight bits on the CPU, one leaf of {width}x{width}")
-        self.collect(
-            self.attempt("eight bits", 150, width=width, rounds=rounds, env=cpu)
-        )
-        self.say("tracing, 291 leaves")
-        # Shapes alone: the accelerator is not needed, nor its self-check timed.
-        self.collect(self.attempt("tracing", 90, quick=self.quick, env=cpu))
-        self.say("splitting a loss into layers, on the CPU")
-        self.collect(self.attempt("splitting", 240, quick=self.quick, env=cpu))
-        self.say("compiling for an H200, up to 291 leaves")
-        # No GPU is timed, so none is needed: XLA's compiler, as the tests install it.
-        env = cpu | {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}
-        self.collect(self.attempt("compiling", 300, quick=self.quick, env=env))
 
     def peak(self, row: Row, counted: bool) -> None:
         """Adds a contestant's peak device bytes, and where the figure comes from.

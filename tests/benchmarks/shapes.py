@@ -56,20 +56,6 @@ def llama_3_8b() -> Shapes:
     return shapes
 
 
-def adapters(rank: int = 16) -> Shapes:
-    """The 448 LoRA matrices of all linear layers of Llama 3 8B."""
-    matrices = {
-        name: shape
-        for name, shape in llama_3_8b().items()
-        if len(shape) > 1 and " " in name
-    }
-    return {
-        f"{name} {part}": part_shape
-        for name, (rows, columns) in matrices.items()
-        for part, part_shape in (("a", (columns, rank)), ("b", (rank, rows)))
-    }
-
-
 #: What the update is measured on.
 SIZES: dict[str, Shapes] = {
     "8 x 2048x2048": squares(8, 2048),

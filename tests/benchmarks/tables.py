@@ -76,21 +76,6 @@ TABLES: dict[str, tuple[str, dict[str, Callable[[Row], str]]]] = {
             "peak MiB": lambda r: _mib(r["peak_device_bytes"]),
         },
     ),
-    "eight bits": (
-        "AdamW in eight bits on the CPU (ratio: to the faster library, paired turns)",
-        {
-            "optimizer": lambda r: r["name"],
-            "version": lambda r: r["version"],
-            "parameters": lambda r: f"{r['parameters'] / 1e6:.1f} M",
-            "threads": lambda r: str(r["threads"]),
-            "ms": lambda r: _milliseconds(r["seconds"]),
-            "ratio": lambda r: "-" if r["ratio"] is None else f"{r['ratio']:.2f}",
-            "range": lambda r: _range(r["ratio_range"], ".2f"),
-            "rounds": lambda r: str(r["rounds"]),
-            "target": _verdict,
-            "off": lambda r: f"{r['share_of_the_way_off']:.1%}",
-        },
-    ),
     "layerwise": (
         "A training step with one layer's gradients alive (ratio: to jax.grad)",
         {
@@ -127,27 +112,6 @@ TABLES: dict[str, tuple[str, dict[str, Callable[[Row], str]]]] = {
             "ratio": lambda r: f"{r['ratio']:.2f}",
             "range": lambda r: _range(r["ratio_range"], ".2f"),
             "repeats": lambda r: str(r["repeats"]),
-            "target": _verdict,
-        },
-    ),
-    "splitting": (
-        "A loss taken apart, and its step compiled on the CPU (ratio: to that by hand)",
-        {
-            "what": lambda r: r["name"],
-            "CPU seconds": lambda r: f"{r['cpu_seconds']:.2f}",
-            "ratio": lambda r: "-" if r["ratio"] is None else f"{r['ratio']:.2f}",
-            "range": lambda r: _range(r["ratio_range"], ".2f"),
-            "repeats": lambda r: str(r["repeats"]),
-            "target": _verdict,
-        },
-    ),
-    "compiling": (
-        "Tracing and compiling for an H200, once",
-        {
-            "update": lambda r: r["name"],
-            "seconds": lambda r: f"{r['seconds']:.1f}",
-            "ms a leaf": lambda r: _milliseconds(r["seconds_a_leaf"]),
-            "scratch MiB": lambda r: _mib(r["xla_scratch_bytes"]),
             "target": _verdict,
         },
     ),

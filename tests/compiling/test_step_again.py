@@ -170,25 +170,20 @@ def test_a_moved_state_is_refused_with_a_new_batch():
 
 
 @pytest.mark.parametrize(
-    ("mistaken", "note"),
+    "mistaken",
     [
-        (lambda p, s, b: (s, p, b), "argument 0 of another structure, argument 1 of"),
-        (lambda p, s, b: (p, s[0], b), "argument 1 of another structure."),
-        (
-            lambda p, s, b: (p | {"a": p["a"][:32]}, s, b),
-            "argument 0['a'] of float32[64, 64].",
-        ),
+        lambda p, s, b: (s, p, b),
+        lambda p, s, b: (p, s[0], b),
+        lambda p, s, b: (p | {"a": p["a"][:32]}, s, b),
     ],
     ids=["swapped", "state", "shape"],
 )
-def test_a_mistake_is_told(mistaken, note):
-    """What fails says how the arguments differ from those before; they are intact."""
+def test_a_mistake_leaves_the_arguments(mistaken):
+    """After an error of its trace, a step runs with the arguments that it had."""
     params, state, batch = small(), TX.init(small()), batches([8])[0]
     step = po.jit_step(trained(TX)[0], params, state, batch, donate_argnums=(0, 1))
-    with pytest.raises((TypeError, ValueError)) as caught:
+    with pytest.raises((TypeError, ValueError)):
         step(*mistaken(params, state, batch))
-    told = "The step was compiled before, for other arguments: " + note
-    assert any(x.startswith(told) for x in caught.value.__notes__)
     params, state = step(params, state, batch)
     assert kinds(state) == ALL_PAGED
 

@@ -1,4 +1,4 @@
-"""`examples/finetune_hf.py`: what it refuses, and how it stops and goes on."""
+"""`examples/finetune_hf`: what it refuses, and how it stops and goes on."""
 
 import json
 import os
@@ -187,13 +187,13 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_folder(example, folders, name, tmp_path, capsys):
     """One sentence, exit status 1, and nothing written."""
-    finetune_hf, (change, says) = example.command, BROKEN[name]
+    change, says = BROKEN[name]
     folder, text = tmp_path / "folder", tmp_path / "text.txt"
     shutil.copytree(folders("qwen3", dtype="bfloat16"), folder)
     text.write_text(TEXT)
     change(folder)
     capsys.readouterr()  # what transformers said as it made the folder
-    assert finetune_hf.main(_arguments(folder, text, tmp_path / "out")) == 1
+    assert example.command.main(_arguments(folder, text, tmp_path / "out")) == 1
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -214,24 +214,23 @@ TEXTS = {
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_bad_text(example, folders, name, tmp_path, capsys):
-    finetune_hf, (file, text, says) = example.command, TEXTS[name]
+    file, text, says = TEXTS[name]
     (tmp_path / file).write_text(text)
     given = folders("qwen3", dtype="bfloat16"), tmp_path / file, tmp_path / "out"
-    assert finetune_hf.main(_arguments(*given)) == 1
+    assert example.command.main(_arguments(*given)) == 1
     assert says in capsys.readouterr().err
 
 
 def test_a_machine_of_little_memory(example, folders, tmp_path, monkeypatch, capsys):
     """What XLA may pin is nine tenths of it, or what the user says."""
-    main = example.command
-    monkeypatch.delenv(main.POOL, raising=False)
+    monkeypatch.delenv(example.run.POOL, raising=False)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < main.pinned_gigabytes() << 30 <= 0.9 * memory
-    monkeypatch.setenv(main.POOL, "0")
+    assert 0 < example.run.pinned_gigabytes() << 30 <= 0.9 * memory
+    monkeypatch.setenv(example.run.POOL, "0")
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     given = _arguments(folders("qwen3"), text, tmp_path / "tuned")
-    assert main.main([*given, "--way", "all", "--min-size", "1KiB"]) == 1
+    assert example.command.main([*given, "--way", "all", "--min-size", "1KiB"]) == 1
     said = capsys.readouterr().err
     assert "GiB of host memory, and 0 may be pinned here: try --method lora" in said
     assert not (tmp_path / "tuned").exists()

@@ -1,4 +1,4 @@
-"""The way that `examples/finetune_hf.py` chooses for a card: XLA's own bytes fit."""
+"""The way that `examples/finetune_hf` chooses for a card: XLA's own bytes fit."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""`examples/finetune_hf.py` against transformers and PEFT."""
+"""`examples/finetune_hf` against transformers and PEFT."""
 
 import importlib
 import itertools

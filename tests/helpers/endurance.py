@@ -2,10 +2,8 @@
 
 import concurrent.futures
 import ctypes
-import functools
 import gc
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,7 +25,7 @@ REBALANCED_EVERY = 50
 LEARNING_RATE = 1e-3
 
 State = tuple[Any, Any]
-Step = Callable[..., tuple[Any, Any, jax.Array]]
+Step = Callable[..., State]
 
 
 def resident() -> int:
@@ -67,24 +65,6 @@ class Training(NamedTuple):
     rebalance: Callable[[Any, int], Any] = lambda state, number: state
 
 
-def plain() -> Training:
-    """Optax's AdamW for each parameter by itself, in the steps that it is active in."""
-    tx = optax.adamw(LEARNING_RATE)
-
-    def one(gradient: Any, state: Any, x: Any, active: Any) -> tuple[Any, Any]:
-        made = tx.update(gradient, state, x)
-        kept = (jnp.zeros_like(x), state)
-        return jax.tree.map(functools.partial(jnp.where, active), made, kept)
-
-    def update(gradients: Any, state: Any, params: Any, active: Any) -> Any:
-        made = {k: one(gradients[k], state[k], params[k], active[k]) for k in params}
-        return {k: u for k, (u, _) in made.items()}, {
-            k: s for k, (_, s) in made.items()
-        }
-
-    return Training(lambda params: {k: tx.init(x) for k, x in params.items()}, update)
-
-
 def eight_bits(budget: str | None, **paging: Any) -> Training:
     """Eight-bit AdamW; within a budget the most recent experts' moments stay there."""
     tx = po.paged_adamw_8bit(LEARNING_RATE, device_budget=budget, **(PAGES | paging))
@@ -100,13 +80,6 @@ def eight_bits(budget: str | None, **paging: Any) -> Training:
     return Training(tx.init, update, rebalance)
 
 
-TRAININGS: dict[str, Callable[[], Training]] = {
-    "Optax": plain,
-    "8 bits": lambda: eight_bits(None),
-    "8 bits, paged and rebalanced": lambda: eight_bits(BUDGET),
-}
-
-
 class Outcome(NamedTuple):
     """What became of a run.
 
@@ -116,8 +89,6 @@ class Outcome(NamedTuple):
       programs: How often the step was traced.
       early: Bytes of the process after the first steps.
       late: Bytes of the process in the end.
-      losses: The mean loss of each twentieth part of the run.
-      seconds: The processor's, of the steps.
     """
 
     params: Any
@@ -125,8 +96,6 @@ class Outcome(NamedTuple):
     programs: int
     early: int
     late: int
-    losses: list[float]
-    seconds: float
 
     @property
     def growth(self) -> float:
@@ -145,8 +114,7 @@ def compiled(training: Training) -> tuple[Step, list[None]]:
             k: x + 0.1 * jax.random.normal(keys[k], x.shape) for k, x in apart.items()
         }
         updates, state = training.update(gradients, state, params, active)
-        loss = sum(jnp.sum(x * x) for x in apart.values())
-        return optax.apply_updates(params, updates), state, loss
+        return optax.apply_updates(params, updates), state
 
     return jax.jit(step, donate_argnums=(0, 1)), traces
 
@@ -162,27 +130,14 @@ def run(
     jitted, traces = step or compiled(training)
     params = drawn(seed)
     state = training.init(params)
-    total, losses, first = jnp.zeros(()), [], 0
-    started, part = time.process_time(), max(steps // 20, 1)
+    first = 0
     for number in range(steps):
         state = training.rebalance(state, number)
         key = jax.random.key(number)
-        params, state, loss = jitted(params, state, key, active_in(number))
-        total += loss
-        if number % part == part - 1:
-            losses.append(float(total) / part)
-            total = jnp.zeros(())
+        params, state = jitted(params, state, key, active_in(number))
         if number == early - 1:
             first = resident()
-    seconds = time.process_time() - started
-    return Outcome(params, state, len(traces), first, resident(), losses, seconds)
-
-
-def apart(first: Any, second: Any) -> float:
-    """How far parameters are apart on average, in learning rates."""
-    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
-    far = np.concatenate([np.abs(np.asarray(x) - y).ravel() for x, y in pairs])
-    return float(far.mean() / LEARNING_RATE)
+    return Outcome(params, state, len(traces), first, resident())
 
 
 # -- optimizers made and dropped ----------------------------------------------------

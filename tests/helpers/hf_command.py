@@ -1,4 +1,4 @@
-"""`examples/finetune_hf.py` as a process."""
+"""`examples/finetune_hf` as a process."""
 
 import os
 import pathlib
@@ -8,7 +8,7 @@ from typing import Any
 
 from helpers.hf_folders import TEXT, Made
 
-PROGRAM = pathlib.Path(__file__).parents[2] / "examples" / "finetune_hf.py"
+PROGRAM = pathlib.Path(__file__).parents[2] / "examples" / "finetune_hf"
 COMMAND = ["--length", "64", "--batch", "2", "--min-size", "1KiB"]
 COMMAND += ["--learning-rate", "1e-3", "--steps", "8", "--held-out", "0.1"]
 

@@ -4,6 +4,7 @@
 example's own packages are needed for is imported where it is used: they are optional.
 """
 
+import importlib
 import json
 import pathlib
 import sys
@@ -83,21 +84,11 @@ TEMPLATE = (
 LENGTH = 64
 
 
-def modules() -> types.SimpleNamespace:
-    """The example's modules."""
-    import finetune_hf
-    import hf_folder
-    import hf_methods
-    import hf_model
-    import hf_text
-
-    return types.SimpleNamespace(
-        command=finetune_hf,
-        folder=hf_folder,
-        methods=hf_methods,
-        model=hf_model,
-        text=hf_text,
-    )
+def modules() -> types.ModuleType:
+    """The example, as a package."""
+    for name in ("command", "methods", "model"):  # which import the others
+        importlib.import_module(f"finetune_hf.{name}")
+    return sys.modules["finetune_hf"]
 
 
 def rows(text: Any) -> list[Any]:
@@ -131,8 +122,8 @@ class Made:
 def write(family: str, path: pathlib.Path, *, dtype: str = "float32") -> None:
     """A folder with a model of random weights and a tokenizer."""
     import transformers
-    from hf_folder import Folder
-    from hf_model import Decoder
+    from finetune_hf.folder import Folder
+    from finetune_hf.model import Decoder
     from safetensors.numpy import save_file
 
     kind, others = FAMILIES[family]

@@ -1,4 +1,4 @@
-"""The most host memory that a run of `finetune_hf.py` has as it reads weights.
+"""The most host memory that a run of `finetune_hf` has as it reads weights.
 
 `python tests/helpers/hf_memory.py FOLDER` writes folders of half a GiB there, and
 prints, for each method and way, the memory of the process over the weights. Files that
@@ -45,8 +45,8 @@ CONFIGS = {
 
 def write(path: pathlib.Path, config: dict[str, Any]) -> None:
     """A folder of zeros."""
-    from hf_folder import Folder
-    from hf_model import Decoder
+    from finetune_hf.folder import Folder
+    from finetune_hf.model import Decoder
     from safetensors.numpy import save_file
 
     path.mkdir()
@@ -62,9 +62,10 @@ def write(path: pathlib.Path, config: dict[str, Any]) -> None:
 
 def run_of(path: pathlib.Path, method: str, way: str) -> Any:
     """A run that has read nothing yet."""
-    import finetune_hf
-    from hf_folder import Folder
-    from hf_model import Decoder
+    from finetune_hf.arguments import parse_arguments
+    from finetune_hf.folder import Folder
+    from finetune_hf.model import Decoder
+    from finetune_hf.run import Run
 
     folder = Folder.open(path)
     decoder = Decoder.of(folder, folder.dtype)
@@ -73,8 +74,8 @@ def run_of(path: pathlib.Path, method: str, way: str) -> Any:
     row["weights"] = np.zeros(16, np.float32)
     needed = ["--checkpoint", str(path), "--text", "", "--output", ""]
     chosen = ["--method", method, "--way", way]
-    args = finetune_hf.parse_arguments([*needed, *chosen])
-    return finetune_hf.Run.on(args, folder, decoder, [row])
+    args = parse_arguments([*needed, *chosen])
+    return Run.on(args, folder, decoder, [row])
 
 
 def anonymous() -> int:

@@ -1,4 +1,4 @@
-"""Runs of `examples/finetune_hf.py` on models of real sizes, of which only shapes are.
+"""Runs of `examples/finetune_hf` on models of real sizes, of which only shapes are.
 
 The example's own packages are optional: only slow tests import this.
 """
@@ -6,11 +6,12 @@ The example's own packages are optional: only slow tests import this.
 import pathlib
 from typing import Any
 
-import finetune_hf
 import jax
 import numpy as np
-from hf_folder import Folder
-from hf_model import Decoder
+from finetune_hf.arguments import parse_arguments
+from finetune_hf.folder import Folder
+from finetune_hf.model import Decoder
+from finetune_hf.run import Run
 from jax.sharding import NamedSharding, PartitionSpec
 
 import paged_optax as po
@@ -76,7 +77,7 @@ class Shapes(Folder):
     dtype = np.dtype(jax.numpy.bfloat16)
 
 
-def run_of(name: str, method: str) -> finetune_hf.Run:
+def run_of(name: str, method: str) -> Run:
     """A run with the command's defaults, that reads nothing."""
     config = CONFIGS[name]
     names = {"language_model.model.": None} if "text_config" in config else {}
@@ -87,11 +88,11 @@ def run_of(name: str, method: str) -> finetune_hf.Run:
     row["weights"] = np.zeros(LENGTH, np.float32)
     needed = "--checkpoint", name, "--text", "", "--output", "", "--method", method
     sizes = "--batch", str(BATCH), "--length", str(LENGTH)
-    args = finetune_hf.parse_arguments([*needed, *sizes])
-    return finetune_hf.Run.on(args, folder, decoder, [row])
+    args = parse_arguments([*needed, *sizes])
+    return Run.on(args, folder, decoder, [row])
 
 
-def compiled(run: finetune_hf.Run, card: str) -> Any:
+def compiled(run: Run, card: str) -> Any:
     """What XLA makes of the run's step for a card, by its way."""
 
     def build(mesh):

@@ -27,6 +27,7 @@ import paged_optax as po
 from helpers import apart, quick_compiler
 from helpers.split_models import Model
 from helpers.split_ops import NARROW
+from helpers.split_optimizers import OPTIMIZERS, paged
 from helpers.split_plain import Recipe, whole
 from paged_optax.backend.platforms import GPU_FETCHES_AHEAD
 
@@ -91,9 +92,12 @@ _ROOM = 1 << 14
 
 
 @functools.cache
-def _update(adamw: bool, max_norm: float | None) -> Callable[..., Any]:
+def _update(
+    adamw: bool, max_norm: float | None, optimizer: str | None = None
+) -> Callable[..., Any]:
     """A step of Optax's."""
     tx = optax.adamw(**_ADAMW) if adamw else optax.sgd(**_SGD)
+    tx = OPTIMIZERS[optimizer] if optimizer else tx
     if max_norm is not None:
         tx = optax.chain(optax.clip_by_global_norm(max_norm), tx)
 
@@ -113,6 +117,8 @@ _ADAMW, _SGD = {"learning_rate": 0.01, "eps": 1e-2}, {"learning_rate": 0.1}
 
 def _paged(recipe: Recipe) -> optax.GradientTransformation:
     """The same, paged; small leaves stay on the device if they are not."""
+    if recipe["optimizer"]:
+        return paged(recipe["optimizer"], recipe["paged"])
     size: Any = 0 if recipe["paged"] else "1MiB"
     how = {"page_size": 4096, "min_paged_size": size}
     if recipe["adamw"]:
@@ -217,13 +223,17 @@ class Case:
             params = jax.tree.map(functools.partial(_moved, draw), params)
         loss = functools.partial(self.mean, self.model.loss)
         grad = jax.jit(jax.value_and_grad(loss, has_aux=True))
-        update = _update(self.recipe["adamw"], self.recipe["max_norm"])
+        optimizer = self.recipe["optimizer"]
+        update = _update(self.recipe["adamw"], self.recipe["max_norm"], optimizer)
         state, losses, said = None, [], []
         for batch in self.batches:
             (loss, metrics), gradients = grad(params, frozen, batch)
-            given = _Flat.of(params), _Flat.of(gradients)
-            flat, state = update(*(x.vectors for x in given), state)
-            params = given[0].tree(flat)
+            if optimizer:  # it sees the shapes
+                params, state = update(params, gradients, state)
+            else:
+                given = _Flat.of(params), _Flat.of(gradients)
+                flat, state = update(*(x.vectors for x in given), state)
+                params = given[0].tree(flat)
             losses.append(loss)
             said.append(metrics)
         return losses, said, params
@@ -438,14 +448,6 @@ def outcome(recipe: str) -> Any:
         own = [x for x in frames if "paged_optax" in x.filename] or frames
         at = f"{own[-1].filename.rpartition('paged_optax/')[2]}:{own[-1].lineno}"
         return f"{type(error).__name__}: {error} [{at}]"
-
-
-def cause(result: Any) -> str:
-    """What results have in common that have one cause, about."""
-    if isinstance(result, dict):
-        return "differs" if result else ""
-    kind, _, said = result.partition(":")
-    return kind + re.sub(r"'[^']*'|\d+|\s+", "", said)[:60] + result[-30:]
 
 
 def serve() -> None:

@@ -40,6 +40,7 @@ PLAIN: Recipe = {
     "alone": False,
     "abstract": False,
     "adamw": False,
+    "optimizer": None,
     "paged": False,
     "on_host": False,
     "max_norm": None,

@@ -3,13 +3,13 @@
 import collections
 import json
 import random
-from collections.abc import Iterator
 from typing import Any
 
 from helpers.split_blocks import BLOCKS, MATRICES
 from helpers.split_layer import ENDS, WRAPS
 from helpers.split_ops import OPS
-from helpers.split_plain import BLOCK, PLAIN, SCAN, Recipe, brief, whole
+from helpers.split_optimizers import BY_MATRIX, OPTIMIZERS
+from helpers.split_plain import Recipe, brief, whole
 from helpers.split_trees import LISTED, STACKED
 
 MASKS = ["before", "each", "numpy", "window by layer", "padding"]
@@ -232,9 +232,16 @@ def drawn(cases: int, seed: int) -> list[str]:
     """So many recipes, as JSON; more cases begin with those of fewer."""
     draws = (random.Random(f"{seed} {number}") for number in range(cases))
     kinds, weights = [*_KINDS], [*_KINDS.values()]
-    then = lambda draw: {"then": draw.choice([None] * 4 + THEN)}
-    recipes = (draw.choices(kinds, weights)[0](draw) | then(draw) for draw in draws)
+    recipes = (_around(draw, draw.choices(kinds, weights)[0](draw)) for draw in draws)
     return [json.dumps(brief(recipe)) for recipe in recipes]
+
+
+def _around(draw: random.Random, recipe: Recipe) -> Recipe:
+    """With an optimizer, and what differs when it is trained."""
+    recipe |= {"then": draw.choice([None] * 4 + THEN)}
+    stacked = recipe["container"] in STACKED
+    chosen = [x for x in OPTIMIZERS if not (stacked and x in BY_MATRIX)]
+    return recipe | {"optimizer": draw.choice([None] * 4 + chosen)}
 
 
 def covered(recipes: list[str]) -> dict[str, dict[str, int]]:
@@ -254,74 +261,3 @@ def covered(recipes: list[str]) -> dict[str, dict[str, int]]:
                 for value in x if isinstance(x, list) else [x]:
                     counts[name][json.dumps(value).replace('"', "")] += 1
     return {name: dict(count) for name, count in counts.items()}
-
-
-def smaller(recipe: Recipe) -> Iterator[Recipe]:
-    """Recipes that are simpler by one thing, the simplest first."""
-    return map(brief, _smaller(recipe))
-
-
-def _smaller(recipe: Recipe) -> Iterator[Recipe]:
-    recipe, plain = whole(recipe), dict(PLAIN)
-    stacked = recipe["container"] in STACKED
-    if stacked:
-        if recipe["refused"] != "reverse":
-            yield recipe | {"container": "list", "hybrid": False, "scan": SCAN}
-        plain["container"] = "stacked"
-        for name, value in SCAN.items():
-            if recipe["scan"][name] != value:
-                yield recipe | {"scan": recipe["scan"] | {name: value}}
-    for name in ("kinds", "changes", "which", "again", "refused", "kept"):
-        del plain[name]
-    for name, value in plain.items():
-        if recipe[name] != value:
-            yield recipe | {name: value}
-    if any(recipe["kinds"]) and not recipe["hybrid"] and recipe["scan"]["body"] == 1:
-        yield recipe | {"kinds": [0] * len(recipe["kinds"]), "changes": []}
-    step = 2 if recipe["hybrid"] or recipe["scan"]["body"] == 2 else 1
-    if len(recipe["kinds"]) > step and recipe["refused"] != "skips":
-        for kinds in (recipe["kinds"][:-step], recipe["kinds"][step:]):
-            if len(kinds) >= 3 or not recipe["refused"]:
-                yield recipe | {"kinds": kinds, "which": 0, "again": 1}
-    for n in range(len(recipe["kept"])):
-        yield recipe | {"kept": recipe["kept"][:n] + recipe["kept"][n + 1 :]}
-    for n in range(len(recipe["changes"])):
-        yield recipe | {"changes": recipe["changes"][:n] + recipe["changes"][n + 1 :]}
-    yield from _smaller_blocks(recipe)
-
-
-def _smaller_blocks(recipe: Recipe) -> Iterator[Recipe]:
-    blocks = recipe["blocks"]
-
-    def without(b: int, k: int | None = None) -> list[Any]:
-        """The changes that stay, in their new places."""
-        kept = []
-        for block, op, name in recipe["changes"]:
-            if k is None and block != b:
-                kept.append([block - (block > b), op, name])
-            elif k is not None and (block, op) != (b, k):
-                kept.append([block, op - (block == b and op > k), name])
-        return kept
-
-    for b, block in enumerate(blocks):
-        if len(blocks) > 1:
-            yield recipe | {
-                "blocks": blocks[:b] + blocks[b + 1 :],
-                "changes": without(b),
-            }
-        into = lambda new, b=b: (
-            recipe | {"blocks": blocks[:b] + [new] + blocks[b + 1 :]}
-        )
-        for k in range(len(block["ops"])):
-            if len(block["ops"]) > 1:
-                ops = block["ops"][:k] + block["ops"][k + 1 :]
-                yield into(block | {"ops": ops}) | {"changes": without(b, k)}
-            name, ago = block["ops"][k]
-            simple = ["product" if name in BLOCKS else "nothing", 0]
-            ops = block["ops"][:k] + [simple] + block["ops"][k + 1 :]
-            changed = any([b, k] == where for *where, _ in recipe["changes"])
-            if [name, ago] != simple and not changed:
-                yield into(block | {"ops": ops})
-        for name, value in BLOCK.items():
-            if block[name] != value:
-                yield into(block | {name: value})

@@ -28,10 +28,7 @@ def test_quick_run(tmp_path):
     assert {"date", "backend", "device_kind", "load_average"} <= result.keys()
 
     sections = {row["section"] for row in result["rows"]}
-    assert sections == (
-        {"numbers", "update", "eight bits", "layerwise", "tracing"}
-        | {"decoder", "splitting", "compiling"}
-    )
+    assert sections == {"numbers", "update", "layerwise", "tracing", "decoder"}
     numbers = [row for row in result["rows"] if row["section"] == "numbers"]
     assert all(row["right"] for row in numbers)
     assert any(row["leaves_with_a_smaller_last_page"] for row in numbers)
@@ -43,16 +40,11 @@ def test_quick_run(tmp_path):
         assert row["seconds"] > 0 and row["ratio"] > 0
         assert row["peak_device_bytes"] > 0 and row["peak_source"]
         assert not row["donated_but_unused"]
-    eight_bits = {r["name"]: r for r in result["rows"] if r["section"] == "eight bits"}
-    assert {"paged_adamw_8bit, resident", "paged_adamw_8bit, paged"} < set(eight_bits)
-    for row in eight_bits.values():
-        assert row["seconds"] > 0 and row["share_of_the_way_off"] < 0.05
     decoders = [r for r in result["rows"] if r["section"] == "decoder"]
     # All compute one function, whatever they keep where.
     (losses,) = {tuple(r["losses"][:2]) for r in decoders}
     assert len(decoders) == 4 and losses[1] < losses[0]
-    # A CPU has no link, and libraries may lack: said so, and no number invented.
-    reasons = {"link": "no link", "eight bits": "not measured: "}
-    assert any(row["section"] == "link" for row in result["not_run"])
-    assert all(reasons[row["section"]] in row["reason"] for row in result["not_run"])
+    # A CPU has no link: said so, and no number invented.
+    assert {row["section"] for row in result["not_run"]} == {"link"}
+    assert all("no link" in row["reason"] for row in result["not_run"])
     assert "Could not run" in done.stdout and "Tracing" in done.stdout

@@ -1,4 +1,4 @@
-"""The command line of `finetune_hf.py`."""
+"""The command line of `finetune_hf`."""
 
 import argparse
 import math

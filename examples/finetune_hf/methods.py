@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import qwix
-from hf_folder import Folder, new_folder
-from hf_model import Decoder, dotted, loss_of
 
 import paged_optax as po
+
+from .folder import Folder, new_folder
+from .model import Decoder, dotted, loss_of
 
 PyTree = Any
 #: Weights that share a scale, as in the QLoRA paper (https://arxiv.org/abs/2305.14314).

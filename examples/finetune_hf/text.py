@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from hf_folder import FolderError
 from jinja2 import TemplateError
+
+from .folder import FolderError
 
 #: A row's arrays, see `rows`.
 Row = dict[str, np.ndarray]

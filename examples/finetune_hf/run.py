@@ -1,33 +1,11 @@
-"""Fine-tune a model of a Hugging Face folder on one card, layer by layer.
-
-    pip install ".[hf]"
-    python examples/finetune_hf.py --checkpoint Qwen3-4B --text mine.txt --output mine
-    python examples/finetune_hf.py --help
-
-All parameters are trained, and what comes out is a folder like the one that went in.
-`--method lora` trains adapters beside frozen weights, and writes them as PEFT does;
-`--method qlora` has these weights in four bits. Its adapters are learned beside what
-four bits keep of the weights: beside the weights themselves, as in the folder, their
-loss is a little higher. The moments are in host memory, in
-eight bits where the weights are in bfloat16, and with `--way host` or `all` the weights
-too.
-
-Ctrl-C and SIGTERM save what has been done, and say how to go on: `--resume` continues
-bit for bit.
-"""
+"""A training run: what is trained, where its arrays are, and its step."""
 
 import argparse
 import dataclasses
 import functools
-import itertools
 import math
 import os
 import pathlib
-import shlex
-import shutil
-import signal
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,22 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from hf_arguments import LENGTH, RATES, WAYS, parse_arguments
-from hf_folder import Folder, FolderError, refuse_existing
-from hf_methods import Full, Lora, Method
-from hf_model import Decoder
-from hf_shown import picture, progress
-from hf_store import Store, working
-from hf_text import Row, batches, documents, rows
 
 import paged_optax as po
+
+from .arguments import LENGTH, RATES, WAYS
+from .folder import Folder, FolderError
+from .methods import Full, Lora, Method
+from .model import Decoder
+from .text import Row, batches, documents, rows
 
 PyTree = Any
 
 #: XLA:GPU's limit of pinned host memory, in GiB.
 POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-
-# --- Training ------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -245,59 +220,6 @@ class Run:
         return batches(self.train, self.args.batch, self.args.seed)
 
 
-def train(run: Run) -> None:
-    """Trains, from the start or from where the last command stopped."""
-    store = Store.of(run.args, run.folder, [*run.train, *run.held_out])
-    host = run.host_bytes()
-    run.refuse_small_host(host)
-    store.take(anew=not run.args.resume)
-    learned = sum(int(row["weights"].sum()) for row in run.train)
-    count, length = len(run.train), run.args.length
-    print(f"text: {count} rows of {length} tokens, of which {learned} are learned")
-    there = f"{host / 2**30:.1f} GiB of host memory"
-    print(f"way: {run.way} ({WAYS[run.way][1]}), {there}")
-    start = store.latest() or 0
-    carry = store.restore(start, run.target()) if start else run.carry()
-    store.begin()
-    asked, step = asked_to_stop(), run.step(carry)
-    given = itertools.islice(run.batches(), start, run.steps)
-    with store.losses(start) as note, progress(run.steps, start) as shown:
-        for number, batch in enumerate(given, start + 1):
-            began = time.perf_counter()
-            *carry, output = step(*carry, batch, *run.frozen)
-            loss = float(output.loss)
-            if not math.isfinite(loss):
-                raise FolderError(
-                    f"the loss of step {number} is {loss}: give less --learning-rate."
-                )
-            rate = batch["tokens"].size / (time.perf_counter() - began)
-            held = evaluated(run, carry[0]) if due(run, number) else ""
-            note(number, loss, held)
-            shown(loss, rate)
-            last = asked or number == run.args.stop_after
-            if last or number % run.args.save_every == 0 or number == run.steps:
-                store.save(number, carry)
-            if last:
-                break
-    store.manager.close()
-    if start < run.steps and last:
-        again = shlex.join([*sys.argv, *["--resume"] * (not run.args.resume)])
-        print(f"stopped after step {number}. To go on: python {again}")
-        sys.exit(128 + asked[0] if asked else 0)
-    run.method.write(run.folder, run.args.output, run.split, carry[0])
-    picture(store.path / "losses.csv", run.args.output / "losses.png")
-    shutil.rmtree(store.path)
-    print(f"wrote {run.args.output}")
-
-
-def asked_to_stop() -> list[int]:
-    """The signals that will have asked to; the step that runs comes to its end."""
-    asked = list[int]()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: asked.append(number))
-    return asked
-
-
 def from_numpy(tree: PyTree) -> PyTree:
     """A tree, or its shapes, with JAX's arrays for NumPy's."""
     array = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
@@ -314,23 +236,6 @@ def placed_bytes(tree: PyTree, *, on_host: bool) -> int:
     away = lambda x: getattr(x.sharding, "memory_kind", "") == "pinned_host"
     there = (x for x in jax.tree.leaves(tree) if away(x) == on_host)
     return sum(x.size * x.dtype.itemsize for x in there)
-
-
-def due(run: Run, number: int) -> bool:
-    """Whether the held-out loss is computed after this step."""
-    every = max(1, run.steps // 10)
-    return bool(run.held_out) and (number % every == 0 or number == run.steps)
-
-
-def evaluated(run: Run, params: PyTree) -> float:
-    """The held-out loss: the mean over tokens."""
-    loss = jax.jit(run.split.loss)
-    weights = [float(row["weights"].sum()) for row in run.held_out]
-    losses = [float(loss(params, *run.frozen, row)) for row in run.held_out]
-    return float(np.average(losses, weights=weights))
-
-
-# --- The command -------------------------------------------------------------------
 
 
 def tokenizer_of(path: pathlib.Path) -> Any:
@@ -353,29 +258,3 @@ def pinned_gigabytes() -> int:
     """What XLA may pin of the machine's memory: nine tenths, unless told otherwise."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(os.environ.get(POOL, max(1, 9 * memory // 10 >> 30)))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command."""
-    args = parse_arguments(argv)
-    # XLA's pool would grow to twice what is needed, and end at 64 GiB.
-    os.environ[POOL] = str(pinned_gigabytes())
-    try:
-        if args.resume and args.output.exists():
-            raise FolderError(
-                f"{args.output} exists: the run is complete, and"
-                f" {working(args.output)} can be removed."
-            )
-        refuse_existing(args.output)
-        train(Run.of(args))
-    except (FolderError, po.SplitError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped before a step: nothing new was trained", file=sys.stderr)
-        return 130
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

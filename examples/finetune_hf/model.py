@@ -12,15 +12,17 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hf_folder import Folder, FolderError, Tensors
 from jax.typing import DTypeLike
 
 import paged_optax as po
 
+from .folder import Folder, FolderError, Tensors
+
 try:
     from eqx_zoo import CausalLM
     from eqx_zoo.models.causal_lm.config import Config
-    from hf_gemma import DEFAULTS, Gemma
+
+    from .gemma import DEFAULTS, Gemma
 except ModuleNotFoundError as error:
     why = f'{error}: pip install ".[hf]" with Python 3.12 or newer'
     raise ModuleNotFoundError(why, name=error.name) from None

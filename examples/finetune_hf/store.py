@@ -1,4 +1,4 @@
-"""An unfinished run of `finetune_hf.py`: stopped, and gone on with."""
+"""An unfinished run of `finetune_hf`: stopped, and gone on with."""
 
 import argparse
 import contextlib
@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
-from hf_folder import Folder, FolderError
-from hf_text import Row
+
+from .folder import Folder, FolderError
+from .text import Row
 
 PyTree = Any
 #: Arguments that may differ when a run goes on: the others decide its numbers.

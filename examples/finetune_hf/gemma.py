@@ -11,8 +11,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from eqx_zoo.layers import Attention, RMSNorm, SwiGLU
-from hf_folder import FolderError
 from jax.typing import DTypeLike
+
+from .folder import FolderError
 
 #: Every so many layers one sees all tokens before it, where `layer_types` says nothing.
 PATTERN = 6

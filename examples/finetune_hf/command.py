@@ -1,0 +1,114 @@
+"""The command: trains, stops when asked to, and goes on."""
+
+import itertools
+import math
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import paged_optax as po
+
+from .arguments import WAYS, parse_arguments
+from .display import picture, progress
+from .folder import FolderError, refuse_existing
+from .run import POOL, Run, pinned_gigabytes
+from .store import Store, working
+
+PyTree = Any
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command."""
+    args = parse_arguments(argv)
+    # XLA's pool would grow to twice what is needed, and end at 64 GiB.
+    os.environ[POOL] = str(pinned_gigabytes())
+    try:
+        if args.resume and args.output.exists():
+            raise FolderError(
+                f"{args.output} exists: the run is complete, and"
+                f" {working(args.output)} can be removed."
+            )
+        refuse_existing(args.output)
+        train(Run.of(args))
+    except (FolderError, po.SplitError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped before a step: nothing new was trained", file=sys.stderr)
+        return 130
+    return 0
+
+
+def train(run: Run) -> None:
+    """Trains, from the start or from where the last command stopped."""
+    store = Store.of(run.args, run.folder, [*run.train, *run.held_out])
+    host = run.host_bytes()
+    run.refuse_small_host(host)
+    store.take(anew=not run.args.resume)
+    learned = sum(int(row["weights"].sum()) for row in run.train)
+    count, length = len(run.train), run.args.length
+    print(f"text: {count} rows of {length} tokens, of which {learned} are learned")
+    there = f"{host / 2**30:.1f} GiB of host memory"
+    print(f"way: {run.way} ({WAYS[run.way][1]}), {there}")
+    start = store.latest() or 0
+    carry = store.restore(start, run.target()) if start else run.carry()
+    store.begin()
+    asked, step = asked_to_stop(), run.step(carry)
+    given = itertools.islice(run.batches(), start, run.steps)
+    with store.losses(start) as note, progress(run.steps, start) as shown:
+        for number, batch in enumerate(given, start + 1):
+            began = time.perf_counter()
+            *carry, output = step(*carry, batch, *run.frozen)
+            loss = float(output.loss)
+            if not math.isfinite(loss):
+                raise FolderError(
+                    f"the loss of step {number} is {loss}: give less --learning-rate."
+                )
+            rate = batch["tokens"].size / (time.perf_counter() - began)
+            held = evaluated(run, carry[0]) if due(run, number) else ""
+            note(number, loss, held)
+            shown(loss, rate)
+            last = asked or number == run.args.stop_after
+            if last or number % run.args.save_every == 0 or number == run.steps:
+                store.save(number, carry)
+            if last:
+                break
+    store.manager.close()
+    if start < run.steps and last:
+        again = shlex.join([*sys.argv, *["--resume"] * (not run.args.resume)])
+        print(f"stopped after step {number}. To go on: python {again}")
+        sys.exit(128 + asked[0] if asked else 0)
+    run.method.write(run.folder, run.args.output, run.split, carry[0])
+    picture(store.path / "losses.csv", run.args.output / "losses.png")
+    shutil.rmtree(store.path)
+    print(f"wrote {run.args.output}")
+
+
+def asked_to_stop() -> list[int]:
+    """The signals that will have asked to; the step that runs comes to its end."""
+    asked = list[int]()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: asked.append(number))
+    return asked
+
+
+def due(run: Run, number: int) -> bool:
+    """Whether the held-out loss is computed after this step."""
+    every = max(1, run.steps // 10)
+    return bool(run.held_out) and (number % every == 0 or number == run.steps)
+
+
+def evaluated(run: Run, params: PyTree) -> float:
+    """The held-out loss: the mean over tokens."""
+    loss = jax.jit(run.split.loss)
+    weights = [float(row["weights"].sum()) for row in run.held_out]
+    losses = [float(loss(params, *run.frozen, row)) for row in run.held_out]
+    return float(np.average(losses, weights=weights))
